@@ -217,7 +217,7 @@ MUTANTS = (
         "            generator.set_state(state)\n",
         "            generator.get_state()\n",
         "Undoing a failed step leaves the random generator advanced.",
-        ("tests/torch_cpu/test_faults.py::test_a_failing_copy_undoes_the_step_or_tears_it",),
+        ("tests/torch_cpu/test_faults.py::test_failing_copy_undoes_or_tears_the_step",),
     ),
     Mutant(
         "deferred-interrupt-lost",
@@ -233,7 +233,7 @@ MUTANTS = (
         "if (result.code == 0 && sum != nullptr && !copy.writes && sum->bytes == piece.bytes &&",
         "if (result.code == 0 && sum != nullptr && !copy.writes && sum->bytes > piece.bytes &&",
         "Damaged bytes that come back from a home are used.",
-        ("tests/torch_cpu/test_faults.py::test_a_damaged_slot_is_noticed",),
+        ("tests/torch_cpu/test_faults.py::test_damaged_slot_is_detected",),
     ),
     Mutant(
         "slot-piece-off-by-a-page",
@@ -390,7 +390,7 @@ MUTANTS = (
         "if (block.slot && !block.slot.original && !space.homes.is_frozen(block.slot)) return;",
         "if (block.slot && !block.slot.original) return;",
         "A process overwrites a home slot that its forked child still reads.",
-        ("tests/torch_cpu/test_follow.py::test_a_child_sees_the_bytes_of_its_moment_and_changes_none",),
+        ("tests/torch_cpu/test_follow.py::test_forked_child_sees_a_snapshot_and_does_not_change_the_parent",),
     ),
     Mutant(
         "schedule-releases-one-op-early",
@@ -449,7 +449,7 @@ MUTANTS = (
         "key_of(_FORMAT, budget, policy, ops, storages)",
         "key_of(_FORMAT, policy, ops, storages)",
         "A loop follows a stored plan that was made for another budget.",
-        ("tests/torch_cpu/test_follow_plans.py::test_the_next_process_has_the_plan_at_once",),
+        ("tests/torch_cpu/test_follow_plans.py::test_stored_plan_is_used_one_step_sooner_unless_damaged",),
     ),
     # Several processes
     Mutant(
@@ -483,7 +483,7 @@ MUTANTS = (
         "    new = folder / _NEW_INDEX\n",
         "    new = folder / INDEX\n",
         "A crash while the index of a checkpoint is written loses the checkpoint that was there before.",
-        ("tests/torch_cpu/test_checkpoint.py::test_a_crash_at_any_call_leaves_a_checkpoint",),
+        ("tests/torch_cpu/test_checkpoint.py::test_crash_at_any_call_leaves_a_valid_checkpoint",),
     ),
     Mutant(
         "data-file-not-synced",

@@ -1,4 +1,4 @@
-"""A budget holds the step at its first call and at later ones, which may begin with gradients that the first left."""
+"""Tests of budgets for the first call and for later ones, which may begin with gradients."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def leave(optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("ending", [set_to_zero, leave, clear])
-def test_the_smallest_budget_holds_all_calls(ending: Callable[[Any], object]) -> None:
+def test_smallest_budget_suffices_for_all_calls(ending: Callable[[Any], object]) -> None:
     model, optimizer, step = make(ending)
     plain = make(ending)[2]
     x = torch.randn(8, WIDTH)
@@ -60,15 +60,15 @@ def test_the_smallest_budget_holds_all_calls(ending: Callable[[Any], object]) ->
     compiled.close()
 
 
-def test_an_estimate_holds_all_calls() -> None:
+def test_estimate_covers_all_calls() -> None:
     model, optimizer, step = make(set_to_zero)
     x = torch.randn(8, WIDTH)
-    found = outofcore.estimate(step, model, optimizer, inputs=(x,), policy="offload-all")
-    assert found.smallest_budget == outofcore.smallest_budget(step, model, optimizer, inputs=(x,))
-    assert all(point.seconds is not None for point in found.points)
+    estimate = outofcore.estimate(step, model, optimizer, inputs=(x,), policy="offload-all")
+    assert estimate.smallest_budget == outofcore.smallest_budget(step, model, optimizer, inputs=(x,))
+    assert all(point.seconds is not None for point in estimate.points)
 
 
-def test_an_estimate_for_another_device_holds_all_calls() -> None:
+def test_estimate_for_another_device_covers_all_calls() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
 
     def accumulate(x: torch.Tensor) -> torch.Tensor:
@@ -77,29 +77,29 @@ def test_an_estimate_for_another_device_holds_all_calls() -> None:
         return loss
 
     x = torch.randn(8, WIDTH)
-    found = outofcore.estimate(accumulate, model, inputs=(x,), device="h100", policy="offload-all")
+    estimate = outofcore.estimate(accumulate, model, inputs=(x,), device="h100", policy="offload-all")
     # A later call adds one gradient of a weight to another.
-    assert found.smallest_budget >= 2 * WIDTH * WIDTH * x.element_size()
-    assert {s.name for s in found.graph.storages if s.kind is StorageKind.GRADIENT} >= {"0.weight.grad"}
+    assert estimate.smallest_budget >= 2 * WIDTH * WIDTH * x.element_size()
+    assert {s.name for s in estimate.graph.storages if s.kind is StorageKind.GRADIENT} >= {"0.weight.grad"}
 
 
-def test_a_budget_for_the_first_call_alone_is_refused_before_it() -> None:
+def test_budget_too_small_for_later_calls_is_refused_at_the_first() -> None:
     model, optimizer, step = make(set_to_zero)
     x = torch.randn(8, WIDTH)
     smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(x,))
-    other, others, clearing = make(clear)
-    assert outofcore.smallest_budget(clearing, other, others, inputs=(x,)) < smallest
+    cleared_model, cleared_optimizer, cleared_step = make(clear)
+    assert outofcore.smallest_budget(cleared_step, cleared_model, cleared_optimizer, inputs=(x,)) < smallest
     before = [p.clone() for p in model.parameters()]
     for budget in (smallest - 4096, smallest // 2):
         compiled = outofcore.compile(step, model, optimizer, budget=budget, policy="offload-all")
         with pytest.raises(BudgetError, match="needs of the second call, which starts with the gradients") as error:
             compiled(x)
         assert error.value.smallest_budget == smallest
-        assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
+        assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
         compiled.close()
 
 
-def test_a_step_that_does_not_repeat_needs_room_for_its_first_call_alone() -> None:
+def test_budget_covers_only_the_first_call_when_repeats_is_false() -> None:
     model, optimizer, step = make(set_to_zero)
     x = torch.randn(8, WIDTH)
     smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(x,))
@@ -112,16 +112,16 @@ def test_a_step_that_does_not_repeat_needs_room_for_its_first_call_alone() -> No
             compiled.prepare(x)
 
 
-def test_what_is_known_of_later_gradients() -> None:
+def test_gradients_of_later_calls_are_predicted() -> None:
     x = torch.randn(8, WIDTH)
     model, optimizer, step = make(set_to_zero)
     first = capture_step(step, [model], [optimizer], (x,), {})
     later = gradients_from_now_on(first)
     assert later.keys() == {id(p) for p in model.parameters()}
-    settled = capture_step(step, [model], [optimizer], (x,), {}, gradients=later)
-    kinds = [s.kind for s in settled.states]
+    steady = capture_step(step, [model], [optimizer], (x,), {}, gradients=later)
+    kinds = [s.kind for s in steady.states]
     assert kinds.count(StorageKind.GRADIENT) == 4
-    assert gradients_from_now_on(settled) == {}
+    assert gradients_from_now_on(steady) == {}
     model, optimizer, step = make(clear)
     assert gradients_from_now_on(capture_step(step, [model], [optimizer], (x,), {})) == {}
     model(x).sum().backward()

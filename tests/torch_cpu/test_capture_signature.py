@@ -1,4 +1,4 @@
-"""Signatures differ where a capture would, say so in words, and are the same otherwise."""
+"""Tests of step signatures: they differ exactly where captures differ, and describe the change."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ SAME: dict[str, Callable[[World], Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def _put_back() -> Any:
+def _restore_defaults() -> Any:
     yield
     torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_seen_and_said(name: str) -> None:
+def test_change_is_detected_and_described(name: str) -> None:
     world = World()
     change, words = CHANGES[name]
     old = world.signer(world.args, {})
@@ -73,7 +73,7 @@ def test_a_change_is_seen_and_said(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_what_does_not_matter_is_not_seen(name: str) -> None:
+def test_irrelevant_change_keeps_the_signature(name: str) -> None:
     world = World()
     old = world.signer(world.args, {})
     SAME[name](world)
@@ -95,14 +95,14 @@ def test_what_does_not_matter_is_not_seen(name: str) -> None:
         ((5,), {}, "argument 0 changed from a tensor to 5"),
     ],
 )
-def test_a_change_of_the_arguments_is_said(args: Any, kwargs: Any, words: str) -> None:
+def test_change_of_arguments_is_described(args: Any, kwargs: Any, words: str) -> None:
     world = World()
     old, new = world.signer(world.args, {}), world.signer(args, kwargs)
     assert old != new
     assert words in world.signer.describe_change(old, new, args, kwargs)
 
 
-def test_constants_are_told_apart_by_type_and_value() -> None:
+def test_constants_differ_by_type_and_value() -> None:
     world = World()
 
     def sign(value: Any) -> Any:
@@ -115,7 +115,7 @@ def test_constants_are_told_apart_by_type_and_value() -> None:
     assert words == "argument flag changed from 1 to 2"
 
 
-def test_how_a_gradient_lies_is_told_apart() -> None:
+def test_strides_and_layout_of_a_gradient_change_the_signature() -> None:
     world = World()
     world.model[0].weight.grad = torch.ones(3, 3)
     old = world.signer(world.args, {})
@@ -128,7 +128,7 @@ def test_how_a_gradient_lies_is_told_apart() -> None:
     assert world.signer(world.args, {}) != new
 
 
-def test_an_argument_that_is_a_parameter_is_told_apart() -> None:
+def test_parameter_as_argument_changes_the_signature() -> None:
     world = World()
     weight, copy = world.model[0].weight, nn.Parameter(torch.ones(3, 3))
     old, new = world.signer((copy,), {}), world.signer((weight,), {})
@@ -136,7 +136,7 @@ def test_an_argument_that_is_a_parameter_is_told_apart() -> None:
     assert "became another parameter" in world.signer.describe_change(old, new, (weight,))
 
 
-def test_autocast_and_grad_mode_are_part_of_it() -> None:
+def test_signature_includes_autocast_and_grad_mode() -> None:
     world = World()
     plain = world.signer(world.args, {})
     with torch.autocast("cpu", torch.bfloat16):
@@ -147,7 +147,7 @@ def test_autocast_and_grad_mode_are_part_of_it() -> None:
     assert "autocast on the CPU changed from False to True" in world.signer.describe_change(plain, half, world.args)
 
 
-def test_a_structure_seen_before_is_known_again() -> None:
+def test_restored_structure_has_its_old_signature() -> None:
     world = World()
     old = world.signer(world.args, {})
     first, world.model[0] = world.model[0], nn.Linear(3, 3)

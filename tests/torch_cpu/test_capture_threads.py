@@ -1,4 +1,4 @@
-"""Steps in several threads: captures take turns, and leave what other threads run alone."""
+"""Tests of steps in several threads: captures take turns and do not record other threads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[torch.T
     return model, optimizer, step
 
 
-def test_first_calls_of_steps_in_several_threads() -> None:
+def test_first_calls_in_several_threads_are_exact() -> None:
     count, x = 4, torch.randn(16, 64)
     started = threading.Barrier(count)
 
@@ -52,7 +52,7 @@ def test_first_calls_of_steps_in_several_threads() -> None:
             assert torch.equal(loss, step(x))
 
 
-def test_another_thread_trains_while_a_step_is_captured() -> None:
+def test_other_thread_trains_during_capture() -> None:
     model, optimizer, _ = make(0)
     captures, trained = threading.Event(), threading.Event()
     failed: list[BaseException] = []
@@ -69,11 +69,11 @@ def test_another_thread_trains_while_a_step_is_captured() -> None:
     def train() -> None:
         try:
             captures.wait(60)
-            other, others, _ = make(1)
+            thread_model, thread_optimizer, _ = make(1)
             state = torch.get_rng_state()
-            Twice.apply(other(torch.ones(2, 64))).sum().backward()
-            others.step()
-            assert other[0].weight.grad.tolist()
+            Twice.apply(thread_model(torch.ones(2, 64))).sum().backward()
+            thread_optimizer.step()
+            assert thread_model[0].weight.grad.tolist()
             assert isinstance(state, torch.Tensor)
             torch.from_numpy(torch.ones(3).numpy())
         except BaseException as error:
@@ -96,30 +96,30 @@ def test_another_thread_trains_while_a_step_is_captured() -> None:
     assert {op.module for op in captured.graph.ops} >= {"0", "1", "2"}
 
 
-def test_autograd_goes_back_in_the_thread_that_captures() -> None:
-    """On a GPU it would not: nodes made there have numbers of their own, by which modules and lines are found."""
-    seen: list[bool] = []
+def test_backward_runs_in_the_capturing_thread() -> None:
+    """Nodes made in autograd's own thread have other numbers, so their modules and lines would not be found."""
+    multithreading: list[bool] = []
 
-    class Asks(torch.autograd.Function):
+    class Recording(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
             return x.clone()
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            seen.append(torch._C._is_multithreading_enabled())
+            multithreading.append(torch._C._is_multithreading_enabled())
             return grad
 
     model = nn.Linear(4, 4)
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        loss = Asks.apply(model(x)).sum()
+        loss = Recording.apply(model(x)).sum()
         loss.backward()
         return loss
 
     captured = capture_step(step, [model], [], (torch.ones(2, 4),), {})
-    assert seen == []
+    assert multithreading == []
     for effect in captured.effects:
         effect()
-    assert seen == [False]
+    assert multithreading == [False]
     assert torch._C._is_multithreading_enabled()

@@ -1,4 +1,4 @@
-"""Operators that take functions, transforms of torch.func and kinds of modules: each is exact or refused by name."""
+"""Tests of higher-order operators, torch.func transforms and kinds of modules: exact or refused by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def line_of(mark: str) -> str:
-    """This file, with the number of its line that ends with the comment ``# <mark>``."""
+    """Return ``file:line: `` of the line that ends with the comment ``# <mark>``."""
     lines = Path(__file__).read_text().splitlines()
     return f"{__file__}:{next(k for k, line in enumerate(lines, 1) if line.endswith(f'# {mark}'))}: "
 
@@ -58,19 +58,19 @@ def cond(x: torch.Tensor) -> torch.Tensor:
 
 
 def repeat(x: torch.Tensor) -> torch.Tensor:
-    done = while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 2), (torch.tensor(0), x.detach()))  # while_loop
-    return x + done[1]
+    result = while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 2), (torch.tensor(0), x.detach()))  # while_loop
+    return x + result[1]
 
 
-def mapped(x: torch.Tensor) -> torch.Tensor:
+def call_map(x: torch.Tensor) -> torch.Tensor:
     return map_over(torch.sin, x)  # map_impl
 
 
-def scanned(x: torch.Tensor) -> torch.Tensor:
+def call_scan(x: torch.Tensor) -> torch.Tensor:
     return scan(lambda total, row: (total + row, total * row), x[0], x)[1]  # scan
 
 
-def doubled(x: torch.Tensor) -> torch.Tensor:
+def call_twice(x: torch.Tensor) -> torch.Tensor:
     return x + twice(torch.sin, x.detach())
 
 
@@ -114,22 +114,22 @@ def refusal_of(model: nn.Module, loss_of: Change = lambda y: y.square().mean()) 
 NAMES = {
     cond: "cond",
     repeat: "while_loop",
-    mapped: "map_impl",
-    scanned: "scan",
-    doubled: "twice",
+    call_map: "map_impl",
+    call_scan: "scan",
+    call_twice: "twice",
     attention: "flex_attention",
 }
 
 
 @pytest.mark.parametrize("change", NAMES, ids=list(NAMES.values()))
-def test_a_higher_order_operator_is_refused_by_name(change: Change) -> None:
+def test_higher_order_operator_is_refused_by_name(change: Change) -> None:
     name = NAMES[change]
     message = str(refusal_of(Net(change)))
     assert message.startswith(line_of(name) + f"the step uses the higher-order operator {name} in body: ")
     assert "outofcore.budget(limit, model)" in message
 
 
-def test_a_higher_order_operator_is_refused_in_a_loss_and_in_backward() -> None:
+def test_higher_order_operator_in_loss_or_backward_is_refused() -> None:
     def loss_of(y: torch.Tensor) -> torch.Tensor:
         loss = y.square().mean()
         return torch.cond(loss > 1, torch.sin, torch.cos, (loss,))  # in a loss
@@ -145,7 +145,7 @@ def test_a_higher_order_operator_is_refused_in_a_loss_and_in_backward() -> None:
     assert "operator cond in linear: " in message
 
 
-def test_a_higher_order_operator_is_refused_in_an_optimizer() -> None:
+def test_higher_order_operator_in_an_optimizer_is_refused() -> None:
     class Branching(torch.optim.Optimizer):
         def step(self, closure: Any = None) -> None:
             for parameter in self.param_groups[0]["params"]:
@@ -163,7 +163,7 @@ def test_a_higher_order_operator_is_refused_in_an_optimizer() -> None:
     assert str(caught.value).startswith(line_of("in a step"))
 
 
-def test_a_higher_order_operator_runs_where_a_model_is_initialised(tmp_path: Path) -> None:
+def test_higher_order_operator_runs_while_a_model_is_built(tmp_path: Path) -> None:
     class Drawn(nn.Linear):
         def reset_parameters(self) -> None:
             with torch.no_grad():
@@ -201,50 +201,50 @@ def loss_of(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tenso
     return functional_call(NET, parameters, (x,)).square().mean()
 
 
-def with_gradients(gradients: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+def set_gradients(gradients: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     for name, parameter in NET.named_parameters():
         parameter.grad = gradients[name]
     return sum(gradient.sum() for gradient in gradients.values()).detach() + x.sum()
 
 
-def learned(value: torch.Tensor) -> torch.Tensor:
+def run_backward(value: torch.Tensor) -> torch.Tensor:
     loss = value.square().mean()
     loss.backward()
     return loss.detach()
 
 
-def of_samples(x: torch.Tensor) -> torch.Tensor:
+def per_sample_gradients(x: torch.Tensor) -> torch.Tensor:
     frozen = {name: parameter.detach() for name, parameter in NET.named_parameters()}
     gradients = vmap(grad(loss_of), in_dims=(None, 0))(frozen, x)
-    return with_gradients({name: gradient.mean(0) for name, gradient in gradients.items()}, x)
+    return set_gradients({name: gradient.mean(0) for name, gradient in gradients.items()}, x)
 
 
-def batched(x: torch.Tensor) -> torch.Tensor:
+def batched_gradients(x: torch.Tensor) -> torch.Tensor:
     output, names = NET(x), [name for name, _ in NET.named_parameters()]
     seeds = torch.eye(4)
-    found = torch.autograd.grad(output.squeeze(1), list(NET.parameters()), seeds, is_grads_batched=True)
-    return with_gradients({name: gradient.sum(0) for name, gradient in zip(names, found, strict=True)}, x)
+    gradients = torch.autograd.grad(output.squeeze(1), list(NET.parameters()), seeds, is_grads_batched=True)
+    return set_gradients({name: gradient.sum(0) for name, gradient in zip(names, gradients, strict=True)}, x)
 
 
 EXACT: dict[str, Change] = {
-    "functional_call": lambda x: learned(loss_of(dict(NET.named_parameters()), x)),
-    "grad": lambda x: with_gradients(grad(loss_of)(dict(NET.named_parameters()), x), x),
-    "vmap": lambda x: learned(vmap(NET)(x)),
-    "vmap of grad": of_samples,
-    "grad of inputs": lambda x: learned(vmap(grad(lambda row: NET(row).sum()))(x)),
-    "vjp": lambda x: learned(vjp(NET, x)[1](torch.ones(4, 1))[0]),
-    "jacrev": lambda x: learned(jacrev(NET)(x[0])),
-    "dropout": lambda x: learned(vmap(lambda row: nn.functional.dropout(NET(row)), randomness="different")(x)),
-    "batched gradients": batched,
-    "functionalize": lambda x: learned(torch.func.functionalize(NET)(x)),
-    "a function of autograd": lambda x: learned(vmap(grad(lambda row: Square.apply(NET(row)).sum()))(x)),
-    "associative_scan": lambda x: learned(associative_scan(torch.add, NET(x), 0, combine_mode="generic")),
-    "cond on a bool": lambda x: learned(torch.cond(x.shape[0] > 3, NET, NET[0], (x,))),
+    "functional_call": lambda x: run_backward(loss_of(dict(NET.named_parameters()), x)),
+    "grad": lambda x: set_gradients(grad(loss_of)(dict(NET.named_parameters()), x), x),
+    "vmap": lambda x: run_backward(vmap(NET)(x)),
+    "vmap of grad": per_sample_gradients,
+    "grad of inputs": lambda x: run_backward(vmap(grad(lambda row: NET(row).sum()))(x)),
+    "vjp": lambda x: run_backward(vjp(NET, x)[1](torch.ones(4, 1))[0]),
+    "jacrev": lambda x: run_backward(jacrev(NET)(x[0])),
+    "dropout": lambda x: run_backward(vmap(lambda row: nn.functional.dropout(NET(row)), randomness="different")(x)),
+    "batched gradients": batched_gradients,
+    "functionalize": lambda x: run_backward(torch.func.functionalize(NET)(x)),
+    "a function of autograd": lambda x: run_backward(vmap(grad(lambda row: Square.apply(NET(row)).sum()))(x)),
+    "associative_scan": lambda x: run_backward(associative_scan(torch.add, NET(x), 0, combine_mode="generic")),
+    "cond on a bool": lambda x: run_backward(torch.cond(x.shape[0] > 3, NET, NET[0], (x,))),
 }
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_a_transform_is_exact(name: str) -> None:
+def test_transform_is_exact(name: str) -> None:
     def run(step: Change) -> list[Any]:
         torch.manual_seed(1)
         NET.zero_grad()
@@ -259,32 +259,34 @@ def test_a_transform_is_exact(name: str) -> None:
 
 
 FORWARD: dict[str, Change] = {
-    "jvp": lambda x: learned(jvp(NET, (x,), (x,))[1]),
-    "jacfwd": lambda x: learned(jacfwd(NET)(x[0])),
-    "linearize": lambda x: learned(linearize(NET, x)[1](x)),
+    "jvp": lambda x: run_backward(jvp(NET, (x,), (x,))[1]),
+    "jacfwd": lambda x: run_backward(jacfwd(NET)(x[0])),
+    "linearize": lambda x: run_backward(linearize(NET, x)[1](x)),
 }
 
 
 @pytest.mark.parametrize("name", FORWARD)
-def test_derivatives_taken_forward_are_refused_by_name(name: str) -> None:
+def test_forward_mode_derivative_is_refused_by_name(name: str) -> None:
     with pytest.raises(CaptureError, match=rf"differentiates forward \(torch.func.{name}\).*with torch.func.vjp") as e:
         capture_step(FORWARD[name], [NET], [], (torch.ones(4, 8),), {})
     assert e.value.location.startswith(__file__)
-    with pytest.raises(CaptureError, match=r"\(torch.func.jacfwd\)"):  # on which hessian rests
-        capture_step(lambda x: learned(hessian(lambda row: NET(row).sum())(x[0])), [NET], [], (torch.ones(4, 8),), {})
+    with pytest.raises(CaptureError, match=r"\(torch.func.jacfwd\)"):  # hessian uses jacfwd
+        capture_step(
+            lambda x: run_backward(hessian(lambda row: NET(row).sum())(x[0])), [NET], [], (torch.ones(4, 8),), {}
+        )
 
 
-def test_a_tensor_from_outside_is_named_in_a_transform() -> None:
+def test_outside_tensor_in_a_transform_is_named() -> None:
     factor = torch.ones(1)
 
     with pytest.raises(CaptureError, match=r"float32 tensor of shape .* from outside, factor"):
-        capture_step(lambda x: learned(vmap(lambda row: NET(row) * factor)(x)), [NET], [], (torch.ones(4, 8),), {})
+        capture_step(lambda x: run_backward(vmap(lambda row: NET(row) * factor)(x)), [NET], [], (torch.ones(4, 8),), {})
 
 
 # Kinds of modules
 
 
-def loaded(module: nn.Module) -> Any:
+def save_and_load(module: nn.Module) -> Any:
     file = io.BytesIO()
     torch.jit.save(torch.jit.script(module), file)
     file.seek(0)
@@ -294,7 +296,7 @@ def loaded(module: nn.Module) -> Any:
 SCRIPTED: dict[str, Callable[[nn.Module], Any]] = {
     "script": torch.jit.script,
     "trace": lambda module: torch.jit.trace(module, torch.ones(4, 8)),
-    "load": loaded,
+    "load": save_and_load,
     "freeze": lambda module: torch.jit.freeze(torch.jit.script(module.eval())),
 }
 
@@ -302,13 +304,13 @@ SCRIPTED: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.parametrize("kind", SCRIPTED)
 def test_torchscript_is_refused_by_name(kind: str) -> None:
     scripted = SCRIPTED[kind](nn.Linear(8, 8))
-    named = type(scripted).__name__
+    type_name = type(scripted).__name__
     whole, part = scripted, Net(torch.sin)
     part.body = nn.Sequential(scripted)
-    for model, where in ((whole, "the model"), (part, "body.0")):
+    for model, place in ((whole, "the model"), (part, "body.0")):
         with pytest.raises(CaptureError) as caught:
             outofcore.compile(model, model, budget="8MiB", home="host")
-        assert str(caught.value).startswith(f"{where} ({named}) is TorchScript: ")
+        assert str(caught.value).startswith(f"{place} ({type_name}) is TorchScript: ")
         assert (
             "torch.jit.script or torch.jit.trace was called on, or run the unchanged loop within outofcore.budget"
             in str(caught.value)
@@ -317,13 +319,13 @@ def test_torchscript_is_refused_by_name(kind: str) -> None:
             capture_step(model, [model], [], (torch.ones(4, 8),), {})
 
 
-def test_torchscript_runs_where_calls_are_followed() -> None:
+def test_torchscript_runs_when_the_step_is_dynamic() -> None:
     def run(follow: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
 
         def step(x: torch.Tensor) -> torch.Tensor:
-            return learned(model(x))
+            return run_backward(model(x))
 
         called = outofcore.compile(step, model, budget="8MiB", dynamic=True) if follow else step
         return [called(torch.ones(4, 8)) for _ in range(2)]
@@ -336,13 +338,13 @@ def scripted_function(x: torch.Tensor) -> torch.Tensor:
     return torch.relu(x) * 2
 
 
-def exported(module: nn.Module) -> nn.Module:
+def export_module(module: nn.Module) -> nn.Module:
     return torch.export.export(module, (torch.ones(4, 8),)).module()
 
 
 WORKING: dict[str, Callable[[nn.Module], Any]] = {
     "a scripted function": lambda _: Net(scripted_function),
-    "exported": exported,
+    "exported": export_module,
     "compiled": lambda module: torch.compile(module, backend="eager"),
     "a graph module": torch.fx.symbolic_trace,
     "data parallel": nn.DataParallel,
@@ -350,13 +352,13 @@ WORKING: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("kind", WORKING)
-def test_a_kind_of_module_is_exact(kind: str) -> None:
+def test_kind_of_module_is_exact(kind: str) -> None:
     def run(compiled: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = WORKING[kind](nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
 
         def step(x: torch.Tensor) -> torch.Tensor:
-            return learned(model(x))
+            return run_backward(model(x))
 
         if not compiled:
             return [step(torch.ones(4, 8)), *[p.grad for p in model.parameters() if p.grad is not None]]
@@ -367,7 +369,7 @@ def test_a_kind_of_module_is_exact(kind: str) -> None:
     assert all(map(torch.equal, run(compiled=True), run(compiled=False)))
 
 
-def test_what_is_no_module_is_refused() -> None:
+def test_invalid_module_is_refused() -> None:
     class Uninitialised(nn.Module):
         def __init__(self) -> None:
             pass
@@ -377,12 +379,12 @@ def test_what_is_no_module_is_refused() -> None:
             super().__init__()
             self.__dict__["_parameters"] = tuple(self._parameters)
 
-    held = nn.Sequential()
-    held._modules["inner"] = Uninitialised()
+    container = nn.Sequential()
+    container._modules["inner"] = Uninitialised()
     program = torch.export.export(nn.Linear(8, 8), (torch.ones(4, 8),))
     for model, message in (
         (Uninitialised(), r"the model \(Uninitialised\) is not initialised: .*super\(\).__init__\(\)"),
-        (held, r"inner \(Uninitialised\) is not initialised"),
+        (container, r"inner \(Uninitialised\) is not initialised"),
         (program, "model must be a .*Module.*, not ExportedProgram"),
         (scripted_function, "model must be a .*Module.*, not ScriptFunction"),
         (copy.copy, "model must be a .*Module.*, not function"),

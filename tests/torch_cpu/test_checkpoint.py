@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, and training goes on from them to the last bit."""
+"""Tests of saving and loading checkpoints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Sides = tuple[nn.Module, torch.optim.Optimizer, Callable[..., Any]]
 
 
 class Model(nn.Module):
-    """Tied weights, a buffer that is not saved in state dicts but changes, and other layouts and dtypes."""
+    """A model with tied weights, a changing non-persistent buffer, and several layouts and dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,9 +84,9 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tenso
     return [t.detach().clone() for t in tensors]
 
 
-def assert_alike(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
+def assert_same_bits(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
     assert len(ours) == len(plain)
-    assert all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def budget() -> int:
 
 @pytest.mark.parametrize("clear", [True, False])
 @pytest.mark.parametrize("share", [1.0, 100])
-def test_training_goes_on_to_the_last_bit(budget: int, tmp_path: Path, clear: bool, share: float) -> None:
+def test_training_resumes_bit_for_bit(budget: int, tmp_path: Path, clear: bool, share: float) -> None:
     model, optimizer, step = make(clear=clear)
     with outofcore.compile(
         step, model, optimizer, budget=int(share * budget) + 2**20, policy="auto" if share > 1 else "window"
@@ -113,13 +113,13 @@ def test_training_goes_on_to_the_last_bit(budget: int, tmp_path: Path, clear: bo
         assert compiled.load(tmp_path / "deep" / "saved") == {"epoch": 3, "history": [1.5, None]}
         assert (random.random(), float(np.random.rand())) == numbers
         assert optimizer.param_groups[0]["betas"] == (0.8, 0.99)
-        assert_alike(run(compiled, range(2, 4)) + bits(model, optimizer), expected)
-        # And once more, into a step that has run.
+        assert_same_bits(run(compiled, range(2, 4)) + bits(model, optimizer), expected)
+        # The step has already run when this checkpoint is loaded.
         compiled.load(tmp_path / "deep" / "saved")
-        assert_alike(run(compiled, range(2, 4)) + bits(model, optimizer), expected)
+        assert_same_bits(run(compiled, range(2, 4)) + bits(model, optimizer), expected)
 
 
-def test_plain_pytorch_and_steps_read_each_others_checkpoints(budget: int, tmp_path: Path) -> None:
+def test_plain_pytorch_and_compiled_steps_share_checkpoints(budget: int, tmp_path: Path) -> None:
     model, optimizer, step = make()
     run(step, range(2))
     outofcore.save(tmp_path, model, optimizer)
@@ -130,36 +130,36 @@ def test_plain_pytorch_and_steps_read_each_others_checkpoints(budget: int, tmp_p
         outofcore.load(tmp_path, model, optimizer, home=home)
         assert home.faces.find(model.embed.weight) is not None
         with outofcore.compile(step, model, optimizer, budget=budget, home=home) as compiled:
-            assert_alike(run(compiled, range(2, 4)) + bits(model, optimizer), expected)
+            assert_same_bits(run(compiled, range(2, 4)) + bits(model, optimizer), expected)
             compiled.save(tmp_path)
             expected = run(compiled, range(4, 5)) + bits(model, optimizer)
     model, optimizer, step = make(seed=6)
     outofcore.load(tmp_path, model, optimizer)
-    assert_alike(run(step, range(4, 5)) + bits(model, optimizer), expected)
+    assert_same_bits(run(step, range(4, 5)) + bits(model, optimizer), expected)
 
 
-def test_a_checkpoint_before_the_first_step_clears_the_state(budget: int, tmp_path: Path) -> None:
+def test_checkpoint_before_the_first_step_clears_optimizer_state(budget: int, tmp_path: Path) -> None:
     model, optimizer, step = make()
     with outofcore.compile(step, model, optimizer, budget=2 * budget) as compiled:
         compiled.save(tmp_path)
         expected = run(compiled, range(3)) + bits(model, optimizer)
         compiled.load(tmp_path)
         assert not optimizer.state
-        assert_alike(run(compiled, range(3)) + bits(model, optimizer), expected)
+        assert_same_bits(run(compiled, range(3)) + bits(model, optimizer), expected)
 
 
-def test_other_tools_read_the_weights(tmp_path: Path) -> None:
+def test_safetensors_reads_the_weights(tmp_path: Path) -> None:
     model, optimizer, step = make()
     run(step, range(1))
     outofcore.save(tmp_path, model, optimizer)
     (path,) = tmp_path.glob("model-*.safetensors")
-    found = load_file(path)
+    tensors = load_file(path)
     state = model.state_dict()
-    assert found.keys() == state.keys() - {"out.weight"}
-    assert all(torch.equal(found[name], state[name]) for name in found)
+    assert tensors.keys() == state.keys() - {"out.weight"}
+    assert all(torch.equal(tensors[name], state[name]) for name in tensors)
 
 
-def test_a_step_that_failed_half_way_goes_on_from_a_checkpoint(budget: int, tmp_path: Path) -> None:
+def test_failed_step_resumes_from_a_checkpoint(budget: int, tmp_path: Path) -> None:
     model, optimizer, step = make()
     with outofcore.compile(step, model, optimizer, budget=2 * budget) as compiled:
         run(compiled, range(2))
@@ -172,28 +172,28 @@ def test_a_step_that_failed_half_way_goes_on_from_a_checkpoint(budget: int, tmp_
         with pytest.raises(StateError, match="half way"):
             compiled.save(tmp_path)
         compiled.load(tmp_path)
-        assert_alike(run(compiled, range(2, 4)) + bits(model, optimizer), expected)
+        assert_same_bits(run(compiled, range(2, 4)) + bits(model, optimizer), expected)
 
 
-def test_load_without_a_model_returns_extra_alone(tmp_path: Path) -> None:
+def test_load_without_a_model_returns_only_extra(tmp_path: Path) -> None:
     model, optimizer, step = make()
     run(step, range(1))
     outofcore.save(tmp_path, model, optimizer, extra={"epoch": 3})
     run(step, range(1, 2))
     before, generator = bits(model, optimizer), torch.get_rng_state()
     assert outofcore.load(tmp_path) == {"epoch": 3}
-    assert_alike(bits(model, optimizer), before)
+    assert_same_bits(bits(model, optimizer), before)
     assert torch.equal(torch.get_rng_state(), generator)
 
 
 class Crash(BaseException):
-    """Ends a save as the end of the process would: nothing cleans up after it."""
+    """Ends a save without cleanup, as the end of the process would."""
 
 
 _CALLS = ("open", "write", "ftruncate", "fsync", "replace")
 
 
-def test_a_crash_at_any_call_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crash_at_any_call_leaves_a_valid_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_files, "BUFFER_BYTES", 65536)  # many writes
     model, optimizer, step = make()
     run(step, range(1))
@@ -204,7 +204,7 @@ def test_a_crash_at_any_call_leaves_a_checkpoint(tmp_path: Path, monkeypatch: py
     real = {name: getattr(os, name) for name in _CALLS} | {"transfer": tensor_files.transfer}
     countdown = 0
 
-    def counted(name: str) -> Callable[..., Any]:
+    def count_calls(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal countdown
             countdown -= 1
@@ -217,35 +217,35 @@ def test_a_crash_at_any_call_leaves_a_checkpoint(tmp_path: Path, monkeypatch: py
         return call
 
     crashes = 0
-    found = set()
+    loaded_extras = set()
     while True:
         countdown = crashes + 1
         with monkeypatch.context() as patch:
             for name in _CALLS:
-                patch.setattr(os, name, counted(name))
-            patch.setattr(tensor_files, "transfer", counted("transfer"))
+                patch.setattr(os, name, count_calls(name))
+            patch.setattr(tensor_files, "transfer", count_calls("transfer"))
             try:
                 outofcore.save(tmp_path, model, optimizer, extra=1)
-                done = True
+                completed = True
             except Crash:
-                done = False
-        other, other_optimizer, _ = make(seed=9)
-        extra = outofcore.load(tmp_path, other, other_optimizer)
-        assert_alike(bits(other, other_optimizer), states[extra])
-        found.add(extra)
-        if done:
+                completed = False
+        fresh, fresh_optimizer, _ = make(seed=9)
+        extra = outofcore.load(tmp_path, fresh, fresh_optimizer)
+        assert_same_bits(bits(fresh, fresh_optimizer), states[extra])
+        loaded_extras.add(extra)
+        if completed:
             break
         crashes += 1
     assert crashes > 20
-    assert found == {0, 1}
+    assert loaded_extras == {0, 1}
     outofcore.save(tmp_path, model, optimizer)
-    assert len(list(tmp_path.iterdir())) == 3, "what crashes left behind is still there"
+    assert len(list(tmp_path.iterdir())) == 3, "files of crashed saves are still there"
 
 
 def test_save_syncs_each_file_before_the_index_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[tuple[str, str]] = []
 
-    def recorded(name: str) -> Callable[..., Any]:
+    def record(name: str) -> Callable[..., Any]:
         real = getattr(os, name)
 
         def call(target: Any, *args: Any) -> Any:
@@ -258,14 +258,14 @@ def test_save_syncs_each_file_before_the_index_names_it(tmp_path: Path, monkeypa
     model, optimizer, _ = make()
     with monkeypatch.context() as patch:
         for name in ("write", "ftruncate", "fsync", "replace"):
-            patch.setattr(os, name, recorded(name))
+            patch.setattr(os, name, record(name))
         move = tensor_files.transfer
 
-        def moved(place: Location, *args: Any, **kwargs: Any) -> Any:
+        def record_transfer(place: Location, *args: Any, **kwargs: Any) -> Any:
             events.append(("transfer", Path(f"/proc/self/fd/{place.descriptor}").readlink().name))
             return move(place, *args, **kwargs)
 
-        patch.setattr(tensor_files, "transfer", moved)
+        patch.setattr(tensor_files, "transfer", record_transfer)
         outofcore.save(tmp_path, model, optimizer)
     renamed = events.index(("replace", "checkpoint.json.new"))
     before, after = events[:renamed], events[renamed:]
@@ -284,16 +284,16 @@ outofcore.save(sys.argv[1], model)
 """
 
 
-def test_a_process_that_is_killed_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    def ones() -> nn.Module:
+def test_killed_save_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    def make_ones() -> nn.Module:
         model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(3)])
         for p in model.parameters():
             nn.init.ones_(p)
         return model
 
-    outofcore.save(tmp_path, ones())
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
-    assert done.returncode == -9
+    outofcore.save(tmp_path, make_ones())
+    process = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+    assert process.returncode == -9
     assert len(list(tmp_path.iterdir())) > 3
     model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(3)])
     outofcore.load(tmp_path, model)
@@ -302,7 +302,7 @@ def test_a_process_that_is_killed_leaves_the_checkpoint_before(tmp_path: Path) -
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, step = make()
     run(step, range(1))
     outofcore.save(tmp_path, model, optimizer)
@@ -322,32 +322,32 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: p
         outofcore.save(tmp_path, model, optimizer)
     assert sorted(tmp_path.iterdir()) == before
     outofcore.load(tmp_path, model, optimizer)
-    assert_alike(bits(model, optimizer), expected)
+    assert_same_bits(bits(model, optimizer), expected)
 
 
-def damaged(folder: Path, change: Callable[[bytearray], bytearray]) -> None:
+def damage(folder: Path, change: Callable[[bytearray], bytearray]) -> None:
     (path,) = folder.glob("model-*.safetensors")
     path.write_bytes(change(bytearray(path.read_bytes())))
 
 
-def test_damage_is_found(budget: int, tmp_path: Path) -> None:
+def test_damaged_data_file_is_detected(budget: int, tmp_path: Path) -> None:
     model, optimizer, step = make()
     with outofcore.compile(step, model, optimizer, budget=2 * budget) as compiled:
         run(compiled, range(1))
         for name in ("good", "short", "changed"):
             compiled.save(tmp_path / name)
-        damaged(tmp_path / "short", lambda data: data[:-1])
-        damaged(tmp_path / "changed", lambda data: bytearray([*data[:-5], data[-5] ^ 1, *data[-4:]]))
+        damage(tmp_path / "short", lambda data: data[:-1])
+        damage(tmp_path / "changed", lambda data: bytearray([*data[:-5], data[-5] ^ 1, *data[-4:]]))
         before = bits(model, optimizer)
         with pytest.raises(InputError, match="cut off"):
             compiled.load(tmp_path / "short")
-        assert_alike(bits(model, optimizer), before)
+        assert_same_bits(bits(model, optimizer), before)
         with pytest.raises(TransferError, match="checksum"):
             compiled.load(tmp_path / "changed")
         with pytest.raises(StateError, match="part old"):
             compiled(batch(1))
         compiled.load(tmp_path / "good")
-        assert_alike(bits(model, optimizer), before)
+        assert_same_bits(bits(model, optimizer), before)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +365,7 @@ def test_damage_is_found(budget: int, tmp_path: Path) -> None:
         (lambda index: index.update(format="outofcore checkpoint 9"), r"\$\.format: .*newer version"),
     ],
 )
-def test_a_damaged_index_is_refused_with_the_field(
+def test_damaged_index_is_refused_naming_the_field(
     tmp_path: Path, change: Callable[[Any], object], message: str
 ) -> None:
     model, optimizer, _ = make()
@@ -376,10 +376,10 @@ def test_a_damaged_index_is_refused_with_the_field(
     before = bits(model, optimizer)
     with pytest.raises(InputError, match=message):
         outofcore.load(tmp_path, model, optimizer)
-    assert_alike(bits(model, optimizer), before)
+    assert_same_bits(bits(model, optimizer), before)
 
 
-def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
     model, optimizer, step = make()
     run(step, range(1))
     outofcore.save(tmp_path, model, optimizer)
@@ -391,13 +391,13 @@ def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
         outofcore.load(tmp_path, model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(InputError, match="there is no checkpoint"):
         outofcore.load(tmp_path / "nowhere", model, optimizer)
-    other = Model()
-    other.embed = nn.Linear(192, 192)
+    untied = Model()
+    untied.embed = nn.Linear(192, 192)
     with pytest.raises(InputError, match=r"one tensor when .* two tensors now"):
-        outofcore.load(tmp_path, other, optimizer)
+        outofcore.load(tmp_path, untied, optimizer)
 
 
-def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+def test_unsupported_extra_or_setting_is_refused(tmp_path: Path) -> None:
     model, optimizer, _ = make()
     with pytest.raises(StateError, match="extra is a set"):
         outofcore.save(tmp_path, model, optimizer, extra={1, 2})
@@ -407,22 +407,26 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_tensor_as_a_setting_and_parameters_of_the_optimizer_alone(tmp_path: Path) -> None:
+def test_tensor_setting_and_optimizer_only_parameter_are_saved(tmp_path: Path) -> None:
     def sides(value: float) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
         model = nn.Linear(4, 4)
-        own = nn.Parameter(torch.full((3,), value))
+        standalone = nn.Parameter(torch.full((3,), value))
         lr = torch.tensor(value)
-        return model, torch.optim.AdamW([*model.parameters(), own], lr=lr, capturable=False, foreach=False), own
+        return (
+            model,
+            torch.optim.AdamW([*model.parameters(), standalone], lr=lr, capturable=False, foreach=False),
+            standalone,
+        )
 
     model, optimizer, _ = sides(0.25)
     outofcore.save(tmp_path, model, optimizer)
-    model, optimizer, own = sides(0.5)
+    model, optimizer, standalone = sides(0.5)
     outofcore.load(tmp_path, model, optimizer)
     assert float(optimizer.param_groups[0]["lr"]) == 0.25
-    assert (own == 0.25).all()
+    assert (standalone == 0.25).all()
 
 
-def test_a_scheduler_goes_on_with_extra(budget: int, tmp_path: Path) -> None:
+def test_scheduler_resumes_from_extra(budget: int, tmp_path: Path) -> None:
     def sides() -> tuple[Any, ...]:
         model, optimizer, step = make()
         return model, optimizer, step, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
@@ -442,28 +446,26 @@ def test_a_scheduler_goes_on_with_extra(budget: int, tmp_path: Path) -> None:
     with outofcore.compile(step, model, optimizer, budget=2 * budget) as compiled:
         scheduler.load_state_dict(compiled.load(tmp_path))
         go(compiled, scheduler, range(2, 4))
-        assert_alike(bits(model, optimizer), expected)
+        assert_same_bits(bits(model, optimizer), expected)
 
 
-def test_two_saves_at_once_are_refused(tmp_path: Path) -> None:
+def test_concurrent_saves_are_refused(tmp_path: Path) -> None:
     script = (
         "import sys, pathlib\nfrom outofcore.checkpoint.saving import saving_into\n"
         "with saving_into(pathlib.Path(sys.argv[1])):\n    print('in', flush=True)\n    sys.stdin.readline()\n"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "in\n"
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "in\n"
         with pytest.raises(StateError, match="another process is saving"):
             outofcore.save(tmp_path, nn.Linear(2, 2))
-        other.communicate("\n")
+        process.communicate("\n")
     outofcore.save(tmp_path, nn.Linear(2, 2))
     assert json.loads((tmp_path / "checkpoint.json").read_text())["format"] == "outofcore checkpoint 1"
 
 
 class Adapted(nn.Module):
-    """A frozen base with a buffer and tied weights, and an adapter."""
-
     def __init__(self) -> None:
         super().__init__()
         self.base = nn.Linear(192, 192)
@@ -480,13 +482,13 @@ class Adapted(nn.Module):
 BASE = ["base.bias", "base.weight", "norm.bias", "norm.weight"]
 
 
-def adapted(seed: int = 0) -> Sides:
+def make_adapted(seed: int = 0) -> Sides:
     torch.manual_seed(seed)
     model = Adapted()
     torch.manual_seed(1)
     for parameter in model.adapter.parameters():
         nn.init.normal_(parameter)
-    optimizer = torch.optim.AdamW(model.parameters())  # the frozen ones as well
+    optimizer = torch.optim.AdamW(model.parameters())  # includes the frozen parameters
 
     def step(x: torch.Tensor) -> torch.Tensor:
         loss = model(x).square().mean()
@@ -503,10 +505,10 @@ def saved_names(folder: Path, stem: str = "model") -> list[str]:
     return sorted(load_file(file))
 
 
-def test_training_goes_on_without_the_frozen_weights(tmp_path: Path) -> None:
-    model, optimizer, step = adapted()
+def test_training_resumes_from_a_checkpoint_without_frozen_weights(tmp_path: Path) -> None:
+    model, optimizer, step = make_adapted()
     run(step, range(2))
-    model, optimizer, step = adapted()
+    model, optimizer, step = make_adapted()
     with outofcore.compile(step, model, optimizer, budget="2MiB", cache=False) as compiled:
         run(compiled, range(2))
         compiled.save(tmp_path / "small", extra=1, frozen=False)
@@ -516,16 +518,16 @@ def test_training_goes_on_without_the_frozen_weights(tmp_path: Path) -> None:
     assert saved_names(tmp_path / "small")[:2] == ["adapter.bias", "adapter.weight"]
     assert not set(saved_names(tmp_path / "small")) & set(BASE)
     assert set(saved_names(tmp_path / "whole")) - set(saved_names(tmp_path / "small")) == set(BASE)
-    model, optimizer, step = adapted()
+    model, optimizer, step = make_adapted()
     nn.init.zeros_(model.get_parameter("adapter.weight"))
     nn.init.zeros_(model.get_buffer("norm.running_mean"))
     with outofcore.compile(step, model, optimizer, budget="2MiB", cache=False) as compiled:
         assert compiled.load(tmp_path / "small") == 1
         run(compiled, range(2, 4))
-    assert_alike(bits(model, optimizer), expected)
+    assert_same_bits(bits(model, optimizer), expected)
 
 
-def test_frozen_parameters_that_change_are_saved(tmp_path: Path) -> None:
+def test_frozen_parameters_are_saved_when_they_may_change(tmp_path: Path) -> None:
     model = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in ("still", "state", "grad", "view", "a", "b")})
     parameters = {name: model.get_parameter(f"{name}.weight") for name in model}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -535,14 +537,14 @@ def test_frozen_parameters_that_change_are_saved(tmp_path: Path) -> None:
     model.requires_grad_(False)
     parameters["grad"].grad = torch.ones(8, 8)
     model.register_buffer("rows", parameters["view"].detach()[:4])
-    # One window of memory under two names, of which the second is trained.
+    # Both parameters share memory, and only the second one is trained.
     model["b"].weight = nn.Parameter(parameters["a"].detach())
     outofcore.save(tmp_path, [model, nn.Linear(8, 8).requires_grad_(False)], optimizer, frozen=False)
     assert saved_names(tmp_path, "model0") == ["a.weight", "grad.weight", "rows", "state.weight", "view.weight"]
     assert saved_names(tmp_path, "model1") == []
 
 
-def test_a_step_saves_the_moving_average_that_it_writes(tmp_path: Path) -> None:
+def test_moving_average_written_by_the_step_is_saved(tmp_path: Path) -> None:
     model = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in ("student", "teacher", "still")})
     student, teacher, still = (model.get_parameter(f"{name}.weight") for name in model)
     teacher.requires_grad_(False)
@@ -564,18 +566,18 @@ def test_a_step_saves_the_moving_average_that_it_writes(tmp_path: Path) -> None:
     assert saved_names(tmp_path) == ["student.weight", "teacher.weight"]
 
 
-def test_a_checkpoint_without_frozen_weights_refuses_another_base(tmp_path: Path) -> None:
-    model, optimizer, step = adapted()
+def test_checkpoint_without_frozen_weights_refuses_another_base(tmp_path: Path) -> None:
+    model, optimizer, step = make_adapted()
     run(step, range(1))
     outofcore.save(tmp_path, model, optimizer, frozen=False)
 
-    def refuses(message: str, change: Callable[[Adapted], object], others: Callable[[], Adapted] = Adapted) -> None:
-        other = others()
-        change(other)
-        before = [(tensor.is_meta, tensor.clone()) for tensor in other.state_dict().values()]
+    def refuses(message: str, change: Callable[[Adapted], object], make_model: Callable[[], Adapted] = Adapted) -> None:
+        changed = make_model()
+        change(changed)
+        before = [(tensor.is_meta, tensor.clone()) for tensor in changed.state_dict().values()]
         with pytest.raises(InputError, match=message):
-            outofcore.load(tmp_path, other, torch.optim.AdamW(other.parameters()))
-        after = other.state_dict().values()
+            outofcore.load(tmp_path, changed, torch.optim.AdamW(changed.parameters()))
+        after = changed.state_dict().values()
         assert all(m == t.is_meta and (m or t.equal(b)) for (m, b), t in zip(before, after, strict=True))
 
     def on_meta() -> Adapted:
@@ -592,11 +594,11 @@ def test_a_checkpoint_without_frozen_weights_refuses_another_base(tmp_path: Path
     refuses("were one tensor when .* two tensors now", lambda m: setattr(m, "tied", untied))
 
 
-def test_an_adapter_on_the_meta_device_gets_what_was_saved(tmp_path: Path) -> None:
-    model, _, _ = adapted()
+def test_adapter_on_the_meta_device_is_loaded(tmp_path: Path) -> None:
+    model, _, _ = make_adapted()
     outofcore.save(tmp_path, model, frozen=False)
-    other, _, _ = adapted()
+    loaded, _, _ = make_adapted()
     with torch.device("meta"):
-        other.adapter = nn.Linear(192, 192)
-    outofcore.load(tmp_path, other)
-    assert all(map(torch.equal, other.state_dict().values(), model.state_dict().values()))
+        loaded.adapter = nn.Linear(192, 192)
+    outofcore.load(tmp_path, loaded)
+    assert all(map(torch.equal, loaded.state_dict().values(), model.state_dict().values()))

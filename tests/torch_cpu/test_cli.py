@@ -17,7 +17,7 @@ from outofcore.cli.doctor import Finding
 from outofcore.cli.doctor import Result as CheckResult
 from outofcore.errors import InputError, StateError, UnitError
 
-# Needs 19 MiB in core and 3 MiB at the least, and trains in no time.
+# Needs 19 MiB in core and at least 3 MiB out of core, and trains fast.
 TINY = ["gpt", "--layers", "2", "--width", "128", "--heads", "2", "--context", "128", "--batch", "4"]
 HALF = "10MiB"
 
@@ -40,18 +40,18 @@ def test_help_does_not_import_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     for arguments in (["--help"], ["train", "--help"], ["plan", "--help"], ["train", "gpt", "--budget", "much"]):
-        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        process = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+        assert process.returncode == 0, process.stderr
 
 
-def test_the_program_is_installed() -> None:
-    done = subprocess.run(
+def test_cli_module_prints_its_version() -> None:
+    process = subprocess.run(
         [sys.executable, "-m", "outofcore.cli", "--version"], capture_output=True, text=True, check=True
     )
-    assert re.fullmatch(r"\d+\.\d+\.\d+\S*\n", done.stdout)
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*\n", process.stdout)
 
 
-def test_train_wants_a_budget() -> None:
+def test_train_requires_either_a_budget_or_eager() -> None:
     assert outofcore("train", *TINY).exit_code == 2
     assert outofcore("train", *TINY, "--eager", "--budget", "1GiB").exit_code == 2
 
@@ -75,7 +75,7 @@ def test_train_wants_a_budget() -> None:
         (["doctor", "--home", "/no/such/folder"], "/no/such/folder"),
     ],
 )
-def test_an_error_is_one_message(arguments: list[str], message: str) -> None:
+def test_error_is_printed_without_a_traceback(arguments: list[str], message: str) -> None:
     result = outofcore(*arguments)
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")
@@ -85,13 +85,13 @@ def test_an_error_is_one_message(arguments: list[str], message: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("command", ["plan", "train"])
-def test_a_gpu_that_is_not_here_is_refused(command: str) -> None:
+def test_missing_gpu_is_refused(command: str) -> None:
     result = outofcore(command, *TINY, "--budget", "1GiB", "--device", "cuda")
     assert result.exit_code == 2
     assert "PyTorch sees no CUDA device here" in result.stderr
 
 
-def test_only_planning_takes_a_device_that_is_not_here() -> None:
+def test_simulated_device_is_refused_by_train_and_plan_of_a_graph() -> None:
     result = outofcore("train", *TINY, "--budget", "1GiB", "--device", "a100-80gb")
     assert result.exit_code == 2
     assert "'a100-80gb' is no device" in result.stderr
@@ -100,12 +100,12 @@ def test_only_planning_takes_a_device_that_is_not_here() -> None:
     assert "--device" in result.stderr
 
 
-def test_debug_shows_where_an_error_comes_from() -> None:
+def test_debug_raises_the_original_error() -> None:
     assert isinstance(outofcore("train", "gpt", "--budget", "much", "--debug").exception, UnitError)
     assert isinstance(outofcore("train", "lenet", "--eager", "--debug").exception, InputError)
 
 
-def test_eager_training_prints_a_line_a_step() -> None:
+def test_eager_training_prints_one_line_per_step() -> None:
     result = outofcore("train", *TINY, "--eager", "--steps", "3")
     assert result.exit_code == 0, result.output
     assert len(losses(result.stdout)) == 3
@@ -114,11 +114,11 @@ def test_eager_training_prints_a_line_a_step() -> None:
 
 
 @pytest.mark.parametrize("home", ["disk", "host", "folder", "tiers"])
-def test_training_out_of_core_is_that_of_eager(home: str, tmp_path: Path) -> None:
-    where = str(tmp_path) if home in ("folder", "tiers") else home
+def test_training_within_a_budget_has_the_losses_of_eager(home: str, tmp_path: Path) -> None:
+    location = str(tmp_path) if home in ("folder", "tiers") else home
     picture = tmp_path / "picture.html"
     eager = outofcore("train", *TINY, "--eager", "--steps", "3")
-    more = ["--steps", "3", "--home", where, "--picture", str(picture)]
+    more = ["--steps", "3", "--home", location, "--picture", str(picture)]
     more += ["--policy", "auto:polish_ops=0"] if home != "disk" else []
     more += ["--host-budget", "2MiB"] if home == "tiers" else []
     result = outofcore("train", *TINY, "--budget", HALF, *more)
@@ -139,7 +139,7 @@ def plan(*arguments: str) -> dict[str, object]:
     return {**json.loads(result.stdout), "exit_code": result.exit_code}
 
 
-def test_logical_workers_train_and_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+def test_logical_workers_resume_from_a_checkpoint(tmp_path: Path) -> None:
     assert outofcore("train", *TINY, "--elastic", "2", "--eager").exit_code == 2
     common = ("train", *TINY, "--budget", "32MiB", "--elastic", "2", "--bits")
     whole = outofcore(*common, "--steps", "2")
@@ -147,27 +147,29 @@ def test_logical_workers_train_and_go_on_from_a_checkpoint(tmp_path: Path) -> No
     assert "2 logical workers on 1 process" in whole.output
     first = outofcore(*common, "--steps", "1", "--save", str(tmp_path / "saved"))
     second = outofcore(*common, "--steps", "1", "--resume", str(tmp_path / "saved"))
-    bits = [re.findall(r"\((0x\S+)\)", one.output) for one in (first, second, whole)]
+    bits = [re.findall(r"\((0x\S+)\)", result.output) for result in (first, second, whole)]
     assert bits[0] + bits[1] == bits[2]
     assert len(bits[2]) == 2
 
 
-def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+def test_training_resumes_from_a_checkpoint(tmp_path: Path) -> None:
     whole = outofcore("train", *TINY, "--eager", "--steps", "4", "--bits")
     within = ["--budget", HALF, "--policy", "auto:polish_ops=0"]
-    begun = outofcore("train", *TINY, *within, "--steps", "2", "--bits", "--save", str(tmp_path / "saved"))
-    assert begun.exit_code == 0, begun.output
+    first = outofcore("train", *TINY, *within, "--steps", "2", "--bits", "--save", str(tmp_path / "saved"))
+    assert first.exit_code == 0, first.output
     bits = re.compile(r"loss \S+ \((0x\S+)\)")
-    for how in (within, ["--eager"]):
-        ended = outofcore("train", *TINY, *how, "--steps", "2", "--bits", "--resume", str(tmp_path / "saved"))
-        assert bits.findall(begun.output) + bits.findall(ended.output) == bits.findall(whole.output)
+    for options in (within, ["--eager"]):
+        second = outofcore("train", *TINY, *options, "--steps", "2", "--bits", "--resume", str(tmp_path / "saved"))
+        assert bits.findall(first.output) + bits.findall(second.output) == bits.findall(whole.output)
     assert len(bits.findall(whole.output)) == 4
-    other = outofcore("train", "gpt", "--width", "64", "--layers", "2", "--eager", "--resume", str(tmp_path / "saved"))
-    assert other.exit_code == 2
-    assert "has the shape" in other.output
+    mismatched = outofcore(
+        "train", "gpt", "--width", "64", "--layers", "2", "--eager", "--resume", str(tmp_path / "saved")
+    )
+    assert mismatched.exit_code == 2
+    assert "has the shape" in mismatched.output
 
 
-def test_plan_tells_what_a_model_needs() -> None:
+def test_plan_prints_fit_and_predictions_as_json() -> None:
     need = plan()
     smallest, in_core = need["smallest_budget"], need["in_core_budget"]
     assert isinstance(smallest, int)
@@ -188,11 +190,11 @@ def test_plan_tells_what_a_model_needs() -> None:
     assert isinstance(predicted, dict)
     assert predicted["moved"]
 
-    none = plan("--budget", str(smallest // 2))
-    assert (none["fits"], none["exit_code"]) == (False, 1)
+    too_small = plan("--budget", str(smallest // 2))
+    assert (too_small["fits"], too_small["exit_code"]) == (False, 1)
 
 
-def test_plan_in_words(tmp_path: Path) -> None:
+def test_plan_prints_a_readable_report(tmp_path: Path) -> None:
     picture = tmp_path / "plan.html"
     result = outofcore("plan", *TINY, "--budget", HALF, "--picture", str(picture))
     assert result.exit_code == 0, result.output
@@ -206,21 +208,21 @@ def test_plan_in_words(tmp_path: Path) -> None:
     assert "The smallest budget that would do is" in refused.stdout
 
 
-def test_doctor_prints_what_it_sees() -> None:
+def test_doctor_prints_every_finding() -> None:
     result = outofcore("doctor")
     assert result.exit_code == 0, result.output
     names = ("PyTorch", "CPU", "memory speed", "native code", "measurements", "disk speed", "disk under load")
     for name in (*names, "direct I/O", "host speed", "GPU"):
         assert re.search(rf"^(ok  |note) {name} +\S", result.stdout, re.MULTILINE), name
     assert f"outofcore is tested with {TESTED_TEXT}" in result.stdout
-    for door in ("compile", "budget"):
+    for entry_point in ("compile", "budget"):
         assert re.search(
-            rf"^ok   {door} on cpu +3 steps within .* losses as in plain PyTorch", result.stdout, re.MULTILINE
+            rf"^ok   {entry_point} on cpu +3 steps within .* losses as in plain PyTorch", result.stdout, re.MULTILINE
         )
     assert result.stdout.endswith("\neverything works\n")
 
 
-def test_doctor_names_a_door_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_a_failing_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("no such kernel\nat this place")
 
@@ -233,53 +235,53 @@ def test_doctor_names_a_door_that_fails(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def lines_of_doctor(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run the checks without the trainings and the measurements of speed."""
+    """Return the output of ``doctor`` without the trainings and the measurements of speed."""
     monkeypatch.setattr(torch_checks, "_trial", lambda name, *_: Finding(CheckResult.OK, name, "left out"))
     monkeypatch.setattr(torch_checks, "_home_findings", lambda _: [])
     return outofcore("doctor").stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_doctor_advises_the_small_build_of_pytorch_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_suggests_the_cpu_build_of_pytorch_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "index-url" not in lines_of_doctor(monkeypatch)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    told = lines_of_doctor(monkeypatch)
+    output = lines_of_doctor(monkeypatch)
     assert re.search(
-        r"^note GPU +.*pip install torch --index-url https://download.pytorch.org/whl/cpu$", told, re.MULTILINE
+        r"^note GPU +.*pip install torch --index-url https://download.pytorch.org/whl/cpu$", output, re.MULTILINE
     )
-    assert told.endswith("\neverything works\n")
+    assert output.endswith("\neverything works\n")
 
 
-def test_doctor_announces_that_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_announces_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "compiling now" not in lines_of_doctor(monkeypatch)
     monkeypatch.setattr(torch_checks, "is_built", lambda _: False)
-    told = lines_of_doctor(monkeypatch)
-    announced = told.index("native code       compiling now, once, for about half a minute ...")
-    assert announced < told.index("native code       works")
+    output = lines_of_doctor(monkeypatch)
+    announced = output.index("native code       compiling now, once, for about half a minute ...")
+    assert announced < output.index("native code       works")
 
 
-def test_doctor_says_which_compiler_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_a_compiler_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_library(*_: object) -> None:
         raise StateError("native code is missing: it could not be compiled")
 
     monkeypatch.setattr("shutil.which", lambda _: None)
-    told = lines_of_doctor(monkeypatch)
-    assert re.search(r"^note C\+\+ compiler +none on PATH .*apt install g\+\+", told, re.MULTILINE)
-    assert told.endswith("\neverything works\n")
+    output = lines_of_doctor(monkeypatch)
+    assert re.search(r"^note C\+\+ compiler +none on PATH .*apt install g\+\+", output, re.MULTILINE)
+    assert output.endswith("\neverything works\n")
     monkeypatch.setattr(torch_checks, "load_native", no_library)
-    told = lines_of_doctor(monkeypatch)
-    assert re.search(r"^FAIL native code +native code is missing", told, re.MULTILINE)
-    assert told.endswith("\n1 problem: native code\n")
+    output = lines_of_doctor(monkeypatch)
+    assert re.search(r"^FAIL native code +native code is missing", output, re.MULTILINE)
+    assert output.endswith("\n1 problem: native code\n")
 
 
 def test_doctor_notes_an_untested_version_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_checks, "is_tested", lambda: False)
-    told = lines_of_doctor(monkeypatch)
-    assert re.search(rf"^note PyTorch .*is tested with {TESTED_TEXT} and may not work", told, re.MULTILINE)
+    output = lines_of_doctor(monkeypatch)
+    assert re.search(rf"^note PyTorch .*is tested with {TESTED_TEXT} and may not work", output, re.MULTILINE)
 
 
 @pytest.mark.exhaustive
-def test_measurements_are_kept_shown_and_cleared(tmp_path: Path) -> None:
+def test_measurements_are_cached_listed_and_cleared(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     assert outofcore("plan", *TINY, "--no-cache", "--cache", str(cache)).exit_code == 2
     plan("--no-cache")
@@ -287,7 +289,7 @@ def test_measurements_are_kept_shown_and_cleared(tmp_path: Path) -> None:
     first = plan("--cache", str(cache))
     kinds = sorted(path.name.partition("-")[0] for path in cache.glob("*.json"))
     assert kinds == ["links", "ops", "parts"]
-    # Not a microsecond's difference, since nothing is measured.
+    # Predicted times are equal because the second call reads all measurements from the cache.
     assert plan("--cache", str(cache)) == first
     assert plan("--no-cache") != first
     assert f"{cache}, 3 files, " in outofcore("doctor", "--cache", str(cache)).stdout

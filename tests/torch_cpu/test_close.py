@@ -1,4 +1,4 @@
-"""Sums in parts (``split="close"``): near plain PyTorch, the same to the bit at every budget, and with less memory."""
+"""Tests of ``split="close"``: partial sums stay close to plain PyTorch, with the same bits at every budget."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from outofcore.transforms.partial_sums import in_partial_sums
 from outofcore.zoo.gpt import GPT, GPTShape
 
 
-def apart(captured: Captured) -> Captured:
-    """With sums in as many parts as can be, however small they are."""
+def split_sums(captured: Captured) -> Captured:
+    """Split sums into as many parts as possible, however small they are."""
     return in_partial_sums(captured, part_bytes=1)
 
 
 def case(model: nn.Module, batch: Callable[[], tuple[torch.Tensor, ...]], loss: Callable[..., torch.Tensor]) -> Case:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    def step(*given: torch.Tensor) -> torch.Tensor:
-        found = loss(model, *given)
-        found.backward()
+    def step(*inputs: torch.Tensor) -> torch.Tensor:
+        loss_value = loss(model, *inputs)
+        loss_value.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return found
+        return loss_value
 
     return Case(step, [model], [optimizer], batch)
 
@@ -73,49 +73,49 @@ SUMS = ("convolution_backward", "native_layer_norm_backward", "native_group_norm
 
 
 @pytest.mark.parametrize(
-    ("make", "taken_apart"),
+    ("make", "split_ops"),
     [
         (norms, {"mm", "sum", "native_layer_norm_backward"}),
         (convolutions, {"convolution_backward", "native_group_norm_backward"}),
         (language, {"mm", "native_layer_norm_backward"}),
     ],
 )
-def test_steps_are_close(make: Callable[[], Case], taken_apart: set[str]) -> None:
+def test_step_with_partial_sums_is_close_to_plain_pytorch(make: Callable[[], Case], split_ops: set[str]) -> None:
     ours, plain = twice(make)
     torch.manual_seed(5)
     args = ours.batch()
     captured = capture_step(ours.step, ours.models, ours.optimizers, args, {})
-    found = apart(captured)
-    before, after = (Counter(op.name.split(".")[1] for op in each.graph.ops) for each in (captured, found))
-    assert {name for name in SUMS if after[name] > before[name] + 1} >= taken_apart
-    replay = Replay(found)
+    split = split_sums(captured)
+    before, after = (Counter(op.name.split(".")[1] for op in capture.graph.ops) for capture in (captured, split))
+    assert {name for name in SUMS if after[name] > before[name] + 1} >= split_ops
+    replay = Replay(split)
     for number in range(3):
         losses = []
         for run in (replay, plain.step):
             torch.manual_seed(number)
             losses.append(run(*args))
         assert torch.allclose(*losses, rtol=1e-5)
-    for one, other in zip(ours.models[0].parameters(), plain.models[0].parameters(), strict=True):
-        assert torch.allclose(one, other, rtol=1e-3, atol=1e-4)
+    for ours_parameter, plain_parameter in zip(ours.models[0].parameters(), plain.models[0].parameters(), strict=True):
+        assert torch.allclose(ours_parameter, plain_parameter, rtol=1e-3, atol=1e-4)
     assert replay.mismatches == []
 
 
-def test_what_is_added_up_of_one_row_or_in_16_bits_stays_whole() -> None:
-    def of(rows: int, dtype: torch.dtype) -> tuple[Captured, Captured]:
+def test_sums_of_one_row_or_in_16_bits_are_not_split() -> None:
+    def capture_both(rows: int, dtype: torch.dtype) -> tuple[Captured, Captured]:
         model = nn.Linear(8, 8).to(dtype)
-        made = case(model, lambda: (torch.randn(rows, 8, dtype=dtype),), lambda m, x: m(x).square().mean())
-        captured = capture_step(made.step, made.models, made.optimizers, made.batch(), {})
-        return captured, apart(captured)
+        workload = case(model, lambda: (torch.randn(rows, 8, dtype=dtype),), lambda m, x: m(x).square().mean())
+        captured = capture_step(workload.step, workload.models, workload.optimizers, workload.batch(), {})
+        return captured, split_sums(captured)
 
-    whole, found = of(256, torch.float32)
-    assert len(found.graph.ops) > len(whole.graph.ops)
+    whole, split = capture_both(256, torch.float32)
+    assert len(split.graph.ops) > len(whole.graph.ops)
     for rows, dtype in ((1, torch.float32), (256, torch.bfloat16)):
-        whole, found = of(rows, dtype)
-        assert found.graph == whole.graph
+        whole, split = capture_both(rows, dtype)
+        assert split.graph == whole.graph
 
 
-def test_products_with_weights_stay_whole() -> None:
-    """Their rows can be taken apart without another order of additions."""
+def test_products_with_weights_are_not_split() -> None:
+    """Their rows can be split without changing the order of additions."""
     model = nn.Linear(64, 512, bias=False)
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -123,14 +123,14 @@ def test_products_with_weights_stay_whole() -> None:
             return torch.mm(model(x), model.weight * 2.0)
 
     captured = capture_step(step, [model], [], (torch.randn(256, 64),), {})
-    assert apart(captured).graph == captured.graph
+    assert split_sums(captured).graph == captured.graph
 
 
 ROWS = 4096
 
 
 class Wide(nn.Module):
-    """Rows that take far more memory than weights do."""
+    """A model with activations far larger than its weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,54 +142,56 @@ class Wide(nn.Module):
         return self.layers(x).square().mean()
 
 
-def wide(model: nn.Module) -> Case:
+def make_wide(model: nn.Module) -> Case:
     return case(model, lambda: (torch.randn(ROWS, 128),), lambda m, x: m(x))
 
 
-def trained(model: nn.Module, budget: int | None, *, steps: int = 4, **options: Any) -> tuple[list[float], Any]:
-    own = copy.deepcopy(model)
-    made = wide(own)
+def train(model: nn.Module, budget: int | None, *, steps: int = 4, **options: Any) -> tuple[list[float], Any]:
+    trained_model = copy.deepcopy(model)
+    workload = make_wide(trained_model)
     draw = torch.Generator().manual_seed(3)
     batches = [torch.randn(ROWS, 128, generator=draw) for _ in range(steps)]
     if budget is None:
-        return [made.step(x).item() for x in batches], [p.detach() for p in own.parameters()]
-    with outofcore.compile(made.step, own, *made.optimizers, budget=budget, **options) as compiled:
+        return [workload.step(x).item() for x in batches], [p.detach() for p in trained_model.parameters()]
+    with outofcore.compile(workload.step, trained_model, *workload.optimizers, budget=budget, **options) as compiled:
         losses = [compiled(x).item() for x in batches]
-    return losses, [p.detach() for p in own.parameters()]
+    return losses, [p.detach() for p in trained_model.parameters()]
 
 
-def smallest(model: nn.Module, **options: Any) -> int:
-    made = wide(copy.deepcopy(model))
-    return outofcore.smallest_budget(made.step, *made.models, *made.optimizers, inputs=made.batch(), **options)
+def find_smallest_budget(model: nn.Module, **options: Any) -> int:
+    workload = make_wide(copy.deepcopy(model))
+    return outofcore.smallest_budget(
+        workload.step, *workload.models, *workload.optimizers, inputs=workload.batch(), **options
+    )
 
 
 def test_bits_are_the_same_at_every_budget() -> None:
     torch.manual_seed(0)
     model = Wide()
-    least = smallest(model, split="close")
-    assert least < smallest(model, split="exact")
-    in_core, *others = (trained(model, budget, split="close") for budget in (1 << 30, 3 * least, least))
-    plain = trained(model, None)
-    for losses, weights in others:
+    smallest = find_smallest_budget(model, split="close")
+    assert smallest < find_smallest_budget(model, split="exact")
+    in_core, *results = (train(model, budget, split="close") for budget in (1 << 30, 3 * smallest, smallest))
+    plain = train(model, None)
+    for losses, weights in results:
         assert losses == in_core[0]
         assert all(map(torch.equal, weights, in_core[1]))
     assert in_core[0] == pytest.approx(plain[0], rel=1e-5)
-    assert not all(map(torch.equal, in_core[1], plain[1]))  # or nothing was taken apart
+    assert not all(map(torch.equal, in_core[1], plain[1]))  # else no sum was split
 
 
 @pytest.mark.exhaustive
-def test_an_estimate_speaks_of_the_step_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimate_for_close_needs_less_than_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "ROWS", 16384)
-    made = wide(Wide())
-    given = {"inputs": made.batch(), "device": "h100"}
+    workload = make_wide(Wide())
+    options = {"inputs": workload.batch(), "device": "h100"}
     exact, close = (
-        outofcore.estimate(made.step, *made.models, *made.optimizers, split=split, **given)
+        outofcore.estimate(workload.step, *workload.models, *workload.optimizers, split=split, **options)
         for split in ("exact", "close")
     )
     assert close.smallest_budget < exact.smallest_budget
 
 
-def test_followed_calls_are_refused() -> None:
+def test_dynamic_step_is_refused() -> None:
     model = Wide()
     with pytest.raises(InputError, match="close"):
         outofcore.compile(functools.partial(model), model, budget="1GiB", split="close", dynamic=True)

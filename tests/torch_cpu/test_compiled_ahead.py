@@ -1,4 +1,4 @@
-"""Kernels compiled in processes of their own: what they are given, in which order, and that none is left behind."""
+"""Tests of compiling kernels in helper processes."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ from outofcore.transforms.fusing import fused
 
 
 class _Recipes(kernels.Kernels):
-    """Keeps recipes, and compiles none."""
+    """Collects recipes without compiling them."""
 
     def of(self, recipes: Iterable[kernels.Recipe], tell: Tell = silent) -> Mapping[str, kernels.Kernel]:
-        self.seen = list({recipe.text: recipe for recipe in recipes}.values())
+        self.collected = list({recipe.text: recipe for recipe in recipes}.values())
         return {}
 
 
 @pytest.fixture(scope="module")
 def recipes() -> list[kernels.Recipe]:
-    """Those of a step, with operators, numbers, data types and views."""
     layers = [layer for width in range(8, 32, 2) for layer in (nn.Linear(width, width + 2), nn.GELU(), nn.Tanh())]
     model = nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -43,27 +42,27 @@ def recipes() -> list[kernels.Recipe]:
         optimizer.zero_grad()
         return loss
 
-    found = _Recipes()
-    fused(capture_step(step, [model], [optimizer], (torch.ones(4096, 8),), {}, torch.device("cpu")), found)
-    assert len(found.seen) >= 8
-    return found.seen
+    collector = _Recipes()
+    fused(capture_step(step, [model], [optimizer], (torch.ones(4096, 8),), {}, torch.device("cpu")), collector)
+    assert len(collector.collected) >= 8
+    return collector.collected
 
 
-def test_recipes_reach_a_helper_as_they_are(recipes: list[kernels.Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[kernels.Recipe, int]] = []
-    monkeypatch.setattr(kernels, "compiled", lambda recipe, threads: seen.append((recipe, threads)))
+def test_helper_receives_recipes_unchanged(recipes: list[kernels.Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    collected: list[tuple[kernels.Recipe, int]] = []
+    monkeypatch.setattr(kernels, "compiled", lambda recipe, threads: collected.append((recipe, threads)))
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(packed(recipes, 1))))
     threads = torch.get_num_threads()
     try:
         serve()
     finally:
         torch.set_num_threads(threads)
-    assert [recipe for recipe, _ in seen] == recipes
-    assert {count for _, count in seen} == {1}
-    assert all(kernels.described(recipe) == recipe.text for recipe, _ in seen)
+    assert [recipe for recipe, _ in collected] == recipes
+    assert {count for _, count in collected} == {1}
+    assert all(kernels.described(recipe) == recipe.text for recipe, _ in collected)
 
 
-def test_a_helper_goes_on_after_what_cannot_be_compiled(
+def test_helper_continues_after_a_failed_compilation(
     recipes: list[kernels.Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[str] = []
@@ -79,7 +78,7 @@ def test_a_helper_goes_on_after_what_cannot_be_compiled(
 
 
 @pytest.mark.parametrize(("cores", "helpers"), [(1, 0), (2, 1), (3, 2), (64, 2)])
-def test_helpers_share_recipes_from_the_last_one_on_and_end_with_the_block(
+def test_helpers_share_recipes_in_reverse_order_and_end_with_the_block(
     recipes: list[kernels.Recipe], monkeypatch: pytest.MonkeyPatch, cores: int, helpers: int
 ) -> None:
     shares: list[list[str]] = []
@@ -105,7 +104,7 @@ def test_helpers_share_recipes_from_the_last_one_on_and_end_with_the_block(
         assert share == order[::-1][place::helpers]
 
 
-def test_a_helper_that_cannot_start_leaves_its_recipes_to_this_process(
+def test_recipes_stay_in_this_process_when_helpers_cannot_start(
     recipes: list[kernels.Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")

@@ -1,4 +1,4 @@
-"""A part of PyTorch's own databases through compiled steps; ``databases_compiled.py`` runs all of it, in an hour."""
+"""Tests of a sample of PyTorch's own databases in compiled steps; ``databases_compiled.py`` runs all in an hour."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    ("which", "every"), [("optimizers", 23), pytest.param("modules operators", 97, marks=pytest.mark.exhaustive)]
+    ("databases", "every"), [("optimizers", 23), pytest.param("modules operators", 97, marks=pytest.mark.exhaustive)]
 )
-def test_entries_have_the_bits_of_plain_pytorch(which: str, every: int) -> None:
+def test_entries_have_the_bits_of_plain_pytorch(databases: str, every: int) -> None:
     script = Path(__file__).with_name("databases_compiled.py")
     ran = subprocess.run(
-        [sys.executable, str(script), *which.split(), "--first", "1", "--every", str(every), "--start", "3"],
+        [sys.executable, str(script), *databases.split(), "--first", "1", "--every", str(every), "--start", "3"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert ran.stdout, ran.stderr[-2000:]
-    told = json.loads(ran.stdout)
-    assert told["failed"] == []
-    assert told["ran"] >= 2  # how many there are, the version of PyTorch decides
+    report = json.loads(ran.stdout)
+    assert report["failed"] == []
+    assert report["ran"] >= 2  # the number of entries depends on the version of PyTorch

@@ -1,4 +1,4 @@
-"""Complex numbers and mixtures of experts train within the smallest budget, bit for bit."""
+"""Tests of complex numbers and mixtures of experts within the smallest budget."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Fourier(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Positions as rotations in the complex plane; the way back turns by the conjugate."""
+    """Positions as rotations in the complex plane; the backward pass rotates by the conjugate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Rotary(nn.Module):
 
 
 class Experts(nn.Module):
-    """Every word goes to one expert, which takes words of all sequences: how many, changes from step to step."""
+    """Routes each word to one expert; the number of words per expert changes from step to step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,8 +61,8 @@ class Experts(nn.Module):
         order = expert.argsort(stable=True)
         ends = (expert[:, None] == torch.arange(EXPERTS)).sum(0).cumsum(0).to(torch.int32)
         hidden = F.silu(grouped(words[order], self.wide, offs=ends))
-        found = grouped(hidden, self.narrow, offs=ends) * scores[order, None]
-        return torch.empty_like(found).index_copy(0, order, found).view_as(x)
+        output = grouped(hidden, self.narrow, offs=ends) * scores[order, None]
+        return torch.empty_like(output).index_copy(0, order, output).view_as(x)
 
 
 def make(kind: type[nn.Module], at_start: bool) -> tuple[nn.Module, Any, Callable[..., torch.Tensor]]:
@@ -96,28 +96,28 @@ def test_same_bits_within_the_smallest_budget(kind: type[nn.Module], at_start: b
     with outofcore.compile(step, model, optimizer, budget=budget) as compiled:
         for k in range(4):
             assert torch.equal(compiled(batch(k)), plain(batch(k)))
-            for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-                assert torch.equal(one, other)
-                assert (one.grad is None) == (other.grad is None)
-                assert one.grad is None or torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+            for ours, expected in zip(model.parameters(), reference.parameters(), strict=True):
+                assert torch.equal(ours, expected)
+                assert (ours.grad is None) == (expected.grad is None)
+                assert ours.grad is None or torch.equal(ours.grad, expected.grad)  # type: ignore[arg-type]
         assert compiled.stats.off_plan == 0
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "expected"),
+    ("first", "second", "expected"),
     [
         ((12, 8), (3, 8, 4), [4, 8, 12]),  # rows of the first in groups
-        ((8, 12), (12, 4), [4, 8, 12]),  # what is summed over, in groups
+        ((8, 12), (12, 4), [4, 8, 12]),  # the summed dimension in groups
         ((3, 8, 4), (4, 16), [5, 10, 16]),  # columns of the second in groups
     ],
 )
-def test_groups_are_measured_with_work_in_them(
-    one: tuple[int, ...], other: tuple[int, ...], expected: list[int]
+def test_grouped_mm_is_measured_with_nonempty_groups(
+    first: tuple[int, ...], second: tuple[int, ...], expected: list[int]
 ) -> None:
     offsets = torch.zeros(3, dtype=torch.int32)
     for args, kwargs in (
-        ((torch.ones(one), torch.ones(other), offsets), {}),
-        ((torch.ones(one), torch.ones(other)), {"offs": offsets}),
+        ((torch.ones(first), torch.ones(second), offsets), {}),
+        ((torch.ones(first), torch.ones(second)), {"offs": offsets}),
     ):
         offsets.zero_()
         PLAIN.fill(BoundRun(0, 0, grouped, args, kwargs, (), (), 1, False, Draws.FREELY))
@@ -125,7 +125,7 @@ def test_groups_are_measured_with_work_in_them(
         assert grouped(*args, **kwargs).abs().sum() > 0
 
 
-def test_other_ops_are_left_alone() -> None:
+def test_fill_leaves_other_ops_unchanged() -> None:
     index = torch.zeros(3, dtype=torch.int64)
     for func in (torch.ops.aten.take.default, print):
         PLAIN.fill(BoundRun(0, 0, func, (torch.ones(4, 4), index), {}, (), (), 1, False, Draws.FREELY))

@@ -1,4 +1,4 @@
-"""Copies by native threads: what fails there, and what they compare."""
+"""Tests of copies by native threads: their failures and their checksums."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ def smallest() -> int:
 
 
 @pytest.fixture(params=["offload-all", "auto:polish_ops=0"])
-def compiled(request: pytest.FixtureRequest, smallest: int, tmp_path: Path) -> Iterator[tuple[Any, Any]]:
+def trainings(request: pytest.FixtureRequest, smallest: int, tmp_path: Path) -> Iterator[tuple[Any, Any]]:
     with two_homes(request.param, smallest, tmp_path) as both:
         yield both
 
 
-def copiers() -> int:
-    """Native threads of this process that copy."""
+def count_copiers() -> int:
     names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     return names.count("outofcore-copy")
 
@@ -48,33 +47,33 @@ def only_home(step: Any) -> Any:
 
 def only_copies(step: Any) -> copying.Copies:
     (copies,) = step._session.engine._copies.values()
-    found: copying.Copies = copies
-    return found
+    result: copying.Copies = copies
+    return result
 
 
-def test_native_threads_copy_and_end_with_the_step(smallest: int, tmp_path: Path) -> None:
-    before = copiers()
+def test_copy_threads_end_with_the_step(smallest: int, tmp_path: Path) -> None:
+    before = count_copiers()
     with two_homes("offload-all", smallest, tmp_path) as (plain, ours):
         engine = ours[2]._session.engine
         (copies,) = engine._copies.values()
-        assert copiers() - before == len(copies.parts[-1])  # type: ignore[arg-type]
+        assert count_copiers() - before == len(copies.parts[-1])  # type: ignore[arg-type]
         goes_on(plain, ours)
         ours[2].close()
-        assert copiers() == before
+        assert count_copiers() == before
 
 
-def swapped(step: Any, path: str) -> Callable[[], None]:
-    """Has the descriptor of the spill file be another file, and gives what undoes that."""
-    # An empty file is not written: it would grow, and what is read from its holes be zeros.
-    other = os.open(path, os.O_RDWR if path == "/dev/full" else os.O_RDONLY)
+def swap_spill_file(step: Any, path: str) -> Callable[[], None]:
+    """Make the descriptor of the spill file refer to another file; return a function that restores it."""
+    # An empty file is opened read-only: if writes made it grow, reads from its holes would return zeros.
+    replacement = os.open(path, os.O_RDWR if path == "/dev/full" else os.O_RDONLY)
     descriptor = step.homes[-1].locate(0, PAGE_BYTES).descriptor
-    kept = os.dup(descriptor)
-    os.dup2(other, descriptor)
-    os.close(other)
+    original = os.dup(descriptor)
+    os.dup2(replacement, descriptor)
+    os.close(replacement)
 
     def undo() -> None:
-        os.dup2(kept, descriptor)
-        os.close(kept)
+        os.dup2(original, descriptor)
+        os.close(original)
 
     return undo
 
@@ -86,10 +85,10 @@ def swapped(step: Any, path: str) -> Callable[[], None]:
         ("empty", r"could not (read .* the file ends there; check that disk|write .* Bad file descriptor)"),
     ],
 )
-def test_a_disk_that_fails_undoes_the_step_or_tears_it(
-    instead: str, message: str, compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_failing_disk_undoes_or_tears_the_step(
+    instead: str, message: str, trainings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, ours = compiled
+    _, ours = trainings
     step = ours[2]
     if instead == "empty":
         (tmp_path / "empty").touch()
@@ -99,12 +98,12 @@ def test_a_disk_that_fails_undoes_the_step_or_tears_it(
     failed = 0
     for number in range(1, ops + 1, 5):
         undo: list[Callable[[], None]] = []
-        with at_op(monkeypatch, number, lambda undo=undo: undo.append(swapped(step, instead))):  # type: ignore[misc]
+        with at_op(monkeypatch, number, lambda undo=undo: undo.append(swap_spill_file(step, instead))):  # type: ignore[misc]
             try:
                 step(batch(9))
             except TransferError as error:
                 failed += 1
-                # What is read from /dev/full is all zeros: damage is noticed.
+                # Reads from /dev/full return zeros, which the checksums detect.
                 damaged = "are not what was written there" in str(error)
                 assert damaged or re.search(message, str(error))
                 undo.pop()()
@@ -115,15 +114,15 @@ def test_a_disk_that_fails_undoes_the_step_or_tears_it(
                     step(batch(9))
                 break
             else:
-                if undo:  # else Python calls fewer ops by now: the others are replayed
+                if undo:  # empty if Python calls fewer ops because native code replays them
                     undo.pop()()
-                break  # nothing is copied any more
+                break  # no copies are left
     assert failed
     step.close()
 
 
-def test_full_checks_see_every_page(smallest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page that no sample picks is damaged in each slot that was written: in memory, or on the disk."""
+def test_full_check_detects_damage_in_any_page(smallest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damage an unsampled page in each written slot, in memory and on disk."""
     model, optimizer, step = sides()
     with outofcore.compile(
         step, model, optimizer, budget=smallest, home=tmp_path, host_budget="300KiB", policy="offload-all", check="full"
@@ -136,12 +135,12 @@ def test_full_checks_see_every_page(smallest: int, tmp_path: Path, monkeypatch: 
             for sums, offset in copies.summed:
                 home = next(home for home in ours.homes if home.sums is sums)
                 count, _ = sums.known.get(offset, (0, 0))
-                found = next(f for key, f in zip(copies.summed, copies.sums, strict=True) if key == (sums, offset))
-                if (pages := max(count, found.bytes) // PAGE_BYTES) < 5:
+                checksum = next(f for key, f in zip(copies.summed, copies.sums, strict=True) if key == (sums, offset))
+                if (pages := max(count, checksum.bytes) // PAGE_BYTES) < 5:
                     continue
                 spread = [((offset // PAGE_BYTES + k) * 2654435761 % 2**32) * pages >> 32 for k in (1, 2)]
-                unseen = next(page for page in range(1, pages - 1) if page not in spread)
-                ByteStore.write(home, offset + unseen * PAGE_BYTES, memoryview(os.urandom(PAGE_BYTES)))
+                unsampled = next(page for page in range(1, pages - 1) if page not in spread)
+                ByteStore.write(home, offset + unsampled * PAGE_BYTES, memoryview(os.urandom(PAGE_BYTES)))
 
         noticed = 0
         for number in range(2, 40):
@@ -157,33 +156,35 @@ def test_full_checks_see_every_page(smallest: int, tmp_path: Path, monkeypatch: 
         assert noticed
 
 
-def test_what_native_code_wrote_is_known_to_who_reads_it_later(smallest: int, tmp_path: Path) -> None:
+def test_checksums_of_native_writes_reach_the_home(smallest: int, tmp_path: Path) -> None:
     model, optimizer, step = sides()
     with outofcore.compile(step, model, optimizer, budget=smallest, home=tmp_path, policy="offload-all") as ours:
         ours(batch(0))
         home, copies = only_home(ours), only_copies(ours)
-        known = {offset for (_, offset), found in zip(copies.summed, copies.sums, strict=True) if found.bytes >= 0}
-        assert known
-        assert known <= set(home.sums.known)
+        written = {
+            offset for (_, offset), checksum in zip(copies.summed, copies.sums, strict=True) if checksum.bytes >= 0
+        }
+        assert written
+        assert written <= set(home.sums.known)
 
 
-def test_samples_are_first_and_last_page_and_two_that_the_offset_picks() -> None:
+def test_sample_is_first_last_and_two_pages_picked_by_the_offset() -> None:
     for pages in (1, 2, 3, 17, 1000):
         memory = bytearray(os.urandom(pages * PAGE_BYTES - 100))
         for offset in (0, 7 * PAGE_BYTES, 123456 * PAGE_BYTES):
             first = sampled(memoryview(memory), offset)
-            seen = set()
+            sampled_pages = set()
             for page in range(pages):
                 memory[page * PAGE_BYTES] ^= 1
                 if sampled(memoryview(memory), offset) != first:
-                    seen.add(page)
+                    sampled_pages.add(page)
                 memory[page * PAGE_BYTES] ^= 1
             between = {((offset // PAGE_BYTES + k) * 2654435761 % 2**32) * pages >> 32 for k in (1, 2)}
-            assert seen == {0, pages - 1} | between
+            assert sampled_pages == {0, pages - 1} | between
 
 
-def test_a_home_that_is_closed_is_not_copied_to(smallest: int, tmp_path: Path) -> None:
-    """Its descriptor may be another file's by then."""
+def test_closed_home_is_not_written(smallest: int, tmp_path: Path) -> None:
+    """The descriptor of a closed home may already belong to another file."""
     model, optimizer, step = sides()
     with outofcore.compile(step, model, optimizer, budget=smallest, home=tmp_path, policy="offload-all") as ours:
         ours(batch(0))
@@ -200,7 +201,7 @@ def test_a_home_that_is_closed_is_not_copied_to(smallest: int, tmp_path: Path) -
             home._file = file  # type: ignore[attr-defined]
 
 
-def test_the_child_of_a_fork_does_not_wait_for_threads_that_it_has_not(smallest: int, tmp_path: Path) -> None:
+def test_forked_child_does_not_wait_for_copy_threads(smallest: int, tmp_path: Path) -> None:
     with two_homes("offload-all", smallest, tmp_path) as (plain, ours):
         engine = ours[2]._session.engine
         child = os.fork()
@@ -212,8 +213,8 @@ def test_the_child_of_a_fork_does_not_wait_for_threads_that_it_has_not(smallest:
         goes_on(plain, ours)
 
 
-def test_pieces_of_all_sizes_arrive_whole(tmp_path: Path) -> None:
-    """Small ones and the ends of large ones go through memory that begins at a page."""
+def test_pieces_of_all_sizes_are_copied_whole(tmp_path: Path) -> None:
+    """Small pieces and the ends of large ones go through a page-aligned buffer."""
     from outofcore.runtime.homes import DiskHome  # noqa: PLC0415
 
     if in_memory(tmp_path):
@@ -230,15 +231,14 @@ def test_pieces_of_all_sizes_arrive_whole(tmp_path: Path) -> None:
             expected = region[start : start + size].clone()
             address = region.data_ptr() + start
             for writes in (True, False):
-                moved(library, home, address, size, offset, writes=writes)
+                copy_piece(library, home, address, size, offset, writes=writes)
                 if writes:
                     region[start : start + size].zero_()
             assert torch.equal(region[start : start + size], expected)
     home.close()
 
 
-def moved(library: Any, home: Any, address: int, size: int, offset: int, *, writes: bool) -> None:
-    """One copy of one piece, as a step of its own."""
+def copy_piece(library: Any, home: Any, address: int, size: int, offset: int, *, writes: bool) -> None:
     from array import array  # noqa: PLC0415
 
     place = home.locate(offset, size)
@@ -249,12 +249,12 @@ def moved(library: Any, home: Any, address: int, size: int, offset: int, *, writ
     copies = (copying._Copy * 1)(copying._Copy(0, 1, 0, 1, 0, 0, 1, writes))
     queues = (copying._Queue * 1)()
     queues[0].number, queues[0].copies, queues[0].first = 1, 1, copies
-    given = copying._Work(pieces, waits, sums, queues, 1, True)
+    work = copying._Work(pieces, waits, sums, queues, 1, True)
     source = copying._Source(home, offset, writes)
-    made = copying.Copies({}, given, (waits, copies, queues), pieces, (), sums, (), (), (source,), ())
+    step_copies = copying.Copies({}, work, (waits, copies, queues), pieces, (), sums, (), (), (source,), ())
     threads = copying.Copying(library, 4)
     starts, ends = array("d", bytes(8)), array("d", bytes(8))
-    threads.begin(made, {}, starts, ends)
+    threads.begin(step_copies, {}, starts, ends)
     threads.wait([(1, 1)])
     threads.finish()
     assert threads.failure is None

@@ -1,4 +1,4 @@
-"""CTC losses in a compiled step: what their backward pass is given depends on lengths that change from call to call."""
+"""Tests of CTC losses in a compiled step, with lengths that change from call to call."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import outofcore
 
 FRAMES, BATCH, LONGEST, CLASSES = 20, 3, 6, 5
 LENGTHS = [[6, 4, 5], [3, 2, 6], [1, 1, 1], [6, 6, 6], [2, 0, 3]]
-Made = tuple[Callable[..., torch.Tensor], nn.Module, torch.optim.Optimizer]
+Step = tuple[Callable[..., torch.Tensor], nn.Module, torch.optim.Optimizer]
 
 
-def made(reduction: str, zero_infinity: bool) -> Made:
+def make_step(reduction: str, zero_infinity: bool) -> Step:
     torch.manual_seed(1)
     model = nn.Linear(8, CLASSES)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -32,70 +32,74 @@ def made(reduction: str, zero_infinity: bool) -> Made:
     return step, model, optimizer
 
 
-def batch(number: int, in_a_row: bool, as_lists: bool) -> tuple[Any, ...]:
+def batch(number: int, concatenated: bool, as_lists: bool) -> tuple[Any, ...]:
     torch.manual_seed(number)
     lengths = torch.tensor(LENGTHS[number])
     frames = torch.tensor([FRAMES, FRAMES - 2, FRAMES - 2 * number])
     targets = torch.randint(1, CLASSES, (BATCH, LONGEST))
-    if in_a_row:
+    if concatenated:
         targets = torch.cat([row[:length] for row, length in zip(targets, lengths, strict=True)])
-    given = (frames.tolist(), lengths.tolist()) if as_lists else (frames, lengths)
-    return torch.randn(FRAMES, BATCH, 8), targets, *given
+    length_args = (frames.tolist(), lengths.tolist()) if as_lists else (frames, lengths)
+    return torch.randn(FRAMES, BATCH, 8), targets, *length_args
 
 
-def trained(run: Callable[..., torch.Tensor], model: nn.Module, in_a_row: bool, as_lists: bool) -> list[torch.Tensor]:
-    seen = [run(*batch(number, in_a_row, as_lists)).clone() for number in range(len(LENGTHS))]
-    return [*seen, *[p.detach().clone() for p in model.parameters()]]
+def run_batches(
+    run: Callable[..., torch.Tensor], model: nn.Module, concatenated: bool, as_lists: bool
+) -> list[torch.Tensor]:
+    losses = [run(*batch(number, concatenated, as_lists)).clone() for number in range(len(LENGTHS))]
+    return [*losses, *[p.detach().clone() for p in model.parameters()]]
 
 
-def smallest(made_step: Made, *given: Any) -> int:
+def find_smallest_budget(made_step: Step, *inputs: Any) -> int:
     with (
         outofcore.compile(*made_step, budget=4096, home="host") as run,
-        pytest.raises(outofcore.BudgetError) as told,
+        pytest.raises(outofcore.BudgetError) as error,
     ):
-        run.prepare(*given)
-    assert told.value.smallest_budget is not None
-    return told.value.smallest_budget
+        run.prepare(*inputs)
+    assert error.value.smallest_budget is not None
+    return error.value.smallest_budget
 
 
 @pytest.mark.parametrize("zero_infinity", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("as_lists", [False, True], ids=["tensors", "lists"])
-@pytest.mark.parametrize("in_a_row", [False, True], ids=["rows", "in a row"])
-def test_the_bits_of_plain_pytorch(in_a_row: bool, as_lists: bool, reduction: str, zero_infinity: bool) -> None:
-    step, model, _ = made(reduction, zero_infinity)
-    wanted = trained(step, model, in_a_row, as_lists)
-    budget = smallest(made(reduction, zero_infinity), *batch(0, in_a_row, as_lists))
+@pytest.mark.parametrize("concatenated", [False, True], ids=["rows", "in a row"])
+def test_losses_and_parameters_match_plain_pytorch(
+    concatenated: bool, as_lists: bool, reduction: str, zero_infinity: bool
+) -> None:
+    step, model, _ = make_step(reduction, zero_infinity)
+    expected = run_batches(step, model, concatenated, as_lists)
+    budget = find_smallest_budget(make_step(reduction, zero_infinity), *batch(0, concatenated, as_lists))
     for room in (1 << 24, budget):
-        step, model, optimizer = made(reduction, zero_infinity)
-        # Other kinds of inputs, which lists of lengths are as well, may need more than the first.
+        step, model, optimizer = make_step(reduction, zero_infinity)
+        # Each list of lengths is a new input signature, which may need more than the first one.
         with outofcore.compile(
             step, model, optimizer, budget=max(room, 1 << 19 if as_lists else 0), home="host"
         ) as run:
-            seen = trained(run, model, in_a_row, as_lists)
-        assert all(torch.equal(a, b) for a, b in zip(seen, wanted, strict=True))
+            actual = run_batches(run, model, concatenated, as_lists)
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
-def test_lengths_of_other_values_are_one_kind_of_inputs() -> None:
-    step, model, optimizer = made("mean", False)
+def test_length_values_do_not_change_the_input_signature() -> None:
+    step, model, optimizer = make_step("mean", False)
     with outofcore.compile(step, model, optimizer, budget=1 << 24, home="host", dynamic=False) as run:
-        trained(run, model, in_a_row=False, as_lists=False)
+        run_batches(run, model, concatenated=False, as_lists=False)
         assert len(run._session.steps.known) == 1
 
 
-def test_a_length_that_is_refused_leaves_the_model_as_plain_pytorch_does() -> None:
-    def refused(run: Callable[..., torch.Tensor], model: nn.Module) -> tuple[str, list[torch.Tensor]]:
-        run(*batch(0, in_a_row=False, as_lists=False))
-        x, targets, frames, lengths = batch(1, in_a_row=False, as_lists=False)
-        with pytest.raises(RuntimeError) as told:
+def test_refused_length_leaves_the_model_as_in_plain_pytorch() -> None:
+    def run_refused(run: Callable[..., torch.Tensor], model: nn.Module) -> tuple[str, list[torch.Tensor]]:
+        run(*batch(0, concatenated=False, as_lists=False))
+        x, targets, frames, lengths = batch(1, concatenated=False, as_lists=False)
+        with pytest.raises(RuntimeError) as error:
             run(x, targets, frames, lengths + LONGEST)
-        run(*batch(2, in_a_row=False, as_lists=False))
-        return str(told.value).partition("\n")[0], [p.detach().clone() for p in model.parameters()]
+        run(*batch(2, concatenated=False, as_lists=False))
+        return str(error.value).partition("\n")[0], [p.detach().clone() for p in model.parameters()]
 
-    step, model, _ = made("mean", False)
-    message, wanted = refused(step, model)
-    step, model, optimizer = made("mean", False)
+    step, model, _ = make_step("mean", False)
+    message, expected = run_refused(step, model)
+    step, model, optimizer = make_step("mean", False)
     with outofcore.compile(step, model, optimizer, budget=1 << 24, home="host") as run:
-        told, seen = refused(run, model)
-    assert message in told
-    assert all(torch.equal(a, b) for a, b in zip(seen, wanted, strict=True))
+        actual_message, actual = run_refused(run, model)
+    assert message in actual_message
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))

@@ -1,4 +1,4 @@
-"""Whatever has happened to the files of a cache, steps are measured anew where need be, and train."""
+"""Tests of damaged cache files: steps are measured again and train."""
 
 from __future__ import annotations
 
@@ -30,36 +30,34 @@ STEP = functools.cache(captured_small_step)
 
 
 @pytest.fixture
-def _known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A link that need not be measured."""
+def _fixed_link(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = Rates(1e9, 1e9)
     report = LinkReport("host", GIB, 1e-4, rates, rates, rates, 1.0, 1.0, 1.0)
     monkeypatch.setattr(links, "measure_link", lambda home, **_: report)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The files of a cache that is as it should be."""
+def intact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     cache = Cache(tmp_path_factory.mktemp("whole"))
     profile_ops(STEP(), cache=cache)
     known_link(HostHome(GIB), cache, buffer_bytes=MIB)
     return {path.name: path.read_text() for path in cache.files() if path.suffix == ".json"}
 
 
-def spots(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every place in plain data: what holds it, and its key or number there."""
+def find_spots(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the container and the key of each value in plain data."""
     for key in list(value) if isinstance(value, dict) else range(len(value)):
         yield value, key
         if isinstance(value[key], dict | list):
-            yield from spots(value[key])
+            yield from find_spots(value[key])
 
 
 def check(cache: Cache) -> None:
-    """What is read from a cache could have been measured, and what is added to it is found again."""
+    """Check that cached measurements are plausible and that new entries can be read back."""
     step = STEP()
-    kept = KeptProfiles(cache)
+    profiles = KeptProfiles(cache)
     for op, call in zip(step.graph.ops, step.calls, strict=True):
-        profile = kept.find(op, timed=True, first=call.rehearse_first is not None, results=len(call.results))
+        profile = profiles.find(op, timed=True, first=call.rehearse_first is not None, results=len(call.results))
         if profile is None:
             continue
         assert 0 <= profile.cost.seconds <= 1e6
@@ -79,12 +77,14 @@ def check(cache: Cache) -> None:
     assert shelf.read()["new"] == 1
 
 
-@pytest.mark.usefixtures("_known")
-def test_files_that_are_cut(tmp_path: Path, whole: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.usefixtures("_fixed_link")
+def test_truncated_files_are_measured_again(
+    tmp_path: Path, intact: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
     for number, share in enumerate((0.0, 0.01, 0.3, 0.7, 0.99)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        for name, text in whole.items():
+        for name, text in intact.items():
             (folder / name).write_text(text[: int(len(text) * share)])
         with caplog.at_level(logging.WARNING, "outofcore.profiling"):
             check(Cache(folder))
@@ -92,16 +92,16 @@ def test_files_that_are_cut(tmp_path: Path, whole: dict[str, str], caplog: pytes
         caplog.clear()
 
 
-@pytest.mark.usefixtures("_known")
+@pytest.mark.usefixtures("_fixed_link")
 @pytest.mark.parametrize("seed", range(3))
-def test_values_that_are_wrong(tmp_path: Path, whole: dict[str, str], seed: int) -> None:
+def test_random_wrong_values_give_valid_measurements(tmp_path: Path, intact: dict[str, str], seed: int) -> None:
     rng = random.Random(seed)
     for number in range(25):
         folder = tmp_path / str(number)
         folder.mkdir()
-        for name, text in whole.items():
+        for name, text in intact.items():
             content = copy.deepcopy(json.loads(text))
-            places = list(spots(content))
+            places = list(find_spots(content))
             for _ in range(rng.choice((1, 1, 3, 30))):
                 holder, key = rng.choice(places)
                 holder[key] = copy.deepcopy(rng.choice(WRONG))
@@ -109,13 +109,13 @@ def test_values_that_are_wrong(tmp_path: Path, whole: dict[str, str], seed: int)
         check(Cache(folder))
 
 
-@pytest.mark.usefixtures("_known")
-def test_each_value_of_a_link(tmp_path: Path, whole: dict[str, str]) -> None:
-    (name,) = (name for name in whole if name.startswith("links"))
-    for number in range(len(list(spots(json.loads(whole[name]))))):
+@pytest.mark.usefixtures("_fixed_link")
+def test_wrong_value_of_a_link_is_measured_again(tmp_path: Path, intact: dict[str, str]) -> None:
+    (name,) = (name for name in intact if name.startswith("links"))
+    for number in range(len(list(find_spots(json.loads(intact[name]))))):
         for wrong in WRONG:
-            content = json.loads(whole[name])
-            holder, key = list(spots(content))[number]
+            content = json.loads(intact[name])
+            holder, key = list(find_spots(content))[number]
             holder[key] = wrong
             (tmp_path / name).write_text(json.dumps(content), "utf-8")
             home = known_link(HostHome(GIB), Cache(tmp_path), buffer_bytes=MIB).home
@@ -123,8 +123,8 @@ def test_each_value_of_a_link(tmp_path: Path, whole: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("wrong", [1e308, 10**400, "x", -1, [], "\ud800"])
-def test_a_step_whose_measurements_are_all_damaged_trains(tmp_path: Path, whole: dict[str, str], wrong: object) -> None:
-    for name, text in whole.items():
+def test_step_trains_when_all_measurements_are_damaged(tmp_path: Path, intact: dict[str, str], wrong: object) -> None:
+    for name, text in intact.items():
         content = json.loads(text)
         for entry in content["entries"].values():
             entry.update(dict.fromkeys(entry, wrong))
@@ -134,13 +134,13 @@ def test_a_step_whose_measurements_are_all_damaged_trains(tmp_path: Path, whole:
     step, model, optimizer = small_step()
     with outofcore.compile(step, model, optimizer, budget="64MiB", cache=tmp_path) as compiled:
         assert [torch.equal(compiled(torch.ones(8, 32)), loss) for loss in losses] == [True, True]
-    # All is measured anew and kept.
+    # All ops were measured again and stored.
     for path in Cache(tmp_path).files():
-        if path.name in whole and path.name.startswith("ops"):
+        if path.name in intact and path.name.startswith("ops"):
             assert all(0 < entry["seconds"] < 1e3 for entry in json.loads(path.read_text())["entries"].values())
 
 
-def test_a_result_or_scratch_memory_that_an_op_does_not_have_is_not_taken(tmp_path: Path) -> None:
+def test_requests_for_missing_results_or_scratch_are_ignored(tmp_path: Path) -> None:
     cache, step = Cache(tmp_path), STEP()
     profile_ops(step, cache=cache)
     (path,) = (path for path in cache.files() if path.suffix == ".json")
@@ -148,6 +148,6 @@ def test_a_result_or_scratch_memory_that_an_op_does_not_have_is_not_taken(tmp_pa
     for entry in content["entries"].values():
         entry["requests"]["list"] = [[64, "result", 7], [64, "scratch", 1 << 30]]
     path.write_text(json.dumps(content))
-    kept = KeptProfiles(cache)
+    profiles = KeptProfiles(cache)
     for op, call in zip(step.graph.ops, step.calls, strict=True):
-        assert kept.find(op, timed=True, first=False, results=len(call.results)) is None
+        assert profiles.find(op, timed=True, first=False, results=len(call.results)) is None

@@ -1,4 +1,4 @@
-"""Steps of several processes that train together: collectives, wrapped models, and what cannot go on together."""
+"""Tests of processes that train together: collectives, wrapped models and refusals."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ SCRIPT = Path(__file__).with_name("together.py")
         lambda scenario: scenario != ("replicas", 4),
     ),
 )
-def test_processes_that_train_together(scenario: str, processes: int, tmp_path: Path) -> None:
-    ended = run_together(SCRIPT, scenario, processes, tmp_path)
-    everything = "\n".join(f"rank {rank} ended with {code}:\n{text}" for rank, (code, text) in enumerate(ended))
-    assert all(code == 0 and text.endswith("same\n") for code, text in ended), everything
+def test_scenario_passes_in_all_processes(scenario: str, processes: int, tmp_path: Path) -> None:
+    results = run_together(SCRIPT, scenario, processes, tmp_path)
+    report = "\n".join(f"rank {rank} ended with {code}:\n{text}" for rank, (code, text) in enumerate(results))
+    assert all(code == 0 and text.endswith("same\n") for code, text in results), report
 
 
 def test_different_orders_of_gradients_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,15 +42,15 @@ def test_different_orders_of_gradients_are_refused(monkeypatch: pytest.MonkeyPat
         agreement.compare(replace(first, orders=((2, 1, 0),)))
 
 
-def test_a_process_that_ends_in_mid_step_ends_the_others(tmp_path: Path) -> None:
-    (code, text), (other, _) = run_together(SCRIPT, "death", 2, tmp_path)
-    assert other == 3
+def test_death_in_mid_step_ends_the_other_processes(tmp_path: Path) -> None:
+    (code, text), (dead_code, _) = run_together(SCRIPT, "death", 2, tmp_path)
+    assert dead_code == 3
     assert code == 0, text
     assert text.endswith("same\n")
 
 
 @pytest.mark.exhaustive
-def test_the_command_line_trains_data_parallel_and_one_process_speaks(tmp_path: Path) -> None:
+def test_command_line_trains_data_parallel_and_prints_once(tmp_path: Path) -> None:
     options = [
         "--layers",
         "1",
@@ -71,20 +71,20 @@ def test_the_command_line_trains_data_parallel_and_one_process_speaks(tmp_path: 
     ]
     launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launched, "-m", "outofcore", "train", "gpt", *options, "--picture", str(tmp_path / "step.html")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
+    assert process.returncode == 0, process.stderr
+    lines = process.stdout.splitlines()
     assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == ["step 1/2", "step 2/2"]
     assert "2 processes, a batch for each; what is told is of the first" in lines
     assert '"collectives"' in (tmp_path / "step.html").read_text()
 
 
 @pytest.mark.exhaustive
-def test_the_benchmark_runs_small(tmp_path: Path) -> None:
+def test_benchmark_runs_small(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARK), "--small", "--workload", "gpt", "--rounds", "2", "--date", "then"]
     command += ["--option", "layers=1", "--share", "0.9", "--results", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
+    assert process.returncode == 0, process.stderr
     row = json.loads((tmp_path / "distributed.json").read_text())["workloads"]["gpt"]
     assert row["same_bits"] == [True, True]
     assert row["arena"] <= row["budget"]

@@ -1,4 +1,4 @@
-"""Training with logical workers: on 1, 2, 3 and 4 processes, killed and started again, the bits of plain PyTorch."""
+"""Tests of logical workers: the bits of plain PyTorch on any number of processes."""
 
 from __future__ import annotations
 
@@ -24,50 +24,50 @@ from outofcore.logical_workers.contexts import Context
 
 
 def plain_digests(kind: str, steps: int) -> list[str]:
-    """After each step of a plain loop over all workers in one process, with what they have of their own."""
+    """Return a digest after each step of a plain loop over all workers in one process."""
     model, optimizer, train_step = model_of(kind)
     contexts = [Context.beginning(0, k, None) for k in range(WORKERS)]
     samplers = [DistributedSampler(Noisy(), WORKERS, k, seed=7, drop_last=True) for k in range(WORKERS)]
-    found: list[str] = []
-    while len(found) < steps:
+    digests: list[str] = []
+    while len(digests) < steps:
         data = Noisy()
         for sampler in samplers:
-            sampler.set_epoch(len(found) // 3)
+            sampler.set_epoch(len(digests) // 3)
         orders = [list(sampler) for sampler in samplers]
         for step in range(3):
             begin = [buffer.clone() for buffer in model.buffers()]
-            left = begin
+            final_buffers = begin
             for k in range(WORKERS):
-                put(model, begin)
+                set_buffers(model, begin)
                 contexts[k].enter(None)
                 samples = [data[number] for number in orders[k][step * BATCH : (step + 1) * BATCH]]
                 train_step(torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples]))
                 contexts[k] = Context.now(None)
-                left = left if k else [buffer.clone() for buffer in model.buffers()]
-            put(model, left)
+                final_buffers = final_buffers if k else [buffer.clone() for buffer in model.buffers()]
+            set_buffers(model, final_buffers)
             for parameter in model.parameters():
                 assert parameter.grad is not None
                 parameter.grad /= WORKERS
             optimizer.step()
             optimizer.zero_grad()
-            found.append(digest(model, optimizer))
-    return found[:steps]
+            digests.append(digest(model, optimizer))
+    return digests[:steps]
 
 
-def put(model: nn.Module, values: list[torch.Tensor]) -> None:
+def set_buffers(model: nn.Module, values: list[torch.Tensor]) -> None:
     for buffer, value in zip(model.buffers(), values, strict=True):
         buffer.copy_(value)
 
 
-def test_any_number_of_processes_gives_the_bits_of_plain_pytorch(tmp_path: Path) -> None:
-    """A training is killed twice, and started again; with ``--exhaustive``, another one stays at four processes."""
+def test_digests_match_plain_pytorch_on_any_number_of_processes(tmp_path: Path) -> None:
+    """Kill a training twice and restart it on other numbers of processes; ``--exhaustive`` adds one on four."""
     changing, staying = tmp_path / "changing", tmp_path / "staying"
     stages = [(1, 2, "save:0"), (4, 3, ""), (2, 5, "step:1"), (3, 6, "")]
     trainings = [(changing, stages), *([(staying, [(4, 6, "")])] if is_exhaustive() else [])]
     lines = ["import stages"]
-    for folder, some in trainings:
+    for folder, folder_stages in trainings:
         folder.mkdir()
-        lines.append(f"stages.drive({str(folder)!r}, {some!r})")
+        lines.append(f"stages.drive({str(folder)!r}, {folder_stages!r})")
     run = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)],
         cwd=Path(__file__).parent,
@@ -80,11 +80,11 @@ def test_any_number_of_processes_gives_the_bits_of_plain_pytorch(tmp_path: Path)
     assert run.returncode == 0, run.stderr
     assert {path.name for path in changing.glob("died-*")} == {"died-save", "died-step"}
     for kind in ("sgd", "adamw"):
-        wanted = plain_digests(kind, 6)
-        for folder, some in trainings:
-            for processes, last, _ in some:
+        expected = plain_digests(kind, 6)
+        for folder, folder_stages in trainings:
+            for processes, last, _ in folder_stages:
                 for rank in range(processes):
-                    assert (folder / f"{kind}-{last}-{rank}.bits").read_text() == wanted[last - 1]
+                    assert (folder / f"{kind}-{last}-{rank}.bits").read_text() == expected[last - 1]
 
 
 # One process
@@ -92,12 +92,12 @@ def test_any_number_of_processes_gives_the_bits_of_plain_pytorch(tmp_path: Path)
 
 @pytest.fixture(autouse=True)
 def _threads(one_thread: None) -> None:
-    """Of few cores, as many tests need them at a time."""
+    """Limit threads, because many tests share few cores."""
 
 
-def elastic(kind: str = "sgd", **given: Any) -> tuple[outofcore.Elastic, nn.Module, torch.optim.Optimizer]:
+def elastic(kind: str = "sgd", **overrides: Any) -> tuple[outofcore.Elastic, nn.Module, torch.optim.Optimizer]:
     model, optimizer, train_step = model_of(kind)
-    options: dict[str, Any] = {"workers": WORKERS, "budget": "8MiB", "home": "host", **given}
+    options: dict[str, Any] = {"workers": WORKERS, "budget": "8MiB", "home": "host", **overrides}
     return outofcore.elastic(train_step, model, optimizer, **options), model, optimizer
 
 
@@ -110,7 +110,7 @@ def batches_of(step: int) -> dict[int, Any]:
     return {k: batch_of(10 * step + k) for k in range(WORKERS)}
 
 
-def test_the_generators_of_the_process_are_left_alone() -> None:
+def test_step_leaves_the_generators_of_the_process_unchanged() -> None:
     run, _, _ = elastic()
     with run:
         before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
@@ -120,8 +120,7 @@ def test_the_generators_of_the_process_are_left_alone() -> None:
         assert np.random.get_state()[1].tolist() == before[2]
 
 
-def moved_by(limit: float) -> float:
-    """The length of the gradient that one step with clipping has used."""
+def measure_update_norm(limit: float) -> float:
     model, optimizer, train_step = model_of("sgd")
     before = [parameter.detach().clone() for parameter in model.parameters()]
 
@@ -133,20 +132,20 @@ def moved_by(limit: float) -> float:
         train_step, model, optimizer, workers=WORKERS, budget="8MiB", home="host", update=update
     ) as run:
         run(batches_of(0))
-    moved = [(a - b.detach()).norm() / 0.1 for a, b in zip(before, model.parameters(), strict=True)]
-    return torch.stack(moved).norm().item()
+    updates = [(a - b.detach()).norm() / 0.1 for a, b in zip(before, model.parameters(), strict=True)]
+    return torch.stack(updates).norm().item()
 
 
-def test_an_update_of_ones_own_sees_the_mean_of_all_gradients() -> None:
-    assert moved_by(0.1) == pytest.approx(0.1, rel=1e-3)
-    assert 0.2 < moved_by(1e9) < 10
+def test_custom_update_gets_the_mean_of_all_gradients() -> None:
+    assert measure_update_norm(0.1) == pytest.approx(0.1, rel=1e-3)
+    assert 0.2 < measure_update_norm(1e9) < 10
 
 
 @pytest.mark.parametrize("twice", [False, True])
 def test_gradients_are_summed_in_the_order_of_the_workers(twice: bool) -> None:
-    """Turns add to what earlier ones left, but where a step goes backward twice: the order would be another."""
+    """Workers add to one sum, unless a step runs backward twice, which would change the order."""
 
-    def made() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -160,27 +159,27 @@ def test_gradients_are_summed_in_the_order_of_the_workers(twice: bool) -> None:
 
         return model, optimizer, step
 
-    model, optimizer, step = made()
+    model, optimizer, step = make()
     with outofcore.elastic(step, model, optimizer, workers=WORKERS, budget="8MiB", home="host") as run:
         run(batches_of(0))
         assert bool(run._gradients.kept) == twice
-        found = digest(model, optimizer)
-    model, optimizer, step = made()
-    each: list[list[torch.Tensor]] = []
+        elastic_digest = digest(model, optimizer)
+    model, optimizer, step = make()
+    worker_gradients: list[list[torch.Tensor]] = []
     for batch in batches_of(0).values():
         step(*batch)
-        each.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+        worker_gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
         optimizer.zero_grad()
-    for parameter, *gradients in zip(model.parameters(), *each, strict=True):
+    for parameter, *gradients in zip(model.parameters(), *worker_gradients, strict=True):
         total = gradients[0].clone()
         for gradient in gradients[1:]:
             total += gradient
         parameter.grad = total / WORKERS
     optimizer.step()
-    assert digest(model, optimizer) == found
+    assert digest(model, optimizer) == elastic_digest
 
 
-def test_a_training_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_training_resumes_from_a_checkpoint(tmp_path: Path) -> None:
     first, model, optimizer = elastic("adamw")
     data = Noisy()
     with first as run:
@@ -190,8 +189,8 @@ def test_a_training_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
             if run.steps == 2:
                 run.save(tmp_path, extra=[1, 2])
         assert (loader.epoch, len(loader)) == (1, 3)
-        wanted = digest(model, optimizer)
-    second, model, optimizer = elastic("adamw", seed=5)  # the workers have begun already
+        expected = digest(model, optimizer)
+    second, model, optimizer = elastic("adamw", seed=5)  # another seed, which the checkpoint replaces
     with second as run:
         assert run.load(tmp_path) == [1, 2]
         assert (run.steps, run.place.step) == (2, 2)
@@ -199,19 +198,19 @@ def test_a_training_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
             run.loader(data, batch_size=5, seed=7)
         for batches in run.loader(data, batch_size=BATCH, seed=7):
             run(batches)
-        assert digest(model, optimizer) == wanted
-    # Plain PyTorch has its model and optimizer.
+        assert digest(model, optimizer) == expected
+    # Plain PyTorch can load its model and optimizer.
     model, optimizer, _ = model_of("adamw")
     assert outofcore.load(tmp_path, model, optimizer)["extra"] == [1, 2]
 
 
-def test_a_training_goes_on_without_its_frozen_weights(tmp_path: Path) -> None:
-    def begun() -> tuple[outofcore.Elastic, nn.Module, torch.optim.Optimizer]:
+def test_training_resumes_without_frozen_weights(tmp_path: Path) -> None:
+    def start() -> tuple[outofcore.Elastic, nn.Module, torch.optim.Optimizer]:
         model, optimizer, train_step = model_of("sgd")
         next(model.parameters()).requires_grad_(False)
         return outofcore.elastic(train_step, model, optimizer, workers=2, budget="8MiB"), model, optimizer
 
-    first, model, optimizer = begun()
+    first, model, optimizer = start()
     name = next(iter(dict(model.named_parameters())))
     with first as run:
         run({k: batch_of(k) for k in run.workers})
@@ -219,24 +218,24 @@ def test_a_training_goes_on_without_its_frozen_weights(tmp_path: Path) -> None:
         run({k: batch_of(k + 2) for k in run.workers})
     index = json.loads((tmp_path / "checkpoint.json").read_text())
     assert list(index["models"][0]["omitted"]) == [name]
-    second, again, other = begun()
+    second, resumed_model, resumed_optimizer = start()
     with second as run:
         run.load(tmp_path)
         run({k: batch_of(k + 2) for k in run.workers})
-    assert digest(again, other) == digest(model, optimizer)
+    assert digest(resumed_model, resumed_optimizer) == digest(model, optimizer)
 
 
-def test_batches_that_no_step_has_used_are_drawn_again() -> None:
+def test_unused_batches_are_drawn_again() -> None:
     run, _, _ = elastic()
     with run:
         loader = run.loader(Noisy(), batch_size=BATCH, seed=7)
-        one = next(iter(loader))
-        again = iter(loader)
-        other = next(again)
-        assert all(torch.equal(one[k][0], other[k][0]) for k in run.workers)
-        third = next(again)  # the loop goes on without a step: the second is used up
+        first = next(iter(loader))
+        iterator = iter(loader)
+        repeated = next(iterator)
+        assert all(torch.equal(first[k][0], repeated[k][0]) for k in run.workers)
+        third = next(iterator)  # the loop continues without a step, which uses up the second batch
         assert run.place.step == 1
-        assert not torch.equal(third[0][0], other[0][0])
+        assert not torch.equal(third[0][0], repeated[0][0])
 
 
 def test_workers_get_the_samples_of_a_distributed_sampler() -> None:
@@ -246,16 +245,16 @@ def test_workers_get_the_samples_of_a_distributed_sampler() -> None:
         loader = run.loader(data, batch_size=BATCH, seed=3)
         for epoch in range(2):
             assert loader.epoch == epoch
-            seen = [{k: batch[0] for k, batch in batches.items()} for batches in loader]
+            drawn = [{k: batch[0] for k, batch in batches.items()} for batches in loader]
             for k in run.workers:
                 sampler = DistributedSampler(data, WORKERS, k, seed=3, drop_last=True)
                 sampler.set_epoch(epoch)
-                theirs = [one for (one,) in DataLoader(data, BATCH, sampler=sampler, drop_last=True)]
-                assert len(theirs) == len(seen) == 3
-                assert all(torch.equal(a[k], b) for a, b in zip(seen, theirs, strict=True))
+                theirs = [rows for (rows,) in DataLoader(data, BATCH, sampler=sampler, drop_last=True)]
+                assert len(theirs) == len(drawn) == 3
+                assert all(torch.equal(a[k], b) for a, b in zip(drawn, theirs, strict=True))
 
 
-def test_the_shares_are_measured() -> None:
+def test_shares_of_workers_are_measured() -> None:
     run, _, _ = elastic()
     with run:
         with pytest.raises(StateError, match="make a step first"):
@@ -268,25 +267,25 @@ def test_the_shares_are_measured() -> None:
         assert run.stats.gradient_bytes > 1 << 17
 
 
-def test_a_step_that_fails_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, model, optimizer = elastic()
-    other, same, theirs = elastic()
-    with one, other:
-        for run in (one, other):
+def test_failed_step_leaves_model_and_optimizer_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing, model, optimizer = elastic()
+    reference, reference_model, reference_optimizer = elastic()
+    with failing, reference:
+        for run in (failing, reference):
             run(batches_of(0))
         before = digest(model, optimizer)
         with monkeypatch.context() as patch:
             patch.setattr(Context, "now", lambda _: (_ for _ in ()).throw(MemoryError("no more")))
             with pytest.raises(MemoryError):
-                one(batches_of(1))
+                failing(batches_of(1))
         assert digest(model, optimizer) == before
         assert all(parameter.grad is None for parameter in model.parameters())
-        for run in (one, other):
+        for run in (failing, reference):
             run(batches_of(1))
-        assert digest(model, optimizer) == digest(same, theirs)
+        assert digest(model, optimizer) == digest(reference_model, reference_optimizer)
 
 
-def test_budgets_that_are_too_small_are_refused_before_anything_happens() -> None:
+def test_too_small_budget_is_refused_before_any_change() -> None:
     run, model, optimizer = elastic(budget="100KiB")
     with run:
         before = digest(model, optimizer)
@@ -296,16 +295,16 @@ def test_budgets_that_are_too_small_are_refused_before_anything_happens() -> Non
         assert run.steps == 0
 
 
-def refused(match: str, **given: Any) -> None:
+def assert_refused(match: str, **options: Any) -> None:
     with pytest.raises(InputError, match=match):
-        elastic(**given)
+        elastic(**options)
 
 
 def test_bad_arguments_are_refused() -> None:
-    refused("workers must be at least 1", workers=0)
-    refused("workers must be at least 1", workers=True)
-    refused("seed must be at least 0", seed=-1)
-    refused("above zero", timeout=0)
+    assert_refused("workers must be at least 1", workers=0)
+    assert_refused("workers must be at least 1", workers=True)
+    assert_refused("seed must be at least 0", seed=-1)
+    assert_refused("above zero", timeout=0)
     model, optimizer, train_step = model_of("sgd")
     with pytest.raises(InputError, match="needs the optimizer"):
         outofcore.elastic(train_step, model, [], workers=4, budget="1MiB")
@@ -339,7 +338,7 @@ def test_bad_batches_and_datasets_are_refused() -> None:
         assert digest(model, optimizer) == before
 
 
-def test_a_step_with_an_update_is_refused_with_its_line() -> None:
+def test_step_with_an_update_is_refused_naming_its_line() -> None:
     model, optimizer, _ = model_of("sgd")
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -355,7 +354,7 @@ def test_a_step_with_an_update_is_refused_with_its_line() -> None:
         assert digest(model, optimizer) == before
 
 
-def test_checkpoints_of_other_trainings_are_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_another_training_is_refused(tmp_path: Path) -> None:
     run, model, optimizer = elastic()
     with run:
         run(batches_of(0))
@@ -364,7 +363,7 @@ def test_checkpoints_of_other_trainings_are_refused(tmp_path: Path) -> None:
     index = tmp_path / "one" / "checkpoint.json"
     written = json.loads(index.read_text())
 
-    def other(**facts: str) -> None:
+    def change_facts(**facts: str) -> None:
         changed = json.loads(json.dumps(written))
         changed["extra"]["elastic"]["facts"] |= facts
         index.write_text(json.dumps(changed))
@@ -379,10 +378,10 @@ def test_checkpoints_of_other_trainings_are_refused(tmp_path: Path) -> None:
             run.load(tmp_path / "plain")
         with pytest.raises(InputError, match="no checkpoint"):
             run.load(tmp_path / "none")
-        other(**{"threads (torch.get_num_threads)": "7"})
+        change_facts(**{"threads (torch.get_num_threads)": "7"})
         with pytest.raises(InputError, match=r"has 7, but this process 1; call torch\.set_num_threads"):
             run.load(tmp_path / "one")
-        other(PyTorch="1.0")
+        change_facts(PyTorch="1.0")
         with pytest.raises(InputError, match=r"PyTorch: .* has 1\.0.*exact=False"):
             run.load(tmp_path / "one")
         changed = json.loads(json.dumps(written))
@@ -391,20 +390,20 @@ def test_checkpoints_of_other_trainings_are_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="cannot be read"):
             run.load(tmp_path / "one")
         assert digest(model, optimizer) == before
-        other(PyTorch="1.0")
+        change_facts(PyTorch="1.0")
         run.load(tmp_path / "one", exact=False)
         assert run.steps == 1
     wider = nn.Linear(64, 8)
     with outofcore.elastic(
         lambda x: wider(x).sum().backward(), wider, torch.optim.SGD(wider.parameters()), workers=4, budget="1MiB"
     ) as run:
-        other()
+        change_facts()
         with pytest.raises(InputError, match="the checkpoint in"):
             run.load(tmp_path / "one")
 
 
-def test_batches_by_name_and_alone() -> None:
-    seen = []
+def test_batch_may_be_a_mapping_a_tuple_or_a_tensor() -> None:
+    losses = []
     for batch in ({"x": torch.ones(4, 8)}, (torch.ones(4, 8),), torch.ones(4, 8)):
         torch.manual_seed(0)
         model = nn.Linear(8, 2)
@@ -416,6 +415,6 @@ def test_batches_by_name_and_alone() -> None:
 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with outofcore.elastic(step, model, optimizer, workers=2, budget="1MiB", home="host") as run:
-            seen.append([loss.item() for loss in run({0: batch, 1: batch}).values()])
+            losses.append([loss.item() for loss in run({0: batch, 1: batch}).values()])
             assert "workers 0 to 1 of 2 in process 0 of 1" in repr(run)
-    assert seen[0] == seen[1] == seen[2]
+    assert losses[0] == losses[1] == losses[2]

@@ -1,4 +1,4 @@
-"""Estimates of the user's own steps, and reports and traces of steps that ran."""
+"""Tests of estimates for user steps, and of reports and traces."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def fails():
 number = 3
 """
 
-# What needs the most is the normalisation, which is in a Sequential of PyTorch within a module of the script.
+# The normalisation needs the most memory; it is in a Sequential of PyTorch within a module of the script.
 NORMALIZED = """
 import torch
 from torch import nn
@@ -82,10 +82,10 @@ def build():
     return train_step, model, optimizer, torch.zeros(4, 8, 32, 32)
 """
 
-Made = tuple[Callable[..., Any], nn.Module, torch.optim.Optimizer, tuple[torch.Tensor, ...]]
+Training = tuple[Callable[..., Any], nn.Module, torch.optim.Optimizer, tuple[torch.Tensor, ...]]
 
 
-def make(device: str = "cpu") -> Made:
+def make(device: str = "cpu") -> Training:
     torch.manual_seed(0)
     with torch.device(device):
         model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(14400, 4))
@@ -106,7 +106,7 @@ def make(device: str = "cpu") -> Made:
     return train_step, model, optimizer, inputs
 
 
-def test_a_model_without_contents_is_estimated_as_one_with_them() -> None:
+def test_meta_model_has_the_estimate_of_a_real_one() -> None:
     step, model, optimizer, inputs = make()
     real = outofcore.estimate(step, model, optimizer, inputs=inputs, device="h100")
     assert real.smallest_budget <= real.lossless_budget <= real.in_core_budget
@@ -117,20 +117,20 @@ def test_a_model_without_contents_is_estimated_as_one_with_them() -> None:
     empty = outofcore.estimate(step, model, optimizer, inputs=inputs, device="h100")
     assert (empty.graph, empty.costs) == (real.graph, real.costs)
     assert empty == real
-    # The user's model is as it was.
+    # The user's model is unchanged.
     assert all(now is then and now.is_meta for now, then in zip(model.parameters(), before, strict=True))
     assert list(map(id, optimizer.param_groups[0]["params"])) == list(map(id, before))
     assert all(buffer.is_meta for buffer in model.buffers())
     assert not optimizer.state
 
 
-def test_an_estimate_here_says_what_compile_needs() -> None:
+def test_estimate_has_the_smallest_budget_of_compile() -> None:
     step, model, optimizer, inputs = make()
     before = [parameter.clone() for parameter in model.parameters()]
-    found = outofcore.estimate(step, model, optimizer, inputs=inputs, budgets=["3MiB"])
-    assert found.smallest_budget == outofcore.smallest_budget(step, model, optimizer, inputs=inputs)
-    assert any(point.budget == 3 << 20 for point in found.points)
-    assert found.machine == ""
+    estimate = outofcore.estimate(step, model, optimizer, inputs=inputs, budgets=["3MiB"])
+    assert estimate.smallest_budget == outofcore.smallest_budget(step, model, optimizer, inputs=inputs)
+    assert any(point.budget == 3 << 20 for point in estimate.points)
+    assert estimate.machine == ""
     assert all(torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
     with pytest.raises(InputError, match="is no device"):
         outofcore.estimate(step, model, optimizer, inputs=inputs, device="abacus")
@@ -138,10 +138,10 @@ def test_an_estimate_here_says_what_compile_needs() -> None:
         outofcore.estimate(step, model, optimizer, inputs=inputs, policy="guess")
 
 
-def test_a_step_that_ran_is_reported_and_traced(tmp_path: Path) -> None:
+def test_compiled_step_is_reported_and_traced(tmp_path: Path) -> None:
     step, model, optimizer, inputs = make()
-    least = outofcore.smallest_budget(step, model, optimizer, inputs=inputs)
-    with outofcore.compile(step, model, optimizer, budget=int(1.1 * least)) as compiled:
+    smallest = outofcore.smallest_budget(step, model, optimizer, inputs=inputs)
+    with outofcore.compile(step, model, optimizer, budget=int(1.1 * smallest)) as compiled:
         with pytest.raises(StateError, match="not called yet"):
             compiled.report(tmp_path / "report.html")
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
@@ -152,9 +152,9 @@ def test_a_step_that_ran_is_reported_and_traced(tmp_path: Path) -> None:
         compiled.trace(tmp_path / "trace.json", beside=tmp_path / "profiler.json")
         seconds = compiled.timeline.step_seconds
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    found = re.search(r'type="application/json">(.*?)</script>', page)
-    assert found is not None
-    content = json.loads(found.group(1))
+    match = re.search(r'type="application/json">(.*?)</script>', page)
+    assert match is not None
+    content = json.loads(match.group(1))
     assert [timeline["name"] for timeline in content["timelines"]] == ["measured", "predicted"]
     assert content["title"] == "train_step"
     assert content["timelines"][0]["seconds"] == seconds
@@ -167,7 +167,7 @@ def test_a_step_that_ran_is_reported_and_traced(tmp_path: Path) -> None:
         e for e in events if e.get("cat") == "compute" and e["args"].get("op", "").startswith("aten.convolution_ba")
     ]
     assert theirs, sorted({e["name"] for e in events if e.get("cat") == "cpu_op"})
-    # The last of theirs is of the step that is shown, and lies within ours: both clocks agree to a tenth of a second.
+    # PyTorch's last op belongs to the traced step: both clocks agree to a tenth of a second.
     last = max(e["ts"] for e in theirs)
     assert min(e["ts"] for e in ours) - 1e5 < last < max(e["ts"] + e["dur"] for e in ours) + 1e5
 
@@ -180,23 +180,23 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def test_plan_names_the_module_and_the_line_of_what_does_not_fit(tmp_path: Path) -> None:
+def test_plan_names_module_and_line_of_the_largest_op(tmp_path: Path) -> None:
     path = tmp_path / "normalized.py"
     path.write_text(NORMALIZED, encoding="utf-8")
-    told = CliRunner().invoke(app, ["plan", f"{path}:build", "--budget", "100KiB", "--device", "h100", "--no-curve"])
-    assert told.exit_code == 1
+    result = CliRunner().invoke(app, ["plan", f"{path}:build", "--budget", "100KiB", "--device", "h100", "--no-curve"])
+    assert result.exit_code == 1
     line = 1 + NORMALIZED.splitlines().index("        return self.layers(x).sum()  # here")
     op = r"native_batch_norm(_backward)? in layers\.0\.1 \(BatchNorm2d\)"
     assert re.search(
-        rf"The op that needs the most is {op} at {path}:{line}\. While it runs it needs$", told.stdout, re.MULTILINE
+        rf"The op that needs the most is {op} at {path}:{line}\. While it runs it needs$", result.stdout, re.MULTILINE
     )
 
 
-def test_a_step_of_ones_own_is_planned_for(script: Path) -> None:
+def test_plan_reads_the_step_of_a_script(script: Path) -> None:
     run = CliRunner()
-    told = run.invoke(app, ["plan", f"{script}:build", "--json"])
-    assert told.exit_code == 0, told.output
-    here = json.loads(told.stdout)
+    result = run.invoke(app, ["plan", f"{script}:build", "--json"])
+    assert result.exit_code == 0, result.output
+    here = json.loads(result.stdout)
     assert "526,336 parameters, inputs 64×256" in here["workload"]
     assert here["smallest_budget"] <= here["lossless_budget"] <= here["in_core_budget"]
     assert len(here["points"]) >= 2
@@ -210,12 +210,12 @@ def test_a_step_of_ones_own_is_planned_for(script: Path) -> None:
     assert "SIMULATED" in far.stdout
 
 
-def test_a_step_of_ones_own_is_reported(script: Path, tmp_path: Path) -> None:
+def test_report_runs_the_step_of_a_script(script: Path, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     arguments = ["report", f"{script}:build", "--budget", "2MiB", "--steps", "2", "-o", str(page), "--no-curve"]
-    told = CliRunner().invoke(app, arguments)
-    assert told.exit_code == 0, told.output
-    assert "step 2/2" in told.stdout
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "step 2/2" in result.stdout
     assert '"name":"measured"' in page.read_text(encoding="utf-8")
 
 
@@ -229,14 +229,14 @@ def test_a_step_of_ones_own_is_reported(script: Path, tmp_path: Path) -> None:
         ("fails", "ZeroDivisionError"),
     ],
 )
-def test_what_a_script_gets_wrong_is_said(script: Path, name: str, message: str) -> None:
-    told = CliRunner().invoke(app, ["plan", f"{script}:{name}"])
-    assert told.exit_code == 2
-    assert told.stderr.startswith("error: ")
-    assert message in told.stderr
+def test_error_in_a_script_is_one_message(script: Path, name: str, message: str) -> None:
+    result = CliRunner().invoke(app, ["plan", f"{script}:{name}"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
 
 
-def test_a_target_is_a_file_with_a_function(tmp_path: Path) -> None:
+def test_target_names_a_file_and_a_function(tmp_path: Path) -> None:
     assert kind_of("folder/my.py:build") is Kind.SCRIPT
     assert kind_of("resnet50") is Kind.ZOO
     with pytest.raises(InputError, match="there is no file"):

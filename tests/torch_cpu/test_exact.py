@@ -1,4 +1,4 @@
-"""Steps under a budget compute the very bits of plain PyTorch: smallest budget, halfway, and all resident."""
+"""Tests that compiled steps compute the bits of plain PyTorch at every budget."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from outofcore.validator import validate
 STEPS = 5
 ROOMY = 64 * GIB
 
-# Cases whose storages are all below 64 KiB: nothing of them ever leaves.
+# Cases with only storages below 64 KiB, which are never evicted.
 SMALL = {
     "accumulation_inside",
     "accumulation_across",
@@ -43,44 +43,34 @@ SMALL = {
 }
 
 
-# Deep networks, which take half a minute each, and others whose best plan takes longer to find than they train here.
+# Deep networks take half a minute each; the others take longer to plan than to train here.
 DEEP = {"densenet121", "resnet", "resnet_bf16", "vgg16", "unet3d"}
 LIKE_GPT = {"gpt_clipped_bf16", "llama", "bert"}
 SEARCHED_LONG = {*DEEP, *LIKE_GPT, "gpt", "gan"}
 
 
 @dataclass
-class Ran:
-    """A training.
-
-    Attributes:
-        case: what was trained.
-        results: of its steps.
-        seen: their arguments, as the step left them.
-        shown: what a user could see before the step was closed.
-        moved: bytes copied in.
-        again: how many ops ran again.
-        in_core: the budget that holds everything in the first step; 0: plain PyTorch.
-    """
+class Outcome:
+    """A training and its results."""
 
     case: Case
     results: list[Any]
-    seen: list[Any]
-    shown: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    moved: int = 0
-    again: int = 0
-    in_core: int = 0
+    arguments: list[Any]  # as the step left them
+    visible: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])  # before the step was closed
+    fetched_bytes: int = 0
+    recomputed_ops: int = 0
+    in_core: int = 0  # the budget that holds the whole first step; 0 for plain PyTorch
 
-    def differs_from(self, other: Ran) -> list[str]:
-        """The names of what a user can see that differs by any bit, once results and arguments are the same."""
-        assert_same(self.results, other.results)
-        assert_same(self.seen, other.seen)
-        closed, right = dict(everything(self.case)), dict(everything(other.case))
-        assert self.shown.keys() == closed.keys() == right.keys()
+    def differs_from(self, reference: Outcome) -> list[str]:
+        """Return the names of visible tensors with different bits; check results and arguments first."""
+        assert_same(self.results, reference.results)
+        assert_same(self.arguments, reference.arguments)
+        closed, right = dict(everything(self.case)), dict(everything(reference.case))
+        assert self.visible.keys() == closed.keys() == right.keys()
         return [
             key
             for key, tensor in right.items()
-            if not (torch.equal(self.shown[key], tensor) and torch.equal(closed[key], tensor))
+            if not (torch.equal(self.visible[key], tensor) and torch.equal(closed[key], tensor))
         ]
 
 
@@ -90,28 +80,27 @@ def run(
     home: str = "disk",
     policy: PolicyLike = "auto",
     steps: int = STEPS,
-) -> Ran:
-    """Train; with a budget out of core, and each program proved valid."""
+) -> Outcome:
     torch.manual_seed(1234)
     case = make()
     if budget is None:
-        return _ran(case, case.step, None, steps)
+        return _run(case, case.step, None, steps)
     models, optimizers = list(case.models), list(case.optimizers)
     with outofcore.compile(case.step, models, optimizers, budget=budget, home=home, policy=policy) as step:
-        return _ran(case, step, budget, steps)
+        return _run(case, step, budget, steps)
 
 
-def _ran(case: Case, step: Any, budget: int | None, steps: int) -> Ran:
-    ran = Ran(case, [], [])
+def _run(case: Case, step: Any, budget: int | None, steps: int) -> Outcome:
+    outcome = Outcome(case, [], [])
     proved = None
     for _ in range(steps):
         batch = case.batch()
-        ran.results.append(
+        outcome.results.append(
             pytree.tree_map(
                 lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, step(*batch, **case.kwargs)
             )
         )
-        ran.seen.append(batch)
+        outcome.arguments.append(batch)
         if budget is not None:
             planned = step.planned
             if planned.program is not proved:
@@ -119,11 +108,11 @@ def _ran(case: Case, step: Any, budget: int | None, steps: int) -> Ran:
                 proved = planned.program
             assert planned.program.arena_bytes <= budget
             assert step.stats.off_plan == 0
-            ran.again += sum(isinstance(i, Run) and i.again for i in planned.program.instructions)
-            ran.moved += step.stats.bytes_in
-            ran.in_core = ran.in_core or in_core_budget(step.captured.graph, step.costs)
-    ran.shown = {key: tensor.clone() for key, tensor in everything(case)}
-    return ran
+            outcome.recomputed_ops += sum(isinstance(i, Run) and i.again for i in planned.program.instructions)
+            outcome.fetched_bytes += step.stats.bytes_in
+            outcome.in_core = outcome.in_core or in_core_budget(step.captured.graph, step.costs)
+    outcome.visible = {key: tensor.clone() for key, tensor in everything(case)}
+    return outcome
 
 
 @pytest.mark.parametrize("name", some_of(CASES, lambda name: name not in DEEP))
@@ -133,28 +122,30 @@ def test_same_bits_at_every_budget(name: str) -> None:
     theirs = run(make, None, steps=steps)
     roomy = run(make, ROOMY, policy=policy, steps=steps)
     assert roomy.differs_from(theirs) == []
-    assert roomy.moved == roomy.again == 0
+    assert roomy.fetched_bytes == roomy.recomputed_ops == 0
     smallest = smallest_of(make)
-    # A later call of a step may need more than its first (a gradient that is there already).
+    # Later calls of these steps need more than the first one, because gradients exist already.
     spare = 1 << 16 if name in {"accumulation_across", "gradients_left"} else 0
-    # Where nothing ever leaves, what lies between says nothing new.
-    once = name in SMALL or (name in LIKE_GPT and not is_exhaustive())
-    for least in (smallest,) if once else (smallest, (smallest + roomy.in_core) // 2):
-        ours = run(make, least + spare, policy=policy, steps=steps)
+    # Without evictions, a budget in between adds no coverage.
+    smallest_only = name in SMALL or (name in LIKE_GPT and not is_exhaustive())
+    for budget in (smallest,) if smallest_only else (smallest, (smallest + roomy.in_core) // 2):
+        ours = run(make, budget + spare, policy=policy, steps=steps)
         if name not in SMALL:
-            # Between, a plan may do with running ops again.
-            assert (ours.moved > 0 or (ours.again > 0 and least > smallest)) == (least < roomy.in_core)
-        assert ours.differs_from(theirs) == [], f"{least + spare} bytes"
+            # At the budget in between, recomputation alone may suffice.
+            assert (ours.fetched_bytes > 0 or (ours.recomputed_ops > 0 and budget > smallest)) == (
+                budget < roomy.in_core
+            )
+        assert ours.differs_from(theirs) == [], f"{budget + spare} bytes"
 
 
-def test_a_home_in_host_memory_gives_the_same_bits() -> None:
+def test_same_bits_with_a_home_in_host_memory() -> None:
     make = CASES["gpt"]
     ours = run(make, smallest_of(make), home="host")
-    assert ours.moved > 0
+    assert ours.fetched_bytes > 0
     assert ours.differs_from(run(make, None)) == []
 
 
-# Steps whose peak lies in their activations: that is what these policies move.
+# Steps with their peak in activations, which these policies move.
 MODELS = {
     "resnet": functools.partial(from_zoo, "resnet", batch=16, optimizer="sgd"),
     "unet3d": functools.partial(from_zoo, "unet3d", size=32, optimizer="sgd"),
@@ -169,7 +160,7 @@ MODELS = {
         [("pooch", "gpt")],
     ),
 )
-def test_the_same_bits(policy: str, name: str) -> None:
+def test_published_policy_gives_the_same_bits(policy: str, name: str) -> None:
     make = MODELS[name]
     smallest, everything_fits = budgets_of(make, "off")
     budget = max(everything_fits * 6 // 10, (smallest + everything_fits) // 2)
@@ -192,8 +183,8 @@ def test_the_same_bits(policy: str, name: str) -> None:
         assert torch.equal(tensor, right[key]), f"{key} differs"
 
 
-def test_opening_prepares_the_vector_functions_in_one_thread() -> None:
-    """MKL's vector functions share a call among threads from some thousand elements on."""
+def test_open_backend_initializes_vector_functions_in_one_thread() -> None:
+    """MKL splits a vector function among threads from some thousand elements on."""
     calls: list[tuple[str, int]] = []
 
     class Watch(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""The examples in the README, the docs and docstrings run as they stand."""
+"""Tests that the examples in the README, the docs and docstrings run."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ TOOL = load_tool()
 WITH_BLOCKS = [page for page in PAGES if "```python\n" in page.read_text(encoding="utf-8")]
 
 
-def test_there_are_blocks_to_run() -> None:
+def test_pages_have_code_blocks() -> None:
     assert len(WITH_BLOCKS) >= 8
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page.read_text(encoding="utf-8")
     for name in ("transformers", "accelerate", "lightning", "peft", "trl", "datasets", "tensorboard", "onnx"):
         if re.search(rf"^(import|from) {name}\b", text, re.MULTILINE):
@@ -50,11 +50,11 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytes
     assert ran > 0 or page not in WITH_BLOCKS
 
 
-# Modules whose public functions users call, besides what the package itself exports.
+# Modules with public functions for users, in addition to the exports of the package.
 MODULES: tuple[ModuleType, ...] = (graphfile, loading, planfile, presets, progress, units)
 
 
-def public() -> Iterator[tuple[str, Any]]:
+def find_public() -> Iterator[tuple[str, Any]]:
     for name in outofcore.__all__:
         if name.endswith("Error"):
             continue
@@ -65,26 +65,26 @@ def public() -> Iterator[tuple[str, Any]]:
                 yield f"{module.__name__}.{name}", value
 
 
-def examples(name: str, value: Any) -> list[doctest.DocTest]:
+def find_examples(name: str, value: Any) -> list[doctest.DocTest]:
     finder = doctest.DocTestFinder(recurse=inspect.isclass(value))
     space = {**vars(inspect.getmodule(value)), "outofcore": outofcore}  # type: ignore[arg-type]
     return [test for test in finder.find(value, name, globs=space) if test.examples]
 
 
-PUBLIC = dict(public())
+PUBLIC = dict(find_public())
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_an_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docstring_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # for examples that write files
-    found = examples(name, PUBLIC[name])
-    assert found, f"{name} has no example (>>>) in its docstring"
+    doctests = find_examples(name, PUBLIC[name])
+    assert doctests, f"{name} has no example (>>>) in its docstring"
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
-    for test in found:
+    for test in doctests:
         runner.run(test)
     assert runner.summarize(verbose=False).failed == 0
 
 
-def test_no_module_hides_a_public_function() -> None:
+def test_modules_do_not_hide_public_functions() -> None:
     modules = {path.stem for path in Path(next(iter(outofcore.__path__))).iterdir()}
     assert modules.isdisjoint(outofcore.__all__)

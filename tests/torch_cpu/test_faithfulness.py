@@ -1,4 +1,4 @@
-"""What an op returns is compared with what it was captured to return."""
+"""Tests of comparing the results of an op with its captured description."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ RESULTS: list[tuple[object, str, bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "what", "survived"), RESULTS)
-def test_the_gravest_difference_is_named(given: object, what: str, survived: bool) -> None:
+@pytest.mark.parametrize(("result", "aspect", "survived"), RESULTS)
+def test_most_severe_difference_is_reported(result: object, aspect: str, survived: bool) -> None:
     captured, place = captured_mul()
     op = captured.graph.ops[place]
     assert differences(captured, op, [torch.ones(3, 6)]) == []
-    (found,) = differences(captured, op, [given])
-    assert isinstance(found, Difference)
-    assert (found.what, found.survived) == (what, survived)
+    (difference,) = differences(captured, op, [result])
+    assert isinstance(difference, Difference)
+    assert (difference.what, difference.survived) == (aspect, survived)
 
 
-def test_a_result_without_bytes_counts_as_well() -> None:
-    """Such as what a library keeps for the backward pass: as the fake has it nothing, as the kernel has it much."""
+def test_result_captured_as_empty_is_compared() -> None:
+    """A kernel may fill a result that its fake leaves empty, such as one saved for the backward pass."""
     captured, place = captured_mul()
     index = captured.calls[place].results[0]
     assert index is not None
     values = list(captured.values)
     values[index] = replace(values[index], shape=(0,), stride=(1,))
-    found = differences(replace(captured, values=tuple(values)), captured.graph.ops[place], [torch.ones(3, 6)])
-    assert [one.what for one in found] == ["shape"]
+    reported = differences(replace(captured, values=tuple(values)), captured.graph.ops[place], [torch.ones(3, 6)])
+    assert [difference.what for difference in reported] == ["shape"]
 
 
 @torch.library.custom_op("outofcore_test::keeps", mutates_args=())
 def keeps(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Its second result is said to have no bytes."""
+    """Return a second result that the fake describes as empty."""
     return x * 2, torch.ones(5)
 
 
@@ -69,12 +69,12 @@ def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x), torch.empty(0)
 
 
-def test_an_op_that_keeps_more_than_its_fake_says_is_refused_by_name() -> None:
+def test_op_with_a_larger_result_than_its_fake_is_refused_by_name() -> None:
     model = torch.nn.Linear(4, 4)
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        y, kept = keeps(model(x).detach())
-        return y * kept.sum()
+        y, saved = keeps(model(x).detach())
+        return y * saved.sum()
 
     captured = capture_step(step, [model], [], (torch.ones(3, 4),), {})
     with pytest.raises(CaptureError, match=r"result 1 of the operator outofcore_test\.keeps.* shape \(5,\)"):
@@ -112,7 +112,7 @@ def test_kernel_layouts_keep_random_state_and_survive_errors() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert not any("generator" in op.name for op in captured.graph.ops)
     assert any("rrelu" in key for key in layouts._layouts)
-    assert any("multinomial" in key and found is None for key, found in layouts._layouts.items())
+    assert any("multinomial" in key and layout is None for key, layout in layouts._layouts.items())
 
 
 python_kernel_runs: list[tuple[int, ...]] = []
@@ -120,7 +120,7 @@ python_kernel_runs: list[tuple[int, ...]] = []
 
 @torch.library.custom_op("outofcore_test::in_python", mutates_args=())
 def in_python(x: torch.Tensor) -> torch.Tensor:
-    """Calls functions that the capture of a step records or refuses."""
+    """Call functions that capture records or refuses."""
     python_kernel_runs.append(x.stride())
     torch.set_rng_state(torch.get_rng_state())
     return x * float(x.sum().item() + torch.rand(1).item())

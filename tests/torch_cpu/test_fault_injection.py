@@ -1,7 +1,4 @@
-"""Each allocation, disk write, disk read and thread start fails once: see faults_everywhere.py.
-
-By default a sample of them fails; ``make test-all`` makes all of them fail.
-"""
+"""Tests of failing allocations, disk accesses and thread starts: a sample, or all with ``make test-all``."""
 
 from __future__ import annotations
 
@@ -17,19 +14,18 @@ from preloaded import environment
 SCRIPT = Path(__file__).with_name("faults_everywhere.py")
 
 
-def swept(*arguments: str, timeout_s: float = 600) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Run the program; returns what it printed of runs and of sweeps."""
+def run_sweep(*arguments: str, timeout_s: float = 600) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     command = [sys.executable, str(SCRIPT), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment())
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment())
+    lines = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
     runs, sweeps = [line for line in lines if "n" in line], [line for line in lines if "runs" in line]
     failed = [run for run in runs if run["faults"]]
     assert not failed, f"{len(failed)} of {len(runs)} runs failed, the first: {json.dumps(failed[0], indent=1)}"
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
     return runs, sweeps
 
 
-# Around each allocation, and at transfers and threads, with which the library once dealt badly.
+# Allocations, transfers and threads that the library once handled badly.
 SAMPLE = (
     "compile:disk:thread:1",
     "compile:disk:allocation:20",
@@ -42,7 +38,7 @@ SAMPLE = (
 
 
 def test_fault_ends_in_error_or_right_result() -> None:
-    runs, _ = swept("--sample", *SAMPLE)
+    runs, _ = run_sweep("--sample", *SAMPLE)
     assert len(runs) == sum(part.count(",") + 1 for part in SAMPLE)
     assert {run["outcome"] for run in runs} <= {"right", "error", "torn"}
 
@@ -53,6 +49,6 @@ def test_fault_ends_in_error_or_right_result() -> None:
 @pytest.mark.parametrize("door", ["compile", "budget"])
 def test_every_fault_ends_in_error_or_right_result(door: str, home: str, lasting: bool) -> None:
     arguments = ["--door", door, "--home", home, *(["--lasting"] if lasting else [])]
-    runs, sweeps = swept(*arguments, timeout_s=7200)
+    runs, sweeps = run_sweep(*arguments, timeout_s=7200)
     assert len(runs) > 100
     print(*(json.dumps(sweep) for sweep in sweeps), sep="\n")

@@ -1,4 +1,4 @@
-"""What goes wrong in or around a step ends in a clear error, and the model is as it was before or marked torn."""
+"""Tests of faults in or around a step: a clear error, and a model that is unchanged or marked torn."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def smallest() -> int:
 
 
 @pytest.fixture(params=["offload-all", "auto:polish_ops=0"])
-def compiled(request: pytest.FixtureRequest, smallest: int, tmp_path: Path) -> Iterator[tuple[Sides, Any]]:
+def trainings(request: pytest.FixtureRequest, smallest: int, tmp_path: Path) -> Iterator[tuple[Sides, Any]]:
     with two_homes(request.param, smallest, tmp_path) as both:
         yield both
 
 
-def test_a_wrong_index_leaves_the_model_as_it_was(compiled: Any) -> None:
-    plain, ours = compiled
+def test_index_error_leaves_the_model_unchanged(trainings: Any) -> None:
+    plain, ours = trainings
     before = contents(ours[0], ours[1])
     generator = torch.get_rng_state()
     with pytest.raises(Exception, match="index out of range") as caught:
@@ -66,7 +66,7 @@ def test_a_wrong_index_leaves_the_model_as_it_was(compiled: Any) -> None:
 
 
 @pytest.mark.parametrize("room", [1.0, 1.5, 20.0])
-def test_gradients_left_on_the_device_go_with_a_step_that_fails(smallest: int, tmp_path: Path, room: float) -> None:
+def test_failed_step_drops_gradients_left_on_the_device(smallest: int, tmp_path: Path, room: float) -> None:
     def renewing(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
         def step(ids: torch.Tensor) -> torch.Tensor:
             optimizer.zero_grad()
@@ -79,41 +79,41 @@ def test_gradients_left_on_the_device_go_with_a_step_that_fails(smallest: int, t
 
     (model, optimizer, _), (plain_model, plain_optimizer, _) = sides(), sides()
     plain = renewing(plain_model, plain_optimizer)
-    how: dict[str, Any] = {"budget": int(smallest * room), "home": tmp_path, "policy": "auto:polish_ops=0"}
-    with outofcore.compile(renewing(model, optimizer), model, optimizer, **how) as ours:
+    options: dict[str, Any] = {"budget": int(smallest * room), "home": tmp_path, "policy": "auto:polish_ops=0"}
+    with outofcore.compile(renewing(model, optimizer), model, optimizer, **options) as ours:
         for k in range(3):
             torch.manual_seed(k)
             theirs = plain(batch(k))
             torch.manual_seed(k)
             assert torch.equal(ours(batch(k)), theirs)
         before = contents(model, optimizer)
-        held = model[1].weight.grad
-        assert held is not None
-        expected = held.clone()
+        gradient = model[1].weight.grad
+        assert gradient is not None
+        expected = gradient.clone()
         with pytest.raises(Exception, match="index out of range") as caught:
             ours(batch(9) + 1000)
         assert any("as they were before" in note for note in caught.value.__notes__)
         assert_same(contents(model, optimizer), before)
-        assert torch.equal(held, expected)
+        assert torch.equal(gradient, expected)
         staying = {ours.captured.graph.storages[s].name for s in ours.planned.program.staying}
         assert room < 20 or len(staying) == len(list(model.parameters()))
-        for (name, parameter), other in zip(model.named_parameters(), plain_model.parameters(), strict=True):
+        for (name, parameter), plain_parameter in zip(model.named_parameters(), plain_model.parameters(), strict=True):
             if f"{name}.grad" in staying and parameter is not model[1].weight:
                 assert parameter.grad is None
             elif parameter is not model[1].weight:
-                assert torch.equal(parameter.grad, other.grad)
+                assert torch.equal(parameter.grad, plain_parameter.grad)
         torch.manual_seed(3)
         theirs = plain(batch(3))
         torch.manual_seed(3)
         assert torch.equal(ours(batch(3)), theirs)
-        for parameter, other in zip(model.parameters(), plain_model.parameters(), strict=True):
-            assert torch.equal(parameter.grad, other.grad)
+        for parameter, plain_parameter in zip(model.parameters(), plain_model.parameters(), strict=True):
+            assert torch.equal(parameter.grad, plain_parameter.grad)
     assert_same(contents(model, optimizer), contents(plain_model, plain_optimizer))
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
-def test_a_failing_copy_undoes_the_step_or_tears_it(compiled: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, ours = compiled
+def test_failing_copy_undoes_or_tears_the_step(trainings: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, ours = trainings
     step = ours[2]
     before, generator = contents(ours[0], ours[1]), torch.get_rng_state()
     copies = [i for i in step.planned.program.instructions if isinstance(i, CopyIn if kind == "read" else CopyOut)]
@@ -128,26 +128,26 @@ def test_a_failing_copy_undoes_the_step_or_tears_it(compiled: Any, kind: str, mo
                 if any("as they were before" in note for note in error.__notes__):
                     undone += 1
                     assert_same(contents(ours[0], ours[1]), before)
-                    assert torch.equal(torch.get_rng_state(), generator)  # dropout had drawn by some of these copies
+                    assert torch.equal(torch.get_rng_state(), generator)  # dropout draws before some of these copies
                     continue
                 with pytest.raises(StateError, match=r"part old and part new .* the disk is gone"):
                     step(batch(9))
                 break
             else:
-                break  # so many copies are not made by the homes: the others are the caller's
+                break  # homes make fewer copies, and the caller makes the others
     assert undone or step.policy.name != "offload-all"
     step.close()
     for tensor in ours[0].state_dict().values():
-        assert torch.isfinite(tensor).all()  # it can be read, whatever it is
+        assert torch.isfinite(tensor).all()  # it stays readable
     if not step._session.torn:
         return
     with pytest.raises(StateError, match="closed"):
         step(batch(2))
 
 
-def test_optimizer_that_raises_leaves_a_whole_model(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The updates before are done, the rest is not, as in plain PyTorch; the step goes on from there."""
-    plain, ours = compiled
+def test_exception_in_an_optimizer_leaves_a_whole_model(trainings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in plain PyTorch, earlier updates are applied and later ones are not."""
+    plain, ours = trainings
     model, optimizer, step = ours
     before = contents(model, optimizer)
     calls: list[int] = []
@@ -167,7 +167,7 @@ def test_optimizer_that_raises_leaves_a_whole_model(compiled: Any, monkeypatch: 
     assert any("as it would in plain PyTorch" in note for note in caught.value.__notes__)
     now = contents(model, optimizer)
     assert not all(torch.equal(now[name], value) for name, value in before.items())
-    # From the same state on plain PyTorch computes the same.
+    # Plain PyTorch computes the same from the same state.
     plain[0].load_state_dict(model.state_dict())
     plain[1].load_state_dict(copy.deepcopy(optimizer.state_dict()))
     torch.manual_seed(3)
@@ -178,7 +178,7 @@ def test_optimizer_that_raises_leaves_a_whole_model(compiled: Any, monkeypatch: 
 
 
 @pytest.mark.parametrize("kind", ["op", "copy"])
-def test_a_step_that_failed_and_that_nobody_closes_leaves_nothing_behind(
+def test_failed_step_is_freed_without_close(
     kind: str, smallest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer, train = sides()
@@ -193,12 +193,12 @@ def test_a_step_that_failed_and_that_nobody_closes_leaves_nothing_behind(
     del step
     gc.collect()
     assert session() is None
-    # It takes PyTorch's allocator for itself.
+    # A budget needs PyTorch's allocator for itself.
     with outofcore.budget("1GiB", model):
         pass
 
 
-def test_an_exception_of_the_users_step_changes_nothing(smallest: int, tmp_path: Path) -> None:
+def test_exception_in_the_user_step_leaves_the_model_unchanged(smallest: int, tmp_path: Path) -> None:
     model, optimizer, plain = sides()
     before = contents(model, optimizer)
 
@@ -213,7 +213,7 @@ def test_an_exception_of_the_users_step_changes_nothing(smallest: int, tmp_path:
 
 
 @pytest.mark.parametrize("check", ["sampled", "full"])
-def test_a_damaged_slot_is_noticed(check: str, smallest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_slot_is_detected(check: str, smallest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, step = sides()
     with outofcore.compile(
         step, model, optimizer, budget=smallest, home=tmp_path, policy="offload-all", check=check
@@ -229,7 +229,7 @@ def test_a_damaged_slot_is_noticed(check: str, smallest: int, tmp_path: Path, mo
         assert_same(contents(model, optimizer), before)
 
 
-def test_what_cannot_be_undone_tears_the_step(smallest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_is_torn_when_undo_data_is_damaged(smallest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, step = sides()
     with outofcore.compile(step, model, optimizer, budget=smallest, home=tmp_path, policy="offload-all") as ours:
         ours(batch(0))
@@ -243,7 +243,7 @@ def test_what_cannot_be_undone_tears_the_step(smallest: int, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("check", [Check.SAMPLED, Check.FULL])
-def test_whoever_reads_from_a_home_notices_damage(check: Check, tmp_path: Path) -> None:
+def test_read_from_a_home_detects_damage(check: Check, tmp_path: Path) -> None:
     home, target = check_copies(DiskHome(tmp_path), check), memoryview(bytearray(3 * MIB))
     offset = home.reserve(3 * MIB)
     home.write(offset, memoryview(os.urandom(3 * MIB)))
@@ -255,7 +255,7 @@ def test_whoever_reads_from_a_home_notices_damage(check: Check, tmp_path: Path) 
     home.read(offset, target)
 
 
-def test_what_is_left_on_disk_is_read_back_when_all_is_checked(tmp_path: Path) -> None:
+def test_full_check_reads_back_from_disk(tmp_path: Path) -> None:
     home = check_copies(DiskHome(tmp_path), Check.FULL)
     source = memoryview(bytearray(os.urandom(3 * MIB)))
     offset = home.reserve(3 * MIB)
@@ -268,7 +268,7 @@ def test_what_is_left_on_disk_is_read_back_when_all_is_checked(tmp_path: Path) -
     home.read_back(offset)
 
 
-def test_a_truncated_spill_file_is_noticed(smallest: int, tmp_path: Path) -> None:
+def test_truncated_spill_file_is_detected(smallest: int, tmp_path: Path) -> None:
     model, optimizer, step = sides()
     with outofcore.compile(
         step, model, optimizer, budget=smallest, home=tmp_path, policy="offload-all", check="off"
@@ -278,31 +278,31 @@ def test_a_truncated_spill_file_is_noticed(smallest: int, tmp_path: Path) -> Non
         os.ftruncate(home._file._descriptor, 0)
         with pytest.raises(TransferError, match="was cut off"):
             ours(batch(1))
-        os.posix_fallocate(home._file._descriptor, 0, home.bytes)  # or else closing would read past the end
+        os.posix_fallocate(home._file._descriptor, 0, home.bytes)  # else closing would read past the end
 
 
-def test_checksums_cover_what_they_say() -> None:
+def test_sampled_checksum_covers_both_ends_and_full_covers_every_page() -> None:
     memory = bytearray(os.urandom(40 * PAGE_BYTES))
     for at in (0, 40 * PAGE_BYTES - 1):
-        other = bytearray(memory)
-        other[at] ^= 1
-        assert sampled(memoryview(other), 0) != sampled(memoryview(memory), 0)
+        changed = bytearray(memory)
+        changed[at] ^= 1
+        assert sampled(memoryview(changed), 0) != sampled(memoryview(memory), 0)
     for at in range(0, len(memory), PAGE_BYTES):
-        other = bytearray(memory)
-        other[at + 17] ^= 1
-        assert checksum(memoryview(other)) != checksum(memoryview(memory))
+        changed = bytearray(memory)
+        changed[at + 17] ^= 1
+        assert checksum(memoryview(changed)) != checksum(memoryview(memory))
     host = HostHome(MIB)
     assert check_copies(host, Check.SAMPLED).sums is None
     assert (sums := check_copies(host, Check.FULL).sums) is not None
     assert sums.full
 
 
-def test_a_check_that_there_is_none() -> None:
+def test_unknown_check_is_refused() -> None:
     with pytest.raises(InputError, match="sampled, full"):
         outofcore.compile(lambda: None, nn.Linear(1, 1), budget="1MiB", check="some")
 
 
-def test_a_full_disk_is_refused_before_anything_changes(smallest: int, tmp_path: Path) -> None:
+def test_full_disk_is_refused_before_any_change(smallest: int, tmp_path: Path) -> None:
     plain, (model, optimizer, step) = sides(), sides()
     before = contents(model, optimizer)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -326,7 +326,7 @@ def test_a_full_disk_is_refused_before_anything_changes(smallest: int, tmp_path:
     assert_same(contents(model, optimizer), contents(plain[0], plain[1]))
 
 
-def test_exhausted_host_memory_is_refused_before_anything_changes(
+def test_exhausted_host_memory_is_refused_before_any_change(
     smallest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, (model, optimizer, step) = sides(), sides()
@@ -337,12 +337,12 @@ def test_exhausted_host_memory_is_refused_before_anything_changes(
         with monkeypatch.context() as patch:
             original = HostHome.check
 
-            def exhausted(self: HostHome, count: int) -> None:
+            def check_without_memory(self: HostHome, count: int) -> None:
                 if self is ours.homes[0]:
                     patch.setattr("outofcore.runtime.homes.available_memory_bytes", lambda: 8 * KIB)
                 original(self, count)
 
-            patch.setattr(HostHome, "check", exhausted)
+            patch.setattr(HostHome, "check", check_without_memory)
             with pytest.raises(SpillError, match=r"host memory, and the system has 8.00 KiB available"):
                 ours(batch(0))
         assert_same(contents(model, optimizer), before)
@@ -352,7 +352,7 @@ def test_exhausted_host_memory_is_refused_before_anything_changes(
         assert torch.equal(first, plain[2](batch(0)))
 
 
-def test_memory_that_the_system_refuses() -> None:
+def test_home_stays_usable_when_the_system_refuses_memory() -> None:
     home = HostHome(4 * GIB)
     home.ensure(MIB)
     status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()

@@ -1,4 +1,4 @@
-"""Adapters and quantised bases, within budgets: PEFT, checkpointing of transformers, bitsandbytes, torchao."""
+"""Tests of adapters and quantised bases within budgets: PEFT, transformers, bitsandbytes, torchao."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORDS, LENGTH, BATCH = 192, 16, 4
 
 @pytest.fixture(autouse=True)
 def small_storages() -> Iterator[None]:
-    """All of a page and more moves, so that models may be small."""
+    """Move all storages of at least a page, so that models can be small."""
     load_paging().follow_smallest(4096)
     yield
     load_paging().follow_smallest(64 << 10)
@@ -42,7 +42,6 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def llama(**more: Any) -> nn.Module:
-    """A small Llama, whose head is its embedding."""
     transformers = pytest.importorskip("transformers")
     settings = {
         "vocab_size": WORDS, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
@@ -58,19 +57,18 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
     return [(ids[:, :-1], ids[:, 1:]) for ids in rows]
 
 
-def adapted(model: nn.Module) -> nn.Module:
-    """With two adapters, one of which has dropout."""
+def add_adapters(model: nn.Module) -> nn.Module:
     peft = pytest.importorskip("peft")
     targets = ["q_proj", "v_proj", "up_proj", "down_proj"]
-    made = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=targets, lora_dropout=0.1), "one")
-    made.add_adapter("two", peft.LoraConfig(r=16, target_modules=targets, init_lora_weights="gaussian"))
-    made.set_adapter("one")
-    return made
+    adapted_model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=targets, lora_dropout=0.1), "one")
+    adapted_model.add_adapter("two", peft.LoraConfig(r=16, target_modules=targets, init_lora_weights="gaussian"))
+    adapted_model.set_adapter("one")
+    return adapted_model
 
 
-def stepped(model: Any, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> float:
-    ids, wanted = batch
-    loss = F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), wanted.flatten())
+def train_step(model: Any, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> float:
+    ids, targets = batch
+    loss = F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), targets.flatten())
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -81,11 +79,11 @@ def stepped(model: Any, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, T
 def plain(model: Any, make: Make) -> list[Any]:
     model.train()
     optimizer = make(model)
-    return [*(stepped(model, optimizer, batch) for batch in batches(4)), optimizer]
+    return [*(train_step(model, optimizer, batch) for batch in batches(4)), optimizer]
 
 
 def assert_exact(loop: Callable[..., list[Any]], model_of: Callable[[], nn.Module]) -> None:
-    """The bits of plain PyTorch within a third of the peak, also where all leaves after every op."""
+    """Check for the bits of plain PyTorch within a third of the peak, also with eviction after every op."""
     theirs, _ = trained(loop, model_of)
     roomy, stats = trained(loop, model_of, budget=ROOMY, policy=None)
     assert not roomy.differs_from(theirs)
@@ -104,36 +102,36 @@ def assert_exact(loop: Callable[..., list[Any]], model_of: Callable[[], nn.Modul
 
 def test_adapters_are_switched_merged_and_unmerged() -> None:
     def loop(model: Any, make: Make) -> list[Any]:
-        given = batches(7)
+        data = batches(7)
         model.train()
-        one = make(model)
-        seen: list[Any] = [stepped(model, one, batch) for batch in given[:3]]
+        first_optimizer = make(model)
+        results: list[Any] = [train_step(model, first_optimizer, batch) for batch in data[:3]]
         model.set_adapter("two")
-        two = make(model)
-        seen += [stepped(model, two, batch) for batch in given[3:5]]
+        second_optimizer = make(model)
+        results += [train_step(model, second_optimizer, batch) for batch in data[3:5]]
         model.eval()
         with torch.no_grad():
-            seen.append(model(input_ids=given[0][0]).logits.sum().item())
+            results.append(model(input_ids=data[0][0]).logits.sum().item())
             model.merge_adapter()
-            seen.append(model(input_ids=given[0][0]).logits.sum().item())
+            results.append(model(input_ids=data[0][0]).logits.sum().item())
             model.unmerge_adapter()
             with model.disable_adapter():
-                seen.append(model(input_ids=given[0][0]).logits.sum().item())
+                results.append(model(input_ids=data[0][0]).logits.sum().item())
         model.train()
         model.set_adapter("one")
-        seen += [stepped(model, one, batch) for batch in given[5:]]
+        results += [train_step(model, first_optimizer, batch) for batch in data[5:]]
         model.delete_adapter("two")
-        seen.append(stepped(model, one, given[0]))
+        results.append(train_step(model, first_optimizer, data[0]))
         merged = copy.deepcopy(model).merge_and_unload()
-        return [*seen, one, *merged.state_dict().values()]
+        return [*results, first_optimizer, *merged.state_dict().values()]
 
-    assert_exact(loop, lambda: adapted(llama()))
+    assert_exact(loop, lambda: add_adapters(llama()))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_adapters_under_the_checkpoints_of_transformers(reentrant: bool) -> None:
+def test_adapters_work_with_gradient_checkpointing(reentrant: bool) -> None:
     def model_of() -> nn.Module:
-        model: Any = adapted(llama())
+        model: Any = add_adapters(llama())
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         return model
@@ -141,7 +139,7 @@ def test_adapters_under_the_checkpoints_of_transformers(reentrant: bool) -> None
     assert_exact(plain, model_of)
 
 
-def test_a_whole_model_with_a_tied_embedding_under_checkpoints() -> None:
+def test_tied_embedding_works_with_gradient_checkpointing() -> None:
     def model_of() -> nn.Module:
         model: Any = llama(attention_dropout=0.1)
         model.gradient_checkpointing_enable()
@@ -154,8 +152,7 @@ def test_a_whole_model_with_a_tied_embedding_under_checkpoints() -> None:
 # ---- quantised bases ------------------------------------------------------------------------------------------------
 
 
-def with_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> nn.Module:
-    """A model with other linears in its layers."""
+def replace_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> nn.Module:
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and "layers" in name:
             parent, _, child = name.rpartition(".")
@@ -164,50 +161,50 @@ def with_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> nn
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_linears_of_bitsandbytes(kind: str) -> None:
+def test_bitsandbytes_linears_are_exact(kind: str) -> None:
     bnb = pytest.importorskip("bitsandbytes")
 
-    def quantised(linear: nn.Linear) -> nn.Module:
+    def quantise(linear: nn.Linear) -> nn.Module:
         width, out = linear.in_features, linear.out_features
         if kind == "int8":
-            made = bnb.nn.Linear8bitLt(width, out, bias=False, has_fp16_weights=False)
+            layer = bnb.nn.Linear8bitLt(width, out, bias=False, has_fp16_weights=False)
         else:
-            made = bnb.nn.Linear4bit(
+            layer = bnb.nn.Linear4bit(
                 width, out, bias=False, quant_type=kind, compute_dtype=torch.float32, compress_statistics=True
             )
-        made.load_state_dict({"weight": linear.weight.detach()})
-        return made.to("cpu")  # quantises it
+        layer.load_state_dict({"weight": linear.weight.detach()})
+        return layer.to("cpu")  # quantises it
 
-    assert_exact(plain, lambda: adapted(with_linears(llama(), quantised)))
+    assert_exact(plain, lambda: add_adapters(replace_linears(llama(), quantise)))
 
 
-def quantised_by_torchao() -> nn.Module:
+def make_quantised_model() -> nn.Module:
     quantization = pytest.importorskip("torchao.quantization")
     model = llama()
     quantization.quantize_(model.get_submodule("model.layers"), quantization.Int8WeightOnlyConfig())
-    return adapted(model)
+    return add_adapters(model)
 
 
-def test_quantised_tensors_of_torchao() -> None:
-    assert_exact(plain, quantised_by_torchao)
+def test_torchao_tensors_are_exact() -> None:
+    assert_exact(plain, make_quantised_model)
 
 
-def test_what_a_tensor_is_made_of_moves_with_the_model(tmp_path: Path) -> None:
-    model = quantised_by_torchao()
+def test_inner_tensors_of_torchao_move_with_the_model(tmp_path: Path) -> None:
+    model = make_quantised_model()
     weight: Any = model.get_parameter("base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight")
     with outofcore.budget("1MiB", model) as run:
         before = run.stats.adoptions
-        assert load_paging().follow_where(storage_address(weight.qdata.untyped_storage())) == 2  # away
-        stepped(model, torch.optim.SGD(model.parameters(), 0.1), batches(1)[0])
+        assert load_paging().follow_where(storage_address(weight.qdata.untyped_storage())) == 2  # evicted
+        train_step(model, torch.optim.SGD(model.parameters(), 0.1), batches(1)[0])
         run.report(tmp_path / "report.html")
-        assert run.stats.adoptions - before < 4  # a batch, and what is made at the first call
+        assert run.stats.adoptions - before < 4  # a batch, and tensors created at the first call
     assert "layers.0.self_attn.q_proj.base_layer.weight" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_an_optimizer_with_a_state_of_8_bits() -> None:
+def test_8_bit_optimizer_is_exact() -> None:
     bnb = pytest.importorskip("bitsandbytes")
 
     def loop(model: Any, make: Make) -> list[Any]:
-        return plain(model, lambda one: bnb.optim.AdamW8bit(one.parameters(), 1e-3, min_8bit_size=1024))
+        return plain(model, lambda m: bnb.optim.AdamW8bit(m.parameters(), 1e-3, min_8bit_size=1024))
 
     assert_exact(loop, llama)

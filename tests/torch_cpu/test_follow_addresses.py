@@ -1,4 +1,4 @@
-"""Memory that somebody has the address of, or that is not worth moving, stays where it is in a followed loop."""
+"""Tests that memory with an exported address, or too large to move, stays in place in an eager loop."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.dlpack import to_dlpack  # as other people's modules have it, from before any loop
+from torch.utils.dlpack import to_dlpack  # imported before any loop, as other modules do
 
 import outofcore
 from outofcore.follow.native import load_paging
 
 MIB = 1 << 20
-NUMPY = torch.Tensor.numpy  # as it is before any loop
+NUMPY = torch.Tensor.numpy  # the original method, from before any loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def where(tensor: Tensor) -> str:
+def location_of(tensor: Tensor) -> str:
     return ("outside", "arena", "away", "loose")[load_paging().follow_where(tensor.untyped_storage()._cdata)]
 
 
 def evict_all(run: outofcore.Loop) -> None:
-    """Evict everything, and use all of the arena for something else."""
+    """Evict all storages and fill the whole arena with other data."""
     assert load_paging().follow_evict_all(run._space) == 0
     for _ in range(2):
         torch.full((14 * MIB // 4,), 7.0)
@@ -89,7 +89,7 @@ def run(request: pytest.FixtureRequest) -> Iterator[outofcore.Loop]:
 
 
 def assert_alias(x: Tensor, alias: Any, run: outofcore.Loop) -> None:
-    """The tensor and its alias show each other's writes, whatever is evicted meanwhile."""
+    """Check that a tensor and its alias show each other's writes across evictions."""
     for value in (3.0, 5.0):
         x.fill_(value)
         evict_all(run)
@@ -97,23 +97,23 @@ def assert_alias(x: Tensor, alias: Any, run: outofcore.Loop) -> None:
         alias[:] = value + 1
         evict_all(run)
         assert x.add(0).eq(value + 1).all()
-        alias[:] = value + 2  # right after an op has used it
+        alias[:] = value + 2  # right after an op used it
         evict_all(run)
         assert x.add(0).eq(value + 2).all()
 
 
-@pytest.mark.parametrize("way", ALL)
-def test_address_stays_valid_when_taken_in_a_loop(run: outofcore.Loop, way: str) -> None:
+@pytest.mark.parametrize("access", ALL)
+def test_address_stays_valid_when_taken_in_a_loop(run: outofcore.Loop, access: str) -> None:
     x = torch.zeros(40000) + 1
-    alias = ALL[way](x)
+    alias = ALL[access](x)
     assert_alias(x, alias, run)
 
 
-@pytest.mark.parametrize("way", set(ALL) - {"numpy_imported"})
-def test_address_stays_valid_when_taken_of_an_evicted_tensor(run: outofcore.Loop, way: str) -> None:
+@pytest.mark.parametrize("access", set(ALL) - {"numpy_imported"})
+def test_address_stays_valid_when_taken_of_an_evicted_tensor(run: outofcore.Loop, access: str) -> None:
     x = torch.zeros(40000) + 1
     evict_all(run)
-    alias = ALL[way](x)
+    alias = ALL[access](x)
     assert (alias == 1).all()
     assert_alias(x, alias, run)
 
@@ -123,55 +123,55 @@ def test_unseen_array_of_an_evicted_tensor_stays_valid(run: outofcore.Loop) -> N
     evict_all(run)
     array = NUMPY(x)
     assert_alias(x, array, run)
-    assert where(x) == "away"
+    assert location_of(x) == "away"
     assert x.data_ptr() == array.__array_interface__["data"][0]
 
 
-@pytest.mark.parametrize("way", BY_ARRAY)
+@pytest.mark.parametrize("access", BY_ARRAY)
 @pytest.mark.parametrize("use", ["op", "model", "address"])
-def test_array_from_before_a_loop_stays_valid(way: str, use: str) -> None:
+def test_array_from_before_a_loop_stays_valid(access: str, use: str) -> None:
     model = nn.Module()
     model.register_buffer("x", torch.ones(40000))
     x: Tensor = model.x  # type: ignore[assignment]
-    alias = BY_ARRAY[way](x)
+    alias = BY_ARRAY[access](x)
     with outofcore.budget(16 * MIB, *([model] if use == "model" else [])) as run:
         if use == "address":
             x.data_ptr()
         assert x.sum() == 40000
-        assert where(x) == "outside"
+        assert location_of(x) == "outside"
         assert run.stats.foreign > 0
         assert_alias(x, alias, run)
     alias[:] = 11
     assert x.eq(11).all()
 
 
-def test_array_of_a_parameter_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_array_of_a_parameter_causes_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(256, 256)
     array = model.weight.detach().numpy()
     with caplog.at_level(logging.WARNING, "outofcore"), outofcore.budget("4MiB", model):
-        assert where(model.weight) == "outside"
+        assert location_of(model.weight) == "outside"
         with torch.no_grad():
             model.weight.fill_(2)
         assert (array == 2).all()
     assert "256 KiB of parameters and buffers stay where they are" in caplog.text
 
 
-@pytest.mark.parametrize("way", ALL)
-@pytest.mark.parametrize("away", [False, True])
-def test_address_stays_valid_when_taken_between_loops(way: str, away: bool) -> None:
+@pytest.mark.parametrize("access", ALL)
+@pytest.mark.parametrize("evicted", [False, True])
+def test_address_stays_valid_when_taken_between_loops(access: str, evicted: bool) -> None:
     model = nn.Module()
     with outofcore.budget(4 * MIB + 4096) as run:  # a page for small tensors
         x = torch.zeros(40000) + 1
-        rest = [torch.zeros(2 * MIB // 4) for _ in range(2)]
-        if away:  # as many bytes as the budget come back
+        fillers = [torch.zeros(2 * MIB // 4) for _ in range(2)]
+        if evicted:  # the end of the loop fetches bytes up to the budget
             load_paging().follow_evict_all(run._space)
         else:
             x.add_(0)
-    assert where(x) == ("away" if away else "arena")
+    assert location_of(x) == ("away" if evicted else "arena")
     model.register_buffer("x", x)
-    alias = ALL[way](x)
-    for given in ([], [model]):
-        with outofcore.budget(16 * MIB, *given) as run:
+    alias = ALL[access](x)
+    for models in ([], [model]):
+        with outofcore.budget(16 * MIB, *models) as run:
             assert (alias == x.mean().item()).all()
             assert_alias(x, alias, run)
             run.release()
@@ -179,53 +179,53 @@ def test_address_stays_valid_when_taken_between_loops(way: str, away: bool) -> N
             assert_alias(x, alias, run)
         alias[:] = 11
         assert x.eq(11).all()
-    del rest
+    del fillers
 
 
-@pytest.mark.parametrize("way", ALL)
-def test_address_stays_valid_after_its_loop(way: str) -> None:
+@pytest.mark.parametrize("access", ALL)
+def test_address_stays_valid_after_its_loop(access: str) -> None:
     with outofcore.budget(4 * MIB):
         x = torch.zeros(40000) + 1
-        alias = ALL[way](x)
+        alias = ALL[access](x)
         torch.zeros(900000)
     with outofcore.budget(16 * MIB) as run:
         assert_alias(x, alias, run)
 
 
 def test_address_of_data_too_large_to_move_stays_valid(run: outofcore.Loop) -> None:
-    made: list[Tensor] = []
-    thread = threading.Thread(target=lambda: made.append(torch.ones(9 * MIB // 4)))  # beside the loop
+    tensors: list[Tensor] = []
+    thread = threading.Thread(target=lambda: tensors.append(torch.ones(9 * MIB // 4)))  # outside the thread of the loop
     thread.start()
     thread.join()
-    address = made[0].data_ptr()
-    assert made[0].sum() == 9 * MIB // 4
+    address = tensors[0].data_ptr()
+    assert tensors[0].sum() == 9 * MIB // 4
     evict_all(run)
     assert (at_address(address, 9 * MIB // 4) == 1).all()
-    assert made[0].data_ptr() == address
-    assert where(made[0]) == "outside"
+    assert tensors[0].data_ptr() == address
+    assert location_of(tensors[0]) == "outside"
 
 
 def test_loaded_tensors_are_moved() -> None:
     file = io.BytesIO()
     torch.save(torch.ones(40000), file)
     with outofcore.budget("4MiB"):
-        kept = torch.ones(40000)  # so that addresses are still watched
+        resident = torch.ones(40000)  # keeps the address hooks installed
     before, copied = torch.load(io.BytesIO(file.getvalue())), copy.deepcopy(torch.ones(40000))
     assert not before.untyped_storage().resizable()
     with outofcore.budget("4MiB") as run:
-        (before + copied + kept + torch.load(io.BytesIO(file.getvalue()))).sum()
-        assert where(before) == where(copied) == where(kept) == "arena"
+        (before + copied + resident + torch.load(io.BytesIO(file.getvalue()))).sum()
+        assert location_of(before) == location_of(copied) == location_of(resident) == "arena"
         assert run.stats.fixed == 0
 
 
-def test_methods_are_put_back_once_no_tensor_of_a_loop_is_left() -> None:
-    """In a process where no other test has left a tensor of a loop."""
-    code = f"import {Path(__file__).stem} as tests; tests.check_methods_are_put_back()"
+def test_methods_are_restored_after_the_last_tensor_of_a_loop() -> None:
+    """Runs in a new process, without tensors from loops of other tests."""
+    code = f"import {Path(__file__).stem} as tests; tests.check_methods_are_restored()"
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path])
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": path})
 
 
-def check_methods_are_put_back() -> None:
+def check_methods_are_restored() -> None:
     plain = torch.Tensor.data_ptr, torch.UntypedStorage.__getitem__, torch.Tensor.numpy
     with outofcore.budget("4MiB"):
         x = torch.zeros(40000) + 1
@@ -240,7 +240,7 @@ def check_methods_are_put_back() -> None:
         to_dlpack(3)
 
 
-def test_refusals_of_a_diverted_function_are_pytorchs(run: outofcore.Loop) -> None:
+def test_diverted_function_raises_the_errors_of_pytorch(run: outofcore.Loop) -> None:
     with pytest.raises(TypeError, match="must be Tensor"):
         to_dlpack(3)
     assert torch.from_dlpack(to_dlpack(torch.ones(3))).sum() == 3
@@ -252,8 +252,8 @@ BUDGET = 4 * MIB
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 1, 10])
-@pytest.mark.parametrize("how", ["index", "slice", "rows", "loader"])
-def test_data_set_is_used_where_it_is(share: float, how: str) -> None:
+@pytest.mark.parametrize("pattern", ["index", "slice", "rows", "loader"])
+def test_data_set_is_read_in_place(share: float, pattern: str) -> None:
     data = torch.randn(int(share * BUDGET) // 4 // 256, 256)
     expected, batches = data.clone(), iter(DataLoader(TensorDataset(data), batch_size=32, shuffle=True))
     model = nn.Linear(256, 256)
@@ -263,30 +263,30 @@ def test_data_set_is_used_where_it_is(share: float, how: str) -> None:
         "slice": lambda: data[7:39],
         "rows": lambda: torch.stack([data[k] for k in range(32)]),
         "loader": lambda: next(batches)[0],
-    }[how]
+    }[pattern]
     with outofcore.budget(BUDGET, model) as run:
         for _ in range(4):
             model(rows()).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert where(data) == "outside"
+        assert location_of(data) == "outside"
         assert run.stats.foreign >= 4
         assert run.stats.fetched_bytes < data.nbytes
     assert data.equal(expected)
 
 
 @pytest.mark.parametrize("share", [0.3, 0.4])
-def test_batch_from_before_is_moved(share: float) -> None:
+def test_batch_from_before_the_loop_is_moved(share: float) -> None:
     batches = [torch.randn(int(share * BUDGET) // 4 // 64, 64) for _ in range(4)]
     model = nn.Linear(64, 4)
     with outofcore.budget(BUDGET, model) as run:
         for batch in batches:
             model(batch).square().mean().backward()
-        assert all(where(batch) in {"arena", "away"} for batch in batches)
+        assert all(location_of(batch) in {"arena", "away"} for batch in batches)
         assert run.stats.peak_bytes <= BUDGET
 
 
-def test_data_is_never_the_reason_to_refuse() -> None:
+def test_large_data_does_not_exceed_the_budget() -> None:
     weight = torch.randn(448, 448)
     for share in (0.3, 0.45, 0.6, 1, 3):
         data = torch.randn(int(share * BUDGET) // 4 // 448, 448)
@@ -299,15 +299,15 @@ def test_data_is_never_the_reason_to_refuse() -> None:
 
 
 def arena_in_smaps(run: outofcore.Loop) -> tuple[int, int, int]:
-    """Resident bytes of the arena; what it may have once the kernel has filled its huge pages; and its mappings."""
+    """Return the arena's resident bytes, its bytes with all huge pages filled, and its number of mappings."""
     base = load_paging().follow_base(run._space)
     limits = (base, base + 64 * 64 * MIB)
     resident = possible = mappings = rss = size = 0
     counts = False
     with Path("/proc/self/smaps").open() as file:
         for line in file:
-            if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) rw-p 00000000 00:00 0 *$", line):
-                begin, end = (int(number, 16) for number in found.groups())
+            if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) rw-p 00000000 00:00 0 *$", line):
+                begin, end = (int(number, 16) for number in match.groups())
                 counts, size = limits[0] <= begin and end <= limits[1], end - begin
             elif re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
                 counts = False

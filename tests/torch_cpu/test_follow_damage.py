@@ -1,4 +1,4 @@
-"""Bytes of a loop's home that are damaged, or that code without an op has changed."""
+"""Tests of a loop's home: damaged bytes, and bytes changed without an op."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outofcore.units import PAGE_BYTES
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BUDGET = "3MiB"
-DEPTH = 12  # of which a third fits
+DEPTH = 12  # a third of the layers fits in the budget
 
 
 def net() -> nn.Sequential:
@@ -42,7 +42,7 @@ def steps(model: nn.Module) -> Iterator[Tensor]:
 
 
 def home_file(folder: Path) -> Path:
-    """The file without a name in ``folder`` that this process has open."""
+    """Return the unnamed file in ``folder`` that this process has open."""
     for link in Path("/proc/self/fd").iterdir():
         try:
             target = str(link.readlink())
@@ -54,14 +54,14 @@ def home_file(folder: Path) -> Path:
 
 
 def damage(file: Path, *, in_bits: bool = False) -> None:
-    """Change a page of every sixteen on the disk, the third: in all bytes, or in one bit."""
+    """Change the third page of every sixteen on disk: in all bytes, or in one bit."""
     with file.open("r+b", buffering=0) as home:
         for page in range(3, os.fstat(home.fileno()).st_size // PAGE_BYTES, 16):
             home.seek(page * PAGE_BYTES)
-            found = bytearray(home.read(PAGE_BYTES))
-            found[:] = found[:-1] + bytes([found[-1] ^ 4]) if in_bits else bytes(byte ^ 85 for byte in found)
+            content = bytearray(home.read(PAGE_BYTES))
+            content[:] = content[:-1] + bytes([content[-1] ^ 4]) if in_bits else bytes(byte ^ 85 for byte in content)
             home.seek(page * PAGE_BYTES)
-            home.write(found)
+            home.write(content)
         os.fsync(home.fileno())
 
 
@@ -80,7 +80,7 @@ def test_damage_on_the_disk_is_an_error(check: outofcore.api.CheckName, policy: 
         next(training)
 
 
-def test_damage_on_the_disk_is_found_when_tensors_are_released(tmp_path: Path) -> None:
+def test_damage_on_the_disk_is_detected_when_tensors_are_released(tmp_path: Path) -> None:
     model = net()
     with outofcore.budget(BUDGET, model, home=tmp_path) as run, torch.no_grad():
         model(batch())
@@ -90,7 +90,7 @@ def test_damage_on_the_disk_is_found_when_tensors_are_released(tmp_path: Path) -
             run.release()
 
 
-def test_damage_on_the_disk_is_not_looked_for_without_checks(tmp_path: Path) -> None:
+def test_damage_on_the_disk_is_not_detected_without_checks(tmp_path: Path) -> None:
     model, expected = net(), net()(batch())
     with outofcore.budget(BUDGET, model, home=tmp_path, check="off"), torch.no_grad():
         model(batch())
@@ -99,31 +99,31 @@ def test_damage_on_the_disk_is_not_looked_for_without_checks(tmp_path: Path) -> 
 
 
 def memory_of(tensor: Tensor) -> int:
-    """The address that a tensor has now, of which the library is not told that somebody has it."""
+    """Return the current address of a tensor without registering it with the library."""
     return int(load_paging().follow_memory(tensor.untyped_storage()._cdata))
 
 
 @pytest.mark.parametrize("address_of", [Tensor.data_ptr, memory_of])
 @pytest.mark.parametrize("home", ["host", "disk"])
 @pytest.mark.parametrize("check", ["sampled", "full"])
-def test_write_without_an_op_to_what_is_away_is_no_damage(
+def test_write_without_an_op_to_an_evicted_tensor_is_not_damage(
     check: outofcore.api.CheckName, home: str, address_of: Callable[[Tensor], int], tmp_path: Path
 ) -> None:
     ours, plain = net(), net()
-    where = tmp_path if home == "disk" else home
-    with outofcore.budget(BUDGET, ours, home=where, check=check):
+    home_option = tmp_path if home == "disk" else home
+    with outofcore.budget(BUDGET, ours, home=home_option, check=check):
         for number, (loss, expected) in enumerate(zip(steps(ours), steps(plain), strict=True)):
             assert torch.equal(loss, expected)
             if number >= 3:
-                for left, right in zip(ours.parameters(), plain.parameters(), strict=True):
-                    ctypes.memset(address_of(left), 0, left.nbytes // 4)
-                    ctypes.memset(right.data_ptr(), 0, right.nbytes // 4)
+                for our_weight, plain_weight in zip(ours.parameters(), plain.parameters(), strict=True):
+                    ctypes.memset(address_of(our_weight), 0, our_weight.nbytes // 4)
+                    ctypes.memset(plain_weight.data_ptr(), 0, plain_weight.nbytes // 4)
             if number == 6:
                 break
 
 
 @pytest.mark.parametrize("check", ["sampled", "full"])
-def test_update_in_a_pause_is_no_damage(check: outofcore.api.CheckName, tmp_path: Path) -> None:
+def test_update_in_a_pause_is_not_damage(check: outofcore.api.CheckName, tmp_path: Path) -> None:
     ours, plain = net(), net()
     with outofcore.budget(BUDGET, ours, home=tmp_path, check=check) as run, torch.no_grad():
         for _ in range(3):

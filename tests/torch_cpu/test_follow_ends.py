@@ -1,4 +1,4 @@
-"""How a loop ends whose handle is lost, by ``outofcore.stop()`` and by itself, and what is left then."""
+"""Tests of how a loop ends: by ``outofcore.stop()``, or by itself when its handle is lost."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ def make_model() -> nn.Module:
 
 
 def train_step(model: nn.Module, between: Callable[[], object] = lambda: None) -> float:
-    """One step in which something happens in the middle of backward."""
-
     class Between(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -61,14 +59,13 @@ def train_step(model: nn.Module, between: Callable[[], object] = lambda: None) -
 
 
 def unwatch_addresses() -> None:
-    """Take the address of a tensor, where none lies in memory of a loop any more."""
+    """Take an address while no tensor is in memory of a loop, which removes the address hooks."""
     gc.collect()
     torch.empty(1).data_ptr()
 
 
 @pytest.fixture(autouse=True)
-def ended() -> Iterator[None]:
-    """Every test ends its loops, and leaves PyTorch as it was."""
+def check_ended() -> Iterator[None]:
     unwatch_addresses()
     before = torch._ops._compute_keyset, torch.autograd._engine_run_backward, torch.Tensor.numpy
     yield
@@ -80,16 +77,16 @@ def ended() -> Iterator[None]:
 
 
 def assert_trained(model: nn.Module, losses: list[float]) -> None:
-    """It is as in plain PyTorch, goes on like that, and all memory is given back with it."""
+    """Check that the model has the bits of plain PyTorch, now and after one more step."""
     theirs = make_model()
-    wanted = [train_step(theirs) for _ in losses]
-    assert losses == wanted
+    expected = [train_step(theirs) for _ in losses]
+    assert losses == expected
     assert train_step(model) == train_step(theirs)
     for ours, plain in zip(model.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(ours, plain)
 
 
-def test_stop_ends_the_loop_and_says_whether_there_was_one() -> None:
+def test_stop_ends_the_loop_and_returns_whether_one_ran() -> None:
     model = make_model()
     run = outofcore.budget(BUDGET, model).start()
     losses = [train_step(model)]
@@ -102,12 +99,12 @@ def test_stop_ends_the_loop_and_says_whether_there_was_one() -> None:
     assert_trained(model, losses)
 
 
-def test_lost_loop_ends_by_itself_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_lost_loop_ends_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model()
     run: Any = outofcore.budget(BUDGET, model).start()
     losses = [train_step(model)]
     with caplog.at_level(logging.WARNING, "outofcore"):
-        del run  # nothing else refers to it
+        del run  # the last reference
     assert not is_followed()
     (record,) = caplog.records
     assert f"{__file__}:" in record.getMessage()
@@ -115,13 +112,13 @@ def test_lost_loop_ends_by_itself_and_says_so(caplog: pytest.LogCaptureFixture) 
     assert_trained(model, losses)
 
 
-def test_loop_that_refers_to_itself_ends_where_another_one_starts() -> None:
+def test_loop_in_a_reference_cycle_ends_when_another_one_starts() -> None:
     model = make_model()
-    itself: list[Any] = [outofcore.budget(BUDGET, model).start()]
-    itself.append(itself)
+    cycle: list[Any] = [outofcore.budget(BUDGET, model).start()]
+    cycle.append(cycle)
     gc.disable()
     try:
-        del itself
+        del cycle
         assert is_followed()
         with outofcore.budget(BUDGET, model):
             losses = [train_step(model)]
@@ -132,15 +129,15 @@ def test_loop_that_refers_to_itself_ends_where_another_one_starts() -> None:
     assert not model._forward_hooks
 
 
-def test_second_loop_is_told_where_the_other_one_was_started() -> None:
+def test_second_loop_is_refused_with_the_line_of_the_first() -> None:
     run = outofcore.budget(BUDGET).start()
     line = sys._getframe().f_lineno - 1
-    where = rf"{__file__}:{line}.*outofcore\.stop\(\)"
-    with pytest.raises(outofcore.StateError, match="running already at " + where):
+    location = rf"{__file__}:{line}.*outofcore\.stop\(\)"
+    with pytest.raises(outofcore.StateError, match="running already at " + location):
         outofcore.budget(BUDGET).start()
     with pytest.raises(outofcore.StateError, match=rf"running already; stop\(\) it first.*{__file__}:{line}"):
         run.start()
-    with pytest.raises(outofcore.StateError, match=where), outofcore.budget(BUDGET):
+    with pytest.raises(outofcore.StateError, match=location), outofcore.budget(BUDGET):
         pass
     assert run.stats.ops == 0
     assert outofcore.stop()
@@ -183,8 +180,8 @@ def test_loop_ends_in_the_middle_of_backward(in_thread: bool, recomputes: bool) 
     assert_trained(model, losses)
 
 
-def test_loop_ends_with_the_op_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread ends it while an op runs, which has its operands pinned."""
+def test_loop_ends_after_the_running_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread ends the loop while an op runs with pinned operands."""
     model, asked = make_model(), threading.Event()
     library = torch.library.Library("outofcore_test_ends", "DEF")
     library.define("wait(Tensor x) -> Tensor")
@@ -200,14 +197,14 @@ def test_loop_ends_with_the_op_that_runs(monkeypatch: pytest.MonkeyPatch) -> Non
 
     running: list[bool] = []
     library.impl("wait", wait, "CPU")
-    # The native code is to take its kernel for one op, as if it were no Python that runs others.
+    # Let native code treat the kernel as one op, not as Python code that runs other ops.
     monkeypatch.setattr("outofcore.follow.native.has_python_kernel", lambda name, overload: False)
     run = outofcore.budget(BUDGET, model).start()
     losses = [train_step(model)]
     x = torch.ones(64, WIDTH)
     y = torch.ops.outofcore_test_ends.wait(x)
     assert torch.equal(y, x + 1)
-    assert running == [True]  # as long as the op ran
+    assert running == [True]  # while the op ran
     assert not is_followed()
     assert "stopped" in repr(run)
     losses.append(train_step(model))
@@ -217,7 +214,9 @@ def test_loop_ends_with_the_op_that_runs(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize("call", [0, 5])
-def test_exception_in_native_callback(raised: type[BaseException], call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_in_a_native_callback_is_raised_or_printed(
+    raised: type[BaseException], call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C is raised in the loop; other exceptions are printed, and the loop continues."""
     find, calls = Sources.of_backward, itertools.count()
 
@@ -237,22 +236,22 @@ def test_exception_in_native_callback(raised: type[BaseException], call: int, mo
     assert_trained(model, losses)
 
 
-def test_memory_of_a_lost_loop_goes_with_its_tensors() -> None:
+def test_memory_of_a_lost_loop_is_freed_with_its_tensors() -> None:
     def resident() -> int:
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon:")) * 1024
 
     x = torch.ones(1 << 20)
-    x += 1  # whatever is made by first use is there
+    x += 1  # allocates the memory of a first use
     before = resident()
     for _ in range(3):
         run: Any = outofcore.budget("64MiB", home="host").start()
-        kept = [torch.ones(1 << 22) * 2 for _ in range(3)]  # 48 MiB
+        tensors = [torch.ones(1 << 22) * 2 for _ in range(3)]  # 48 MiB
         del run
         gc.collect()
         assert not is_followed()
-        assert all(t.sum() == 2 << 22 for t in kept)
-        del kept
+        assert all(t.sum() == 2 << 22 for t in tensors)
+        del tensors
     assert resident() - before < 16 << 20
 
 
@@ -268,5 +267,5 @@ print(loop.stats.steps)
 
 
 def test_process_ends_silently_when_its_loop_was_never_stopped() -> None:
-    done = subprocess.run([sys.executable, "-c", ENDLESS], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.stdout, done.stderr, done.returncode) == ("1\n", "", 0)
+    process = subprocess.run([sys.executable, "-c", ENDLESS], capture_output=True, text=True, timeout=120, check=False)
+    assert (process.stdout, process.stderr, process.returncode) == ("1\n", "", 0)

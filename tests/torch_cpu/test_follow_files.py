@@ -1,4 +1,4 @@
-"""Weights that were mapped from files, in loops that are followed: their home is the file."""
+"""Tests of eager loops with weights mapped from files, which are their homes."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def from_torch(path: Path, model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.fixture(params=[from_safetensors, from_torch])
 def load(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], tuple[nn.Sequential, nn.Sequential, Path]]:
-    """A model with weights of its own, the same one with weights from a file, and the file."""
+    """Return a function that makes a model, the same model with mapped weights, and their file."""
 
-    def loaded() -> tuple[nn.Sequential, nn.Sequential, Path]:
+    def make_models() -> tuple[nn.Sequential, nn.Sequential, Path]:
         torch.manual_seed(0)
-        own, path = net(), tmp_path / "weights"
-        state = request.param(path, own)
+        plain, path = net(), tmp_path / "weights"
+        state = request.param(path, plain)
         with torch.device("meta"):
             mapped = net()
         mapped.load_state_dict(state, assign=True)
-        return own, mapped, path
+        return plain, mapped, path
 
-    return loaded
+    return make_models
 
 
 Load = Callable[[], tuple[nn.Sequential, nn.Sequential, Path]]
@@ -68,9 +68,9 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("check", ["sampled", "full", "off"])
-def test_a_file_is_the_home_of_what_was_mapped_from_it(load: Load, check: outofcore.api.CheckName) -> None:
-    own, mapped, path = load()
-    before, addresses, expected = path.read_bytes(), [w.data_ptr() for w in weights(mapped)], own(batch())
+def test_file_is_the_home_of_mapped_weights(load: Load, check: outofcore.api.CheckName) -> None:
+    plain, mapped, path = load()
+    before, addresses, expected = path.read_bytes(), [w.data_ptr() for w in weights(mapped)], plain(batch())
     with outofcore.budget(BUDGET, mapped, check=check) as run, torch.no_grad():
         for _ in range(4):
             assert torch.equal(mapped(batch()), expected)
@@ -79,12 +79,12 @@ def test_a_file_is_the_home_of_what_was_mapped_from_it(load: Load, check: outofc
     assert stats.written_bytes == stats.peak_home_bytes == stats.unseen_writes == 0
     assert stats.fetched_bytes >= 3 * (WEIGHTS - (1 << 20))
     assert [w.data_ptr() for w in weights(mapped)] == addresses
-    assert torch.equal(mapped(batch()), own(batch()))
+    assert torch.equal(mapped(batch()), plain(batch()))
     assert path.read_bytes() == before
 
 
-def test_what_is_written_to_such_weights_stays_theirs(load: Load) -> None:
-    own, mapped, path = load()
+def test_writes_to_mapped_weights_are_kept_and_leave_the_file(load: Load) -> None:
+    plain, mapped, path = load()
     before = path.read_bytes()
 
     def write(model: nn.Sequential) -> None:
@@ -97,49 +97,49 @@ def test_what_is_written_to_such_weights_stays_theirs(load: Load) -> None:
 
     with torch.no_grad():
         weights(mapped)[0].mul_(2)
-        weights(own)[0].mul_(2)
+        weights(plain)[0].mul_(2)
         for _ in range(2):
             with outofcore.budget(BUDGET, mapped) as run:
-                assert torch.equal(mapped(batch()), own(batch()))
+                assert torch.equal(mapped(batch()), plain(batch()))
                 write(mapped)
-                write(own)
+                write(plain)
                 for _ in range(3):
-                    assert torch.equal(mapped(batch()), own(batch()))
+                    assert torch.equal(mapped(batch()), plain(batch()))
             assert 0 < run.stats.file_bytes <= WEIGHTS * (DEPTH - 4) // DEPTH
-            for ours, theirs in zip(weights(mapped), weights(own), strict=True):
+            for ours, theirs in zip(weights(mapped), weights(plain), strict=True):
                 assert torch.equal(ours, theirs)
     assert path.read_bytes() == before
 
 
-def test_code_that_nobody_sees_may_write_where_they_were_mapped(load: Load) -> None:
-    own, mapped, _ = load()
+def test_unseen_write_to_a_mapped_weight_counts(load: Load) -> None:
+    plain, mapped, _ = load()
     target = weights(mapped)[7]
     address = target.data_ptr()
     with outofcore.budget(BUDGET, mapped) as run, torch.no_grad():
         mapped(batch())
-        ctypes.memset(address, 0, target.nbytes)  # it is away
-        weights(own)[7].zero_()
+        ctypes.memset(address, 0, target.nbytes)  # while it is evicted
+        weights(plain)[7].zero_()
         for _ in range(3):
-            assert torch.equal(mapped(batch()), own(batch()))
-    # Two neighbours have a page with it.
+            assert torch.equal(mapped(batch()), plain(batch()))
+    # It shares pages with two neighbours.
     assert WEIGHTS - 3 * target.nbytes <= run.stats.file_bytes <= WEIGHTS - target.nbytes
     assert not target.any()
 
 
 def test_unseen_write_to_the_end_of_a_mapped_weight_counts(load: Load) -> None:
-    own, mapped, _ = load()
+    plain, mapped, _ = load()
     target = weights(mapped)[7]
     address = target.data_ptr() + target.nbytes - target.itemsize
     with outofcore.budget(BUDGET, mapped), torch.no_grad():
         mapped(batch())
-        ctypes.memset(address, 0, target.itemsize)  # it is away
-        weights(own)[7][-1, -1] = 0
+        ctypes.memset(address, 0, target.itemsize)  # while it is evicted
+        weights(plain)[7][-1, -1] = 0
         for _ in range(2):
-            assert torch.equal(mapped(batch()), own(batch()))
+            assert torch.equal(mapped(batch()), plain(batch()))
 
 
-def test_only_what_is_trained_is_written(load: Load) -> None:
-    own, mapped, _ = load()
+def test_only_trained_weights_are_written(load: Load) -> None:
+    plain, mapped, _ = load()
 
     def train(model: nn.Sequential) -> list[Tensor]:
         model.requires_grad_(False)
@@ -151,7 +151,7 @@ def test_only_what_is_trained_is_written(load: Load) -> None:
             optimizer.zero_grad()
         return weights(model)
 
-    theirs = train(own)
+    theirs = train(plain)
     with outofcore.budget("1.5MiB", mapped) as run:
         ours = train(mapped)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -159,7 +159,7 @@ def test_only_what_is_trained_is_written(load: Load) -> None:
     assert run.stats.peak_home_bytes < WEIGHTS / 2
 
 
-def test_a_file_that_changes_is_told(load: Load) -> None:
+def test_changed_file_is_an_error(load: Load) -> None:
     _, mapped, path = load()
     with pytest.raises(TransferError, match=r"/weights was changed while weights"):  # noqa: SIM117
         with outofcore.budget(BUDGET, mapped), torch.no_grad():
@@ -169,9 +169,9 @@ def test_a_file_that_changes_is_told(load: Load) -> None:
             mapped(batch())
 
 
-def test_a_file_may_be_renamed_and_one_that_is_gone_is_copied(load: Load, tmp_path: Path) -> None:
-    own, mapped, path = load()
-    expected = own(batch())
+def test_renamed_file_stays_a_home_and_missing_file_is_copied(load: Load, tmp_path: Path) -> None:
+    plain, mapped, path = load()
+    expected = plain(batch())
     path.rename(tmp_path / "elsewhere")
     path.write_bytes(b"something else")
     for bytes_in_file in (WEIGHTS, 0):
@@ -182,19 +182,19 @@ def test_a_file_may_be_renamed_and_one_that_is_gone_is_copied(load: Load, tmp_pa
         (tmp_path / "elsewhere").write_bytes(b"something else")
 
 
-def test_children_see_the_weights(load: Load) -> None:
-    own, mapped, _ = load()
+def test_forked_child_sees_mapped_weights(load: Load) -> None:
+    plain, mapped, _ = load()
     with outofcore.budget(BUDGET, mapped), torch.no_grad():
         mapped(batch())
         child = os.fork()
         if child == 0:
-            same = all(torch.equal(a, b) for a, b in zip(weights(mapped), weights(own), strict=True))
+            same = all(torch.equal(a, b) for a, b in zip(weights(mapped), weights(plain), strict=True))
             os._exit(0 if same else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_calls_without_gradients_are_steps(load: Load) -> None:
-    own, mapped, _ = load()
+    plain, mapped, _ = load()
     with outofcore.budget(BUDGET, mapped) as run:
         with torch.no_grad():
             for _ in range(3):
@@ -203,8 +203,8 @@ def test_calls_without_gradients_are_steps(load: Load) -> None:
         copied = copy.deepcopy(mapped)
         pickled = pickle.loads(pickle.dumps(mapped))
         with torch.no_grad():
-            assert torch.equal(copied(batch()), own(batch()))
-            assert torch.equal(pickled(batch()), own(batch()))
+            assert torch.equal(copied(batch()), plain(batch()))
+            assert torch.equal(pickled(batch()), plain(batch()))
         assert run.stats.steps == 3
         mapped(batch())
         assert run.stats.steps == 3
@@ -218,11 +218,11 @@ def test_calls_without_gradients_are_steps(load: Load) -> None:
     assert not mapped._forward_hooks
 
 
-def test_a_model_is_called_once_within_a_budget(load: Load) -> None:
-    own, mapped, path = load()
+def test_run_calls_a_model_within_a_budget(load: Load) -> None:
+    plain, mapped, path = load()
     before = path.read_bytes()
     with torch.no_grad():
-        expected = own(batch())
+        expected = plain(batch())
     result = outofcore.run(mapped, batch(), budget=BUDGET)
     assert torch.equal(result, expected)
     assert not result.requires_grad
@@ -237,20 +237,20 @@ def test_a_model_is_called_once_within_a_budget(load: Load) -> None:
         outofcore.run(mapped, batch(), budget=BUDGET)
 
 
-def test_weights_come_ahead_in_the_first_call_too(load: Load) -> None:
+def test_weights_are_prefetched_in_the_first_call(load: Load) -> None:
     _, mapped, _ = load()
     with outofcore.budget(BUDGET, mapped) as run, torch.no_grad():
         mapped(batch())
         assert run.stats.fetches_ahead > 0
 
 
-def test_where_memory_was_mapped_from(tmp_path: Path) -> None:
+def test_mapped_file_is_found_by_address(tmp_path: Path) -> None:
     path = tmp_path / "odd name\n\\"
     path.write_bytes(bytes(range(256)) * 64)
     mapped = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=16384)
-    found = MappedFiles().find(mapped.data_ptr() + 5000, 3000)
-    assert found is not None
-    assert (found.path, found.inode) == (str(path), path.stat().st_ino)
+    mapped_file = MappedFiles().find(mapped.data_ptr() + 5000, 3000)
+    assert mapped_file is not None
+    assert (mapped_file.path, mapped_file.inode) == (str(path), path.stat().st_ino)
     assert MappedFiles().find(mapped.data_ptr() + 5000, 1 << 30) is None
     assert MappedFiles().find(torch.empty(4096).data_ptr(), 4) is None
     assert MappedFiles().find(1, 1) is None

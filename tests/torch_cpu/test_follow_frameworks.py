@@ -1,4 +1,4 @@
-"""Loops that belong to a framework, within budgets: Lightning, TRL, accelerate, PEFT, transformers' own examples."""
+"""Tests of loops of frameworks within budgets: Lightning, TRL, accelerate, PEFT, transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from outofcore.follow.native import is_followed, load_paging
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Trains, and returns the model and all else that is to be the same.
+# Trains in a folder; returns the model and the other results to compare.
 Train = Callable[[Path], tuple[nn.Module, list[Any]]]
 
 
@@ -36,7 +36,9 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def outcome(train: Train, folder: Path, budget: int | None = None, *, stress: bool = False) -> tuple[list[Any], Any]:
+def run_training(
+    train: Train, folder: Path, budget: int | None = None, *, stress: bool = False
+) -> tuple[list[Any], Any]:
     torch.manual_seed(0)
     random.seed(0)
     stats = None
@@ -44,19 +46,19 @@ def outcome(train: Train, folder: Path, budget: int | None = None, *, stress: bo
         run = None if budget is None else stack.enter_context(outofcore.budget(budget))
         if run is not None:
             load_paging().follow_stress(run._space, int(stress))
-        model, seen = train(folder)
+        model, results = train(folder)
         stats = None if run is None else run.stats
-    left = [t.detach().clone() for t in (*model.state_dict().values(), *tensors_in(seen), torch.get_rng_state())]
-    return [*(value for value in seen if not isinstance(value, Tensor | dict)), *left], stats
+    tensors = [t.detach().clone() for t in (*model.state_dict().values(), *tensors_in(results), torch.get_rng_state())]
+    return [*(value for value in results if not isinstance(value, Tensor | dict)), *tensors], stats
 
 
 def assert_exact(train: Train, folder: Path, shares: tuple[float, ...] = (0.5, 0.3)) -> None:
-    theirs, _ = outcome(train, folder / "eager")
-    roomy, stats = outcome(train, folder / "roomy", 1 << 30)
+    theirs, _ = run_training(train, folder / "eager")
+    roomy, stats = run_training(train, folder / "roomy", 1 << 30)
     assert_same(roomy, theirs)
     peak = stats.peak_bytes + stats.peak_small_bytes
     for number, (share, stress) in enumerate([*((share, False) for share in shares), (shares[0], True)]):
-        ours, stats = outcome(train, folder / str(number), int(share * peak), stress=stress)
+        ours, stats = run_training(train, folder / str(number), int(share * peak), stress=stress)
         assert_same(ours, theirs)
         assert stats.peak_bytes <= share * peak
         assert stats.evictions > 0
@@ -64,27 +66,26 @@ def assert_exact(train: Train, folder: Path, shares: tuple[float, ...] = (0.5, 0
 
 def assert_same(ours: list[Any], theirs: list[Any]) -> None:
     assert len(ours) == len(theirs)
-    for left, right in zip(ours, theirs, strict=True):
-        assert torch.equal(left, right) if isinstance(right, Tensor) else left == right
+    for actual, expected in zip(ours, theirs, strict=True):
+        assert torch.equal(actual, expected) if isinstance(expected, Tensor) else actual == expected
 
 
 # ---- Lightning ------------------------------------------------------------------------------------------------------
 
 
-def lit(folder: Path, callbacks: tuple[Any, ...] = ()) -> tuple[Any, Any, Any, Any]:
-    """Trainer, module, and loaders: with validation, logging, a checkpoint and clipping."""
+def make_lightning(folder: Path, callbacks: tuple[Any, ...] = ()) -> tuple[Any, Any, Any, Any]:
     lightning = pytest.importorskip("lightning")
 
     class Lit(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net, self.seen = Pictures(), []
+            self.net, self.losses = Pictures(), []
 
         def training_step(self, batch: Any, _: int) -> Tensor:
             x, y = batch
             loss = F.cross_entropy(self.net(x), y)
             self.log("loss", loss, prog_bar=True)
-            self.seen.append(loss.item())
+            self.losses.append(loss.item())
             return loss
 
         def validation_step(self, batch: Any, _: int) -> None:
@@ -104,14 +105,14 @@ def lit(folder: Path, callbacks: tuple[Any, ...] = ()) -> tuple[Any, Any, Any, A
     return trainer, Lit(), DataLoader(rows, 16, shuffle=True), DataLoader(rows, 16)
 
 
-def test_lightning(tmp_path: Path) -> None:
+def test_lightning_training_is_exact(tmp_path: Path) -> None:
     def train(folder: Path) -> tuple[nn.Module, list[Any]]:
-        trainer, module, batches, validation = lit(folder)
+        trainer, module, batches, validation = make_lightning(folder)
         trainer.fit(module, batches, validation)
         saved = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=False)
         assert trainer.global_step == 4
         right = trainer.callback_metrics["right"].item()
-        return module, [*module.seen, right, saved["state_dict"], saved["optimizer_states"][0]["state"]]
+        return module, [*module.losses, right, saved["state_dict"], saved["optimizer_states"][0]["state"]]
 
     assert_exact(train, tmp_path)
 
@@ -128,13 +129,13 @@ def small_gpt(transformers: Any) -> nn.Module:
 
 
 def tokenizer_of(transformers: Any) -> Any:
-    """Of single characters."""
+    """Return a tokenizer of single characters."""
     tokenizers = pytest.importorskip("tokenizers")
     words = {"<pad>": 0, "<end>": 1, "<unk>": 2} | {chr(code): code - 29 for code in range(32, 127)}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<end>", unk_token="<unk>"
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", unk_token="<unk>"
     )
 
 
@@ -159,35 +160,35 @@ def sft(folder: Path, model: nn.Module, peft: Any = None) -> Any:
     )
 
 
-def logged(trainer: Any) -> list[Any]:
+def read_log(trainer: Any) -> list[Any]:
     names = ("loss", "grad_norm", "eval_loss", "mean_token_accuracy", "entropy")
     return [entry[name] for entry in trainer.state.log_history for name in names if name in entry]
 
 
 @pytest.mark.exhaustive
-def test_supervised_fine_tuning_with_trl(tmp_path: Path) -> None:
+def test_trl_fine_tuning_is_exact(tmp_path: Path) -> None:
     def train(folder: Path) -> tuple[nn.Module, list[Any]]:
         trainer = sft(folder, small_gpt(pytest.importorskip("transformers")))
         trainer.train()
-        return trainer.model, logged(trainer)
+        return trainer.model, read_log(trainer)
 
     assert_exact(train, tmp_path)
 
 
-def test_adapters_with_peft(tmp_path: Path) -> None:
+def test_peft_adapters_are_exact(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
 
     def train(folder: Path) -> tuple[nn.Module, list[Any]]:
         adapters = peft.LoraConfig(r=4, target_modules=["c_attn", "c_fc"], task_type="CAUSAL_LM", fan_in_fan_out=True)
         trainer = sft(folder, small_gpt(pytest.importorskip("transformers")), adapters)
         trainer.train()
-        return trainer.model.merge_and_unload(), logged(trainer)
+        return trainer.model.merge_and_unload(), read_log(trainer)
 
     assert_exact(train, tmp_path, (0.5, 0.4))
 
 
 @pytest.mark.exhaustive
-def test_sequences_with_generation_and_the_best_model(tmp_path: Path) -> None:
+def test_seq2seq_trainer_with_generation_is_exact(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
 
     def train(folder: Path) -> tuple[nn.Module, list[Any]]:
@@ -211,12 +212,12 @@ def test_sequences_with_generation_and_the_best_model(tmp_path: Path) -> None:
             train_dataset=data,
             eval_dataset=data[:8],
             data_collator=transformers.DataCollatorForSeq2Seq(tokenizer_of(transformers), model),
-            compute_metrics=lambda told: {"sum": float(told.predictions.clip(0).sum())},
+            compute_metrics=lambda evaluation: {"sum": float(evaluation.predictions.clip(0).sum())},
         )
         trainer.train()
         predicted = trainer.predict(data[:6])
         sums = [entry["eval_sum"] for entry in trainer.state.log_history if "eval_sum" in entry]
-        return model, [*logged(trainer), *sums, predicted.predictions.tolist()]
+        return model, [*read_log(trainer), *sums, predicted.predictions.tolist()]
 
     assert_exact(train, tmp_path)
 
@@ -224,37 +225,37 @@ def test_sequences_with_generation_and_the_best_model(tmp_path: Path) -> None:
 # ---- accelerate -----------------------------------------------------------------------------------------------------
 
 
-def test_the_plain_loop_of_accelerate(tmp_path: Path) -> None:
+def test_accelerate_loop_is_exact(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
 
     def train(folder: Path) -> tuple[nn.Module, list[Any]]:
         accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-        model, seen = Language(), []
+        model, losses = Language(), []
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-        rows = [(ids[i], wanted[i]) for ids, wanted in sentences(3) for i in range(len(ids))]
+        rows = [(ids[i], targets[i]) for ids, targets in sentences(3) for i in range(len(ids))]
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)
         model, optimizer, batches, schedule = accelerator.prepare(
             model, optimizer, DataLoader(rows, 4, shuffle=True), schedule
         )
-        for ids, wanted in batches:
+        for ids, targets in batches:
             with accelerator.accumulate(model):
-                loss = loss_of(model, ids, wanted)
+                loss = loss_of(model, ids, targets)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-            seen.append(accelerator.gather(loss.detach()).item())
+            losses.append(accelerator.gather(loss.detach()).item())
         accelerator.save_state(str(folder))
         accelerator.load_state(str(folder))
-        return accelerator.unwrap_model(model), [*seen, optimizer.state_dict()]
+        return accelerator.unwrap_model(model), [*losses, optimizer.state_dict()]
 
     assert_exact(train, tmp_path)
 
 
 @pytest.mark.exhaustive
-def test_smaller_batches_where_one_does_not_fit(tmp_path: Path) -> None:
+def test_batch_size_is_reduced_when_a_batch_does_not_fit(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     arguments = transformers.TrainingArguments(
         str(tmp_path), max_steps=2, per_device_train_batch_size=32, auto_find_batch_size=True, save_strategy="no",
@@ -271,27 +272,27 @@ def test_smaller_batches_where_one_does_not_fit(tmp_path: Path) -> None:
 # ---- the callbacks --------------------------------------------------------------------------------------------------
 
 
-def test_a_callback_for_lightning(tmp_path: Path) -> None:
+def test_lightning_callback_runs_within_a_budget(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     from outofcore.integrations.lightning import OutOfCore  # noqa: PLC0415 - it needs Lightning
 
-    def fitted(folder: Path, *callbacks: Any) -> list[Any]:
+    def fit_model(folder: Path, *callbacks: Any) -> list[Any]:
         torch.manual_seed(0)
-        trainer, module, batches, validation = lit(folder, callbacks)
+        trainer, module, batches, validation = make_lightning(folder, callbacks)
         trainer.fit(module, batches, validation)
         right = trainer.validate(module, validation, verbose=False)
-        return [*module.seen, right, *(t.clone() for t in module.state_dict().values())]
+        return [*module.losses, right, *(t.clone() for t in module.state_dict().values())]
 
     callback = OutOfCore("8MiB", home="host")
     assert callback.run is None
-    theirs = fitted(tmp_path / "eager")
-    assert_same(fitted(tmp_path / "ours", callback), theirs)
+    theirs = fit_model(tmp_path / "eager")
+    assert_same(fit_model(tmp_path / "ours", callback), theirs)
     assert callback.run is not None
     assert not is_followed()
     assert 0 < callback.stats.peak_bytes <= 8 << 20
-    assert callback.stats.steps == 0  # the last one was a validation
-    # Where training fails it ends as well, and tells what does not fit.
-    trainer, module, batches, _ = lit(tmp_path / "small", (OutOfCore("1MiB"),))
+    assert callback.stats.steps == 0  # the last run was a validation
+    # A failed training ends the loop too, and the error names the op that does not fit.
+    trainer, module, batches, _ = make_lightning(tmp_path / "small", (OutOfCore("1MiB"),))
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trainer.fit(module, batches)
     assert not is_followed()
@@ -300,7 +301,7 @@ def test_a_callback_for_lightning(tmp_path: Path) -> None:
     assert "loops.py:" in note
 
 
-def test_a_callback_for_transformers(tmp_path: Path) -> None:
+def test_transformers_callback_runs_within_a_budget(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from outofcore.integrations.transformers import OutOfCoreCallback  # noqa: PLC0415 - it needs transformers
 
@@ -323,18 +324,18 @@ def test_a_callback_for_transformers(tmp_path: Path) -> None:
             small_gpt(transformers), arguments, train_dataset=data, eval_dataset=data, callbacks=list(callbacks)
         )
 
-    def told(trainer: Any) -> list[Any]:
+    def train_and_log(trainer: Any) -> list[Any]:
         trainer.train()
-        return [*logged(trainer), *(t.clone() for t in trainer.model.state_dict().values())]
+        return [*read_log(trainer), *(t.clone() for t in trainer.model.state_dict().values())]
 
-    theirs = told(trainer_of(tmp_path / "eager"))
+    theirs = train_and_log(trainer_of(tmp_path / "eager"))
     callback = OutOfCoreCallback("16MiB")
-    assert_same(told(trainer_of(tmp_path / "ours", callback)), theirs)
+    assert_same(train_and_log(trainer_of(tmp_path / "ours", callback)), theirs)
     assert not is_followed()
     assert callback.run is not None
     assert callback.stats.steps == 4
     assert callback.stats.evictions > 0
-    # A trainer that fails says nothing; it can train again, be stopped, or just go.
+    # A failed trainer does not end the loop: it can train again, be stopped, or be deleted.
     callback = OutOfCoreCallback("16MiB")
     trainer = trainer_of(tmp_path / "again", callback, Failing())
     with pytest.raises(ValueError, match="the disk"):
@@ -356,7 +357,7 @@ def test_a_callback_for_transformers(tmp_path: Path) -> None:
         torch.ones(1 << 16)
 
 
-def test_bad_arguments_are_refused_at_once() -> None:
+def test_bad_arguments_of_a_callback_are_refused() -> None:
     for module, name in (("transformers", "OutOfCoreCallback"), ("lightning", "OutOfCore")):
         pytest.importorskip(module)
         kind = getattr(importlib.import_module(f"outofcore.integrations.{module}"), name)
@@ -383,8 +384,8 @@ for name in ("transformers", "lightning"):
 """
 
 
-def test_what_is_not_installed_is_told() -> None:
-    done = subprocess.run([sys.executable, "-c", MISSING], capture_output=True, text=True, check=True)
-    for line, package in zip(done.stdout.splitlines(), ("transformers accelerate", "lightning"), strict=True):
+def test_missing_framework_is_named_with_its_install_command() -> None:
+    process = subprocess.run([sys.executable, "-c", MISSING], capture_output=True, text=True, check=True)
+    for line, package in zip(process.stdout.splitlines(), ("transformers accelerate", "lightning"), strict=True):
         assert "which is not installed" in line
         assert line.endswith(f"pip install {package}")

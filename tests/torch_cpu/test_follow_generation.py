@@ -1,4 +1,4 @@
-"""Texts that are generated from a checkpoint within a third of its weights: the tokens are those of plain PyTorch."""
+"""Tests of text generation from a checkpoint within a third of its weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import outofcore
 pytestmark = pytest.mark.usefixtures("one_thread")
 transformers = pytest.importorskip("transformers")
 
-WAYS: dict[str, dict[str, Any]] = {
+MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"do_sample": True, "top_k": 50, "temperature": 0.8},
     "beams": {"num_beams": 3},
@@ -39,20 +39,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_tokens_are_those_of_plain_pytorch(checkpoint: Path, way: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_match_plain_pytorch(checkpoint: Path, mode: str) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
     prompts = torch.randint(0, 800, (2, 12), generator=torch.Generator().manual_seed(3))
 
-    def generated() -> torch.Tensor:
+    def generate_tokens() -> torch.Tensor:
         torch.manual_seed(5)
-        return model.generate(prompts, max_new_tokens=8, min_new_tokens=8, pad_token_id=0, **WAYS[way])
+        return model.generate(prompts, max_new_tokens=8, min_new_tokens=8, pad_token_id=0, **MODES[mode])
 
-    expected = generated()
+    expected = generate_tokens()
     large = sum(p.nbytes for p in model.parameters() if p.nbytes >= 1 << 16)
     with outofcore.budget(large // 3, model) as run:
-        assert all(torch.equal(generated(), expected) for _ in range(2))
+        assert all(torch.equal(generate_tokens(), expected) for _ in range(2))
     assert run.stats.file_bytes >= large
     assert run.stats.steps >= 16
     assert run.stats.peak_home_bytes < large / 8
-    assert torch.equal(generated(), expected)
+    assert torch.equal(generate_tokens(), expected)

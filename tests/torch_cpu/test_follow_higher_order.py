@@ -1,4 +1,4 @@
-"""Operators in Python, which PyTorch's dispatcher knows nothing of: ``torch.cond`` and its like within a budget."""
+"""Tests of higher-order operators such as ``torch.cond`` in an eager loop within a budget."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torch.nn.attention.flex_attention import flex_attention
 import outofcore
 from outofcore.follow.native import load_paging
 
-WIDTH = 192  # a square of it has 144 KiB
+WIDTH = 192  # a square matrix has 144 KiB
 
 
 class Doubled(HigherOrderOperator):
-    """A user's own operator, which is made before the loop runs, or meanwhile."""
+    """A user's operator, defined before the loop or while it runs."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -46,45 +46,44 @@ class _Doubling(torch.autograd.Function):
 
 
 EARLIER = Doubled("outofcore_test_doubled_earlier")
-Doubled(EARLIER.name())  # another one of the same name, which PyTorch knows in its place
+Doubled(EARLIER.name())  # replaces the first one in PyTorch's registry
 
 
-def conditional(model: nn.Module, x: Tensor) -> Tensor:
+def use_cond(model: nn.Module, x: Tensor) -> Tensor:
     return torch.cond(x.sum() > 0, lambda y: model(y).sin(), lambda y: model(y).cos(), (x,))
 
 
-def mapped(model: nn.Module, x: Tensor) -> Tensor:
+def use_map(model: nn.Module, x: Tensor) -> Tensor:
     return map_op(lambda row: row.sin() @ row.T, model(x).unflatten(0, (2, -1)))
 
 
-def scanned(model: nn.Module, x: Tensor) -> Tensor:
+def use_scan(model: nn.Module, x: Tensor) -> Tensor:
     first = torch.zeros(x.shape[1:])
     return scan(lambda carry, row: (carry + row, (carry * row).sin()), first, model(x))[1]
 
 
-def associated(model: nn.Module, x: Tensor) -> Tensor:
+def use_associative_scan(model: nn.Module, x: Tensor) -> Tensor:
     return associative_scan(torch.add, model(x), dim=0, combine_mode="generic")
 
 
-def doubled_earlier(model: nn.Module, x: Tensor) -> Tensor:
+def use_earlier_operator(model: nn.Module, x: Tensor) -> Tensor:
     return EARLIER(model(x))
 
 
-def doubled_later(model: nn.Module, x: Tensor) -> Tensor:
+def use_later_operator(model: nn.Module, x: Tensor) -> Tensor:
     return Doubled("outofcore_test_doubled_later")(model(x))
 
 
-DIFFERENTIABLE = [conditional, mapped, scanned, associated, doubled_earlier, doubled_later]
+DIFFERENTIABLE = [use_cond, use_map, use_scan, use_associative_scan, use_earlier_operator, use_later_operator]
 
 
-def trained(use: Callable[[nn.Module, Tensor], Tensor], budget: str | None) -> tuple[list[Tensor], Any]:
-    """Two steps, plain or with everything leaving after every op."""
+def train(use: Callable[[nn.Module, Tensor], Tensor], budget: str | None) -> tuple[list[Tensor], Any]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Linear(WIDTH, WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = [torch.randn(WIDTH, WIDTH) for _ in range(2)]
-    seen: list[Tensor] = []
+    results: list[Tensor] = []
 
     def loop() -> None:
         for x in batches:
@@ -92,36 +91,36 @@ def trained(use: Callable[[nn.Module, Tensor], Tensor], budget: str | None) -> t
             result.square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            seen.append(result.detach())
+            results.append(result.detach())
 
     if budget is None:
         loop()
-        return [*seen, *model.parameters()], None
+        return [*results, *model.parameters()], None
     with outofcore.budget(budget, model, policy=None) as run:
         load_paging().follow_stress(run._space, 1)
         loop()
-    return [t.clone() for t in (*seen, *model.parameters())], run.stats
+    return [t.clone() for t in (*results, *model.parameters())], run.stats
 
 
 @pytest.mark.parametrize("use", DIFFERENTIABLE)
 def test_operators_in_python_have_the_bits_of_pytorch(use: Callable[[nn.Module, Tensor], Tensor]) -> None:
-    theirs, _ = trained(use, None)
-    ours, stats = trained(use, "64MiB")
+    theirs, _ = train(use, None)
+    ours, stats = train(use, "64MiB")
     assert all(map(torch.equal, ours, theirs))
-    assert stats.evictions > 10  # the ops inside are seen, and what they use is moved
+    assert stats.evictions > 10  # the inner ops are seen, and their tensors are moved
     assert sum(t.numel() for t in ours) > WIDTH * WIDTH
 
 
-def repeated(x: Tensor) -> Tensor:
+def use_while_loop(x: Tensor) -> Tensor:
     return while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, y.sin() @ x), (torch.tensor(0), x))[1]
 
 
-def attended(x: Tensor) -> Tensor:
+def use_flex_attention(x: Tensor) -> Tensor:
     heads = x.unflatten(1, (4, -1)).transpose(0, 1)[None]
     return flex_attention(heads, heads, heads, score_mod=lambda score, b, h, q, k: score + (q - k))
 
 
-@pytest.mark.parametrize("use", [repeated, attended])  # which have no backward pass here
+@pytest.mark.parametrize("use", [use_while_loop, use_flex_attention])  # without a backward pass here
 def test_operators_in_python_have_the_bits_of_pytorch_without_gradients(use: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     x = torch.randn(WIDTH, WIDTH)

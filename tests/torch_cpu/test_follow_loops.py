@@ -1,4 +1,4 @@
-"""Loops that nobody changed, within budgets: each number that they read, and all that they leave, is that of eager."""
+"""Tests of unchanged loops within budgets: the same bits as eager training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @functools.cache
-def plainly(name: str) -> Trained:
+def train_plain(name: str) -> Trained:
     return trained(*LOOPS[name])[0]
 
 
@@ -22,21 +22,21 @@ def peak(name: str, share: float = 1.0) -> int:
     return peak_of(*LOOPS[name], share)
 
 
-# Loops whose ops others have as well.
+# Loops with ops that other loops cover.
 LIKE_OTHERS = {"plain", "rich", "custom_function", "checkpointed_reentrant"}
 
 
-# Loops that run where nothing has to leave as well.
+# Loops that also run with a budget above their peak.
 ROOMY = {"branches", "pictures", "adversaries"}
 
 
 @pytest.mark.parametrize("name", some_of(LOOPS, lambda name: name not in LIKE_OTHERS))
-def test_loops_run_unchanged_with_the_same_numbers(name: str) -> None:
+def test_loop_is_exact_within_a_budget(name: str) -> None:
     roomy = is_exhaustive() or name in ROOMY
     for share, stress in (*([(1.5, False)] if roomy else []), (0.3, False), (0.5, True)):
         budget = peak(name, share)
         ours, stats = trained(*LOOPS[name], budget=budget, stress=stress)
-        assert ours.differs_from(plainly(name)) == "", (share, stress)
+        assert ours.differs_from(train_plain(name)) == "", (share, stress)
         assert stats is not None
         assert stats.peak_bytes <= budget
         assert (stats.evictions > 0) == (share < 1)
@@ -62,7 +62,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 @pytest.mark.parametrize("name", some_of(OPTIMIZERS, ["sgd", "adamw_fused", "adafactor", "muon"]))
-def test_every_optimizer(name: str) -> None:
+def test_optimizer_is_exact_within_a_budget(name: str) -> None:
     theirs, _ = trained(*LOOPS["plain"], OPTIMIZERS[name])
     ours, stats = trained(*LOOPS["plain"], OPTIMIZERS[name], peak("plain", 0.4), policy=None)
     assert ours.differs_from(theirs) == ""
@@ -70,8 +70,8 @@ def test_every_optimizer(name: str) -> None:
     assert stats.evictions > 0
 
 
-def test_a_loop_is_known_from_its_second_step_on() -> None:
+def test_second_and_later_steps_are_predicted() -> None:
     _, stats = trained(functools.partial(plain, steps=15), Language, budget=peak("plain", 0.5))
     assert stats is not None
-    # All but the first step, and what begins the second.
+    # All ops except the first step and the beginning of the second.
     assert stats.expected_ops > 0.9 * stats.ops * 14 / 15

@@ -1,4 +1,4 @@
-"""Memory of followed loops that is not in large blocks, or that the system is sparing with."""
+"""Tests of the small tensors of a loop, and of loops on systems with little memory."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SLACK = 16 * KIB
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> None:
-    """Free small tensors that earlier tests have left, which would be freed in the midst of a loop."""
+def free_earlier_tensors() -> None:
+    """Free small tensors of earlier tests, which would otherwise be freed in the middle of a loop."""
     gc.collect()
 
 
@@ -36,24 +36,24 @@ def total(run: outofcore.Loop) -> int:
     return stats.bytes_in_use + stats.small_bytes
 
 
-def test_small_tensors_are_counted_as_long_as_they_live() -> None:
+def test_small_tensors_are_counted_while_they_live() -> None:
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(10)])
-    own = sum(p.nbytes for p in model.parameters())
+    parameter_bytes = sum(p.nbytes for p in model.parameters())
     with outofcore.budget("4MiB", model, home="host") as run:
         gc.collect()
         before = run.stats
-        assert own <= before.small_bytes <= before.peak_small_bytes
-        kept = [torch.full((60, 64), float(i)) for i in range(20)]
+        assert parameter_bytes <= before.small_bytes <= before.peak_small_bytes
+        tensors = [torch.full((60, 64), float(i)) for i in range(20)]
         during = run.stats.small_bytes
         assert before.small_bytes + 20 * 60 * 64 * 4 - SLACK <= during < before.small_bytes + 20 * 64 * KIB
-        del kept
+        del tensors
         gc.collect()
         assert abs(run.stats.small_bytes - before.small_bytes) < SLACK
         assert run.stats.peak_small_bytes >= during
-        kept = [torch.ones(1000) for _ in range(10)]
+        tensors = [torch.ones(1000) for _ in range(10)]
     with outofcore.budget("4MiB", model, home="host") as run:
-        assert own <= run.stats.small_bytes < own + 4 * KIB  # what other loops left is not this one's
-    assert len(kept) == 10
+        assert parameter_bytes <= run.stats.small_bytes < parameter_bytes + 4 * KIB  # excludes tensors of earlier loops
+    assert len(tensors) == 10
 
 
 def test_stats_itemise_the_memory_of_the_process() -> None:
@@ -61,17 +61,17 @@ def test_stats_itemise_the_memory_of_the_process() -> None:
     with outofcore.budget("24MiB", model, home="host") as run:
         model(torch.ones(512, 1024)).sum().backward()
         before = run.stats
-        others = bytearray(64 * MIB)
-        others[::4096] = b"1" * (16 * 1024)  # touches each page, and leaves no other memory behind
+        buffer = bytearray(64 * MIB)
+        buffer[::4096] = b"1" * (16 * 1024)  # touches each page without other allocations
         after = run.stats
     assert before.bytes_in_use <= before.arena_bytes <= 24 * MIB
     assert 56 * MIB < after.other_bytes - before.other_bytes < 80 * MIB
     assert 0 < after.file_pages_bytes < after.resident_bytes
     assert after.arena_bytes + after.file_pages_bytes + after.other_bytes <= after.resident_bytes + MIB
-    assert len(others) == 64 * MIB
+    assert len(buffer) == 64 * MIB
 
 
-def test_scratch_memory_of_kernels_is_not_counted_for_good() -> None:
+def test_scratch_memory_of_kernels_is_not_counted_permanently() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(0, 1), nn.Flatten(), nn.Linear(30 * 30, 4))
     counts = []
     with outofcore.budget("16MiB", model, home="host", policy=None) as run:
@@ -85,20 +85,20 @@ def test_scratch_memory_of_kernels_is_not_counted_for_good() -> None:
     assert abs(counts[0] - counts[1]) < SLACK
 
 
-def steps_with_many_small(model: nn.Module, seen: Callable[[], None]) -> list[Tensor]:
+def train_with_small_tensors(model: nn.Module, observe: Callable[[], None]) -> list[Tensor]:
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    kept: list[Tensor] = []
+    small_tensors: list[Tensor] = []
     for _ in range(4):
         x = torch.rand(64, 256)
         for layer in model.children():
             x = torch.relu(layer(x))
-            kept += [x[:32].clone() * i for i in range(4)]  # 32 KiB each
-            seen()
+            small_tensors += [x[:32].clone() * i for i in range(4)]  # 32 KiB each
+            observe()
         x.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [*kept, *(p.detach().clone() for p in model.parameters())]
+    return [*small_tensors, *(p.detach().clone() for p in model.parameters())]
 
 
 def layers() -> nn.Sequential:
@@ -108,49 +108,49 @@ def layers() -> nn.Sequential:
 
 @pytest.mark.parametrize("home", ["disk", "host"])
 def test_large_tensors_make_room_for_small_ones(home: Any) -> None:
-    wanted = steps_with_many_small(layers(), lambda: None)
-    model, most = layers(), 0
+    expected = train_with_small_tensors(layers(), lambda: None)
+    model, peak = layers(), 0
 
-    def seen() -> None:
-        nonlocal most
-        most = max(most, total(run))
+    def observe() -> None:
+        nonlocal peak
+        peak = max(peak, total(run))
 
     with outofcore.budget(8 * MIB, model, home=home, policy=None) as run:
-        ours = steps_with_many_small(model, seen)
+        ours = train_with_small_tensors(model, observe)
         assert run.stats.small_bytes >= 4 * 8 * 4 * 32 * KIB
         assert run.stats.evictions > 0
-    assert all(mine.equal(theirs) for mine, theirs in zip(ours, wanted, strict=True))
-    assert most <= 8 * MIB
+    assert all(mine.equal(theirs) for mine, theirs in zip(ours, expected, strict=True))
+    assert peak <= 8 * MIB
 
 
-def test_refusal_tells_what_small_tensors_take() -> None:
-    kept: list[Tensor] = []
+def test_budget_error_reports_bytes_of_small_tensors() -> None:
+    tensors: list[Tensor] = []
     with (
-        pytest.raises(BudgetError, match=r"tensors below 64\.0 KiB take 1\.\d+ MiB") as refused,
+        pytest.raises(BudgetError, match=r"tensors below 64\.0 KiB take 1\.\d+ MiB") as error,
         outofcore.budget(2 * MIB, home="host", policy=None) as run,
     ):
-        kept += [torch.ones(60, 128) for _ in range(48)]
-        assert run.stats.small_bytes >= 48 * kept[0].nbytes
+        tensors += [torch.ones(60, 128) for _ in range(48)]
+        assert run.stats.small_bytes >= 48 * tensors[0].nbytes
         torch.ones(256, 1024)
-    least = refused.value.smallest_budget
-    assert least is not None
-    with outofcore.budget(least, home="host", policy=None):
+    smallest = error.value.smallest_budget
+    assert smallest is not None
+    with outofcore.budget(smallest, home="host", policy=None):
         assert torch.ones(256, 1024).sum() == 256 * 1024
-    assert len(kept) == 48  # they counted there as well
+    assert len(tensors) == 48  # they counted in the second loop too
 
 
 @pytest.fixture
 def hidden_page_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Homes that cannot read /proc/self/pagemap: there is no descriptor left for it."""
-    called = space.call
+    """Make homes unable to read /proc/self/pagemap, for lack of descriptors."""
+    original_call = space.call
 
     def call(library: ctypes.CDLL, name: str, *arguments: Any) -> int:
         if name != "follow_add_home":
-            return called(library, name, *arguments)
+            return original_call(library, name, *arguments)
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
         try:
-            return called(library, name, *arguments)
+            return original_call(library, name, *arguments)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
@@ -158,12 +158,12 @@ def hidden_page_map(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hidden_page_map")
-def test_nothing_is_copied_ahead_where_pages_are_hidden() -> None:
-    wanted, model = steps_with_many_small(layers(), lambda: None), layers()
+def test_prefetching_is_off_when_the_page_map_is_unreadable() -> None:
+    expected, model = train_with_small_tensors(layers(), lambda: None), layers()
     with outofcore.budget(6 * MIB, model, home="host", policy=None) as run:
-        ours = steps_with_many_small(model, lambda: None)
+        ours = train_with_small_tensors(model, lambda: None)
         assert run.stats.fetches_ahead == 0 < run.stats.fetches
-    assert all(mine.equal(theirs) for mine, theirs in zip(ours, wanted, strict=True))
+    assert all(mine.equal(theirs) for mine, theirs in zip(ours, expected, strict=True))
 
 
 SPARING = """
@@ -193,7 +193,7 @@ print(all(map(torch.equal, trained(16 << 20), wanted)))
 """
 
 
-def test_loop_runs_where_all_memory_is_promised() -> None:
-    """A limit on data that can be written to counts mappings as ``vm.overcommit_memory=2`` does."""
-    done = subprocess.run([sys.executable, "-c", SPARING], capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout.split() == ["True", "True", "True"], done.stderr
+def test_loop_runs_under_strict_overcommit() -> None:
+    """``RLIMIT_DATA`` counts mappings as ``vm.overcommit_memory=2`` does."""
+    process = subprocess.run([sys.executable, "-c", SPARING], capture_output=True, text=True, timeout=120, check=False)
+    assert process.stdout.split() == ["True", "True", "True"], process.stderr

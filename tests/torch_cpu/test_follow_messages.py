@@ -1,4 +1,4 @@
-"""Of an op that does not fit: which one it is, in which module, and the user's line, wherever it is called from."""
+"""Tests of the error for an op that does not fit: it names the op, its module and the user's line."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 import outofcore
 
-WIDTH = 256  # a batch of so many rows has 256 KiB
+WIDTH = 256  # a batch of 256 rows has 256 KiB
 
 
 class Bent(nn.Module):
-    """Its backward pass needs three tensors of its size at once, its forward pass two."""
+    """A module that needs three tensors of its size at once in backward, and two in forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.gelu(x)  # bent
@@ -27,16 +27,16 @@ class Bent(nn.Module):
 
 
 class Outer(nn.Module):
-    def __init__(self, *, again: bool) -> None:
+    def __init__(self, *, checkpointed: bool) -> None:
         super().__init__()
-        self.inner, self.again = nn.Sequential(nn.Identity(), Bent()), again
+        self.inner, self.checkpointed = nn.Sequential(nn.Identity(), Bent()), checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False) if self.again else self.inner(x)
+        return checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
 
 
 def line_with(text: str) -> str:
-    """How a message names the line of this file that ends so."""
+    """Return how a message names the line of this file that ends with ``# <text>``."""
     lines = inspect.getsource(inspect.getmodule(line_with)).splitlines()  # type: ignore[arg-type]
     (number,) = [number for number, line in enumerate(lines, 1) if line.endswith("  # " + text)]
     return f" at {__file__}:{number}"
@@ -45,31 +45,31 @@ def line_with(text: str) -> str:
 def refusal_of(model: nn.Module, budget: str, loop: Callable[[], Any]) -> str:
     with pytest.raises(outofcore.BudgetError) as caught, outofcore.budget(budget, model, home="host"):
         loop()
-    (told,) = re.findall(r"is too small: (.*) needs ", str(caught.value))
-    return told
+    (description,) = re.findall(r"is too small: (.*) needs ", str(caught.value))
+    return description
 
 
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("settled", [False, True])
-def test_op_of_backward_is_named_as_its_op_of_forward(again: bool, settled: bool) -> None:
-    model = Outer(again=again)
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("steady", [False, True])
+def test_backward_op_is_named_by_the_line_of_its_forward_op(checkpointed: bool, steady: bool) -> None:
+    model = Outer(checkpointed=checkpointed)
 
     def loop() -> None:
-        for rows in [*([WIDTH // 4] * 6 * settled), WIDTH]:  # large batches come when it is known which op comes when
+        for rows in [*([WIDTH // 4] * 6 * steady), WIDTH]:  # the large batch comes after the order of ops was recorded
             x = torch.ones(rows, WIDTH, requires_grad=True)
             model(x).sum().backward()
 
-    told = refusal_of(model, "700KiB", loop)
-    assert told == "aten::gelu_backward in the backward pass of inner.1 (Bent)" + line_with("bent")
+    description = refusal_of(model, "700KiB", loop)
+    assert description == "aten::gelu_backward in the backward pass of inner.1 (Bent)" + line_with("bent")
 
 
 def test_op_in_a_module_of_the_framework_is_named_by_its_path() -> None:
     model = nn.Sequential(nn.Identity(), nn.Sequential(nn.GELU()))
-    told = refusal_of(model, "300KiB", lambda: model(torch.ones(WIDTH, WIDTH)))  # called
-    assert told == "aten::gelu in 1.0 (GELU)" + line_with("called")
+    description = refusal_of(model, "300KiB", lambda: model(torch.ones(WIDTH, WIDTH)))  # called
+    assert description == "aten::gelu in 1.0 (GELU)" + line_with("called")
 
 
-def test_gradient_that_is_added_to_is_named_by_its_parameter() -> None:
+def test_accumulated_gradient_is_named_by_its_parameter() -> None:
     model = nn.Sequential(nn.Embedding(WIDTH, WIDTH))
 
     def loop() -> None:
@@ -81,19 +81,19 @@ def test_gradient_that_is_added_to_is_named_by_its_parameter() -> None:
     )
 
 
-@pytest.mark.parametrize("settled", [False, True])
-def test_op_of_an_optimizer_is_named_by_the_line_that_steps(settled: bool) -> None:
+@pytest.mark.parametrize("steady", [False, True])
+def test_optimizer_op_is_named_by_the_line_of_its_step(steady: bool) -> None:
     models = [nn.Linear(WIDTH // 4, WIDTH), nn.Linear(WIDTH, WIDTH)]
     optimizer = torch.optim.SGD([p for m in models for p in m.parameters()], momentum=0.9, foreach=True)
 
     def loop() -> None:
-        for model in [*models[:1] * 6 * settled, models[1]]:
+        for model in [*models[:1] * 6 * steady, models[1]]:
             model(torch.ones(1, model.in_features)).sum().backward()
             optimizer.step()  # stepped
             optimizer.zero_grad()
 
-    told = refusal_of(nn.ModuleList(models), "500KiB", loop)
-    assert re.fullmatch(r"aten::\S+" + re.escape(line_with("stepped")), told)
+    description = refusal_of(nn.ModuleList(models), "500KiB", loop)
+    assert re.fullmatch(r"aten::\S+" + re.escape(line_with("stepped")), description)
 
 
 def test_op_in_an_installed_package_is_named_by_the_users_line() -> None:
@@ -104,5 +104,7 @@ def test_op_in_an_installed_package_is_named_by_the_users_line() -> None:
     def loop() -> None:
         model(input_ids=torch.zeros(1, 512, dtype=torch.long)).logits.sum().backward()  # generated
 
-    told = refusal_of(model, "600KiB", loop)
-    assert re.fullmatch(r"aten::\S+ in transformer\.h\.0\.[a-z_.]+ \(\w+\)" + re.escape(line_with("generated")), told)
+    description = refusal_of(model, "600KiB", loop)
+    assert re.fullmatch(
+        r"aten::\S+ in transformer\.h\.0\.[a-z_.]+ \(\w+\)" + re.escape(line_with("generated")), description
+    )

@@ -1,4 +1,4 @@
-"""Loops that are followed by a plan, or by nonsense in place of one: the numbers are those of eager in any case."""
+"""Tests of planned eager loops: valid and random plans give the numbers of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from outofcore.follow.records import Schedule, StepRecord
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-Seen = tuple[list[float], list[Tensor]]
+Results = tuple[list[float], list[Tensor]]
 
 
 @pytest.fixture(autouse=True)
-def _planned_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def _plan_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BackgroundPlanner", PlannedAtOnce)
     monkeypatch.setattr(module, "read_record", reader_with_fixed_costs())
 
@@ -44,32 +44,32 @@ def train(
     vary: bool = False,
     between: Callable[[int, nn.Module], object] = lambda i, m: None,
     **options: Any,
-) -> tuple[Seen, list[outofcore.LoopStats]]:
-    """What a loop read and left, and the stats after each step."""
+) -> tuple[Results, list[outofcore.LoopStats]]:
+    """Train; return losses, final tensors, and the stats after each step."""
     torch.manual_seed(0)
     model = Model()
-    seen, stats = [], []
+    losses, stats = [], []
 
-    def run(told: Callable[[], None]) -> None:
+    def run(after_step: Callable[[], None]) -> None:
         optimizer = adamw(model)
-        for i, (ids, wanted) in enumerate(sentences(steps, vary=vary)):
+        for i, (ids, targets) in enumerate(sentences(steps, vary=vary)):
             optimizer.zero_grad()
-            loss = loss_of(model, ids, wanted)
+            loss = loss_of(model, ids, targets)
             loss.backward()
             optimizer.step()
-            seen.append(loss.item())
+            losses.append(loss.item())
             between(i, model)
-            told()
+            after_step()
 
     if budget is None:
         run(lambda: None)
     else:
-        with outofcore.budget(budget, model, **{"cache": False, "policy": MOVES, **options}) as followed:
-            run(lambda: stats.append(followed.stats))
-    return (seen, [t.clone() for t in model.state_dict().values()]), stats
+        with outofcore.budget(budget, model, **{"cache": False, "policy": MOVES, **options}) as loop:
+            run(lambda: stats.append(loop.stats))
+    return (losses, [t.clone() for t in model.state_dict().values()]), stats
 
 
-def assert_same(ours: Seen, theirs: Seen) -> None:
+def assert_same(ours: Results, theirs: Results) -> None:
     assert ours[0] == theirs[0]
     assert all(torch.equal(a, b) for a, b in zip(ours[1], theirs[1], strict=True))
 
@@ -87,16 +87,12 @@ def test_loop_makes_no_plan_when_the_step_fits() -> None:
 
 
 def test_short_batches_do_not_follow_the_plan_of_a_long_one() -> None:
-    """The long batch comes twice, so that it is planned; the others fit in the budget."""
+    """The long batch comes twice and is then planned; the others fit in the budget."""
 
     def run(budget: int | None) -> tuple[list[float], list[outofcore.LoopStats]]:
         torch.manual_seed(0)
-        model, seen, stats = Model(), [], []
-        with (
-            outofcore.budget(budget, model, cache=False, policy=MOVES)
-            if budget
-            else contextlib.nullcontext() as followed
-        ):
+        model, losses, stats = Model(), [], []
+        with outofcore.budget(budget, model, cache=False, policy=MOVES) if budget else contextlib.nullcontext() as loop:
             optimizer = adamw(model)
             for length in [LENGTH, LENGTH, LENGTH, *[LENGTH // 4] * 6, LENGTH]:
                 ids = torch.arange(4 * (length + 1)).view(4, -1) % 1000
@@ -104,10 +100,10 @@ def test_short_batches_do_not_follow_the_plan_of_a_long_one() -> None:
                 loss = loss_of(model, ids[:, :-1], ids[:, 1:])
                 loss.backward()
                 optimizer.step()
-                seen.append(loss.item())
-                if followed is not None:
-                    stats.append(followed.stats)
-        return seen, stats
+                losses.append(loss.item())
+                if loop is not None:
+                    stats.append(loop.stats)
+        return losses, stats
 
     ours, stats = run(int(0.55 * peak()))
     assert ours == run(None)[0]
@@ -116,37 +112,37 @@ def test_short_batches_do_not_follow_the_plan_of_a_long_one() -> None:
     assert stats[-1].plans == 1
     assert planned[-1] > 0.9 * planned[3] > 0
     assert moved[-1] > 0
-    # The first short one still begins as the long ones did.
+    # The first short step still begins like the long ones.
     assert planned[4:8] == [0] * 4
     assert moved[4:8] == [0] * 4
 
 
 @pytest.mark.parametrize("share", some_of([0.7, 0.5, 0.3], [0.7, 0.3]))
-def test_steps_are_followed_by_a_plan(share: float) -> None:
+def test_repeated_steps_run_by_a_plan(share: float) -> None:
     theirs, _ = train(9)
     ours, stats = train(9, int(share * peak()))
     assert_same(ours, theirs)
-    # Seen twice, planned then: that the first step makes the state of the optimizer as well is no matter.
+    # A step is planned after it was seen twice, although the first one also creates optimizer state.
     assert [s.plans for s in stats] == [0, 0, 1, 1, 1, 1, 1, 1, 1]
     last, before = stats[-1], stats[-2]
     assert last.planned_ops - before.planned_ops > 300
     assert last.departures == 0
     assert last.peak_bytes <= int(share * peak())
-    # By then nearly everything is where the plan has it.
+    # Nearly all tensors are now where the plan expects them.
     moved = last.fetches - before.fetches
     assert moved > 0
     assert last.unplanned_evictions - before.unplanned_evictions <= 0.1 * moved
     assert last.fetches_ahead - before.fetches_ahead >= 0.9 * moved
 
 
-def test_no_plan_is_made_unless_asked_for() -> None:
+def test_no_plan_is_made_without_a_policy() -> None:
     theirs, _ = train(6)
     ours, stats = train(6, int(0.5 * peak()), policy=None)
     assert_same(ours, theirs)
     assert stats[-1].plans == stats[-1].planned_ops == 0
 
 
-def test_lengths_follow_the_plan_of_the_next_larger_one() -> None:
+def test_lengths_share_the_plan_of_the_next_larger_one() -> None:
     theirs, _ = train(24, vary=True)
     ours, stats = train(24, int(0.5 * peak()), vary=True)
     assert_same(ours, theirs)
@@ -156,7 +152,7 @@ def test_lengths_follow_the_plan_of_the_next_larger_one() -> None:
     assert last.planned_ops - stats[-5].planned_ops > 4 * 300
 
 
-def test_the_place_is_found_again_after_something_else() -> None:
+def test_plan_resumes_after_an_evaluation() -> None:
     ids = torch.randint(0, 1024, (4, LENGTH))
 
     def evaluate(i: int, model: nn.Module) -> None:
@@ -169,34 +165,34 @@ def test_the_place_is_found_again_after_something_else() -> None:
     theirs, _ = train(14, between=evaluate)
     ours, stats = train(14, int(0.4 * peak()), between=evaluate)
     assert_same(ours, theirs)
-    each = [b.planned_ops - a.planned_ops for a, b in pairwise(stats)]
-    assert each[4] > 0.9 * each[3]
-    assert each[-1] == each[3] > 0
+    planned = [b.planned_ops - a.planned_ops for a, b in pairwise(stats)]
+    assert planned[4] > 0.9 * planned[3]
+    assert planned[-1] == planned[3] > 0
 
 
-def test_the_next_process_has_the_plan_at_once(tmp_path: Path) -> None:
+def test_stored_plan_is_used_one_step_sooner_unless_damaged(tmp_path: Path) -> None:
     budget = int(0.5 * peak())
     theirs, _ = train(6)
     first = train(6, budget, cache=tmp_path)[1]
     ours, second = train(6, budget, cache=tmp_path)
     assert_same(ours, theirs)
-    # Planned at once where the same sizes were planned before: one step sooner than by the planner.
+    # A stored plan of the same sizes applies one step sooner than a new one.
     assert [s.plans for s in first] == [0, 0, 1, 1, 1, 1]
     assert [s.plans for s in second] == [0, 1, 1, 1, 1, 1]
-    (kept,) = tmp_path.glob("loop-*.json")
+    (plan_file,) = tmp_path.glob("loop-*.json")
     assert train(6, budget + (1 << 20), cache=tmp_path)[1][1].plans == 0
     for damage in (
         "{",
-        kept.read_text().replace("followed/1", "followed/9"),
-        kept.read_text().replace("[0,", "[99999,"),
+        plan_file.read_text().replace("followed/1", "followed/9"),
+        plan_file.read_text().replace("[0,", "[99999,"),
     ):
-        kept.write_text(damage)
+        plan_file.write_text(damage)
         ours, stats = train(6, budget, cache=tmp_path)
         assert_same(ours, theirs)
         assert [s.plans for s in stats] == [0, 0, 1, 1, 1, 1]
 
 
-def test_a_plan_of_a_busy_machine_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_from_a_busy_machine_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     budget = int(0.5 * peak())
 
     def plans(*, is_busy: bool) -> list[int]:
@@ -209,18 +205,18 @@ def test_a_plan_of_a_busy_machine_is_made_again(tmp_path: Path, monkeypatch: pyt
     assert plans(is_busy=False) == [0, 1, 1, 1, 1, 1]
 
 
-def test_a_long_step_is_planned_thoroughly_once_all_have_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_step_is_planned_thoroughly_after_all_have_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     budget = int(0.5 * peak())
     theirs, _ = train(8)
     monkeypatch.setattr(module, "_LONG_STEP_SECONDS", 0.0)
-    assert [s.plans for s in train(8, budget)[1]] == [0, 0, 1, 1, 1, 1, 1, 1]  # not before 32 steps have had plans
+    assert [s.plans for s in train(8, budget)[1]] == [0, 0, 1, 1, 1, 1, 1, 1]  # not until 32 steps have had plans
     monkeypatch.setattr(module, "_SETTLED_STEPS", 1)
     ours, stats = train(8, budget, cache=tmp_path)
     assert_same(ours, theirs)
     assert [s.plans for s in stats] == [0, 0, 1, 1, 2, 2, 2, 2]
     assert [s.plans for s in train(8, budget, cache=tmp_path)[1]] == [0, 1, 1, 1, 1, 1, 1, 1]
-    (kept,) = tmp_path.glob("loop-*.json")
-    kept.write_text(kept.read_text().replace('"is_quick":false', '"is_quick":true'))
+    (plan_file,) = tmp_path.glob("loop-*.json")
+    plan_file.write_text(plan_file.read_text().replace('"is_quick":false', '"is_quick":true'))
     assert [s.plans for s in train(8, budget, cache=tmp_path)[1]] == [0, 1, 1, 1, 2, 2, 2, 2]
 
 
@@ -228,11 +224,11 @@ def make_copies_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "read_record", reader_with_fixed_costs(2e7))
 
 
-def test_a_trial_of_recomputation_gets_its_plan_whatever_planning_has_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputation_trial_is_planned_after_expensive_planning(monkeypatch: pytest.MonkeyPatch) -> None:
     class Expensive(PlannedAtOnce):
         def poll(self) -> tuple[Any, Answer] | None:
-            done = super().poll()
-            return None if done is None else (done[0], replace(done[1], processor_seconds=1e6))
+            answer = super().poll()
+            return None if answer is None else (answer[0], replace(answer[1], processor_seconds=1e6))
 
     monkeypatch.setattr(module, "BackgroundPlanner", Expensive)
     budget = int(0.4 * peak())
@@ -244,7 +240,7 @@ def test_a_trial_of_recomputation_gets_its_plan_whatever_planning_has_taken(monk
 
 
 @pytest.mark.exhaustive
-def test_what_is_cheap_is_made_again_where_copies_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cheap_ops_are_recomputed_when_copies_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     make_copies_slow(monkeypatch)
     theirs, _ = train(14)
     budget = int(0.4 * peak())
@@ -281,7 +277,7 @@ def nonsense(seed: int) -> Callable[[StepRecord, object, object], Schedule]:
 
 
 @pytest.mark.parametrize("seed", some_of(range(4), [1, 2]))
-def test_no_plan_can_make_the_numbers_wrong(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonsensical_plan_does_not_change_the_numbers(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "schedule_of", nonsense(seed))
     theirs, _ = train(8, vary=seed % 2 == 1)
     budget = int((0.3, 0.5, 0.8)[seed % 3] * peak())
@@ -292,19 +288,19 @@ def test_no_plan_can_make_the_numbers_wrong(seed: int, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("seed", some_of(range(100, 104), [101, 102]))
-def test_random_loops_with_plans(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_loop_with_plans_is_exact(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if seed % 2:
         monkeypatch.setattr(module, "schedule_of", nonsense(seed))
-    theirs_seen, theirs = random_loop(seed, 300, lambda _: None)
+    expected_values, theirs = random_loop(seed, 300, lambda _: None)
     with outofcore.budget(("2MiB", "2500KiB", "5MiB")[seed % 3], cache=False) as run:
-        seen, ours = random_loop(
+        values, ours = random_loop(
             seed, 300, lambda draw: load_paging().follow_stress(run._space, int(draw.random() > 0.97))
         )
-    assert seen == theirs_seen
-    assert all(left.equal(right) for left, right in zip(ours, theirs, strict=True))
+    assert values == expected_values
+    assert all(our_tensor.equal(plain_tensor) for our_tensor, plain_tensor in zip(ours, theirs, strict=True))
 
 
-def test_a_plan_is_made_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_is_made_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BackgroundPlanner", BackgroundPlanner)
 
     def wait(i: int, model: nn.Module) -> None:
@@ -316,8 +312,8 @@ def test_a_plan_is_made_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None
     model = Model()
     run = outofcore.budget(int(0.5 * peak()), model, cache=False).start()
     optimizer = adamw(model)
-    for i, (ids, wanted) in enumerate(sentences(6)):
-        loss_of(model, ids, wanted).backward()
+    for i, (ids, targets) in enumerate(sentences(6)):
+        loss_of(model, ids, targets).backward()
         optimizer.step()
         optimizer.zero_grad()
         wait(i, model)
@@ -326,22 +322,22 @@ def test_a_plan_is_made_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None
     assert run.stats.planned_ops > 0
 
 
-def test_a_loop_that_is_started_again_begins_anew() -> None:
+def test_restarted_loop_resets_its_stats_and_plans() -> None:
     torch.manual_seed(0)
     model = Model()
     run = outofcore.budget(int(0.5 * peak()), model, cache=False, policy=MOVES)
     for _ in range(2):
         with run:
             optimizer = adamw(model)
-            for ids, wanted in sentences(5):
-                loss_of(model, ids, wanted).backward()
+            for ids, targets in sentences(5):
+                loss_of(model, ids, targets).backward()
                 optimizer.step()
                 optimizer.zero_grad()
         assert (run.stats.steps, run.stats.plans) == (5, 1)
         assert 600 < run.stats.planned_ops < 700
 
 
-def test_a_planner_that_dies_leaves_the_loop_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_planner_leaves_the_loop_without_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BackgroundPlanner", BackgroundPlanner)
     monkeypatch.setattr("outofcore.child_processes._PROGRAM", "raise SystemExit(3)")
     theirs, _ = train(6)
@@ -352,7 +348,6 @@ def test_a_planner_that_dies_leaves_the_loop_on_demand(monkeypatch: pytest.Monke
 
 
 def _pick(generator: random.Random, sources: list[Tensor]) -> Tensor:
-    """A batch whose samples are picked, and changed now and then, at random."""
     batch = torch.empty(4, LENGTH, 64)
     for i in range(4):
         sample = generator.choice(sources)
@@ -363,55 +358,53 @@ def _pick(generator: random.Random, sources: list[Tensor]) -> Tensor:
 
 
 class Deep(nn.Module):
-    """Of its layers, a random one is left out in each step."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(64, 256)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(10))
 
-    def forward(self, x: Tensor, left_out: int) -> Tensor:
+    def forward(self, x: Tensor, skipped: int) -> Tensor:
         x = self.first(x)
         for i, layer in enumerate(self.layers):
-            if i != left_out:
+            if i != skipped:
                 x = x + layer(x)
         return x.square().mean()
 
 
 @pytest.mark.parametrize("dropped", [False, True])
-def test_steps_that_differ_a_little_are_followed_by_one_plan(dropped: bool) -> None:
-    def run(budget: int | None) -> tuple[Seen, list[outofcore.LoopStats]]:
+def test_slightly_different_steps_share_one_plan(dropped: bool) -> None:
+    def run(budget: int | None) -> tuple[Results, list[outofcore.LoopStats]]:
         torch.manual_seed(0)
         generator = random.Random(0)
         model, sources = Deep(), [torch.randn(LENGTH, 64) for _ in range(3)]
         optimizer = adamw(model)
-        seen, stats = [], []
+        losses, stats = [], []
         options: Any = {"cache": False, "policy": MOVES}
-        with outofcore.budget(budget, model, **options) if budget else contextlib.nullcontext() as followed:
+        with outofcore.budget(budget, model, **options) if budget else contextlib.nullcontext() as loop:
             for _ in range(14):
                 optimizer.zero_grad()
                 picked = _pick(generator, sources)
                 loss = model(picked, generator.randrange(10) if dropped else -1)
                 loss.backward()
                 optimizer.step()
-                seen.append(loss.item())
-                if followed is not None:
-                    stats.append(followed.stats)
-        return (seen, [t.clone() for t in model.state_dict().values()]), stats
+                losses.append(loss.item())
+                if loop is not None:
+                    stats.append(loop.stats)
+        return (losses, [t.clone() for t in model.state_dict().values()]), stats
 
-    most = run(1 << 30)[1][-1].peak_bytes
+    peak_bytes = run(1 << 30)[1][-1].peak_bytes
     theirs, _ = run(None)
-    ours, stats = run(int(0.5 * most))
+    ours, stats = run(int(0.5 * peak_bytes))
     assert_same(ours, theirs)
-    # One plan for them all, which most ops of all later steps go by.
+    # One plan serves all steps, and covers most ops of later ones.
     assert stats[-1].plans <= (3 if dropped else 2)
     assert min(b.planned_ops - a.planned_ops for a, b in pairwise(stats[-6:])) > 140
 
 
-# Loops that step no optimizer: each is a step of one, by hand.
+# Loops that update parameters by hand, without an optimizer.
 
 
-def by_hand(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> list[float]:
+def update_by_hand(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> list[float]:
     loss = loss_of_batch()
     loss.backward()
     for p in model.parameters():
@@ -421,7 +414,7 @@ def by_hand(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> list[float
     return [loss.item()]
 
 
-def by_hand_at_once(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> list[float]:
+def update_with_foreach(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> list[float]:
     loss = loss_of_batch()
     loss.backward()
     with torch.no_grad():
@@ -431,7 +424,7 @@ def by_hand_at_once(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> li
     return [loss.item()]
 
 
-def by_gradients(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> list[float]:
+def update_with_autograd_grad(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> list[float]:
     loss = loss_of_batch()
     parameters = list(model.parameters())
     with torch.no_grad():
@@ -440,7 +433,7 @@ def by_gradients(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> list[
     return [loss.item()]
 
 
-def accumulated(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> list[float]:
+def accumulate_gradients(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> list[float]:
     losses = []
     for _ in range(2):
         loss = loss_of_batch()
@@ -453,8 +446,8 @@ def accumulated(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> list[f
     return losses
 
 
-def in_turn(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> list[float]:
-    """Two passes in a step, of which the first keeps its graph, and each has an update, as in a GAN."""
+def update_in_turn(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> list[float]:
+    """Run two passes with one update each, as in a GAN; the first pass keeps its graph."""
     halves: list[list[nn.Parameter]] = [list(model.parameters())[:10], list(model.parameters())[10:]]
     losses = []
     loss = loss_of_batch()
@@ -473,46 +466,48 @@ def in_turn(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> list[float
     return losses
 
 
-def loop_by_hand(step: Callable[..., list[float]], budget: int | None) -> tuple[Seen, list[outofcore.LoopStats]]:
+def train_by_hand(step: Callable[..., list[float]], budget: int | None) -> tuple[Results, list[outofcore.LoopStats]]:
     torch.manual_seed(0)
     model = Model()
-    seen: list[float] = []
+    losses: list[float] = []
     stats: list[outofcore.LoopStats] = []
     batches = sentences(40)
 
-    def loop(told: Callable[[], None]) -> None:
+    def loop(after_step: Callable[[], None]) -> None:
         for _ in range(8):
-            seen.extend(step(model, lambda: loss_of(model, *next(batches))))
-            told()
+            losses.extend(step(model, lambda: loss_of(model, *next(batches))))
+            after_step()
 
     if budget is None:
         loop(lambda: None)
     else:
         with outofcore.budget(budget, model, cache=False, policy=MOVES) as run:
             loop(lambda: stats.append(run.stats))
-    return (seen, [t.clone() for t in model.state_dict().values()]), stats
+    return (losses, [t.clone() for t in model.state_dict().values()]), stats
 
 
-@pytest.mark.parametrize("step", [by_hand, by_hand_at_once, by_gradients, accumulated, in_turn])
-def test_loop_that_updates_by_hand_is_planned(step: Callable[..., list[float]]) -> None:
-    theirs, _ = loop_by_hand(step, None)
-    ours, stats = loop_by_hand(step, int(0.5 * peak()))
+@pytest.mark.parametrize(
+    "step", [update_by_hand, update_with_foreach, update_with_autograd_grad, accumulate_gradients, update_in_turn]
+)
+def test_loop_with_updates_by_hand_is_planned(step: Callable[..., list[float]]) -> None:
+    theirs, _ = train_by_hand(step, None)
+    ours, stats = train_by_hand(step, int(0.5 * peak()))
     assert_same(ours, theirs)
     assert stats[-1].plans >= 1
     assert stats[-1].planned_ops - stats[-2].planned_ops > 150
     assert stats[-1].departures == stats[-3].departures
-    assert stats[-1].steps == 8 * (2 if step in (accumulated, in_turn) else 1)
+    assert stats[-1].steps == 8 * (2 if step in (accumulate_gradients, update_in_turn) else 1)
 
 
-def test_gradients_that_are_accumulated_end_no_step_of_an_optimizer() -> None:
+def test_accumulated_backward_passes_do_not_end_a_step() -> None:
     model = Model()
     optimizer = adamw(model)
     with outofcore.budget(int(0.5 * peak()), model, cache=False, policy=MOVES) as run:
-        for i, (ids, wanted) in enumerate(sentences(16)):
-            loss_of(model, ids, wanted).backward()
+        for i, (ids, targets) in enumerate(sentences(16)):
+            loss_of(model, ids, targets).backward()
             if i % 4 == 3:
                 optimizer.step()
                 optimizer.zero_grad()
     assert run.stats.steps == 4
     assert run.stats.planned_ops > 0
-    assert run._made[-1].ops > 3 * run._made[0].ops or len(run._made) == 1  # a plan is one of all four passes
+    assert run._made[-1].ops > 3 * run._made[0].ops or len(run._made) == 1  # the plan covers all four passes
