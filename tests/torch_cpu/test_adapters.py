@@ -66,7 +66,7 @@ def walk(model: Any, step: Any) -> list[float]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("tied", "checkpointed"), [(True, False), (False, True)])
-def test_adapters_are_switched_and_merged_to_the_bit(tied: bool, checkpointed: bool) -> None:
+def test_switched_and_merged_adapters_match_peft_bit_for_bit(tied: bool, checkpointed: bool) -> None:
     plain, _, theirs = made(tied=tied, checkpointed=checkpointed)
     model, optimizer, step = made(tied=tied, checkpointed=checkpointed)
     with outofcore.compile(

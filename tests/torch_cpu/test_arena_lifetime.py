@@ -22,7 +22,7 @@ def arena() -> Iterator[Arena]:
         yield opened
 
 
-def test_memory_may_be_freed_after_the_allocator_is_gone_and_before_it_came() -> None:
+def test_memory_allocated_before_or_during_an_arena_can_be_freed_later() -> None:
     before = torch.ones(FLOATS)
     arena = Arena(8 * MIB)
     between = torch.ones(FLOATS)
@@ -59,7 +59,7 @@ def test_tensors_keep_the_arena_memory_alive_after_close() -> None:
     assert not is_mapped(address)
 
 
-def test_an_unreferenced_arena_gives_its_memory_and_the_allocator_back() -> None:
+def test_unreferenced_arena_frees_its_memory_and_the_allocator() -> None:
     arena = Arena(8 * MIB)
     address = arena.address
     del arena
@@ -70,7 +70,7 @@ def test_an_unreferenced_arena_gives_its_memory_and_the_allocator_back() -> None
     assert recorder.events  # installing works again
 
 
-def test_several_arenas_at_once() -> None:
+def test_several_arenas_serve_requests_at_once() -> None:
     with Arena(8 * MIB) as one, Arena(8 * MIB) as two:
         tables = ScopeTable(one, [[(MIB, 0)]]), ScopeTable(two, [[(MIB, MIB)]])
         placed = []
@@ -85,7 +85,7 @@ def test_several_arenas_at_once() -> None:
         del placed
 
 
-def test_more_arenas_than_the_library_can_hold_are_refused_and_all_come_free_again() -> None:
+def test_too_many_arenas_are_refused_and_all_can_be_freed() -> None:
     for _ in range(2):
         arenas = []
         with pytest.raises(ArenaError, match="too many"):
@@ -96,7 +96,7 @@ def test_more_arenas_than_the_library_can_hold_are_refused_and_all_come_free_aga
             arena.close()
 
 
-def test_a_forked_child_has_a_copy_of_its_own(arena: Arena) -> None:
+def test_forked_child_gets_its_own_copy(arena: Arena) -> None:
     view = floats(arena, 0, MIB).fill_(1)
     table = ScopeTable(arena, [[(MIB, MIB)]])
     child = os.fork()
@@ -119,7 +119,7 @@ def test_a_forked_child_has_a_copy_of_its_own(arena: Arena) -> None:
     assert view[5].item() == 1
 
 
-def test_tensors_in_the_arena_may_live_until_the_process_ends() -> None:
+def test_arena_tensors_may_live_until_the_process_exits() -> None:
     script = (
         "import torch\n"
         "from outofcore.execution.arena import Arena, ScopeTable\n"

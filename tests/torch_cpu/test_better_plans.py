@@ -87,7 +87,7 @@ def at_any_cost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("at_any_cost")
 @pytest.mark.parametrize("home", ["host", "disk"])
-def test_bits_stay_when_plans_are_exchanged(home: str, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_stay_bit_identical_when_plans_are_exchanged(home: str, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outofcore.plan_updates.BackgroundPlanner", PlannedAtOnce)
     step, model, optimizer = make()
     expected = trained(step, 10)
@@ -113,7 +113,7 @@ def test_bits_stay_when_plans_are_exchanged(home: str, budget: int, monkeypatch:
         assert torch.equal(mine, theirs)
 
 
-def test_a_call_plans_quickly_and_what_is_prepared_is_searched_for(
+def test_call_plans_quickly_and_prepare_searches_fully(
     budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searched: list[planning.SearchParams] = []
@@ -142,7 +142,7 @@ def test_a_call_plans_quickly_and_what_is_prepared_is_searched_for(
         assert searched == [compiled.policy.params]
 
 
-def test_what_the_quick_search_does_not_find_is_searched_for(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_search_runs_when_the_quick_search_finds_no_plan(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget is refused only where the whole search finds nothing."""
     plans = planning.plans_of_step
 
@@ -161,7 +161,7 @@ def test_what_the_quick_search_does_not_find_is_searched_for(budget: int, monkey
 
 
 @pytest.mark.usefixtures("at_any_cost")
-def test_a_second_process_neither_measures_nor_plans(
+def test_second_process_reuses_measurements_and_plans(
     budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, model, optimizer = make()
@@ -191,7 +191,7 @@ def test_a_second_process_neither_measures_nor_plans(
 
 
 @pytest.mark.usefixtures("at_any_cost")
-def test_a_damaged_plan_is_made_again(budget: int, tmp_path: Path) -> None:
+def test_damaged_plan_is_planned_again(budget: int, tmp_path: Path) -> None:
     for _ in range(2):
         step, model, optimizer = make()
         with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY, cache=tmp_path) as compiled:
@@ -205,7 +205,7 @@ def test_a_damaged_plan_is_made_again(budget: int, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("at_any_cost")
 @pytest.mark.parametrize("share", [1e6, 0.0])
-def test_where_no_process_starts_a_plan_is_made_here_if_that_is_cheap(
+def test_planning_runs_in_process_if_cheap_when_no_child_starts(
     share: float, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(*_: object) -> bool:
@@ -230,7 +230,7 @@ def test_where_no_process_starts_a_plan_is_made_here_if_that_is_cheap(
 
 
 @pytest.mark.usefixtures("at_any_cost")
-def test_a_process_that_plans_ends_with_the_step(budget: int) -> None:
+def test_planning_process_is_killed_when_the_step_closes(budget: int) -> None:
     step, model, optimizer = make()
     with outofcore.compile(step, model, optimizer, budget=budget, cache=False) as compiled:
         trained(compiled, 4)
@@ -242,7 +242,7 @@ def test_a_process_that_plans_ends_with_the_step(budget: int) -> None:
 
 
 @pytest.mark.usefixtures("at_any_cost")
-def test_a_plan_of_what_is_forgotten_is_left_out_of_account(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_background_plan_is_discarded_when_plans_are_forgotten(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outofcore.plan_updates.BackgroundPlanner", PlannedAtOnce)
     step, model, optimizer = make()
     expected = trained(step, 9)

@@ -41,7 +41,7 @@ BAD: dict[str, tuple[Callable[[], torch.Tensor], type[Exception], str]] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("after", [False, True], ids=["first call", "later call"])
 @pytest.mark.parametrize("name", BAD)
-def test_an_argument_that_cannot_be_taken_is_named(name: str, after: bool) -> None:
+def test_unsupported_argument_is_refused_by_name(name: str, after: bool) -> None:
     make, error, message = BAD[name]
     model = nn.Linear(4, 4)
     before = model.weight.clone()
@@ -65,7 +65,7 @@ def test_an_argument_that_cannot_be_taken_is_named(name: str, after: bool) -> No
     step.close()
 
 
-def test_a_model_without_memory_is_refused() -> None:
+def test_model_on_meta_device_is_refused() -> None:
     with torch.device("meta"):
         model = nn.Linear(4, 4)
     with pytest.raises(InputError, match="weight is on the device meta and has no memory yet"):

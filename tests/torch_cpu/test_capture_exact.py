@@ -80,7 +80,7 @@ def test_steps_are_exact(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_changed_captures_are_exact(name: str) -> None:
+def test_transformed_captures_are_exact(name: str) -> None:
     check_exact(CASES[name], changed)
 
 
@@ -89,7 +89,7 @@ def test_optimizers_are_exact(name: str) -> None:
     check_exact(functools.partial(cases.mlp, OPTIMIZERS[name]))
 
 
-def test_an_unknown_optimizer_is_exact() -> None:
+def test_unknown_optimizer_is_exact() -> None:
     replay = check_exact(functools.partial(cases.mlp, Counting))
     updates = [op for op in replay.captured.graph.ops if op.name == "optimizer.Counting"]
     assert len(updates) == 1

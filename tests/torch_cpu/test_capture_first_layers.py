@@ -150,7 +150,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", some_of(LAYERS, KINDS))
-def test_a_first_layer_is_trained_bit_for_bit_out_of_core(name: str) -> None:
+def test_first_layer_trains_bit_for_bit_out_of_core(name: str) -> None:
     make, shape = LAYERS[name]
     torch.manual_seed(0)
     plain = make()

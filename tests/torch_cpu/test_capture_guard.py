@@ -140,7 +140,7 @@ WITHOUT_LINE = [
 
 
 @pytest.mark.parametrize(("make", "message"), WITHOUT_LINE, ids=lambda value: getattr(value, "__name__", None))
-def test_refused_at_the_end(make: Refused, message: str) -> None:
+def test_step_with_side_effect_is_refused(make: Refused, message: str) -> None:
     world = World()
     step = make(world)
     before = picture(world)
@@ -149,7 +149,7 @@ def test_refused_at_the_end(make: Refused, message: str) -> None:
     assert_same_picture(before, picture(world))
 
 
-def test_the_history_of_the_user_is_as_long_as_before() -> None:
+def test_users_list_keeps_its_length_after_a_refusal() -> None:
     world = World()
     history: list[Any] = [1]
 
@@ -161,20 +161,20 @@ def test_the_history_of_the_user_is_as_long_as_before() -> None:
     assert history == [1]
 
 
-def test_arguments_that_cannot_be_compared_are_refused_by_name() -> None:
+def test_incomparable_argument_is_refused_by_name() -> None:
     world = World()
     with pytest.raises(CaptureError, match=r"argument 1\['box'\]\[0\] holds a Box"):
         world.capture(lambda x, more: world.learn(x), world.x, {"box": [Box(1)]})
 
 
-def test_an_argument_computed_with_gradients_is_refused() -> None:
+def test_argument_computed_with_gradients_is_refused() -> None:
     world = World()
     x = world.x.requires_grad_() * 2
     with pytest.raises(CaptureError, match="argument 0 has been computed with gradients"):
         world.capture(world.learn, x)
 
 
-def test_a_gradient_left_in_an_argument_is_refused() -> None:
+def test_gradient_left_in_an_argument_is_refused() -> None:
     world = World()
     with pytest.raises(CaptureError, match="leaves a gradient in argument 0"):
         world.capture(world.learn, world.x.requires_grad_())
@@ -222,7 +222,7 @@ class Hiding(torch.optim.Optimizer):
                     self.state["all"] = {"made": made}
 
 
-def test_optimizers_that_cannot_be_taken_apart_are_refused() -> None:
+def test_unsupported_optimizers_are_refused() -> None:
     world = World()
     parameters = list(world.model.parameters())
     hooked = torch.optim.SGD(parameters, lr=0.1)
@@ -249,12 +249,12 @@ def test_optimizers_that_cannot_be_taken_apart_are_refused() -> None:
         assert not any(isinstance(key, str) for key in optimizer.state)
 
 
-def test_a_lazy_parameter_among_the_arguments_is_refused() -> None:
+def test_lazy_parameter_argument_is_refused() -> None:
     with pytest.raises(CaptureError, match="argument 0 is a UninitializedParameter"):
         capture_step(lambda x: x, [], [], (nn.LazyLinear(3).weight,), {})
 
 
-def test_the_users_own_error_comes_through_unchanged() -> None:
+def test_error_raised_by_the_step_propagates_unchanged() -> None:
     world = World()
     mine = ValueError("mine")
 
@@ -273,7 +273,7 @@ def test_the_users_own_error_comes_through_unchanged() -> None:
     assert_same_picture(before, picture(world))
 
 
-def test_a_capture_leaves_everything_as_it_was() -> None:
+def test_capture_leaves_the_users_objects_unchanged() -> None:
     world = World()
     world.learn(world.x)
     F.mse_loss(world.model(world.x), torch.ones(5, 3)).backward()

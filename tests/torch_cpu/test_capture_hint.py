@@ -52,7 +52,7 @@ class World:
     "name",
     ["reads_a_value", "branches", "chooses_rows", "uses_what_is_outside", "leaves_something_behind"],
 )
-def test_a_loop_that_is_refused_runs_as_the_message_says(name: str) -> None:
+def test_refused_step_runs_in_an_eager_loop_as_hinted(name: str) -> None:
     world, x = World(), torch.randn(64, 256)
     with pytest.raises(CaptureError) as caught:
         outofcore.smallest_budget(getattr(world, name), world.model, world.optimizer, inputs=(x,))
@@ -69,7 +69,7 @@ def test_a_loop_that_is_refused_runs_as_the_message_says(name: str) -> None:
     assert world.model.weight.equal(plain.model.weight)
 
 
-def test_there_is_no_hint_where_a_loop_would_not_do() -> None:
+def test_hint_is_omitted_when_an_eager_loop_would_not_help() -> None:
     world = World()
 
     def learns_nothing(x: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def read(w: World) -> Any:
 
 
 @pytest.mark.parametrize("make", [left_on_a_module, added_to_a_list, rate_changed, parameter_replaced, drawn, read])
-def test_a_refusal_names_the_line_in_one_traceback(make: Steps) -> None:
+def test_refusal_names_the_line_in_one_traceback(make: Steps) -> None:
     world = World()
     with pytest.raises(CaptureError) as error:
         world.capture(make(world))
@@ -83,7 +83,7 @@ def test_a_refusal_names_the_line_in_one_traceback(make: Steps) -> None:
     assert "substitute.py" not in text
 
 
-def test_a_tensor_from_outside_is_named() -> None:
+def test_tensor_from_outside_is_named() -> None:
     world = World()
     average = AveragedModel(world.model)
 
@@ -95,7 +95,7 @@ def test_a_tensor_from_outside_is_named() -> None:
         world.capture(step)
 
 
-def test_a_model_in_place_of_the_step() -> None:
+def test_model_in_place_of_the_step_is_refused() -> None:
     world = World()
     with pytest.raises(InputError, match="first argument must be the training function, and is the model: write"):
         outofcore.compile(world.model, world.optimizer, budget="1GiB")  # type: ignore[arg-type]
@@ -127,7 +127,7 @@ def averaging(average_of: Callable[[nn.Module], AveragedModel]) -> tuple[Any, An
     ],
     ids=["mean", "mean with buffers", "moving"],
 )
-def test_averages_of_models_are_updated_within_the_step(average_of: Callable[[nn.Module], AveragedModel]) -> None:
+def test_averaged_model_is_updated_within_the_step(average_of: Callable[[nn.Module], AveragedModel]) -> None:
     models, optimizer, step = averaging(average_of)
     others, _, plain = averaging(average_of)
     compiled = outofcore.compile(step, models, optimizer, budget="64MiB")

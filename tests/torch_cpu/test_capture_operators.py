@@ -217,14 +217,14 @@ def check(model: nn.Module, x: torch.Tensor, *, half: bool) -> None:
 
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("name", MODULES)
-def test_modules(name: str, half: bool) -> None:
+def test_module_replays_bit_for_bit(name: str, half: bool) -> None:
     torch.manual_seed(0)
     make, shape = MODULES[name]
     check(make(), torch.randn(shape), half=half)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, shape) in MODULES.items() if len(shape) > 2])
-def test_modules_with_channels_last(name: str) -> None:
+def test_module_replays_bit_for_bit_with_channels_last(name: str) -> None:
     torch.manual_seed(0)
     make, shape = MODULES[name]
     model, memory_format = make(), {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape))
@@ -235,7 +235,7 @@ def test_modules_with_channels_last(name: str) -> None:
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions(name: str, transposed: bool) -> None:
+def test_function_replays_bit_for_bit(name: str, transposed: bool) -> None:
     torch.manual_seed(0)
     model = Weighted(FUNCTIONS[name])
     if transposed:
@@ -263,14 +263,14 @@ class Smoothed(nn.Module):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("places", [(64,), (16, 3, 2)])
-def test_smoothed_losses_with_weights_leave_out_what_is_ignored(places: Shape, reduction: str) -> None:
+def test_smoothed_weighted_loss_skips_ignored_targets(places: Shape, reduction: str) -> None:
     """Beneath a mode of Python's, PyTorch adds zeros for what is ignored, and rounds otherwise."""
     for seed in range(8):
         torch.manual_seed(seed)
         check(Smoothed(places, reduction), torch.randn(places[0], 5, *places[1:]), half=False)
 
 
-def test_a_sum_of_gathered_weights_of_the_users_own_adds_zeros() -> None:
+def test_users_sum_of_gathered_weights_adds_zeros() -> None:
     def total(x: torch.Tensor) -> torch.Tensor:
         targets = torch.arange(64) % 5
         weights = x.flatten().gather(0, targets)

@@ -45,7 +45,7 @@ def adam_states(value: float = 7.0) -> list[list[torch.Tensor]]:
     return [[torch.tensor(value), torch.full((3, 4), value), torch.full((3, 4), value)]]
 
 
-def test_the_first_update_makes_the_state_whatever_was_there() -> None:
+def test_first_update_creates_state_over_any_previous_bytes() -> None:
     optimizer, parameter = adam()
     update, params, grads = update_of(optimizer, ADAM)
     states = adam_states(float("nan"))
@@ -62,7 +62,7 @@ def test_the_first_update_makes_the_state_whatever_was_there() -> None:
     assert torch.equal(grads[0], torch.full((3, 4), 0.5))
 
 
-def test_state_that_the_user_has_already_is_gone_on_with() -> None:
+def test_update_continues_from_the_users_state() -> None:
     optimizer, parameter = adam()
     parameter.grad = torch.ones(3, 4)
     optimizer.step()
@@ -76,7 +76,7 @@ def test_state_that_the_user_has_already_is_gone_on_with() -> None:
     assert states[0][0] == 2
 
 
-def test_forgotten_state_is_made_anew() -> None:
+def test_forgotten_state_is_created_again() -> None:
     optimizer, _ = adam()
     update, params, grads = update_of(optimizer, ADAM)
     states = adam_states()
@@ -101,7 +101,7 @@ def test_settings_are_read_in_each_step() -> None:
         optimizer.state[parameter] = dict(zip(ADAM, [t.clone() for t in states[0]], strict=True))
 
 
-def test_an_update_keeps_no_tensor_that_it_was_given() -> None:
+def test_update_keeps_no_reference_to_its_arguments() -> None:
     optimizer, _ = adam()
     update, params, grads = update_of(optimizer, ADAM)
     states = adam_states()
@@ -112,7 +112,7 @@ def test_an_update_keeps_no_tensor_that_it_was_given() -> None:
     assert all(storage.expired() for storage in memory)
 
 
-def test_state_unlike_that_of_the_capture_stays_with_the_user() -> None:
+def test_state_unlike_the_captured_state_stays_with_the_optimizer() -> None:
     optimizer, parameter = adam()
     update, params, grads = update_of(optimizer, ("step", "exp_avg"))
     assert not update.is_outgrown
@@ -128,14 +128,14 @@ def test_state_unlike_that_of_the_capture_stays_with_the_user() -> None:
     assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape
 
 
-def test_new_state_of_a_range_is_refused() -> None:
+def test_update_of_a_range_with_new_state_is_refused() -> None:
     optimizer, _ = adam()
     update, params, grads = update_of(optimizer, ("step", "exp_avg"))
     with pytest.raises(StateError, match="exp_avg_sq"):
         update.of_range(0, is_last=False)(params, grads, [adam_states()[0][:2]])
 
 
-def test_a_rehearsal_changes_neither_optimizer_nor_flags() -> None:
+def test_rehearsal_changes_neither_optimizer_nor_flags() -> None:
     optimizer, _ = adam()
     update, params, grads = update_of(optimizer, ADAM)
     rehearsal = Rehearsal(update)
@@ -168,7 +168,7 @@ def test_a_rehearsal_changes_neither_optimizer_nor_flags() -> None:
         (torch.optim.Muon, {"momentum_buffer": (6, 4)}),
     ],
 )
-def test_layouts_are_found_without_a_step(make: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+def test_state_layouts_are_learned_without_a_step(make: Any, shapes: dict[str, tuple[int, ...]]) -> None:
     parameter = torch.nn.Parameter(torch.randn(4, 6).t())
     optimizer = make([parameter])
     before = copy.deepcopy(optimizer.state_dict())
@@ -178,7 +178,7 @@ def test_layouts_are_found_without_a_step(make: Any, shapes: dict[str, tuple[int
     assert str(optimizer.state_dict()) == str(before)
 
 
-def test_bindings_of_state_say_where_it_belongs() -> None:
+def test_state_bindings_name_their_owner() -> None:
     case = cases.mlp(lambda p: torch.optim.Adam(p, lr=0.01))
     optimizer, model = case.optimizers[0], case.models[0]
     captured = capture_step(case.step, case.models, case.optimizers, case.batch(), {})
@@ -196,7 +196,7 @@ def test_bindings_of_state_say_where_it_belongs() -> None:
     assert [o.family for o in captured.graph.ops][-1] != [o.family for o in again.graph.ops][-1]
 
 
-def test_two_steps_in_one_share_their_state() -> None:
+def test_two_optimizer_steps_in_one_step_share_state() -> None:
     case = cases.mlp(lambda p: torch.optim.Adam(p, lr=0.01))
     inner = case.step
 
@@ -221,7 +221,7 @@ def test_two_steps_in_one_share_their_state() -> None:
         assert torch.equal(one, other)
 
 
-def test_every_update_can_be_rehearsed_on_scratch() -> None:
+def test_every_update_can_be_rehearsed_on_scratch_tensors() -> None:
     case = cases.mlp(lambda p: torch.optim.NAdam(p, lr=0.01))
     captured = capture_step(case.step, case.models, case.optimizers, case.batch(), {})
     before = copy.deepcopy(case.optimizers[0].state_dict())
@@ -255,7 +255,7 @@ KINDS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "settings"), KINDS)
-def test_an_update_of_the_same_tensors_does_what_the_optimizer_does(
+def test_bound_update_matches_the_plain_optimizer(
     kind: type[torch.optim.Optimizer], settings: dict[str, Any]
 ) -> None:
     """With settings that change, state that the user puts there, and a state that is lost and made again."""
@@ -302,7 +302,7 @@ def test_an_update_of_the_same_tensors_does_what_the_optimizer_does(
     assert bound._shadow is not None
 
 
-def test_an_update_that_has_failed_begins_anew_with_what_the_user_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_update_restarts_from_the_users_state(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer, _ = adam()
     update, params, grads = update_of(optimizer, ADAM)
     states = adam_states()
@@ -326,7 +326,7 @@ def test_an_update_that_has_failed_begins_anew_with_what_the_user_has(monkeypatc
     assert {float(entries["step"]) for entries in shadow.state.values()} == {4.0}
 
 
-def test_an_update_that_keeps_what_it_works_on_lets_go_with_it() -> None:
+def test_bound_update_releases_its_tensors_when_deleted() -> None:
     optimizer, _ = adam()
     update, params, grads = update_of(optimizer, ADAM)
     bound, states = update.on(params, grads, adam_states()), adam_states()
@@ -337,7 +337,7 @@ def test_an_update_that_keeps_what_it_works_on_lets_go_with_it() -> None:
     assert reference.expired()
 
 
-def test_a_parameter_and_its_moments_may_lie_apart_between_steps() -> None:
+def test_parameter_and_moments_may_be_on_different_devices() -> None:
     """As where a plan keeps one of them on the device: "meta" stands for it."""
     far, near = torch.device("meta"), torch.device("cpu")
     for parameter_at, moments_at in ((far, near), (near, far), (near, near), (far, far)):
@@ -356,7 +356,7 @@ def test_a_parameter_and_its_moments_may_lie_apart_between_steps() -> None:
         lambda case: case[0] is torch.optim.Adam,
     ),
 )
-def test_what_an_update_asks_for_is_not_taken_for_that_of_other_settings(
+def test_measured_update_requests_are_not_reused_for_other_settings(
     make: Any, options: dict[str, Any], tmp_path: Path
 ) -> None:
     # With weight decay there is one tensor more; what was measured without it is kept for later steps.
@@ -475,7 +475,7 @@ def orders(kind: Any, settings: dict[str, Any], budget: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ORDERED)
-def test_state_is_in_the_order_of_plain_pytorch(name: str) -> None:
+def test_state_order_matches_plain_pytorch(name: str) -> None:
     """By parameter and by name, with parameters that get a gradient later and state that is taken away."""
     kind, settings = ORDERED[name]
     assert orders(kind, settings, "4MiB") == orders(kind, settings, "")

@@ -68,7 +68,7 @@ def captured(change: Change) -> tuple[Captured, int]:
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_a_storage_written_as_a_whole_is_not_read(name: str) -> None:
+def test_fully_written_storage_is_not_read(name: str) -> None:
     found, storage = captured(WHOLE[name])
     writes = [op for op in found.graph.ops if storage in op.mutates]
     assert writes
@@ -87,7 +87,7 @@ def test_a_storage_written_as_a_whole_is_not_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PART)
-def test_a_storage_written_in_part_or_looked_at_is_read(name: str) -> None:
+def test_partially_written_or_read_storage_is_not_overwritten(name: str) -> None:
     found, storage = captured(PART[name])
     writes = [op for op in found.graph.ops if storage in op.mutates]
     assert writes

@@ -65,7 +65,7 @@ def parts(how: str) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
 
 
 @pytest.mark.parametrize("how", ["prod", "sgn"])
-def test_a_refusal_in_backward_names_the_op_in_forward(how: str, trainer: Any) -> None:
+def test_refusal_in_backward_names_the_forward_op(how: str, trainer: Any) -> None:
     model, optimizer, x = parts(how)
     with pytest.raises(CaptureError) as caught:
         capture_step(lambda x: trainer.train(model, optimizer, x), [model], [optimizer], (x,), {})
@@ -73,14 +73,14 @@ def test_a_refusal_in_backward_names_the_op_in_forward(how: str, trainer: Any) -
     assert str(caught.value).startswith(f"{line_of(how)}: in the backward pass of 1: the ")
 
 
-def test_a_refusal_in_a_hook_names_the_hook(trainer: Any) -> None:
+def test_refusal_in_a_hook_names_the_hook(trainer: Any) -> None:
     model, optimizer, x = parts("hook")
     with pytest.raises(CaptureError, match="reads the value of a tensor") as caught:
         capture_step(lambda x: trainer.train(model, optimizer, x), [model], [optimizer], (x,), {})
     assert caught.value.location == line_of("hook")
 
 
-def test_ops_of_a_trainer_have_the_line_that_calls_it(trainer: Any) -> None:
+def test_ops_of_a_trainer_have_the_line_of_the_users_call(trainer: Any) -> None:
     model, optimizer, x = parts("")
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -108,7 +108,7 @@ class Table(nn.Module):
 
 
 @pytest.mark.parametrize("steps", [1, 12])
-def test_an_op_that_raises_is_named_in_a_note(steps: int) -> None:
+def test_failing_op_is_named_in_a_note(steps: int) -> None:
     """In a first step, and where native code calls the ops."""
     model = nn.Sequential(Table())
 

@@ -272,7 +272,7 @@ WITH_LINE = [
 
 
 @pytest.mark.parametrize(("make", "what", "advice"), WITH_LINE, ids=lambda value: getattr(value, "__name__", None))
-def test_refused_with_the_line(make: Refused, what: str, advice: str) -> None:
+def test_refusal_names_line_and_advice(make: Refused, what: str, advice: str) -> None:
     world = World()
     step = make(world)
     before = picture(world)
@@ -286,7 +286,7 @@ def test_refused_with_the_line(make: Refused, what: str, advice: str) -> None:
     assert_same_picture(before, picture(world))
 
 
-def test_of_operators_that_are_called_fused_those_are_refused_that_name_many_tensors() -> None:
+def test_fused_operators_are_refused_if_they_take_tensor_lists() -> None:
     """Such as updates of optimizers; the norm of Llama has a kernel of such a name on a GPU, and is one op."""
     prefixes = next(prefixes for prefixes in recorder._REFUSED if any("_fused_" in name for name in prefixes))
     schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("aten::_fused_")]
@@ -314,7 +314,7 @@ GIVES_AWAY: dict[str, Callable[[torch.Tensor], object]] = {
 
 @pytest.mark.filterwarnings("ignore:TypedStorage")
 @pytest.mark.parametrize("name", GIVES_AWAY)
-def test_what_gives_the_bytes_of_a_tensor_away_is_refused(name: str) -> None:
+def test_reading_the_bytes_of_a_tensor_is_refused(name: str) -> None:
     world = World()
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -326,7 +326,7 @@ def test_what_gives_the_bytes_of_a_tensor_away_is_refused(name: str) -> None:
         world.capture(step)
 
 
-def test_a_storage_outside_of_the_step_can_be_used_in_it() -> None:
+def test_untraced_storage_can_be_used_in_a_step() -> None:
     world = World()
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -338,7 +338,7 @@ def test_a_storage_outside_of_the_step_can_be_used_in_it() -> None:
 
 @pytest.mark.parametrize("kind", ["to_sparse", "to_sparse_csr", "to_mkldnn"])
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_tensors_without_memory_of_the_usual_kind_are_refused(kind: str) -> None:
+def test_non_strided_tensor_is_refused(kind: str) -> None:
     world = World()
 
     def step(x: torch.Tensor) -> torch.Tensor:
