@@ -1,4 +1,4 @@
-"""Training steps in small, each made twice over: once for plain PyTorch, once for a capture."""
+"""Small training steps; tests build each twice, for plain PyTorch and for a capture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass
 class Case:
-    """A step, what it declares, and arguments for the k-th call."""
+    """A training step with its models, its optimizers and a source of batches."""
 
     step: Callable[..., Any]
     models: Sequence[nn.Module]
@@ -175,7 +175,7 @@ def accumulation_inside() -> Case:
 
 
 def gradients_left() -> Case:
-    """Gradients are cleared at the start, so that the last ones stay."""
+    """Clear gradients at the start of the step, so that those of the last call remain."""
     model = mlp_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
 
@@ -190,7 +190,7 @@ def gradients_left() -> Case:
 
 
 def accumulation_across() -> Case:
-    """No update: gradients add up from step to step."""
+    """Accumulate gradients across steps, without an update."""
     model = mlp_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -251,7 +251,7 @@ def moving_average() -> Case:
 
 
 class Rebinding(nn.Module):
-    """Binds its buffers to new tensors, and makes two of them change places."""
+    """A module that rebinds its buffers to new tensors and swaps two of them."""
 
     def __init__(self) -> None:
         super().__init__()

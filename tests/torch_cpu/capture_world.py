@@ -1,4 +1,4 @@
-"""A world to capture steps in, and a picture of all that a capture must leave alone."""
+"""Objects for captured steps, and a snapshot of the state that a capture must not change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outofcore.capture import capture_step
 
 
 class Noisy(nn.Module):
-    """Has an attribute to leave things in, and a count."""
+    """A module with attributes that a step may write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Noisy(nn.Module):
 
 
 class World:
-    """What a step may use."""
+    """The model, optimizer and tensors that the steps of a test use."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -54,7 +54,7 @@ class World:
 
 
 def picture(world: World) -> Any:
-    """All that a capture must leave alone."""
+    """Return the state that a capture must not change."""
     model, optimizer = world.model, world.optimizer
     return (
         {name: (id(t), t.clone(), t.requires_grad, id(t.grad)) for name, t in model.named_parameters()},

@@ -1,16 +1,14 @@
-"""PyTorch's own databases of modules and operators, trained within a tiny budget: each bit is that of plain PyTorch.
+"""Train PyTorch's databases of modules and operators within a tiny budget and compare each bit with plain PyTorch.
 
-Storages of all sizes are moved here, since those of the databases are small. Each case runs plainly, then twice within
-a budget: under stress, where everything leaves after each op and what is left behind is overwritten; and in an arena
-that is too small, where what is unchanged stays and leaves by turns. Cases that plain PyTorch refuses, or that give
-other bits when they are run again, are counted and left out.
+Storages of all sizes are moved, because the samples are small. Each case runs in plain PyTorch, then twice within a
+budget: under stress (all tensors are evicted after each op), and in the smallest arena. Cases are skipped and counted
+if plain PyTorch refuses them or gives other bits on a second run.
 
     python tests/torch_cpu/databases.py modules
     python tests/torch_cpu/databases.py operators --every 10 --first 3
     python tests/torch_cpu/databases.py operators --only nn.functional.conv2d
 
-In a process of its own: PyTorch's databases change global settings. Prints one line of JSON, with what failed; exits
-with 1 if anything did.
+Needs its own process: PyTorch's databases change global settings. Prints one line of JSON; exits with 1 on a failure.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from outofcore.follow.native import load_paging
 PAGE = 4096
 ROOM = 1 << 28
 TRIES = 24
-# They give what is in memory that nobody has written; so does the driver gelsy of lstsq, in the last bits.
+# They return uninitialized memory; so does the driver gelsy of lstsq, in the last bits.
 LEFT_OUT = {
     *("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"),
     *("resize_", "resize_as_", "linalg.lstsq"),
@@ -47,7 +45,7 @@ Case = Callable[[], list[Any]]
 
 
 def fresh(value: Any) -> Any:
-    """The same tensors in memory of their own."""
+    """Return a copy with new tensors."""
 
     def copied(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
@@ -58,7 +56,7 @@ def fresh(value: Any) -> Any:
 
 
 def scalar(values: Any) -> Tensor | None:
-    """A loss that tells all floating outputs, and all places in them, apart."""
+    """Return a loss that weighs each element of each floating output differently."""
     total: Tensor | None = None
     for number, leaf in enumerate(tree_leaves(values)):
         if not isinstance(leaf, Tensor) or not leaf.requires_grad:
@@ -72,7 +70,7 @@ def scalar(values: Any) -> Tensor | None:
 
 
 def kept(values: Any) -> list[Any]:
-    """What is compared: tensors as copies, the rest as it is if it can be compared."""
+    """Return copies of the tensors, and the comparable Python values, of a result."""
     found: list[Any] = []
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor):
@@ -91,14 +89,14 @@ def equal(left: Any, right: Any) -> bool:
             left, right = left.int_repr(), right.int_repr()
         if left.is_complex():
             left, right = torch.view_as_real(left.resolve_conj()), torch.view_as_real(right.resolve_conj())
-        if left.is_floating_point():  # all NaN are alike
+        if left.is_floating_point():  # all NaN are equal
             return bool(torch.equal(left.isnan(), right.isnan()) and torch.equal(left.nan_to_num(), right.nan_to_num()))
         return torch.equal(left, right)
     return bool(left == right or (left != left and right != right))  # noqa: PLR0124 - NaN
 
 
 def trained(prototype: nn.Module, given: Any, make: Callable[..., torch.optim.Optimizer], *, read: bool) -> list[Any]:
-    """A short training loop over one module."""
+    """Train one module for three steps and return all its results."""
     torch.manual_seed(1)
     module, (args, kwargs) = copy.deepcopy(prototype).train(), fresh(given)
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -210,7 +208,7 @@ def within(case: Case, budget: int, *, stress: bool) -> tuple[list[Any], outofco
 
 
 def squeezed(case: Case) -> tuple[list[Any], outofcore.LoopStats]:
-    """In the smallest arena that will do, as far as refusals tell it."""
+    """Run in the smallest arena that the refusals name."""
     budget = 4 * PAGE
     for _ in range(TRIES):
         try:
@@ -223,11 +221,11 @@ def squeezed(case: Case) -> tuple[list[Any], outofcore.LoopStats]:
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("which", nargs="+", choices=["modules", "operators"])
-    arguments.add_argument("--only", default="", help="the name of one entry")
-    arguments.add_argument("--every", type=int, default=1, help="one of so many cases")
-    arguments.add_argument("--start", type=int, default=0, help="the first of these")
-    arguments.add_argument("--first", type=int, default=0, help="so many samples of each operator; 0: all")
-    arguments.add_argument("--verbose", action="store_true", help="tell which case runs, should the process die")
+    arguments.add_argument("--only", default="", help="Name of the only entry to run.")
+    arguments.add_argument("--every", type=int, default=1, help="Run every N-th case.")
+    arguments.add_argument("--start", type=int, default=0, help="Index of the first case.")
+    arguments.add_argument("--first", type=int, default=0, help="Number of samples of each operator; 0: all.")
+    arguments.add_argument("--verbose", action="store_true", help="Print the name of each case before it runs.")
     given = arguments.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -1,13 +1,12 @@
-"""PyTorch's own databases of modules, operators and optimizers through ``compile``: the bits of plain PyTorch.
+"""Compile PyTorch's databases of modules, operators and optimizers and compare each bit with plain PyTorch.
 
-Each sample becomes a step (an optimizer: with a small model), which runs three times: plainly, compiled with room for
-everything, and compiled with the smallest budget, which a refusal names. Samples that cannot be captured are counted
-by refusal and entry; a sample that is neither right nor refused has failed.
+Each sample becomes a step (an optimizer: with a small model), which runs in plain PyTorch, compiled in core, and
+compiled within its smallest budget. Refused samples are counted by refusal and entry.
 
     python tests/torch_cpu/databases_compiled.py modules operators optimizers
     python tests/torch_cpu/databases_compiled.py operators --only nn.functional.conv2d
 
-Prints one line of JSON, with what failed; exits with 1 if anything did.
+Prints one line of JSON; exits with 1 on a failure.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ import outofcore
 
 CALLS = 3
 ROOMY = 64 << 20
-# A run: the step, its arguments, the model and the optimizers.
+# The step, its arguments, the model and the optimizers.
 Made = tuple[Callable[..., Any], list[Any], nn.Module, list[torch.optim.Optimizer]]
 
 
@@ -79,7 +78,7 @@ def optimizers(only: str) -> Iterator[tuple[str, Callable[[], Made]]]:
 
 
 def ran(make: Callable[[], Made], budget: int | None, cache: str) -> list[Any]:
-    """What a step returns, call by call, and what has become of the model."""
+    """Return the results of all calls, the model state and the generator state; without a budget in plain PyTorch."""
     step, given, model, optimizers = make()
     run: Any = step
     if budget is not None:
@@ -106,7 +105,7 @@ def smallest(make: Callable[[], Made], cache: str) -> int:
 
 
 def reason(error: Exception) -> str:
-    """A refusal, without places and numbers."""
+    """Return the message of a refusal without its location and numbers."""
     text = re.sub(r"^\S+:\d+: ", "", str(error).partition("\n")[0])
     return re.sub(r"\d+", "N", f"{type(error).__name__}: {text[:70]}")
 
@@ -114,11 +113,11 @@ def reason(error: Exception) -> str:
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("which", nargs="+", choices=["modules", "operators", "optimizers"])
-    arguments.add_argument("--only", default="", help="the name of one entry")
-    arguments.add_argument("--every", type=int, default=1, help="one of so many samples")
-    arguments.add_argument("--start", type=int, default=0, help="the first of these")
-    arguments.add_argument("--first", type=int, default=0, help="so many samples of each entry; 0: all")
-    arguments.add_argument("--verbose", action="store_true", help="tell which sample runs, should the process die")
+    arguments.add_argument("--only", default="", help="Name of the only entry to run.")
+    arguments.add_argument("--every", type=int, default=1, help="Run every N-th sample.")
+    arguments.add_argument("--start", type=int, default=0, help="Index of the first sample.")
+    arguments.add_argument("--first", type=int, default=0, help="Number of samples of each entry; 0: all.")
+    arguments.add_argument("--verbose", action="store_true", help="Print the name of each sample before it runs.")
     given = arguments.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

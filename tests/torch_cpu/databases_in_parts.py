@@ -1,14 +1,12 @@
-"""PyTorch's own databases of modules and operators, with every op that can be cut in 2, 3 and 5 parts: the same bits.
+"""Split the ops of PyTorch's databases of modules and operators by 2, 3 and 5 and compare each bit.
 
-Each sample is captured as a step, forward and backward, and all its ops are cut that the rules know, storages of any
-size. Cuts that are not exact on this machine, as a trial tells, are left out, as they are in a step that is compiled.
-Samples are counted that nothing in them can be cut, that cannot be captured, that plain PyTorch computes otherwise
-when it runs twice, or that a captured step computes otherwise as a whole.
+Each sample is captured as a step with forward and backward pass. Each op that has a split rule is split, with storages
+of any size, unless its exactness check fails. Samples that cannot be compared are skipped and counted.
 
     python tests/torch_cpu/databases_in_parts.py modules operators
     python tests/torch_cpu/databases_in_parts.py operators --only nn.functional.conv2d --parts 3
 
-Prints one line of JSON, with what failed; exits with 1 if anything did.
+Prints one line of JSON; exits with 1 on a failure.
 """
 
 from __future__ import annotations
@@ -46,14 +44,7 @@ ROOM = 1 << 30
 
 @dataclass(frozen=True)
 class Sample:
-    """One call.
-
-    Attributes:
-        name: for people.
-        call: takes what was given, with tensors in their places.
-        given: arguments and keyword arguments.
-        model: what has the parameters, if anything has.
-    """
+    """A call of an operator or module, with its arguments and keyword arguments."""
 
     name: str
     call: Callable[..., Any]
@@ -96,7 +87,7 @@ def modules(only: str, first: int) -> Iterator[Sample]:
 
 
 def step_of(sample: Sample) -> tuple[Callable[..., Any], list[Tensor]]:
-    """Forward and backward as a function of tensors alone, and those."""
+    """Return forward and backward as a function of tensors only, and these tensors."""
     leaves, tree = tree_flatten(fresh(sample.given))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     needed = [leaves[place].requires_grad for place in places]
@@ -118,7 +109,7 @@ def step_of(sample: Sample) -> tuple[Callable[..., Any], list[Tensor]]:
 
 
 def in_parts(captured: Captured, parts: int, verdicts: Cache) -> tuple[Captured, int, int] | None:
-    """The step cut in so many parts, how many claims that rests on, and how many did not hold; None: nothing is cut."""
+    """Return the split step, its exactness checks and its mismatches; None if no op can be split."""
     refused: frozenset[str] = frozenset()
     while True:
         found = tiled(captured, 1, parts=parts, least=1, refused=refused)
@@ -135,12 +126,12 @@ def in_parts(captured: Captured, parts: int, verdicts: Cache) -> tuple[Captured,
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("which", nargs="+", choices=["modules", "operators"])
-    arguments.add_argument("--only", default="", help="the name of one entry")
-    arguments.add_argument("--every", type=int, default=1, help="one of so many samples")
-    arguments.add_argument("--start", type=int, default=0, help="the first of these")
-    arguments.add_argument("--first", type=int, default=0, help="so many samples of each entry; 0: all")
-    arguments.add_argument("--parts", type=int, action="append", help="how many; may be given several times")
-    arguments.add_argument("--verbose", action="store_true", help="tell which sample runs, should the process die")
+    arguments.add_argument("--only", default="", help="Name of the only entry to run.")
+    arguments.add_argument("--every", type=int, default=1, help="Run every N-th sample.")
+    arguments.add_argument("--start", type=int, default=0, help="Index of the first sample.")
+    arguments.add_argument("--first", type=int, default=0, help="Number of samples of each entry; 0: all.")
+    arguments.add_argument("--parts", type=int, action="append", help="Split factor; may be repeated.")
+    arguments.add_argument("--verbose", action="store_true", help="Print the name of each sample before it runs.")
     given = arguments.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -189,7 +180,7 @@ def _try(sample: Sample, parts: tuple[int, ...], verdicts: Cache, told: dict[str
         told["unsteady"] += 1
         return
     if len(uncut) != len(wanted) or not all(map(equal, uncut, wanted)):
-        # Whether whole steps have eager's bits is what the other databases are for.
+        # The other databases compare unsplit steps with eager PyTorch.
         told["otherwise as a whole"].append(sample.name)
         wanted = uncut
     for count in parts:

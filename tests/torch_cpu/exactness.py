@@ -1,4 +1,4 @@
-"""Captured steps beside plain PyTorch: many kinds of them, and what compares each bit that they leave."""
+"""Many kinds of captured steps, and a comparison of all their results with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def assert_same(one: Any, other: Any, what: str) -> None:
 
 
 def in_order(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """All that an optimizer keeps, the parameters in their order: small ones may have been updated after large ones."""
+    """Return the optimizer state sorted by parameter: a capture may update large parameters first."""
     found = optimizer.state_dict()
     return {**found, "state": dict(sorted(found["state"].items()))}
 

@@ -1,12 +1,12 @@
-"""Makes the n-th allocation, disk write, disk read or thread start fail, for n = 1, 2, ... until none is left.
+"""Make the n-th allocation, disk write, disk read or thread start fail, for n = 1, 2, ... until all have failed.
 
-A process loads PyTorch once, and forks a child for each n. The child trains a small model within a budget, with one
-fault; all it asks of the system goes through ``fail_nth.cpp``. Its run passes if
+A process loads PyTorch once and forks a child for each n. The child trains a small model within a budget, with one
+fault; ``fail_nth.cpp`` intercepts its system calls. The run passes if
 
-- each call raises a documented error or gives eager PyTorch's result bit for bit,
-- the model is afterwards as before the call or as after it, or the library says that it is torn,
-- training goes on from there and ends with eager's bits,
-- no file, descriptor, thread, process or mapping is left behind.
+- each call raises a documented error or gives eager PyTorch's result bit for bit;
+- the model is unchanged or updated after the call, or the error reports it as torn;
+- training continues and ends with eager's bits;
+- the child leaks no file, descriptor, thread, process or mapping.
 
     python tests/torch_cpu/faults_everywhere.py --door compile --home disk --kind write
     python tests/torch_cpu/faults_everywhere.py --door budget --home host --kind allocation --from 5 --to 9
@@ -59,15 +59,15 @@ from outofcore.follow.native import load_paging
 from outofcore.runtime.native import load_native
 
 STEPS = 3
-# A child hangs that for so long has computed for less than a second, or that has computed for so long.
+# A child has hung if it computes for less than a second within IDLE_S, or for longer than MOST_S in all.
 IDLE_S, MOST_S = 60, 300
-# A thread's stack, pages that the heap keeps: not counted as left behind.
+# A thread's stack and pages cached by the heap do not count as leaks.
 SLACK_BYTES = 24 << 20
 UNCHANGED, DONE, TORN = "as they were before this step", "step has been made", "part old and part new"
 
 
 class Kind(enum.IntEnum):
-    """What fails; numbered as in fail_nth.cpp."""
+    """The kind of call that fails; the numbers are those of fail_nth.cpp."""
 
     ALLOCATION = 1
     OBJECT = 2  # operator new of any size in native code of the package
@@ -96,10 +96,9 @@ class Run:
     """One run with a fault.
 
     Attributes:
-        outcome: "right": no call raised; "error": one did, and the model was whole; "torn": the library said so.
-        raised: the errors of calls.
-        where: who asked for what failed.
-        faults: what must not be.
+        outcome: "right": no call raised; "error": a call raised and the model is whole; "torn": it is torn.
+        where: the native stack of the failed call.
+        faults: violations of the rules above.
     """
 
     door: str
@@ -118,7 +117,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Left:
-    """What a process holds."""
+    """The system resources of a process."""
 
     threads: int
     descriptors: list[str]
@@ -129,8 +128,6 @@ class Left:
 
 
 class Injector:
-    """The preloaded library."""
-
     def __init__(self, folder: Path) -> None:
         self.library = ctypes.CDLL(os.environ["FAIL_NTH"])
         for name in ("fail_fired", "fail_seen"):
@@ -138,14 +135,14 @@ class Injector:
         self.library.fail_watch(os.fsencode(folder), os.fsencode(user_cache_folder()) + b"/")
 
     def arm(self, kind: Kind, number: int, lasting: bool) -> None:
-        """Have the ``number``-th call fail, and if ``lasting`` all that come after it; 0: none."""
+        """Make call ``number`` fail, and all later calls if ``lasting``; 0 makes no call fail."""
         code = errno.EIO if kind is Kind.WRITE and number % 2 == 0 else ERRORS.get(kind, 0)
         last = (1 << 62) if lasting and number else number
         self.library.fail_arm(int(kind), ctypes.c_long(number), ctypes.c_long(last), code)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Neither count nor fail what the test itself does."""
+        """Exempt the calls of the test itself."""
         self.library.fail_pause(1)
         try:
             yield
@@ -153,35 +150,32 @@ class Injector:
             self.library.fail_pause(0)
 
     def disarm(self) -> None:
-        """Have nothing fail any more."""
         self.library.fail_disarm()
 
     @property
     def fired(self) -> int:
-        """How many calls failed."""
         return int(self.library.fail_fired())
 
     @property
     def seen(self) -> int:
-        """How many calls there were."""
         return int(self.library.fail_seen())
 
     def where(self) -> list[str]:
-        """The stack of native code that made the first call that failed, innermost first."""
+        """Return the native stack of the first failed call, innermost first."""
         text = ctypes.create_string_buffer(8192)
         self.library.fail_where(text, ctypes.c_size_t(len(text)))
         return [line for line in text.value.decode(errors="replace").splitlines() if "fail-nth" not in line]
 
 
 def is_documented(error: BaseException, kind: Kind) -> bool:
-    """Whether the library may raise an error, or PyTorch would at that place."""
-    # Within a followed loop PyTorch raises what leaving the loop makes one of the library's errors of.
+    """Return whether the library documents an error, or PyTorch itself raises it on failed allocations."""
+    # Within an eager loop PyTorch raises an error that the library replaces when the loop ends.
     if isinstance(error, OutOfCoreError) or isinstance(explained(error), OutOfCoreError):
         return True
     if kind not in (Kind.ALLOCATION, Kind.OBJECT):
         return False
     text = str(error)
-    # PyTorch's allocator on the CPU and its native code have no other words for it.
+    # PyTorch's CPU allocator and native code raise plain RuntimeErrors with these texts.
     return (
         isinstance(error, MemoryError)
         or isinstance(explained(error), MemoryError)
@@ -190,7 +184,7 @@ def is_documented(error: BaseException, kind: Kind) -> bool:
 
 
 def told(error: BaseException) -> str:
-    """An error with its last lines in the library, or in PyTorch."""
+    """Return an error with its innermost frames in the library, or in PyTorch."""
     every = traceback.extract_tb(error.__traceback__)
     frames = [f for f in every if "outofcore" in f.filename] or every
     at = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames[-4:]))
@@ -198,7 +192,6 @@ def told(error: BaseException) -> str:
 
 
 def left_behind(folder: Path) -> Left:
-    """What this process holds now."""
     gc.collect()
     descriptors = []
     for one in Path("/proc/self/fd").iterdir():
@@ -221,7 +214,7 @@ def left_behind(folder: Path) -> Left:
 
 
 def compare_left(run: Run, before: Left, after: Left, usual: Left) -> None:
-    """Note what a run left behind and a run without a fault did not."""
+    """Record the resources that a run leaked but a run without a fault did not."""
     if after.threads > usual.threads:
         run.faults.append(f"{after.threads} threads are left; without a fault {usual.threads}")
     more = len(after.descriptors) - len(before.descriptors)
@@ -240,7 +233,6 @@ def compare_left(run: Run, before: Left, after: Left, usual: Left) -> None:
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    """Whether two models hold the same bits."""
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in right)
 
 
@@ -248,7 +240,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 
 def eager_compiled() -> Any:
-    """The loss of each step, and what the model holds before the first and after each."""
+    """Return the loss of each eager step, and the model before the first and after each."""
     model, optimizer, step = faulty.sides()
     held, losses = [faulty.contents(model, optimizer)], []
     for k in range(STEPS):
@@ -259,7 +251,6 @@ def eager_compiled() -> Any:
 
 
 def compile_options(home: str, folder: Path, cache: Path, budget: int) -> dict[str, Any]:
-    """The arguments of ``outofcore.compile``."""
     tiers: dict[str, Any] = {"host_budget": "300KiB"} if home == "both" else {}
     return {
         "budget": budget,
@@ -272,7 +263,7 @@ def compile_options(home: str, folder: Path, cache: Path, budget: int) -> dict[s
 
 
 def train_compiled(run: Run, kind: Kind, expected: Any, options: dict[str, Any], injector: Injector) -> None:
-    """Make the steps of a compiled step; each again if it failed."""
+    """Run the compiled steps, and run each failed one again."""
     losses, held = expected
     model, optimizer, step = faulty.sides()
     injector.arm(kind, run.n, run.lasting)
@@ -329,7 +320,7 @@ def train_compiled(run: Run, kind: Kind, expected: Any, options: dict[str, Any],
 
 
 def refuses(run: Run, ours: Any, made: int) -> None:
-    """A torn step must refuse to go on."""
+    """Check that a torn step refuses to run."""
     try:
         ours(faulty.batch(made))
     except StateError as error:
@@ -341,7 +332,7 @@ def refuses(run: Run, ours: Any, made: int) -> None:
 
 
 def judge(run: Run, error: BaseException, now: Any, held: Any, made: int) -> int:
-    """How many steps have been made, after one that failed."""
+    """Return the number of completed steps after a failed call."""
     notes = " ".join(getattr(error, "__notes__", ()))
     if TORN in notes:
         run.outcome = "torn"
@@ -355,24 +346,24 @@ def judge(run: Run, error: BaseException, now: Any, held: Any, made: int) -> int
     return made
 
 
-# ---- the followed loop ----------------------------------------------------------------------------------------------
+# ---- the eager loop -------------------------------------------------------------------------------------------------
 
 Followed = tuple[nn.Module, torch.optim.Optimizer]
 
 
 def followed_sides() -> Followed:
-    """Weights and activations of 64 KiB and more, which move; an embedding, dropout; no state that forward changes."""
+    """Build a model with movable weights and activations (64 KiB or more) and no state that forward changes."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(64, 256), nn.Linear(256, 256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 256))
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
 
 
 def followed_step(sides: Followed, number: int) -> float:
-    """One step of the loop, which may be made again from the same model."""
+    """Run one step, which can be repeated from the same model."""
     model, optimizer = sides
     torch.manual_seed(number)
     optimizer.zero_grad()
-    # Somebody has its address, and it is freed when the update has made it leave.
+    # Its address has been taken, and it is freed after the update has evicted it.
     scale = torch.rand(128, 256)
     scale.numpy()
     loss = ((model(faulty.batch(number)) - 1) * scale).square().mean()
@@ -382,7 +373,7 @@ def followed_step(sides: Followed, number: int) -> float:
 
 
 def tensors_of(sides: Followed) -> dict[str, torch.Tensor]:
-    """All that lasts from step to step, but for gradients."""
+    """Return all persistent tensors except gradients."""
     model, optimizer = sides
     found: dict[str, torch.Tensor] = dict(model.named_parameters())
     for number, parameter in enumerate(model.parameters()):
@@ -392,18 +383,16 @@ def tensors_of(sides: Followed) -> dict[str, torch.Tensor]:
 
 
 class Fingerprints:
-    """Hashes of a model's tensors; one that has not changed is not hashed again."""
+    """Hashes of a model's tensors, cached by tensor version."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[int, str]] = {}
         self.each: dict[str, str] = {}  # of the tensors, by name
 
     def of(self, sides: Followed, touched: Collection[int] = ()) -> str:
-        """One hash of the names and bits of all tensors.
+        """Return one hash of the names and bits of all tensors.
 
-        Args:
-            sides: whose.
-            touched: addresses of tensors that an op may have changed whose versions do not tell so yet.
+        ``touched`` has addresses of tensors that an op may have changed before their versions change.
         """
         whole = hashlib.sha256()
         for name, tensor in sorted(tensors_of(sides).items()):
@@ -433,10 +422,10 @@ class _AfterEachOp(TorchDispatchMode):
 
 
 def eager_followed() -> Any:
-    """The loss of each step, the model before the first and after each, and as it is after each op of each step."""
+    """Return the loss of each eager step, the model before and after each, and its hashes after each op."""
     sides, prints = followed_sides(), Fingerprints()
     losses, held = [], [copied(sides)]
-    between: list[tuple[set[str], defaultdict[str, set[str]]]] = []  # of all tensors together, and of each
+    between: list[tuple[set[str], defaultdict[str, set[str]]]] = []  # hashes of all tensors, and of each
     for k in range(STEPS + 1):
         whole, each = set[str](), defaultdict[str, set[str]](set)
 
@@ -454,12 +443,11 @@ def eager_followed() -> Any:
 
 
 def copied(sides: Followed) -> dict[str, torch.Tensor]:
-    """The bits of all that lasts."""
     return {name: tensor.detach().clone() for name, tensor in tensors_of(sides).items()}
 
 
 def restore(sides: Followed, held: dict[str, torch.Tensor]) -> None:
-    """Have the model and the optimizer as they were, as a user does from a checkpoint."""
+    """Restore the model and the optimizer as a user does from a checkpoint."""
     model, optimizer = sides
     model.load_state_dict({name: held[name] for name in model.state_dict()})
     names = {name.partition(".")[0] for name in held if name[0].isdigit() and name.partition(".")[2] in _STATE}
@@ -471,18 +459,17 @@ _STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
 def budget_options(home: str, folder: Path, cache: Path, budget: int) -> dict[str, Any]:
-    """The arguments of ``outofcore.budget``."""
     tiers: dict[str, Any] = {"host_budget": "300KiB"} if home == "both" else {}
     return {"limit": budget, "home": "host" if home == "host" else folder, "cache": cache, "check": "full", **tiers}
 
 
-# Budgets that hold a part of the model and what it computes.
+# Budgets that hold a part of the model and its activations.
 BUDGETS = {"compile": 9 << 18, "budget": 1 << 20}
 
 
 def train_followed(run: Run, kind: Kind, expected: Any, options: dict[str, Any], injector: Injector) -> None:
-    """Make the steps of a loop within a budget; each again if it failed. Then one more within another loop."""
-    # What an op of the loop reads is moved by it as well.
+    """Run the steps of an eager loop, each failed one again, and then one more step in a second loop."""
+    # Ops of the loop would also move tensors of the shared reference results.
     losses, held, between = copy.deepcopy(expected)
     sides = followed_sides()
     injector.arm(kind, run.n, run.lasting)
@@ -510,7 +497,7 @@ def train_followed(run: Run, kind: Kind, expected: Any, options: dict[str, Any],
         while made < steps:
             try:
                 loss = followed_step(sides, made)
-                if peek is None:  # a tensor whose address somebody has taken
+                if peek is None:  # a tensor whose address has been taken
                     peek = sides[0][1].weight.detach().numpy()
             except Exception as error:
                 if run.raised:
@@ -550,20 +537,20 @@ OPTIONS = {"compile": compile_options, "budget": budget_options}
 
 @dataclass(frozen=True)
 class Ended:
-    """What became of a child: what it returned, or how it died and what it said."""
+    """The result of a child process, or its exit status and error output."""
 
     answer: Any
     died: str = ""
 
 
 def computed_s(process: int) -> float:
-    """Return the seconds for which a process has computed, which tell a hang from a busy machine."""
+    """Return the CPU seconds of a process, which distinguish a hang from a busy machine."""
     fields = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def in_child(work: Callable[[], Any]) -> Ended:
-    """Do something in a forked child, which is killed if it hangs."""
+    """Call a function in a forked child, which is killed if it hangs."""
     here, there = os.pipe()
     with tempfile.TemporaryFile() as said:
         sys.stdout.flush()
@@ -613,19 +600,18 @@ def in_child(work: Callable[[], Any]) -> Ended:
 
 @dataclass(frozen=True)
 class Stage:
-    """A folder for runs of one door: the cache that each begins with, and eager PyTorch's results."""
+    """The folder of a door's runs: their initial cache, and eager PyTorch's results."""
 
     folder: Path
     expected: Any
 
     @property
     def cache(self) -> Path:
-        """Measurements and plans, as they are before each run."""
         return self.folder / "cache"
 
 
 def play(stage: Stage, run: Run, kind: Kind, budget: int, usual: Left | None) -> tuple[Run, Left]:
-    """One run, in this process."""
+    """Perform one run in this process."""
     folder = Path(tempfile.mkdtemp(dir=stage.folder))
     home, cache = folder / "home", folder / "cache"
     home.mkdir()
@@ -654,7 +640,7 @@ def play(stage: Stage, run: Run, kind: Kind, budget: int, usual: Left | None) ->
 
 
 class Sweep:
-    """Runs of one door, with eager PyTorch's results computed once."""
+    """The runs of one door, which share eager PyTorch's results."""
 
     def __init__(self, door: str, folder: Path) -> None:
         self.door = door
@@ -664,7 +650,7 @@ class Sweep:
         self.budget = BUDGETS[door]
 
     def rehearse(self, home: str, kind: Kind) -> Left:
-        """Run without a fault until what is measured and planned is in the cache; returns what such a run leaves."""
+        """Run without a fault to fill the cache, and return the resources that are open afterwards."""
         found = self._rehearsals.get(home)
         if found is not None:
             return found
@@ -686,7 +672,7 @@ class Sweep:
         return run, left, [name for name in sys.modules if name.partition(".")[0] in ("torch", "outofcore", "highspy")]
 
     def run(self, home: str, kind: Kind, number: int, lasting: bool) -> Run:
-        """One run with the ``number``-th call failing."""
+        """Run in a child with a fault in call ``number``."""
         usual = self.rehearse(home, kind)
         run = Run(self.door, home, kind.name.lower(), number, lasting)
         begin = time.perf_counter()
@@ -706,7 +692,7 @@ def _must(ended: Ended) -> Any:
 
 
 def numbers_of(given: argparse.Namespace, door: str) -> Iterator[tuple[str, Kind, Iterator[int]]]:
-    """The sweeps that the command line asks for: home, kind, and which calls are to fail."""
+    """Yield the requested sweeps: home, kind and the numbers of the calls to fail."""
     for part in given.sample or ():
         whose, home, kind, numbers = part.split(":")
         if whose == door:
@@ -720,21 +706,21 @@ def numbers_of(given: argparse.Namespace, door: str) -> Iterator[tuple[str, Kind
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--door", choices=DOORS, action="append", help="by default both")
-    parser.add_argument("--home", choices=HOMES, action="append", help="by default all")
+    parser.add_argument("--door", choices=DOORS, action="append", help="Default: both.")
+    parser.add_argument("--home", choices=HOMES, action="append", help="Default: all.")
     kinds = [kind.name.lower() for kind in Kind]
-    parser.add_argument("--kind", choices=kinds, action="append", help="by default all but 'object'")
+    parser.add_argument("--kind", choices=kinds, action="append", help="Default: all but 'object'.")
     parser.add_argument("--from", dest="first", type=int, default=1, metavar="N")
     parser.add_argument(
-        "--to", dest="last", type=int, default=1 << 40, metavar="N", help="by default until none is left"
+        "--to", dest="last", type=int, default=1 << 40, metavar="N", help="Default: until no call fails."
     )
-    parser.add_argument("--every", type=int, default=1, metavar="K", help="each K-th of these")
-    parser.add_argument("--sample", nargs="+", metavar="DOOR:HOME:KIND:N,N", help="these runs instead")
-    parser.add_argument("--lasting", action="store_true", help="have all calls from the n-th on fail until one raises")
+    parser.add_argument("--every", type=int, default=1, metavar="K", help="Run every K-th number.")
+    parser.add_argument("--sample", nargs="+", metavar="DOOR:HOME:KIND:N,N", help="Run only these.")
+    parser.add_argument("--lasting", action="store_true", help="Make all calls from the n-th on fail until one raises.")
     given = parser.parse_args()
     if "FAIL_NTH" not in os.environ:
         os.execve(sys.executable, [sys.executable, str(Path(__file__)), *sys.argv[1:]], environment())
-    os.environ.pop("LD_PRELOAD", None)  # of no use to processes that are started from here
+    os.environ.pop("LD_PRELOAD", None)  # child programs do not need it
     logging.getLogger("outofcore").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
     load_native(), load_paging()

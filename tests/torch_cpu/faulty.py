@@ -1,4 +1,4 @@
-"""A model whose steps are made to fail, beside one whose steps do not."""
+"""A model whose steps fail on purpose, and its plain counterpart."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Sides = tuple[nn.Module, torch.optim.Optimizer, Callable[..., torch.Tensor]]
 
 
 def sides() -> Sides:
-    """Batch norm changes early in a step, large parameters late; dropout draws."""
+    """Build a model with dropout whose step changes batch norm early and large parameters late."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Embedding(64, 256), nn.Linear(256, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 256)
@@ -66,10 +66,9 @@ def smallest_budget() -> int:
 
 @contextmanager
 def two_homes(policy: str, smallest: int, folder: Path) -> Iterator[tuple[Sides, Any]]:
-    """The plain sides, and others with a step of two homes; two steps have been made of both.
+    """Yield the plain sides and compiled sides with a host and a disk home, both after two steps.
 
-    While the neediest op runs, more of what lasts is elsewhere than the first home holds, so that every plan reads from
-    the disk, whatever was measured.
+    The host home is so small that every plan reads from the disk.
     """
     plain, (model, optimizer, step) = sides(), sides()
     budget = smallest if policy == "offload-all" else smallest * 9 // 8
@@ -84,7 +83,7 @@ def two_homes(policy: str, smallest: int, folder: Path) -> Iterator[tuple[Sides,
 
 
 def goes_on(plain: Sides, ours: Any) -> None:
-    """Both make the same steps from here on."""
+    """Check that two more steps give the results of plain PyTorch."""
     model, optimizer, step = ours
     for k in range(2, 4):
         torch.manual_seed(k)
@@ -97,7 +96,7 @@ def goes_on(plain: Sides, ours: Any) -> None:
 
 @contextmanager
 def at_op(patch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> Iterator[list[int]]:
-    """Do something before the ``number``-th op that Python calls; the list counts ops."""
+    """Call ``act`` before the ``number``-th op that Python calls; yield the list of called ops."""
     seen: list[int] = []
     plain = cpu._Calls.__call__
 
@@ -113,11 +112,11 @@ def at_op(patch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> 
 
 
 class FaultError(Exception):
-    """Stands in for whatever may be raised."""
+    """An arbitrary error."""
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, step: Any, kind: str, number: int, error: BaseException) -> None:
-    """Let a read or write of a home fail, by number: copies of a step come first, then what Python moves around it."""
+    """Make one read or write of a home fail, counting the copies of the step, then those of Python."""
     slots = [
         (copies.pieces[copy.first_piece], copies.sources[copy.first_piece])
         for copies in step._session.engine._copies.values()
@@ -152,7 +151,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, step: Any, kind: str, number: int, 
 
 
 def misplace(patch: pytest.MonkeyPatch, step: Any, copied: Callable[[BoundCopy, bool], bool]) -> None:
-    """Let native copies that ``copied`` picks, given whether they write, use another place of the file than theirs."""
+    """Redirect native copies to a wrong offset of the file if ``is_chosen(copy, writes)``."""
     home = step.homes[-1]
     for bound, copies in step._session.engine._copies.items():
         bounds = {copy.index: copy for work in bound.copies for copy in work}

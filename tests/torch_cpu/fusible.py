@@ -1,4 +1,4 @@
-"""Small training steps of which ops become one; also run by processes that tests start."""
+"""Small training steps with fusible ops; also run as a script by tests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Residual(nn.Module):
 
 
 class _Transformer(nn.Module):
-    """With attention that is written out, so that what is around its products can become one."""
+    """A transformer with explicit attention, so that the ops around its products can be fused."""
 
     def __init__(self, width: int = 64, layers: int = 2) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def world(name: str) -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., torch.Tensor], list[Batch]]:
-    """A model with an optimizer, its training step and some batches."""
+    """Return a model, its optimizer, its training step and some batches."""
     torch.manual_seed(0)
     model = MODELS[name]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -106,14 +106,14 @@ def world(name: str) -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., to
 
 
 def compiled(name: str, budget: int | str, **how: Any) -> tuple[Step[..., Any], list[Batch], nn.Module]:
-    """A step compiled with Inductor's kernels, unless ``how`` says otherwise."""
+    """Compile a step, by default with Inductor's kernels."""
     model, optimizer, step, batches = world(name)
     options = {"home": "host", "kernels": "inductor", **how}
     return outofcore.compile(step, model, optimizer, budget=budget, **options), batches, model
 
 
 def trained(name: str, budget: int | str, **how: Any) -> tuple[list[str], list[torch.Tensor], Step[..., Any]]:
-    """The losses of some steps, to the last bit; what has become of the model; and the step, closed."""
+    """Return the losses in hexadecimal, the final state of the model, and the closed step."""
     step, batches, model = compiled(name, budget, **how)
     torch.manual_seed(1)
     with step:

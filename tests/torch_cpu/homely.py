@@ -1,4 +1,4 @@
-"""What tests of homes share: noise to store, a disk without direct I/O, and what the system says of this process."""
+"""Helpers of tests of homes: random bytes, a disk without direct I/O, and resources of this process."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ from outofcore.units import KIB, round_up
 
 
 def buffered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that refuses direct I/O."""
+    """Simulate a file system that refuses direct I/O."""
     real = os.open
 
     def refuse(path: object, flags: int, *rest: object, **named: object) -> int:
@@ -31,7 +31,7 @@ def noise(memory: memoryview, seed: int) -> bytes:
 
 
 class file_size_limit:  # noqa: N801
-    """While in force, files of this process cannot be written beyond ``count`` bytes."""
+    """A context manager that limits the size of written files to ``count`` bytes."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -45,7 +45,7 @@ class file_size_limit:  # noqa: N801
 
 
 def opened_in(directory: Path) -> list[os.stat_result]:
-    """The open files of this process that lie, or lay, in a directory."""
+    """Return the open files of this process in a directory, including deleted ones."""
     found = []
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
@@ -66,7 +66,7 @@ def resident() -> int:
 
 
 def resident_at(address: int) -> int:
-    """Physical bytes of the mapping that starts at an address."""
+    """Return the resident bytes of the mapping that starts at an address."""
     lines = iter(Path("/proc/self/smaps").read_text().splitlines())
     for line in lines:
         if line.startswith(f"{address:x}-"):

@@ -1,11 +1,10 @@
-"""Interrupts training at random moments: a process of its own, since the worst outcome is a crash.
+"""Interrupt training at random moments, in a separate process because it may crash.
 
-Each round compiles a step over a fresh model and makes its first three calls. A SIGINT comes at a random moment of one
-of them, and sometimes a second one soon after. Whatever happens, the model must be as the note on the exception says,
-calls must go on from there, and all that was trained must equal what eager PyTorch makes of the same calls.
+Each round compiles a step over a new model and makes its first three calls. A SIGINT arrives at a random moment of one
+call, sometimes followed by a second. The model must match the note on the exception, later calls must succeed, and the
+final model must equal that of eager PyTorch.
 
-With ``--stage`` the SIGINT comes while ops or a link are measured, several times in one round, and nothing must be left
-behind when the step is closed.
+With ``--stage`` SIGINTs arrive in that stage of a first call, and the closed step must leave no resources.
 
     python tests/torch_cpu/interrupted.py --seed 7 --rounds 20 --cache none
     python tests/torch_cpu/interrupted.py --rounds 20 --stage "measure copies"
@@ -39,30 +38,30 @@ import faulty
 import outofcore
 
 CALLS = 3
-# In one stage of a first call there are so many interrupts.
+# Interrupts per round with --stage.
 TRIES = 4
-# What the notes of an exception say of the model.
+# Texts in the note of an exception for the three states of the model.
 UNCHANGED, DONE, TORN = "as they were before this step", "step has been made", "part old and part new"
 
 
 @dataclass
 class Round:
-    """What happened in one round."""
+    """The parameters and results of one round."""
 
     seed: int
-    call: int  # the one that is interrupted
+    call: int  # the interrupted call
     after_s: float
     twice: bool
-    stage: str = ""  # of the call; "": any moment
-    interrupts: int = 0  # that were raised
-    told: str = ""  # what the note says
-    where: str = ""  # the innermost lines of the library
+    stage: str = ""  # of the first call; "": any moment
+    interrupts: int = 0  # KeyboardInterrupts raised
+    told: str = ""  # the note
+    where: str = ""  # the innermost frames in the library
     faults: list[str] = field(default_factory=list)
-    stages: dict[str, float] = field(default_factory=dict)  # seconds of each, of the first call that ended
+    stages: dict[str, float] = field(default_factory=dict)  # seconds of each stage of the first completed call
 
 
 def reference() -> list[dict[str, torch.Tensor]]:
-    """What eager training holds before the first call and after each."""
+    """Return the model of eager training before the first call and after each."""
     model, optimizer, step = faulty.sides()
     found = [faulty.contents(model, optimizer)]
     for k in range(CALLS):
@@ -77,7 +76,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 
 def play(found: Round, expected: list[dict[str, torch.Tensor]], how: dict[str, Any]) -> list[float]:
-    """Make the calls of one round; returns the seconds of each."""
+    """Make the calls of one round and return the seconds of each."""
     model, optimizer, step = faulty.sides()
     seconds: list[float] = []
     made = 0
@@ -88,7 +87,7 @@ def play(found: Round, expected: list[dict[str, torch.Tensor]], how: dict[str, A
             batch = faulty.batch(made)
             killer = None
             began = threading.Event()
-            stages: list[tuple[str, float]] = []  # each as it begins
+            stages: list[tuple[str, float]] = []  # name and start time
             ours.on_progress = functools.partial(_tell, stages, began, found.stage)
             if not found.stage:
                 began.set()
@@ -101,7 +100,7 @@ def play(found: Round, expected: list[dict[str, torch.Tensor]], how: dict[str, A
                 if killer is not None:
                     killer.start()
                 ours(batch)
-                began.set()  # a stage that did not come
+                began.set()  # if the stage did not occur
                 if killer is not None:
                     killer.join()
                     time.sleep(0.01)
@@ -111,7 +110,7 @@ def play(found: Round, expected: list[dict[str, torch.Tensor]], how: dict[str, A
             if killer is not None:
                 _outlast(killer)
             seconds.append(time.perf_counter() - begin)
-            if made == 0 and error is None and stages:  # none where the plan was made before an interrupt
+            if made == 0 and error is None and stages:  # empty if the plan was made before an interrupt
                 ends = [at for _, at in stages[1:]] + [time.perf_counter()]
                 found.stages = {stage: end - at for (stage, at), end in zip(stages, ends, strict=True)}
             if error is None:
@@ -119,7 +118,7 @@ def play(found: Round, expected: list[dict[str, torch.Tensor]], how: dict[str, A
                 made += 1
                 continue
             found.interrupts += isinstance(error, KeyboardInterrupt)
-            # What the heap has suffered shows when it is used.
+            # Heap corruption shows when memory is allocated.
             _ = [torch.empty(count) for count in range(1, 1 << 18, 4099)]
             made = judge(found, error, model, optimizer, expected, made)
             if found.faults or TORN in found.told:
@@ -130,7 +129,7 @@ def play(found: Round, expected: list[dict[str, torch.Tensor]], how: dict[str, A
 
 
 def _outlast(killer: threading.Thread) -> None:
-    """Return when no signal is to come any more."""
+    """Wait until no more signals arrive."""
     for _ in range(3):  # a signal may come while another one is handled
         with contextlib.suppress(KeyboardInterrupt):
             killer.join()
@@ -154,7 +153,7 @@ def _interrupt(began: threading.Event, after_s: float, twice: bool) -> None:
 
 
 def left_behind(folder: str) -> tuple[int, int, int]:
-    """Threads, files and descriptors that there are."""
+    """Return the numbers of threads, files and descriptors."""
     names = [name for _, _, files in os.walk(folder) for name in files]
     return threading.active_count(), len(names), len(list(Path("/proc/self/fd").iterdir()))
 
@@ -167,7 +166,7 @@ def judge(
     expected: list[dict[str, torch.Tensor]],
     made: int,
 ) -> int:
-    """How many calls have been made, after one that was interrupted."""
+    """Return the number of completed calls after an interrupted one."""
     found.told = " ".join(getattr(error, "__notes__", ()))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "outofcore" in f.filename]
     found.where = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames[-4:]))
@@ -181,7 +180,7 @@ def judge(
         if not same(now, expected[made]):
             found.faults.append("the model is not as the note says")
         return made
-    # At the very borders of the call there is no note.
+    # An interrupt at the borders of the call has no note.
     if len(frames) > 1:
         found.faults.append("there is no note")
     if same(now, expected[made]):
@@ -196,11 +195,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cache", default="none", help="a folder, or 'none'")
+    parser.add_argument("--cache", default="none", help="Cache folder, or 'none'.")
     parser.add_argument("--policy", default="offload-all")
-    parser.add_argument("--share", type=float, default=1.0, help="of the smallest budget")
-    parser.add_argument("--only", type=int, default=None, help="the call to interrupt")
-    parser.add_argument("--stage", default="", help="of a first call, as it tells on_progress: interrupt only there")
+    parser.add_argument("--share", type=float, default=1.0, help="Budget as a multiple of the smallest.")
+    parser.add_argument("--only", type=int, default=None, help="Index of the call to interrupt.")
+    parser.add_argument("--stage", default="", help="Interrupt only in this stage of the first call.")
     given = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
@@ -217,7 +216,7 @@ def main() -> int:
         quiet = Round(given.seed, -1, 0.0, False)
         lengths = play(quiet, expected, how)
         if given.cache != "none":
-            lengths = play(quiet, expected, how)  # as it is with all measurements kept
+            lengths = play(quiet, expected, how)  # with cached measurements
         print(json.dumps({"seconds": lengths, "faults": quiet.faults}), flush=True)
         before = left_behind(folder)
         for number in range(given.rounds):

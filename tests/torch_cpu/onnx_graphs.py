@@ -1,4 +1,4 @@
-"""ONNX graphs written by hand, one for each kind of model, with inputs: of opsets 13 to 23."""
+"""Handwritten ONNX graphs of opsets 13 to 23 with inputs, one for each kind of model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 class Written:
-    """A graph as it is written: nodes one by one, weights from a seed."""
+    """A builder of ONNX graphs with random weights."""
 
     def __init__(self, opset: int, seed: int = 0) -> None:
         from onnx import TensorProto, helper  # noqa: PLC0415 - tests skip where it is not installed
@@ -279,7 +279,7 @@ def quantised_21() -> tuple[Any, Arrays]:
     g = Written(21)
     x = g.image(16, 8)
     for place in range(10):
-        if place == 0:  # later on, what lies between two whole numbers may be rounded to either
+        if place == 0:  # in later layers a value between two integers may be rounded to either
             scale, zero = g.tensor(np.float32(0.05)), g.tensor(np.uint8(120))
             x = g.op("DequantizeLinear", g.op("QuantizeLinear", x, scale, zero), scale, zero)
         channels = 16 if place == 0 else 96

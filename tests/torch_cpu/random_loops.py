@@ -1,4 +1,4 @@
-"""Random loops beside plain PyTorch: branches, sizes, views, in-place ops, frees, errors, addresses taken."""
+"""Compare random eager loops with plain PyTorch: branches, sizes, views, in-place ops, frees, errors, addresses."""
 
 from __future__ import annotations
 
@@ -112,11 +112,11 @@ def _resize(pool: Pool, draw: random.Random) -> None:
 
 
 class _StopError(Exception):
-    """What a step of the user's raises, at a moment of its own."""
+    """An error that a step of the user raises."""
 
 
 class _Raises(torch.autograd.Function):
-    """Passes on what it is given; raises in one of the two passes, when it was used so often."""
+    """An identity function whose forward or backward pass raises on a chosen use."""
 
     left: ClassVar[dict[str, int]] = {"forward": 0, "backward": 0}
 
@@ -142,7 +142,7 @@ def _layers() -> list[nn.Module]:
 
 
 def _stopped(pool: Pool, draw: random.Random) -> list[int]:
-    """A training step that raises half way, then one that goes on from what was left."""
+    """Run a training step that raises halfway, then one that continues from there."""
     layers, x, seen = _layers(), _pick(pool, draw), []
     parameters = [p for layer in layers for p in layer.parameters()]
     optimizer = torch.optim.AdamW(parameters, foreach=draw.random() < 0.5)
@@ -175,7 +175,7 @@ def _raise(*_: Any) -> None:
 
 
 def _interrupted(pool: Pool, draw: random.Random) -> None:
-    """A signal comes at any moment of a step, whose outcome is thrown away: nothing else may have changed."""
+    """Interrupt steps on copies of tensors, whose results are discarded: the originals must not change."""
     copies, after, generator = [x.clone() for x in pool[:8]], draw.random() * 0.02, torch.get_rng_state()
     order, armed = random.Random(draw.random()), [True]
 
@@ -203,7 +203,7 @@ def _interrupted(pool: Pool, draw: random.Random) -> None:
 
 
 def _branch(pool: Pool, draw: random.Random) -> bool:
-    """What is computed, and how large it is, depends on values."""
+    """Compute a tensor whose op and size depend on values."""
     x = _pick(pool, draw)
     positive = bool(x.mean() > 0)
     rows = int(x.abs().sum().nan_to_num(0, 0, 0).item()) % 150 + 20
@@ -214,7 +214,7 @@ def _branch(pool: Pool, draw: random.Random) -> bool:
 
 
 def _sizes(pool: Pool, draw: random.Random) -> float:
-    """From a few bytes to much of the budget."""
+    """Use tensors from a few bytes to a large share of the budget."""
     total = 0.0
     for _ in range(4):
         x = torch.rand(draw.choice((1, 7, 81, 82, 83, 300, 600)), 200)
@@ -237,7 +237,7 @@ def loop(seed: int, steps: int, between: Callable[[random.Random], None]) -> tup
     torch.manual_seed(seed)
     pool: Pool = [torch.randn(100, 200) for _ in range(6)]
     seen = []
-    # A part of it comes again and again, as a loop's ops do.
+    # A period repeats, like the ops of a loop.
     period = [draw.choices(*zip(*ACTIONS, strict=True))[0] for _ in range(40)]
     for step in range(steps):
         again = draw.random() < 0.8
@@ -247,7 +247,9 @@ def loop(seed: int, steps: int, between: Callable[[random.Random], None]) -> tup
         while len(pool) > 60:
             del pool[draw.randrange(len(pool))]
         small = [number for number, tensor in enumerate(pool) if not is_large(tensor.nbytes)]
-        for number in reversed(small[:-_MOST_SMALL]):  # they cannot leave, and are to fit beside what an op needs
+        for number in reversed(
+            small[:-_MOST_SMALL]
+        ):  # they cannot be evicted, and must fit together with an op's operands
             del pool[number]
         between(nudge)
     return seen, pool

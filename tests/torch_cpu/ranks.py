@@ -1,7 +1,6 @@
-"""One of two processes that train together over gloo: eager, then within budgets; fails where anything differs.
+"""One of two processes that train together over gloo, eagerly and within budgets, and compare their results.
 
-python ranks.py VIEW RANK 2 STORE, where VIEW is 1 for gradients that are views of DDP's buckets, and STORE is a file
-that does not exist yet.
+python ranks.py VIEW RANK 2 STORE: VIEW is 1 if gradients are views of DDP's buckets; STORE is a new file.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def train(rank: int, view: bool) -> list[Any]:
     optimizer, seen = torch.optim.AdamW(model.parameters(), 1e-3), []
     for number, (ids, wanted) in enumerate(sentences(3)):
         half = slice(4 * rank, 4 * rank + 4)
-        if number == 1:  # gradients are added up, and not exchanged
+        if number == 1:  # accumulate gradients without an exchange
             with model.no_sync():
                 loss_of(model, ids[half], wanted[half]).backward()
             continue
@@ -53,11 +52,11 @@ def within(budget: int, rank: int, view: bool, *, stress: bool = False) -> tuple
 
 
 def request_beside_collective(rank: int) -> None:
-    """A request waits until the collective is complete that holds what has to leave for it."""
+    """Check that a request waits for the collective that uses the tensors to evict."""
     with outofcore.budget(4 << 20, home="host", policy=None):
         summed = torch.full((640, 1024), float(rank))
         if rank == 1:
-            time.sleep(0.5)  # meanwhile the other one asks
+            time.sleep(0.5)  # meanwhile the other rank requests memory
         work = dist.all_reduce(summed, async_op=True)
         other = torch.full((512, 1024), 3.0)
         assert work is not None
@@ -67,13 +66,13 @@ def request_beside_collective(rank: int) -> None:
 
 
 def collective_on_tensor_at_home(rank: int) -> None:
-    """A tensor that another thread has begun to sum while it was at home is used there until the sum is complete."""
+    """Check that a tensor at home stays there while another thread's collective uses it."""
     with outofcore.budget(4 << 20, home="host", policy=None) as run:
         rows, works = torch.full((2, 100_000), float(rank)), []
         load_paging().follow_evict_all(run._space)
         thread = threading.Thread(target=lambda: works.append(dist.all_reduce(rows[0], async_op=True)))
         if rank == 1:
-            time.sleep(0.5)  # meanwhile the other one uses the second row
+            time.sleep(0.5)  # meanwhile the other rank uses the second row
         thread.start()
         thread.join()
         rows[1] += 5

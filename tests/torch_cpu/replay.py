@@ -1,6 +1,6 @@
-"""Runs a captured step op by op in plain memory, and checks every promise of the graph on the way.
+"""Replay a captured step op by op in plain memory and check every promise of its graph.
 
-Slow and simple on purpose: it is what an executor is compared with, and it knows no plan.
+The reference for executors: slow, simple and without a plan.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ GARBAGE = 0xA5
 
 
 class Replay:
-    """The storages of one captured step, on the user's own parameters, buffers and optimizer state.
+    """An interpreter of one captured step on the user's parameters, buffers and optimizer state.
 
     Attributes:
-        mismatches: where a real result is not what the fakes said: op name, what, fake, real.
+        mismatches: differences between real and fake results: op name, property, fake value, real value.
     """
 
     def __init__(self, captured: Captured) -> None:
@@ -83,7 +83,7 @@ class Replay:
         return result
 
     def _home(self, storage: int) -> torch.Tensor:
-        """The bytes of a range of a state where that is between steps."""
+        """Return the bytes of a range within the state that contains it between steps."""
         found, count = self.captured.ranges[storage], self.captured.graph.storages[storage].bytes
         assert not self.captured.graph.uses[found.whole]
         return as_bytes(self.bytes[found.whole])[found.offset : found.offset + count]
@@ -92,8 +92,8 @@ class Replay:
         captured, graph = self.captured, self.captured.graph
         call = captured.calls[op.id]
         for storage in set(op.mutates) - set(op.reads):
-            fill(self.bytes[storage])  # what the op claims not to read
-        for storage in op.creates:  # an argument may stand for nothing but its shape, on the memory of the result
+            fill(self.bytes[storage])  # the graph claims that the op does not read these
+        for storage in op.creates:  # an argument may use the result's memory if only its shape matters
             self.bytes[storage] = garbage(graph.storages[storage].bytes)
         untouched = {s: checksum(self.bytes[s]) for s in op.reads if s not in op.mutates}
         args, kwargs = self._real(call.args), self._real(call.kwargs)
@@ -110,7 +110,7 @@ class Replay:
                 continue
             aliases = real.untyped_storage()._cdata in given
             if index is None:
-                # A kernel may make what its output mask does not ask for.
+                # A kernel may return outputs that its output mask excludes.
                 masked = any(isinstance(arg, list) and False in arg for arg in call.args)
                 self._compare(op, "aliases an argument", True, aliases or masked)
                 continue
@@ -162,7 +162,7 @@ class Replay:
         return pytree.tree_unflatten(found, self.captured.output_spec)
 
     def _show_state(self) -> None:
-        """Put what an executor shows the user where the user looks for it."""
+        """Set the gradients and optimizer state that a user sees after a step."""
         captured = self.captured
         for left in captured.gradients_left:
             parameter = captured.states[left.parameter].tensor

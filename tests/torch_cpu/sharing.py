@@ -1,4 +1,4 @@
-"""One of several processes that share a model; fails where anything is not as it should be. See ``together.py``."""
+"""One of several processes that train a sharded model and check its results; see ``together.py``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from outofcore.planning.offload_all import offload_all
 from outofcore.policies import Asked, Plan, Residency
 from outofcore.program import Run
 
-# Neither two nor three chunks of its square are whole.
+# The square of this is divisible by neither two nor three.
 WIDTH = 301
 
 Make = Callable[[nn.Module, Optimizer], Any]
@@ -38,7 +38,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 class Again:
-    """Gathers every parameter again where it is needed again, and has all else leave."""
+    """A policy that gathers each parameter again for each use, and offloads all other storages."""
 
     name = "again"
 
@@ -60,7 +60,7 @@ def made(optimizer: str, seed: int = 0) -> tuple[Normed, Optimizer]:
 
 
 def tensors(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
-    """Parameters, their gradients and what the optimizer has, but no statistics: those are of each process."""
+    """Return parameters, gradients and optimizer state, but no statistics, which differ between processes."""
     found = [p.detach().clone() for p in model.parameters()]
     found += [value.clone() for p in model.parameters() for value in optimizer.state[p].values()]
     return found + [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -76,8 +76,8 @@ def replicated(optimizer: str, make: Make, rank: int) -> list[Tensor]:
 def shared(
     optimizer: str, make: Make, rank: int, budget: int | str = "1GiB", policy: Any = "auto"
 ) -> tuple[list[Tensor], Any]:
-    """Losses and all state after some steps, and the plan."""
-    # Whatever other ranks begin with, the model is that of rank 0.
+    """Return the losses and the state after four sharded steps, and the plan."""
+    # All ranks get the model of rank 0, with any initial values of their own.
     model, chosen = made(optimizer, seed=rank)
     step = outofcore.compile(
         make(model, chosen), model, chosen, budget=budget, policy=policy, home="host", check="full", shard=True
@@ -89,12 +89,12 @@ def shared(
 
 
 def talked(planned: Any) -> list[bool]:
-    """Of each collective that a plan runs, whether it is run again."""
+    """Return for each collective of a plan whether it is a rerun."""
     return [i.again for i in planned.program.instructions if isinstance(i, Run) and i.communicates]
 
 
 def starting_clear(model: nn.Module, optimizer: Optimizer) -> Any:
-    """Gradients are cleared first, and left at the end."""
+    """Return a step that clears gradients first and leaves them at the end."""
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -107,7 +107,7 @@ def starting_clear(model: nn.Module, optimizer: Optimizer) -> Any:
 
 
 def lasting(model: nn.Module, optimizer: Optimizer) -> Any:
-    """Two backward passes, and gradients of zeros from step to step."""
+    """Return a step with two backward passes that keeps zeroed gradients between steps."""
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         half = len(x) // 2
@@ -122,7 +122,7 @@ def lasting(model: nn.Module, optimizer: Optimizer) -> Any:
 
 
 def clamping(model: nn.Module, optimizer: Optimizer) -> Any:
-    """Parameters are changed by other ops than updates as well, before and after."""
+    """Return a step that also changes parameters before and after the update."""
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         with torch.no_grad():
@@ -141,7 +141,7 @@ def clamping(model: nn.Module, optimizer: Optimizer) -> Any:
 
 
 def bits(rank: int) -> None:
-    """The numbers are those of ``DistributedDataParallel``, in core and out of core, gathered once or again."""
+    """Compare with ``DistributedDataParallel``: in core, out of core, and with repeated gathers."""
     theirs = replicated("AdamW", plain, rank)
     ours, planned = shared("AdamW", plain, rank)
     same(ours, theirs, "in core")
@@ -156,7 +156,7 @@ def bits(rank: int) -> None:
 
 
 def more_bits(rank: int) -> None:
-    """The same with other optimizers and other steps."""
+    """Compare other optimizers and other steps with ``DistributedDataParallel``."""
     for name in ("SGD", "momentum"):
         ours, planned = shared(name, plain, rank)
         same(ours, replicated(name, plain, rank), name)
@@ -166,7 +166,7 @@ def more_bits(rank: int) -> None:
 
 
 def order(rank: int) -> None:
-    """With three processes gradients are added up in their order; and they have the model that two have saved."""
+    """Check that three processes load the model of two and sum gradients in the order of ranks."""
     loading(Path(sys.argv[4]).parent)
 
     def summing(model: nn.Module, optimizer: Optimizer) -> Any:
@@ -207,7 +207,7 @@ def unclipped(model: nn.Module, optimizer: Optimizer) -> Any:
 
 
 def states(rank: int) -> None:
-    """What the user sees of a model that is spread, and what is refused."""
+    """Check the state that a user sees of a sharded model, and the refusals."""
     batch, other = batches(rank, 2)
     model, optimizer = made("AdamW")
     weight = model.hidden[0].weight
@@ -216,7 +216,7 @@ def states(rank: int) -> None:
     )
     step(*batch)
     own = sum(state.bytes for state in step._session.keeper._states.values() if "norm.running" not in state.key)
-    whole = sum(4 * p.numel() for p in model.parameters()) * 4  # with gradient and two moments
+    whole = sum(4 * p.numel() for p in model.parameters()) * 4  # with a gradient and two moments
     assert own <= 0.52 * whole, (own, whole)
     assert (weight.is_meta, weight.grad.is_meta, model.last.bias.is_meta) == (True, True, False)
     assert optimizer.state[weight]["exp_avg"].shape == (step._session._user.shards.of(weight).count,)
@@ -230,7 +230,7 @@ def states(rank: int) -> None:
         weight.mul_(2)
     refused(StateError, "hidden.0.weight was changed between two steps", lambda: step(*other))
     step.load(Path(sys.argv[4]).parent / "saved")
-    refused(RuntimeError, "broadcast", optimizer.step)  # a range of a moment, and a parameter without contents
+    refused(RuntimeError, "broadcast", optimizer.step)  # a range of a moment does not fit a parameter without contents
     refused(StateError, "(optimizer.step() belongs into the step as well.)", lambda: step(*other))
     step.load(Path(sys.argv[4]).parent / "saved")
     weight.grad.zero_()
@@ -239,14 +239,14 @@ def states(rank: int) -> None:
     shape = InputError, "about to run different steps", lambda: step(*[t[: 512 + rank] for t in other])
     refused(*shape)
     assert torch.equal(step(*other), wanted), "the loaded model differs from the saved one"
-    # Likewise where both have a plan.
+    # The same error if both ranks have a plan.
     step(*[t[:512] for t in other])
     refused(InputError, "about to run different steps", lambda: step(*[t[: 512 if rank else None] for t in other]))
     step(*other)
     step.close()
     assert not weight.is_meta and weight.grad.shape == weight.shape == optimizer.state[weight]["exp_avg"].shape
     assert torch.isfinite(model(batch[0])).all()
-    starting_clear(model, optimizer)(*batch)  # it goes on in plain PyTorch
+    starting_clear(model, optimizer)(*batch)  # training continues in plain PyTorch
 
     def compiled(model: nn.Module, optimizer: Any, **settings: Any) -> Any:
         def step(x: Tensor) -> Tensor:
@@ -271,10 +271,10 @@ def states(rank: int) -> None:
 
 
 def saving(rank: int) -> None:
-    """Two processes train and save; what follows is compared with that of others."""
+    """Train and save in two processes, and compare later steps with those after a load."""
     folder = Path(sys.argv[4]).parent
     model, optimizer = made("AdamW")
-    model.to(memory_format=torch.channels_last)  # of no effect on these, and refused by none
+    model.to(memory_format=torch.channels_last)  # has no effect on these parameters and is not refused
     step = outofcore.compile(starting_clear(model, optimizer), model, optimizer, budget="64MiB", shard=True)
     found = list(batches(rank, 4))
     for batch in found[:2]:
@@ -292,7 +292,7 @@ def saving(rank: int) -> None:
 
 
 def frozen(rank: int) -> None:
-    """Frozen weights that are spread are left out of a checkpoint, and stay where they are when it is loaded."""
+    """Check that a checkpoint omits sharded frozen weights and that a load keeps them."""
     folder = Path(sys.argv[4]).parent
     found = list(batches(rank, 2))
 
@@ -323,7 +323,7 @@ def frozen(rank: int) -> None:
 
 
 def loading(folder: Path) -> None:
-    """Any other number of processes has the model that was saved."""
+    """Check that any number of processes can load the saved model."""
     model, optimizer = made("AdamW", seed=99)
     step = outofcore.compile(starting_clear(model, optimizer), model, optimizer, budget="64MiB", shard=True)
     step.load(folder / "saved")
@@ -336,7 +336,7 @@ def loading(folder: Path) -> None:
 
 
 def death(rank: int) -> None:
-    """A process that ends ends the others' step, and closing does not wait for it."""
+    """Check that the death of a process ends the steps of others, and that they can close."""
     model, optimizer = made("SGD")
     step = outofcore.compile(unclipped(model, optimizer), model, optimizer, budget="64MiB", home="host", shard=True)
     found = list(batches(rank, 3))

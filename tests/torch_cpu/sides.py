@@ -1,4 +1,4 @@
-"""A model, its optimizer and the steps over it, twice: plain, and under a budget; what is done to both, compared."""
+"""A model with steps, plain and compiled, and a comparison after each action on both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 import outofcore
 
-WIDTH = 144  # a weight of this width is large: it takes more than 64 KiB
+WIDTH = 144  # a weight of this width is large (more than 64 KiB)
 _UPDATING = ("train", "renew")
 
 
@@ -27,7 +27,7 @@ def values(number: int) -> torch.Tensor:
 
 @dataclass
 class Side:
-    """A model with four steps over it, in plain PyTorch or compiled."""
+    """A model with an optimizer and four steps, in plain PyTorch or compiled."""
 
     model: nn.Sequential
     optimizer: torch.optim.Optimizer
@@ -75,11 +75,11 @@ def plain(seed: int) -> Side:
 
 @functools.cache
 def _smallest(name: str) -> int:
-    """The smallest budget of a step by its name."""
+    """Return the smallest budget of a named step."""
     side = plain(0)
     optimizer = side.optimizer if name in _UPDATING else None
     smallest = outofcore.smallest_budget(getattr(side, name), side.model, optimizer, inputs=(batch(0),))
-    return 2 * smallest if name == "gather" else smallest  # it adds to gradients, too
+    return 2 * smallest if name == "gather" else smallest  # it also accumulates gradients
 
 
 def compiled(seed: int, *, budget: str, home: str, shared: bool, host_budget: str | None = None) -> Side:
@@ -103,7 +103,7 @@ Act = Callable[[Side], Any]
 
 
 def alike(ours: Any, theirs: Any) -> bool:
-    """Whether two things are the same; of tensors the strides as well, for kernels go by them."""
+    """Return whether two values are equal, including the strides of tensors, which select kernels."""
     if isinstance(theirs, torch.Tensor):
         return torch.equal(ours, theirs) and ours.stride() == theirs.stride()
     if isinstance(theirs, list | tuple):
@@ -112,7 +112,7 @@ def alike(ours: Any, theirs: Any) -> bool:
 
 
 def everything(side: Side) -> list[Any]:
-    """All that can be seen of a side."""
+    """Return all tensors of a side that a user can see."""
     found: list[Any] = list(side.model.state_dict().values())
     for parameter in side.model.parameters():
         found.append(parameter.grad if parameter.grad is not None else "no gradient")

@@ -1,14 +1,14 @@
-"""Search PyTorch for operators that write arguments although their schemas do not say so.
+"""Search PyTorch for operators that write arguments that their schemas do not mark as written.
 
-Runs PyTorch's own databases of modules and operators, forward and backward, and direct calls of operators that these
-miss. A dispatch mode compares, before and after each call, the bytes of all arguments that the schema does not mark as
-written. What it finds belongs into ``runtime/csrc/follow/silent_writes.h``.
+Runs PyTorch's databases of modules and operators, forward and backward, and direct calls of further operators. A
+dispatch mode compares the bytes of all unmarked arguments before and after each call. Add its findings to
+``runtime/csrc/follow/silent_writes.h``.
 
     python tests/torch_cpu/silent_writes.py
     python tests/torch_cpu/silent_writes.py --every 40 --start 3
 
-In a process of its own: PyTorch's databases change global settings. Prints one line of JSON. Operators that need a GPU,
-or several processes, do not run here.
+Needs its own process: PyTorch's databases change global settings. Prints one line of JSON. Operators that need a GPU or
+several processes do not run here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KINDS = (torch.float32, torch.complex64, torch.int64, torch.bool)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The strided tensors on the CPU; others have no storage."""
+    """Return the strided tensors on the CPU; other tensors have no storage."""
     leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
     return [leaf for leaf in leaves if leaf.device.type == "cpu" and leaf.layout is torch.strided]
 
@@ -49,7 +49,7 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 class Comparing(TorchDispatchMode):
-    """Compares arguments before and after each call; ``silent`` has those that changed unmarked, by operator."""
+    """A mode that finds silent writes; ``silent`` maps operators to changed arguments that are not marked."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def operators(info: Any, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def entries() -> Iterator[Callable[[], Iterator[Case]]]:
-    """What the databases have, each with one dtype or mode; what is called makes the cases."""
+    """Yield a function that makes the cases of each database entry with one dtype or mode."""
     for info in op_db:
         for dtype in KINDS:
             if dtype in info.supported_dtypes("cpu"):
@@ -243,9 +243,9 @@ DIRECT: tuple[Case, ...] = (
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--every", type=int, default=1, help="one of so many entries of the databases")
-    arguments.add_argument("--start", type=int, default=0, help="the first of these")
-    arguments.add_argument("--verbose", action="store_true", help="tell what is refused")
+    arguments.add_argument("--every", type=int, default=1, help="Run every N-th entry of the databases.")
+    arguments.add_argument("--start", type=int, default=0, help="Index of the first entry.")
+    arguments.add_argument("--verbose", action="store_true", help="Print the errors of refused cases.")
     given = arguments.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Adapters of PEFT on a model of Transformers, switched and merged between compiled steps: the bits of PEFT itself."""
+"""Tests of PEFT adapters that are switched and merged between compiled steps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def made(*, tied: bool, checkpointed: bool) -> tuple[Any, torch.optim.Optimizer,
 
 
 def walk(model: Any, step: Any) -> list[float]:
-    """Trains, and between steps does what users of adapters do."""
+    """Train, and switch and merge adapters between steps."""
     torch.manual_seed(5)
     ids = torch.randint(0, _VOCABULARY, (2, 32))
     losses = [step(ids).item()]

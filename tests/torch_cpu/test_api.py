@@ -1,4 +1,4 @@
-"""What compile refuses, in words that say what to do; and that refusing changes nothing."""
+"""Tests of the errors of ``compile`` and of the public interface of steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arena: planned addresses under real PyTorch ops."""
+"""Tests of the arena: planned addresses under real PyTorch ops."""
 
 import threading
 from collections.abc import Iterator
@@ -148,7 +148,7 @@ def test_reserve_bounds_live_unplanned_bytes(arena: Arena) -> None:
 
 
 def test_bytes_in_use_are_not_allocated_twice(arena: Arena) -> None:
-    # Planned: the first piece is freed before the second comes. In fact it is kept.
+    # The plan frees the first block before the second is allocated, but the test keeps it.
     table = ScopeTable(arena, [[(MIB, 0), (MIB, 0)]])
     table.begin(0)
     first = torch.ones(FLOATS)

@@ -1,4 +1,4 @@
-"""How long the memory of an arena lives: as its tensors do, over forks and after the allocator."""
+"""Tests of the lifetime of arena memory: with its tensors, over forks, and after the allocator."""
 
 import gc
 import os
@@ -31,7 +31,7 @@ def test_memory_allocated_before_or_during_an_arena_can_be_freed_later() -> None
     arena.close()
     arena.close()
     del between
-    resized.resize_(FLOATS)  # its storage remembers the allocator it came from
+    resized.resize_(FLOATS)  # its storage refers to the allocator that created it
     del resized
     with Arena(8 * MIB):
         pass
@@ -54,7 +54,7 @@ def test_tensors_keep_the_arena_memory_alive_after_close() -> None:
     assert view.sum().item() == 7 * FLOATS
     del view
     memory.release()
-    assert is_mapped(address)  # by the tensor that PyTorch allocated there
+    assert is_mapped(address)  # the tensor that PyTorch allocated there keeps it
     del placed
     assert not is_mapped(address)
 

@@ -1,4 +1,4 @@
-"""A compiled step begins by a plan that is quickly made; a better one comes while it runs, and stays for others."""
+"""Tests of quick first plans, and of better plans that are made in the background and stored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUICKLY = "auto:polish_ops=0,tunings=20,further=0,placed=8"
 
 
 def make() -> tuple[Callable[[torch.Tensor], torch.Tensor], nn.Module, torch.optim.Optimizer]:
-    """Layers with dropout, whose random numbers must be those of plain PyTorch as well, however often drawn."""
+    """Build a model with dropout, so that extra random draws change the results."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(LAYERS)]
     model = nn.Sequential(*layers)
@@ -57,7 +57,7 @@ def trained(step: Callable[[torch.Tensor], torch.Tensor], count: int) -> list[fl
 
 
 def settle(updates: PlanKeeper) -> None:
-    """Go on with the best plans: wait for the one that is being made, and make the others now."""
+    """Wait for the background plan, and make the other best plans now."""
     updates.background.wait()
     updates._take_plan()
     steps = updates._steps
@@ -77,7 +77,7 @@ def budget() -> int:
 
 @pytest.fixture
 def at_any_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever steps take, and however good the first plan is, another is made and takes its place."""
+    """Replace the first plan at any cost and with any gain."""
     monkeypatch.setattr("outofcore.undisturbed.DISTURBED", 1e6)
     monkeypatch.setattr("outofcore.replanning.DISTURBED", 1e6)
     monkeypatch.setattr("outofcore.replanning.SHARE", 1e6)
@@ -87,7 +87,9 @@ def at_any_cost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("at_any_cost")
 @pytest.mark.parametrize("home", ["host", "disk"])
-def test_results_stay_bit_identical_when_plans_are_exchanged(home: str, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_stay_bit_identical_when_plans_are_exchanged(
+    home: str, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("outofcore.plan_updates.BackgroundPlanner", PlannedAtOnce)
     step, model, optimizer = make()
     expected = trained(step, 10)
@@ -99,23 +101,20 @@ def test_results_stay_bit_identical_when_plans_are_exchanged(home: str, budget: 
         for loss, batch in zip(expected, batches(), strict=False):
             assert compiled(batch).item() == loss
             plans.append(compiled.planned)
-            # Statistics describe the plan that ran, not the one for the next call.
+            # Statistics describe the plan that ran, not that of the next call.
             assert len(compiled.timeline.starts) == len(plans[-1].program.instructions)
             assert compiled.stats.compute_seconds <= compiled.stats.seconds
             arenas.append(compiled._session.steps.arena)
             assert compiled.planned.program.arena_bytes <= arenas[-1].bytes <= budget
         assert plans[0] is not plans[-1]
         assert plans[-1] is compiled._session.steps.shown.planned
-        # It ran in the same arena.
         assert all(arena is arenas[0] for arena in arenas)
         assert compiled.stats.off_plan == 0
     for mine, theirs in zip(weights, model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
 
-def test_call_plans_quickly_and_prepare_searches_fully(
-    budget: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_call_plans_quickly_and_prepare_searches_fully(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[planning.SearchParams] = []
     plans = planning.plans_of_step
 
@@ -143,7 +142,7 @@ def test_call_plans_quickly_and_prepare_searches_fully(
 
 
 def test_full_search_runs_when_the_quick_search_finds_no_plan(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A budget is refused only where the whole search finds nothing."""
+    """A budget is refused only if the full search finds no plan."""
     plans = planning.plans_of_step
 
     def refused(graph: Any, costs: Any, room: int, policy: Any, *args: Any) -> Any:
@@ -169,7 +168,7 @@ def test_second_process_reuses_measurements_and_plans(
     step, model, optimizer = make()
     with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY, cache=tmp_path) as compiled:
         assert trained(compiled, 6) == expected
-        settle(compiled._session.updates)  # it was made in a process of its own
+        settle(compiled._session.updates)  # a child process made it
         compiled(next(batches()))
         best = compiled.planned
     assert list(tmp_path.glob("plan-*.json"))
@@ -186,7 +185,7 @@ def test_second_process_reuses_measurements_and_plans(
     with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY, cache=tmp_path) as compiled:
         assert trained(compiled, 6) == expected
         assert compiled.planned.program == best.program
-        # It was planned with what the first process has learnt.
+        # The plan uses the first process's measurements.
         assert compiled.planned.timeline.step_seconds == pytest.approx(best.timeline.step_seconds, rel=0.5)
 
 
@@ -236,7 +235,7 @@ def test_planning_process_is_killed_when_the_step_closes(budget: int) -> None:
         trained(compiled, 4)
         process = compiled._session.updates.background._process
         assert process is not None
-        os.kill(process.pid, signal.SIGSTOP)  # it would take a while
+        os.kill(process.pid, signal.SIGSTOP)  # simulates a long search
         trained(compiled, 2)
     assert process.returncode == -signal.SIGKILL
 

@@ -1,4 +1,4 @@
-"""Arguments that a step cannot take are refused by name, before anything moves."""
+"""Tests that unsupported arguments are refused by name before any tensor moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A captured step, replayed op by op, computes the very bits of plain PyTorch."""
+"""Tests that a captured step, replayed op by op, matches plain PyTorch bit for bit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Counting(torch.optim.Optimizer):
-    """Keeps Python numbers and a replaced tensor as state, and changes gradients in place."""
+    """An optimizer with Python numbers and replaced tensors as state, which changes gradients in place."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1, "total": 0})
@@ -69,7 +69,7 @@ def _one_seed() -> Iterator[None]:
 
 
 def changed(captured: Captured) -> Captured:
-    """All that is done to a trace, to storages of any size."""
+    """Apply all transformations of a capture to storages of any size."""
     captured = reuse(split(captured), least=1)
     return reordered(captured, hoisting(captured))
 

@@ -1,4 +1,4 @@
-"""Layers as the first of a model, where backward leaves out the gradient of their input: bit for bit, out of core."""
+"""Tests of first layers, whose backward pass computes no input gradient, out of core."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORDS = (8, 32, 64)
 
 
 class Words(nn.Module):
-    """Looks up words before a layer."""
+    """A layer on word numbers."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class First(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention of words to a table that is learnt, so that the queries alone need no gradient."""
+    """Attention to a learned table, so that only the queries need no gradient."""
 
     def __init__(self, *, mask: bool) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Attention(nn.Module):
 
 
 class Grid(nn.Module):
-    """Samples an image at places that are learnt."""
+    """Sampling of an image at learned positions."""
 
     def __init__(self, dimensions: int) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[tor
     def step(x: torch.Tensor) -> torch.Tensor:
         y = model(x)
         for _ in range(4):
-            y = y.sin().exp().sigmoid()  # what these save has to leave
+            y = y.sin().exp().sigmoid()  # their saved tensors must be evicted
         loss = y.square().mean()
         loss.backward()
         optimizer.step()

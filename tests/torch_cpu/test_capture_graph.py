@@ -1,4 +1,4 @@
-"""What the graph of a captured step says: kinds, names, places in the user's code, and what ops read and write."""
+"""Tests of the graph of a captured step: kinds, names, source lines, and the reads and writes of ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step that leaves something behind, or that no plan could hold, is refused; the user's things stay as they were."""
+"""Tests that steps with side effects are refused and that the user's objects stay unchanged."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def drawn(w: World) -> Any:
 
 
 def drawn_from_numpy(w: World) -> Any:
-    np.random.random()  # a second number changes the position of the generator alone
+    np.random.random()  # the second number changes only the position of the generator
 
     def step(x: torch.Tensor) -> Any:
         return w.learn(x * np.random.random())
@@ -193,7 +193,7 @@ def test_writing_into_shared_arguments_is_refused() -> None:
 
 
 class Stepping(torch.optim.SGD):
-    """Wraps another optimizer."""
+    """An optimizer that wraps another."""
 
     def __init__(self, params: Any) -> None:
         params = list(params)
@@ -202,7 +202,7 @@ class Stepping(torch.optim.SGD):
 
 
 class Hiding(torch.optim.Optimizer):
-    """Keeps a tensor where no plan can see it."""
+    """An optimizer that hides a tensor from the plan."""
 
     def __init__(self, params: Any, place: str) -> None:
         super().__init__(params, {"lr": 0.1})

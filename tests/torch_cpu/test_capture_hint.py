@@ -1,4 +1,4 @@
-"""Refusals point to the other way to run a loop, where that would do."""
+"""Tests that refusals recommend an eager loop where it would work."""
 
 from __future__ import annotations
 

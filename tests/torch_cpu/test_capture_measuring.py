@@ -1,4 +1,4 @@
-"""Ops are measured on tensors with made-up contents: on such as they accept, and never by a guess."""
+"""Tests of measurements of ops on generated tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refusals give the user's own line, and one traceback without what happened inside."""
+"""Tests that refusals name the user's line in one traceback without internal frames."""
 
 from __future__ import annotations
 

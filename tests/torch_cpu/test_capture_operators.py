@@ -1,4 +1,4 @@
-"""Fakes tell what real kernels return: forward and backward of one operator or module at a time, bit for bit."""
+"""Tests of fake results against real kernels, forward and backward, for one operator or module at a time."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Attention(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each word goes through the expert that the router prefers, all experts in one ragged product."""
+    """A mixture of experts in one grouped product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Weighted(nn.Module):
-    """Turns a function into a module with something to learn."""
+    """A module that applies a function to a weighted input."""
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def check(model: nn.Module, x: torch.Tensor, *, half: bool) -> None:
         return y.detach(), x.grad
 
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    if half:  # not all processors have a kernel for everything
+    if half:  # some processors lack a kernel
         torch.manual_seed(3)
         try:
             step(x)
@@ -249,7 +249,7 @@ def test_function_replays_bit_for_bit(name: str, transposed: bool) -> None:
 
 
 class Smoothed(nn.Module):
-    """A loss of logits for so many places, of which some are to be ignored."""
+    """A smoothed loss of logits with some ignored targets."""
 
     def __init__(self, places: Shape, reduction: str) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ class Smoothed(nn.Module):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("places", [(64,), (16, 3, 2)])
 def test_smoothed_weighted_loss_skips_ignored_targets(places: Shape, reduction: str) -> None:
-    """Beneath a mode of Python's, PyTorch adds zeros for what is ignored, and rounds otherwise."""
+    """Under a Python mode PyTorch adds zeros for ignored targets, which changes the rounding."""
     for seed in range(8):
         torch.manual_seed(seed)
         check(Smoothed(places, reduction), torch.randn(places[0], 5, *places[1:]), half=False)

@@ -1,4 +1,4 @@
-"""Updates of optimizers: state made and kept, settings read anew, and rehearsals that change nothing."""
+"""Tests of optimizer updates: state, settings and rehearsals."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_settings_are_read_in_each_step() -> None:
         update(params, grads, states)
         optimizer.step()
         assert torch.equal(params[0], parameter)
-        del optimizer.state[parameter]["step"]  # what exists, the update remembers by itself
+        del optimizer.state[parameter]["step"]  # the update remembers which state exists
         optimizer.state[parameter] = dict(zip(ADAM, [t.clone() for t in states[0]], strict=True))
 
 
@@ -255,10 +255,8 @@ KINDS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "settings"), KINDS)
-def test_bound_update_matches_the_plain_optimizer(
-    kind: type[torch.optim.Optimizer], settings: dict[str, Any]
-) -> None:
-    """With settings that change, state that the user puts there, and a state that is lost and made again."""
+def test_bound_update_matches_the_plain_optimizer(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> None:
+    """The test changes settings, replaces state, and clears it once."""
     torch.manual_seed(0)
     users = [torch.nn.Parameter(torch.randn(3, 4)), torch.nn.Parameter(torch.randn(5))]
     twins = [torch.nn.Parameter(p.detach().clone()) for p in users]
@@ -338,7 +336,7 @@ def test_bound_update_releases_its_tensors_when_deleted() -> None:
 
 
 def test_parameter_and_moments_may_be_on_different_devices() -> None:
-    """As where a plan keeps one of them on the device: "meta" stands for it."""
+    """The device "meta" stands for the accelerator."""
     far, near = torch.device("meta"), torch.device("cpu")
     for parameter_at, moments_at in ((far, near), (near, far), (near, near), (far, far)):
         parameter = torch.nn.Parameter(torch.empty(3, 4, device=parameter_at))
@@ -359,7 +357,7 @@ def test_parameter_and_moments_may_be_on_different_devices() -> None:
 def test_measured_update_requests_are_not_reused_for_other_settings(
     make: Any, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    # With weight decay there is one tensor more; what was measured without it is kept for later steps.
+    # Weight decay needs one more tensor; measurements without it are cached for later steps.
     def run(rate: float) -> Any:
         torch.manual_seed(0)
         model = torch.nn.Linear(256, 128)
@@ -371,7 +369,7 @@ def test_measured_update_requests_are_not_reused_for_other_settings(
                 ours(*batch())
                 assert ours.stats.off_plan == 0
             found = ours.planned.program.arena_bytes
-            # By a schedule of the user's, say.
+            # As by a schedule of the user.
             optimizer.param_groups[0]["weight_decay"] = 0.01 - rate
             ours(*batch())
             assert ours.stats.off_plan == 0
@@ -382,7 +380,7 @@ def test_measured_update_requests_are_not_reused_for_other_settings(
 
 
 class Counting(torch.optim.Optimizer):
-    """Makes the state of its last parameter first, and keeps a plain number between two tensors."""
+    """An optimizer that creates the state of its last parameter first, with a number between two tensors."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -426,7 +424,7 @@ ORDERED: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 class Wide(torch.nn.Module):
-    """Large and small parameters in turn, which are updated alone and together."""
+    """A model whose large parameters are updated alone and whose small ones are updated together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -441,7 +439,7 @@ class Wide(torch.nn.Module):
 
 
 def orders(kind: Any, settings: dict[str, Any], budget: str) -> list[Any]:
-    """What order state has after each step, and the parameters at the end."""
+    """Return the order of the state after each step, and the final parameters."""
     torch.manual_seed(0)
     model = Wide()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -476,6 +474,6 @@ def orders(kind: Any, settings: dict[str, Any], budget: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", ORDERED)
 def test_state_order_matches_plain_pytorch(name: str) -> None:
-    """By parameter and by name, with parameters that get a gradient later and state that is taken away."""
+    """The order of parameters and names, with late gradients and deleted state."""
     kind, settings = ORDERED[name]
     assert orders(kind, settings, "4MiB") == orders(kind, settings, "")

@@ -1,4 +1,4 @@
-"""Which ops overwrite a storage as a whole: they need nothing that it held."""
+"""Tests of ops that overwrite a whole storage, so that its old bytes are not needed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PART: dict[str, Change] = {
 
 
 def captured(change: Change) -> tuple[Captured, int]:
-    """A step that changes a buffer, and the storage of that."""
+    """Capture a step that changes a buffer; return it and the storage of the buffer."""
     model = nn.Module()
     model.register_buffer("x", torch.rand(4, 4))
 
@@ -74,7 +74,7 @@ def test_fully_written_storage_is_not_read(name: str) -> None:
     assert writes
     assert all((op.id, storage) in found.graph.overwrites for op in writes)
     batch = torch.randn(4, 4)
-    # The replay fills with garbage what an op claims to overwrite.
+    # The replay fills overwritten storages with garbage before the op.
     torch.manual_seed(1)
     ours = Replay(found)(batch)
     after = found.states[0].tensor

@@ -1,4 +1,4 @@
-"""Which module and line is named: of ops in backward, of updates, and of ops that raise while a step runs."""
+"""Tests of the module and line that are named for backward ops, updates and failing ops."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def train(model, optimizer, x):
 
 
 def line_of(mark: str) -> str:
-    """This file, with the number of its line that ends with the comment ``# <mark>``."""
+    """Return the location of the line of this file that ends with the comment ``# <mark>``."""
     lines = Path(__file__).read_text().splitlines()
     return f"{__file__}:{next(k for k, line in enumerate(lines, 1) if line.endswith(f'# {mark}'))}"
 
 
 @pytest.fixture
 def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A package that runs the user's loop."""
+    """An installed package that runs the user's loop."""
     folder = tmp_path / "site-packages" / "trainer_of_others"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text(TRAINER)
@@ -109,7 +109,7 @@ class Table(nn.Module):
 
 @pytest.mark.parametrize("steps", [1, 12])
 def test_failing_op_is_named_in_a_note(steps: int) -> None:
-    """In a first step, and where native code calls the ops."""
+    """In a first step, and in later steps whose ops native code calls."""
     model = nn.Sequential(Table())
 
     def step(numbers: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What cannot be captured is refused with the user's line and advice, and leaves everything as it was."""
+"""Tests that refusals of captures name the user's line, give advice and leave the user's objects unchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Refused = Callable[[World], Callable[..., Any]]
 
 
 def line_of(mark: str) -> int:
-    """The line of this file that ends with the comment ``# <mark>``."""
+    """Return the line of this file that ends with the comment ``# <mark>``."""
     lines = Path(__file__).read_text().splitlines()
     return next(k for k, line in enumerate(lines, 1) if line.endswith(f"# {mark}"))
 
@@ -287,7 +287,7 @@ def test_refusal_names_line_and_advice(make: Refused, what: str, advice: str) ->
 
 
 def test_fused_operators_are_refused_if_they_take_tensor_lists() -> None:
-    """Such as updates of optimizers; the norm of Llama has a kernel of such a name on a GPU, and is one op."""
+    """The RMS norm of a GPU also has a fused kernel, but it is one op and is not refused."""
     prefixes = next(prefixes for prefixes in recorder._REFUSED if any("_fused_" in name for name in prefixes))
     schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("aten::_fused_")]
     assert len(schemas) > 10
