@@ -68,12 +68,12 @@ def conv_net() -> Case:
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int, again: str) -> None:
+    def __init__(self, width: int, heads: int, checkpointing: str) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.heads, self.again = heads, again
+        self.heads, self.checkpointing = heads, checkpointing
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
         rows, length, width = x.shape
@@ -84,8 +84,8 @@ class Block(nn.Module):
         return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), 0.1, self.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.again:
-            return checkpoint(self.body, x, use_reentrant=self.again == "reentrant")
+        if self.checkpointing:
+            return checkpoint(self.body, x, use_reentrant=self.checkpointing == "reentrant")
         return self.body(x)
 
 

@@ -23,19 +23,19 @@ def _one_thread_each(_one_thread_each: None) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _measured_briefly(request: pytest.FixtureRequest) -> Iterator[None]:
+def _short_measurements(request: pytest.FixtureRequest) -> Iterator[None]:
     with contextlib.nullcontext() if request.config.getoption("--exhaustive") else measured_briefly():
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _a_cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _temporary_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with cache_of_its_own(tmp_path_factory, (load_native, load_paging)):
         yield
 
 
 @pytest.fixture(autouse=True)
-def _plans_of_its_own(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _separate_plans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Share measurements but no plans between tests of one worker, because some change the planner."""
     monkeypatch.setattr("outofcore.plan_store.library_version", lambda: request.node.nodeid)
 

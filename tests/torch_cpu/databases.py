@@ -34,7 +34,7 @@ from outofcore.follow.native import load_paging
 
 PAGE = 4096
 ROOM = 1 << 28
-TRIES = 24
+MAX_TRIES = 24
 # They return uninitialized memory; so does the driver gelsy of lstsq, in the last bits.
 LEFT_OUT = {
     *("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"),
@@ -95,7 +95,9 @@ def equal(left: Any, right: Any) -> bool:
     return bool(left == right or (left != left and right != right))  # noqa: PLR0124 - NaN
 
 
-def trained(prototype: nn.Module, given: Any, make: Callable[..., torch.optim.Optimizer], *, read: bool) -> list[Any]:
+def train_module(
+    prototype: nn.Module, given: Any, make: Callable[..., torch.optim.Optimizer], *, read: bool
+) -> list[Any]:
     """Train one module for three steps and return all its results."""
     torch.manual_seed(1)
     module, (args, kwargs) = copy.deepcopy(prototype).train(), fresh(given)
@@ -144,7 +146,7 @@ def modules(only: str) -> Iterator[tuple[str, Case]]:
                 made = info.module_cls(*copy.deepcopy(one.constructor_input.args), **one.constructor_input.kwargs)
                 prototype = made.to(torch.float32) if any(True for _ in made.parameters()) else made
                 given = (one.forward_input.args, one.forward_input.kwargs)
-                return trained(prototype, given, (sgd, adam)[number % 2], read=number % 3 == 0)
+                return train_module(prototype, given, (sgd, adam)[number % 2], read=number % 3 == 0)
 
             yield f"{info.name} {number} {one.desc}".strip(), case
 
@@ -199,7 +201,7 @@ def operators(only: str, first: int) -> Iterator[tuple[str, Case]]:
                 )
 
 
-def within(case: Case, budget: int, *, stress: bool) -> tuple[list[Any], outofcore.LoopStats]:
+def run_within(case: Case, budget: int, *, stress: bool) -> tuple[list[Any], outofcore.LoopStats]:
     with outofcore.budget(budget, home="host", host_budget=ROOM, policy=None) as run:
         load_paging().follow_stress(run._space, int(stress))
         seen = case()
@@ -207,15 +209,15 @@ def within(case: Case, budget: int, *, stress: bool) -> tuple[list[Any], outofco
     return seen, stats
 
 
-def squeezed(case: Case) -> tuple[list[Any], outofcore.LoopStats]:
+def run_squeezed(case: Case) -> tuple[list[Any], outofcore.LoopStats]:
     """Run in the smallest arena that the refusals name."""
     budget = 4 * PAGE
-    for _ in range(TRIES):
+    for _ in range(MAX_TRIES):
         try:
-            return within(case, budget, stress=False)
+            return run_within(case, budget, stress=False)
         except outofcore.BudgetError as error:
             budget = max(budget + PAGE, error.smallest_budget or 0)
-    return within(case, ROOM, stress=False)
+    return run_within(case, ROOM, stress=False)
 
 
 def main() -> int:
@@ -248,8 +250,8 @@ def main() -> int:
             continue
         told["ran"] += 1
         for how, run in (
-            ("stress", lambda c=case: within(c, ROOM, stress=True)),
-            ("squeezed", lambda c=case: squeezed(c)),
+            ("stress", lambda c=case: run_within(c, ROOM, stress=True)),
+            ("squeezed", lambda c=case: run_squeezed(c)),
         ):
             try:
                 seen, stats = run()

@@ -35,15 +35,15 @@ import outofcore
 CALLS = 3
 ROOMY = 64 << 20
 # The step, its arguments, the model and the optimizers.
-Made = tuple[Callable[..., Any], list[Any], nn.Module, list[torch.optim.Optimizer]]
+StepParts = tuple[Callable[..., Any], list[Any], nn.Module, list[torch.optim.Optimizer]]
 
 
-def of_samples(
+def sample_entries(
     kind: Callable[[str, int], Iterator[Any]], only: str, first: int
-) -> Iterator[tuple[str, Callable[[], Made]]]:
+) -> Iterator[tuple[str, Callable[[], StepParts]]]:
     for sample in kind(only, first):
 
-        def make(sample: Any = sample) -> Made:
+        def make(sample: Any = sample) -> StepParts:
             own = copy.copy(sample)
             if sample.model is not None:
                 model = copy.deepcopy(sample.model)
@@ -54,13 +54,13 @@ def of_samples(
         yield sample.name, make
 
 
-def optimizers(only: str) -> Iterator[tuple[str, Callable[[], Made]]]:
+def optimizer_entries(only: str) -> Iterator[tuple[str, Callable[[], StepParts]]]:
     for info in optim_db:
         if only and info.optim_cls.__name__ != only:
             continue
         for number, one in enumerate(info.optim_inputs_func(device="cpu")):
 
-            def make(info: Any = info, one: Any = one) -> Made:
+            def make(info: Any = info, one: Any = one) -> StepParts:
                 torch.manual_seed(2)
                 model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
                 optimizer = info.optim_cls(model.parameters(), **copy.deepcopy(one.kwargs))
@@ -77,7 +77,7 @@ def optimizers(only: str) -> Iterator[tuple[str, Callable[[], Made]]]:
             yield f"{info.optim_cls.__name__} {number} {one.desc}", make
 
 
-def ran(make: Callable[[], Made], budget: int | None, cache: str) -> list[Any]:
+def run_step(make: Callable[[], StepParts], budget: int | None, cache: str) -> list[Any]:
     """Return the results of all calls, the model state and the generator state; without a budget in plain PyTorch."""
     step, given, model, optimizers = make()
     run: Any = step
@@ -92,7 +92,7 @@ def ran(make: Callable[[], Made], budget: int | None, cache: str) -> list[Any]:
     return [*seen, *kept(list(model.state_dict().values())), torch.get_rng_state()]
 
 
-def smallest(make: Callable[[], Made], cache: str) -> int:
+def smallest_budget(make: Callable[[], StepParts], cache: str) -> int:
     step, given, model, optimizers = make()
     with outofcore.compile(
         step, model, optimizers or None, budget=4096, home="host", cache=cache, dynamic=False
@@ -104,7 +104,7 @@ def smallest(make: Callable[[], Made], cache: str) -> int:
     return 4096
 
 
-def reason(error: Exception) -> str:
+def refusal_kind(error: Exception) -> str:
     """Return the message of a refusal without its location and numbers."""
     text = re.sub(r"^\S+:\d+: ", "", str(error).partition("\n")[0])
     return re.sub(r"\d+", "N", f"{type(error).__name__}: {text[:70]}")
@@ -122,9 +122,9 @@ def main() -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     kinds = {
-        "modules": of_samples(modules, given.only, given.first),
-        "operators": of_samples(operators, given.only, given.first),
-        "optimizers": optimizers(given.only),
+        "modules": sample_entries(modules, given.only, given.first),
+        "operators": sample_entries(operators, given.only, given.first),
+        "optimizers": optimizer_entries(given.only),
     }
     told: dict[str, Any] = {"ran": 0, "plain refuses": 0, "unsteady": 0, "failed": []}
     refused: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
@@ -135,8 +135,8 @@ def main() -> int:
             if given.verbose:
                 print(name, file=sys.stderr, flush=True)
             try:
-                wanted = ran(make, None, cache)
-                again = ran(make, None, cache)
+                wanted = run_step(make, None, cache)
+                again = run_step(make, None, cache)
             except Exception:
                 told["plain refuses"] += 1
                 continue
@@ -144,12 +144,12 @@ def main() -> int:
                 told["unsteady"] += 1
                 continue
             try:
-                for budget in (ROOMY, smallest(make, cache)):
-                    seen = ran(make, budget, cache)
+                for budget in (ROOMY, smallest_budget(make, cache)):
+                    seen = run_step(make, budget, cache)
                     if len(seen) != len(wanted) or not all(map(equal, seen, wanted)):
                         told["failed"].append(f"{name} in {budget} bytes: other bits")
             except (outofcore.CaptureError, outofcore.InputError) as error:
-                refused[reason(error)][name.partition(" ")[0]] += 1
+                refused[refusal_kind(error)][name.partition(" ")[0]] += 1
                 continue
             except Exception:
                 last = traceback.format_exc(limit=-1).strip().splitlines()

@@ -108,7 +108,7 @@ def step_of(sample: Sample) -> tuple[Callable[..., Any], list[Tensor]]:
     return step, [leaves[place].detach() for place in places]
 
 
-def in_parts(captured: Captured, parts: int, verdicts: Cache) -> tuple[Captured, int, int] | None:
+def split_step(captured: Captured, parts: int, verdicts: Cache) -> tuple[Captured, int, int] | None:
     """Return the split step, its exactness checks and its mismatches; None if no op can be split."""
     refused: frozenset[str] = frozenset()
     while True:
@@ -143,18 +143,20 @@ def main() -> int:
         verdicts = Cache(Path(folder))
         for number, sample in enumerate(samples):
             if number % given.every == given.start:
-                _try(sample, tuple(given.parts or (2, 3, 5)), verdicts, told, verbose=given.verbose)
+                _check_sample(sample, tuple(given.parts or (2, 3, 5)), verdicts, told, verbose=given.verbose)
     print(json.dumps(told, indent=1))
     return bool(told["failed"] or not told["steps in parts"])
 
 
-def _restored(models: list[nn.Module], before: list[dict[str, Any]]) -> None:
+def _restore(models: list[nn.Module], before: list[dict[str, Any]]) -> None:
     torch.manual_seed(1)
     for model, state in zip(models, before, strict=True):
         model.load_state_dict(state)
 
 
-def _try(sample: Sample, parts: tuple[int, ...], verdicts: Cache, told: dict[str, Any], *, verbose: bool) -> None:
+def _check_sample(
+    sample: Sample, parts: tuple[int, ...], verdicts: Cache, told: dict[str, Any], *, verbose: bool
+) -> None:
     if verbose:
         print(sample.name, file=sys.stderr, flush=True)
     told["samples"] += 1
@@ -162,7 +164,7 @@ def _try(sample: Sample, parts: tuple[int, ...], verdicts: Cache, told: dict[str
     before = [copy.deepcopy(model.state_dict()) for model in models]
 
     def plain() -> list[Any]:
-        _restored(models, before)
+        _restore(models, before)
         step, tensors = step_of(sample)
         return kept(step(*tensors))
 
@@ -171,7 +173,7 @@ def _try(sample: Sample, parts: tuple[int, ...], verdicts: Cache, told: dict[str
         again = plain()
         step, tensors = step_of(sample)
         captured = capture_step(step, models, [], tuple(tensors), {})
-        _restored(models, before)
+        _restore(models, before)
         uncut = kept(Replay(captured)(*step_of(sample)[1]))
     except Exception:
         told["not captured"] += 1
@@ -185,14 +187,14 @@ def _try(sample: Sample, parts: tuple[int, ...], verdicts: Cache, told: dict[str
         wanted = uncut
     for count in parts:
         try:
-            found = in_parts(captured, count, verdicts)
+            found = split_step(captured, count, verdicts)
             if found is None:
                 told["nothing to cut"] += 1
                 continue
             cut, claims, wrong = found
             told["claims"] += claims
             told["refuted"] += wrong
-            _restored(models, before)
+            _restore(models, before)
             seen = kept(Replay(cut)(*step_of(sample)[1]))
         except Exception:
             last = traceback.format_exc(limit=-1).strip().splitlines()[-1][:300]

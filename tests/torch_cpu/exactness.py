@@ -70,7 +70,7 @@ def assert_same(one: Any, other: Any, what: str) -> None:
             assert a == b, what
 
 
-def in_order(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def ordered_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the optimizer state sorted by parameter: a capture may update large parameters first."""
     found = optimizer.state_dict()
     return {**found, "state": dict(sorted(found["state"].items()))}
@@ -80,11 +80,11 @@ def grads_of(case: Case) -> list[Any]:
     return [p.grad for model in case.models for p in model.parameters()]
 
 
-def as_traced(captured: Captured) -> Captured:
+def unchanged(captured: Captured) -> Captured:
     return captured
 
 
-def check_exact(make: Callable[[], Case], change: Callable[[Captured], Captured] = as_traced) -> Replay:
+def check_exact(make: Callable[[], Case], change: Callable[[Captured], Captured] = unchanged) -> Replay:
     ours, plain = twice(make)
     replay, seen = None, None
     for k in range(STEPS):
@@ -110,7 +110,7 @@ def check_exact(make: Callable[[], Case], change: Callable[[Captured], Captured]
         for index, (a, b) in enumerate(zip(ours.models, plain.models, strict=True)):
             assert_same(a.state_dict(), b.state_dict(), f"model {index} after step {k}")
         for index, (a, b) in enumerate(zip(ours.optimizers, plain.optimizers, strict=True)):
-            assert_same(in_order(a), in_order(b), f"optimizer {index} after step {k}")
+            assert_same(ordered_state(a), ordered_state(b), f"optimizer {index} after step {k}")
     assert replay is not None
     assert replay.mismatches == []
     return replay

@@ -60,7 +60,7 @@ from outofcore.runtime.native import load_native
 
 STEPS = 3
 # A child has hung if it computes for less than a second within IDLE_S, or for longer than MOST_S in all.
-IDLE_S, MOST_S = 60, 300
+IDLE_S, MAX_S = 60, 300
 # A thread's stack and pages cached by the heap do not count as leaks.
 SLACK_BYTES = 24 << 20
 UNCHANGED, DONE, TORN = "as they were before this step", "step has been made", "part old and part new"
@@ -116,7 +116,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Left:
+class Resources:
     """The system resources of a process."""
 
     threads: int
@@ -153,14 +153,14 @@ class Injector:
         self.library.fail_disarm()
 
     @property
-    def fired(self) -> int:
+    def failed_calls(self) -> int:
         return int(self.library.fail_fired())
 
     @property
-    def seen(self) -> int:
+    def counted_calls(self) -> int:
         return int(self.library.fail_seen())
 
-    def where(self) -> list[str]:
+    def native_stack(self) -> list[str]:
         """Return the native stack of the first failed call, innermost first."""
         text = ctypes.create_string_buffer(8192)
         self.library.fail_where(text, ctypes.c_size_t(len(text)))
@@ -183,7 +183,7 @@ def is_documented(error: BaseException, kind: Kind) -> bool:
     )
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an error with its innermost frames in the library, or in PyTorch."""
     every = traceback.extract_tb(error.__traceback__)
     frames = [f for f in every if "outofcore" in f.filename] or every
@@ -191,7 +191,7 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:300]} [{at}]"
 
 
-def left_behind(folder: Path) -> Left:
+def open_resources(folder: Path) -> Resources:
     gc.collect()
     descriptors = []
     for one in Path("/proc/self/fd").iterdir():
@@ -203,7 +203,7 @@ def left_behind(folder: Path) -> Left:
         begin, end = line.split()[0].split("-")
         mapped += int(end, 16) - int(begin, 16)
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii").split()
-    return Left(
+    return Resources(
         len(list(Path("/proc/self/task").iterdir())),
         sorted(name for name in descriptors if not name.startswith("/proc/")),
         sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()),
@@ -213,7 +213,7 @@ def left_behind(folder: Path) -> Left:
     )
 
 
-def compare_left(run: Run, before: Left, after: Left, usual: Left) -> None:
+def record_leaks(run: Run, before: Resources, after: Resources, usual: Resources) -> None:
     """Record the resources that a run leaked but a run without a fault did not."""
     if after.threads > usual.threads:
         run.faults.append(f"{after.threads} threads are left; without a fault {usual.threads}")
@@ -232,14 +232,14 @@ def compare_left(run: Run, before: Left, after: Left, usual: Left) -> None:
         run.faults.append(f"{after.mapped_bytes - usual.mapped_bytes} bytes more are mapped than without a fault")
 
 
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+def have_equal_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in right)
 
 
 # ---- the compiled step ----------------------------------------------------------------------------------------------
 
 
-def eager_compiled() -> Any:
+def eager_step_results() -> Any:
     """Return the loss of each eager step, and the model before the first and after each."""
     model, optimizer, step = faulty.sides()
     held, losses = [faulty.contents(model, optimizer)], []
@@ -262,7 +262,7 @@ def compile_options(home: str, folder: Path, cache: Path, budget: int) -> dict[s
     }
 
 
-def train_compiled(run: Run, kind: Kind, expected: Any, options: dict[str, Any], injector: Injector) -> None:
+def train_step(run: Run, kind: Kind, expected: Any, options: dict[str, Any], injector: Injector) -> None:
     """Run the compiled steps, and run each failed one again."""
     losses, held = expected
     model, optimizer, step = faulty.sides()
@@ -270,9 +270,9 @@ def train_compiled(run: Run, kind: Kind, expected: Any, options: dict[str, Any],
 
     def failed(error: BaseException) -> None:
         injector.disarm()
-        run.raised.append(told(error))
+        run.raised.append(describe_error(error))
         run.outcome = "error"
-        if kind in HARMLESS or not is_documented(error, kind) or not injector.fired:
+        if kind in HARMLESS or not is_documented(error, kind) or not injector.failed_calls:
             run.faults.append(f"raised {run.raised[-1]}")
 
     ours: Any = None
@@ -283,7 +283,7 @@ def train_compiled(run: Run, kind: Kind, expected: Any, options: dict[str, Any],
             if run.raised:
                 raise
             failed(error)
-            if not same(faulty.contents(model, optimizer), held[0]):
+            if not have_equal_bits(faulty.contents(model, optimizer), held[0]):
                 run.faults.append("compile() has changed the model")
     made = 0
     while made < STEPS:
@@ -296,9 +296,9 @@ def train_compiled(run: Run, kind: Kind, expected: Any, options: dict[str, Any],
             if run.raised:
                 raise
             failed(error)
-            made = judge(run, error, faulty.contents(model, optimizer), held, made)
+            made = completed_steps(run, error, faulty.contents(model, optimizer), held, made)
             if run.outcome == "torn":
-                refuses(run, ours, made)
+                check_refusal(run, ours, made)
                 break
             continue
         with injector.paused():
@@ -315,23 +315,23 @@ def train_compiled(run: Run, kind: Kind, expected: Any, options: dict[str, Any],
     if run.outcome == "torn":
         if not all(torch.isfinite(tensor).all() for tensor in now.values()):
             run.faults.append("a torn model cannot be read")
-    elif not same(now, held[STEPS]):
+    elif not have_equal_bits(now, held[STEPS]):
         run.faults.append("the model is not as eager training leaves it")
 
 
-def refuses(run: Run, ours: Any, made: int) -> None:
+def check_refusal(run: Run, ours: Any, made: int) -> None:
     """Check that a torn step refuses to run."""
     try:
         ours(faulty.batch(made))
     except StateError as error:
         if TORN in str(error):
             return
-        run.faults.append(f"a torn step raised {told(error)}")
+        run.faults.append(f"a torn step raised {describe_error(error)}")
     else:
         run.faults.append("a torn step went on")
 
 
-def judge(run: Run, error: BaseException, now: Any, held: Any, made: int) -> int:
+def completed_steps(run: Run, error: BaseException, now: Any, held: Any, made: int) -> int:
     """Return the number of completed steps after a failed call."""
     notes = " ".join(getattr(error, "__notes__", ()))
     if TORN in notes:
@@ -339,7 +339,7 @@ def judge(run: Run, error: BaseException, now: Any, held: Any, made: int) -> int
         return made
     if DONE in notes or UNCHANGED in notes:
         made += DONE in notes
-        if not same(now, held[made]):
+        if not have_equal_bits(now, held[made]):
             run.faults.append("the model is not as the note says")
         return made
     run.faults.append("there is no note")
@@ -348,17 +348,17 @@ def judge(run: Run, error: BaseException, now: Any, held: Any, made: int) -> int
 
 # ---- the eager loop -------------------------------------------------------------------------------------------------
 
-Followed = tuple[nn.Module, torch.optim.Optimizer]
+LoopSides = tuple[nn.Module, torch.optim.Optimizer]
 
 
-def followed_sides() -> Followed:
+def loop_sides() -> LoopSides:
     """Build a model with movable weights and activations (64 KiB or more) and no state that forward changes."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(64, 256), nn.Linear(256, 256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 256))
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
 
 
-def followed_step(sides: Followed, number: int) -> float:
+def loop_step(sides: LoopSides, number: int) -> float:
     """Run one step, which can be repeated from the same model."""
     model, optimizer = sides
     torch.manual_seed(number)
@@ -372,7 +372,7 @@ def followed_step(sides: Followed, number: int) -> float:
     return loss.item()
 
 
-def tensors_of(sides: Followed) -> dict[str, torch.Tensor]:
+def tensors_of(sides: LoopSides) -> dict[str, torch.Tensor]:
     """Return all persistent tensors except gradients."""
     model, optimizer = sides
     found: dict[str, torch.Tensor] = dict(model.named_parameters())
@@ -386,10 +386,10 @@ class Fingerprints:
     """Hashes of a model's tensors, cached by tensor version."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[int, str]] = {}
-        self.each: dict[str, str] = {}  # of the tensors, by name
+        self._cache: dict[int, tuple[int, str]] = {}
+        self.by_name: dict[str, str] = {}  # of the tensors, by name
 
-    def of(self, sides: Followed, touched: Collection[int] = ()) -> str:
+    def digest(self, sides: LoopSides, touched: Collection[int] = ()) -> str:
         """Return one hash of the names and bits of all tensors.
 
         ``touched`` has addresses of tensors that an op may have changed before their versions change.
@@ -397,56 +397,56 @@ class Fingerprints:
         whole = hashlib.sha256()
         for name, tensor in sorted(tensors_of(sides).items()):
             key, version = id(tensor), tensor._version
-            known = self._known.get(key)
+            known = self._cache.get(key)
             if known is None or known[0] != version or (touched and tensor.data_ptr() in touched):
                 digest = hashlib.sha256(tensor.detach().clone().numpy().tobytes()).hexdigest()
-                known = self._known[key] = version, digest
-            self.each[name] = known[1]
+                known = self._cache[key] = version, digest
+            self.by_name[name] = known[1]
             whole.update(f"{name} {known[1]}\n".encode())
         return whole.hexdigest()
 
 
-class _AfterEachOp(TorchDispatchMode):
-    def __init__(self, tell: Callable[[Collection[int]], None]) -> None:
+class _CallAfterEachOp(TorchDispatchMode):
+    def __init__(self, callback: Callable[[Collection[int]], None]) -> None:
         super().__init__()
-        self._tell = tell
+        self._callback = callback
         self._quiet = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self._quiet:
             self._quiet = True
-            self._tell({each.data_ptr() for each in args if isinstance(each, torch.Tensor)})
+            self._callback({each.data_ptr() for each in args if isinstance(each, torch.Tensor)})
             self._quiet = False
         return result
 
 
-def eager_followed() -> Any:
+def eager_loop_results() -> Any:
     """Return the loss of each eager step, the model before and after each, and its hashes after each op."""
-    sides, prints = followed_sides(), Fingerprints()
-    losses, held = [], [copied(sides)]
+    sides, prints = loop_sides(), Fingerprints()
+    losses, held = [], [copy_tensors(sides)]
     between: list[tuple[set[str], defaultdict[str, set[str]]]] = []  # hashes of all tensors, and of each
     for k in range(STEPS + 1):
         whole, each = set[str](), defaultdict[str, set[str]](set)
 
         def tell(touched: Collection[int], whole: set[str] = whole, each: defaultdict[str, set[str]] = each) -> None:
-            whole.add(prints.of(sides, touched))
-            for name, digest in prints.each.items():
+            whole.add(prints.digest(sides, touched))
+            for name, digest in prints.by_name.items():
                 each[name].add(digest)
 
         tell(())
-        with _AfterEachOp(tell):
-            losses.append(followed_step(sides, k))
-        held.append(copied(sides))
+        with _CallAfterEachOp(tell):
+            losses.append(loop_step(sides, k))
+        held.append(copy_tensors(sides))
         between.append((whole, each))
     return losses, held, between
 
 
-def copied(sides: Followed) -> dict[str, torch.Tensor]:
+def copy_tensors(sides: LoopSides) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors_of(sides).items()}
 
 
-def restore(sides: Followed, held: dict[str, torch.Tensor]) -> None:
+def restore(sides: LoopSides, held: dict[str, torch.Tensor]) -> None:
     """Restore the model and the optimizer as a user does from a checkpoint."""
     model, optimizer = sides
     model.load_state_dict({name: held[name] for name in model.state_dict()})
@@ -467,18 +467,18 @@ def budget_options(home: str, folder: Path, cache: Path, budget: int) -> dict[st
 BUDGETS = {"compile": 9 << 18, "budget": 1 << 20}
 
 
-def train_followed(run: Run, kind: Kind, expected: Any, options: dict[str, Any], injector: Injector) -> None:
+def train_loop(run: Run, kind: Kind, expected: Any, options: dict[str, Any], injector: Injector) -> None:
     """Run the steps of an eager loop, each failed one again, and then one more step in a second loop."""
     # Ops of the loop would also move tensors of the shared reference results.
     losses, held, between = copy.deepcopy(expected)
-    sides = followed_sides()
+    sides = loop_sides()
     injector.arm(kind, run.n, run.lasting)
 
     def failed(error: BaseException) -> None:
         injector.disarm()
-        run.raised.append(told(error))
+        run.raised.append(describe_error(error))
         run.outcome = "error"
-        if kind in HARMLESS or not is_documented(error, kind) or not injector.fired:
+        if kind in HARMLESS or not is_documented(error, kind) or not injector.failed_calls:
             run.faults.append(f"raised {run.raised[-1]}")
 
     made = 0
@@ -491,12 +491,12 @@ def train_followed(run: Run, kind: Kind, expected: Any, options: dict[str, Any],
                 if run.raised:
                     raise
                 failed(error)
-                if not same(copied(sides), held[made]):
+                if not have_equal_bits(copy_tensors(sides), held[made]):
                     run.faults.append("start() has changed the model")
         peek = None
         while made < steps:
             try:
-                loss = followed_step(sides, made)
+                loss = loop_step(sides, made)
                 if peek is None:  # a tensor whose address has been taken
                     peek = sides[0][1].weight.detach().numpy()
             except Exception as error:
@@ -504,10 +504,10 @@ def train_followed(run: Run, kind: Kind, expected: Any, options: dict[str, Any],
                     raise
                 failed(error)
                 prints = Fingerprints()
-                if prints.of(sides) not in between[made][0]:
-                    wrong = [name for name, digest in prints.each.items() if digest not in between[made][1][name]]
+                if prints.digest(sides) not in between[made][0]:
+                    wrong = [name for name, digest in prints.by_name.items() if digest not in between[made][1][name]]
                     run.faults.append(f"in step {made} the model is as after no op of it; of no op are {wrong}")
-                if not same(copied(sides), held[made]):
+                if not have_equal_bits(copy_tensors(sides), held[made]):
                     restore(sides, held[made])
                 continue
             if loss != losses[made]:
@@ -522,7 +522,7 @@ def train_followed(run: Run, kind: Kind, expected: Any, options: dict[str, Any],
             if peek is not None and not (peek == held[made]["1.weight"].numpy()).all():
                 run.faults.append("an array over a weight shows other bytes")
             peek = None
-            if not same(copied(sides), held[made]):
+            if not have_equal_bits(copy_tensors(sides), held[made]):
                 run.faults.append(f"the model is not as eager training leaves it after step {made - 1}")
         if steps == STEPS:
             injector.disarm()
@@ -530,17 +530,17 @@ def train_followed(run: Run, kind: Kind, expected: Any, options: dict[str, Any],
 
 # ---- children -------------------------------------------------------------------------------------------------------
 
-EAGER: dict[str, Callable[[], Any]] = {"compile": eager_compiled, "budget": eager_followed}
-TRAIN = {"compile": train_compiled, "budget": train_followed}
+EAGER: dict[str, Callable[[], Any]] = {"compile": eager_step_results, "budget": eager_loop_results}
+TRAIN = {"compile": train_step, "budget": train_loop}
 OPTIONS = {"compile": compile_options, "budget": budget_options}
 
 
 @dataclass(frozen=True)
-class Ended:
+class ChildResult:
     """The result of a child process, or its exit status and error output."""
 
-    answer: Any
-    died: str = ""
+    value: Any
+    failure: str = ""
 
 
 def computed_s(process: int) -> float:
@@ -549,7 +549,7 @@ def computed_s(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def in_child(work: Callable[[], Any]) -> Ended:
+def run_in_child(work: Callable[[], Any]) -> ChildResult:
     """Call a function in a forked child, which is killed if it hangs."""
     here, there = os.pipe()
     with tempfile.TemporaryFile() as said:
@@ -580,7 +580,7 @@ def in_child(work: Callable[[], Any]) -> Ended:
                     now_s = computed_s(child)
                     if now_s - seen_s >= 1.0:
                         seen_at, seen_s = time.monotonic(), now_s
-                    late = now_s > MOST_S or time.monotonic() - seen_at > IDLE_S
+                    late = now_s > MAX_S or time.monotonic() - seen_at > IDLE_S
                     if late:
                         os.kill(child, signal.SIGABRT)
                         break
@@ -591,11 +591,11 @@ def in_child(work: Callable[[], Any]) -> Ended:
                 received += piece
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if status == 0 and received:
-            return Ended(pickle.loads(received))
+            return ChildResult(pickle.loads(received))
         said.seek(0)
         text = said.read().decode(errors="replace")
         how = "it hung" if late else f"it ended with status {status}"
-        return Ended(None, f"{how}: {text[-6000:]}")
+        return ChildResult(None, f"{how}: {text[-6000:]}")
 
 
 @dataclass(frozen=True)
@@ -610,28 +610,28 @@ class Stage:
         return self.folder / "cache"
 
 
-def play(stage: Stage, run: Run, kind: Kind, budget: int, usual: Left | None) -> tuple[Run, Left]:
+def run_once(stage: Stage, run: Run, kind: Kind, budget: int, usual: Resources | None) -> tuple[Run, Resources]:
     """Perform one run in this process."""
     folder = Path(tempfile.mkdtemp(dir=stage.folder))
     home, cache = folder / "home", folder / "cache"
     home.mkdir()
     shutil.copytree(stage.cache, cache)
     injector = Injector(folder)
-    before = left_behind(home)
+    before = open_resources(home)
     begin = time.perf_counter()
     try:
         TRAIN[run.door](run, kind, stage.expected, OPTIONS[run.door](run.home, home, cache, budget), injector)
     except Exception as error:
-        run.faults.append(f"raised again: {told(error)}")
+        run.faults.append(f"raised again: {describe_error(error)}")
     injector.disarm()
     run.seconds = round(time.perf_counter() - begin, 2)
-    run.fired, run.seen = injector.fired, injector.seen
+    run.fired, run.seen = injector.failed_calls, injector.counted_calls
     if run.fired:
-        run.where = injector.where()
+        run.where = injector.native_stack()
     gc.collect()
-    after = left_behind(home)
+    after = open_resources(home)
     if usual is not None:
-        compare_left(run, before, after, usual)
+        record_leaks(run, before, after, usual)
     else:
         shutil.rmtree(stage.cache)
         shutil.copytree(cache, stage.cache)
@@ -644,18 +644,18 @@ class Sweep:
 
     def __init__(self, door: str, folder: Path) -> None:
         self.door = door
-        self._rehearsals: dict[str, Left] = {}
+        self._rehearsals: dict[str, Resources] = {}
         (folder / "cache").mkdir(parents=True)
-        self.stage = Stage(folder, _must(in_child(EAGER[door])))
+        self.stage = Stage(folder, _result_or_exit(run_in_child(EAGER[door])))
         self.budget = BUDGETS[door]
 
-    def rehearse(self, home: str, kind: Kind) -> Left:
+    def rehearse(self, home: str, kind: Kind) -> Resources:
         """Run without a fault to fill the cache, and return the resources that are open afterwards."""
         found = self._rehearsals.get(home)
         if found is not None:
             return found
         for _ in range(2):
-            run, left, modules = _must(in_child(lambda: self._rehearsed(home, kind)))
+            run, left, modules = _result_or_exit(run_in_child(lambda: self._rehearse_once(home, kind)))
             if run.faults or run.raised or left.mappings or left.children or left.files:
                 raise SystemExit(f"a run without a fault failed or left something behind: {run}, {left}")
         for name in modules:
@@ -667,8 +667,8 @@ class Sweep:
         self._rehearsals[home] = left
         return left
 
-    def _rehearsed(self, home: str, kind: Kind) -> tuple[Run, Left, list[str]]:
-        run, left = play(self.stage, Run(self.door, home, kind.name.lower(), 0, False), kind, self.budget, None)
+    def _rehearse_once(self, home: str, kind: Kind) -> tuple[Run, Resources, list[str]]:
+        run, left = run_once(self.stage, Run(self.door, home, kind.name.lower(), 0, False), kind, self.budget, None)
         return run, left, [name for name in sys.modules if name.partition(".")[0] in ("torch", "outofcore", "highspy")]
 
     def run(self, home: str, kind: Kind, number: int, lasting: bool) -> Run:
@@ -676,22 +676,22 @@ class Sweep:
         usual = self.rehearse(home, kind)
         run = Run(self.door, home, kind.name.lower(), number, lasting)
         begin = time.perf_counter()
-        ended = in_child(lambda: play(self.stage, run, kind, self.budget, usual)[0])
-        if ended.died:
-            run.faults.append(ended.died)
+        ended = run_in_child(lambda: run_once(self.stage, run, kind, self.budget, usual)[0])
+        if ended.failure:
+            run.faults.append(ended.failure)
             run.fired, run.outcome, run.seconds = 1, "died", round(time.perf_counter() - begin, 2)
             return run
-        done: Run = ended.answer
+        done: Run = ended.value
         return done
 
 
-def _must(ended: Ended) -> Any:
-    if ended.died:
-        raise SystemExit(ended.died)
-    return ended.answer
+def _result_or_exit(ended: ChildResult) -> Any:
+    if ended.failure:
+        raise SystemExit(ended.failure)
+    return ended.value
 
 
-def numbers_of(given: argparse.Namespace, door: str) -> Iterator[tuple[str, Kind, Iterator[int]]]:
+def requested_sweeps(given: argparse.Namespace, door: str) -> Iterator[tuple[str, Kind, Iterator[int]]]:
     """Yield the requested sweeps: home, kind and the numbers of the calls to fail."""
     for part in given.sample or ():
         whose, home, kind, numbers = part.split(":")
@@ -728,7 +728,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         for door in given.door or DOORS:
             sweep = Sweep(door, Path(folder) / door)
-            for home, kind, numbers in numbers_of(given, door):
+            for home, kind, numbers in requested_sweeps(given, door):
                 counts: dict[str, int] = {}
                 begin = time.perf_counter()
                 for number in numbers:

@@ -66,7 +66,7 @@ class _Transformer(nn.Module):
         return self.head(x)
 
 
-def _dropping() -> nn.Module:
+def _dropout_layers() -> nn.Module:
     layers = [nn.Sequential(nn.Linear(160, 160), nn.Tanh(), nn.Dropout(0.2)) for _ in range(3)]
     return nn.Sequential(*layers)
 
@@ -80,7 +80,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "perceptron": _Perceptron,
     "convolutional": _convolutional,
     "transformer": _Transformer,
-    "dropping": _dropping,
+    "dropping": _dropout_layers,
 }
 
 

@@ -39,7 +39,7 @@ import outofcore
 
 CALLS = 3
 # Interrupts per round with --stage.
-TRIES = 4
+MAX_INTERRUPTS = 4
 # Texts in the note of an exception for the three states of the model.
 UNCHANGED, DONE, TORN = "as they were before this step", "step has been made", "part old and part new"
 
@@ -60,7 +60,7 @@ class Round:
     stages: dict[str, float] = field(default_factory=dict)  # seconds of each stage of the first completed call
 
 
-def reference() -> list[dict[str, torch.Tensor]]:
+def eager_contents() -> list[dict[str, torch.Tensor]]:
     """Return the model of eager training before the first call and after each."""
     model, optimizer, step = faulty.sides()
     found = [faulty.contents(model, optimizer)]
@@ -71,24 +71,24 @@ def reference() -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+def have_equal_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in right)
 
 
-def play(found: Round, expected: list[dict[str, torch.Tensor]], how: dict[str, Any]) -> list[float]:
+def run_round(found: Round, expected: list[dict[str, torch.Tensor]], how: dict[str, Any]) -> list[float]:
     """Make the calls of one round and return the seconds of each."""
     model, optimizer, step = faulty.sides()
     seconds: list[float] = []
     made = 0
     with outofcore.compile(step, model, optimizer, **how) as ours:
-        tries = TRIES if found.stage else 1
+        tries = MAX_INTERRUPTS if found.stage else 1
         while made < CALLS:
             torch.manual_seed(made)
             batch = faulty.batch(made)
             killer = None
             began = threading.Event()
             stages: list[tuple[str, float]] = []  # name and start time
-            ours.on_progress = functools.partial(_tell, stages, began, found.stage)
+            ours.on_progress = functools.partial(_record_stage, stages, began, found.stage)
             if not found.stage:
                 began.set()
             if made == found.call and tries:
@@ -108,7 +108,7 @@ def play(found: Round, expected: list[dict[str, torch.Tensor]], how: dict[str, A
                 error = caught
             began.set()
             if killer is not None:
-                _outlast(killer)
+                _join_killer(killer)
             seconds.append(time.perf_counter() - begin)
             if made == 0 and error is None and stages:  # empty if the plan was made before an interrupt
                 ends = [at for _, at in stages[1:]] + [time.perf_counter()]
@@ -120,15 +120,15 @@ def play(found: Round, expected: list[dict[str, torch.Tensor]], how: dict[str, A
             found.interrupts += isinstance(error, KeyboardInterrupt)
             # Heap corruption shows when memory is allocated.
             _ = [torch.empty(count) for count in range(1, 1 << 18, 4099)]
-            made = judge(found, error, model, optimizer, expected, made)
+            made = completed_calls(found, error, model, optimizer, expected, made)
             if found.faults or TORN in found.told:
                 return seconds
-        if not same(faulty.contents(model, optimizer), expected[CALLS]):
+        if not have_equal_bits(faulty.contents(model, optimizer), expected[CALLS]):
             found.faults.append("the model is not as eager training leaves it")
     return seconds
 
 
-def _outlast(killer: threading.Thread) -> None:
+def _join_killer(killer: threading.Thread) -> None:
     """Wait until no more signals arrive."""
     for _ in range(3):  # a signal may come while another one is handled
         with contextlib.suppress(KeyboardInterrupt):
@@ -136,7 +136,7 @@ def _outlast(killer: threading.Thread) -> None:
             time.sleep(0.01)
 
 
-def _tell(stages: list[tuple[str, float]], began: threading.Event, wanted: str, stage: str, *_: object) -> None:
+def _record_stage(stages: list[tuple[str, float]], began: threading.Event, wanted: str, stage: str, *_: object) -> None:
     if not stages or stages[-1][0] != stage:
         stages.append((stage, time.perf_counter()))
     if stage == wanted:
@@ -152,13 +152,13 @@ def _interrupt(began: threading.Event, after_s: float, twice: bool) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def left_behind(folder: str) -> tuple[int, int, int]:
+def count_resources(folder: str) -> tuple[int, int, int]:
     """Return the numbers of threads, files and descriptors."""
     names = [name for _, _, files in os.walk(folder) for name in files]
     return threading.active_count(), len(names), len(list(Path("/proc/self/fd").iterdir()))
 
 
-def judge(
+def completed_calls(
     found: Round,
     error: BaseException,
     model: torch.nn.Module,
@@ -177,15 +177,15 @@ def judge(
         return made
     if DONE in found.told or UNCHANGED in found.told:
         made += DONE in found.told
-        if not same(now, expected[made]):
+        if not have_equal_bits(now, expected[made]):
             found.faults.append("the model is not as the note says")
         return made
     # An interrupt at the borders of the call has no note.
     if len(frames) > 1:
         found.faults.append("there is no note")
-    if same(now, expected[made]):
+    if have_equal_bits(now, expected[made]):
         return made
-    if made < CALLS and same(now, expected[made + 1]):
+    if made < CALLS and have_equal_bits(now, expected[made + 1]):
         return made + 1
     found.faults.append("the model is neither as before the step nor as after it")
     return made
@@ -203,7 +203,7 @@ def main() -> int:
     given = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
-    expected = reference()
+    expected = eager_contents()
     smallest = faulty.smallest_budget()
     bad = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -214,11 +214,11 @@ def main() -> int:
             "cache": False if given.cache == "none" else given.cache,
         }
         quiet = Round(given.seed, -1, 0.0, False)
-        lengths = play(quiet, expected, how)
+        lengths = run_round(quiet, expected, how)
         if given.cache != "none":
-            lengths = play(quiet, expected, how)  # with cached measurements
+            lengths = run_round(quiet, expected, how)  # with cached measurements
         print(json.dumps({"seconds": lengths, "faults": quiet.faults}), flush=True)
-        before = left_behind(folder)
+        before = count_resources(folder)
         for number in range(given.rounds):
             seed = given.seed * 1_000_003 + number
             draw = random.Random(seed)
@@ -226,9 +226,9 @@ def main() -> int:
             found = Round(seed, call, draw.uniform(0.0, 1.05) * lengths[call], draw.random() < 0.25)
             if given.stage:
                 found = Round(seed, 0, draw.uniform(0.0, 0.9) * quiet.stages[given.stage], False, given.stage)
-            play(found, expected, how)
-            if given.stage and left_behind(folder) != before:
-                found.faults.append(f"threads, files, descriptors: {left_behind(folder)} after, {before} before")
+            run_round(found, expected, how)
+            if given.stage and count_resources(folder) != before:
+                found.faults.append(f"threads, files, descriptors: {count_resources(folder)} after, {before} before")
             print(json.dumps(asdict(found)), flush=True)
             bad += bool(found.faults)
     return int(bad > 0 or bool(quiet.faults))

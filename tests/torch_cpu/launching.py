@@ -31,7 +31,7 @@ def run_together(script: Path, scenario: str, processes: int, folder: Path) -> l
     return [(int(status), output) for status, output in zip(statuses, outputs, strict=True)]
 
 
-def _forked(script: str, scenario: str, rank: int, processes: int, folder: Path) -> int:
+def _fork_rank(script: str, scenario: str, rank: int, processes: int, folder: Path) -> int:
     """Fork a process that runs the scenario as one rank, and return its process ID."""
     if child := os.fork():
         return child
@@ -67,7 +67,7 @@ def _fork_all(script: str, scenario: str, processes: int, folder: Path) -> None:
     gc.collect()
     gc.freeze()
     with search_like(QUICK), measured_briefly():
-        ranks = [_forked(script, scenario, rank, processes, folder) for rank in range(processes)]
+        ranks = [_fork_rank(script, scenario, rank, processes, folder) for rank in range(processes)]
     for rank in ranks:
         print(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]))
 

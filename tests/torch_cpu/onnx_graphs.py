@@ -295,7 +295,7 @@ def functions_18() -> tuple[Any, Arrays]:
     g = Written(18)
     node = g.helper.make_node
     scaled = node("LeakyRelu", ["p"], ["y"])
-    scaled.attribute.append(_reference(g, "alpha", "slope"))
+    scaled.attribute.append(_attribute_reference(g, "alpha", "slope"))
     body = [node("MatMul", ["x", "w"], ["p"]), scaled]
     imports = [g.helper.make_opsetid("", 18)]
     g.functions.append(g.helper.make_function("own", "Layer", ["x", "w"], ["y"], body, imports, ["slope"]))
@@ -319,7 +319,7 @@ def functions_18() -> tuple[Any, Arrays]:
     return g.model(g.op("MatMul", x, g.weight(WIDTH, WIDTH)), sums), g.arrays
 
 
-def _reference(g: Written, name: str, to: str) -> Any:
+def _attribute_reference(g: Written, name: str, to: str) -> Any:
     attribute = g.helper.make_attribute(name, 1.0)
     attribute.ClearField("f")
     attribute.ref_attr_name = to

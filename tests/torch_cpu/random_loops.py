@@ -20,7 +20,7 @@ Pool = list[Tensor]
 Action = Callable[[Pool, random.Random], Any]
 
 
-def _pick(pool: Pool, draw: random.Random) -> Tensor:
+def _pick_tensor(pool: Pool, draw: random.Random) -> Tensor:
     return pool[draw.randrange(len(pool))]
 
 
@@ -30,25 +30,25 @@ def _new(pool: Pool, draw: random.Random) -> None:
 
 
 def _binary(pool: Pool, draw: random.Random) -> None:
-    a, b = _pick(pool, draw), _pick(pool, draw)
+    a, b = _pick_tensor(pool, draw), _pick_tensor(pool, draw)
     rows = min(len(a), len(b))
     op = draw.choice((torch.add, torch.sub, torch.maximum, lambda x, y: x * torch.sigmoid(y)))
     pool.append(op(a[:rows], b[:rows]).contiguous())
 
 
 def _matmul(pool: Pool, draw: random.Random) -> None:
-    a, b = _pick(pool, draw), _pick(pool, draw)
+    a, b = _pick_tensor(pool, draw), _pick_tensor(pool, draw)
     pool.append(torch.softmax(a @ b.t() / 200, -1) @ b)
 
 
 def _in_place(pool: Pool, draw: random.Random) -> None:
-    x = _pick(pool, draw)
+    x = _pick_tensor(pool, draw)
     part = x[draw.randrange(len(x)) :: draw.choice((1, 2))]
     draw.choice((lambda: part.mul_(0.5), lambda: part.clamp_(-1, 1), lambda: part.add_(0.25), x.tanh_))()
 
 
 def _out(pool: Pool, draw: random.Random) -> None:
-    a, target = _pick(pool, draw), torch.empty(0)
+    a, target = _pick_tensor(pool, draw), torch.empty(0)
     torch.cumsum(a, 0, out=target)
     pool.append(target / 100)
 
@@ -59,12 +59,15 @@ def _free(pool: Pool, draw: random.Random) -> None:
 
 
 def _read(pool: Pool, draw: random.Random) -> Any:
-    x = _pick(pool, draw)
+    x = _pick_tensor(pool, draw)
     return draw.choice((lambda: x.sum().item(), x[0].tolist, lambda: bool(x.max() > 1)))()
 
 
 def _train(pool: Pool, draw: random.Random) -> float:
-    layer, x = nn.Sequential(nn.Linear(200, 150), nn.GELU(), nn.Dropout(0.2), nn.Linear(150, 200)), _pick(pool, draw)
+    layer, x = (
+        nn.Sequential(nn.Linear(200, 150), nn.GELU(), nn.Dropout(0.2), nn.Linear(150, 200)),
+        _pick_tensor(pool, draw),
+    )
     optimizer = torch.optim.Adam(layer.parameters(), foreach=draw.random() < 0.5)
     loss = torch.zeros(())
     for _ in range(draw.randrange(1, 3)):
@@ -77,7 +80,7 @@ def _train(pool: Pool, draw: random.Random) -> float:
 
 
 def _fail(pool: Pool, draw: random.Random) -> None:
-    x = _pick(pool, draw)
+    x = _pick_tensor(pool, draw)
     with pytest.raises(RuntimeError):
         torch.cat([x * 2, x[:, :7]], 0)
     with pytest.raises(RuntimeError):
@@ -85,12 +88,12 @@ def _fail(pool: Pool, draw: random.Random) -> None:
 
 
 def _array(pool: Pool, draw: random.Random) -> None:
-    array = _pick(pool, draw).numpy()
+    array = _pick_tensor(pool, draw).numpy()
     array[draw.randrange(len(array))] = draw.random()
 
 
 def _thread(pool: Pool, draw: random.Random) -> None:
-    x, value = _pick(pool, draw), draw.random()
+    x, value = _pick_tensor(pool, draw), draw.random()
     thread = threading.Thread(target=lambda: x[::2].fill_(value))
     thread.start()
     thread.join()
@@ -105,7 +108,7 @@ def _data(pool: Pool, draw: random.Random) -> None:
 
 
 def _resize(pool: Pool, draw: random.Random) -> None:
-    x = _pick(pool, draw).clone()
+    x = _pick_tensor(pool, draw).clone()
     rows = len(x)
     x.resize_(rows + 50, 200)[rows:].zero_()
     pool.append(x)
@@ -118,20 +121,20 @@ class _StopError(Exception):
 class _Raises(torch.autograd.Function):
     """An identity function whose forward or backward pass raises on a chosen use."""
 
-    left: ClassVar[dict[str, int]] = {"forward": 0, "backward": 0}
+    remaining: ClassVar[dict[str, int]] = {"forward": 0, "backward": 0}
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        _Raises.left["forward"] -= 1
-        if _Raises.left["forward"] == 0:
+        _Raises.remaining["forward"] -= 1
+        if _Raises.remaining["forward"] == 0:
             raise _StopError
         ctx.save_for_backward(x * 2)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        _Raises.left["backward"] -= 1
-        if _Raises.left["backward"] == 0:
+        _Raises.remaining["backward"] -= 1
+        if _Raises.remaining["backward"] == 0:
             raise _StopError
         (kept,) = ctx.saved_tensors
         return gradients[0] + kept * 1e-3
@@ -141,14 +144,14 @@ def _layers() -> list[nn.Module]:
     return [nn.Linear(200, 200) for _ in range(4)]
 
 
-def _stopped(pool: Pool, draw: random.Random) -> list[int]:
+def _train_with_error(pool: Pool, draw: random.Random) -> list[int]:
     """Run a training step that raises halfway, then one that continues from there."""
-    layers, x, seen = _layers(), _pick(pool, draw), []
+    layers, x, seen = _layers(), _pick_tensor(pool, draw), []
     parameters = [p for layer in layers for p in layer.parameters()]
     optimizer = torch.optim.AdamW(parameters, foreach=draw.random() < 0.5)
     hooked = parameters[draw.randrange(len(parameters))]
     for which in (draw.choice(("forward", "backward", "hook", "update")), "nothing"):
-        _Raises.left = {name: draw.randrange(1, 5) if name == which else 0 for name in ("forward", "backward")}
+        _Raises.remaining = {name: draw.randrange(1, 5) if name == which else 0 for name in ("forward", "backward")}
         handles = []
         if which == "hook":
             handles.append(hooked.register_hook(_raise))
@@ -174,7 +177,7 @@ def _raise(*_: Any) -> None:
     raise _StopError
 
 
-def _interrupted(pool: Pool, draw: random.Random) -> None:
+def _interrupt_training(pool: Pool, draw: random.Random) -> None:
     """Interrupt steps on copies of tensors, whose results are discarded: the originals must not change."""
     copies, after, generator = [x.clone() for x in pool[:8]], draw.random() * 0.02, torch.get_rng_state()
     order, armed = random.Random(draw.random()), [True]
@@ -204,7 +207,7 @@ def _interrupted(pool: Pool, draw: random.Random) -> None:
 
 def _branch(pool: Pool, draw: random.Random) -> bool:
     """Compute a tensor whose op and size depend on values."""
-    x = _pick(pool, draw)
+    x = _pick_tensor(pool, draw)
     positive = bool(x.mean() > 0)
     rows = int(x.abs().sum().nan_to_num(0, 0, 0).item()) % 150 + 20
     pool.append(x.sigmoid() if positive else x.tanh().repeat(2, 1)[:rows])
@@ -225,11 +228,11 @@ def _sizes(pool: Pool, draw: random.Random) -> float:
 ACTIONS: tuple[tuple[Action, int], ...] = (
     *((_new, 6), (_binary, 8), (_matmul, 3), (_in_place, 8), (_out, 3), (_free, 8), (_read, 6), (_train, 2)),
     *((_fail, 1), (_array, 1), (_thread, 2), (_data, 2), (_resize, 2)),
-    *((_stopped, 2), (_interrupted, 1), (_branch, 3), (_sizes, 2)),
+    *((_train_with_error, 2), (_interrupt_training, 1), (_branch, 3), (_sizes, 2)),
 )
 
 
-_MOST_SMALL = 8
+_MAX_SMALL = 8
 
 
 def loop(seed: int, steps: int, between: Callable[[random.Random], None]) -> tuple[list[Any], Pool]:
@@ -242,14 +245,13 @@ def loop(seed: int, steps: int, between: Callable[[random.Random], None]) -> tup
     for step in range(steps):
         again = draw.random() < 0.8
         action = period[step % 40] if again else draw.choices(*zip(*ACTIONS, strict=True))[0]
-        with torch.set_grad_enabled(action in (_train, _stopped)):
+        with torch.set_grad_enabled(action in (_train, _train_with_error)):
             seen.append(action(pool, draw))
         while len(pool) > 60:
             del pool[draw.randrange(len(pool))]
         small = [number for number, tensor in enumerate(pool) if not is_large(tensor.nbytes)]
-        for number in reversed(
-            small[:-_MOST_SMALL]
-        ):  # they cannot be evicted, and must fit together with an op's operands
+        # Small tensors cannot be evicted and must fit together with an op's operands.
+        for number in reversed(small[:-_MAX_SMALL]):
             del pool[number]
         between(nudge)
     return seen, pool

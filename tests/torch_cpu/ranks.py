@@ -45,13 +45,13 @@ def train(rank: int, view: bool) -> list[Any]:
     return [*seen, *(t.clone() for t in (*model.state_dict().values(), *tensors_in(optimizer)))]
 
 
-def within(budget: int, rank: int, view: bool, *, stress: bool = False) -> tuple[list[Any], outofcore.LoopStats]:
+def train_within(budget: int, rank: int, view: bool, *, stress: bool = False) -> tuple[list[Any], outofcore.LoopStats]:
     with outofcore.budget(budget) as run:
         load_paging().follow_stress(run._space, int(stress))
         return train(rank, view), run.stats
 
 
-def request_beside_collective(rank: int) -> None:
+def request_during_collective(rank: int) -> None:
     """Check that a request waits for the collective that uses the tensors to evict."""
     with outofcore.budget(4 << 20, home="host", policy=None):
         summed = torch.full((640, 1024), float(rank))
@@ -88,11 +88,11 @@ def main() -> None:
         "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=120)
     )
     theirs = train(rank, view)
-    roomy, stats = within(1 << 30, rank, view)
+    roomy, stats = train_within(1 << 30, rank, view)
     peak = stats.peak_bytes
     runs = [(roomy, 1 << 30)]
     for share, stress in ((0.3, False), (0.5, True)):
-        ours, stats = within(int(share * peak), rank, view, stress=stress)
+        ours, stats = train_within(int(share * peak), rank, view, stress=stress)
         assert stats.evictions > 0
         assert stats.peak_bytes <= share * peak
         runs.append((ours, int(share * peak)))
@@ -100,7 +100,7 @@ def main() -> None:
         for number, (left, right) in enumerate(zip(ours, theirs, strict=True)):
             same = left.equal(right) if isinstance(right, torch.Tensor) else left == right
             assert same, f"rank {rank}, {budget} bytes: value {number} differs"
-    request_beside_collective(rank)
+    request_during_collective(rank)
     collective_on_tensor_at_home(rank)
     dist.destroy_process_group()
     print("same")

@@ -47,7 +47,7 @@ class Replay:
         self._last_use = {s: uses[-1] for s, uses in enumerate(graph.uses) if uses}
         kept = graph.persistent | set(graph.outputs) | set(captured.constants) | set(captured.ranges)
         kept |= {captured.values[binding.value].storage for binding in captured.inputs}
-        self._kept = kept
+        self._persistent = kept
 
     def tensor(self, value: int | Value) -> torch.Tensor:
         window = self.captured.values[value] if isinstance(value, int) else value
@@ -77,7 +77,7 @@ class Replay:
             if captured.values[binding.value].storage in mutated:
                 leaves[binding.leaf].detach().copy_(self.tensor(binding.value))
         result = self._result(leaves)
-        self._show_state()
+        self._set_user_state()
         for storage in set(self.bytes) - graph.persistent - set(captured.constants):
             del self.bytes[storage]
         return result
@@ -96,7 +96,7 @@ class Replay:
         for storage in op.creates:  # an argument may use the result's memory if only its shape matters
             self.bytes[storage] = garbage(graph.storages[storage].bytes)
         untouched = {s: checksum(self.bytes[s]) for s in op.reads if s not in op.mutates}
-        args, kwargs = self._real(call.args), self._real(call.kwargs)
+        args, kwargs = self._materialize(call.args), self._materialize(call.kwargs)
         out = call.func(*args, **kwargs)
         for storage, before in untouched.items():
             assert checksum(self.bytes[storage]) == before, f"{op.name} wrote storage {storage}, which it only reads"
@@ -129,22 +129,22 @@ class Replay:
             made.add(value.storage)
         assert made == set(op.creates), op.name
         for storage in op.touched:
-            if self._last_use[storage] == op.id and storage not in self._kept:
+            if self._last_use[storage] == op.id and storage not in self._persistent:
                 del self.bytes[storage]
 
     def _compare(self, op: Any, what: str, fake: Any, real: Any) -> None:
         if fake != real:
             self.mismatches.append((op.name, what, fake, real))
 
-    def _real(self, tree: Any) -> Any:
+    def _materialize(self, tree: Any) -> Any:
         if isinstance(tree, Ref):
             return self.tensor(tree.value)
         if isinstance(tree, list):
-            return [self._real(item) for item in tree]
+            return [self._materialize(item) for item in tree]
         if type(tree) is tuple:
-            return tuple(self._real(item) for item in tree)
+            return tuple(self._materialize(item) for item in tree)
         if isinstance(tree, dict):
-            return {key: self._real(item) for key, item in tree.items()}
+            return {key: self._materialize(item) for key, item in tree.items()}
         return tree
 
     def _result(self, leaves: Sequence[Any]) -> Any:
@@ -161,7 +161,7 @@ class Replay:
                     found.append(leaf.constant)
         return pytree.tree_unflatten(found, self.captured.output_spec)
 
-    def _show_state(self) -> None:
+    def _set_user_state(self) -> None:
         """Set the gradients and optimizer state that a user sees after a step."""
         captured = self.captured
         for left in captured.gradients_left:

@@ -37,7 +37,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-class Again:
+class GatherAgain:
     """A policy that gathers each parameter again for each use, and offloads all other storages."""
 
     name = "again"
@@ -52,7 +52,7 @@ class Again:
         return [lambda room: Plan(self.name, room, decisions)]
 
 
-def made(optimizer: str, seed: int = 0) -> tuple[Normed, Optimizer]:
+def build_model(optimizer: str, seed: int = 0) -> tuple[Normed, Optimizer]:
     torch.manual_seed(seed)
     model = Normed(WIDTH)
     torch.manual_seed(7 + dist.get_rank())  # for dropout
@@ -66,19 +66,19 @@ def tensors(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     return found + [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def replicated(optimizer: str, make: Make, rank: int) -> list[Tensor]:
-    model, chosen = made(optimizer)
+def train_replicated(optimizer: str, make: Make, rank: int) -> list[Tensor]:
+    model, chosen = build_model(optimizer)
     step = make(DistributedDataParallel(model, bucket_cap_mb=0.25), chosen)
     losses = [step(*batch).detach().clone() for batch in batches(rank, 4)]
     return losses + tensors(model, chosen)
 
 
-def shared(
+def train_sharded(
     optimizer: str, make: Make, rank: int, budget: int | str = "1GiB", policy: Any = "auto"
 ) -> tuple[list[Tensor], Any]:
     """Return the losses and the state after four sharded steps, and the plan."""
     # All ranks get the model of rank 0, with any initial values of their own.
-    model, chosen = made(optimizer, seed=rank)
+    model, chosen = build_model(optimizer, seed=rank)
     step = outofcore.compile(
         make(model, chosen), model, chosen, budget=budget, policy=policy, home="host", check="full", shard=True
     )
@@ -88,12 +88,12 @@ def shared(
     return losses + tensors(model, chosen), planned
 
 
-def talked(planned: Any) -> list[bool]:
+def collective_reruns(planned: Any) -> list[bool]:
     """Return for each collective of a plan whether it is a rerun."""
     return [i.again for i in planned.program.instructions if isinstance(i, Run) and i.communicates]
 
 
-def starting_clear(model: nn.Module, optimizer: Optimizer) -> Any:
+def clearing_first(model: nn.Module, optimizer: Optimizer) -> Any:
     """Return a step that clears gradients first and leaves them at the end."""
 
     def step(x: Tensor, y: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def starting_clear(model: nn.Module, optimizer: Optimizer) -> Any:
     return step
 
 
-def lasting(model: nn.Module, optimizer: Optimizer) -> Any:
+def keeping_gradients(model: nn.Module, optimizer: Optimizer) -> Any:
     """Return a step with two backward passes that keeps zeroed gradients between steps."""
 
     def step(x: Tensor, y: Tensor) -> Tensor:
@@ -142,27 +142,27 @@ def clamping(model: nn.Module, optimizer: Optimizer) -> Any:
 
 def bits(rank: int) -> None:
     """Compare with ``DistributedDataParallel``: in core, out of core, and with repeated gathers."""
-    theirs = replicated("AdamW", plain, rank)
-    ours, planned = shared("AdamW", plain, rank)
+    theirs = train_replicated("AdamW", plain, rank)
+    ours, planned = train_sharded("AdamW", plain, rank)
     same(ours, theirs, "in core")
-    assert not any(talked(planned))
+    assert not any(collective_reruns(planned))
     peak = planned.program.arena_bytes
-    ours, planned = shared("AdamW", plain, rank, peak * 8 // 10)
+    ours, planned = train_sharded("AdamW", plain, rank, peak * 8 // 10)
     same(ours, theirs, "out of core")
     assert planned.program.arena_bytes <= peak * 8 // 10
-    ours, planned = shared("AdamW", plain, rank, peak * 6 // 10, Again())
+    ours, planned = train_sharded("AdamW", plain, rank, peak * 6 // 10, GatherAgain())
     same(ours, theirs, "gathered again")
-    assert sum(talked(planned)) >= 6
+    assert sum(collective_reruns(planned)) >= 6
 
 
 def more_bits(rank: int) -> None:
     """Compare other optimizers and other steps with ``DistributedDataParallel``."""
     for name in ("SGD", "momentum"):
-        ours, planned = shared(name, plain, rank)
-        same(ours, replicated(name, plain, rank), name)
-        assert not any(talked(planned))
-    for make in (lasting, clamping):
-        same(shared("AdamW", make, rank)[0], replicated("AdamW", make, rank), make.__name__)
+        ours, planned = train_sharded(name, plain, rank)
+        same(ours, train_replicated(name, plain, rank), name)
+        assert not any(collective_reruns(planned))
+    for make in (keeping_gradients, clamping):
+        same(train_sharded("AdamW", make, rank)[0], train_replicated("AdamW", make, rank), make.__name__)
 
 
 def order(rank: int) -> None:
@@ -187,12 +187,12 @@ def order(rank: int) -> None:
 
         return step
 
-    model, optimizer = made("AdamW")
+    model, optimizer = build_model("AdamW")
     step = summing(model, optimizer)
     theirs = [step(*batch).detach().clone() for batch in batches(rank, 4)] + tensors(model, optimizer)
-    ours, planned = shared("AdamW", unclipped, rank)
+    ours, planned = train_sharded("AdamW", unclipped, rank)
     same(ours, theirs, "in core")
-    same(shared("AdamW", unclipped, rank, planned.program.arena_bytes * 8 // 10)[0], theirs, "out of core")
+    same(train_sharded("AdamW", unclipped, rank, planned.program.arena_bytes * 8 // 10)[0], theirs, "out of core")
 
 
 def unclipped(model: nn.Module, optimizer: Optimizer) -> Any:
@@ -209,10 +209,10 @@ def unclipped(model: nn.Module, optimizer: Optimizer) -> Any:
 def states(rank: int) -> None:
     """Check the state that a user sees of a sharded model, and the refusals."""
     batch, other = batches(rank, 2)
-    model, optimizer = made("AdamW")
+    model, optimizer = build_model("AdamW")
     weight = model.hidden[0].weight
     step = outofcore.compile(
-        starting_clear(model, optimizer), model, optimizer, budget="64MiB", home="host", shard=True
+        clearing_first(model, optimizer), model, optimizer, budget="64MiB", home="host", shard=True
     )
     step(*batch)
     own = sum(state.bytes for state in step._session.keeper._states.values() if "norm.running" not in state.key)
@@ -246,7 +246,7 @@ def states(rank: int) -> None:
     step.close()
     assert not weight.is_meta and weight.grad.shape == weight.shape == optimizer.state[weight]["exp_avg"].shape
     assert torch.isfinite(model(batch[0])).all()
-    starting_clear(model, optimizer)(*batch)  # training continues in plain PyTorch
+    clearing_first(model, optimizer)(*batch)  # training continues in plain PyTorch
 
     def compiled(model: nn.Module, optimizer: Any, **settings: Any) -> Any:
         def step(x: Tensor) -> Tensor:
@@ -273,9 +273,9 @@ def states(rank: int) -> None:
 def saving(rank: int) -> None:
     """Train and save in two processes, and compare later steps with those after a load."""
     folder = Path(sys.argv[4]).parent
-    model, optimizer = made("AdamW")
+    model, optimizer = build_model("AdamW")
     model.to(memory_format=torch.channels_last)  # has no effect on these parameters and is not refused
-    step = outofcore.compile(starting_clear(model, optimizer), model, optimizer, budget="64MiB", shard=True)
+    step = outofcore.compile(clearing_first(model, optimizer), model, optimizer, budget="64MiB", shard=True)
     found = list(batches(rank, 4))
     for batch in found[:2]:
         step(*batch)
@@ -283,8 +283,8 @@ def saving(rank: int) -> None:
     losses = [step(*batch).detach().clone() for batch in found[2:]]
     step.close()
     torch.save(losses + tensors(model, optimizer), folder / f"after-{rank}.pt")
-    model, optimizer = made("AdamW", seed=99)
-    step = outofcore.compile(starting_clear(model, optimizer), model, optimizer, budget="64MiB", shard=True)
+    model, optimizer = build_model("AdamW", seed=99)
+    step = outofcore.compile(clearing_first(model, optimizer), model, optimizer, budget="64MiB", shard=True)
     assert step.load(folder / "saved") == {"steps": 2}
     losses = [step(*batch).detach().clone() for batch in found[2:]]
     step.close()
@@ -297,7 +297,7 @@ def frozen(rank: int) -> None:
     found = list(batches(rank, 2))
 
     def adapting(seed: int) -> tuple[Normed, Optimizer, Any]:
-        model, optimizer = made("AdamW")
+        model, optimizer = build_model("AdamW")
         for layer in model.hidden[1:]:
             layer.requires_grad_(False)
         if seed:
@@ -324,11 +324,11 @@ def frozen(rank: int) -> None:
 
 def loading(folder: Path) -> None:
     """Check that any number of processes can load the saved model."""
-    model, optimizer = made("AdamW", seed=99)
-    step = outofcore.compile(starting_clear(model, optimizer), model, optimizer, budget="64MiB", shard=True)
+    model, optimizer = build_model("AdamW", seed=99)
+    step = outofcore.compile(clearing_first(model, optimizer), model, optimizer, budget="64MiB", shard=True)
     step.load(folder / "saved")
     step.close()
-    plainly, other = made("AdamW", seed=98)
+    plainly, other = build_model("AdamW", seed=98)
     outofcore.load(folder / "saved", plainly, other)
     same(tensors(model, optimizer), tensors(plainly, other), "loaded by others")
     if dist.get_rank() == 0:
@@ -337,7 +337,7 @@ def loading(folder: Path) -> None:
 
 def death(rank: int) -> None:
     """Check that the death of a process ends the steps of others, and that they can close."""
-    model, optimizer = made("SGD")
+    model, optimizer = build_model("SGD")
     step = outofcore.compile(unclipped(model, optimizer), model, optimizer, budget="64MiB", home="host", shard=True)
     found = list(batches(rank, 3))
     step(*found[0])

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Case = Callable[[], Any]
-KINDS = (torch.float32, torch.complex64, torch.int64, torch.bool)
+DTYPES = (torch.float32, torch.complex64, torch.int64, torch.bool)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -48,7 +48,7 @@ def bytes_of(tensor: Tensor) -> bytes:
     return ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
 
 
-class Comparing(TorchDispatchMode):
+class SilentWriteMode(TorchDispatchMode):
     """A mode that finds silent writes; ``silent`` maps operators to changed arguments that are not marked."""
 
     def __init__(self) -> None:
@@ -101,17 +101,17 @@ def operators(info: Any, dtype: torch.dtype) -> Iterator[Case]:
         yield lambda one=one: backward(info(one.input, *one.args, **one.kwargs))
 
 
-def entries() -> Iterator[Callable[[], Iterator[Case]]]:
+def database_entries() -> Iterator[Callable[[], Iterator[Case]]]:
     """Yield a function that makes the cases of each database entry with one dtype or mode."""
     for info in op_db:
-        for dtype in KINDS:
+        for dtype in DTYPES:
             if dtype in info.supported_dtypes("cpu"):
                 yield functools.partial(operators, info, dtype)
     for info, training in itertools.product(module_db, (True, False)):
         yield functools.partial(modules, info, training)
 
 
-def quantized(*shape: int) -> Tensor:
+def quantized_tensor(*shape: int) -> Tensor:
     image = torch.quantize_per_tensor(torch.randn(shape) * 3, 0.05, 64, torch.quint8)
     return image.contiguous(memory_format=torch.channels_last)
 
@@ -120,7 +120,7 @@ def quantized_sum(name: str) -> None:
     torch.backends.quantized.engine = "onednn"
     weight = torch.quantize_per_tensor(torch.randn(8, 8, 3, 3), 0.05, 0, torch.qint8)
     packed = torch.ops.quantized.conv2d_prepack(weight, torch.zeros(8), [1, 1], [1, 1], [1, 1], 1)
-    getattr(torch.ops.quantized, name)(quantized(1, 8, 6, 6), quantized(1, 8, 6, 6), packed, 0.05, 64)
+    getattr(torch.ops.quantized, name)(quantized_tensor(1, 8, 6, 6), quantized_tensor(1, 8, 6, 6), packed, 0.05, 64)
 
 
 def linear_sum() -> None:
@@ -136,13 +136,13 @@ def batch_norm(name: str, *rest: Any) -> None:
     getattr(torch.ops.aten, name)(x, one, zero, torch.zeros(8), torch.ones(8), *rest)
 
 
-def observed() -> None:
+def moving_average_observer() -> None:
     on, numbers = torch.ones(1, dtype=torch.int64), [torch.zeros(1), torch.ones(1), torch.ones(1)]
     zero = torch.zeros(1, dtype=torch.int32)
     torch.ops.aten._fused_moving_avg_obs_fq_helper(torch.randn(4, 4), on, on, *numbers, zero, 0.1, 0, 255, 0)
 
 
-def fused(name: str) -> None:
+def fused_update(name: str) -> None:
     def lists(count: int) -> list[list[Tensor]]:
         return [[torch.rand(9), torch.rand(5)] for _ in range(count)]
 
@@ -159,7 +159,7 @@ def fused(name: str) -> None:
         operator(*lists(5), steps, **how, maximize=False, grad_scale=torch.ones(()), found_inf=none)
 
 
-def scaled() -> None:
+def gradient_scaling() -> None:
     found, scale = torch.zeros(1), torch.full((1,), 8.0)
     torch.ops.aten._amp_foreach_non_finite_check_and_unscale_([torch.rand(4), torch.rand(5)], found, 1 / scale)
     torch.ops.aten._amp_update_scale_(scale, torch.zeros(1, dtype=torch.int32), found, 2.0, 0.5, 2)
@@ -171,7 +171,7 @@ def sobol() -> None:
     engine.fast_forward(3).draw(2)
 
 
-def embedded() -> None:
+def embeddings() -> None:
     words, table = torch.tensor([1, 2, 2, 0]), torch.randn(5, 3) * 4
     torch.ops.aten.embedding_renorm_(table, words, 1.0, 2.0)
     for mode in ("sum", "mean", "max"):
@@ -188,7 +188,7 @@ def recurrent(kind: type[nn.Module]) -> None:
         model(torch.randn(4, 3, 5))
 
 
-def convolved(name: str, *rest: Any) -> None:
+def convolution_sum(name: str, *rest: Any) -> None:
     x, other, weight = (
         torch.randn(s).contiguous(memory_format=torch.channels_last) for s in ((1, 8, 6, 6),) * 2 + ((8, 8, 3, 3),)
     )
@@ -197,7 +197,7 @@ def convolved(name: str, *rest: Any) -> None:
     operator(*first, weight, None, [1, 1], [1, 1], [1, 1], 1, "add", *rest)
 
 
-def accumulated() -> None:
+def accumulate_gradient() -> None:
     with torch.no_grad():
         torch.ops.inductor.accumulate_grad_(torch.rand(4), torch.rand(4), torch.rand(4))
 
@@ -213,18 +213,18 @@ DIRECT: tuple[Case, ...] = (
     lambda: torch.instance_norm(
         torch.randn(4, 8, 3), None, None, torch.zeros(8), torch.ones(8), True, 0.1, 1e-5, False
     ),
-    lambda: torch.ops.quantized.relu6(quantized(1, 8, 6, 6), True),
-    lambda: torch.ops.quantized.relu6(quantized(1, 8, 6, 6), False),
-    lambda: torch.ops.quantized.leaky_relu(quantized(1, 8, 6, 6), 0.1, True, 0.05, 64),
-    lambda: torch.ops.quantized.hardswish(quantized(1, 8, 6, 6), 0.05, 64),
-    lambda: torch.ops.quantized.threshold(quantized(1, 8, 6, 6), 0.1, 0.2),
+    lambda: torch.ops.quantized.relu6(quantized_tensor(1, 8, 6, 6), True),
+    lambda: torch.ops.quantized.relu6(quantized_tensor(1, 8, 6, 6), False),
+    lambda: torch.ops.quantized.leaky_relu(quantized_tensor(1, 8, 6, 6), 0.1, True, 0.05, 64),
+    lambda: torch.ops.quantized.hardswish(quantized_tensor(1, 8, 6, 6), 0.05, 64),
+    lambda: torch.ops.quantized.threshold(quantized_tensor(1, 8, 6, 6), 0.1, 0.2),
     lambda: quantized_sum("conv2d_add"),
     lambda: quantized_sum("conv2d_add_relu"),
     linear_sum,
-    lambda: convolved("_convolution_pointwise", None, None, [], None),
-    lambda: convolved("_convolution_pointwise_", 1.0, None, [], None),
+    lambda: convolution_sum("_convolution_pointwise", None, None, [], None),
+    lambda: convolution_sum("_convolution_pointwise_", 1.0, None, [], None),
     lambda: torch.ops.mkldnn._linear_pointwise.binary(*(torch.randn(4, 4) for _ in range(3)), None, "add"),
-    accumulated,
+    accumulate_gradient,
     lambda: nn.functional.rrelu(torch.randn(9), training=True),
     lambda: torch.ops.aten.rrelu_with_noise(torch.randn(9), torch.zeros(9), 0.1, 0.3, True),
     lambda: torch.ops.aten._index_put_impl_(torch.randn(9), [torch.tensor([1, 2])], torch.randn(2), True),
@@ -232,12 +232,12 @@ DIRECT: tuple[Case, ...] = (
     lambda: nn.functional.ctc_loss(
         torch.randn(9, 2, 5).log_softmax(2), torch.randint(1, 5, (2, 3)), torch.tensor([9, 8]), torch.tensor([3, 2])
     ),
-    *(lambda name=name: fused(name) for name in ("sgd", "adagrad", "adam", "adamw")),
+    *(lambda name=name: fused_update(name) for name in ("sgd", "adagrad", "adam", "adamw")),
     *(lambda kind=kind: recurrent(kind) for kind in (nn.LSTM, nn.GRU, nn.RNN)),
-    observed,
-    scaled,
+    moving_average_observer,
+    gradient_scaling,
     sobol,
-    embedded,
+    embeddings,
 )
 
 
@@ -249,8 +249,8 @@ def main() -> None:
     given = arguments.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    listed = list(itertools.islice(entries(), given.start, None, given.every))
-    ran, refused, comparing = 0, 0, Comparing()
+    listed = list(itertools.islice(database_entries(), given.start, None, given.every))
+    ran, refused, comparing = 0, 0, SilentWriteMode()
     for cases in [lambda: iter(DIRECT), *listed]:
         torch.manual_seed(0)
         try:

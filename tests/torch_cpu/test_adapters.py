@@ -13,7 +13,7 @@ from outofcore.program import CopyOut
 _VOCABULARY = 400
 
 
-def made(*, tied: bool, checkpointed: bool) -> tuple[Any, torch.optim.Optimizer, Any]:
+def build_training(*, tied: bool, checkpointed: bool) -> tuple[Any, torch.optim.Optimizer, Any]:
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -46,7 +46,7 @@ def made(*, tied: bool, checkpointed: bool) -> tuple[Any, torch.optim.Optimizer,
     return model, optimizer, step
 
 
-def walk(model: Any, step: Any) -> list[float]:
+def train_with_switches(model: Any, step: Any) -> list[float]:
     """Train, and switch and merge adapters between steps."""
     torch.manual_seed(5)
     ids = torch.randint(0, _VOCABULARY, (2, 32))
@@ -67,12 +67,12 @@ def walk(model: Any, step: Any) -> list[float]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("tied", "checkpointed"), [(True, False), (False, True)])
 def test_switched_and_merged_adapters_match_peft_bit_for_bit(tied: bool, checkpointed: bool) -> None:
-    plain, _, theirs = made(tied=tied, checkpointed=checkpointed)
-    model, optimizer, step = made(tied=tied, checkpointed=checkpointed)
+    plain, _, theirs = build_training(tied=tied, checkpointed=checkpointed)
+    model, optimizer, step = build_training(tied=tied, checkpointed=checkpointed)
     with outofcore.compile(
         step, model, optimizer, budget="1800KiB", dynamic=False, policy="window", cache=False
     ) as compiled:
-        assert walk(plain, theirs) == walk(model, compiled)
+        assert train_with_switches(plain, theirs) == train_with_switches(model, compiled)
         session = compiled._session
         assert session.kinds >= 2, "another adapter is another step"
         copied = 0

@@ -50,13 +50,13 @@ def batches() -> Iterator[torch.Tensor]:
         yield torch.randn(BATCH, WIDTH, generator=generator)
 
 
-def trained(step: Callable[[torch.Tensor], torch.Tensor], count: int) -> list[float]:
+def train(step: Callable[[torch.Tensor], torch.Tensor], count: int) -> list[float]:
     torch.manual_seed(2)
     stream = batches()
     return [step(next(stream)).item() for _ in range(count)]
 
 
-def settle(updates: PlanKeeper) -> None:
+def use_best_plans(updates: PlanKeeper) -> None:
     """Wait for the background plan, and make the other best plans now."""
     updates.background.wait()
     updates._take_plan()
@@ -92,7 +92,7 @@ def test_results_stay_bit_identical_when_plans_are_exchanged(
 ) -> None:
     monkeypatch.setattr("outofcore.plan_updates.BackgroundPlanner", PlannedAtOnce)
     step, model, optimizer = make()
-    expected = trained(step, 10)
+    expected = train(step, 10)
     weights = [p.detach().clone() for p in model.parameters()]
     step, model, optimizer = make()
     with outofcore.compile(step, model, optimizer, budget=budget, home=home, policy=QUICKLY, cache=False) as compiled:
@@ -129,7 +129,7 @@ def test_call_plans_quickly_and_prepare_searches_fully(budget: int, monkeypatch:
         (quick,) = searched
         assert quick == compiled.policy.params.in_a_hurry()
         first = compiled.planned
-        settle(compiled._session.updates)
+        use_best_plans(compiled._session.updates)
         assert searched[1:] == [compiled.policy.params]
         compiled(next(batches()))
         assert compiled.planned is not first
@@ -152,11 +152,11 @@ def test_full_search_runs_when_the_quick_search_finds_no_plan(budget: int, monke
 
     monkeypatch.setattr(planning, "plans_of_step", refused)
     step, model, optimizer = make()
-    expected = trained(step, 2)
+    expected = train(step, 2)
     step, model, optimizer = make()
     with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY) as compiled:
         quick = type(compiled.policy)(compiled.policy.params.in_a_hurry())
-        assert trained(compiled, 2) == expected
+        assert train(compiled, 2) == expected
 
 
 @pytest.mark.usefixtures("at_any_cost")
@@ -164,11 +164,11 @@ def test_second_process_reuses_measurements_and_plans(
     budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, model, optimizer = make()
-    expected = trained(step, 6)
+    expected = train(step, 6)
     step, model, optimizer = make()
     with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY, cache=tmp_path) as compiled:
-        assert trained(compiled, 6) == expected
-        settle(compiled._session.updates)  # a child process made it
+        assert train(compiled, 6) == expected
+        use_best_plans(compiled._session.updates)  # a child process made it
         compiled(next(batches()))
         best = compiled.planned
     assert list(tmp_path.glob("plan-*.json"))
@@ -183,7 +183,7 @@ def test_second_process_reuses_measurements_and_plans(
     monkeypatch.setattr("outofcore.replanning.SHARE", 0.0)
     step, model, optimizer = make()
     with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY, cache=tmp_path) as compiled:
-        assert trained(compiled, 6) == expected
+        assert train(compiled, 6) == expected
         assert compiled.planned.program == best.program
         # The plan uses the first process's measurements.
         assert compiled.planned.timeline.step_seconds == pytest.approx(best.timeline.step_seconds, rel=0.5)
@@ -194,8 +194,8 @@ def test_damaged_plan_is_planned_again(budget: int, tmp_path: Path) -> None:
     for _ in range(2):
         step, model, optimizer = make()
         with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY, cache=tmp_path) as compiled:
-            trained(compiled, 6)
-            settle(compiled._session.updates)
+            train(compiled, 6)
+            use_best_plans(compiled._session.updates)
         kept = list(tmp_path.glob("plan-*.json"))
         assert kept
         for path in kept:
@@ -215,7 +215,7 @@ def test_planning_runs_in_process_if_cheap_when_no_child_starts(
     asked: list[bool] = []
     monkeypatch.setattr(BackgroundPlanner, "start", start)
     step, model, optimizer = make()
-    expected = trained(step, 6)
+    expected = train(step, 6)
     step, model, optimizer = make()
     with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY, cache=False) as compiled:
         torch.manual_seed(2)
@@ -232,11 +232,11 @@ def test_planning_runs_in_process_if_cheap_when_no_child_starts(
 def test_planning_process_is_killed_when_the_step_closes(budget: int) -> None:
     step, model, optimizer = make()
     with outofcore.compile(step, model, optimizer, budget=budget, cache=False) as compiled:
-        trained(compiled, 4)
+        train(compiled, 4)
         process = compiled._session.updates.background._process
         assert process is not None
         os.kill(process.pid, signal.SIGSTOP)  # simulates a long search
-        trained(compiled, 2)
+        train(compiled, 2)
     assert process.returncode == -signal.SIGKILL
 
 
@@ -244,7 +244,7 @@ def test_planning_process_is_killed_when_the_step_closes(budget: int) -> None:
 def test_background_plan_is_discarded_when_plans_are_forgotten(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outofcore.plan_updates.BackgroundPlanner", PlannedAtOnce)
     step, model, optimizer = make()
-    expected = trained(step, 9)
+    expected = train(step, 9)
     step, model, optimizer = make()
     with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY, cache=False) as compiled:
         torch.manual_seed(2)

@@ -12,7 +12,7 @@ import outofcore
 from outofcore.errors import CaptureError, InputError
 
 
-def freed() -> torch.Tensor:
+def freed_tensor() -> torch.Tensor:
     tensor = torch.ones(4, 4)
     tensor.untyped_storage().resize_(0)
     return tensor
@@ -20,7 +20,7 @@ def freed() -> torch.Tensor:
 
 BAD: dict[str, tuple[Callable[[], torch.Tensor], type[Exception], str]] = {
     "meta": (lambda: torch.ones(4, 4, device="meta"), InputError, "argument x is on the device meta"),
-    "freed": (freed, InputError, "the memory of argument x has been given back"),
+    "freed": (freed_tensor, InputError, "the memory of argument x has been given back"),
     "sparse": (lambda: torch.eye(4).to_sparse(), CaptureError, "argument x is a sparse"),
     "compressed": (lambda: torch.eye(4).to_sparse_csr(), CaptureError, "argument x is a sparse"),
     "onednn": (lambda: torch.eye(4).to_mkldnn(), CaptureError, "argument x is a sparse"),

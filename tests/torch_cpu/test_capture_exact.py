@@ -68,7 +68,7 @@ def _one_seed() -> Iterator[None]:
     yield
 
 
-def changed(captured: Captured) -> Captured:
+def transform(captured: Captured) -> Captured:
     """Apply all transformations of a capture to storages of any size."""
     captured = reuse(split(captured), least=1)
     return reordered(captured, hoisting(captured))
@@ -81,7 +81,7 @@ def test_steps_are_exact(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_transformed_captures_are_exact(name: str) -> None:
-    check_exact(CASES[name], changed)
+    check_exact(CASES[name], transform)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -19,7 +19,7 @@ IMAGE = (4, 16, 32, 32)
 WORDS = (8, 32, 64)
 
 
-class Words(nn.Module):
+class WordLayer(nn.Module):
     """A layer on word numbers."""
 
     def __init__(self, layer: nn.Module) -> None:
@@ -30,7 +30,7 @@ class Words(nn.Module):
         return self.layer((x.abs() * 100).long().clamp(max=255).flatten(1))
 
 
-class First(nn.Module):
+class FirstOutput(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
@@ -83,18 +83,18 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "convolution_3d": (lambda: nn.Conv3d(4, 4, 3), (2, 4, 8, 32, 32)),
     "convolution_transposed": (lambda: nn.ConvTranspose2d(16, 8, 3), IMAGE),
     "convolution_depthwise": (lambda: nn.Conv2d(16, 16, 3, groups=16), IMAGE),
-    "convolution_weight_frozen": (lambda: frozen(nn.Conv2d(16, 16, 3), "weight"), IMAGE),
-    "batch_norm_bias_frozen": (lambda: frozen(nn.BatchNorm2d(16), "bias"), IMAGE),
-    "layer_norm_weight_frozen": (lambda: frozen(nn.LayerNorm(32), "weight"), IMAGE),
+    "convolution_weight_frozen": (lambda: freeze(nn.Conv2d(16, 16, 3), "weight"), IMAGE),
+    "batch_norm_bias_frozen": (lambda: freeze(nn.BatchNorm2d(16), "bias"), IMAGE),
+    "layer_norm_weight_frozen": (lambda: freeze(nn.LayerNorm(32), "weight"), IMAGE),
     "linear": (lambda: nn.Linear(64, 64), WORDS),
-    "bilinear": (lambda: Twice(nn.Bilinear(64, 64, 8)), WORDS),
-    "embedding": (lambda: Words(nn.Embedding(256, 64)), (8, 32)),
-    "embedding_bag_sum": (lambda: Words(nn.EmbeddingBag(256, 128, mode="sum")), (512, 8)),
-    "embedding_bag_mean": (lambda: Words(nn.EmbeddingBag(256, 128)), (512, 8)),
-    "embedding_bag_max": (lambda: Words(nn.EmbeddingBag(256, 128, mode="max")), (512, 8)),
-    "rnn": (lambda: First(nn.RNN(64, 64, 2)), WORDS),
-    "gru": (lambda: First(nn.GRU(64, 64)), WORDS),
-    "lstm": (lambda: First(nn.LSTM(64, 64, 2)), WORDS),
+    "bilinear": (lambda: TwoInputs(nn.Bilinear(64, 64, 8)), WORDS),
+    "embedding": (lambda: WordLayer(nn.Embedding(256, 64)), (8, 32)),
+    "embedding_bag_sum": (lambda: WordLayer(nn.EmbeddingBag(256, 128, mode="sum")), (512, 8)),
+    "embedding_bag_mean": (lambda: WordLayer(nn.EmbeddingBag(256, 128)), (512, 8)),
+    "embedding_bag_max": (lambda: WordLayer(nn.EmbeddingBag(256, 128, mode="max")), (512, 8)),
+    "rnn": (lambda: FirstOutput(nn.RNN(64, 64, 2)), WORDS),
+    "gru": (lambda: FirstOutput(nn.GRU(64, 64)), WORDS),
+    "lstm": (lambda: FirstOutput(nn.LSTM(64, 64, 2)), WORDS),
     "prelu": (lambda: nn.PReLU(16), IMAGE),
     "attention": (lambda: Attention(mask=False), WORDS),
     "attention_with_learnt_mask": (lambda: Attention(mask=True), WORDS),
@@ -103,7 +103,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-class Twice(nn.Module):
+class TwoInputs(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
@@ -112,7 +112,7 @@ class Twice(nn.Module):
         return self.layer(x, x)
 
 
-def frozen(layer: nn.Module, name: str) -> nn.Module:
+def freeze(layer: nn.Module, name: str) -> nn.Module:
     layer.get_parameter(name).requires_grad_(False)
     return layer
 

@@ -17,10 +17,10 @@ from torch import nn
 from outofcore.capture import capture_step
 from outofcore.errors import CaptureError
 
-Refused = Callable[[World], Callable[..., Any]]
+MakeStep = Callable[[World], Callable[..., Any]]
 
 
-def left_in_attribute(w: World) -> Any:
+def store_in_attribute(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
         w.model.hidden = w.model(x)
         return w.learn(x)
@@ -28,14 +28,14 @@ def left_in_attribute(w: World) -> Any:
     return step
 
 
-def left_in_list(w: World) -> Any:
+def append_to_list(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
         w.model.kept.append(w.learn(x))
 
     return step
 
 
-def left_in_closure(w: World) -> Any:
+def add_to_closure(w: World) -> Any:
     total: Any = 0.0
 
     def step(x: torch.Tensor) -> None:
@@ -45,7 +45,7 @@ def left_in_closure(w: World) -> Any:
     return step
 
 
-def left_in_history(w: World) -> Any:
+def append_to_closure(w: World) -> Any:
     history: list[Any] = []
 
     def step(x: torch.Tensor) -> None:
@@ -54,7 +54,7 @@ def left_in_history(w: World) -> Any:
     return step
 
 
-def scheduled(w: World) -> Any:
+def change_learning_rate(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
         for group in w.optimizer.param_groups:
             group["lr"] *= 0.9
@@ -63,14 +63,14 @@ def scheduled(w: World) -> Any:
     return step
 
 
-def drawn(w: World) -> Any:
+def draw_from_python(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
         return w.learn(x * random.random())
 
     return step
 
 
-def drawn_from_numpy(w: World) -> Any:
+def draw_from_numpy(w: World) -> Any:
     np.random.random()  # the second number changes only the position of the generator
 
     def step(x: torch.Tensor) -> Any:
@@ -79,7 +79,7 @@ def drawn_from_numpy(w: World) -> Any:
     return step
 
 
-def buffer_of_other_shape(w: World) -> Any:
+def replace_buffer_by_other_shape(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
         w.model.mean = x.mean()
         return w.learn(x)
@@ -87,7 +87,7 @@ def buffer_of_other_shape(w: World) -> Any:
     return step
 
 
-def parameter_replaced(w: World) -> Any:
+def replace_parameter(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
         w.model.linear.weight = nn.Parameter(w.model.linear.weight * 2)
         return w.learn(x)
@@ -95,7 +95,7 @@ def parameter_replaced(w: World) -> Any:
     return step
 
 
-def frozen_inside(w: World) -> Any:
+def freeze_bias(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
         loss = w.learn(x)
         w.model.linear.bias.requires_grad_(False)
@@ -104,7 +104,7 @@ def frozen_inside(w: World) -> Any:
     return step
 
 
-def idle(w: World) -> Any:
+def skip_training(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
         return w.model(x)
 
@@ -116,7 +116,7 @@ class Box:
         self.inside = inside
 
 
-def boxed(w: World) -> Any:
+def return_box(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
         return Box(w.learn(x))
 
@@ -124,23 +124,23 @@ def boxed(w: World) -> Any:
 
 
 WITHOUT_LINE = [
-    (left_in_attribute, r"Noisy\.hidden.*register it as a buffer"),
-    (left_in_list, r"Noisy\.kept.*return it"),
-    (left_in_closure, r"leaves something behind in total"),
-    (left_in_history, r"leaves something behind in history"),
-    (scheduled, r"settings of AdamW.*after the step"),
-    (drawn, r"random numbers from Python"),
-    (drawn_from_numpy, r"random numbers from Python or NumPy"),
-    (buffer_of_other_shape, r"replaces mean by a torch.float32 tensor of shape \(\)"),
-    (parameter_replaced, r"replaces a parameter or a submodule of linear"),
-    (frozen_inside, r"requires_grad of linear.bias"),
-    (idle, r"neither updates a parameter nor leaves a gradient"),
-    (boxed, r"returns a Box with tensors inside"),
+    (store_in_attribute, r"Noisy\.hidden.*register it as a buffer"),
+    (append_to_list, r"Noisy\.kept.*return it"),
+    (add_to_closure, r"leaves something behind in total"),
+    (append_to_closure, r"leaves something behind in history"),
+    (change_learning_rate, r"settings of AdamW.*after the step"),
+    (draw_from_python, r"random numbers from Python"),
+    (draw_from_numpy, r"random numbers from Python or NumPy"),
+    (replace_buffer_by_other_shape, r"replaces mean by a torch.float32 tensor of shape \(\)"),
+    (replace_parameter, r"replaces a parameter or a submodule of linear"),
+    (freeze_bias, r"requires_grad of linear.bias"),
+    (skip_training, r"neither updates a parameter nor leaves a gradient"),
+    (return_box, r"returns a Box with tensors inside"),
 ]
 
 
 @pytest.mark.parametrize(("make", "message"), WITHOUT_LINE, ids=lambda value: getattr(value, "__name__", None))
-def test_step_with_side_effect_is_refused(make: Refused, message: str) -> None:
+def test_step_with_side_effect_is_refused(make: MakeStep, message: str) -> None:
     world = World()
     step = make(world)
     before = picture(world)

@@ -17,10 +17,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_a
 import outofcore
 from outofcore.errors import CaptureError, InputError
 
-Steps = Callable[[World], Callable[[torch.Tensor], Any]]
+MakeStep = Callable[[World], Callable[[torch.Tensor], Any]]
 
 
-def left_on_a_module(w: World) -> Any:
+def store_on_module(w: World) -> Any:
     def step(x: torch.Tensor) -> None:
         loss = w.learn(x)
         w.model.hidden = loss  # here
@@ -28,7 +28,7 @@ def left_on_a_module(w: World) -> Any:
     return step
 
 
-def added_to_a_list(w: World) -> Any:
+def append_to_list(w: World) -> Any:
     def step(x: torch.Tensor) -> None:
         loss = w.learn(x)
         w.model.kept.append(loss)  # here
@@ -36,7 +36,7 @@ def added_to_a_list(w: World) -> Any:
     return step
 
 
-def rate_changed(w: World) -> Any:
+def change_rate(w: World) -> Any:
     def step(x: torch.Tensor) -> None:
         w.learn(x)
         w.optimizer.param_groups[0]["lr"] = 0.5  # here
@@ -44,7 +44,7 @@ def rate_changed(w: World) -> Any:
     return step
 
 
-def parameter_replaced(w: World) -> Any:
+def replace_parameter(w: World) -> Any:
     def step(x: torch.Tensor) -> None:
         w.learn(x)
         w.model.linear.weight = nn.Parameter(torch.ones(3, 4))  # here
@@ -52,14 +52,14 @@ def parameter_replaced(w: World) -> Any:
     return step
 
 
-def drawn(w: World) -> Any:
+def draw_number(w: World) -> Any:
     def step(x: torch.Tensor) -> None:
         w.learn(x * random.random())  # here
 
     return step
 
 
-def read(w: World) -> Any:
+def read_value(w: World) -> Any:
     def step(x: torch.Tensor) -> None:
         if w.learn(x) > 0:  # here
             raise ValueError
@@ -67,8 +67,10 @@ def read(w: World) -> Any:
     return step
 
 
-@pytest.mark.parametrize("make", [left_on_a_module, added_to_a_list, rate_changed, parameter_replaced, drawn, read])
-def test_refusal_names_the_line_in_one_traceback(make: Steps) -> None:
+@pytest.mark.parametrize(
+    "make", [store_on_module, append_to_list, change_rate, replace_parameter, draw_number, read_value]
+)
+def test_refusal_names_the_line_in_one_traceback(make: MakeStep) -> None:
     world = World()
     with pytest.raises(CaptureError) as error:
         world.capture(make(world))

@@ -21,7 +21,7 @@ VOLUME = (2, 4, 6, 6, 6)
 WORDS = (2, 5, 16)
 
 
-class First(nn.Module):
+class FirstOutput(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
@@ -30,12 +30,12 @@ class First(nn.Module):
         return self.inner(x)[0]
 
 
-class Twice(First):
+class TwoInputs(FirstOutput):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x, x)
 
 
-class Unpooled(nn.Module):
+class UnpoolLayer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2, output_size=x.shape[2:])
 
@@ -95,7 +95,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
     "reflection_pad_3d": (lambda: nn.ReflectionPad3d(1), VOLUME),
     "replication_pad_3d": (lambda: nn.ReplicationPad3d(1), VOLUME),
     "channel_shuffle": (lambda: nn.ChannelShuffle(2), IMAGE),
-    "max_unpool": (Unpooled, IMAGE),
+    "max_unpool": (UnpoolLayer, IMAGE),
     "unfold": (lambda: nn.Unfold(3), IMAGE),
     "dropout": (lambda: nn.Dropout(0.3), IMAGE),
     "dropout_2d": (lambda: nn.Dropout2d(0.3), IMAGE),
@@ -106,10 +106,10 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
     "attention": (Attention, WORDS),
     "encoder_layer": (lambda: nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), WORDS),
     "encoder_layer_evaluated": (lambda: nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval(), WORDS),
-    "rnn": (lambda: First(nn.RNN(16, 7, 2, dropout=0.1)), WORDS),
-    "lstm": (lambda: First(nn.LSTM(16, 7, 2, dropout=0.1)), WORDS),
-    "lstm_projected": (lambda: First(nn.LSTM(16, 7, proj_size=3)), WORDS),
-    "bilinear": (lambda: Twice(nn.Bilinear(5, 5, 3)), (4, 5)),
+    "rnn": (lambda: FirstOutput(nn.RNN(16, 7, 2, dropout=0.1)), WORDS),
+    "lstm": (lambda: FirstOutput(nn.LSTM(16, 7, 2, dropout=0.1)), WORDS),
+    "lstm_projected": (lambda: FirstOutput(nn.LSTM(16, 7, proj_size=3)), WORDS),
+    "bilinear": (lambda: TwoInputs(nn.Bilinear(5, 5, 3)), (4, 5)),
 }
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -180,7 +180,7 @@ def _fill_corner(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def check(model: nn.Module, x: torch.Tensor, *, half: bool) -> None:
+def check_bits(model: nn.Module, x: torch.Tensor, *, half: bool) -> None:
     def step(x: torch.Tensor) -> Any:
         x = x.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
@@ -220,7 +220,7 @@ def check(model: nn.Module, x: torch.Tensor, *, half: bool) -> None:
 def test_module_replays_bit_for_bit(name: str, half: bool) -> None:
     torch.manual_seed(0)
     make, shape = MODULES[name]
-    check(make(), torch.randn(shape), half=half)
+    check_bits(make(), torch.randn(shape), half=half)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, shape) in MODULES.items() if len(shape) > 2])
@@ -230,7 +230,7 @@ def test_module_replays_bit_for_bit_with_channels_last(name: str) -> None:
     model, memory_format = make(), {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape))
     if memory_format is not None:
         model = model.to(memory_format=memory_format)
-    check(model, torch.randn(shape).movedim(1, -1).contiguous().movedim(-1, 1), half=False)
+    check_bits(model, torch.randn(shape).movedim(1, -1).contiguous().movedim(-1, 1), half=False)
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
@@ -243,12 +243,12 @@ def test_function_replays_bit_for_bit(name: str, transposed: bool) -> None:
     x = torch.rand(5, 4).t() if transposed else torch.rand(4, 5)
     if name in {"cumulative", "product"} and torch.__version__ < "2.13":
         with pytest.raises(CaptureError, match="the gradient of cumprod is computed in one way or another"):
-            check(model, x, half=False)
+            check_bits(model, x, half=False)
     else:
-        check(model, x, half=False)
+        check_bits(model, x, half=False)
 
 
-class Smoothed(nn.Module):
+class SmoothedLoss(nn.Module):
     """A smoothed loss of logits with some ignored targets."""
 
     def __init__(self, places: Shape, reduction: str) -> None:
@@ -267,7 +267,7 @@ def test_smoothed_weighted_loss_skips_ignored_targets(places: Shape, reduction: 
     """Under a Python mode PyTorch adds zeros for ignored targets, which changes the rounding."""
     for seed in range(8):
         torch.manual_seed(seed)
-        check(Smoothed(places, reduction), torch.randn(places[0], 5, *places[1:]), half=False)
+        check_bits(SmoothedLoss(places, reduction), torch.randn(places[0], 5, *places[1:]), half=False)
 
 
 def test_users_sum_of_gathered_weights_adds_zeros() -> None:
@@ -278,4 +278,4 @@ def test_users_sum_of_gathered_weights_adds_zeros() -> None:
 
     for seed in range(8):
         torch.manual_seed(seed)
-        check(Weighted(total), torch.randn(4, 5), half=False)
+        check_bits(Weighted(total), torch.randn(4, 5), half=False)

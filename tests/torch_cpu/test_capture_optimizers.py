@@ -32,7 +32,7 @@ def update_of(
     return OptimizerUpdate(optimizer, members, set()), params, grads
 
 
-def adam() -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
+def build_adam() -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.randn(3, 4))
     return torch.optim.Adam([parameter], lr=0.1), parameter
@@ -46,7 +46,7 @@ def adam_states(value: float = 7.0) -> list[list[torch.Tensor]]:
 
 
 def test_first_update_creates_state_over_any_previous_bytes() -> None:
-    optimizer, parameter = adam()
+    optimizer, parameter = build_adam()
     update, params, grads = update_of(optimizer, ADAM)
     states = adam_states(float("nan"))
     assert update.is_first()
@@ -63,7 +63,7 @@ def test_first_update_creates_state_over_any_previous_bytes() -> None:
 
 
 def test_update_continues_from_the_users_state() -> None:
-    optimizer, parameter = adam()
+    optimizer, parameter = build_adam()
     parameter.grad = torch.ones(3, 4)
     optimizer.step()
     update, params, grads = update_of(optimizer, ADAM)
@@ -77,7 +77,7 @@ def test_update_continues_from_the_users_state() -> None:
 
 
 def test_forgotten_state_is_created_again() -> None:
-    optimizer, _ = adam()
+    optimizer, _ = build_adam()
     update, params, grads = update_of(optimizer, ADAM)
     states = adam_states()
     update(params, grads, states)
@@ -88,7 +88,7 @@ def test_forgotten_state_is_created_again() -> None:
 
 
 def test_settings_are_read_in_each_step() -> None:
-    optimizer, parameter = adam()
+    optimizer, parameter = build_adam()
     update, params, grads = update_of(optimizer, ADAM)
     states = adam_states()
     parameter.grad = grads[0]
@@ -102,7 +102,7 @@ def test_settings_are_read_in_each_step() -> None:
 
 
 def test_update_keeps_no_reference_to_its_arguments() -> None:
-    optimizer, _ = adam()
+    optimizer, _ = build_adam()
     update, params, grads = update_of(optimizer, ADAM)
     states = adam_states()
     update(params, grads, states)
@@ -113,13 +113,13 @@ def test_update_keeps_no_reference_to_its_arguments() -> None:
 
 
 def test_state_unlike_the_captured_state_stays_with_the_optimizer() -> None:
-    optimizer, parameter = adam()
+    optimizer, parameter = build_adam()
     update, params, grads = update_of(optimizer, ("step", "exp_avg"))
     assert not update.is_outgrown
     update(params, grads, [adam_states()[0][:2]])
     assert update.is_outgrown
     assert set(optimizer.state[parameter]) == {"exp_avg_sq"}
-    optimizer, parameter = adam()
+    optimizer, parameter = build_adam()
     update, params, grads = update_of(optimizer, ADAM)
     wrong = adam_states()
     wrong[0][1] = torch.zeros(4, 3)
@@ -129,14 +129,14 @@ def test_state_unlike_the_captured_state_stays_with_the_optimizer() -> None:
 
 
 def test_update_of_a_range_with_new_state_is_refused() -> None:
-    optimizer, _ = adam()
+    optimizer, _ = build_adam()
     update, params, grads = update_of(optimizer, ("step", "exp_avg"))
     with pytest.raises(StateError, match="exp_avg_sq"):
         update.of_range(0, is_last=False)(params, grads, [adam_states()[0][:2]])
 
 
 def test_rehearsal_changes_neither_optimizer_nor_flags() -> None:
-    optimizer, _ = adam()
+    optimizer, _ = build_adam()
     update, params, grads = update_of(optimizer, ADAM)
     rehearsal = Rehearsal(update)
     assert rehearsal.makes_state
@@ -301,7 +301,7 @@ def test_bound_update_matches_the_plain_optimizer(kind: type[torch.optim.Optimiz
 
 
 def test_failed_update_restarts_from_the_users_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer, _ = adam()
+    optimizer, _ = build_adam()
     update, params, grads = update_of(optimizer, ADAM)
     states = adam_states()
     bound = update.on(params, grads, states)
@@ -325,7 +325,7 @@ def test_failed_update_restarts_from_the_users_state(monkeypatch: pytest.MonkeyP
 
 
 def test_bound_update_releases_its_tensors_when_deleted() -> None:
-    optimizer, _ = adam()
+    optimizer, _ = build_adam()
     update, params, grads = update_of(optimizer, ADAM)
     bound, states = update.on(params, grads, adam_states()), adam_states()
     for _ in range(3):
@@ -400,7 +400,7 @@ class Counting(torch.optim.Optimizer):
                 parameter.sub_(own["sum"], alpha=group["lr"] / own["count"])
 
 
-class Alone(Counting):
+class IndependentCounting(Counting):
     outofcore_independent = True
 
     @torch.no_grad()
@@ -419,7 +419,7 @@ ORDERED: dict[str, tuple[Any, dict[str, Any]]] = {
     "ASGD": (torch.optim.ASGD, {}),
     "Adafactor": (torch.optim.Adafactor, {}),
     "Counting": (Counting, {}),
-    "Alone": (Alone, {}),
+    "Alone": (IndependentCounting, {}),
 }
 
 

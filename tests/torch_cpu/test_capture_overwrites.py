@@ -52,7 +52,7 @@ PART: dict[str, Change] = {
 }
 
 
-def captured(change: Change) -> tuple[Captured, int]:
+def capture_change(change: Change) -> tuple[Captured, int]:
     """Capture a step that changes a buffer; return it and the storage of the buffer."""
     model = nn.Module()
     model.register_buffer("x", torch.rand(4, 4))
@@ -69,7 +69,7 @@ def captured(change: Change) -> tuple[Captured, int]:
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_fully_written_storage_is_not_read(name: str) -> None:
-    found, storage = captured(WHOLE[name])
+    found, storage = capture_change(WHOLE[name])
     writes = [op for op in found.graph.ops if storage in op.mutates]
     assert writes
     assert all((op.id, storage) in found.graph.overwrites for op in writes)
@@ -88,7 +88,7 @@ def test_fully_written_storage_is_not_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", PART)
 def test_partially_written_or_read_storage_is_not_overwritten(name: str) -> None:
-    found, storage = captured(PART[name])
+    found, storage = capture_change(PART[name])
     writes = [op for op in found.graph.ops if storage in op.mutates]
     assert writes
     assert not any((op.id, storage) in found.graph.overwrites for op in writes)

@@ -18,7 +18,7 @@ from torch import nn
 from outofcore.capture import recorder
 from outofcore.errors import CaptureError
 
-Refused = Callable[[World], Callable[..., Any]]
+MakeStep = Callable[[World], Callable[..., Any]]
 
 
 def line_of(mark: str) -> int:
@@ -65,16 +65,16 @@ def numpy(w: World) -> Any:
     return step
 
 
-def printed(w: World) -> Any:
+def print_tensor(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
-        print(w.learn(x))  # printed
+        print(w.learn(x))  # print_tensor
 
     return step
 
 
-def formatted(w: World) -> Any:
+def format_tensor(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
-        return f"{w.learn(x):.3f}"  # formatted
+        return f"{w.learn(x):.3f}"  # format_tensor
 
     return step
 
@@ -86,38 +86,38 @@ def in_model(w: World) -> Any:
     return w.learn
 
 
-def undeclared(w: World) -> Any:
+def use_outside_tensor(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
-        return w.learn(x * 2) + w.outside  # undeclared
+        return w.learn(x * 2) + w.outside  # use_outside_tensor
 
     return step
 
 
-def undeclared_module(w: World) -> Any:
+def use_outside_module(w: World) -> Any:
     other = nn.Linear(4, 4)
 
     def step(x: torch.Tensor) -> Any:
-        return w.learn(other(x))  # undeclared_module
+        return w.learn(other(x))  # use_outside_module
 
     return step
 
 
-def undeclared_optimizer(w: World) -> Any:
+def use_outside_optimizer(w: World) -> Any:
     other = torch.optim.SGD(w.model.parameters(), lr=0.1)
 
     def step(x: torch.Tensor) -> Any:
         w.model(x).sum().backward()
-        other.step()  # undeclared_optimizer
+        other.step()  # use_outside_optimizer
 
     return step
 
 
-def kept_step(w: World) -> Any:
+def call_saved_step(w: World) -> Any:
     update = w.optimizer.step
 
     def step(x: torch.Tensor) -> Any:
         w.model(x).sum().backward()
-        update()  # kept_step
+        update()  # call_saved_step
 
     return step
 
@@ -184,10 +184,10 @@ def zero(w: World) -> Any:
     return step
 
 
-def parted(w: World) -> Any:
+def split_by_tensor(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
         ends = torch.ones(2, dtype=torch.int64).cumsum(0)
-        first, *_ = torch.tensor_split(x, ends)  # parted
+        first, *_ = torch.tensor_split(x, ends)  # split_by_tensor
         return first
 
     return step
@@ -211,31 +211,31 @@ def sparse(w: World) -> Any:
     return step
 
 
-def swallowed(w: World) -> Any:
+def swallow_refusal(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
         loss = w.learn(x)
         try:
-            return loss.item()  # swallowed
+            return loss.item()  # swallow_refusal
         except Exception:
             return 0.0
 
     return step
 
 
-def resized(w: World) -> Any:
+def resize_memory(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
         y = x * 2
-        y.resize_(100)  # resized
+        y.resize_(100)  # resize_memory
         return w.learn(x)
 
     return step
 
 
-def seeded(w: World) -> Any:
+def set_generator_state(w: World) -> Any:
     state = torch.get_rng_state()
 
     def step(x: torch.Tensor) -> Any:
-        torch.set_rng_state(state)  # seeded
+        torch.set_rng_state(state)  # set_generator_state
         return w.learn(x)
 
     return step
@@ -247,13 +247,13 @@ WITH_LINE = [
     (branch, "branch on a tensor", "torch.where"),
     (tolist, ".tolist()", "return the tensor"),
     (numpy, ".numpy()", "return the tensor"),
-    (printed, "printing a tensor", "return the tensor"),
-    (formatted, "formatting a tensor", "return the tensor"),
+    (print_tensor, "printing a tensor", "return the tensor"),
+    (format_tensor, "formatting a tensor", "return the tensor"),
     (in_model, ".item()", "keep the arithmetic in tensors"),
-    (undeclared, "float32 tensor of shape (3,) from outside", "pass it as an argument"),
-    (undeclared_module, "from outside", "add the module that it belongs to"),
-    (undeclared_optimizer, "an optimizer (SGD) that was not given", "add it to the list"),
-    (kept_step, "by a name kept from before", "write optimizer.step()"),
+    (use_outside_tensor, "float32 tensor of shape (3,) from outside", "pass it as an argument"),
+    (use_outside_module, "from outside", "add the module that it belongs to"),
+    (use_outside_optimizer, "an optimizer (SGD) that was not given", "add it to the list"),
+    (call_saved_step, "by a name kept from before", "write optimizer.step()"),
     (mask, "depends on the values", "torch.where"),
     (from_array, "NumPy array", "pass it as an argument"),
     (tensor_of_array, "NumPy array", "pass it as an argument"),
@@ -262,17 +262,17 @@ WITH_LINE = [
     (product, "whether there are zeros", "torch.cumprod"),
     (complex_product, "the gradient of cumprod is computed in one way or another", "real numbers"),
     (zero, "zero throughout", "torch.sign"),
-    (parted, "tensor_split reads the memory", "in tensors"),
+    (split_by_tensor, "tensor_split reads the memory", "in tensors"),
     (scaler, "GradScaler", "bfloat16"),
     (sparse, "sparse", "dense"),
-    (swallowed, ".item()", "return the tensor"),
-    (resized, "size of a tensor's memory", "make a new tensor"),
-    (seeded, "state from outside", "before the step"),
+    (swallow_refusal, ".item()", "return the tensor"),
+    (resize_memory, "size of a tensor's memory", "make a new tensor"),
+    (set_generator_state, "state from outside", "before the step"),
 ]
 
 
 @pytest.mark.parametrize(("make", "what", "advice"), WITH_LINE, ids=lambda value: getattr(value, "__name__", None))
-def test_refusal_names_line_and_advice(make: Refused, what: str, advice: str) -> None:
+def test_refusal_names_line_and_advice(make: MakeStep, what: str, advice: str) -> None:
     world = World()
     step = make(world)
     before = picture(world)
@@ -296,7 +296,7 @@ def test_fused_operators_are_refused_if_they_take_tensor_lists() -> None:
         assert schema.name.startswith(prefixes) == many, schema.name
 
 
-GIVES_AWAY: dict[str, Callable[[torch.Tensor], object]] = {
+READS_BYTES: dict[str, Callable[[torch.Tensor], object]] = {
     "DLPack": lambda t: np.from_dlpack(t.detach()),
     "DLPack of PyTorch": lambda t: torch.utils.dlpack.to_dlpack(t.detach()),
     "address of a storage": lambda t: t.untyped_storage().data_ptr(),
@@ -313,13 +313,13 @@ GIVES_AWAY: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage")
-@pytest.mark.parametrize("name", GIVES_AWAY)
+@pytest.mark.parametrize("name", READS_BYTES)
 def test_reading_the_bytes_of_a_tensor_is_refused(name: str) -> None:
     world = World()
 
     def step(x: torch.Tensor) -> torch.Tensor:
         loss = world.learn(x)
-        GIVES_AWAY[name](loss)
+        READS_BYTES[name](loss)
         return loss
 
     with pytest.raises(CaptureError, match="reads the value of a tensor"):
