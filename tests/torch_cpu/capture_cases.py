@@ -90,11 +90,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, again: str = "", words: int = 23, width: int = 16) -> None:
+    def __init__(self, checkpointing: str = "", vocabulary: int = 23, width: int = 16) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(words, width), nn.Embedding(12, width)
-        self.blocks = nn.ModuleList(Block(width, 2, again) for _ in range(2))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+        self.words, self.places = nn.Embedding(vocabulary, width), nn.Embedding(12, width)
+        self.blocks = nn.ModuleList(Block(width, 2, checkpointing) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.words.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -205,8 +205,8 @@ def accumulation_across() -> Case:
 def gan() -> Case:
     maker = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6))
     judge = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8)), nn.LeakyReLU(0.2), nn.Linear(8, 1))
-    to_make = torch.optim.Adam(maker.parameters(), lr=0.01, betas=(0.5, 0.9))
-    to_judge = torch.optim.RMSprop(judge.parameters(), lr=0.01)
+    maker_optimizer = torch.optim.Adam(maker.parameters(), lr=0.01, betas=(0.5, 0.9))
+    judge_optimizer = torch.optim.RMSprop(judge.parameters(), lr=0.01)
 
     def step(real: torch.Tensor) -> dict[str, torch.Tensor]:
         fake = maker(torch.randn(real.shape[0], 4))
@@ -214,21 +214,21 @@ def gan() -> Case:
         middle = (mix * real + (1 - mix) * fake.detach()).requires_grad_()
         (slope,) = torch.autograd.grad(judge(middle).sum(), middle, create_graph=True)
         penalty = ((slope.norm(dim=1) - 1) ** 2).mean()
-        judged = judge(fake.detach()).mean() - judge(real).mean() + penalty
-        to_judge.zero_grad()
-        judged.backward()
-        to_judge.step()
+        judge_loss = judge(fake.detach()).mean() - judge(real).mean() + penalty
+        judge_optimizer.zero_grad()
+        judge_loss.backward()
+        judge_optimizer.step()
         for parameter in judge.parameters():
             parameter.requires_grad_(False)
-        made = -judge(fake).mean()
-        to_make.zero_grad()
-        made.backward()
-        to_make.step()
+        maker_loss = -judge(fake).mean()
+        maker_optimizer.zero_grad()
+        maker_loss.backward()
+        maker_optimizer.step()
         for parameter in judge.parameters():
             parameter.requires_grad_(True)
-        return {"judge": judged, "maker": made}
+        return {"judge": judge_loss, "maker": maker_loss}
 
-    return Case(step, [maker, judge], [to_make, to_judge], lambda: (torch.randn(5, 6),))
+    return Case(step, [maker, judge], [maker_optimizer, judge_optimizer], lambda: (torch.randn(5, 6),))
 
 
 def moving_average() -> Case:
@@ -240,11 +240,11 @@ def moving_average() -> Case:
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = inner(x, y)
         with torch.no_grad():
-            for kept, new in zip(mean.parameters(), model.parameters(), strict=True):
-                kept.lerp_(new, 0.1)
+            for average, new in zip(mean.parameters(), model.parameters(), strict=True):
+                average.lerp_(new, 0.1)
             torch._foreach_mul_(list(mean.parameters()), 0.999)
-            for kept, new in zip(mean.buffers(), model.buffers(), strict=True):
-                kept.copy_(new)
+            for average, new in zip(mean.buffers(), model.buffers(), strict=True):
+                average.copy_(new)
         return loss
 
     return Case(step, [model, mean], [optimizer], classify())
@@ -321,10 +321,10 @@ def mutated_input() -> Case:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inner = supervised(model, optimizer)
 
-    def step(x: torch.Tensor, y: torch.Tensor, seen: torch.Tensor) -> Any:
-        seen.add_(1)
-        seen[:2].mul_(3)
-        return {"loss": inner(x, y), "seen": seen, "weight": model[0].weight, "part": model[0].bias[:3], "n": 3}
+    def step(x: torch.Tensor, y: torch.Tensor, counts: torch.Tensor) -> Any:
+        counts.add_(1)
+        counts[:2].mul_(3)
+        return {"loss": inner(x, y), "seen": counts, "weight": model[0].weight, "part": model[0].bias[:3], "n": 3}
 
     make = classify()
     return Case(step, [model], [optimizer], lambda: (*make(), torch.arange(12.0).view(4, 3).t()))

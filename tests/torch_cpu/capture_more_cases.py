@@ -137,7 +137,7 @@ def observed() -> Case:
             hidden = model(x)
             hidden.register_hook(lambda grad: grad * 2)
             hidden.retain_grad()
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept[0].to(kept[1])):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed[0].to(packed[1])):
                 loss = F.cross_entropy(hidden.sin(), y)
             loss.backward()
         optimizer.step()

@@ -79,16 +79,16 @@ def picture(world: World) -> Any:
     )
 
 
-def assert_same_picture(one: Any, other: Any) -> None:
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_same_picture(one[key], other[key])
-    elif isinstance(one, tuple | list):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
+def assert_same_picture(actual: Any, expected: Any) -> None:
+    if isinstance(actual, torch.Tensor):
+        assert torch.equal(actual, expected)
+    elif isinstance(actual, dict):
+        assert actual.keys() == expected.keys()
+        for key in actual:
+            assert_same_picture(actual[key], expected[key])
+    elif isinstance(actual, tuple | list):
+        assert len(actual) == len(expected)
+        for a, b in zip(actual, expected, strict=True):
             assert_same_picture(a, b)
     else:
-        assert one == other
+        assert actual == expected

@@ -19,11 +19,11 @@ def in_parts(captured: Captured, parts: int, verdicts: Cache, most: int = 1) -> 
     """
     refused: frozenset[str] = frozenset()
     while True:
-        found = tiled(captured, most, parts=parts, least=1, refused=refused)
-        wrong = refuted(found.claims, found.values, CpuBackend(), ROOM, verdicts)
-        if not wrong:
+        split = tiled(captured, most, parts=parts, least=1, refused=refused)
+        mismatches = refuted(split.claims, split.values, CpuBackend(), ROOM, verdicts)
+        if not mismatches:
             break
-        refused |= wrong
-    assert len(found.captured.graph.ops) > len(captured.graph.ops)
-    done = reuse(found.captured, least=1)
-    return reordered(done, hoisting(done))
+        refused |= mismatches
+    assert len(split.captured.graph.ops) > len(captured.graph.ops)
+    reused = reuse(split.captured, least=1)
+    return reordered(reused, hoisting(reused))

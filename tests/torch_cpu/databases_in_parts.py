@@ -63,8 +63,8 @@ def operators(only: str, first: int) -> Iterator[Sample]:
             samples = list(info.sample_inputs("cpu", torch.float32, requires_grad=info.supports_autograd))
         except Exception:
             continue
-        for number, one in enumerate(samples[: first or None]):
-            yield Sample(f"{info.name} {number}", info.op, ((one.input, *one.args), one.kwargs))
+        for number, inputs in enumerate(samples[: first or None]):
+            yield Sample(f"{info.name} {number}", info.op, ((inputs.input, *inputs.args), inputs.kwargs))
 
 
 def modules(only: str, first: int) -> Iterator[Sample]:
@@ -78,12 +78,12 @@ def modules(only: str, first: int) -> Iterator[Sample]:
             )
         except Exception:
             continue
-        for number, one in enumerate(listed[: first or None]):
+        for number, inputs in enumerate(listed[: first or None]):
             torch.manual_seed(2)
-            made = info.module_cls(*copy.deepcopy(one.constructor_input.args), **one.constructor_input.kwargs)
-            made = made.to(torch.float32).train() if any(True for _ in made.parameters()) else made.train()
-            given = (one.forward_input.args, one.forward_input.kwargs)
-            yield Sample(f"{info.name} {number} {one.desc}".strip(), made, given, made)
+            module = info.module_cls(*copy.deepcopy(inputs.constructor_input.args), **inputs.constructor_input.kwargs)
+            module = module.to(torch.float32).train() if any(True for _ in module.parameters()) else module.train()
+            arguments = (inputs.forward_input.args, inputs.forward_input.kwargs)
+            yield Sample(f"{info.name} {number} {inputs.desc}".strip(), module, arguments, module)
 
 
 def step_of(sample: Sample) -> tuple[Callable[..., Any], list[Tensor]]:
@@ -93,16 +93,18 @@ def step_of(sample: Sample) -> tuple[Callable[..., Any], list[Tensor]]:
     needed = [leaves[place].requires_grad for place in places]
 
     def step(*tensors: Tensor) -> Any:
-        own = list(leaves)
-        wanted: list[Tensor] = []
+        filled = list(leaves)
+        differentiated: list[Tensor] = []
         for place, tensor, needs in zip(places, tensors, needed, strict=True):
-            own[place] = tensor.detach().requires_grad_() if needs else tensor
-            wanted += [own[place]] if needs else []
-        args, kwargs = tree_unflatten(own, tree)
+            filled[place] = tensor.detach().requires_grad_() if needs else tensor
+            differentiated += [filled[place]] if needs else []
+        args, kwargs = tree_unflatten(filled, tree)
         out = sample.call(*args, **kwargs)
         loss = scalar(out)
-        wanted += [] if sample.model is None else list(sample.model.parameters())
-        gradients = () if loss is None or not wanted else torch.autograd.grad(loss, wanted, allow_unused=True)
+        differentiated += [] if sample.model is None else list(sample.model.parameters())
+        gradients = (
+            () if loss is None or not differentiated else torch.autograd.grad(loss, differentiated, allow_unused=True)
+        )
         return [leaf for leaf in tree_flatten((out, gradients))[0] if isinstance(leaf, Tensor)]
 
     return step, [leaves[place].detach() for place in places]
@@ -112,40 +114,42 @@ def split_step(captured: Captured, parts: int, verdicts: Cache) -> tuple[Capture
     """Return the split step, its exactness checks and its mismatches; None if no op can be split."""
     refused: frozenset[str] = frozenset()
     while True:
-        found = tiled(captured, 1, parts=parts, least=1, refused=refused)
-        if not found.claims:
+        split_result = tiled(captured, 1, parts=parts, least=1, refused=refused)
+        if not split_result.claims:
             return None
-        wrong = refuted(found.claims, found.values, CpuBackend(), ROOM, verdicts)
-        if not wrong:
+        mismatches = refuted(split_result.claims, split_result.values, CpuBackend(), ROOM, verdicts)
+        if not mismatches:
             break
-        refused |= wrong
-    done = reuse(found.captured, least=1)
-    return reordered(done, hoisting(done)), len(found.claims), len(refused)
+        refused |= mismatches
+    reused = reuse(split_result.captured, least=1)
+    return reordered(reused, hoisting(reused)), len(split_result.claims), len(refused)
 
 
 def main() -> int:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("which", nargs="+", choices=["modules", "operators"])
-    arguments.add_argument("--only", default="", help="Name of the only entry to run.")
-    arguments.add_argument("--every", type=int, default=1, help="Run every N-th sample.")
-    arguments.add_argument("--start", type=int, default=0, help="Index of the first sample.")
-    arguments.add_argument("--first", type=int, default=0, help="Number of samples of each entry; 0: all.")
-    arguments.add_argument("--parts", type=int, action="append", help="Split factor; may be repeated.")
-    arguments.add_argument("--verbose", action="store_true", help="Print the name of each sample before it runs.")
-    given = arguments.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("which", nargs="+", choices=["modules", "operators"])
+    parser.add_argument("--only", default="", help="Name of the only entry to run.")
+    parser.add_argument("--every", type=int, default=1, help="Run every N-th sample.")
+    parser.add_argument("--start", type=int, default=0, help="Index of the first sample.")
+    parser.add_argument("--first", type=int, default=0, help="Number of samples of each entry; 0: all.")
+    parser.add_argument("--parts", type=int, action="append", help="Split factor; may be repeated.")
+    parser.add_argument("--verbose", action="store_true", help="Print the name of each sample before it runs.")
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    both = {"modules": modules, "operators": operators}
-    samples = itertools.chain.from_iterable(both[which](given.only, given.first) for which in given.which)
-    told: dict[str, Any] = {"samples": 0, "not captured": 0, "unsteady": 0, "nothing to cut": 0, "steps in parts": 0}
-    told |= {"claims": 0, "refuted": 0, "otherwise as a whole": [], "failed": []}
+    databases = {"modules": modules, "operators": operators}
+    samples = itertools.chain.from_iterable(
+        databases[database](options.only, options.first) for database in options.which
+    )
+    report: dict[str, Any] = {"samples": 0, "not captured": 0, "unsteady": 0, "nothing to cut": 0, "steps in parts": 0}
+    report |= {"claims": 0, "refuted": 0, "otherwise as a whole": [], "failed": []}
     with tempfile.TemporaryDirectory() as folder:
         verdicts = Cache(Path(folder))
         for number, sample in enumerate(samples):
-            if number % given.every == given.start:
-                _check_sample(sample, tuple(given.parts or (2, 3, 5)), verdicts, told, verbose=given.verbose)
-    print(json.dumps(told, indent=1))
-    return bool(told["failed"] or not told["steps in parts"])
+            if number % options.every == options.start:
+                _check_sample(sample, tuple(options.parts or (2, 3, 5)), verdicts, report, verbose=options.verbose)
+    print(json.dumps(report, indent=1))
+    return bool(report["failed"] or not report["steps in parts"])
 
 
 def _restore(models: list[nn.Module], before: list[dict[str, Any]]) -> None:
@@ -155,11 +159,11 @@ def _restore(models: list[nn.Module], before: list[dict[str, Any]]) -> None:
 
 
 def _check_sample(
-    sample: Sample, parts: tuple[int, ...], verdicts: Cache, told: dict[str, Any], *, verbose: bool
+    sample: Sample, parts: tuple[int, ...], verdicts: Cache, report: dict[str, Any], *, verbose: bool
 ) -> None:
     if verbose:
         print(sample.name, file=sys.stderr, flush=True)
-    told["samples"] += 1
+    report["samples"] += 1
     models = [] if sample.model is None else [sample.model]
     before = [copy.deepcopy(model.state_dict()) for model in models]
 
@@ -169,40 +173,40 @@ def _check_sample(
         return kept(step(*tensors))
 
     try:
-        wanted = plain()
-        again = plain()
+        expected = plain()
+        repeated = plain()
         step, tensors = step_of(sample)
         captured = capture_step(step, models, [], tuple(tensors), {})
         _restore(models, before)
         uncut = kept(Replay(captured)(*step_of(sample)[1]))
     except Exception:
-        told["not captured"] += 1
+        report["not captured"] += 1
         return
-    if not all(map(equal, again, wanted)):
-        told["unsteady"] += 1
+    if not all(map(equal, repeated, expected)):
+        report["unsteady"] += 1
         return
-    if len(uncut) != len(wanted) or not all(map(equal, uncut, wanted)):
+    if len(uncut) != len(expected) or not all(map(equal, uncut, expected)):
         # The other databases compare unsplit steps with eager PyTorch.
-        told["otherwise as a whole"].append(sample.name)
-        wanted = uncut
+        report["otherwise as a whole"].append(sample.name)
+        expected = uncut
     for count in parts:
         try:
-            found = split_step(captured, count, verdicts)
-            if found is None:
-                told["nothing to cut"] += 1
+            outcome = split_step(captured, count, verdicts)
+            if outcome is None:
+                report["nothing to cut"] += 1
                 continue
-            cut, claims, wrong = found
-            told["claims"] += claims
-            told["refuted"] += wrong
+            cut, claims, mismatches = outcome
+            report["claims"] += claims
+            report["refuted"] += mismatches
             _restore(models, before)
-            seen = kept(Replay(cut)(*step_of(sample)[1]))
+            results = kept(Replay(cut)(*step_of(sample)[1]))
         except Exception:
             last = traceback.format_exc(limit=-1).strip().splitlines()[-1][:300]
-            told["failed"].append(f"{sample.name}, {count} parts: {last}")
+            report["failed"].append(f"{sample.name}, {count} parts: {last}")
             continue
-        told["steps in parts"] += 1
-        if len(seen) != len(wanted) or not all(map(equal, seen, wanted)):
-            told["failed"].append(f"{sample.name}, {count} parts: other bits")
+        report["steps in parts"] += 1
+        if len(results) != len(expected) or not all(map(equal, results, expected)):
+            report["failed"].append(f"{sample.name}, {count} parts: other bits")
 
 
 if __name__ == "__main__":

@@ -53,27 +53,27 @@ CASES: dict[str, Callable[[], Case]] = {
 
 def twice(make: Callable[[], Case]) -> tuple[Case, Case]:
     torch.manual_seed(1)
-    one = make()
+    first = make()
     torch.manual_seed(1)
-    return one, make()
+    return first, make()
 
 
-def assert_same(one: Any, other: Any, what: str) -> None:
-    left, right = pytree.tree_leaves(one), pytree.tree_leaves(other)
-    assert len(left) == len(right), what
-    for a, b in zip(left, right, strict=True):
+def assert_same(actual: Any, expected: Any, label: str) -> None:
+    actual_leaves, expected_leaves = pytree.tree_leaves(actual), pytree.tree_leaves(expected)
+    assert len(actual_leaves) == len(expected_leaves), label
+    for a, b in zip(actual_leaves, expected_leaves, strict=True):
         if isinstance(a, torch.Tensor):
-            assert isinstance(b, torch.Tensor), what
-            assert a.dtype == b.dtype, what
-            assert torch.equal(a, b), f"{what}: {(a - b).abs().max()} apart"
+            assert isinstance(b, torch.Tensor), label
+            assert a.dtype == b.dtype, label
+            assert torch.equal(a, b), f"{label}: {(a - b).abs().max()} apart"
         else:
-            assert a == b, what
+            assert a == b, label
 
 
 def ordered_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the optimizer state sorted by parameter: a capture may update large parameters first."""
-    found = optimizer.state_dict()
-    return {**found, "state": dict(sorted(found["state"].items()))}
+    state_dict = optimizer.state_dict()
+    return {**state_dict, "state": dict(sorted(state_dict["state"].items()))}
 
 
 def grads_of(case: Case) -> list[Any]:
@@ -86,17 +86,17 @@ def unchanged(captured: Captured) -> Captured:
 
 def check_exact(make: Callable[[], Case], change: Callable[[Captured], Captured] = unchanged) -> Replay:
     ours, plain = twice(make)
-    replay, seen = None, None
+    replay, captured_signature = None, None
     for k in range(STEPS):
         torch.manual_seed(100 + k)
         args = ours.batch()
         torch.manual_seed(100 + k)
         same_args = plain.batch()
-        have = [g is not None for g in grads_of(ours)]
-        if have != seen:  # another signature
+        signature = [g is not None for g in grads_of(ours)]
+        if signature != captured_signature:  # another signature
             captured = capture_step(ours.step, ours.models, ours.optimizers, args, ours.kwargs)
             replay = Replay(change(captured))
-            seen = have
+            captured_signature = signature
         assert replay is not None
         torch.manual_seed(k)
         result = replay(*args, **ours.kwargs)

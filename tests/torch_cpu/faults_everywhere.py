@@ -194,9 +194,9 @@ def describe_error(error: BaseException) -> str:
 def open_resources(folder: Path) -> Resources:
     gc.collect()
     descriptors = []
-    for one in Path("/proc/self/fd").iterdir():
+    for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
-            descriptors.append(str(one.readlink()))
+            descriptors.append(str(descriptor.readlink()))
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     mapped = 0
     for line in maps:
@@ -213,14 +213,14 @@ def open_resources(folder: Path) -> Resources:
     )
 
 
-def record_leaks(run: Run, before: Resources, after: Resources, usual: Resources) -> None:
+def record_leaks(run: Run, before: Resources, after: Resources, baseline: Resources) -> None:
     """Record the resources that a run leaked but a run without a fault did not."""
-    if after.threads > usual.threads:
-        run.faults.append(f"{after.threads} threads are left; without a fault {usual.threads}")
-    more = len(after.descriptors) - len(before.descriptors)
-    if more > 0:
+    if after.threads > baseline.threads:
+        run.faults.append(f"{after.threads} threads are left; without a fault {baseline.threads}")
+    new_count = len(after.descriptors) - len(before.descriptors)
+    if new_count > 0:
         new = [name for name in after.descriptors if name not in before.descriptors] or after.descriptors
-        run.faults.append(f"{more} descriptors are left: {new}")
+        run.faults.append(f"{new_count} descriptors are left: {new}")
     files = sorted(set(after.files) - set(before.files))
     if files:
         run.faults.append(f"files are left: {files}")
@@ -228,12 +228,12 @@ def record_leaks(run: Run, before: Resources, after: Resources, usual: Resources
         run.faults.append(f"processes are left: {after.children}")
     if after.mappings:
         run.faults.append(f"mappings are left: {after.mappings}")
-    if after.mapped_bytes > usual.mapped_bytes + SLACK_BYTES:
-        run.faults.append(f"{after.mapped_bytes - usual.mapped_bytes} bytes more are mapped than without a fault")
+    if after.mapped_bytes > baseline.mapped_bytes + SLACK_BYTES:
+        run.faults.append(f"{after.mapped_bytes - baseline.mapped_bytes} bytes more are mapped than without a fault")
 
 
-def have_equal_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in right)
+def have_equal_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return actual.keys() == expected.keys() and all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 # ---- the compiled step ----------------------------------------------------------------------------------------------
@@ -242,12 +242,12 @@ def have_equal_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor
 def eager_step_results() -> Any:
     """Return the loss of each eager step, and the model before the first and after each."""
     model, optimizer, step = faulty.sides()
-    held, losses = [faulty.contents(model, optimizer)], []
+    snapshots, losses = [faulty.contents(model, optimizer)], []
     for k in range(STEPS):
         torch.manual_seed(k)
         losses.append(step(faulty.batch(k)))
-        held.append(faulty.contents(model, optimizer))
-    return losses, held
+        snapshots.append(faulty.contents(model, optimizer))
+    return losses, snapshots
 
 
 def compile_options(home: str, folder: Path, cache: Path, budget: int) -> dict[str, Any]:
@@ -264,7 +264,7 @@ def compile_options(home: str, folder: Path, cache: Path, budget: int) -> dict[s
 
 def train_step(run: Run, kind: Kind, expected: Any, options: dict[str, Any], injector: Injector) -> None:
     """Run the compiled steps, and run each failed one again."""
-    losses, held = expected
+    losses, snapshots = expected
     model, optimizer, step = faulty.sides()
     injector.arm(kind, run.n, run.lasting)
 
@@ -283,28 +283,28 @@ def train_step(run: Run, kind: Kind, expected: Any, options: dict[str, Any], inj
             if run.raised:
                 raise
             failed(error)
-            if not have_equal_bits(faulty.contents(model, optimizer), held[0]):
+            if not have_equal_bits(faulty.contents(model, optimizer), snapshots[0]):
                 run.faults.append("compile() has changed the model")
-    made = 0
-    while made < STEPS:
+    completed = 0
+    while completed < STEPS:
         with injector.paused():
-            torch.manual_seed(made)
-            batch = faulty.batch(made)
+            torch.manual_seed(completed)
+            batch = faulty.batch(completed)
         try:
             loss = ours(batch)
         except Exception as error:
             if run.raised:
                 raise
             failed(error)
-            made = completed_steps(run, error, faulty.contents(model, optimizer), held, made)
+            completed = completed_steps(run, error, faulty.contents(model, optimizer), snapshots, completed)
             if run.outcome == "torn":
-                check_refusal(run, ours, made)
+                check_refusal(run, ours, completed)
                 break
             continue
         with injector.paused():
-            if not torch.equal(loss, losses[made]):
-                run.faults.append(f"the loss of step {made} is another one")
-        made += 1
+            if not torch.equal(loss, losses[completed]):
+                run.faults.append(f"the loss of step {completed} is another one")
+        completed += 1
     try:
         ours.close()
     except Exception as error:
@@ -315,14 +315,14 @@ def train_step(run: Run, kind: Kind, expected: Any, options: dict[str, Any], inj
     if run.outcome == "torn":
         if not all(torch.isfinite(tensor).all() for tensor in now.values()):
             run.faults.append("a torn model cannot be read")
-    elif not have_equal_bits(now, held[STEPS]):
+    elif not have_equal_bits(now, snapshots[STEPS]):
         run.faults.append("the model is not as eager training leaves it")
 
 
-def check_refusal(run: Run, ours: Any, made: int) -> None:
+def check_refusal(run: Run, ours: Any, completed: int) -> None:
     """Check that a torn step refuses to run."""
     try:
-        ours(faulty.batch(made))
+        ours(faulty.batch(completed))
     except StateError as error:
         if TORN in str(error):
             return
@@ -331,19 +331,19 @@ def check_refusal(run: Run, ours: Any, made: int) -> None:
         run.faults.append("a torn step went on")
 
 
-def completed_steps(run: Run, error: BaseException, now: Any, held: Any, made: int) -> int:
+def completed_steps(run: Run, error: BaseException, now: Any, snapshots: Any, completed: int) -> int:
     """Return the number of completed steps after a failed call."""
     notes = " ".join(getattr(error, "__notes__", ()))
     if TORN in notes:
         run.outcome = "torn"
-        return made
+        return completed
     if DONE in notes or UNCHANGED in notes:
-        made += DONE in notes
-        if not have_equal_bits(now, held[made]):
+        completed += DONE in notes
+        if not have_equal_bits(now, snapshots[completed]):
             run.faults.append("the model is not as the note says")
-        return made
+        return completed
     run.faults.append("there is no note")
-    return made
+    return completed
 
 
 # ---- the eager loop -------------------------------------------------------------------------------------------------
@@ -375,11 +375,11 @@ def loop_step(sides: LoopSides, number: int) -> float:
 def tensors_of(sides: LoopSides) -> dict[str, torch.Tensor]:
     """Return all persistent tensors except gradients."""
     model, optimizer = sides
-    found: dict[str, torch.Tensor] = dict(model.named_parameters())
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     for number, parameter in enumerate(model.parameters()):
         for name, tensor in optimizer.state.get(parameter, {}).items():
-            found[f"{number}.{name}"] = tensor
-    return found
+            tensors[f"{number}.{name}"] = tensor
+    return tensors
 
 
 class Fingerprints:
@@ -397,12 +397,12 @@ class Fingerprints:
         whole = hashlib.sha256()
         for name, tensor in sorted(tensors_of(sides).items()):
             key, version = id(tensor), tensor._version
-            known = self._cache.get(key)
-            if known is None or known[0] != version or (touched and tensor.data_ptr() in touched):
+            cached = self._cache.get(key)
+            if cached is None or cached[0] != version or (touched and tensor.data_ptr() in touched):
                 digest = hashlib.sha256(tensor.detach().clone().numpy().tobytes()).hexdigest()
-                known = self._cache[key] = version, digest
-            self.by_name[name] = known[1]
-            whole.update(f"{name} {known[1]}\n".encode())
+                cached = self._cache[key] = version, digest
+            self.by_name[name] = cached[1]
+            whole.update(f"{name} {cached[1]}\n".encode())
         return whole.hexdigest()
 
 
@@ -416,7 +416,7 @@ class _CallAfterEachOp(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if not self._quiet:
             self._quiet = True
-            self._callback({each.data_ptr() for each in args if isinstance(each, torch.Tensor)})
+            self._callback({argument.data_ptr() for argument in args if isinstance(argument, torch.Tensor)})
             self._quiet = False
         return result
 
@@ -424,34 +424,38 @@ class _CallAfterEachOp(TorchDispatchMode):
 def eager_loop_results() -> Any:
     """Return the loss of each eager step, the model before and after each, and its hashes after each op."""
     sides, prints = loop_sides(), Fingerprints()
-    losses, held = [], [copy_tensors(sides)]
-    between: list[tuple[set[str], defaultdict[str, set[str]]]] = []  # hashes of all tensors, and of each
+    losses, snapshots = [], [copy_tensors(sides)]
+    hashes: list[tuple[set[str], defaultdict[str, set[str]]]] = []  # hashes of all tensors, and of each
     for k in range(STEPS + 1):
-        whole, each = set[str](), defaultdict[str, set[str]](set)
+        whole_hashes, tensor_hashes = set[str](), defaultdict[str, set[str]](set)
 
-        def tell(touched: Collection[int], whole: set[str] = whole, each: defaultdict[str, set[str]] = each) -> None:
-            whole.add(prints.digest(sides, touched))
+        def record(
+            touched: Collection[int],
+            whole_hashes: set[str] = whole_hashes,
+            tensor_hashes: defaultdict[str, set[str]] = tensor_hashes,
+        ) -> None:
+            whole_hashes.add(prints.digest(sides, touched))
             for name, digest in prints.by_name.items():
-                each[name].add(digest)
+                tensor_hashes[name].add(digest)
 
-        tell(())
-        with _CallAfterEachOp(tell):
+        record(())
+        with _CallAfterEachOp(record):
             losses.append(loop_step(sides, k))
-        held.append(copy_tensors(sides))
-        between.append((whole, each))
-    return losses, held, between
+        snapshots.append(copy_tensors(sides))
+        hashes.append((whole_hashes, tensor_hashes))
+    return losses, snapshots, hashes
 
 
 def copy_tensors(sides: LoopSides) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors_of(sides).items()}
 
 
-def restore(sides: LoopSides, held: dict[str, torch.Tensor]) -> None:
+def restore(sides: LoopSides, snapshot: dict[str, torch.Tensor]) -> None:
     """Restore the model and the optimizer as a user does from a checkpoint."""
     model, optimizer = sides
-    model.load_state_dict({name: held[name] for name in model.state_dict()})
-    names = {name.partition(".")[0] for name in held if name[0].isdigit() and name.partition(".")[2] in _STATE}
-    state = {int(n): {key: held[f"{n}.{key}"].clone() for key in _STATE} for n in names if f"{n}.step" in held}
+    model.load_state_dict({name: snapshot[name] for name in model.state_dict()})
+    names = {name.partition(".")[0] for name in snapshot if name[0].isdigit() and name.partition(".")[2] in _STATE}
+    state = {int(n): {key: snapshot[f"{n}.{key}"].clone() for key in _STATE} for n in names if f"{n}.step" in snapshot}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
@@ -470,7 +474,7 @@ BUDGETS = {"compile": 9 << 18, "budget": 1 << 20}
 def train_loop(run: Run, kind: Kind, expected: Any, options: dict[str, Any], injector: Injector) -> None:
     """Run the steps of an eager loop, each failed one again, and then one more step in a second loop."""
     # Ops of the loop would also move tensors of the shared reference results.
-    losses, held, between = copy.deepcopy(expected)
+    losses, snapshots, hashes = copy.deepcopy(expected)
     sides = loop_sides()
     injector.arm(kind, run.n, run.lasting)
 
@@ -481,7 +485,7 @@ def train_loop(run: Run, kind: Kind, expected: Any, options: dict[str, Any], inj
         if kind in HARMLESS or not is_documented(error, kind) or not injector.failed_calls:
             run.faults.append(f"raised {run.raised[-1]}")
 
-    made = 0
+    completed = 0
     for steps in (STEPS, STEPS + 1):
         loop: outofcore.Loop | None = None
         while loop is None:
@@ -491,39 +495,41 @@ def train_loop(run: Run, kind: Kind, expected: Any, options: dict[str, Any], inj
                 if run.raised:
                     raise
                 failed(error)
-                if not have_equal_bits(copy_tensors(sides), held[made]):
+                if not have_equal_bits(copy_tensors(sides), snapshots[completed]):
                     run.faults.append("start() has changed the model")
-        peek = None
-        while made < steps:
+        array = None
+        while completed < steps:
             try:
-                loss = loop_step(sides, made)
-                if peek is None:  # a tensor whose address has been taken
-                    peek = sides[0][1].weight.detach().numpy()
+                loss = loop_step(sides, completed)
+                if array is None:  # a tensor whose address has been taken
+                    array = sides[0][1].weight.detach().numpy()
             except Exception as error:
                 if run.raised:
                     raise
                 failed(error)
                 prints = Fingerprints()
-                if prints.digest(sides) not in between[made][0]:
-                    wrong = [name for name, digest in prints.by_name.items() if digest not in between[made][1][name]]
-                    run.faults.append(f"in step {made} the model is as after no op of it; of no op are {wrong}")
-                if not have_equal_bits(copy_tensors(sides), held[made]):
-                    restore(sides, held[made])
+                if prints.digest(sides) not in hashes[completed][0]:
+                    wrong = [
+                        name for name, digest in prints.by_name.items() if digest not in hashes[completed][1][name]
+                    ]
+                    run.faults.append(f"in step {completed} the model is as after no op of it; of no op are {wrong}")
+                if not have_equal_bits(copy_tensors(sides), snapshots[completed]):
+                    restore(sides, snapshots[completed])
                 continue
-            if loss != losses[made]:
-                run.faults.append(f"the loss of step {made} is {loss} and not {losses[made]}")
-            made += 1
+            if loss != losses[completed]:
+                run.faults.append(f"the loss of step {completed} is {loss} and not {losses[completed]}")
+            completed += 1
         try:
             loop.stop()
         except Exception as error:
             failed(error)
             loop.stop()
         with injector.paused():
-            if peek is not None and not (peek == held[made]["1.weight"].numpy()).all():
+            if array is not None and not (array == snapshots[completed]["1.weight"].numpy()).all():
                 run.faults.append("an array over a weight shows other bytes")
-            peek = None
-            if not have_equal_bits(copy_tensors(sides), held[made]):
-                run.faults.append(f"the model is not as eager training leaves it after step {made - 1}")
+            array = None
+            if not have_equal_bits(copy_tensors(sides), snapshots[completed]):
+                run.faults.append(f"the model is not as eager training leaves it after step {completed - 1}")
         if steps == STEPS:
             injector.disarm()
 
@@ -549,53 +555,53 @@ def computed_s(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def run_in_child(work: Callable[[], Any]) -> ChildResult:
+def run_in_child(function: Callable[[], Any]) -> ChildResult:
     """Call a function in a forked child, which is killed if it hangs."""
-    here, there = os.pipe()
-    with tempfile.TemporaryFile() as said:
+    reader, writer = os.pipe()
+    with tempfile.TemporaryFile() as stderr_file:
         sys.stdout.flush()
         child = os.fork()
         if child == 0:
-            os.close(here)
+            os.close(reader)
             status = 1
             try:
-                os.dup2(said.fileno(), 2)
+                os.dup2(stderr_file.fileno(), 2)
                 faulthandler.enable(file=2)
-                answer = work()
-                with os.fdopen(there, "wb") as out:
-                    pickle.dump(answer, out)
+                result = function()
+                with os.fdopen(writer, "wb") as out:
+                    pickle.dump(result, out)
                 status = 0
             except BaseException:
                 traceback.print_exc()
             finally:
                 os._exit(status)
-        os.close(there)
-        seen_at, seen_s = time.monotonic(), 0.0
+        os.close(writer)
+        progress_at, progress_s = time.monotonic(), 0.0
         received = b""
-        late = False
-        with os.fdopen(here, "rb", buffering=0) as answers:
+        is_hung = False
+        with os.fdopen(reader, "rb", buffering=0) as answers:
             while True:
                 ready, _, _ = select.select([answers], [], [], 2.0)
                 if not ready:
                     now_s = computed_s(child)
-                    if now_s - seen_s >= 1.0:
-                        seen_at, seen_s = time.monotonic(), now_s
-                    late = now_s > MAX_S or time.monotonic() - seen_at > IDLE_S
-                    if late:
+                    if now_s - progress_s >= 1.0:
+                        progress_at, progress_s = time.monotonic(), now_s
+                    is_hung = now_s > MAX_S or time.monotonic() - progress_at > IDLE_S
+                    if is_hung:
                         os.kill(child, signal.SIGABRT)
                         break
                     continue
-                piece = answers.read(1 << 20)
-                if not piece:
+                chunk = answers.read(1 << 20)
+                if not chunk:
                     break
-                received += piece
+                received += chunk
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if status == 0 and received:
             return ChildResult(pickle.loads(received))
-        said.seek(0)
-        text = said.read().decode(errors="replace")
-        how = "it hung" if late else f"it ended with status {status}"
-        return ChildResult(None, f"{how}: {text[-6000:]}")
+        stderr_file.seek(0)
+        text = stderr_file.read().decode(errors="replace")
+        reason = "it hung" if is_hung else f"it ended with status {status}"
+        return ChildResult(None, f"{reason}: {text[-6000:]}")
 
 
 @dataclass(frozen=True)
@@ -610,7 +616,7 @@ class Stage:
         return self.folder / "cache"
 
 
-def run_once(stage: Stage, run: Run, kind: Kind, budget: int, usual: Resources | None) -> tuple[Run, Resources]:
+def run_once(stage: Stage, run: Run, kind: Kind, budget: int, baseline: Resources | None) -> tuple[Run, Resources]:
     """Perform one run in this process."""
     folder = Path(tempfile.mkdtemp(dir=stage.folder))
     home, cache = folder / "home", folder / "cache"
@@ -630,8 +636,8 @@ def run_once(stage: Stage, run: Run, kind: Kind, budget: int, usual: Resources |
         run.where = injector.native_stack()
     gc.collect()
     after = open_resources(home)
-    if usual is not None:
-        record_leaks(run, before, after, usual)
+    if baseline is not None:
+        record_leaks(run, before, after, baseline)
     else:
         shutil.rmtree(stage.cache)
         shutil.copytree(cache, stage.cache)
@@ -651,57 +657,63 @@ class Sweep:
 
     def rehearse(self, home: str, kind: Kind) -> Resources:
         """Run without a fault to fill the cache, and return the resources that are open afterwards."""
-        found = self._rehearsals.get(home)
-        if found is not None:
-            return found
+        cached = self._rehearsals.get(home)
+        if cached is not None:
+            return cached
         for _ in range(2):
-            run, left, modules = _result_or_exit(run_in_child(lambda: self._rehearse_once(home, kind)))
-            if run.faults or run.raised or left.mappings or left.children or left.files:
-                raise SystemExit(f"a run without a fault failed or left something behind: {run}, {left}")
+            run, resources, modules = _result_or_exit(run_in_child(lambda: self._rehearse_once(home, kind)))
+            if run.faults or run.raised or resources.mappings or resources.children or resources.files:
+                raise SystemExit(f"a run without a fault failed or left something behind: {run}, {resources}")
         for name in modules:
             if name not in sys.modules:
                 with contextlib.suppress(Exception):
                     importlib.import_module(name)
         if len(list(Path("/proc/self/task").iterdir())) > 1:
             raise SystemExit("this process has threads, which the children of a fork would not have")
-        self._rehearsals[home] = left
-        return left
+        self._rehearsals[home] = resources
+        return resources
 
     def _rehearse_once(self, home: str, kind: Kind) -> tuple[Run, Resources, list[str]]:
-        run, left = run_once(self.stage, Run(self.door, home, kind.name.lower(), 0, False), kind, self.budget, None)
-        return run, left, [name for name in sys.modules if name.partition(".")[0] in ("torch", "outofcore", "highspy")]
+        run, resources = run_once(
+            self.stage, Run(self.door, home, kind.name.lower(), 0, False), kind, self.budget, None
+        )
+        return (
+            run,
+            resources,
+            [name for name in sys.modules if name.partition(".")[0] in ("torch", "outofcore", "highspy")],
+        )
 
     def run(self, home: str, kind: Kind, number: int, lasting: bool) -> Run:
         """Run in a child with a fault in call ``number``."""
-        usual = self.rehearse(home, kind)
+        baseline = self.rehearse(home, kind)
         run = Run(self.door, home, kind.name.lower(), number, lasting)
         begin = time.perf_counter()
-        ended = run_in_child(lambda: run_once(self.stage, run, kind, self.budget, usual)[0])
-        if ended.failure:
-            run.faults.append(ended.failure)
+        result = run_in_child(lambda: run_once(self.stage, run, kind, self.budget, baseline)[0])
+        if result.failure:
+            run.faults.append(result.failure)
             run.fired, run.outcome, run.seconds = 1, "died", round(time.perf_counter() - begin, 2)
             return run
-        done: Run = ended.value
-        return done
+        finished: Run = result.value
+        return finished
 
 
-def _result_or_exit(ended: ChildResult) -> Any:
-    if ended.failure:
-        raise SystemExit(ended.failure)
-    return ended.value
+def _result_or_exit(result: ChildResult) -> Any:
+    if result.failure:
+        raise SystemExit(result.failure)
+    return result.value
 
 
-def requested_sweeps(given: argparse.Namespace, door: str) -> Iterator[tuple[str, Kind, Iterator[int]]]:
+def requested_sweeps(options: argparse.Namespace, door: str) -> Iterator[tuple[str, Kind, Iterator[int]]]:
     """Yield the requested sweeps: home, kind and the numbers of the calls to fail."""
-    for part in given.sample or ():
-        whose, home, kind, numbers = part.split(":")
-        if whose == door:
+    for sample in options.sample or ():
+        sample_door, home, kind, numbers = sample.split(":")
+        if sample_door == door:
             yield home, Kind[kind.upper()], iter([int(number) for number in numbers.split(",")])
-    if given.sample:
+    if options.sample:
         return
-    for home in given.home or HOMES:
-        for kind in given.kind or [kind.name.lower() for kind in Kind if kind is not Kind.OBJECT]:
-            yield home, Kind[kind.upper()], iter(range(given.first, given.last + 1, given.every))
+    for home in options.home or HOMES:
+        for kind in options.kind or [kind.name.lower() for kind in Kind if kind is not Kind.OBJECT]:
+            yield home, Kind[kind.upper()], iter(range(options.first, options.last + 1, options.every))
 
 
 def main() -> int:
@@ -717,7 +729,7 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, metavar="K", help="Run every K-th number.")
     parser.add_argument("--sample", nargs="+", metavar="DOOR:HOME:KIND:N,N", help="Run only these.")
     parser.add_argument("--lasting", action="store_true", help="Make all calls from the n-th on fail until one raises.")
-    given = parser.parse_args()
+    options = parser.parse_args()
     if "FAIL_NTH" not in os.environ:
         os.execve(sys.executable, [sys.executable, str(Path(__file__)), *sys.argv[1:]], environment())
     os.environ.pop("LD_PRELOAD", None)  # child programs do not need it
@@ -726,15 +738,15 @@ def main() -> int:
     load_native(), load_paging()
     failed = 0
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        for door in given.door or DOORS:
+        for door in options.door or DOORS:
             sweep = Sweep(door, Path(folder) / door)
-            for home, kind, numbers in requested_sweeps(given, door):
+            for home, kind, numbers in requested_sweeps(options, door):
                 counts: dict[str, int] = {}
                 begin = time.perf_counter()
                 for number in numbers:
-                    run = sweep.run(home, kind, number, given.lasting)
+                    run = sweep.run(home, kind, number, options.lasting)
                     if not run.fired:
-                        if given.sample:
+                        if options.sample:
                             continue
                         break
                     print(json.dumps(asdict(run)), flush=True)

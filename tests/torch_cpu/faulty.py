@@ -47,16 +47,16 @@ def batch(number: int) -> torch.Tensor:
 
 
 def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    found = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for number, entries in optimizer.state_dict()["state"].items():
-        found |= {f"{number}.{name}": tensor.clone() for name, tensor in entries.items()}
-    return found
+        tensors |= {f"{number}.{name}": tensor.clone() for name, tensor in entries.items()}
+    return tensors
 
 
-def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    assert left.keys() == right.keys()
-    for key, tensor in right.items():
-        assert torch.equal(left[key], tensor), key
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(actual[key], tensor), key
 
 
 def smallest_budget() -> int:
@@ -97,18 +97,18 @@ def goes_on(plain: Sides, ours: Any) -> None:
 @contextmanager
 def at_op(patch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> Iterator[list[int]]:
     """Call ``act`` before the ``number``-th op that Python calls; yield the list of called ops."""
-    seen: list[int] = []
+    called_ops: list[int] = []
     plain = cpu._Calls.__call__
 
-    def counted(self: Any, scope: int, run: Any) -> None:
-        seen.append(run.op)
-        if len(seen) == number:
+    def record_call(self: Any, scope: int, run: Any) -> None:
+        called_ops.append(run.op)
+        if len(called_ops) == number:
             act()
         plain(self, scope, run)
 
     with patch.context() as context:
-        context.setattr(cpu._Calls, "__call__", counted)
-        yield seen
+        context.setattr(cpu._Calls, "__call__", record_call)
+        yield called_ops
 
 
 class FaultError(Exception):
@@ -141,23 +141,23 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, step: Any, kind: str, number: int, 
     for home in step.homes:
         original = getattr(home, kind)
 
-        def fails(*args: Any, original: Callable[..., Any] = original) -> Any:
+        def fail_once(*args: Any, original: Callable[..., Any] = original) -> Any:
             count[0] += 1
             if count[0] == number:
                 raise error
             return original(*args)
 
-        monkeypatch.setattr(home, kind, fails)
+        monkeypatch.setattr(home, kind, fail_once)
 
 
-def misplace(patch: pytest.MonkeyPatch, step: Any, copied: Callable[[BoundCopy, bool], bool]) -> None:
+def misplace(patch: pytest.MonkeyPatch, step: Any, is_chosen: Callable[[BoundCopy, bool], bool]) -> None:
     """Redirect native copies to a wrong offset of the file if ``is_chosen(copy, writes)``."""
     home = step.homes[-1]
     for bound, copies in step._session.engine._copies.items():
         bounds = {copy.index: copy for work in bound.copies for copy in work}
         for copy in copies.parts[2]:
             piece = copies.pieces[copy.first_piece]
-            if copied(bounds[copy.index], bool(copy.writes)):
-                other = home.reserve(piece.bytes)
-                ByteStore.write(home, other, memoryview(os.urandom(piece.bytes)))
-                patch.setattr(piece, "outside", other)
+            if is_chosen(bounds[copy.index], bool(copy.writes)):
+                offset = home.reserve(piece.bytes)
+                ByteStore.write(home, offset, memoryview(os.urandom(piece.bytes)))
+                patch.setattr(piece, "outside", offset)

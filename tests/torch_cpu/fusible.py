@@ -105,16 +105,16 @@ def world(name: str) -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., to
     return model, optimizer, step, [make() for _ in range(STEPS)]
 
 
-def compiled(name: str, budget: int | str, **how: Any) -> tuple[Step[..., Any], list[Batch], nn.Module]:
+def compiled(name: str, budget: int | str, **overrides: Any) -> tuple[Step[..., Any], list[Batch], nn.Module]:
     """Compile a step, by default with Inductor's kernels."""
     model, optimizer, step, batches = world(name)
-    options = {"home": "host", "kernels": "inductor", **how}
+    options = {"home": "host", "kernels": "inductor", **overrides}
     return outofcore.compile(step, model, optimizer, budget=budget, **options), batches, model
 
 
-def trained(name: str, budget: int | str, **how: Any) -> tuple[list[str], list[torch.Tensor], Step[..., Any]]:
+def trained(name: str, budget: int | str, **overrides: Any) -> tuple[list[str], list[torch.Tensor], Step[..., Any]]:
     """Return the losses in hexadecimal, the final state of the model, and the closed step."""
-    step, batches, model = compiled(name, budget, **how)
+    step, batches, model = compiled(name, budget, **overrides)
     torch.manual_seed(1)
     with step:
         losses = [step(*batch).item().hex() for batch in batches]

@@ -16,10 +16,10 @@ def buffered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate a file system that refuses direct I/O."""
     real = os.open
 
-    def refuse(path: object, flags: int, *rest: object, **named: object) -> int:
+    def refuse(path: object, flags: int, *args: object, **kwargs: object) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
-        return real(path, flags, *rest, **named)  # type: ignore[arg-type]
+        return real(path, flags, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(spill.os, "open", refuse)
 
@@ -46,15 +46,15 @@ class file_size_limit:  # noqa: N801
 
 def opened_in(directory: Path) -> list[os.stat_result]:
     """Return the open files of this process in a directory, including deleted ones."""
-    found = []
+    statuses = []
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
             target = str(descriptor.readlink())
         except OSError:
             continue
         if target.startswith(f"{directory}/"):
-            found.append(os.fstat(int(descriptor.name)))
-    return found
+            statuses.append(os.fstat(int(descriptor.name)))
+    return statuses
 
 
 def descriptors() -> int:

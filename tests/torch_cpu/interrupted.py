@@ -63,37 +63,37 @@ class Round:
 def eager_contents() -> list[dict[str, torch.Tensor]]:
     """Return the model of eager training before the first call and after each."""
     model, optimizer, step = faulty.sides()
-    found = [faulty.contents(model, optimizer)]
+    snapshots = [faulty.contents(model, optimizer)]
     for k in range(CALLS):
         torch.manual_seed(k)
         step(faulty.batch(k))
-        found.append(faulty.contents(model, optimizer))
-    return found
+        snapshots.append(faulty.contents(model, optimizer))
+    return snapshots
 
 
-def have_equal_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in right)
+def have_equal_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return actual.keys() == expected.keys() and all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
-def run_round(found: Round, expected: list[dict[str, torch.Tensor]], how: dict[str, Any]) -> list[float]:
+def run_round(round_: Round, expected: list[dict[str, torch.Tensor]], options: dict[str, Any]) -> list[float]:
     """Make the calls of one round and return the seconds of each."""
     model, optimizer, step = faulty.sides()
     seconds: list[float] = []
-    made = 0
-    with outofcore.compile(step, model, optimizer, **how) as ours:
-        tries = MAX_INTERRUPTS if found.stage else 1
-        while made < CALLS:
-            torch.manual_seed(made)
-            batch = faulty.batch(made)
+    completed = 0
+    with outofcore.compile(step, model, optimizer, **options) as ours:
+        tries = MAX_INTERRUPTS if round_.stage else 1
+        while completed < CALLS:
+            torch.manual_seed(completed)
+            batch = faulty.batch(completed)
             killer = None
             began = threading.Event()
             stages: list[tuple[str, float]] = []  # name and start time
-            ours.on_progress = functools.partial(_record_stage, stages, began, found.stage)
-            if not found.stage:
+            ours.on_progress = functools.partial(_record_stage, stages, began, round_.stage)
+            if not round_.stage:
                 began.set()
-            if made == found.call and tries:
+            if completed == round_.call and tries:
                 tries -= 1
-                killer = threading.Thread(target=_interrupt, args=(began, found.after_s, found.twice), daemon=True)
+                killer = threading.Thread(target=_interrupt, args=(began, round_.after_s, round_.twice), daemon=True)
             begin = time.perf_counter()
             error: BaseException | None = None
             try:
@@ -110,21 +110,21 @@ def run_round(found: Round, expected: list[dict[str, torch.Tensor]], how: dict[s
             if killer is not None:
                 _join_killer(killer)
             seconds.append(time.perf_counter() - begin)
-            if made == 0 and error is None and stages:  # empty if the plan was made before an interrupt
+            if completed == 0 and error is None and stages:  # empty if the plan was made before an interrupt
                 ends = [at for _, at in stages[1:]] + [time.perf_counter()]
-                found.stages = {stage: end - at for (stage, at), end in zip(stages, ends, strict=True)}
+                round_.stages = {stage: end - at for (stage, at), end in zip(stages, ends, strict=True)}
             if error is None:
                 ours._session.keeper.check()
-                made += 1
+                completed += 1
                 continue
-            found.interrupts += isinstance(error, KeyboardInterrupt)
+            round_.interrupts += isinstance(error, KeyboardInterrupt)
             # Heap corruption shows when memory is allocated.
             _ = [torch.empty(count) for count in range(1, 1 << 18, 4099)]
-            made = completed_calls(found, error, model, optimizer, expected, made)
-            if found.faults or TORN in found.told:
+            completed = completed_calls(round_, error, model, optimizer, expected, completed)
+            if round_.faults or TORN in round_.told:
                 return seconds
         if not have_equal_bits(faulty.contents(model, optimizer), expected[CALLS]):
-            found.faults.append("the model is not as eager training leaves it")
+            round_.faults.append("the model is not as eager training leaves it")
     return seconds
 
 
@@ -136,10 +136,12 @@ def _join_killer(killer: threading.Thread) -> None:
             time.sleep(0.01)
 
 
-def _record_stage(stages: list[tuple[str, float]], began: threading.Event, wanted: str, stage: str, *_: object) -> None:
+def _record_stage(
+    stages: list[tuple[str, float]], began: threading.Event, stage_to_interrupt: str, stage: str, *_: object
+) -> None:
     if not stages or stages[-1][0] != stage:
         stages.append((stage, time.perf_counter()))
-    if stage == wanted:
+    if stage == stage_to_interrupt:
         began.set()
 
 
@@ -159,36 +161,36 @@ def count_resources(folder: str) -> tuple[int, int, int]:
 
 
 def completed_calls(
-    found: Round,
+    round_: Round,
     error: BaseException,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     expected: list[dict[str, torch.Tensor]],
-    made: int,
+    completed: int,
 ) -> int:
     """Return the number of completed calls after an interrupted one."""
-    found.told = " ".join(getattr(error, "__notes__", ()))
+    round_.told = " ".join(getattr(error, "__notes__", ()))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "outofcore" in f.filename]
-    found.where = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames[-4:]))
+    round_.where = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames[-4:]))
     if not isinstance(error, KeyboardInterrupt):
-        found.faults.append(f"{type(error).__name__}: {error}")
+        round_.faults.append(f"{type(error).__name__}: {error}")
     now = faulty.contents(model, optimizer)
-    if TORN in found.told:
-        return made
-    if DONE in found.told or UNCHANGED in found.told:
-        made += DONE in found.told
-        if not have_equal_bits(now, expected[made]):
-            found.faults.append("the model is not as the note says")
-        return made
+    if TORN in round_.told:
+        return completed
+    if DONE in round_.told or UNCHANGED in round_.told:
+        completed += DONE in round_.told
+        if not have_equal_bits(now, expected[completed]):
+            round_.faults.append("the model is not as the note says")
+        return completed
     # An interrupt at the borders of the call has no note.
     if len(frames) > 1:
-        found.faults.append("there is no note")
-    if have_equal_bits(now, expected[made]):
-        return made
-    if made < CALLS and have_equal_bits(now, expected[made + 1]):
-        return made + 1
-    found.faults.append("the model is neither as before the step nor as after it")
-    return made
+        round_.faults.append("there is no note")
+    if have_equal_bits(now, expected[completed]):
+        return completed
+    if completed < CALLS and have_equal_bits(now, expected[completed + 1]):
+        return completed + 1
+    round_.faults.append("the model is neither as before the step nor as after it")
+    return completed
 
 
 def main() -> int:
@@ -200,37 +202,37 @@ def main() -> int:
     parser.add_argument("--share", type=float, default=1.0, help="Budget as a multiple of the smallest.")
     parser.add_argument("--only", type=int, default=None, help="Index of the call to interrupt.")
     parser.add_argument("--stage", default="", help="Interrupt only in this stage of the first call.")
-    given = parser.parse_args()
+    args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     expected = eager_contents()
     smallest = faulty.smallest_budget()
     bad = 0
     with tempfile.TemporaryDirectory() as folder:
-        how: dict[str, Any] = {
-            "budget": int(smallest * given.share),
+        options: dict[str, Any] = {
+            "budget": int(smallest * args.share),
             "home": folder,
-            "policy": given.policy,
-            "cache": False if given.cache == "none" else given.cache,
+            "policy": args.policy,
+            "cache": False if args.cache == "none" else args.cache,
         }
-        quiet = Round(given.seed, -1, 0.0, False)
-        lengths = run_round(quiet, expected, how)
-        if given.cache != "none":
-            lengths = run_round(quiet, expected, how)  # with cached measurements
+        quiet = Round(args.seed, -1, 0.0, False)
+        lengths = run_round(quiet, expected, options)
+        if args.cache != "none":
+            lengths = run_round(quiet, expected, options)  # with cached measurements
         print(json.dumps({"seconds": lengths, "faults": quiet.faults}), flush=True)
         before = count_resources(folder)
-        for number in range(given.rounds):
-            seed = given.seed * 1_000_003 + number
+        for number in range(args.rounds):
+            seed = args.seed * 1_000_003 + number
             draw = random.Random(seed)
-            call = draw.randrange(CALLS) if given.only is None else given.only
-            found = Round(seed, call, draw.uniform(0.0, 1.05) * lengths[call], draw.random() < 0.25)
-            if given.stage:
-                found = Round(seed, 0, draw.uniform(0.0, 0.9) * quiet.stages[given.stage], False, given.stage)
-            run_round(found, expected, how)
-            if given.stage and count_resources(folder) != before:
-                found.faults.append(f"threads, files, descriptors: {count_resources(folder)} after, {before} before")
-            print(json.dumps(asdict(found)), flush=True)
-            bad += bool(found.faults)
+            call = draw.randrange(CALLS) if args.only is None else args.only
+            round_ = Round(seed, call, draw.uniform(0.0, 1.05) * lengths[call], draw.random() < 0.25)
+            if args.stage:
+                round_ = Round(seed, 0, draw.uniform(0.0, 0.9) * quiet.stages[args.stage], False, args.stage)
+            run_round(round_, expected, options)
+            if args.stage and count_resources(folder) != before:
+                round_.faults.append(f"threads, files, descriptors: {count_resources(folder)} after, {before} before")
+            print(json.dumps(asdict(round_)), flush=True)
+            bad += bool(round_.faults)
     return int(bad > 0 or bool(quiet.faults))
 
 

@@ -136,8 +136,8 @@ class _Raises(torch.autograd.Function):
         _Raises.remaining["backward"] -= 1
         if _Raises.remaining["backward"] == 0:
             raise _StopError
-        (kept,) = ctx.saved_tensors
-        return gradients[0] + kept * 1e-3
+        (saved,) = ctx.saved_tensors
+        return gradients[0] + saved * 1e-3
 
 
 def _layers() -> list[nn.Module]:
@@ -146,16 +146,16 @@ def _layers() -> list[nn.Module]:
 
 def _train_with_error(pool: Pool, draw: random.Random) -> list[int]:
     """Run a training step that raises halfway, then one that continues from there."""
-    layers, x, seen = _layers(), _pick_tensor(pool, draw), []
+    layers, x, outcomes = _layers(), _pick_tensor(pool, draw), []
     parameters = [p for layer in layers for p in layer.parameters()]
     optimizer = torch.optim.AdamW(parameters, foreach=draw.random() < 0.5)
     hooked = parameters[draw.randrange(len(parameters))]
-    for which in (draw.choice(("forward", "backward", "hook", "update")), "nothing"):
-        _Raises.remaining = {name: draw.randrange(1, 5) if name == which else 0 for name in ("forward", "backward")}
+    for failure in (draw.choice(("forward", "backward", "hook", "update")), "nothing"):
+        _Raises.remaining = {name: draw.randrange(1, 5) if name == failure else 0 for name in ("forward", "backward")}
         handles = []
-        if which == "hook":
+        if failure == "hook":
             handles.append(hooked.register_hook(_raise))
-        if which == "update":
+        if failure == "update":
             handles.append(optimizer.register_step_post_hook(_raise))
         try:
             y = x
@@ -163,14 +163,14 @@ def _train_with_error(pool: Pool, draw: random.Random) -> list[int]:
                 y = _Raises.apply(torch.tanh(layer(y)))
             (y - x).square().mean().backward()
             optimizer.step()
-            seen.append(1)
+            outcomes.append(1)
         except _StopError:
-            seen.append(0)
+            outcomes.append(0)
         for handle in handles:
             handle.remove()
     pool += [p.detach() for p in parameters if p.dim() == 2 and draw.random() < 0.5]
     pool += [p.grad for p in parameters if p.dim() == 2 and p.grad is not None and draw.random() < 0.3]
-    return seen
+    return outcomes
 
 
 def _raise(*_: Any) -> None:
@@ -239,14 +239,14 @@ def loop(seed: int, steps: int, between: Callable[[random.Random], None]) -> tup
     draw, nudge = random.Random(seed), random.Random(seed + 1)
     torch.manual_seed(seed)
     pool: Pool = [torch.randn(100, 200) for _ in range(6)]
-    seen = []
+    results = []
     # A period repeats, like the ops of a loop.
     period = [draw.choices(*zip(*ACTIONS, strict=True))[0] for _ in range(40)]
     for step in range(steps):
-        again = draw.random() < 0.8
-        action = period[step % 40] if again else draw.choices(*zip(*ACTIONS, strict=True))[0]
+        is_periodic = draw.random() < 0.8
+        action = period[step % 40] if is_periodic else draw.choices(*zip(*ACTIONS, strict=True))[0]
         with torch.set_grad_enabled(action in (_train, _train_with_error)):
-            seen.append(action(pool, draw))
+            results.append(action(pool, draw))
         while len(pool) > 60:
             del pool[draw.randrange(len(pool))]
         small = [number for number, tensor in enumerate(pool) if not is_large(tensor.nbytes)]
@@ -254,11 +254,11 @@ def loop(seed: int, steps: int, between: Callable[[random.Random], None]) -> tup
         for number in reversed(small[:-_MAX_SMALL]):
             del pool[number]
         between(nudge)
-    return seen, pool
+    return results, pool
 
 
 def compare(seed: int, steps: int) -> None:
-    theirs_seen, theirs = loop(seed, steps, lambda _: None)
+    expected_results, theirs = loop(seed, steps, lambda _: None)
     library = load_paging()
     with outofcore.budget(("3MiB", "2500KiB", "5MiB")[seed % 3], home=("disk", "host")[seed % 2]) as run:
 
@@ -268,11 +268,11 @@ def compare(seed: int, steps: int) -> None:
                 library.follow_evict_all(run._space)
             library.follow_stress(run._space, int(chance > 0.97))
 
-        seen, ours = loop(seed, steps, between)
+        results, ours = loop(seed, steps, between)
         stats = run.stats
-    assert seen == theirs_seen
+    assert results == expected_results
     assert len(ours) == len(theirs)
-    for number, (left, right) in enumerate(zip(ours, theirs, strict=True)):
-        assert left.equal(right), f"tensor {number} differs"
+    for number, (actual, expected) in enumerate(zip(ours, theirs, strict=True)):
+        assert actual.equal(expected), f"tensor {number} differs"
     assert stats.evictions > 50
     assert stats.peak_bytes <= 5 << 20

@@ -27,22 +27,22 @@ from outofcore.follow.native import load_paging
 def train(rank: int, view: bool) -> list[Any]:
     torch.manual_seed(0)
     model = DistributedDataParallel(Language(), gradient_as_bucket_view=view, bucket_cap_mb=1)
-    optimizer, seen = torch.optim.AdamW(model.parameters(), 1e-3), []
-    for number, (ids, wanted) in enumerate(sentences(3)):
+    optimizer, results = torch.optim.AdamW(model.parameters(), 1e-3), []
+    for number, (ids, labels) in enumerate(sentences(3)):
         half = slice(4 * rank, 4 * rank + 4)
         if number == 1:  # accumulate gradients without an exchange
             with model.no_sync():
-                loss_of(model, ids[half], wanted[half]).backward()
+                loss_of(model, ids[half], labels[half]).backward()
             continue
-        loss = loss_of(model, ids[half], wanted[half])
+        loss = loss_of(model, ids[half], labels[half])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         mean = loss.detach().clone()
         dist.all_reduce(mean)
-        seen.append(mean.item())
-    return [*seen, *(t.clone() for t in (*model.state_dict().values(), *tensors_in(optimizer)))]
+        results.append(mean.item())
+    return [*results, *(t.clone() for t in (*model.state_dict().values(), *tensors_in(optimizer)))]
 
 
 def train_within(budget: int, rank: int, view: bool, *, stress: bool = False) -> tuple[list[Any], outofcore.LoopStats]:
@@ -58,11 +58,11 @@ def request_during_collective(rank: int) -> None:
         if rank == 1:
             time.sleep(0.5)  # meanwhile the other rank requests memory
         work = dist.all_reduce(summed, async_op=True)
-        other = torch.full((512, 1024), 3.0)
+        requested = torch.full((512, 1024), 3.0)
         assert work is not None
         work.wait()
         assert summed.eq(1).all()
-        assert other.eq(3).all()
+        assert requested.eq(3).all()
 
 
 def collective_on_tensor_at_home(rank: int) -> None:
@@ -97,8 +97,8 @@ def main() -> None:
         assert stats.peak_bytes <= share * peak
         runs.append((ours, int(share * peak)))
     for ours, budget in runs:
-        for number, (left, right) in enumerate(zip(ours, theirs, strict=True)):
-            same = left.equal(right) if isinstance(right, torch.Tensor) else left == right
+        for number, (actual, expected) in enumerate(zip(ours, theirs, strict=True)):
+            same = actual.equal(expected) if isinstance(expected, torch.Tensor) else actual == expected
             assert same, f"rank {rank}, {budget} bytes: value {number} differs"
     request_during_collective(rank)
     collective_on_tensor_at_home(rank)

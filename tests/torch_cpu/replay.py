@@ -45,16 +45,16 @@ class Replay:
         for storage, tensor in captured.constants.items():
             self.bytes[storage] = tensor.untyped_storage()
         self._last_use = {s: uses[-1] for s, uses in enumerate(graph.uses) if uses}
-        kept = graph.persistent | set(graph.outputs) | set(captured.constants) | set(captured.ranges)
-        kept |= {captured.values[binding.value].storage for binding in captured.inputs}
-        self._persistent = kept
+        persistent = graph.persistent | set(graph.outputs) | set(captured.constants) | set(captured.ranges)
+        persistent |= {captured.values[binding.value].storage for binding in captured.inputs}
+        self._persistent = persistent
 
     def tensor(self, value: int | Value) -> torch.Tensor:
-        window = self.captured.values[value] if isinstance(value, int) else value
-        empty = torch.empty(0, dtype=window.dtype)
-        empty.set_(self.bytes[window.storage], window.offset, window.shape, window.stride)
-        seen = empty.conj() if window.conjugate else empty
-        return torch._neg_view(seen) if window.negated else seen
+        value_layout = self.captured.values[value] if isinstance(value, int) else value
+        empty = torch.empty(0, dtype=value_layout.dtype)
+        empty.set_(self.bytes[value_layout.storage], value_layout.offset, value_layout.shape, value_layout.stride)
+        tensor = empty.conj() if value_layout.conjugate else empty
+        return torch._neg_view(tensor) if value_layout.negated else tensor
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         captured = self.captured
@@ -84,9 +84,9 @@ class Replay:
 
     def _home(self, storage: int) -> torch.Tensor:
         """Return the bytes of a range within the state that contains it between steps."""
-        found, count = self.captured.ranges[storage], self.captured.graph.storages[storage].bytes
-        assert not self.captured.graph.uses[found.whole]
-        return as_bytes(self.bytes[found.whole])[found.offset : found.offset + count]
+        range_, count = self.captured.ranges[storage], self.captured.graph.storages[storage].bytes
+        assert not self.captured.graph.uses[range_.whole]
+        return as_bytes(self.bytes[range_.whole])[range_.offset : range_.offset + count]
 
     def _run(self, op: Any) -> None:
         captured, graph = self.captured, self.captured.graph
@@ -102,13 +102,15 @@ class Replay:
             assert checksum(self.bytes[storage]) == before, f"{op.name} wrote storage {storage}, which it only reads"
         results = result_leaves(out) if call.results else []
         assert len(results) == len(call.results), op.name
-        given = {t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        made: set[int] = set()
+        argument_storages = {
+            t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+        }
+        created: set[int] = set()
         for real, index in zip(results, call.results, strict=True):
             if not isinstance(real, torch.Tensor):
                 self._compare(op, "undefined", index, None)
                 continue
-            aliases = real.untyped_storage()._cdata in given
+            aliases = real.untyped_storage()._cdata in argument_storages
             if index is None:
                 # A kernel may return outputs that its output mask excludes.
                 masked = any(isinstance(arg, list) and False in arg for arg in call.args)
@@ -126,15 +128,15 @@ class Replay:
             else:
                 self.bytes[value.storage] = garbage(graph.storages[value.storage].bytes)
                 self.tensor(value).copy_(real)
-            made.add(value.storage)
-        assert made == set(op.creates), op.name
+            created.add(value.storage)
+        assert created == set(op.creates), op.name
         for storage in op.touched:
             if self._last_use[storage] == op.id and storage not in self._persistent:
                 del self.bytes[storage]
 
-    def _compare(self, op: Any, what: str, fake: Any, real: Any) -> None:
+    def _compare(self, op: Any, property_name: str, fake: Any, real: Any) -> None:
         if fake != real:
-            self.mismatches.append((op.name, what, fake, real))
+            self.mismatches.append((op.name, property_name, fake, real))
 
     def _materialize(self, tree: Any) -> Any:
         if isinstance(tree, Ref):
@@ -148,26 +150,26 @@ class Replay:
         return tree
 
     def _result(self, leaves: Sequence[Any]) -> Any:
-        found: list[Any] = []
+        filled: list[Any] = []
         for leaf in self.captured.outputs:
             match leaf.kind:
                 case LeafKind.VALUE:
-                    found.append(self.tensor(leaf.index).clone())
+                    filled.append(self.tensor(leaf.index).clone())
                 case LeafKind.STATE:
-                    found.append(self.captured.states[leaf.index].tensor)
+                    filled.append(self.captured.states[leaf.index].tensor)
                 case LeafKind.INPUT:
-                    found.append(leaves[leaf.index])
+                    filled.append(leaves[leaf.index])
                 case LeafKind.CONSTANT:
-                    found.append(leaf.constant)
-        return pytree.tree_unflatten(found, self.captured.output_spec)
+                    filled.append(leaf.constant)
+        return pytree.tree_unflatten(filled, self.captured.output_spec)
 
     def _set_user_state(self) -> None:
         """Set the gradients and optimizer state that a user sees after a step."""
         captured = self.captured
-        for left in captured.gradients_left:
-            parameter = captured.states[left.parameter].tensor
+        for remaining_gradient in captured.gradients_left:
+            parameter = captured.states[remaining_gradient.parameter].tensor
             assert parameter is not None
-            parameter.grad = self.tensor(left.value).clone()
+            parameter.grad = self.tensor(remaining_gradient.value).clone()
         for place in captured.gradients_cleared:
             parameter = captured.states[place].tensor
             assert parameter is not None

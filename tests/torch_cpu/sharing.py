@@ -46,8 +46,8 @@ class GatherAgain:
         gathered = {s for op in graph.ops if op.communicates and op.rerunnable for s in op.creates}
         plan = offload_all(graph, budget, costs=costs)
         decisions = tuple(
-            replace(one, residency=Residency.RECOMPUTE) if one.gap.storage in gathered else one
-            for one in plan.decisions
+            replace(decision, residency=Residency.RECOMPUTE) if decision.gap.storage in gathered else decision
+            for decision in plan.decisions
         )
         return [lambda room: Plan(self.name, room, decisions)]
 
@@ -61,9 +61,9 @@ def build_model(optimizer: str, seed: int = 0) -> tuple[Normed, Optimizer]:
 
 def tensors(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     """Return parameters, gradients and optimizer state, but no statistics, which differ between processes."""
-    found = [p.detach().clone() for p in model.parameters()]
-    found += [value.clone() for p in model.parameters() for value in optimizer.state[p].values()]
-    return found + [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    copies = [p.detach().clone() for p in model.parameters()]
+    copies += [value.clone() for p in model.parameters() for value in optimizer.state[p].values()]
+    return copies + [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 def train_replicated(optimizer: str, make: Make, rank: int) -> list[Tensor]:
@@ -175,11 +175,11 @@ def order(rank: int) -> None:
             loss.backward()
             for parameter in model.parameters():
                 mine = parameter.grad * (1.0 / dist.get_world_size())
-                everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-                dist.all_gather(everyone, mine)
-                total = everyone[0] + everyone[1]
-                for other in everyone[2:]:
-                    total += other
+                contributions = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+                dist.all_gather(contributions, mine)
+                total = contributions[0] + contributions[1]
+                for contribution in contributions[2:]:
+                    total += contribution
                 parameter.grad = total
             optimizer.step()
             optimizer.zero_grad()
@@ -208,16 +208,16 @@ def unclipped(model: nn.Module, optimizer: Optimizer) -> Any:
 
 def states(rank: int) -> None:
     """Check the state that a user sees of a sharded model, and the refusals."""
-    batch, other = batches(rank, 2)
+    batch, later_batch = batches(rank, 2)
     model, optimizer = build_model("AdamW")
     weight = model.hidden[0].weight
     step = outofcore.compile(
         clearing_first(model, optimizer), model, optimizer, budget="64MiB", home="host", shard=True
     )
     step(*batch)
-    own = sum(state.bytes for state in step._session.keeper._states.values() if "norm.running" not in state.key)
+    local_bytes = sum(state.bytes for state in step._session.keeper._states.values() if "norm.running" not in state.key)
     whole = sum(4 * p.numel() for p in model.parameters()) * 4  # with a gradient and two moments
-    assert own <= 0.52 * whole, (own, whole)
+    assert local_bytes <= 0.52 * whole, (local_bytes, whole)
     assert (weight.is_meta, weight.grad.is_meta, model.last.bias.is_meta) == (True, True, False)
     assert optimizer.state[weight]["exp_avg"].shape == (step._session._user.shards.of(weight).count,)
     refused(NotImplementedError, "meta", weight.tolist)
@@ -225,24 +225,26 @@ def states(rank: int) -> None:
     refused(StateError, "use step.save() and step.load()", step.state_dict)
     step.save(Path(sys.argv[4]).parent / "saved")
     optimizer.zero_grad()
-    wanted = step(*other).detach().clone()
+    expected = step(*later_batch).detach().clone()
     with torch.no_grad():
         weight.mul_(2)
-    refused(StateError, "hidden.0.weight was changed between two steps", lambda: step(*other))
+    refused(StateError, "hidden.0.weight was changed between two steps", lambda: step(*later_batch))
     step.load(Path(sys.argv[4]).parent / "saved")
     refused(RuntimeError, "broadcast", optimizer.step)  # a range of a moment does not fit a parameter without contents
-    refused(StateError, "(optimizer.step() belongs into the step as well.)", lambda: step(*other))
+    refused(StateError, "(optimizer.step() belongs into the step as well.)", lambda: step(*later_batch))
     step.load(Path(sys.argv[4]).parent / "saved")
     weight.grad.zero_()
-    refused(StateError, "the gradient of hidden.0.weight was changed between two steps", lambda: step(*other))
+    refused(StateError, "the gradient of hidden.0.weight was changed between two steps", lambda: step(*later_batch))
     weight.grad = None
-    shape = InputError, "about to run different steps", lambda: step(*[t[: 512 + rank] for t in other])
+    shape = InputError, "about to run different steps", lambda: step(*[t[: 512 + rank] for t in later_batch])
     refused(*shape)
-    assert torch.equal(step(*other), wanted), "the loaded model differs from the saved one"
+    assert torch.equal(step(*later_batch), expected), "the loaded model differs from the saved one"
     # The same error if both ranks have a plan.
-    step(*[t[:512] for t in other])
-    refused(InputError, "about to run different steps", lambda: step(*[t[: 512 if rank else None] for t in other]))
-    step(*other)
+    step(*[t[:512] for t in later_batch])
+    refused(
+        InputError, "about to run different steps", lambda: step(*[t[: 512 if rank else None] for t in later_batch])
+    )
+    step(*later_batch)
     step.close()
     assert not weight.is_meta and weight.grad.shape == weight.shape == optimizer.state[weight]["exp_avg"].shape
     assert torch.isfinite(model(batch[0])).all()
@@ -276,17 +278,17 @@ def saving(rank: int) -> None:
     model, optimizer = build_model("AdamW")
     model.to(memory_format=torch.channels_last)  # has no effect on these parameters and is not refused
     step = outofcore.compile(clearing_first(model, optimizer), model, optimizer, budget="64MiB", shard=True)
-    found = list(batches(rank, 4))
-    for batch in found[:2]:
+    all_batches = list(batches(rank, 4))
+    for batch in all_batches[:2]:
         step(*batch)
     step.save(folder / "saved", extra={"steps": 2})
-    losses = [step(*batch).detach().clone() for batch in found[2:]]
+    losses = [step(*batch).detach().clone() for batch in all_batches[2:]]
     step.close()
     torch.save(losses + tensors(model, optimizer), folder / f"after-{rank}.pt")
     model, optimizer = build_model("AdamW", seed=99)
     step = outofcore.compile(clearing_first(model, optimizer), model, optimizer, budget="64MiB", shard=True)
     assert step.load(folder / "saved") == {"steps": 2}
-    losses = [step(*batch).detach().clone() for batch in found[2:]]
+    losses = [step(*batch).detach().clone() for batch in all_batches[2:]]
     step.close()
     same(losses + tensors(model, optimizer), torch.load(folder / f"after-{rank}.pt"), "after loading")
 
@@ -294,7 +296,7 @@ def saving(rank: int) -> None:
 def frozen(rank: int) -> None:
     """Check that a checkpoint omits sharded frozen weights and that a load keeps them."""
     folder = Path(sys.argv[4]).parent
-    found = list(batches(rank, 2))
+    both_batches = list(batches(rank, 2))
 
     def adapting(seed: int) -> tuple[Normed, Optimizer, Any]:
         model, optimizer = build_model("AdamW")
@@ -309,17 +311,17 @@ def frozen(rank: int) -> None:
         )
 
     model, optimizer, step = adapting(0)
-    step(*found[0])
+    step(*both_batches[0])
     step.save(folder / "saved", frozen=False)
-    loss = step(*found[1]).detach().clone()
+    loss = step(*both_batches[1]).detach().clone()
     step.close()
     [file] = (folder / "saved").glob("model-*.safetensors")
     assert [name for name in load_file(file) if "hidden" in name] == ["hidden.0.weight", "hidden.0.bias"]
-    again, other, step = adapting(1)
+    loaded_model, loaded_optimizer, step = adapting(1)
     step.load(folder / "saved")
-    same([step(*found[1]).detach().clone()], [loss], "the loss after loading")
+    same([step(*both_batches[1]).detach().clone()], [loss], "the loss after loading")
     step.close()
-    same(tensors(again, other), tensors(model, optimizer), "after loading")
+    same(tensors(loaded_model, loaded_optimizer), tensors(model, optimizer), "after loading")
 
 
 def loading(folder: Path) -> None:
@@ -328,22 +330,22 @@ def loading(folder: Path) -> None:
     step = outofcore.compile(clearing_first(model, optimizer), model, optimizer, budget="64MiB", shard=True)
     step.load(folder / "saved")
     step.close()
-    plainly, other = build_model("AdamW", seed=98)
-    outofcore.load(folder / "saved", plainly, other)
-    same(tensors(model, optimizer), tensors(plainly, other), "loaded by others")
+    plain_model, plain_optimizer = build_model("AdamW", seed=98)
+    outofcore.load(folder / "saved", plain_model, plain_optimizer)
+    same(tensors(model, optimizer), tensors(plain_model, plain_optimizer), "loaded by others")
     if dist.get_rank() == 0:
-        outofcore.save(folder / "plain", plainly, other)
+        outofcore.save(folder / "plain", plain_model, plain_optimizer)
 
 
 def death(rank: int) -> None:
     """Check that the death of a process ends the steps of others, and that they can close."""
     model, optimizer = build_model("SGD")
     step = outofcore.compile(unclipped(model, optimizer), model, optimizer, budget="64MiB", home="host", shard=True)
-    found = list(batches(rank, 3))
-    step(*found[0])
+    all_batches = list(batches(rank, 3))
+    step(*all_batches[0])
     if rank == 1:
         os._exit(3)
-    refused(CommunicationError, "Another process has ended", lambda: step(*found[1]))
+    refused(CommunicationError, "Another process has ended", lambda: step(*all_batches[1]))
     try:
         step.close()
     except CommunicationError as error:

@@ -84,18 +84,18 @@ def _smallest(name: str) -> int:
 
 def compiled(seed: int, *, budget: str, home: str, shared: bool, host_budget: str | None = None) -> Side:
     side = plain(seed)
-    found: list[outofcore.Step] = []
+    steps: list[outofcore.Step] = []
     for name in ("train", "renew", "gather", "evaluate"):
         smallest = _smallest(name)
         room = {"smallest": smallest, "half": 3 * smallest // 2, "all": 1 << 28}[budget]
-        if found and shared:
-            where: dict[str, Any] = {"home": found[0].home}
+        if steps and shared:
+            home_options: dict[str, Any] = {"home": steps[0].home}
         else:
-            where = {"home": home, "host_budget": host_budget}
+            home_options = {"home": home, "host_budget": host_budget}
         function, optimizer = getattr(side, name), side.optimizer if name in _UPDATING else None
-        found.append(outofcore.compile(function, side.model, optimizer, budget=room, policy="window", **where))
-    side.train, side.renew, side.gather, side.evaluate = found
-    side.steps = found
+        steps.append(outofcore.compile(function, side.model, optimizer, budget=room, policy="window", **home_options))
+    side.train, side.renew, side.gather, side.evaluate = steps
+    side.steps = steps
     return side
 
 
@@ -113,12 +113,12 @@ def alike(ours: Any, theirs: Any) -> bool:
 
 def everything(side: Side) -> list[Any]:
     """Return all tensors of a side that a user can see."""
-    found: list[Any] = list(side.model.state_dict().values())
+    visible: list[Any] = list(side.model.state_dict().values())
     for parameter in side.model.parameters():
-        found.append(parameter.grad if parameter.grad is not None else "no gradient")
+        visible.append(parameter.grad if parameter.grad is not None else "no gradient")
         state = side.optimizer.state.get(parameter, {})
-        found += [state[name] for name in sorted(state)]
-    return found
+        visible += [state[name] for name in sorted(state)]
+    return visible
 
 
 def both(pair: tuple[Side, Side], act: Act) -> None:

@@ -58,10 +58,13 @@ class SilentWriteMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         arguments = func._schema.arguments
-        given = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
+        named_arguments = [
+            *zip(arguments, args, strict=False),
+            *((a, kwargs[a.name]) for a in arguments if a.name in kwargs),
+        ]
         marked: set[int] = set()
         unmarked: list[tuple[str, Tensor]] = []
-        for argument, value in given:
+        for argument, value in named_arguments:
             written = argument.alias_info is not None and argument.alias_info.is_write
             for tensor in tensors_in(value):
                 if written:
@@ -82,23 +85,23 @@ def backward(out: Any) -> None:
 
 
 def modules(info: Any, training: bool) -> Iterator[Case]:
-    how = {"device": "cpu", "dtype": torch.float32, "requires_grad": True, "training": training}
-    for one in info.module_inputs_func(info, **how):
+    options = {"device": "cpu", "dtype": torch.float32, "requires_grad": True, "training": training}
+    for sample in info.module_inputs_func(info, **options):
 
-        def case(one: Any = one) -> None:
-            made = info.module_cls(*copy.deepcopy(one.constructor_input.args), **one.constructor_input.kwargs)
-            made.train(training)
+        def case(sample: Any = sample) -> None:
+            module = info.module_cls(*copy.deepcopy(sample.constructor_input.args), **sample.constructor_input.kwargs)
+            module.train(training)
             for _ in range(2):
-                args, kwargs = fresh((one.forward_input.args, one.forward_input.kwargs))
-                backward(made(*args, **kwargs))
+                args, kwargs = fresh((sample.forward_input.args, sample.forward_input.kwargs))
+                backward(module(*args, **kwargs))
 
         yield case
 
 
 def operators(info: Any, dtype: torch.dtype) -> Iterator[Case]:
     grad = info.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
-    for one in info.sample_inputs("cpu", dtype, requires_grad=grad):
-        yield lambda one=one: backward(info(one.input, *one.args, **one.kwargs))
+    for sample in info.sample_inputs("cpu", dtype, requires_grad=grad):
+        yield lambda sample=sample: backward(info(sample.input, *sample.args, **sample.kwargs))
 
 
 def database_entries() -> Iterator[Callable[[], Iterator[Case]]]:
@@ -127,13 +130,13 @@ def linear_sum() -> None:
     x, weight = torch.randint(0, 255, (4, 16), dtype=torch.uint8), torch.randint(-9, 9, (8, 16), dtype=torch.int8)
     packed = torch.ops.onednn.qlinear_prepack(weight, list(x.shape))
     scales, zeros = torch.full((8,), 0.01), torch.zeros(8, dtype=torch.int32)
-    way = (torch.zeros(8), 1.0, 0, torch.float32, 1.0, 0, "sum", 1.0, "none", [], "")
-    torch.ops.onednn.qlinear_pointwise.binary(x, 0.02, 10, packed, scales, zeros, torch.randn(4, 8), *way)
+    post_op_arguments = (torch.zeros(8), 1.0, 0, torch.float32, 1.0, 0, "sum", 1.0, "none", [], "")
+    torch.ops.onednn.qlinear_pointwise.binary(x, 0.02, 10, packed, scales, zeros, torch.randn(4, 8), *post_op_arguments)
 
 
-def batch_norm(name: str, *rest: Any) -> None:
-    x, one, zero = torch.randn(4, 8, 3), torch.ones(8), torch.zeros(8)
-    getattr(torch.ops.aten, name)(x, one, zero, torch.zeros(8), torch.ones(8), *rest)
+def batch_norm(name: str, *arguments: Any) -> None:
+    x, weight, bias = torch.randn(4, 8, 3), torch.ones(8), torch.zeros(8)
+    getattr(torch.ops.aten, name)(x, weight, bias, torch.zeros(8), torch.ones(8), *arguments)
 
 
 def moving_average_observer() -> None:
@@ -146,23 +149,23 @@ def fused_update(name: str) -> None:
     def lists(count: int) -> list[list[Tensor]]:
         return [[torch.rand(9), torch.rand(5)] for _ in range(count)]
 
-    steps, none = [torch.ones(()), torch.ones(())], torch.zeros(())
+    steps, found_inf = [torch.ones(()), torch.ones(())], torch.zeros(())
     if name == "sgd":
-        how = {"weight_decay": 0.1, "momentum": 0.9, "lr": 0.1, "dampening": 0.0, "nesterov": False}
-        torch.ops.aten._fused_sgd_(*lists(3), **how, maximize=False, is_first_step=False, found_inf=none)
+        options = {"weight_decay": 0.1, "momentum": 0.9, "lr": 0.1, "dampening": 0.0, "nesterov": False}
+        torch.ops.aten._fused_sgd_(*lists(3), **options, maximize=False, is_first_step=False, found_inf=found_inf)
     elif name == "adagrad":
-        how = {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1, "eps": 1e-8, "maximize": False}
-        torch.ops.aten._fused_adagrad_(*lists(3), steps, **how, found_inf=none)
+        options = {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1, "eps": 1e-8, "maximize": False}
+        torch.ops.aten._fused_adagrad_(*lists(3), steps, **options, found_inf=found_inf)
     else:
-        how = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": True}
+        options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": True}
         operator = getattr(torch.ops.aten, f"_fused_{name}_")
-        operator(*lists(5), steps, **how, maximize=False, grad_scale=torch.ones(()), found_inf=none)
+        operator(*lists(5), steps, **options, maximize=False, grad_scale=torch.ones(()), found_inf=found_inf)
 
 
 def gradient_scaling() -> None:
-    found, scale = torch.zeros(1), torch.full((1,), 8.0)
-    torch.ops.aten._amp_foreach_non_finite_check_and_unscale_([torch.rand(4), torch.rand(5)], found, 1 / scale)
-    torch.ops.aten._amp_update_scale_(scale, torch.zeros(1, dtype=torch.int32), found, 2.0, 0.5, 2)
+    found_inf, scale = torch.zeros(1), torch.full((1,), 8.0)
+    torch.ops.aten._amp_foreach_non_finite_check_and_unscale_([torch.rand(4), torch.rand(5)], found_inf, 1 / scale)
+    torch.ops.aten._amp_update_scale_(scale, torch.zeros(1, dtype=torch.int32), found_inf, 2.0, 0.5, 2)
 
 
 def sobol() -> None:
@@ -188,13 +191,13 @@ def recurrent(kind: type[nn.Module]) -> None:
         model(torch.randn(4, 3, 5))
 
 
-def convolution_sum(name: str, *rest: Any) -> None:
-    x, other, weight = (
+def convolution_sum(name: str, *arguments: Any) -> None:
+    x, addend, weight = (
         torch.randn(s).contiguous(memory_format=torch.channels_last) for s in ((1, 8, 6, 6),) * 2 + ((8, 8, 3, 3),)
     )
     operator = getattr(torch.ops.mkldnn, name).binary
-    first = (other, x) if name.endswith("_") else (x, other)
-    operator(*first, weight, None, [1, 1], [1, 1], [1, 1], 1, "add", *rest)
+    first = (addend, x) if name.endswith("_") else (x, addend)
+    operator(*first, weight, None, [1, 1], [1, 1], [1, 1], 1, "add", *arguments)
 
 
 def accumulate_gradient() -> None:
@@ -242,14 +245,14 @@ DIRECT: tuple[Case, ...] = (
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--every", type=int, default=1, help="Run every N-th entry of the databases.")
-    arguments.add_argument("--start", type=int, default=0, help="Index of the first entry.")
-    arguments.add_argument("--verbose", action="store_true", help="Print the errors of refused cases.")
-    given = arguments.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--every", type=int, default=1, help="Run every N-th entry of the databases.")
+    parser.add_argument("--start", type=int, default=0, help="Index of the first entry.")
+    parser.add_argument("--verbose", action="store_true", help="Print the errors of refused cases.")
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    listed = list(itertools.islice(database_entries(), given.start, None, given.every))
+    listed = list(itertools.islice(database_entries(), options.start, None, options.every))
     ran, refused, comparing = 0, 0, SilentWriteMode()
     for cases in [lambda: iter(DIRECT), *listed]:
         torch.manual_seed(0)
@@ -261,11 +264,11 @@ def main() -> None:
                     ran += 1
                 except Exception:
                     refused += 1
-                    if given.verbose:
+                    if options.verbose:
                         traceback.print_exc(limit=-1)
         except Exception:  # the database has no samples for this
             refused += 1
-    silent = {name: sorted(found) for name, found in sorted(comparing.silent.items()) if found}
+    silent = {name: sorted(names) for name, names in sorted(comparing.silent.items()) if names}
     print(json.dumps({"ran": ran, "refused": refused, "operators": sorted(comparing.silent), "silent": silent}))
 
 

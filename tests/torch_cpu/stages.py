@@ -70,12 +70,12 @@ class Noisy(torch.utils.data.Dataset[Any]):
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """Return a hash of all parameters, buffers and optimizer state."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     states = [optimizer.state[p][name] for p in model.parameters() for name in sorted(optimizer.state[p])]
     for tensor in (*model.state_dict().values(), *states):
         if tensor is not None:
-            found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+            sha256.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return sha256.hexdigest()
 
 
 def stage(name: str, last: int, kill: str) -> None:

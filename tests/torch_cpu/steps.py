@@ -149,11 +149,11 @@ def everything(case: Case) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
-    for one, other in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=True):
-        if isinstance(other, torch.Tensor):
-            assert torch.equal(one, other.detach())
+    for actual, expected in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=True):
+        if isinstance(expected, torch.Tensor):
+            assert torch.equal(actual, expected.detach())
         else:
-            assert one == other
+            assert actual == expected
 
 
 @functools.cache

@@ -191,10 +191,10 @@ def test_public_names() -> None:
 
 
 def test_docstring_example_of_compile_runs() -> None:
-    found = doctest.DocTestFinder().find(outofcore.compile, "compile", globs={})
-    assert sum(len(test.examples) for test in found) > 5
+    tests = doctest.DocTestFinder().find(outofcore.compile, "compile", globs={})
+    assert sum(len(test.examples) for test in tests) > 5
     runner = doctest.DocTestRunner()
-    for test in found:
+    for test in tests:
         runner.run(test)
     assert runner.failures == 0
 

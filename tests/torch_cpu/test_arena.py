@@ -25,11 +25,11 @@ def arena() -> Iterator[Arena]:
 def test_planned_request_gets_its_address_in_its_own_thread_only(arena: Arena) -> None:
     x = floats(arena, 0, MIB).fill_(1)
     table = ScopeTable(arena, [[(MIB, 8 * MIB)], [(MIB, 16 * MIB), (MIB, 24 * MIB)]])
-    elsewhere: list[torch.Tensor] = []
+    other_thread_results: list[torch.Tensor] = []
     table.begin(1)
-    other = threading.Thread(target=lambda: elsewhere.append(torch.add(x, 5)))
-    other.start()
-    other.join()
+    thread = threading.Thread(target=lambda: other_thread_results.append(torch.add(x, 5)))
+    thread.start()
+    thread.join()
     first, second = x + x, x * 3
     table.end()
     table.begin(0)
@@ -37,8 +37,8 @@ def test_planned_request_gets_its_address_in_its_own_thread_only(arena: Arena) -
     table.end()
     outside = x + 2
     assert [place(t, arena) for t in (first, second, third)] == [16 * MIB, 24 * MIB, 8 * MIB]
-    assert [t[0].item() for t in (first, second, third, elsewhere[0], outside)] == [2, 3, 0, 6, 3]
-    for tensor in (elsewhere[0], outside):
+    assert [t[0].item() for t in (first, second, third, other_thread_results[0], outside)] == [2, 3, 0, 6, 3]
+    for tensor in (other_thread_results[0], outside):
         assert not 0 <= place(tensor, arena) < arena.bytes
     counters = arena.counters()
     assert (counters.served, counters.large, counters.refused, counters.unclaimed) == (3, 0, 0, 0)
@@ -67,12 +67,12 @@ def test_recorded_op_runs_at_planned_addresses_bit_for_bit(arena: Arena) -> None
         r.bytes for r in layout.requests if isinstance(r.placement, Result)
     }
     del out
-    where = {key: (8 + 8 * key) * MIB for key in results}
+    offsets = {key: (8 + 8 * key) * MIB for key in results}
     scope = []
     for request in layout.requests:
         placement = request.placement
         if isinstance(placement, Result):
-            scope.append((request.bytes, where[placement.key]))
+            scope.append((request.bytes, offsets[placement.key]))
         else:
             scope.append((request.bytes, 40 * MIB + placement.offset if isinstance(placement, Scratch) else None))
     table = ScopeTable(arena, [scope])
@@ -80,7 +80,7 @@ def test_recorded_op_runs_at_planned_addresses_bit_for_bit(arena: Arena) -> None
         table.begin(0)
         out = op()
         table.end()
-        assert [place(t, arena) for t in out] == [where[key] for key in range(3)]
+        assert [place(t, arena) for t in out] == [offsets[key] for key in range(3)]
         assert all(torch.equal(a, b) for a, b in zip(out, expected, strict=True))
         del out
     counters = arena.counters()
@@ -103,10 +103,10 @@ def test_unplanned_requests_are_counted_and_do_not_move_planned_ones(arena: Aren
     small = torch.empty(10)
     large = torch.empty(2 * FLOATS)
     planned = torch.empty(FLOATS)
-    nothing = torch.empty(0)
+    empty = torch.empty(0)
     table.end()
     assert place(planned, arena) == 0
-    assert nothing.numel() == 0
+    assert empty.numel() == 0
     assert arena.counters() == ArenaCounters(
         served=1,
         small=1,
@@ -128,7 +128,7 @@ def test_reserve_bounds_live_unplanned_bytes(arena: Arena) -> None:
     try:
         for _ in range(5):
             torch.empty(4 * FLOATS)  # one after the other they fit
-        kept = torch.empty(3 * FLOATS)
+        live = torch.empty(3 * FLOATS)
         with pytest.raises(RuntimeError) as caught:
             torch.empty(2 * FLOATS)
     finally:
@@ -144,7 +144,7 @@ def test_reserve_bounds_live_unplanned_bytes(arena: Arena) -> None:
     more = torch.empty(2 * FLOATS)
     table.end()
     assert arena.counters().live_bytes == 5 * MIB
-    del kept, more
+    del live, more
 
 
 def test_bytes_in_use_are_not_allocated_twice(arena: Arena) -> None:
@@ -233,9 +233,9 @@ def test_recorder_records_its_own_thread_in_order() -> None:
     recorder = Recorder()
     with recorder:
         a = torch.empty(FLOATS)
-        other = threading.Thread(target=lambda: torch.empty(3 * FLOATS))
-        other.start()
-        other.join()
+        thread = threading.Thread(target=lambda: torch.empty(3 * FLOATS))
+        thread.start()
+        thread.join()
         pointer = a.data_ptr()
         del a
         b = torch.empty(100 * KIB, dtype=torch.uint8)

@@ -71,17 +71,17 @@ def test_unreferenced_arena_frees_its_memory_and_the_allocator() -> None:
 
 
 def test_several_arenas_serve_requests_at_once() -> None:
-    with Arena(8 * MIB) as one, Arena(8 * MIB) as two:
-        tables = ScopeTable(one, [[(MIB, 0)]]), ScopeTable(two, [[(MIB, MIB)]])
+    with Arena(8 * MIB) as first, Arena(8 * MIB) as second:
+        tables = ScopeTable(first, [[(MIB, 0)]]), ScopeTable(second, [[(MIB, MIB)]])
         placed = []
         for table in tables:
             table.begin(0)
             placed.append(torch.empty(FLOATS))
             table.end()
-        assert place(placed[0], one) == 0
-        assert place(placed[1], two) == MIB
-        one.close()
-        assert two.counters().served == 1
+        assert place(placed[0], first) == 0
+        assert place(placed[1], second) == MIB
+        first.close()
+        assert second.counters().served == 1
         del placed
 
 
@@ -130,5 +130,5 @@ def test_arena_tensors_may_live_until_the_process_exits() -> None:
         "table.end()\n"
         "torch.view = arena.view(0, 100)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (completed.returncode, completed.stderr) == (0, "")

@@ -61,12 +61,12 @@ def use_best_plans(updates: PlanKeeper) -> None:
     updates.background.wait()
     updates._take_plan()
     steps = updates._steps
-    for known in steps.known.values():
-        step = known.step
+    for entry in steps.known.values():
+        step = entry.step
         if step.is_quick:
             steps.leave_arena()
             best = plan(step.captured, step.costs, step.profiles, step.budget, updates._policy, updates._stores)
-            steps.exchange(known, replace(best, variant=step.variant))
+            steps.exchange(entry, replace(best, variant=step.variant))
 
 
 @pytest.fixture(scope="module")
@@ -118,11 +118,11 @@ def test_call_plans_quickly_and_prepare_searches_fully(budget: int, monkeypatch:
     searched: list[planning.SearchParams] = []
     plans = planning.plans_of_step
 
-    def noted(graph: Any, costs: Any, room: int, policy: Any, *args: Any) -> Any:
+    def record(graph: Any, costs: Any, room: int, policy: Any, *args: Any) -> Any:
         searched.append(policy.params)
         return plans(graph, costs, room, policy, *args)
 
-    monkeypatch.setattr(planning, "plans_of_step", noted)
+    monkeypatch.setattr(planning, "plans_of_step", record)
     step, model, optimizer = make()
     with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY) as compiled:
         compiled(next(batches()))
@@ -145,12 +145,12 @@ def test_full_search_runs_when_the_quick_search_finds_no_plan(budget: int, monke
     """A budget is refused only if the full search finds no plan."""
     plans = planning.plans_of_step
 
-    def refused(graph: Any, costs: Any, room: int, policy: Any, *args: Any) -> Any:
+    def refuse_quick_search(graph: Any, costs: Any, room: int, policy: Any, *args: Any) -> Any:
         if policy == quick:
             raise outofcore.BudgetError("too small", room + 1)
         return plans(graph, costs, room, policy, *args)
 
-    monkeypatch.setattr(planning, "plans_of_step", refused)
+    monkeypatch.setattr(planning, "plans_of_step", refuse_quick_search)
     step, model, optimizer = make()
     expected = train(step, 2)
     step, model, optimizer = make()
@@ -196,9 +196,9 @@ def test_damaged_plan_is_planned_again(budget: int, tmp_path: Path) -> None:
         with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY, cache=tmp_path) as compiled:
             train(compiled, 6)
             use_best_plans(compiled._session.updates)
-        kept = list(tmp_path.glob("plan-*.json"))
-        assert kept
-        for path in kept:
+        stored = list(tmp_path.glob("plan-*.json"))
+        assert stored
+        for path in stored:
             path.write_bytes(path.read_bytes()[:-50])
 
 
@@ -220,10 +220,10 @@ def test_planning_runs_in_process_if_cheap_when_no_child_starts(
     with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY, cache=False) as compiled:
         torch.manual_seed(2)
         stream = batches()
-        found = [compiled(next(stream)).item()]
+        losses = [compiled(next(stream)).item()]
         first = compiled.planned
-        found += [compiled(next(stream)).item() for _ in range(5)]
-        assert found == expected
+        losses += [compiled(next(stream)).item() for _ in range(5)]
+        assert losses == expected
         assert asked == [True]
         assert (compiled.planned is first) == (share == 0)
 
@@ -251,8 +251,8 @@ def test_background_plan_is_discarded_when_plans_are_forgotten(budget: int, monk
         stream = batches()
         with monkeypatch.context() as patch:
             patch.setattr(PlannedAtOnce, "poll", lambda _: None)
-            found = [compiled(next(stream)).item() for _ in range(5)]
+            losses = [compiled(next(stream)).item() for _ in range(5)]
         assert compiled._session.updates.background.done is not None
         compiled._session.forget_plans()
-        found += [compiled(next(stream)).item() for _ in range(4)]
-        assert found == expected
+        losses += [compiled(next(stream)).item() for _ in range(4)]
+        assert losses == expected

@@ -164,7 +164,7 @@ def test_first_layer_trains_bit_for_bit_out_of_core(name: str) -> None:
     for number in range(2):
         batch = x + number
         assert torch.equal(compiled(batch), eager(batch))
-    assert any(isinstance(each, CopyOut) for each in compiled.planned.program.instructions)
-    for one, other in zip(plain.state_dict().values(), ours.state_dict().values(), strict=True):
-        assert torch.equal(one, other)
+    assert any(isinstance(instruction, CopyOut) for instruction in compiled.planned.program.instructions)
+    for expected, actual in zip(plain.state_dict().values(), ours.state_dict().values(), strict=True):
+        assert torch.equal(expected, actual)
     compiled.close()

@@ -84,10 +84,10 @@ def test_recomputed_forward_belongs_to_its_module() -> None:
 def test_fully_overwritten_storage_is_not_read() -> None:
     model = nn.Linear(4, 4, bias=False)
 
-    def step(x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        seen.copy_(x)
-        seen[0].copy_(x[1])
-        seen.add_(1)
+    def step(x: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        buffer.copy_(x)
+        buffer[0].copy_(x[1])
+        buffer.add_(1)
         out = torch.empty(4, 4)
         torch.mul(x, 2, out=out)
         out.t().zero_()
@@ -95,13 +95,13 @@ def test_fully_overwritten_storage_is_not_read() -> None:
         out[:, 1:].fill_(0)
         with torch.no_grad():
             model.weight.copy_(out)
-        return seen.sum()
+        return buffer.sum()
 
     captured = capture_step(step, [model], [], (torch.ones(4, 4), torch.zeros(4, 4)), {})
     copies = ops_named(captured, "aten.copy_.default")
-    seen = copies[0].mutates[0]
-    assert [seen in op.reads for op in copies if seen in op.mutates] == [False, True]
-    assert seen in ops_named(captured, "aten.add_.Tensor")[0].reads
+    buffer = copies[0].mutates[0]
+    assert [buffer in op.reads for op in copies if buffer in op.mutates] == [False, True]
+    assert buffer in ops_named(captured, "aten.add_.Tensor")[0].reads
     (out,) = ops_named(captured, "aten.mul.out")
     assert out.mutates[0] not in out.reads
     for name in ("aten.zero_.default", "aten.normal_.default"):
@@ -147,9 +147,9 @@ def test_equal_ops_share_a_family() -> None:
     )
     assert first.family == second.family
     assert "float32[3,8,16]{128,16,1}" in first.family
-    other = next(op for op in ops_named(captured, "aten.addmm.default") if op.module == "blocks.0.up")
-    wide = next(op for op in ops_named(captured, "aten.addmm.default") if op.module == "blocks.0.qkv")
-    assert other.family != wide.family
+    up = next(op for op in ops_named(captured, "aten.addmm.default") if op.module == "blocks.0.up")
+    qkv = next(op for op in ops_named(captured, "aten.addmm.default") if op.module == "blocks.0.qkv")
+    assert up.family != qkv.family
 
 
 def test_views_and_unused_tensors_are_not_in_the_graph() -> None:
@@ -188,13 +188,13 @@ def test_outputs_have_their_leaf_kinds() -> None:
 def test_graph_lists_gradients_left_and_cleared() -> None:
     case = cases.gradients_left()
     captured = capture(case)
-    assert [captured.states[left.parameter].key for left in captured.gradients_left] == [
+    assert [captured.states[storages.parameter].key for storages in captured.gradients_left] == [
         f"model.{name}" for name, _ in case.models[0].named_parameters()
     ]
     assert captured.gradients_cleared == ()
-    left = {captured.values[entry.value].storage for entry in captured.gradients_left}
-    assert left <= set(captured.graph.outputs)
-    assert all(captured.graph.storages[s].kind is StorageKind.GRADIENT for s in left)
+    storages = {captured.values[entry.value].storage for entry in captured.gradients_left}
+    assert storages <= set(captured.graph.outputs)
+    assert all(captured.graph.storages[s].kind is StorageKind.GRADIENT for s in storages)
 
     case = cases.mlp()
     captured = capture(case)
@@ -209,9 +209,9 @@ def test_accumulated_gradients_are_persistent() -> None:
     for parameter in case.models[0].parameters():
         parameter.grad = torch.zeros_like(parameter)
     captured = capture(case)
-    kept = [binding for binding in captured.states if binding.kind is StorageKind.GRADIENT]
-    assert [binding.key for binding in kept] == [f"model.{n}.grad" for n, _ in case.models[0].named_parameters()]
-    assert all(captured.values[binding.value].storage in captured.graph.persistent for binding in kept)
+    gradients = [binding for binding in captured.states if binding.kind is StorageKind.GRADIENT]
+    assert [binding.key for binding in gradients] == [f"model.{n}.grad" for n, _ in case.models[0].named_parameters()]
+    assert all(captured.values[binding.value].storage in captured.graph.persistent for binding in gradients)
     assert captured.gradients_left == ()
     assert captured.gradients_cleared == ()
 
@@ -224,7 +224,7 @@ def test_gradient_shared_by_two_parameters_is_left_as_two_copies() -> None:
             layer.weight.grad = x
 
     captured = capture_step(step, [model], [], (torch.ones(2, 2),), {})
-    first, second = (captured.values[left.value].storage for left in captured.gradients_left)
+    first, second = (captured.values[gradient.value].storage for gradient in captured.gradients_left)
     assert first != second
     assert len(ops_named(captured, "aten.clone.default")) == 2
 
@@ -287,19 +287,19 @@ def test_arguments_are_named_by_their_position() -> None:
 
 def test_parameter_hooks_receive_the_users_parameters() -> None:
     model = nn.Linear(3, 3)
-    seen: list[bool] = []
+    is_users_bias: list[bool] = []
 
     def double(p: torch.Tensor) -> None:
         p.grad.mul_(2)
 
     model.weight.register_post_accumulate_grad_hook(double)
-    model.bias.register_post_accumulate_grad_hook(lambda p: seen.append(p is model.bias))
+    model.bias.register_post_accumulate_grad_hook(lambda p: is_users_bias.append(p is model.bias))
 
     def step(x: torch.Tensor) -> None:
         model(x).sum().backward()
 
     captured = capture_step(step, [model], [], (torch.ones(2, 3),), {})
-    assert seen == [True]
+    assert is_users_bias == [True]
     (doubled,) = ops_named(captured, "aten.mul_.Tensor")
     assert captured.graph.storages[doubled.mutates[0]].name == "weight.grad"
 

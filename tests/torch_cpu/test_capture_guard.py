@@ -211,15 +211,15 @@ class Hiding(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                made = torch.zeros_like(p)
+                hidden = torch.zeros_like(p)
                 if self.place == "list":
-                    self.state[p]["all"] = [made]
+                    self.state[p]["all"] = [hidden]
                 elif self.place == "attribute":
-                    self.made = made
+                    self.made = hidden
                 elif self.place == "group":
-                    group["made"] = made
+                    group["made"] = hidden
                 else:
-                    self.state["all"] = {"made": made}
+                    self.state["all"] = {"made": hidden}
 
 
 def test_unsupported_optimizers_are_refused() -> None:
@@ -229,7 +229,7 @@ def test_unsupported_optimizers_are_refused() -> None:
     hooked.register_step_post_hook(lambda *_: None)
     replaced = torch.optim.SGD(parameters, lr=0.1)
     replaced.step = lambda: None  # type: ignore[method-assign]
-    for optimizer, why in [
+    for optimizer, reason in [
         (torch.optim.LBFGS(parameters), "unknown number of times"),
         (torch.optim.SparseAdam(parameters), "sparse gradients"),
         (torch.optim.Adam(parameters, differentiable=True), "autograd graph"),
@@ -243,7 +243,7 @@ def test_unsupported_optimizers_are_refused() -> None:
     ]:
         world.optimizer = optimizer
         before = set(vars(optimizer))
-        with pytest.raises(CaptureError, match=re.escape(why)):
+        with pytest.raises(CaptureError, match=re.escape(reason)):
             world.capture(world.learn)
         assert set(vars(optimizer)) == before
         assert not any(isinstance(key, str) for key in optimizer.state)

@@ -131,11 +131,13 @@ def averaging(average_of: Callable[[nn.Module], AveragedModel]) -> tuple[Any, An
 )
 def test_averaged_model_is_updated_within_the_step(average_of: Callable[[nn.Module], AveragedModel]) -> None:
     models, optimizer, step = averaging(average_of)
-    others, _, plain = averaging(average_of)
+    plain_models, _, plain = averaging(average_of)
     compiled = outofcore.compile(step, models, optimizer, budget="64MiB")
     for _ in range(4):
         x = torch.randn(16, 8)
         assert torch.equal(compiled(x), plain(x))
-        for one, other in zip(models[1].state_dict().values(), others[1].state_dict().values(), strict=True):
-            assert torch.equal(one, other)
+        for actual, expected in zip(
+            models[1].state_dict().values(), plain_models[1].state_dict().values(), strict=True
+        ):
+            assert torch.equal(actual, expected)
     compiled.close()

@@ -62,8 +62,8 @@ class Experts(nn.Module):
         scores, expert = self.router(words).float().softmax(-1).max(-1)
         order = expert.argsort(stable=True)
         ends = (expert[:, None] == torch.arange(3)).sum(0).cumsum(0).to(torch.int32)
-        found = torch._grouped_mm(words[order], self.weight, offs=ends)
-        return torch.empty_like(found).index_copy(0, order, found).mul(scores[:, None])
+        products = torch._grouped_mm(words[order], self.weight, offs=ends)
+        return torch.empty_like(products).index_copy(0, order, products).mul(scores[:, None])
 
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
@@ -206,10 +206,10 @@ def check_bits(model: nn.Module, x: torch.Tensor, *, half: bool) -> None:
     model.zero_grad()
     torch.manual_seed(3)
     plain = step(x)
-    for one, other in zip((*ours, *grads), (*plain, *[p.grad for p in model.parameters()]), strict=True):
-        assert (one is None) == (other is None)
-        assert one is None or torch.equal(one, other)
-        assert one is None or one.stride() == other.stride()
+    for actual, expected in zip((*ours, *grads), (*plain, *[p.grad for p in model.parameters()]), strict=True):
+        assert (actual is None) == (expected is None)
+        assert actual is None or torch.equal(actual, expected)
+        assert actual is None or actual.stride() == expected.stride()
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, after[name]), name
     assert replay.mismatches == []

@@ -148,9 +148,9 @@ def test_rehearsal_changes_neither_optimizer_nor_flags() -> None:
     assert update.is_first()
     assert optimizer.state_dict() == before
     update(params, grads, adam_states())
-    again = Rehearsal(update)
-    assert not again.makes_state
-    again(params, grads, [[t.fill_(-1e30) for t in adam_states()[0]]])
+    second_rehearsal = Rehearsal(update)
+    assert not second_rehearsal.makes_state
+    second_rehearsal(params, grads, [[t.fill_(-1e30) for t in adam_states()[0]]])
     assert not update.is_first()
 
 
@@ -172,9 +172,9 @@ def test_state_layouts_are_learned_without_a_step(make: Any, shapes: dict[str, t
     parameter = torch.nn.Parameter(torch.randn(4, 6).t())
     optimizer = make([parameter])
     before = copy.deepcopy(optimizer.state_dict())
-    (found,) = StateLayouts(optimizer).learn([(0, parameter)], [shape_of(parameter)])
-    assert {name: shape.shape for name, shape in found.tensors.items()} == shapes
-    assert all(shape.stride == (1, 6) for shape in found.tensors.values() if shape.shape == (6, 4))
+    (layouts,) = StateLayouts(optimizer).learn([(0, parameter)], [shape_of(parameter)])
+    assert {name: shape.shape for name, shape in layouts.tensors.items()} == shapes
+    assert all(shape.stride == (1, 6) for shape in layouts.tensors.values() if shape.shape == (6, 4))
     assert str(optimizer.state_dict()) == str(before)
 
 
@@ -182,18 +182,18 @@ def test_state_bindings_name_their_owner() -> None:
     case = cases.mlp(lambda p: torch.optim.Adam(p, lr=0.01))
     optimizer, model = case.optimizers[0], case.models[0]
     captured = capture_step(case.step, case.models, case.optimizers, case.batch(), {})
-    found = [b for b in captured.states if b.kind is StorageKind.OPTIMIZER_STATE]
-    assert all(b.tensor is None for b in found)
-    owners = {(id(b.owner.parameter), b.owner.name) for b in found}
+    bindings = [b for b in captured.states if b.kind is StorageKind.OPTIMIZER_STATE]
+    assert all(b.tensor is None for b in bindings)
+    owners = {(id(b.owner.parameter), b.owner.name) for b in bindings}
     assert owners == {(id(p), name) for p in model.parameters() for name in ADAM}
     case.step(*case.batch())
-    again = capture_step(case.step, case.models, case.optimizers, case.batch(), {})
-    for binding in again.states:
+    recaptured = capture_step(case.step, case.models, case.optimizers, case.batch(), {})
+    for binding in recaptured.states:
         if binding.kind is StorageKind.OPTIMIZER_STATE:
             assert isinstance(binding.owner, StateOwner)
             assert binding.owner.optimizer is optimizer
             assert binding.tensor is optimizer.state[binding.owner.parameter][binding.owner.name]
-    assert [o.family for o in captured.graph.ops][-1] != [o.family for o in again.graph.ops][-1]
+    assert [o.family for o in captured.graph.ops][-1] != [o.family for o in recaptured.graph.ops][-1]
 
 
 def test_two_optimizer_steps_in_one_step_share_state() -> None:
@@ -213,12 +213,12 @@ def test_two_optimizer_steps_in_one_step_share_state() -> None:
     torch.manual_seed(5)
     Replay(captured)(*args)
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
-    again = cases.supervised(plain, optimizer)
+    plain_step = cases.supervised(plain, optimizer)
     torch.manual_seed(5)
-    again(*args)
-    again(*args)
-    for one, other in zip(case.models[0].parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one, other)
+    plain_step(*args)
+    plain_step(*args)
+    for actual, expected in zip(case.models[0].parameters(), plain.parameters(), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_every_update_can_be_rehearsed_on_scratch_tensors() -> None:
@@ -265,22 +265,22 @@ def test_bound_update_matches_the_plain_optimizer(kind: type[torch.optim.Optimiz
     twin = kind([{"params": [twins[0]], "lr": 0.1}, {"params": [twins[1]], "lr": 0.2}], **settings)
     layouts = StateLayouts(optimizer)
     grads = [torch.randn_like(p) for p in users]
-    found = [
+    tensor_shapes = [
         layouts.learn([(n, p)], [shape_of(g)])[0].tensors for n, (p, g) in enumerate(zip(users, grads, strict=True))
     ]
-    members = [Member(p, n, tuple(names)) for n, (p, names) in enumerate(zip(users, found, strict=True))]
+    members = [Member(p, n, tuple(names)) for n, (p, names) in enumerate(zip(users, tensor_shapes, strict=True))]
     params = [p.detach().clone() for p in users]
-    states = [[shape.empty(torch.device("cpu")).fill_(9) for shape in names.values()] for names in found]
+    states = [[shape.empty(torch.device("cpu")).fill_(9) for shape in names.values()] for names in tensor_shapes]
     update = OptimizerUpdate(optimizer, members, set())
     bound = update.on(params, grads, states)
     for number in range(9):
         for gradient in grads:
             gradient.normal_()
-        for one, own in ((optimizer, users), (twin, twins)):
-            one.param_groups[0]["lr"] = 0.1 / (1 + number)
-            entries = one.state.get(own[0], {})
+        for current, values in ((optimizer, users), (twin, twins)):
+            current.param_groups[0]["lr"] = 0.1 / (1 + number)
+            entries = current.state.get(values[0], {})
             if number == 7 and entries:
-                one.state[own[0]] = dict(entries)
+                current.state[values[0]] = dict(entries)
         if number == 4:
             optimizer.state.clear()
             twin.state.clear()
@@ -290,10 +290,12 @@ def test_bound_update_matches_the_plain_optimizer(kind: type[torch.optim.Optimiz
         bound(params, grads, states)
         twin.step()
         assert [torch.equal(a, b) for a, b in zip(params, twins, strict=True)] == [True, True]
-        for member, own, parameter in zip(members, states, twins, strict=True):
-            left = twin.state.get(parameter, {})
+        for member, values, parameter in zip(members, states, twins, strict=True):
+            expected = twin.state.get(parameter, {})
             assert all(
-                torch.equal(t, left[n]) for n, t in zip(member.names, own, strict=True) if left.get(n) is not None
+                torch.equal(t, expected[n])
+                for n, t in zip(member.names, values, strict=True)
+                if expected.get(n) is not None
             )
     assert set(optimizer.state) <= set(users)
     assert bool(optimizer.state) <= bool(twin.state)
@@ -310,13 +312,13 @@ def test_failed_update_restarts_from_the_users_state(monkeypatch: pytest.MonkeyP
     shadow, before = bound._shadow, params[0].clone()
     assert shadow is not None
 
-    def fails(one: torch.optim.Optimizer) -> None:
-        for entries in one.state.values():
+    def fail(failing: torch.optim.Optimizer) -> None:
+        for entries in failing.state.values():
             entries["step"] = torch.tensor(1e6)
         raise RuntimeError("no more")
 
     with monkeypatch.context() as patch:
-        patch.setattr(optimizers_module, "plain_optimizer_step", lambda _: fails)
+        patch.setattr(optimizers_module, "plain_optimizer_step", lambda _: fail)
         with pytest.raises(RuntimeError, match="no more"):
             bound(params, grads, states)
     assert torch.equal(params[0], before)
@@ -343,8 +345,8 @@ def test_parameter_and_moments_may_be_on_different_devices() -> None:
         optimizer = torch.optim.AdamW([parameter])
         moments = {name: torch.empty(3, 4, device=moments_at) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
-        (found,) = StateLayouts(optimizer, far).learn([(0, parameter)], [shape_of(parameter)])
-        assert set(found.tensors) == {"exp_avg", "exp_avg_sq"}
+        (layouts,) = StateLayouts(optimizer, far).learn([(0, parameter)], [shape_of(parameter)])
+        assert set(layouts.tensors) == {"exp_avg", "exp_avg_sq"}
 
 
 @pytest.mark.parametrize(
@@ -368,12 +370,12 @@ def test_measured_update_requests_are_not_reused_for_other_settings(
             for _ in range(2):
                 ours(*batch())
                 assert ours.stats.off_plan == 0
-            found = ours.planned.program.arena_bytes
+            arena_bytes = ours.planned.program.arena_bytes
             # As by a schedule of the user.
             optimizer.param_groups[0]["weight_decay"] = 0.01 - rate
             ours(*batch())
             assert ours.stats.off_plan == 0
-            return found
+            return arena_bytes
 
     assert run(0.0) < run(0.01)
     assert run(0.0) == run(0.0)
@@ -391,13 +393,13 @@ class Counting(torch.optim.Optimizer):
             for parameter in reversed(group["params"]):
                 if parameter.grad is None:
                     continue
-                own = self.state[parameter]
-                if not own:
-                    own.update(last=torch.zeros_like(parameter), count=0, sum=torch.zeros_like(parameter))
-                own["count"] += 1
-                own["sum"].add_(parameter.grad)
-                own["last"].copy_(parameter.grad)
-                parameter.sub_(own["sum"], alpha=group["lr"] / own["count"])
+                state = self.state[parameter]
+                if not state:
+                    state.update(last=torch.zeros_like(parameter), count=0, sum=torch.zeros_like(parameter))
+                state["count"] += 1
+                state["sum"].add_(parameter.grad)
+                state["last"].copy_(parameter.grad)
+                parameter.sub_(state["sum"], alpha=group["lr"] / state["count"])
 
 
 class IndependentCounting(Counting):
@@ -408,9 +410,9 @@ class IndependentCounting(Counting):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    own = self.state[parameter]
-                    own["rounds"] = own.get("rounds", 0) + 1
-                    parameter.sub_(parameter.grad, alpha=group["lr"] / own["rounds"])
+                    state = self.state[parameter]
+                    state["rounds"] = state.get("rounds", 0) + 1
+                    parameter.sub_(parameter.grad, alpha=group["lr"] / state["rounds"])
 
 
 ORDERED: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -459,17 +461,17 @@ def orders(kind: Any, settings: dict[str, Any], budget: str) -> list[Any]:
         return loss.detach()
 
     run = outofcore.compile(step, model, optimizers, budget=budget, home="host", policy="keep-all") if budget else step
-    found: list[Any] = []
+    results: list[Any] = []
     for number, with_late in enumerate((False, True, False, True)):
         if number == 3:
             del optimizers[0].state[small_bias]
         run(torch.ones(2, 4), with_late)
         for optimizer in optimizers:
             saved = optimizer.state_dict()
-            found.append([(names[id(p)], list(own)) for p, own in optimizer.state.items()])
-            found.append([(number, list(own)) for number, own in saved["state"].items()])
-            found.append([list(group) for group in saved["param_groups"]])
-    return [*found, *[parameter.detach().sum().item() for parameter in model.parameters()]]
+            results.append([(names[id(p)], list(state)) for p, state in optimizer.state.items()])
+            results.append([(number, list(state)) for number, state in saved["state"].items()])
+            results.append([list(group) for group in saved["param_groups"]])
+    return [*results, *[parameter.detach().sum().item() for parameter in model.parameters()]]
 
 
 @pytest.mark.parametrize("name", ORDERED)

@@ -94,20 +94,20 @@ def use_outside_tensor(w: World) -> Any:
 
 
 def use_outside_module(w: World) -> Any:
-    other = nn.Linear(4, 4)
+    outside = nn.Linear(4, 4)
 
     def step(x: torch.Tensor) -> Any:
-        return w.learn(other(x))  # use_outside_module
+        return w.learn(outside(x))  # use_outside_module
 
     return step
 
 
 def use_outside_optimizer(w: World) -> Any:
-    other = torch.optim.SGD(w.model.parameters(), lr=0.1)
+    outside = torch.optim.SGD(w.model.parameters(), lr=0.1)
 
     def step(x: torch.Tensor) -> Any:
         w.model(x).sum().backward()
-        other.step()  # use_outside_optimizer
+        outside.step()  # use_outside_optimizer
 
     return step
 
@@ -271,8 +271,8 @@ WITH_LINE = [
 ]
 
 
-@pytest.mark.parametrize(("make", "what", "advice"), WITH_LINE, ids=lambda value: getattr(value, "__name__", None))
-def test_refusal_names_line_and_advice(make: MakeStep, what: str, advice: str) -> None:
+@pytest.mark.parametrize(("make", "phrase", "advice"), WITH_LINE, ids=lambda value: getattr(value, "__name__", None))
+def test_refusal_names_line_and_advice(make: MakeStep, phrase: str, advice: str) -> None:
     world = World()
     step = make(world)
     before = picture(world)
@@ -281,7 +281,7 @@ def test_refusal_names_line_and_advice(make: MakeStep, what: str, advice: str) -
     expected = f"{__file__}:{line_of(make.__name__)}"
     assert caught.value.location == expected
     assert str(caught.value).startswith(expected)
-    assert what in str(caught.value)
+    assert phrase in str(caught.value)
     assert advice in str(caught.value)
     assert_same_picture(before, picture(world))
 
