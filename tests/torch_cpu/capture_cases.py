@@ -175,7 +175,7 @@ def accumulation_inside() -> Case:
 
 
 def gradients_left() -> Case:
-    """Clear gradients at the start of the step, so that those of the last call remain."""
+    """Clear gradients at the start of the step, so that the gradients of the last call remain."""
     model = mlp_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
 

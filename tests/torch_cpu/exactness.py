@@ -80,11 +80,11 @@ def grads_of(case: Case) -> list[Any]:
     return [p.grad for model in case.models for p in model.parameters()]
 
 
-def unchanged(captured: Captured) -> Captured:
+def identity(captured: Captured) -> Captured:
     return captured
 
 
-def check_exact(make: Callable[[], Case], change: Callable[[Captured], Captured] = unchanged) -> Replay:
+def check_exact(make: Callable[[], Case], change: Callable[[Captured], Captured] = identity) -> Replay:
     ours, plain = twice(make)
     replay, captured_signature = None, None
     for k in range(STEPS):

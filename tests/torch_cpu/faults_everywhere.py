@@ -67,7 +67,7 @@ UNCHANGED, DONE, TORN = "as they were before this step", "step has been made", "
 
 
 class Kind(enum.IntEnum):
-    """The kind of call that fails; the numbers are those of fail_nth.cpp."""
+    """The kind of call that fails; numbered as in fail_nth.cpp."""
 
     ALLOCATION = 1
     OBJECT = 2  # operator new of any size in native code of the package
@@ -141,7 +141,7 @@ class Injector:
         self.library.fail_arm(int(kind), ctypes.c_long(number), ctypes.c_long(last), code)
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Exempt the calls of the test itself."""
         self.library.fail_pause(1)
         try:
@@ -268,7 +268,7 @@ def train_step(run: Run, kind: Kind, expected: Any, options: dict[str, Any], inj
     model, optimizer, step = faulty.sides()
     injector.arm(kind, run.n, run.lasting)
 
-    def failed(error: BaseException) -> None:
+    def record_failure(error: BaseException) -> None:
         injector.disarm()
         run.raised.append(describe_error(error))
         run.outcome = "error"
@@ -282,12 +282,12 @@ def train_step(run: Run, kind: Kind, expected: Any, options: dict[str, Any], inj
         except Exception as error:
             if run.raised:
                 raise
-            failed(error)
+            record_failure(error)
             if not have_equal_bits(faulty.contents(model, optimizer), snapshots[0]):
                 run.faults.append("compile() has changed the model")
     completed = 0
     while completed < STEPS:
-        with injector.paused():
+        with injector.pause():
             torch.manual_seed(completed)
             batch = faulty.batch(completed)
         try:
@@ -295,20 +295,20 @@ def train_step(run: Run, kind: Kind, expected: Any, options: dict[str, Any], inj
         except Exception as error:
             if run.raised:
                 raise
-            failed(error)
+            record_failure(error)
             completed = completed_steps(run, error, faulty.contents(model, optimizer), snapshots, completed)
             if run.outcome == "torn":
                 check_refusal(run, ours, completed)
                 break
             continue
-        with injector.paused():
+        with injector.pause():
             if not torch.equal(loss, losses[completed]):
                 run.faults.append(f"the loss of step {completed} is another one")
         completed += 1
     try:
         ours.close()
     except Exception as error:
-        failed(error)
+        record_failure(error)
         ours.close()
     injector.disarm()
     now = faulty.contents(model, optimizer)
@@ -340,7 +340,7 @@ def completed_steps(run: Run, error: BaseException, now: Any, snapshots: Any, co
     if DONE in notes or UNCHANGED in notes:
         completed += DONE in notes
         if not have_equal_bits(now, snapshots[completed]):
-            run.faults.append("the model is not as the note says")
+            run.faults.append("the model does not match the note")
         return completed
     run.faults.append("there is no note")
     return completed
@@ -478,7 +478,7 @@ def train_loop(run: Run, kind: Kind, expected: Any, options: dict[str, Any], inj
     sides = loop_sides()
     injector.arm(kind, run.n, run.lasting)
 
-    def failed(error: BaseException) -> None:
+    def record_failure(error: BaseException) -> None:
         injector.disarm()
         run.raised.append(describe_error(error))
         run.outcome = "error"
@@ -494,19 +494,19 @@ def train_loop(run: Run, kind: Kind, expected: Any, options: dict[str, Any], inj
             except Exception as error:
                 if run.raised:
                     raise
-                failed(error)
+                record_failure(error)
                 if not have_equal_bits(copy_tensors(sides), snapshots[completed]):
                     run.faults.append("start() has changed the model")
         array = None
         while completed < steps:
             try:
                 loss = loop_step(sides, completed)
-                if array is None:  # a tensor whose address has been taken
+                if array is None:  # take the address of a tensor
                     array = sides[0][1].weight.detach().numpy()
             except Exception as error:
                 if run.raised:
                     raise
-                failed(error)
+                record_failure(error)
                 prints = Fingerprints()
                 if prints.digest(sides) not in hashes[completed][0]:
                     wrong = [
@@ -522,9 +522,9 @@ def train_loop(run: Run, kind: Kind, expected: Any, options: dict[str, Any], inj
         try:
             loop.stop()
         except Exception as error:
-            failed(error)
+            record_failure(error)
             loop.stop()
-        with injector.paused():
+        with injector.pause():
             if array is not None and not (array == snapshots[completed]["1.weight"].numpy()).all():
                 run.faults.append("an array over a weight shows other bytes")
             array = None

@@ -1,4 +1,4 @@
-"""A model whose steps fail on purpose, and its plain counterpart."""
+"""A model with steps that fail on purpose, and its plain counterpart."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Sides = tuple[nn.Module, torch.optim.Optimizer, Callable[..., torch.Tensor]]
 
 
 def sides() -> Sides:
-    """Build a model with dropout whose step changes batch norm early and large parameters late."""
+    """Build a model with dropout, and a step that changes batch norm early and large parameters late."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Embedding(64, 256), nn.Linear(256, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 256)
@@ -116,7 +116,7 @@ class FaultError(Exception):
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, step: Any, kind: str, number: int, error: BaseException) -> None:
-    """Make one read or write of a home fail, counting the copies of the step, then those of Python."""
+    """Make one read or write of a home fail, counting first the native copies of a step, then Python's."""
     slots = [
         (copies.pieces[copy.first_piece], copies.sources[copy.first_piece])
         for copies in step._session.engine._copies.values()

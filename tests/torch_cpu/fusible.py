@@ -122,5 +122,5 @@ def trained(name: str, budget: int | str, **overrides: Any) -> tuple[list[str], 
 
 
 if __name__ == "__main__":
-    found = trained(sys.argv[1], sys.argv[2], policy="offload-all")[0]
-    Path(sys.argv[3]).write_text(json.dumps(found), encoding="utf-8")
+    losses = trained(sys.argv[1], sys.argv[2], policy="offload-all")[0]
+    Path(sys.argv[3]).write_text(json.dumps(losses), encoding="utf-8")

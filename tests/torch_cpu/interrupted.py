@@ -180,7 +180,7 @@ def completed_calls(
     if DONE in round_.told or UNCHANGED in round_.told:
         completed += DONE in round_.told
         if not have_equal_bits(now, expected[completed]):
-            round_.faults.append("the model is not as the note says")
+            round_.faults.append("the model does not match the note")
         return completed
     # An interrupt at the borders of the call has no note.
     if len(frames) > 1:
@@ -189,7 +189,7 @@ def completed_calls(
         return completed
     if completed < CALLS and have_equal_bits(now, expected[completed + 1]):
         return completed + 1
-    round_.faults.append("the model is neither as before the step nor as after it")
+    round_.faults.append("the model is not in the state before the step or after it")
     return completed
 
 

@@ -119,7 +119,7 @@ class _StopError(Exception):
 
 
 class _Raises(torch.autograd.Function):
-    """An identity function whose forward or backward pass raises on a chosen use."""
+    """An identity function that raises on a chosen use of its forward or backward pass."""
 
     remaining: ClassVar[dict[str, int]] = {"forward": 0, "backward": 0}
 
@@ -178,7 +178,7 @@ def _raise(*_: Any) -> None:
 
 
 def _interrupt_training(pool: Pool, draw: random.Random) -> None:
-    """Interrupt steps on copies of tensors, whose results are discarded: the originals must not change."""
+    """Interrupt steps on copies of tensors and discard the results: the originals must not change."""
     copies, after, generator = [x.clone() for x in pool[:8]], draw.random() * 0.02, torch.get_rng_state()
     order, armed = random.Random(draw.random()), [True]
 
@@ -206,7 +206,7 @@ def _interrupt_training(pool: Pool, draw: random.Random) -> None:
 
 
 def _branch(pool: Pool, draw: random.Random) -> bool:
-    """Compute a tensor whose op and size depend on values."""
+    """Compute a tensor with an op and a size that depend on values."""
     x = _pick_tensor(pool, draw)
     positive = bool(x.mean() > 0)
     rows = int(x.abs().sum().nan_to_num(0, 0, 0).item()) % 150 + 20

@@ -45,9 +45,9 @@ class Replay:
         for storage, tensor in captured.constants.items():
             self.bytes[storage] = tensor.untyped_storage()
         self._last_use = {s: uses[-1] for s, uses in enumerate(graph.uses) if uses}
-        persistent = graph.persistent | set(graph.outputs) | set(captured.constants) | set(captured.ranges)
-        persistent |= {captured.values[binding.value].storage for binding in captured.inputs}
-        self._persistent = persistent
+        freed_at_end = graph.persistent | set(graph.outputs) | set(captured.constants) | set(captured.ranges)
+        freed_at_end |= {captured.values[binding.value].storage for binding in captured.inputs}
+        self._freed_at_end = freed_at_end
 
     def tensor(self, value: int | Value) -> torch.Tensor:
         value_layout = self.captured.values[value] if isinstance(value, int) else value
@@ -131,7 +131,7 @@ class Replay:
             created.add(value.storage)
         assert created == set(op.creates), op.name
         for storage in op.touched:
-            if self._last_use[storage] == op.id and storage not in self._persistent:
+            if self._last_use[storage] == op.id and storage not in self._freed_at_end:
                 del self.bytes[storage]
 
     def _compare(self, op: Any, property_name: str, fake: Any, real: Any) -> None:

@@ -25,7 +25,7 @@ from outofcore.planning.offload_all import offload_all
 from outofcore.policies import Asked, Plan, Residency
 from outofcore.program import Run
 
-# The square of this is divisible by neither two nor three.
+# Its square is not divisible by two or three.
 WIDTH = 301
 
 Make = Callable[[nn.Module, Optimizer], Any]
@@ -190,12 +190,14 @@ def order(rank: int) -> None:
     model, optimizer = build_model("AdamW")
     step = summing(model, optimizer)
     theirs = [step(*batch).detach().clone() for batch in batches(rank, 4)] + tensors(model, optimizer)
-    ours, planned = train_sharded("AdamW", unclipped, rank)
+    ours, planned = train_sharded("AdamW", without_clipping, rank)
     same(ours, theirs, "in core")
-    same(train_sharded("AdamW", unclipped, rank, planned.program.arena_bytes * 8 // 10)[0], theirs, "out of core")
+    same(
+        train_sharded("AdamW", without_clipping, rank, planned.program.arena_bytes * 8 // 10)[0], theirs, "out of core"
+    )
 
 
-def unclipped(model: nn.Module, optimizer: Optimizer) -> Any:
+def without_clipping(model: nn.Module, optimizer: Optimizer) -> Any:
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
@@ -250,7 +252,7 @@ def states(rank: int) -> None:
     assert torch.isfinite(model(batch[0])).all()
     clearing_first(model, optimizer)(*batch)  # training continues in plain PyTorch
 
-    def compiled(model: nn.Module, optimizer: Any, **settings: Any) -> Any:
+    def compile_model(model: nn.Module, optimizer: Any, **settings: Any) -> Any:
         def step(x: Tensor) -> Tensor:
             return model(x)
 
@@ -258,16 +260,18 @@ def states(rank: int) -> None:
 
     for kind in (torch.optim.Adafactor, torch.optim.LBFGS):
         text = f"the optimizer {kind.__name__} updates first.weight, which is to be spread"
-        refused(InputError, text, lambda kind=kind: compiled(model, kind(model.parameters()), shard=True))
+        refused(InputError, text, lambda kind=kind: compile_model(model, kind(model.parameters()), shard=True))
     refused(
-        InputError, "give the module that is inside", lambda: compiled(DistributedDataParallel(model), None, shard=True)
+        InputError,
+        "give the module that is inside",
+        lambda: compile_model(DistributedDataParallel(model), None, shard=True),
     )
-    refused(InputError, "leave 'dynamic'", lambda: compiled(model, None, shard=True, dynamic=True))
-    refused(InputError, "must be a process group", lambda: compiled(model, None, shard="all"))
+    refused(InputError, "leave 'dynamic'", lambda: compile_model(model, None, shard=True, dynamic=True))
+    refused(InputError, "must be a process group", lambda: compile_model(model, None, shard="all"))
     torch.manual_seed(0)
     wide = nn.Linear(256, 256 + rank)
     text = "have other models: " if rank else "rank 1 and rank 0 have other models: "
-    refused(InputError, text, lambda: compiled(wide, None, shard=True)(torch.ones(2, 256)))
+    refused(InputError, text, lambda: compile_model(wide, None, shard=True)(torch.ones(2, 256)))
     assert not wide.weight.is_meta
     death(rank)
 
@@ -307,7 +311,7 @@ def frozen(rank: int) -> None:
         return (
             model,
             optimizer,
-            outofcore.compile(unclipped(model, optimizer), model, optimizer, budget="64MiB", shard=True),
+            outofcore.compile(without_clipping(model, optimizer), model, optimizer, budget="64MiB", shard=True),
         )
 
     model, optimizer, step = adapting(0)
@@ -340,7 +344,9 @@ def loading(folder: Path) -> None:
 def death(rank: int) -> None:
     """Check that the death of a process ends the steps of others, and that they can close."""
     model, optimizer = build_model("SGD")
-    step = outofcore.compile(unclipped(model, optimizer), model, optimizer, budget="64MiB", home="host", shard=True)
+    step = outofcore.compile(
+        without_clipping(model, optimizer), model, optimizer, budget="64MiB", home="host", shard=True
+    )
     all_batches = list(batches(rank, 3))
     step(*all_batches[0])
     if rank == 1:

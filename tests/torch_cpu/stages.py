@@ -55,7 +55,7 @@ def model_of(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
 
 
 class Noisy(torch.utils.data.Dataset[Any]):
-    """A data set whose samples have new random noise each time."""
+    """A data set with new random noise in each sample."""
 
     def __init__(self) -> None:
         torch.manual_seed(1)

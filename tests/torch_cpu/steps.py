@@ -58,7 +58,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def language_model(kind: str) -> Case:
-    """Return a step of a Hugging Face model, most of whose storages are large enough to be evicted."""
+    """Return a step of a Hugging Face model with random weights and mostly evictable storages."""
     transformers = pytest.importorskip("transformers")
     transformers.utils.logging.set_verbosity_error()
     sizes = {

@@ -81,6 +81,6 @@ def test_switched_and_merged_adapters_match_peft_bit_for_bit(tied: bool, checkpo
             evicted = {program.blocks[i.block].storage for i in program.instructions if isinstance(i, CopyOut)}
             assert not evicted & graph.frozen
             evicted_or_clean += len(evicted) + len(program.clean)
-        assert evicted_or_clean, "everything fits: the budget shows nothing"
+        assert evicted_or_clean, "the budget is too large: no tensor was evicted"
         for (name, expected), actual in zip(plain.named_parameters(), model.parameters(), strict=True):
             assert torch.equal(expected, actual), name

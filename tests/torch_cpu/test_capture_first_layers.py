@@ -1,4 +1,4 @@
-"""Tests of first layers, whose backward pass computes no input gradient, out of core."""
+"""Tests of first layers, which compute no input gradient in backward, out of core."""
 
 from __future__ import annotations
 

@@ -426,7 +426,7 @@ ORDERED: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 class Wide(torch.nn.Module):
-    """A model whose large parameters are updated alone and whose small ones are updated together."""
+    """A model with large parameters, updated alone, and small ones, updated together."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -109,7 +109,7 @@ class Table(nn.Module):
 
 @pytest.mark.parametrize("steps", [1, 12])
 def test_failing_op_is_named_in_a_note(steps: int) -> None:
-    """In a first step, and in later steps whose ops native code calls."""
+    """In a first step, and in later steps that run in native code."""
     model = nn.Sequential(Table())
 
     def step(numbers: torch.Tensor) -> torch.Tensor:
