@@ -12,7 +12,6 @@ from torch.func import functional_call
 
 
 def by_hand() -> Case:
-    """Plain gradient descent that updates each parameter by a different operator."""
     model = mlp_model()
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -103,8 +102,6 @@ def hooked_weights() -> Case:
 
 
 def shared_memory() -> Case:
-    """Parameters that are views of one flat buffer."""
-
     class Flat(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -122,7 +119,6 @@ def shared_memory() -> Case:
 
 
 def observed() -> Case:
-    """Hooks on modules and tensors, a profiler range, and packed saved tensors."""
     model = mlp_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model[0].register_forward_hook(lambda module, args, out: out * 1.5)

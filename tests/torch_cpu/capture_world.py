@@ -16,8 +16,6 @@ from outofcore.capture import capture_step
 
 
 class Noisy(nn.Module):
-    """A module with attributes that a step may write."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 3)
@@ -31,8 +29,6 @@ class Noisy(nn.Module):
 
 
 class World:
-    """The model, optimizer and tensors that the steps of a test use."""
-
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.model = Noisy()

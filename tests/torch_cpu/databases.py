@@ -45,8 +45,6 @@ Case = Callable[[], list[Any]]
 
 
 def fresh(value: Any) -> Any:
-    """Return a copy with new tensors."""
-
     def copy_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
             return copy.deepcopy(leaf)
@@ -101,7 +99,6 @@ def equal(actual: Any, expected: Any) -> bool:
 def train_module(
     prototype: nn.Module, arguments: Any, make: Callable[..., torch.optim.Optimizer], *, read: bool
 ) -> list[Any]:
-    """Train one module for three steps and return all its results."""
     torch.manual_seed(1)
     module, (args, kwargs) = copy.deepcopy(prototype).train(), fresh(arguments)
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]

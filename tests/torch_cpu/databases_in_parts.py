@@ -44,8 +44,6 @@ ROOM = 1 << 30
 
 @dataclass(frozen=True)
 class Sample:
-    """A call of an operator or module, with its arguments and keyword arguments."""
-
     name: str
     call: Callable[..., Any]
     given: tuple[tuple[Any, ...], dict[str, Any]]

@@ -59,7 +59,7 @@ from outofcore.follow.native import load_paging
 from outofcore.runtime.native import load_native
 
 STEPS = 3
-# A child has hung if it computes for less than a second within IDLE_S, or for longer than MOST_S in all.
+# A child has hung if it computes for less than a second within IDLE_S, or for longer than MAX_S in all.
 IDLE_S, MAX_S = 60, 300
 # A thread's stack and pages cached by the heap do not count as leaks.
 SLACK_BYTES = 24 << 20
@@ -117,8 +117,6 @@ class Run:
 
 @dataclass(frozen=True)
 class Resources:
-    """The system resources of a process."""
-
     threads: int
     descriptors: list[str]
     files: list[str]
@@ -142,7 +140,6 @@ class Injector:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Exempt the calls of the test itself."""
         self.library.fail_pause(1)
         try:
             yield
@@ -161,7 +158,6 @@ class Injector:
         return int(self.library.fail_seen())
 
     def native_stack(self) -> list[str]:
-        """Return the native stack of the first failed call, innermost first."""
         text = ctypes.create_string_buffer(8192)
         self.library.fail_where(text, ctypes.c_size_t(len(text)))
         return [line for line in text.value.decode(errors="replace").splitlines() if "fail-nth" not in line]
@@ -184,7 +180,6 @@ def is_documented(error: BaseException, kind: Kind) -> bool:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error with its innermost frames in the library, or in PyTorch."""
     every = traceback.extract_tb(error.__traceback__)
     frames = [f for f in every if "outofcore" in f.filename] or every
     at = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames[-4:]))
@@ -263,7 +258,6 @@ def compile_options(home: str, folder: Path, cache: Path, budget: int) -> dict[s
 
 
 def train_step(run: Run, kind: Kind, expected: Any, options: dict[str, Any], injector: Injector) -> None:
-    """Run the compiled steps, and run each failed one again."""
     losses, snapshots = expected
     model, optimizer, step = faulty.sides()
     injector.arm(kind, run.n, run.lasting)
@@ -320,7 +314,6 @@ def train_step(run: Run, kind: Kind, expected: Any, options: dict[str, Any], inj
 
 
 def check_refusal(run: Run, ours: Any, completed: int) -> None:
-    """Check that a torn step refuses to run."""
     try:
         ours(faulty.batch(completed))
     except StateError as error:
@@ -359,7 +352,6 @@ def loop_sides() -> LoopSides:
 
 
 def loop_step(sides: LoopSides, number: int) -> float:
-    """Run one step, which can be repeated from the same model."""
     model, optimizer = sides
     torch.manual_seed(number)
     optimizer.zero_grad()
@@ -606,8 +598,6 @@ def run_in_child(function: Callable[[], Any]) -> ChildResult:
 
 @dataclass(frozen=True)
 class Stage:
-    """The folder of a door's runs: their initial cache, and eager PyTorch's results."""
-
     folder: Path
     expected: Any
 
@@ -617,7 +607,6 @@ class Stage:
 
 
 def run_once(stage: Stage, run: Run, kind: Kind, budget: int, baseline: Resources | None) -> tuple[Run, Resources]:
-    """Perform one run in this process."""
     folder = Path(tempfile.mkdtemp(dir=stage.folder))
     home, cache = folder / "home", folder / "cache"
     home.mkdir()
@@ -646,8 +635,6 @@ def run_once(stage: Stage, run: Run, kind: Kind, budget: int, baseline: Resource
 
 
 class Sweep:
-    """The runs of one door, which share eager PyTorch's results."""
-
     def __init__(self, door: str, folder: Path) -> None:
         self.door = door
         self._rehearsals: dict[str, Resources] = {}
@@ -684,7 +671,6 @@ class Sweep:
         )
 
     def run(self, home: str, kind: Kind, number: int, lasting: bool) -> Run:
-        """Run in a child with a fault in call ``number``."""
         baseline = self.rehearse(home, kind)
         run = Run(self.door, home, kind.name.lower(), number, lasting)
         begin = time.perf_counter()
@@ -704,7 +690,6 @@ def _result_or_exit(result: ChildResult) -> Any:
 
 
 def requested_sweeps(options: argparse.Namespace, door: str) -> Iterator[tuple[str, Kind, Iterator[int]]]:
-    """Yield the requested sweeps: home, kind and the numbers of the calls to fail."""
     for sample in options.sample or ():
         sample_door, home, kind, numbers = sample.split(":")
         if sample_door == door:

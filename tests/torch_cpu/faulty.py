@@ -83,7 +83,6 @@ def two_homes(policy: str, smallest: int, folder: Path) -> Iterator[tuple[Sides,
 
 
 def goes_on(plain: Sides, ours: Any) -> None:
-    """Check that two more steps give the results of plain PyTorch."""
     model, optimizer, step = ours
     for k in range(2, 4):
         torch.manual_seed(k)

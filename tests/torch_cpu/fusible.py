@@ -85,7 +85,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def world(name: str) -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., torch.Tensor], list[Batch]]:
-    """Return a model, its optimizer, its training step and some batches."""
     torch.manual_seed(0)
     model = MODELS[name]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -106,7 +105,6 @@ def world(name: str) -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., to
 
 
 def compiled(name: str, budget: int | str, **overrides: Any) -> tuple[Step[..., Any], list[Batch], nn.Module]:
-    """Compile a step, by default with Inductor's kernels."""
     model, optimizer, step, batches = world(name)
     options = {"home": "host", "kernels": "inductor", **overrides}
     return outofcore.compile(step, model, optimizer, budget=budget, **options), batches, model

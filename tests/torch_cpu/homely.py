@@ -13,7 +13,6 @@ from outofcore.units import KIB, round_up
 
 
 def buffered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulate a file system that refuses direct I/O."""
     real = os.open
 
     def refuse(path: object, flags: int, *args: object, **kwargs: object) -> int:
@@ -66,7 +65,6 @@ def resident() -> int:
 
 
 def resident_at(address: int) -> int:
-    """Return the resident bytes of the mapping that starts at an address."""
     lines = iter(Path("/proc/self/smaps").read_text().splitlines())
     for line in lines:
         if line.startswith(f"{address:x}-"):

@@ -46,8 +46,6 @@ UNCHANGED, DONE, TORN = "as they were before this step", "step has been made", "
 
 @dataclass
 class Round:
-    """The parameters and results of one round."""
-
     seed: int
     call: int  # the interrupted call
     after_s: float
@@ -61,7 +59,6 @@ class Round:
 
 
 def eager_contents() -> list[dict[str, torch.Tensor]]:
-    """Return the model of eager training before the first call and after each."""
     model, optimizer, step = faulty.sides()
     snapshots = [faulty.contents(model, optimizer)]
     for k in range(CALLS):
@@ -155,7 +152,6 @@ def _interrupt(began: threading.Event, after_s: float, twice: bool) -> None:
 
 
 def count_resources(folder: str) -> tuple[int, int, int]:
-    """Return the numbers of threads, files and descriptors."""
     names = [name for _, _, files in os.walk(folder) for name in files]
     return threading.active_count(), len(names), len(list(Path("/proc/self/fd").iterdir()))
 

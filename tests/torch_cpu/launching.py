@@ -32,7 +32,6 @@ def run_together(script: Path, scenario: str, processes: int, folder: Path) -> l
 
 
 def _fork_rank(script: str, scenario: str, rank: int, processes: int, folder: Path) -> int:
-    """Fork a process that runs the scenario as one rank, and return its process ID."""
     if child := os.fork():
         return child
     output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

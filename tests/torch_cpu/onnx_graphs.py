@@ -12,8 +12,6 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 class Written:
-    """A builder of ONNX graphs with random weights."""
-
     def __init__(self, opset: int, seed: int = 0) -> None:
         from onnx import TensorProto, helper  # noqa: PLC0415 - tests skip where it is not installed
 

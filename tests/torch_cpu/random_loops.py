@@ -206,7 +206,6 @@ def _interrupt_training(pool: Pool, draw: random.Random) -> None:
 
 
 def _branch(pool: Pool, draw: random.Random) -> bool:
-    """Compute a tensor with an op and a size that depend on values."""
     x = _pick_tensor(pool, draw)
     positive = bool(x.mean() > 0)
     rows = int(x.abs().sum().nan_to_num(0, 0, 0).item()) % 150 + 20
@@ -217,7 +216,6 @@ def _branch(pool: Pool, draw: random.Random) -> bool:
 
 
 def _sizes(pool: Pool, draw: random.Random) -> float:
-    """Use tensors from a few bytes to a large share of the budget."""
     total = 0.0
     for _ in range(4):
         x = torch.rand(draw.choice((1, 7, 81, 82, 83, 300, 600)), 200)

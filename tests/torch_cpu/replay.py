@@ -164,7 +164,6 @@ class Replay:
         return pytree.tree_unflatten(filled, self.captured.output_spec)
 
     def _set_user_state(self) -> None:
-        """Set the gradients and optimizer state that a user sees after a step."""
         captured = self.captured
         for remaining_gradient in captured.gradients_left:
             parameter = captured.states[remaining_gradient.parameter].tensor

@@ -76,8 +76,7 @@ def train_replicated(optimizer: str, make: Make, rank: int) -> list[Tensor]:
 def train_sharded(
     optimizer: str, make: Make, rank: int, budget: int | str = "1GiB", policy: Any = "auto"
 ) -> tuple[list[Tensor], Any]:
-    """Return the losses and the state after four sharded steps, and the plan."""
-    # All ranks get the model of rank 0, with any initial values of their own.
+    # All ranks get the model of rank 0, whose seed differs from theirs.
     model, chosen = build_model(optimizer, seed=rank)
     step = outofcore.compile(
         make(model, chosen), model, chosen, budget=budget, policy=policy, home="host", check="full", shard=True
@@ -94,8 +93,6 @@ def collective_reruns(planned: Any) -> list[bool]:
 
 
 def clearing_first(model: nn.Module, optimizer: Optimizer) -> Any:
-    """Return a step that clears gradients first and leaves them at the end."""
-
     def step(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)
@@ -122,8 +119,6 @@ def keeping_gradients(model: nn.Module, optimizer: Optimizer) -> Any:
 
 
 def clamping(model: nn.Module, optimizer: Optimizer) -> Any:
-    """Return a step that also changes parameters before and after the update."""
-
     def step(x: Tensor, y: Tensor) -> Tensor:
         with torch.no_grad():
             for parameter in model.parameters():
@@ -156,7 +151,6 @@ def bits(rank: int) -> None:
 
 
 def more_bits(rank: int) -> None:
-    """Compare other optimizers and other steps with ``DistributedDataParallel``."""
     for name in ("SGD", "momentum"):
         ours, planned = train_sharded(name, plain, rank)
         same(ours, train_replicated(name, plain, rank), name)

@@ -27,8 +27,6 @@ def values(number: int) -> torch.Tensor:
 
 @dataclass
 class Side:
-    """A model with an optimizer and four steps, in plain PyTorch or compiled."""
-
     model: nn.Sequential
     optimizer: torch.optim.Optimizer
     train: Callable[..., torch.Tensor]
@@ -75,7 +73,6 @@ def plain(seed: int) -> Side:
 
 @functools.cache
 def _smallest(name: str) -> int:
-    """Return the smallest budget of a named step."""
     side = plain(0)
     optimizer = side.optimizer if name in _UPDATING else None
     smallest = outofcore.smallest_budget(getattr(side, name), side.model, optimizer, inputs=(batch(0),))
@@ -112,7 +109,6 @@ def alike(ours: Any, theirs: Any) -> bool:
 
 
 def everything(side: Side) -> list[Any]:
-    """Return all tensors of a side that a user can see."""
     visible: list[Any] = list(side.model.state_dict().values())
     for parameter in side.model.parameters():
         visible.append(parameter.grad if parameter.grad is not None else "no gradient")

@@ -55,8 +55,6 @@ def model_of(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
 
 
 class Noisy(torch.utils.data.Dataset[Any]):
-    """A data set with new random noise in each sample."""
-
     def __init__(self) -> None:
         torch.manual_seed(1)
         self._x, self._y = torch.randn(50, 64), torch.randint(0, 4, (50,))
@@ -69,7 +67,6 @@ class Noisy(torch.utils.data.Dataset[Any]):
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Return a hash of all parameters, buffers and optimizer state."""
     sha256 = hashlib.sha256()
     states = [optimizer.state[p][name] for p in model.parameters() for name in sorted(optimizer.state[p])]
     for tensor in (*model.state_dict().values(), *states):

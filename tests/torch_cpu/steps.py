@@ -58,7 +58,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def language_model(kind: str) -> Case:
-    """Return a step of a Hugging Face model with random weights and mostly evictable storages."""
     transformers = pytest.importorskip("transformers")
     transformers.utils.logging.set_verbosity_error()
     sizes = {
@@ -87,7 +86,6 @@ def language_model(kind: str) -> Case:
 
 
 def gan() -> Case:
-    """Return a step with two models, two optimizers and two backward passes."""
     generator = torch.nn.Sequential(torch.nn.Linear(16, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256))
     critic = torch.nn.Sequential(
         torch.nn.Linear(256, 256), torch.nn.LeakyReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(256, 1)
@@ -136,7 +134,6 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def everything(case: Case) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters, buffers, gradients and optimizer state in a fixed order."""
     for m, model in enumerate(case.models):
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             yield f"{m}.{name}", tensor

@@ -47,7 +47,6 @@ def build_training(*, tied: bool, checkpointed: bool) -> tuple[Any, torch.optim.
 
 
 def train_with_switches(model: Any, step: Any) -> list[float]:
-    """Train, and switch and merge adapters between steps."""
     torch.manual_seed(5)
     ids = torch.randint(0, _VOCABULARY, (2, 32))
     losses = [step(ids).item()]

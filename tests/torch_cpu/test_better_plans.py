@@ -57,7 +57,6 @@ def train(step: Callable[[torch.Tensor], torch.Tensor], count: int) -> list[floa
 
 
 def use_best_plans(updates: PlanKeeper) -> None:
-    """Wait for the background plan, and make the other best plans now."""
     updates.background.wait()
     updates._take_plan()
     steps = updates._steps
@@ -76,8 +75,8 @@ def budget() -> int:
 
 
 @pytest.fixture
-def at_any_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the first plan at any cost and with any gain."""
+def always_replan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the first plan at any cost, even without a gain."""
     monkeypatch.setattr("outofcore.undisturbed.DISTURBED", 1e6)
     monkeypatch.setattr("outofcore.replanning.DISTURBED", 1e6)
     monkeypatch.setattr("outofcore.replanning.SHARE", 1e6)
@@ -85,7 +84,7 @@ def at_any_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outofcore.background._CLEARLY", -1e6)
 
 
-@pytest.mark.usefixtures("at_any_cost")
+@pytest.mark.usefixtures("always_replan")
 @pytest.mark.parametrize("home", ["host", "disk"])
 def test_results_stay_bit_identical_when_plans_are_exchanged(
     home: str, budget: int, monkeypatch: pytest.MonkeyPatch
@@ -159,7 +158,7 @@ def test_full_search_runs_when_the_quick_search_finds_no_plan(budget: int, monke
         assert train(compiled, 2) == expected
 
 
-@pytest.mark.usefixtures("at_any_cost")
+@pytest.mark.usefixtures("always_replan")
 def test_second_process_reuses_measurements_and_plans(
     budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +188,7 @@ def test_second_process_reuses_measurements_and_plans(
         assert compiled.planned.timeline.step_seconds == pytest.approx(best.timeline.step_seconds, rel=0.5)
 
 
-@pytest.mark.usefixtures("at_any_cost")
+@pytest.mark.usefixtures("always_replan")
 def test_damaged_plan_is_planned_again(budget: int, tmp_path: Path) -> None:
     for _ in range(2):
         step, model, optimizer = make()
@@ -202,7 +201,7 @@ def test_damaged_plan_is_planned_again(budget: int, tmp_path: Path) -> None:
             path.write_bytes(path.read_bytes()[:-50])
 
 
-@pytest.mark.usefixtures("at_any_cost")
+@pytest.mark.usefixtures("always_replan")
 @pytest.mark.parametrize("share", [1e6, 0.0])
 def test_planning_runs_in_process_if_cheap_when_no_child_starts(
     share: float, budget: int, monkeypatch: pytest.MonkeyPatch
@@ -228,7 +227,7 @@ def test_planning_runs_in_process_if_cheap_when_no_child_starts(
         assert (compiled.planned is first) == (share == 0)
 
 
-@pytest.mark.usefixtures("at_any_cost")
+@pytest.mark.usefixtures("always_replan")
 def test_planning_process_is_killed_when_the_step_closes(budget: int) -> None:
     step, model, optimizer = make()
     with outofcore.compile(step, model, optimizer, budget=budget, cache=False) as compiled:
@@ -240,7 +239,7 @@ def test_planning_process_is_killed_when_the_step_closes(budget: int) -> None:
     assert process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.usefixtures("at_any_cost")
+@pytest.mark.usefixtures("always_replan")
 def test_background_plan_is_discarded_when_plans_are_forgotten(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outofcore.plan_updates.BackgroundPlanner", PlannedAtOnce)
     step, model, optimizer = make()

@@ -69,7 +69,6 @@ def _one_seed() -> Iterator[None]:
 
 
 def transform(captured: Captured) -> Captured:
-    """Apply all transformations of a capture to storages of any size."""
     captured = reuse(split(captured), least=1)
     return reordered(captured, hoisting(captured))
 

@@ -20,8 +20,6 @@ WORDS = (8, 32, 64)
 
 
 class WordLayer(nn.Module):
-    """A layer on word numbers."""
-
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
@@ -54,8 +52,6 @@ class Attention(nn.Module):
 
 
 class Grid(nn.Module):
-    """Sampling of an image at learned positions."""
-
     def __init__(self, dimensions: int) -> None:
         super().__init__()
         self.places = nn.Parameter(torch.rand(4, *([32] * dimensions), dimensions) - 0.5)

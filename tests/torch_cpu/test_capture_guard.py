@@ -192,18 +192,14 @@ def test_writing_into_shared_arguments_is_refused() -> None:
     world.capture(step, world.x, world.x.clone())
 
 
-class Stepping(torch.optim.SGD):
-    """An optimizer that wraps another."""
-
+class WrappingOptimizer(torch.optim.SGD):
     def __init__(self, params: Any) -> None:
         params = list(params)
         super().__init__(params, lr=0.1)
         self.inner = torch.optim.SGD(params, lr=0.1)
 
 
-class Hiding(torch.optim.Optimizer):
-    """An optimizer that hides a tensor from the plan."""
-
+class HidingOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Any, place: str) -> None:
         super().__init__(params, {"lr": 0.1})
         self.place = place
@@ -235,11 +231,11 @@ def test_unsupported_optimizers_are_refused() -> None:
         (torch.optim.Adam(parameters, differentiable=True), "autograd graph"),
         (hooked, "hooks"),
         (replaced, "has been replaced"),
-        (Stepping(parameters), "wraps another"),
-        (Hiding(parameters, "list"), "inside a list"),
-        (Hiding(parameters, "attribute"), "in its attribute 'made'"),
-        (Hiding(parameters, "group"), "in its setting 'made'"),
-        (Hiding(parameters, "state"), "not of one of its parameters"),
+        (WrappingOptimizer(parameters), "wraps another"),
+        (HidingOptimizer(parameters, "list"), "inside a list"),
+        (HidingOptimizer(parameters, "attribute"), "in its attribute 'made'"),
+        (HidingOptimizer(parameters, "group"), "in its setting 'made'"),
+        (HidingOptimizer(parameters, "state"), "not of one of its parameters"),
     ]:
         world.optimizer = optimizer
         before = set(vars(optimizer))

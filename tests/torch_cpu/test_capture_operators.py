@@ -163,8 +163,6 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Weighted(nn.Module):
-    """A module that applies a function to a weighted input."""
-
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.function = function
@@ -249,8 +247,6 @@ def test_function_replays_bit_for_bit(name: str, transposed: bool) -> None:
 
 
 class SmoothedLoss(nn.Module):
-    """A smoothed loss of logits with some ignored targets."""
-
     def __init__(self, places: Shape, reduction: str) -> None:
         super().__init__()
         self.factor = nn.Parameter(torch.rand(5) + 0.5)

@@ -256,7 +256,7 @@ KINDS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("kind", "settings"), KINDS)
 def test_bound_update_matches_the_plain_optimizer(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> None:
-    """The test changes settings, replaces state, and clears it once."""
+    """Settings change, state is replaced, and all state is cleared once."""
     torch.manual_seed(0)
     users = [torch.nn.Parameter(torch.randn(3, 4)), torch.nn.Parameter(torch.randn(5))]
     twins = [torch.nn.Parameter(p.detach().clone()) for p in users]
@@ -371,7 +371,7 @@ def test_measured_update_requests_are_not_reused_for_other_settings(
                 ours(*batch())
                 assert ours.stats.off_plan == 0
             arena_bytes = ours.planned.program.arena_bytes
-            # As by a schedule of the user.
+            # Simulates a schedule of the user.
             optimizer.param_groups[0]["weight_decay"] = 0.01 - rate
             ours(*batch())
             assert ours.stats.off_plan == 0
@@ -440,8 +440,7 @@ class Wide(torch.nn.Module):
         return y * self.late if late else y
 
 
-def orders(kind: Any, settings: dict[str, Any], budget: str) -> list[Any]:
-    """Return the order of the state after each step, and the final parameters."""
+def state_orders(kind: Any, settings: dict[str, Any], budget: str) -> list[Any]:
     torch.manual_seed(0)
     model = Wide()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -478,4 +477,4 @@ def orders(kind: Any, settings: dict[str, Any], budget: str) -> list[Any]:
 def test_state_order_matches_plain_pytorch(name: str) -> None:
     """The order of parameters and names, with late gradients and deleted state."""
     kind, settings = ORDERED[name]
-    assert orders(kind, settings, "4MiB") == orders(kind, settings, "")
+    assert state_orders(kind, settings, "4MiB") == state_orders(kind, settings, "")
