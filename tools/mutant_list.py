@@ -181,7 +181,7 @@ MUTANTS = (
         'return f"[{shape}]{{{stride}}}',
         "Ops on half and on single precision share one measured profile.",
         (
-            "tests/torch_cpu/test_capture_graph.py::test_ops_that_are_alike_are_of_one_family",
+            "tests/torch_cpu/test_capture_graph.py::test_equal_ops_share_a_family",
             "tests/torch_cpu/test_kept.py",
             "tests/torch_cpu/test_capture_operators.py",
         ),

@@ -1,4 +1,4 @@
-"""Measure links and ops briefly: a plan has to be right whatever the measurements say."""
+"""Short measurements for tests: plans must be correct with any measured values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outofcore.units import MIB
 
 @contextmanager
 def measured_briefly() -> Iterator[None]:
-    """Measure each link for 0.05 s, not for 1.2 s, beside small ops, and each op twice, not six times."""
+    """Measure each link for 0.05 s instead of 1.2 s, during small ops, and each op twice instead of six times."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(links.measure_link.__kwdefaults__, "seconds", 0.05)
         patch.setattr(links, "_HOST_WORK", links.Work(rows=64, products=4, pass_bytes=MIB))

@@ -1,4 +1,4 @@
-"""Training steps in small, each made twice over: once for plain PyTorch, once for a capture."""
+"""Small training steps; tests build each twice, for plain PyTorch and for a capture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass
 class Case:
-    """A step, what it declares, and arguments for the k-th call."""
+    """A training step with its models, its optimizers and a source of batches."""
 
     step: Callable[..., Any]
     models: Sequence[nn.Module]
@@ -68,12 +68,12 @@ def conv_net() -> Case:
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int, again: str) -> None:
+    def __init__(self, width: int, heads: int, checkpointing: str) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.heads, self.again = heads, again
+        self.heads, self.checkpointing = heads, checkpointing
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
         rows, length, width = x.shape
@@ -84,17 +84,17 @@ class Block(nn.Module):
         return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), 0.1, self.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.again:
-            return checkpoint(self.body, x, use_reentrant=self.again == "reentrant")
+        if self.checkpointing:
+            return checkpoint(self.body, x, use_reentrant=self.checkpointing == "reentrant")
         return self.body(x)
 
 
 class GPT(nn.Module):
-    def __init__(self, again: str = "", words: int = 23, width: int = 16) -> None:
+    def __init__(self, checkpointing: str = "", vocabulary: int = 23, width: int = 16) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(words, width), nn.Embedding(12, width)
-        self.blocks = nn.ModuleList(Block(width, 2, again) for _ in range(2))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+        self.words, self.places = nn.Embedding(vocabulary, width), nn.Embedding(12, width)
+        self.blocks = nn.ModuleList(Block(width, 2, checkpointing) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.words.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -175,7 +175,7 @@ def accumulation_inside() -> Case:
 
 
 def gradients_left() -> Case:
-    """Gradients are cleared at the start, so that the last ones stay."""
+    """Clear gradients at the start of the step, so that the gradients of the last call remain."""
     model = mlp_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
 
@@ -190,7 +190,7 @@ def gradients_left() -> Case:
 
 
 def accumulation_across() -> Case:
-    """No update: gradients add up from step to step."""
+    """Accumulate gradients across steps, without an update."""
     model = mlp_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -205,8 +205,8 @@ def accumulation_across() -> Case:
 def gan() -> Case:
     maker = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6))
     judge = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8)), nn.LeakyReLU(0.2), nn.Linear(8, 1))
-    to_make = torch.optim.Adam(maker.parameters(), lr=0.01, betas=(0.5, 0.9))
-    to_judge = torch.optim.RMSprop(judge.parameters(), lr=0.01)
+    maker_optimizer = torch.optim.Adam(maker.parameters(), lr=0.01, betas=(0.5, 0.9))
+    judge_optimizer = torch.optim.RMSprop(judge.parameters(), lr=0.01)
 
     def step(real: torch.Tensor) -> dict[str, torch.Tensor]:
         fake = maker(torch.randn(real.shape[0], 4))
@@ -214,21 +214,21 @@ def gan() -> Case:
         middle = (mix * real + (1 - mix) * fake.detach()).requires_grad_()
         (slope,) = torch.autograd.grad(judge(middle).sum(), middle, create_graph=True)
         penalty = ((slope.norm(dim=1) - 1) ** 2).mean()
-        judged = judge(fake.detach()).mean() - judge(real).mean() + penalty
-        to_judge.zero_grad()
-        judged.backward()
-        to_judge.step()
+        judge_loss = judge(fake.detach()).mean() - judge(real).mean() + penalty
+        judge_optimizer.zero_grad()
+        judge_loss.backward()
+        judge_optimizer.step()
         for parameter in judge.parameters():
             parameter.requires_grad_(False)
-        made = -judge(fake).mean()
-        to_make.zero_grad()
-        made.backward()
-        to_make.step()
+        maker_loss = -judge(fake).mean()
+        maker_optimizer.zero_grad()
+        maker_loss.backward()
+        maker_optimizer.step()
         for parameter in judge.parameters():
             parameter.requires_grad_(True)
-        return {"judge": judged, "maker": made}
+        return {"judge": judge_loss, "maker": maker_loss}
 
-    return Case(step, [maker, judge], [to_make, to_judge], lambda: (torch.randn(5, 6),))
+    return Case(step, [maker, judge], [maker_optimizer, judge_optimizer], lambda: (torch.randn(5, 6),))
 
 
 def moving_average() -> Case:
@@ -240,18 +240,18 @@ def moving_average() -> Case:
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = inner(x, y)
         with torch.no_grad():
-            for kept, new in zip(mean.parameters(), model.parameters(), strict=True):
-                kept.lerp_(new, 0.1)
+            for average, new in zip(mean.parameters(), model.parameters(), strict=True):
+                average.lerp_(new, 0.1)
             torch._foreach_mul_(list(mean.parameters()), 0.999)
-            for kept, new in zip(mean.buffers(), model.buffers(), strict=True):
-                kept.copy_(new)
+            for average, new in zip(mean.buffers(), model.buffers(), strict=True):
+                average.copy_(new)
         return loss
 
     return Case(step, [model, mean], [optimizer], classify())
 
 
 class Rebinding(nn.Module):
-    """Binds its buffers to new tensors, and makes two of them change places."""
+    """A module that rebinds its buffers to new tensors and swaps two of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -321,10 +321,10 @@ def mutated_input() -> Case:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inner = supervised(model, optimizer)
 
-    def step(x: torch.Tensor, y: torch.Tensor, seen: torch.Tensor) -> Any:
-        seen.add_(1)
-        seen[:2].mul_(3)
-        return {"loss": inner(x, y), "seen": seen, "weight": model[0].weight, "part": model[0].bias[:3], "n": 3}
+    def step(x: torch.Tensor, y: torch.Tensor, counts: torch.Tensor) -> Any:
+        counts.add_(1)
+        counts[:2].mul_(3)
+        return {"loss": inner(x, y), "seen": counts, "weight": model[0].weight, "part": model[0].bias[:3], "n": 3}
 
     make = classify()
     return Case(step, [model], [optimizer], lambda: (*make(), torch.arange(12.0).view(4, 3).t()))

@@ -1,4 +1,4 @@
-"""Training steps that do by hand what others leave to an optimizer or a module."""
+"""Training steps that update parameters or change modules by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch.func import functional_call
 
 
 def by_hand() -> Case:
-    """Plain gradient descent, each parameter updated in a way of its own."""
     model = mlp_model()
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -37,7 +36,7 @@ def by_hand() -> Case:
 
 
 def two_passes() -> Case:
-    """Sharpness-aware: a step up, gradients there, and back."""
+    """Sharpness-aware minimization: gradients at perturbed parameters, which are then restored."""
     model = mlp_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -75,7 +74,7 @@ def as_vector() -> Case:
 
 
 def functional() -> Case:
-    """One step of learning to learn: the loss after an inner update."""
+    """One step of meta-learning: the loss after an inner update."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 
@@ -94,7 +93,7 @@ def functional() -> Case:
 
 
 def hooked_weights() -> Case:
-    """The older weight and spectral normalisation, which set an attribute before each forward."""
+    """Hook-based weight and spectral normalization, which set an attribute before each forward pass."""
     model = nn.Sequential(
         nn.utils.weight_norm(nn.Linear(8, 8)), nn.ReLU(), nn.utils.spectral_norm(nn.Linear(8, 4)), nn.Dropout(0.1)
     )
@@ -103,8 +102,6 @@ def hooked_weights() -> Case:
 
 
 def shared_memory() -> Case:
-    """Parameters that are windows onto one flat buffer of memory."""
-
     class Flat(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -122,7 +119,6 @@ def shared_memory() -> Case:
 
 
 def observed() -> Case:
-    """Hooks everywhere, a profiler's mark, and saved tensors packed by hand."""
     model = mlp_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model[0].register_forward_hook(lambda module, args, out: out * 1.5)
@@ -137,7 +133,7 @@ def observed() -> Case:
             hidden = model(x)
             hidden.register_hook(lambda grad: grad * 2)
             hidden.retain_grad()
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept[0].to(kept[1])):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed[0].to(packed[1])):
                 loss = F.cross_entropy(hidden.sin(), y)
             loss.backward()
         optimizer.step()

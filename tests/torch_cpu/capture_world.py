@@ -1,4 +1,4 @@
-"""A world to capture steps in, and a picture of all that a capture must leave alone."""
+"""Objects for captured steps, and a snapshot of the state that a capture must not change."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from outofcore.capture import capture_step
 
 
 class Noisy(nn.Module):
-    """Has an attribute to leave things in, and a count."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 3)
@@ -31,8 +29,6 @@ class Noisy(nn.Module):
 
 
 class World:
-    """What a step may use."""
-
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.model = Noisy()
@@ -54,7 +50,7 @@ class World:
 
 
 def picture(world: World) -> Any:
-    """All that a capture must leave alone."""
+    """Return the state that a capture must not change."""
     model, optimizer = world.model, world.optimizer
     return (
         {name: (id(t), t.clone(), t.requires_grad, id(t.grad)) for name, t in model.named_parameters()},
@@ -79,16 +75,16 @@ def picture(world: World) -> Any:
     )
 
 
-def assert_same_picture(one: Any, other: Any) -> None:
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_same_picture(one[key], other[key])
-    elif isinstance(one, tuple | list):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
+def assert_same_picture(actual: Any, expected: Any) -> None:
+    if isinstance(actual, torch.Tensor):
+        assert torch.equal(actual, expected)
+    elif isinstance(actual, dict):
+        assert actual.keys() == expected.keys()
+        for key in actual:
+            assert_same_picture(actual[key], expected[key])
+    elif isinstance(actual, tuple | list):
+        assert len(actual) == len(expected)
+        for a, b in zip(actual, expected, strict=True):
             assert_same_picture(a, b)
     else:
-        assert one == other
+        assert actual == expected

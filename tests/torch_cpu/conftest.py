@@ -1,4 +1,4 @@
-"""What all tests share: no measurements that the user keeps, native code that is built once, few threads."""
+"""Fixtures of all tests on the CPU: a temporary cache, native code built once, short measurements, few threads."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from outofcore.runtime.native import load_native
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread_each(_one_thread_each: None) -> None:
-    """Of this process too, in which PyTorch may have been imported before."""
+    """Limit threads in this process too, where PyTorch may have been imported earlier."""
     if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
         torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _measured_briefly(request: pytest.FixtureRequest) -> Iterator[None]:
+def _short_measurements(request: pytest.FixtureRequest) -> Iterator[None]:
     with contextlib.nullcontext() if request.config.getoption("--exhaustive") else measured_briefly():
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _a_cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _temporary_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with cache_of_its_own(tmp_path_factory, (load_native, load_paging)):
         yield
 
 
 @pytest.fixture(autouse=True)
-def _plans_of_its_own(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests of one worker share measurements, and no plans: some change how a step is planned."""
+def _separate_plans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Share measurements but no plans between tests of one worker, because some change the planner."""
     monkeypatch.setattr("outofcore.plan_store.library_version", lambda: request.node.nodeid)
 
 
 @pytest.fixture(autouse=True)
 def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever runs beside the tests, nothing is measured again for it."""
+    """Stop busy machines from causing new measurements."""
     monkeypatch.setattr("outofcore.busy._delayed_seconds", lambda _: 0.0)
     monkeypatch.setattr("outofcore.profiling.links.read_disk", lambda _: None)
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """For tests of many tiny ops: threads that wait for each other beside other tests would take most of the time."""
+    """Use one thread in tests of many tiny ops, where waiting threads would dominate the time."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Steps with all their ops in parts."""
+"""Steps with all their ops split."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from outofcore.profiling.equality import refuted
 from outofcore.transforms.passes import hoisting, reordered, reuse
 from outofcore.transforms.split import tiled
 
-ROOM = 1 << 30  # bytes that a trial may take
+ROOM = 1 << 30  # bytes for exactness checks
 
 
 def in_parts(captured: Captured, parts: int, verdicts: Cache, most: int = 1) -> Captured:
-    """The step with all ops that can be in so many parts, storages of any size, where that is exact here.
+    """Split each op ``parts`` times where the result is bit-identical, with storages of any size.
 
-    Each is cut by the way that needs the least; with a larger ``most`` by one of those that need no more than that.
+    Each op uses the split that needs the fewest bytes, or any split that needs at most ``max_bytes``.
     """
     refused: frozenset[str] = frozenset()
     while True:
-        found = tiled(captured, most, parts=parts, least=1, refused=refused)
-        wrong = refuted(found.claims, found.values, CpuBackend(), ROOM, verdicts)
-        if not wrong:
+        split = tiled(captured, most, parts=parts, least=1, refused=refused)
+        mismatches = refuted(split.claims, split.values, CpuBackend(), ROOM, verdicts)
+        if not mismatches:
             break
-        refused |= wrong
-    assert len(found.captured.graph.ops) > len(captured.graph.ops)
-    done = reuse(found.captured, least=1)
-    return reordered(done, hoisting(done))
+        refused |= mismatches
+    assert len(split.captured.graph.ops) > len(captured.graph.ops)
+    reused = reuse(split.captured, least=1)
+    return reordered(reused, hoisting(reused))

@@ -1,16 +1,14 @@
-"""PyTorch's own databases of modules and operators, trained within a tiny budget: each bit is that of plain PyTorch.
+"""Train PyTorch's databases of modules and operators within a tiny budget and compare each bit with plain PyTorch.
 
-Storages of all sizes are moved here, since those of the databases are small. Each case runs plainly, then twice within
-a budget: under stress, where everything leaves after each op and what is left behind is overwritten; and in an arena
-that is too small, where what is unchanged stays and leaves by turns. Cases that plain PyTorch refuses, or that give
-other bits when they are run again, are counted and left out.
+Storages of all sizes are moved, because the samples are small. Each case runs in plain PyTorch, then twice within a
+budget: under stress (all tensors are evicted after each op), and in the smallest arena. Cases are skipped and counted
+if plain PyTorch refuses them or gives other bits on a second run.
 
     python tests/torch_cpu/databases.py modules
     python tests/torch_cpu/databases.py operators --every 10 --first 3
     python tests/torch_cpu/databases.py operators --only nn.functional.conv2d
 
-In a process of its own: PyTorch's databases change global settings. Prints one line of JSON, with what failed; exits
-with 1 if anything did.
+Needs its own process: PyTorch's databases change global settings. Prints one line of JSON; exits with 1 on a failure.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ from outofcore.follow.native import load_paging
 
 PAGE = 4096
 ROOM = 1 << 28
-TRIES = 24
-# They give what is in memory that nobody has written; so does the driver gelsy of lstsq, in the last bits.
+MAX_TRIES = 24
+# They return uninitialized memory; so does the driver gelsy of lstsq, in the last bits.
 LEFT_OUT = {
     *("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"),
     *("resize_", "resize_as_", "linalg.lstsq"),
@@ -47,18 +45,16 @@ Case = Callable[[], list[Any]]
 
 
 def fresh(value: Any) -> Any:
-    """The same tensors in memory of their own."""
-
-    def copied(leaf: Any) -> Any:
+    def copy_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
             return copy.deepcopy(leaf)
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
-    return tree_map(copied, value)
+    return tree_map(copy_leaf, value)
 
 
 def scalar(values: Any) -> Tensor | None:
-    """A loss that tells all floating outputs, and all places in them, apart."""
+    """Return a loss that weighs each element of each floating output differently."""
     total: Tensor | None = None
     for number, leaf in enumerate(tree_leaves(values)):
         if not isinstance(leaf, Tensor) or not leaf.requires_grad:
@@ -66,59 +62,63 @@ def scalar(values: Any) -> Tensor | None:
         dense = leaf if leaf.layout is torch.strided else leaf.to_dense()
         plain = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
         weights = torch.arange(plain.numel(), dtype=torch.float64).cos().reshape(plain.shape).to(plain.dtype)
-        part = (plain * weights).sum() * (number + 1)
-        total = part if total is None else total + part.to(total.dtype)
+        term = (plain * weights).sum() * (number + 1)
+        total = term if total is None else total + term.to(total.dtype)
     return total
 
 
 def kept(values: Any) -> list[Any]:
-    """What is compared: tensors as copies, the rest as it is if it can be compared."""
-    found: list[Any] = []
+    """Return copies of the tensors, and the comparable Python values, of a result."""
+    copies: list[Any] = []
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor):
             dense = leaf.detach()
-            found.append((dense if dense.layout is torch.strided else dense.to_dense()).clone())
+            copies.append((dense if dense.layout is torch.strided else dense.to_dense()).clone())
         elif isinstance(leaf, int | float | bool | str):
-            found.append(leaf)
-    return found
+            copies.append(leaf)
+    return copies
 
 
-def equal(left: Any, right: Any) -> bool:
-    if isinstance(right, Tensor):
-        if not isinstance(left, Tensor) or left.shape != right.shape or left.dtype != right.dtype:
+def equal(actual: Any, expected: Any) -> bool:
+    if isinstance(expected, Tensor):
+        if not isinstance(actual, Tensor) or actual.shape != expected.shape or actual.dtype != expected.dtype:
             return False
-        if right.is_quantized:
-            left, right = left.int_repr(), right.int_repr()
-        if left.is_complex():
-            left, right = torch.view_as_real(left.resolve_conj()), torch.view_as_real(right.resolve_conj())
-        if left.is_floating_point():  # all NaN are alike
-            return bool(torch.equal(left.isnan(), right.isnan()) and torch.equal(left.nan_to_num(), right.nan_to_num()))
-        return torch.equal(left, right)
-    return bool(left == right or (left != left and right != right))  # noqa: PLR0124 - NaN
+        if expected.is_quantized:
+            actual, expected = actual.int_repr(), expected.int_repr()
+        if actual.is_complex():
+            actual, expected = torch.view_as_real(actual.resolve_conj()), torch.view_as_real(expected.resolve_conj())
+        if actual.is_floating_point():  # all NaN are equal
+            return bool(
+                torch.equal(actual.isnan(), expected.isnan())
+                and torch.equal(actual.nan_to_num(), expected.nan_to_num())
+            )
+        return torch.equal(actual, expected)
+    return bool(actual == expected or (actual != actual and expected != expected))  # noqa: PLR0124 - NaN
 
 
-def trained(prototype: nn.Module, given: Any, make: Callable[..., torch.optim.Optimizer], *, read: bool) -> list[Any]:
-    """A short training loop over one module."""
+def train_module(
+    prototype: nn.Module, arguments: Any, make: Callable[..., torch.optim.Optimizer], *, read: bool
+) -> list[Any]:
     torch.manual_seed(1)
-    module, (args, kwargs) = copy.deepcopy(prototype).train(), fresh(given)
+    module, (args, kwargs) = copy.deepcopy(prototype).train(), fresh(arguments)
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
     parameters = [*module.parameters(), *inputs]
     optimizer = make(parameters) if parameters else None
-    seen: list[Any] = []
+    results: list[Any] = []
     for _ in range(3):
         out = module(*args, **kwargs)
         loss = scalar(out)
-        seen += kept(out)
+        results += kept(out)
         if loss is None:
             continue
         loss.backward()
         if read:
-            seen.append(loss.item())
-        seen += kept([p.grad for p in parameters])
+            results.append(loss.item())
+        results += kept([p.grad for p in parameters])
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=read)
-    return [*seen, *kept(list(module.state_dict().values())), *kept(inputs), torch.get_rng_state()]
+    return [*results, *kept(list(module.state_dict().values())), *kept(inputs), torch.get_rng_state()]
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -139,16 +139,18 @@ def modules(only: str) -> Iterator[tuple[str, Case]]:
             listed = list(inputs)
         except Exception:
             continue
-        for number, one in enumerate(listed):
+        for number, sample in enumerate(listed):
 
-            def case(info: Any = info, one: Any = one, number: int = number) -> list[Any]:
+            def case(info: Any = info, sample: Any = sample, number: int = number) -> list[Any]:
                 torch.manual_seed(2)
-                made = info.module_cls(*copy.deepcopy(one.constructor_input.args), **one.constructor_input.kwargs)
-                prototype = made.to(torch.float32) if any(True for _ in made.parameters()) else made
-                given = (one.forward_input.args, one.forward_input.kwargs)
-                return trained(prototype, given, (sgd, adam)[number % 2], read=number % 3 == 0)
+                module = info.module_cls(
+                    *copy.deepcopy(sample.constructor_input.args), **sample.constructor_input.kwargs
+                )
+                prototype = module.to(torch.float32) if any(True for _ in module.parameters()) else module
+                arguments = (sample.forward_input.args, sample.forward_input.kwargs)
+                return train_module(prototype, arguments, (sgd, adam)[number % 2], read=number % 3 == 0)
 
-            yield f"{info.name} {number} {one.desc}".strip(), case
+            yield f"{info.name} {number} {sample.desc}".strip(), case
 
 
 def operators(only: str, first: int) -> Iterator[tuple[str, Case]]:
@@ -166,103 +168,105 @@ def operators(only: str, first: int) -> Iterator[tuple[str, Case]]:
         except Exception:
             continue
         for number, sample in enumerate(samples[: first or None]):
-            for how in ("call", "inplace", "out"):
-                function = {"call": info.op, "inplace": info.inplace_variant, "out": info.op}[how]
-                if function is None or (how == "out" and not info.supports_out):
+            for mode in ("call", "inplace", "out"):
+                function = {"call": info.op, "inplace": info.inplace_variant, "out": info.op}[mode]
+                if function is None or (mode == "out" and not info.supports_out):
                     continue
 
-                def case(function: Any = function, sample: Any = sample, how: str = how) -> list[Any]:
+                def case(function: Any = function, sample: Any = sample, mode: str = mode) -> list[Any]:
                     torch.manual_seed(1)
                     value, args, kwargs = fresh((sample.input, sample.args, sample.kwargs))
                     leaves = [
                         x for x in tree_leaves((value, args, kwargs)) if isinstance(x, Tensor) and x.requires_grad
                     ]
-                    seen: list[Any] = []
+                    results: list[Any] = []
                     for _ in range(2):
-                        if how == "out":
+                        if mode == "out":
                             with torch.no_grad():
                                 shapes = function(value, *args, **kwargs)
                                 out = tree_map(torch.empty_like, shapes)
                                 function(value, *args, **kwargs, out=out)
-                                seen += kept(out)
+                                results += kept(out)
                             continue
                         target = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, value)
-                        out = function(target if how == "inplace" else value, *args, **kwargs)
-                        seen += kept(out)
+                        out = function(target if mode == "inplace" else value, *args, **kwargs)
+                        results += kept(out)
                         loss = scalar(out)
                         if loss is not None:
                             for gradient in torch.autograd.grad(loss, leaves, allow_unused=True):
-                                seen += kept([gradient])
-                    return [*seen, torch.get_rng_state()]
+                                results += kept([gradient])
+                    return [*results, torch.get_rng_state()]
 
                 yield (
-                    f"{info.name}{'.' + info.variant_test_name if info.variant_test_name else ''} {number} {how}",
+                    f"{info.name}{'.' + info.variant_test_name if info.variant_test_name else ''} {number} {mode}",
                     case,
                 )
 
 
-def within(case: Case, budget: int, *, stress: bool) -> tuple[list[Any], outofcore.LoopStats]:
+def run_within(case: Case, budget: int, *, stress: bool) -> tuple[list[Any], outofcore.LoopStats]:
     with outofcore.budget(budget, home="host", host_budget=ROOM, policy=None) as run:
         load_paging().follow_stress(run._space, int(stress))
-        seen = case()
+        results = case()
         stats = run.stats
-    return seen, stats
+    return results, stats
 
 
-def squeezed(case: Case) -> tuple[list[Any], outofcore.LoopStats]:
-    """In the smallest arena that will do, as far as refusals tell it."""
+def run_squeezed(case: Case) -> tuple[list[Any], outofcore.LoopStats]:
+    """Run in the smallest arena that the refusals name."""
     budget = 4 * PAGE
-    for _ in range(TRIES):
+    for _ in range(MAX_TRIES):
         try:
-            return within(case, budget, stress=False)
+            return run_within(case, budget, stress=False)
         except outofcore.BudgetError as error:
             budget = max(budget + PAGE, error.smallest_budget or 0)
-    return within(case, ROOM, stress=False)
+    return run_within(case, ROOM, stress=False)
 
 
 def main() -> int:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("which", nargs="+", choices=["modules", "operators"])
-    arguments.add_argument("--only", default="", help="the name of one entry")
-    arguments.add_argument("--every", type=int, default=1, help="one of so many cases")
-    arguments.add_argument("--start", type=int, default=0, help="the first of these")
-    arguments.add_argument("--first", type=int, default=0, help="so many samples of each operator; 0: all")
-    arguments.add_argument("--verbose", action="store_true", help="tell which case runs, should the process die")
-    given = arguments.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("which", nargs="+", choices=["modules", "operators"])
+    parser.add_argument("--only", default="", help="Name of the only entry to run.")
+    parser.add_argument("--every", type=int, default=1, help="Run every N-th case.")
+    parser.add_argument("--start", type=int, default=0, help="Index of the first case.")
+    parser.add_argument("--first", type=int, default=0, help="Number of samples of each operator; 0: all.")
+    parser.add_argument("--verbose", action="store_true", help="Print the name of each case before it runs.")
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     load_paging().follow_smallest(1)
-    both = {"modules": modules(given.only), "operators": operators(given.only, given.first)}
-    cases = itertools.chain.from_iterable(both[which] for which in given.which)
-    told: dict[str, Any] = {"ran": 0, "refused": 0, "unsteady": 0, "evictions": 0, "failed": []}
+    databases = {"modules": modules(options.only), "operators": operators(options.only, options.first)}
+    cases = itertools.chain.from_iterable(databases[database] for database in options.which)
+    report: dict[str, Any] = {"ran": 0, "refused": 0, "unsteady": 0, "evictions": 0, "failed": []}
     for number, (name, case) in enumerate(cases):
-        if number % given.every != given.start:
+        if number % options.every != options.start:
             continue
-        if given.verbose:
+        if options.verbose:
             print(name, file=sys.stderr, flush=True)
         try:
-            wanted = case()
+            expected = case()
         except Exception:
-            told["refused"] += 1
+            report["refused"] += 1
             continue
-        if not all(map(equal, case(), wanted)):
-            told["unsteady"] += 1
+        if not all(map(equal, case(), expected)):
+            report["unsteady"] += 1
             continue
-        told["ran"] += 1
-        for how, run in (
-            ("stress", lambda c=case: within(c, ROOM, stress=True)),
-            ("squeezed", lambda c=case: squeezed(c)),
+        report["ran"] += 1
+        for label, run in (
+            ("stress", lambda c=case: run_within(c, ROOM, stress=True)),
+            ("squeezed", lambda c=case: run_squeezed(c)),
         ):
             try:
-                seen, stats = run()
+                results, stats = run()
             except Exception:
-                told["failed"].append(f"{name}, {how}: {traceback.format_exc(limit=-1).strip().splitlines()[-1][:300]}")
+                report["failed"].append(
+                    f"{name}, {label}: {traceback.format_exc(limit=-1).strip().splitlines()[-1][:300]}"
+                )
                 continue
-            told["evictions"] += stats.evictions
-            if len(seen) != len(wanted) or not all(map(equal, seen, wanted)):
-                told["failed"].append(f"{name}, {how}: other bits")
-    print(json.dumps(told, indent=1))
-    return bool(told["failed"] or not told["ran"])
+            report["evictions"] += stats.evictions
+            if len(results) != len(expected) or not all(map(equal, results, expected)):
+                report["failed"].append(f"{name}, {label}: other bits")
+    print(json.dumps(report, indent=1))
+    return bool(report["failed"] or not report["ran"])
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""PyTorch's own databases of modules, operators and optimizers through ``compile``: the bits of plain PyTorch.
+"""Compile PyTorch's databases of modules, operators and optimizers and compare each bit with plain PyTorch.
 
-Each sample becomes a step (an optimizer: with a small model), which runs three times: plainly, compiled with room for
-everything, and compiled with the smallest budget, which a refusal names. Samples that cannot be captured are counted
-by refusal and entry; a sample that is neither right nor refused has failed.
+Each sample becomes a step (an optimizer: with a small model), which runs in plain PyTorch, compiled in core, and
+compiled within its smallest budget. Refused samples are counted by refusal and entry.
 
     python tests/torch_cpu/databases_compiled.py modules operators optimizers
     python tests/torch_cpu/databases_compiled.py operators --only nn.functional.conv2d
 
-Prints one line of JSON, with what failed; exits with 1 if anything did.
+Prints one line of JSON; exits with 1 on a failure.
 """
 
 from __future__ import annotations
@@ -35,36 +34,36 @@ import outofcore
 
 CALLS = 3
 ROOMY = 64 << 20
-# A run: the step, its arguments, the model and the optimizers.
-Made = tuple[Callable[..., Any], list[Any], nn.Module, list[torch.optim.Optimizer]]
+# The step, its arguments, the model and the optimizers.
+StepParts = tuple[Callable[..., Any], list[Any], nn.Module, list[torch.optim.Optimizer]]
 
 
-def of_samples(
+def sample_entries(
     kind: Callable[[str, int], Iterator[Any]], only: str, first: int
-) -> Iterator[tuple[str, Callable[[], Made]]]:
+) -> Iterator[tuple[str, Callable[[], StepParts]]]:
     for sample in kind(only, first):
 
-        def make(sample: Any = sample) -> Made:
-            own = copy.copy(sample)
+        def make(sample: Any = sample) -> StepParts:
+            copied = copy.copy(sample)
             if sample.model is not None:
                 model = copy.deepcopy(sample.model)
-                own = type(sample)(sample.name, model, sample.given, model)
-            step, tensors = step_of(own)
-            return step, tensors, own.model or nn.Identity(), []
+                copied = type(sample)(sample.name, model, sample.given, model)
+            step, tensors = step_of(copied)
+            return step, tensors, copied.model or nn.Identity(), []
 
         yield sample.name, make
 
 
-def optimizers(only: str) -> Iterator[tuple[str, Callable[[], Made]]]:
+def optimizer_entries(only: str) -> Iterator[tuple[str, Callable[[], StepParts]]]:
     for info in optim_db:
         if only and info.optim_cls.__name__ != only:
             continue
-        for number, one in enumerate(info.optim_inputs_func(device="cpu")):
+        for number, sample in enumerate(info.optim_inputs_func(device="cpu")):
 
-            def make(info: Any = info, one: Any = one) -> Made:
+            def make(info: Any = info, sample: Any = sample) -> StepParts:
                 torch.manual_seed(2)
                 model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
-                optimizer = info.optim_cls(model.parameters(), **copy.deepcopy(one.kwargs))
+                optimizer = info.optim_cls(model.parameters(), **copy.deepcopy(sample.kwargs))
 
                 def step(x: torch.Tensor) -> torch.Tensor:
                     loss = model(x).square().mean()
@@ -75,90 +74,92 @@ def optimizers(only: str) -> Iterator[tuple[str, Callable[[], Made]]]:
 
                 return step, [torch.randn(8, 16)], model, [optimizer]
 
-            yield f"{info.optim_cls.__name__} {number} {one.desc}", make
+            yield f"{info.optim_cls.__name__} {number} {sample.desc}", make
 
 
-def ran(make: Callable[[], Made], budget: int | None, cache: str) -> list[Any]:
-    """What a step returns, call by call, and what has become of the model."""
-    step, given, model, optimizers = make()
+def run_step(make: Callable[[], StepParts], budget: int | None, cache: str) -> list[Any]:
+    """Return the results of all calls, the model state and the generator state; without a budget in plain PyTorch."""
+    step, arguments, model, optimizers = make()
     run: Any = step
     if budget is not None:
         run = outofcore.compile(step, model, optimizers or None, budget=budget, home="host", cache=cache, dynamic=False)
     torch.manual_seed(1)
     try:
-        seen = [leaf for _ in range(CALLS) for leaf in kept(run(*given))]
+        results = [leaf for _ in range(CALLS) for leaf in kept(run(*arguments))]
     finally:
         if budget is not None:
             run.close()
-    return [*seen, *kept(list(model.state_dict().values())), torch.get_rng_state()]
+    return [*results, *kept(list(model.state_dict().values())), torch.get_rng_state()]
 
 
-def smallest(make: Callable[[], Made], cache: str) -> int:
-    step, given, model, optimizers = make()
+def smallest_budget(make: Callable[[], StepParts], cache: str) -> int:
+    step, arguments, model, optimizers = make()
     with outofcore.compile(
         step, model, optimizers or None, budget=4096, home="host", cache=cache, dynamic=False
     ) as run:
         try:
-            run.prepare(*given)
+            run.prepare(*arguments)
         except outofcore.BudgetError as error:
             return error.smallest_budget or ROOMY
     return 4096
 
 
-def reason(error: Exception) -> str:
-    """A refusal, without places and numbers."""
+def refusal_kind(error: Exception) -> str:
+    """Return the message of a refusal without its location and numbers."""
     text = re.sub(r"^\S+:\d+: ", "", str(error).partition("\n")[0])
     return re.sub(r"\d+", "N", f"{type(error).__name__}: {text[:70]}")
 
 
 def main() -> int:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("which", nargs="+", choices=["modules", "operators", "optimizers"])
-    arguments.add_argument("--only", default="", help="the name of one entry")
-    arguments.add_argument("--every", type=int, default=1, help="one of so many samples")
-    arguments.add_argument("--start", type=int, default=0, help="the first of these")
-    arguments.add_argument("--first", type=int, default=0, help="so many samples of each entry; 0: all")
-    arguments.add_argument("--verbose", action="store_true", help="tell which sample runs, should the process die")
-    given = arguments.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("which", nargs="+", choices=["modules", "operators", "optimizers"])
+    parser.add_argument("--only", default="", help="Name of the only entry to run.")
+    parser.add_argument("--every", type=int, default=1, help="Run every N-th sample.")
+    parser.add_argument("--start", type=int, default=0, help="Index of the first sample.")
+    parser.add_argument("--first", type=int, default=0, help="Number of samples of each entry; 0: all.")
+    parser.add_argument("--verbose", action="store_true", help="Print the name of each sample before it runs.")
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     kinds = {
-        "modules": of_samples(modules, given.only, given.first),
-        "operators": of_samples(operators, given.only, given.first),
-        "optimizers": optimizers(given.only),
+        "modules": sample_entries(modules, options.only, options.first),
+        "operators": sample_entries(operators, options.only, options.first),
+        "optimizers": optimizer_entries(options.only),
     }
-    told: dict[str, Any] = {"ran": 0, "plain refuses": 0, "unsteady": 0, "failed": []}
+    report: dict[str, Any] = {"ran": 0, "plain refuses": 0, "unsteady": 0, "failed": []}
     refused: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     with tempfile.TemporaryDirectory() as cache:
-        for number, (name, make) in enumerate(itertools.chain.from_iterable(kinds[which] for which in given.which)):
-            if number % given.every != given.start:
+        for number, (name, make) in enumerate(
+            itertools.chain.from_iterable(kinds[database] for database in options.which)
+        ):
+            if number % options.every != options.start:
                 continue
-            if given.verbose:
+            if options.verbose:
                 print(name, file=sys.stderr, flush=True)
             try:
-                wanted = ran(make, None, cache)
-                again = ran(make, None, cache)
+                expected = run_step(make, None, cache)
+                repeated = run_step(make, None, cache)
             except Exception:
-                told["plain refuses"] += 1
+                report["plain refuses"] += 1
                 continue
-            if not all(map(equal, again, wanted)):
-                told["unsteady"] += 1
+            if not all(map(equal, repeated, expected)):
+                report["unsteady"] += 1
                 continue
             try:
-                for budget in (ROOMY, smallest(make, cache)):
-                    seen = ran(make, budget, cache)
-                    if len(seen) != len(wanted) or not all(map(equal, seen, wanted)):
-                        told["failed"].append(f"{name} in {budget} bytes: other bits")
+                for budget in (ROOMY, smallest_budget(make, cache)):
+                    results = run_step(make, budget, cache)
+                    if len(results) != len(expected) or not all(map(equal, results, expected)):
+                        report["failed"].append(f"{name} in {budget} bytes: other bits")
             except (outofcore.CaptureError, outofcore.InputError) as error:
-                refused[reason(error)][name.partition(" ")[0]] += 1
+                refused[refusal_kind(error)][name.partition(" ")[0]] += 1
                 continue
             except Exception:
                 last = traceback.format_exc(limit=-1).strip().splitlines()
-                told["failed"].append(f"{name}: {' | '.join(last[-3:])[:300]}")
+                report["failed"].append(f"{name}: {' | '.join(last[-3:])[:300]}")
                 continue
-            told["ran"] += 1
-    print(json.dumps(told | {"refused": refused}))
-    return bool(told["failed"] or not told["ran"])
+            report["ran"] += 1
+    print(json.dumps(report | {"refused": refused}))
+    return bool(report["failed"] or not report["ran"])
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
-"""PyTorch's own databases of modules and operators, with every op that can be cut in 2, 3 and 5 parts: the same bits.
+"""Split the ops of PyTorch's databases of modules and operators by 2, 3 and 5 and compare each bit.
 
-Each sample is captured as a step, forward and backward, and all its ops are cut that the rules know, storages of any
-size. Cuts that are not exact on this machine, as a trial tells, are left out, as they are in a step that is compiled.
-Samples are counted that nothing in them can be cut, that cannot be captured, that plain PyTorch computes otherwise
-when it runs twice, or that a captured step computes otherwise as a whole.
+Each sample is captured as a step with forward and backward pass. Each op that has a split rule is split, with storages
+of any size, unless its exactness check fails. Samples that cannot be compared are skipped and counted.
 
     python tests/torch_cpu/databases_in_parts.py modules operators
     python tests/torch_cpu/databases_in_parts.py operators --only nn.functional.conv2d --parts 3
 
-Prints one line of JSON, with what failed; exits with 1 if anything did.
+Prints one line of JSON; exits with 1 on a failure.
 """
 
 from __future__ import annotations
@@ -46,15 +44,6 @@ ROOM = 1 << 30
 
 @dataclass(frozen=True)
 class Sample:
-    """One call.
-
-    Attributes:
-        name: for people.
-        call: takes what was given, with tensors in their places.
-        given: arguments and keyword arguments.
-        model: what has the parameters, if anything has.
-    """
-
     name: str
     call: Callable[..., Any]
     given: tuple[tuple[Any, ...], dict[str, Any]]
@@ -72,8 +61,8 @@ def operators(only: str, first: int) -> Iterator[Sample]:
             samples = list(info.sample_inputs("cpu", torch.float32, requires_grad=info.supports_autograd))
         except Exception:
             continue
-        for number, one in enumerate(samples[: first or None]):
-            yield Sample(f"{info.name} {number}", info.op, ((one.input, *one.args), one.kwargs))
+        for number, inputs in enumerate(samples[: first or None]):
+            yield Sample(f"{info.name} {number}", info.op, ((inputs.input, *inputs.args), inputs.kwargs))
 
 
 def modules(only: str, first: int) -> Iterator[Sample]:
@@ -87,129 +76,135 @@ def modules(only: str, first: int) -> Iterator[Sample]:
             )
         except Exception:
             continue
-        for number, one in enumerate(listed[: first or None]):
+        for number, inputs in enumerate(listed[: first or None]):
             torch.manual_seed(2)
-            made = info.module_cls(*copy.deepcopy(one.constructor_input.args), **one.constructor_input.kwargs)
-            made = made.to(torch.float32).train() if any(True for _ in made.parameters()) else made.train()
-            given = (one.forward_input.args, one.forward_input.kwargs)
-            yield Sample(f"{info.name} {number} {one.desc}".strip(), made, given, made)
+            module = info.module_cls(*copy.deepcopy(inputs.constructor_input.args), **inputs.constructor_input.kwargs)
+            module = module.to(torch.float32).train() if any(True for _ in module.parameters()) else module.train()
+            arguments = (inputs.forward_input.args, inputs.forward_input.kwargs)
+            yield Sample(f"{info.name} {number} {inputs.desc}".strip(), module, arguments, module)
 
 
 def step_of(sample: Sample) -> tuple[Callable[..., Any], list[Tensor]]:
-    """Forward and backward as a function of tensors alone, and those."""
+    """Return forward and backward as a function of tensors only, and these tensors."""
     leaves, tree = tree_flatten(fresh(sample.given))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     needed = [leaves[place].requires_grad for place in places]
 
     def step(*tensors: Tensor) -> Any:
-        own = list(leaves)
-        wanted: list[Tensor] = []
+        filled = list(leaves)
+        differentiated: list[Tensor] = []
         for place, tensor, needs in zip(places, tensors, needed, strict=True):
-            own[place] = tensor.detach().requires_grad_() if needs else tensor
-            wanted += [own[place]] if needs else []
-        args, kwargs = tree_unflatten(own, tree)
+            filled[place] = tensor.detach().requires_grad_() if needs else tensor
+            differentiated += [filled[place]] if needs else []
+        args, kwargs = tree_unflatten(filled, tree)
         out = sample.call(*args, **kwargs)
         loss = scalar(out)
-        wanted += [] if sample.model is None else list(sample.model.parameters())
-        gradients = () if loss is None or not wanted else torch.autograd.grad(loss, wanted, allow_unused=True)
+        differentiated += [] if sample.model is None else list(sample.model.parameters())
+        gradients = (
+            () if loss is None or not differentiated else torch.autograd.grad(loss, differentiated, allow_unused=True)
+        )
         return [leaf for leaf in tree_flatten((out, gradients))[0] if isinstance(leaf, Tensor)]
 
     return step, [leaves[place].detach() for place in places]
 
 
-def in_parts(captured: Captured, parts: int, verdicts: Cache) -> tuple[Captured, int, int] | None:
-    """The step cut in so many parts, how many claims that rests on, and how many did not hold; None: nothing is cut."""
+def split_step(captured: Captured, parts: int, verdicts: Cache) -> tuple[Captured, int, int] | None:
+    """Return the split step, its exactness checks and its mismatches; None if no op can be split."""
     refused: frozenset[str] = frozenset()
     while True:
-        found = tiled(captured, 1, parts=parts, least=1, refused=refused)
-        if not found.claims:
+        split_result = tiled(captured, 1, parts=parts, least=1, refused=refused)
+        if not split_result.claims:
             return None
-        wrong = refuted(found.claims, found.values, CpuBackend(), ROOM, verdicts)
-        if not wrong:
+        mismatches = refuted(split_result.claims, split_result.values, CpuBackend(), ROOM, verdicts)
+        if not mismatches:
             break
-        refused |= wrong
-    done = reuse(found.captured, least=1)
-    return reordered(done, hoisting(done)), len(found.claims), len(refused)
+        refused |= mismatches
+    reused = reuse(split_result.captured, least=1)
+    return reordered(reused, hoisting(reused)), len(split_result.claims), len(refused)
 
 
 def main() -> int:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("which", nargs="+", choices=["modules", "operators"])
-    arguments.add_argument("--only", default="", help="the name of one entry")
-    arguments.add_argument("--every", type=int, default=1, help="one of so many samples")
-    arguments.add_argument("--start", type=int, default=0, help="the first of these")
-    arguments.add_argument("--first", type=int, default=0, help="so many samples of each entry; 0: all")
-    arguments.add_argument("--parts", type=int, action="append", help="how many; may be given several times")
-    arguments.add_argument("--verbose", action="store_true", help="tell which sample runs, should the process die")
-    given = arguments.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("which", nargs="+", choices=["modules", "operators"])
+    parser.add_argument("--only", default="", help="Name of the only entry to run.")
+    parser.add_argument("--every", type=int, default=1, help="Run every N-th sample.")
+    parser.add_argument("--start", type=int, default=0, help="Index of the first sample.")
+    parser.add_argument("--first", type=int, default=0, help="Number of samples of each entry; 0: all.")
+    parser.add_argument("--parts", type=int, action="append", help="Split factor; may be repeated.")
+    parser.add_argument("--verbose", action="store_true", help="Print the name of each sample before it runs.")
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    both = {"modules": modules, "operators": operators}
-    samples = itertools.chain.from_iterable(both[which](given.only, given.first) for which in given.which)
-    told: dict[str, Any] = {"samples": 0, "not captured": 0, "unsteady": 0, "nothing to cut": 0, "steps in parts": 0}
-    told |= {"claims": 0, "refuted": 0, "otherwise as a whole": [], "failed": []}
+    databases = {"modules": modules, "operators": operators}
+    samples = itertools.chain.from_iterable(
+        databases[database](options.only, options.first) for database in options.which
+    )
+    report: dict[str, Any] = {"samples": 0, "not captured": 0, "unsteady": 0, "nothing to cut": 0, "steps in parts": 0}
+    report |= {"claims": 0, "refuted": 0, "otherwise as a whole": [], "failed": []}
     with tempfile.TemporaryDirectory() as folder:
         verdicts = Cache(Path(folder))
         for number, sample in enumerate(samples):
-            if number % given.every == given.start:
-                _try(sample, tuple(given.parts or (2, 3, 5)), verdicts, told, verbose=given.verbose)
-    print(json.dumps(told, indent=1))
-    return bool(told["failed"] or not told["steps in parts"])
+            if number % options.every == options.start:
+                _check_sample(sample, tuple(options.parts or (2, 3, 5)), verdicts, report, verbose=options.verbose)
+    print(json.dumps(report, indent=1))
+    return bool(report["failed"] or not report["steps in parts"])
 
 
-def _restored(models: list[nn.Module], before: list[dict[str, Any]]) -> None:
+def _restore(models: list[nn.Module], before: list[dict[str, Any]]) -> None:
     torch.manual_seed(1)
     for model, state in zip(models, before, strict=True):
         model.load_state_dict(state)
 
 
-def _try(sample: Sample, parts: tuple[int, ...], verdicts: Cache, told: dict[str, Any], *, verbose: bool) -> None:
+def _check_sample(
+    sample: Sample, parts: tuple[int, ...], verdicts: Cache, report: dict[str, Any], *, verbose: bool
+) -> None:
     if verbose:
         print(sample.name, file=sys.stderr, flush=True)
-    told["samples"] += 1
+    report["samples"] += 1
     models = [] if sample.model is None else [sample.model]
     before = [copy.deepcopy(model.state_dict()) for model in models]
 
     def plain() -> list[Any]:
-        _restored(models, before)
+        _restore(models, before)
         step, tensors = step_of(sample)
         return kept(step(*tensors))
 
     try:
-        wanted = plain()
-        again = plain()
+        expected = plain()
+        repeated = plain()
         step, tensors = step_of(sample)
         captured = capture_step(step, models, [], tuple(tensors), {})
-        _restored(models, before)
+        _restore(models, before)
         uncut = kept(Replay(captured)(*step_of(sample)[1]))
     except Exception:
-        told["not captured"] += 1
+        report["not captured"] += 1
         return
-    if not all(map(equal, again, wanted)):
-        told["unsteady"] += 1
+    if not all(map(equal, repeated, expected)):
+        report["unsteady"] += 1
         return
-    if len(uncut) != len(wanted) or not all(map(equal, uncut, wanted)):
-        # Whether whole steps have eager's bits is what the other databases are for.
-        told["otherwise as a whole"].append(sample.name)
-        wanted = uncut
+    if len(uncut) != len(expected) or not all(map(equal, uncut, expected)):
+        # The other databases compare unsplit steps with eager PyTorch.
+        report["otherwise as a whole"].append(sample.name)
+        expected = uncut
     for count in parts:
         try:
-            found = in_parts(captured, count, verdicts)
-            if found is None:
-                told["nothing to cut"] += 1
+            outcome = split_step(captured, count, verdicts)
+            if outcome is None:
+                report["nothing to cut"] += 1
                 continue
-            cut, claims, wrong = found
-            told["claims"] += claims
-            told["refuted"] += wrong
-            _restored(models, before)
-            seen = kept(Replay(cut)(*step_of(sample)[1]))
+            cut, claims, mismatches = outcome
+            report["claims"] += claims
+            report["refuted"] += mismatches
+            _restore(models, before)
+            results = kept(Replay(cut)(*step_of(sample)[1]))
         except Exception:
             last = traceback.format_exc(limit=-1).strip().splitlines()[-1][:300]
-            told["failed"].append(f"{sample.name}, {count} parts: {last}")
+            report["failed"].append(f"{sample.name}, {count} parts: {last}")
             continue
-        told["steps in parts"] += 1
-        if len(seen) != len(wanted) or not all(map(equal, seen, wanted)):
-            told["failed"].append(f"{sample.name}, {count} parts: other bits")
+        report["steps in parts"] += 1
+        if len(results) != len(expected) or not all(map(equal, results, expected)):
+            report["failed"].append(f"{sample.name}, {count} parts: other bits")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Captured steps beside plain PyTorch: many kinds of them, and what compares each bit that they leave."""
+"""Many kinds of captured steps, and a comparison of all their results with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -53,50 +53,50 @@ CASES: dict[str, Callable[[], Case]] = {
 
 def twice(make: Callable[[], Case]) -> tuple[Case, Case]:
     torch.manual_seed(1)
-    one = make()
+    first = make()
     torch.manual_seed(1)
-    return one, make()
+    return first, make()
 
 
-def assert_same(one: Any, other: Any, what: str) -> None:
-    left, right = pytree.tree_leaves(one), pytree.tree_leaves(other)
-    assert len(left) == len(right), what
-    for a, b in zip(left, right, strict=True):
+def assert_same(actual: Any, expected: Any, label: str) -> None:
+    actual_leaves, expected_leaves = pytree.tree_leaves(actual), pytree.tree_leaves(expected)
+    assert len(actual_leaves) == len(expected_leaves), label
+    for a, b in zip(actual_leaves, expected_leaves, strict=True):
         if isinstance(a, torch.Tensor):
-            assert isinstance(b, torch.Tensor), what
-            assert a.dtype == b.dtype, what
-            assert torch.equal(a, b), f"{what}: {(a - b).abs().max()} apart"
+            assert isinstance(b, torch.Tensor), label
+            assert a.dtype == b.dtype, label
+            assert torch.equal(a, b), f"{label}: {(a - b).abs().max()} apart"
         else:
-            assert a == b, what
+            assert a == b, label
 
 
-def in_order(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """All that an optimizer keeps, the parameters in their order: small ones may have been updated after large ones."""
-    found = optimizer.state_dict()
-    return {**found, "state": dict(sorted(found["state"].items()))}
+def ordered_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the optimizer state sorted by parameter: a capture may update large parameters first."""
+    state_dict = optimizer.state_dict()
+    return {**state_dict, "state": dict(sorted(state_dict["state"].items()))}
 
 
 def grads_of(case: Case) -> list[Any]:
     return [p.grad for model in case.models for p in model.parameters()]
 
 
-def as_traced(captured: Captured) -> Captured:
+def identity(captured: Captured) -> Captured:
     return captured
 
 
-def check_exact(make: Callable[[], Case], change: Callable[[Captured], Captured] = as_traced) -> Replay:
+def check_exact(make: Callable[[], Case], change: Callable[[Captured], Captured] = identity) -> Replay:
     ours, plain = twice(make)
-    replay, seen = None, None
+    replay, captured_signature = None, None
     for k in range(STEPS):
         torch.manual_seed(100 + k)
         args = ours.batch()
         torch.manual_seed(100 + k)
         same_args = plain.batch()
-        have = [g is not None for g in grads_of(ours)]
-        if have != seen:  # another signature
+        signature = [g is not None for g in grads_of(ours)]
+        if signature != captured_signature:  # another signature
             captured = capture_step(ours.step, ours.models, ours.optimizers, args, ours.kwargs)
             replay = Replay(change(captured))
-            seen = have
+            captured_signature = signature
         assert replay is not None
         torch.manual_seed(k)
         result = replay(*args, **ours.kwargs)
@@ -110,7 +110,7 @@ def check_exact(make: Callable[[], Case], change: Callable[[Captured], Captured]
         for index, (a, b) in enumerate(zip(ours.models, plain.models, strict=True)):
             assert_same(a.state_dict(), b.state_dict(), f"model {index} after step {k}")
         for index, (a, b) in enumerate(zip(ours.optimizers, plain.optimizers, strict=True)):
-            assert_same(in_order(a), in_order(b), f"optimizer {index} after step {k}")
+            assert_same(ordered_state(a), ordered_state(b), f"optimizer {index} after step {k}")
     assert replay is not None
     assert replay.mismatches == []
     return replay

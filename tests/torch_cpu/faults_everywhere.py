@@ -1,12 +1,12 @@
-"""Makes the n-th allocation, disk write, disk read or thread start fail, for n = 1, 2, ... until none is left.
+"""Make the n-th allocation, disk write, disk read or thread start fail, for n = 1, 2, ... until all have failed.
 
-A process loads PyTorch once, and forks a child for each n. The child trains a small model within a budget, with one
-fault; all it asks of the system goes through ``fail_nth.cpp``. Its run passes if
+A process loads PyTorch once and forks a child for each n. The child trains a small model within a budget, with one
+fault; ``fail_nth.cpp`` intercepts its system calls. The run passes if
 
-- each call raises a documented error or gives eager PyTorch's result bit for bit,
-- the model is afterwards as before the call or as after it, or the library says that it is torn,
-- training goes on from there and ends with eager's bits,
-- no file, descriptor, thread, process or mapping is left behind.
+- each call raises a documented error or gives eager PyTorch's result bit for bit;
+- the model is unchanged or updated after the call, or the error reports it as torn;
+- training continues and ends with eager's bits;
+- the child leaks no file, descriptor, thread, process or mapping.
 
     python tests/torch_cpu/faults_everywhere.py --door compile --home disk --kind write
     python tests/torch_cpu/faults_everywhere.py --door budget --home host --kind allocation --from 5 --to 9
@@ -59,15 +59,15 @@ from outofcore.follow.native import load_paging
 from outofcore.runtime.native import load_native
 
 STEPS = 3
-# A child hangs that for so long has computed for less than a second, or that has computed for so long.
-IDLE_S, MOST_S = 60, 300
-# A thread's stack, pages that the heap keeps: not counted as left behind.
+# A child has hung if it computes for less than a second within IDLE_S, or for longer than MAX_S in all.
+IDLE_S, MAX_S = 60, 300
+# A thread's stack and pages cached by the heap do not count as leaks.
 SLACK_BYTES = 24 << 20
 UNCHANGED, DONE, TORN = "as they were before this step", "step has been made", "part old and part new"
 
 
 class Kind(enum.IntEnum):
-    """What fails; numbered as in fail_nth.cpp."""
+    """The kind of call that fails; numbered as in fail_nth.cpp."""
 
     ALLOCATION = 1
     OBJECT = 2  # operator new of any size in native code of the package
@@ -96,10 +96,9 @@ class Run:
     """One run with a fault.
 
     Attributes:
-        outcome: "right": no call raised; "error": one did, and the model was whole; "torn": the library said so.
-        raised: the errors of calls.
-        where: who asked for what failed.
-        faults: what must not be.
+        outcome: "right": no call raised; "error": a call raised and the model is whole; "torn": it is torn.
+        where: the native stack of the failed call.
+        faults: violations of the rules above.
     """
 
     door: str
@@ -117,9 +116,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Left:
-    """What a process holds."""
-
+class Resources:
     threads: int
     descriptors: list[str]
     files: list[str]
@@ -129,8 +126,6 @@ class Left:
 
 
 class Injector:
-    """The preloaded library."""
-
     def __init__(self, folder: Path) -> None:
         self.library = ctypes.CDLL(os.environ["FAIL_NTH"])
         for name in ("fail_fired", "fail_seen"):
@@ -138,14 +133,13 @@ class Injector:
         self.library.fail_watch(os.fsencode(folder), os.fsencode(user_cache_folder()) + b"/")
 
     def arm(self, kind: Kind, number: int, lasting: bool) -> None:
-        """Have the ``number``-th call fail, and if ``lasting`` all that come after it; 0: none."""
+        """Make call ``number`` fail, and all later calls if ``lasting``; 0 makes no call fail."""
         code = errno.EIO if kind is Kind.WRITE and number % 2 == 0 else ERRORS.get(kind, 0)
         last = (1 << 62) if lasting and number else number
         self.library.fail_arm(int(kind), ctypes.c_long(number), ctypes.c_long(last), code)
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Neither count nor fail what the test itself does."""
+    def pause(self) -> Iterator[None]:
         self.library.fail_pause(1)
         try:
             yield
@@ -153,35 +147,31 @@ class Injector:
             self.library.fail_pause(0)
 
     def disarm(self) -> None:
-        """Have nothing fail any more."""
         self.library.fail_disarm()
 
     @property
-    def fired(self) -> int:
-        """How many calls failed."""
+    def failed_calls(self) -> int:
         return int(self.library.fail_fired())
 
     @property
-    def seen(self) -> int:
-        """How many calls there were."""
+    def counted_calls(self) -> int:
         return int(self.library.fail_seen())
 
-    def where(self) -> list[str]:
-        """The stack of native code that made the first call that failed, innermost first."""
+    def native_stack(self) -> list[str]:
         text = ctypes.create_string_buffer(8192)
         self.library.fail_where(text, ctypes.c_size_t(len(text)))
         return [line for line in text.value.decode(errors="replace").splitlines() if "fail-nth" not in line]
 
 
 def is_documented(error: BaseException, kind: Kind) -> bool:
-    """Whether the library may raise an error, or PyTorch would at that place."""
-    # Within a followed loop PyTorch raises what leaving the loop makes one of the library's errors of.
+    """Return whether the library documents an error, or PyTorch itself raises it on failed allocations."""
+    # Within an eager loop PyTorch raises an error that the library replaces when the loop ends.
     if isinstance(error, OutOfCoreError) or isinstance(explained(error), OutOfCoreError):
         return True
     if kind not in (Kind.ALLOCATION, Kind.OBJECT):
         return False
     text = str(error)
-    # PyTorch's allocator on the CPU and its native code have no other words for it.
+    # PyTorch's CPU allocator and native code raise plain RuntimeErrors with these texts.
     return (
         isinstance(error, MemoryError)
         or isinstance(explained(error), MemoryError)
@@ -189,28 +179,26 @@ def is_documented(error: BaseException, kind: Kind) -> bool:
     )
 
 
-def told(error: BaseException) -> str:
-    """An error with its last lines in the library, or in PyTorch."""
+def describe_error(error: BaseException) -> str:
     every = traceback.extract_tb(error.__traceback__)
     frames = [f for f in every if "outofcore" in f.filename] or every
     at = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames[-4:]))
     return f"{type(error).__name__}: {str(error)[:300]} [{at}]"
 
 
-def left_behind(folder: Path) -> Left:
-    """What this process holds now."""
+def open_resources(folder: Path) -> Resources:
     gc.collect()
     descriptors = []
-    for one in Path("/proc/self/fd").iterdir():
+    for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
-            descriptors.append(str(one.readlink()))
+            descriptors.append(str(descriptor.readlink()))
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     mapped = 0
     for line in maps:
         begin, end = line.split()[0].split("-")
         mapped += int(end, 16) - int(begin, 16)
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii").split()
-    return Left(
+    return Resources(
         len(list(Path("/proc/self/task").iterdir())),
         sorted(name for name in descriptors if not name.startswith("/proc/")),
         sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()),
@@ -220,14 +208,14 @@ def left_behind(folder: Path) -> Left:
     )
 
 
-def compare_left(run: Run, before: Left, after: Left, usual: Left) -> None:
-    """Note what a run left behind and a run without a fault did not."""
-    if after.threads > usual.threads:
-        run.faults.append(f"{after.threads} threads are left; without a fault {usual.threads}")
-    more = len(after.descriptors) - len(before.descriptors)
-    if more > 0:
+def record_leaks(run: Run, before: Resources, after: Resources, baseline: Resources) -> None:
+    """Record the resources that a run leaked but a run without a fault did not."""
+    if after.threads > baseline.threads:
+        run.faults.append(f"{after.threads} threads are left; without a fault {baseline.threads}")
+    new_count = len(after.descriptors) - len(before.descriptors)
+    if new_count > 0:
         new = [name for name in after.descriptors if name not in before.descriptors] or after.descriptors
-        run.faults.append(f"{more} descriptors are left: {new}")
+        run.faults.append(f"{new_count} descriptors are left: {new}")
     files = sorted(set(after.files) - set(before.files))
     if files:
         run.faults.append(f"files are left: {files}")
@@ -235,31 +223,29 @@ def compare_left(run: Run, before: Left, after: Left, usual: Left) -> None:
         run.faults.append(f"processes are left: {after.children}")
     if after.mappings:
         run.faults.append(f"mappings are left: {after.mappings}")
-    if after.mapped_bytes > usual.mapped_bytes + SLACK_BYTES:
-        run.faults.append(f"{after.mapped_bytes - usual.mapped_bytes} bytes more are mapped than without a fault")
+    if after.mapped_bytes > baseline.mapped_bytes + SLACK_BYTES:
+        run.faults.append(f"{after.mapped_bytes - baseline.mapped_bytes} bytes more are mapped than without a fault")
 
 
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    """Whether two models hold the same bits."""
-    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in right)
+def have_equal_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return actual.keys() == expected.keys() and all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 # ---- the compiled step ----------------------------------------------------------------------------------------------
 
 
-def eager_compiled() -> Any:
-    """The loss of each step, and what the model holds before the first and after each."""
+def eager_step_results() -> Any:
+    """Return the loss of each eager step, and the model before the first and after each."""
     model, optimizer, step = faulty.sides()
-    held, losses = [faulty.contents(model, optimizer)], []
+    snapshots, losses = [faulty.contents(model, optimizer)], []
     for k in range(STEPS):
         torch.manual_seed(k)
         losses.append(step(faulty.batch(k)))
-        held.append(faulty.contents(model, optimizer))
-    return losses, held
+        snapshots.append(faulty.contents(model, optimizer))
+    return losses, snapshots
 
 
 def compile_options(home: str, folder: Path, cache: Path, budget: int) -> dict[str, Any]:
-    """The arguments of ``outofcore.compile``."""
     tiers: dict[str, Any] = {"host_budget": "300KiB"} if home == "both" else {}
     return {
         "budget": budget,
@@ -271,17 +257,16 @@ def compile_options(home: str, folder: Path, cache: Path, budget: int) -> dict[s
     }
 
 
-def train_compiled(run: Run, kind: Kind, expected: Any, options: dict[str, Any], injector: Injector) -> None:
-    """Make the steps of a compiled step; each again if it failed."""
-    losses, held = expected
+def train_step(run: Run, kind: Kind, expected: Any, options: dict[str, Any], injector: Injector) -> None:
+    losses, snapshots = expected
     model, optimizer, step = faulty.sides()
     injector.arm(kind, run.n, run.lasting)
 
-    def failed(error: BaseException) -> None:
+    def record_failure(error: BaseException) -> None:
         injector.disarm()
-        run.raised.append(told(error))
+        run.raised.append(describe_error(error))
         run.outcome = "error"
-        if kind in HARMLESS or not is_documented(error, kind) or not injector.fired:
+        if kind in HARMLESS or not is_documented(error, kind) or not injector.failed_calls:
             run.faults.append(f"raised {run.raised[-1]}")
 
     ours: Any = None
@@ -291,88 +276,86 @@ def train_compiled(run: Run, kind: Kind, expected: Any, options: dict[str, Any],
         except Exception as error:
             if run.raised:
                 raise
-            failed(error)
-            if not same(faulty.contents(model, optimizer), held[0]):
+            record_failure(error)
+            if not have_equal_bits(faulty.contents(model, optimizer), snapshots[0]):
                 run.faults.append("compile() has changed the model")
-    made = 0
-    while made < STEPS:
-        with injector.paused():
-            torch.manual_seed(made)
-            batch = faulty.batch(made)
+    completed = 0
+    while completed < STEPS:
+        with injector.pause():
+            torch.manual_seed(completed)
+            batch = faulty.batch(completed)
         try:
             loss = ours(batch)
         except Exception as error:
             if run.raised:
                 raise
-            failed(error)
-            made = judge(run, error, faulty.contents(model, optimizer), held, made)
+            record_failure(error)
+            completed = completed_steps(run, error, faulty.contents(model, optimizer), snapshots, completed)
             if run.outcome == "torn":
-                refuses(run, ours, made)
+                check_refusal(run, ours, completed)
                 break
             continue
-        with injector.paused():
-            if not torch.equal(loss, losses[made]):
-                run.faults.append(f"the loss of step {made} is another one")
-        made += 1
+        with injector.pause():
+            if not torch.equal(loss, losses[completed]):
+                run.faults.append(f"the loss of step {completed} is another one")
+        completed += 1
     try:
         ours.close()
     except Exception as error:
-        failed(error)
+        record_failure(error)
         ours.close()
     injector.disarm()
     now = faulty.contents(model, optimizer)
     if run.outcome == "torn":
         if not all(torch.isfinite(tensor).all() for tensor in now.values()):
             run.faults.append("a torn model cannot be read")
-    elif not same(now, held[STEPS]):
+    elif not have_equal_bits(now, snapshots[STEPS]):
         run.faults.append("the model is not as eager training leaves it")
 
 
-def refuses(run: Run, ours: Any, made: int) -> None:
-    """A torn step must refuse to go on."""
+def check_refusal(run: Run, ours: Any, completed: int) -> None:
     try:
-        ours(faulty.batch(made))
+        ours(faulty.batch(completed))
     except StateError as error:
         if TORN in str(error):
             return
-        run.faults.append(f"a torn step raised {told(error)}")
+        run.faults.append(f"a torn step raised {describe_error(error)}")
     else:
         run.faults.append("a torn step went on")
 
 
-def judge(run: Run, error: BaseException, now: Any, held: Any, made: int) -> int:
-    """How many steps have been made, after one that failed."""
+def completed_steps(run: Run, error: BaseException, now: Any, snapshots: Any, completed: int) -> int:
+    """Return the number of completed steps after a failed call."""
     notes = " ".join(getattr(error, "__notes__", ()))
     if TORN in notes:
         run.outcome = "torn"
-        return made
+        return completed
     if DONE in notes or UNCHANGED in notes:
-        made += DONE in notes
-        if not same(now, held[made]):
-            run.faults.append("the model is not as the note says")
-        return made
+        completed += DONE in notes
+        if not have_equal_bits(now, snapshots[completed]):
+            run.faults.append("the model does not match the note")
+        return completed
     run.faults.append("there is no note")
-    return made
+    return completed
 
 
-# ---- the followed loop ----------------------------------------------------------------------------------------------
+# ---- the eager loop -------------------------------------------------------------------------------------------------
 
-Followed = tuple[nn.Module, torch.optim.Optimizer]
+LoopSides = tuple[nn.Module, torch.optim.Optimizer]
 
 
-def followed_sides() -> Followed:
-    """Weights and activations of 64 KiB and more, which move; an embedding, dropout; no state that forward changes."""
+def loop_sides() -> LoopSides:
+    """Build a model with movable weights and activations (64 KiB or more) and no state that forward changes."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(64, 256), nn.Linear(256, 256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 256))
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
 
 
-def followed_step(sides: Followed, number: int) -> float:
-    """One step of the loop, which may be made again from the same model."""
+def loop_step(sides: LoopSides, number: int) -> float:
     model, optimizer = sides
     torch.manual_seed(number)
     optimizer.zero_grad()
-    # Somebody has its address, and it is freed when the update has made it leave.
+    # Its address has been taken, and it is freed after the update has evicted it.
     scale = torch.rand(128, 256)
     scale.numpy()
     loss = ((model(faulty.batch(number)) - 1) * scale).square().mean()
@@ -381,89 +364,90 @@ def followed_step(sides: Followed, number: int) -> float:
     return loss.item()
 
 
-def tensors_of(sides: Followed) -> dict[str, torch.Tensor]:
-    """All that lasts from step to step, but for gradients."""
+def tensors_of(sides: LoopSides) -> dict[str, torch.Tensor]:
+    """Return all persistent tensors except gradients."""
     model, optimizer = sides
-    found: dict[str, torch.Tensor] = dict(model.named_parameters())
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     for number, parameter in enumerate(model.parameters()):
         for name, tensor in optimizer.state.get(parameter, {}).items():
-            found[f"{number}.{name}"] = tensor
-    return found
+            tensors[f"{number}.{name}"] = tensor
+    return tensors
 
 
 class Fingerprints:
-    """Hashes of a model's tensors; one that has not changed is not hashed again."""
+    """Hashes of a model's tensors, cached by tensor version."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[int, str]] = {}
-        self.each: dict[str, str] = {}  # of the tensors, by name
+        self._cache: dict[int, tuple[int, str]] = {}
+        self.by_name: dict[str, str] = {}  # of the tensors, by name
 
-    def of(self, sides: Followed, touched: Collection[int] = ()) -> str:
-        """One hash of the names and bits of all tensors.
+    def digest(self, sides: LoopSides, touched: Collection[int] = ()) -> str:
+        """Return one hash of the names and bits of all tensors.
 
-        Args:
-            sides: whose.
-            touched: addresses of tensors that an op may have changed whose versions do not tell so yet.
+        ``touched`` has addresses of tensors that an op may have changed before their versions change.
         """
         whole = hashlib.sha256()
         for name, tensor in sorted(tensors_of(sides).items()):
             key, version = id(tensor), tensor._version
-            known = self._known.get(key)
-            if known is None or known[0] != version or (touched and tensor.data_ptr() in touched):
+            cached = self._cache.get(key)
+            if cached is None or cached[0] != version or (touched and tensor.data_ptr() in touched):
                 digest = hashlib.sha256(tensor.detach().clone().numpy().tobytes()).hexdigest()
-                known = self._known[key] = version, digest
-            self.each[name] = known[1]
-            whole.update(f"{name} {known[1]}\n".encode())
+                cached = self._cache[key] = version, digest
+            self.by_name[name] = cached[1]
+            whole.update(f"{name} {cached[1]}\n".encode())
         return whole.hexdigest()
 
 
-class _AfterEachOp(TorchDispatchMode):
-    def __init__(self, tell: Callable[[Collection[int]], None]) -> None:
+class _CallAfterEachOp(TorchDispatchMode):
+    def __init__(self, callback: Callable[[Collection[int]], None]) -> None:
         super().__init__()
-        self._tell = tell
+        self._callback = callback
         self._quiet = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self._quiet:
             self._quiet = True
-            self._tell({each.data_ptr() for each in args if isinstance(each, torch.Tensor)})
+            self._callback({argument.data_ptr() for argument in args if isinstance(argument, torch.Tensor)})
             self._quiet = False
         return result
 
 
-def eager_followed() -> Any:
-    """The loss of each step, the model before the first and after each, and as it is after each op of each step."""
-    sides, prints = followed_sides(), Fingerprints()
-    losses, held = [], [copied(sides)]
-    between: list[tuple[set[str], defaultdict[str, set[str]]]] = []  # of all tensors together, and of each
+def eager_loop_results() -> Any:
+    """Return the loss of each eager step, the model before and after each, and its hashes after each op."""
+    sides, prints = loop_sides(), Fingerprints()
+    losses, snapshots = [], [copy_tensors(sides)]
+    hashes: list[tuple[set[str], defaultdict[str, set[str]]]] = []  # hashes of all tensors, and of each
     for k in range(STEPS + 1):
-        whole, each = set[str](), defaultdict[str, set[str]](set)
+        whole_hashes, tensor_hashes = set[str](), defaultdict[str, set[str]](set)
 
-        def tell(touched: Collection[int], whole: set[str] = whole, each: defaultdict[str, set[str]] = each) -> None:
-            whole.add(prints.of(sides, touched))
-            for name, digest in prints.each.items():
-                each[name].add(digest)
+        def record(
+            touched: Collection[int],
+            whole_hashes: set[str] = whole_hashes,
+            tensor_hashes: defaultdict[str, set[str]] = tensor_hashes,
+        ) -> None:
+            whole_hashes.add(prints.digest(sides, touched))
+            for name, digest in prints.by_name.items():
+                tensor_hashes[name].add(digest)
 
-        tell(())
-        with _AfterEachOp(tell):
-            losses.append(followed_step(sides, k))
-        held.append(copied(sides))
-        between.append((whole, each))
-    return losses, held, between
+        record(())
+        with _CallAfterEachOp(record):
+            losses.append(loop_step(sides, k))
+        snapshots.append(copy_tensors(sides))
+        hashes.append((whole_hashes, tensor_hashes))
+    return losses, snapshots, hashes
 
 
-def copied(sides: Followed) -> dict[str, torch.Tensor]:
-    """The bits of all that lasts."""
+def copy_tensors(sides: LoopSides) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors_of(sides).items()}
 
 
-def restore(sides: Followed, held: dict[str, torch.Tensor]) -> None:
-    """Have the model and the optimizer as they were, as a user does from a checkpoint."""
+def restore(sides: LoopSides, snapshot: dict[str, torch.Tensor]) -> None:
+    """Restore the model and the optimizer as a user does from a checkpoint."""
     model, optimizer = sides
-    model.load_state_dict({name: held[name] for name in model.state_dict()})
-    names = {name.partition(".")[0] for name in held if name[0].isdigit() and name.partition(".")[2] in _STATE}
-    state = {int(n): {key: held[f"{n}.{key}"].clone() for key in _STATE} for n in names if f"{n}.step" in held}
+    model.load_state_dict({name: snapshot[name] for name in model.state_dict()})
+    names = {name.partition(".")[0] for name in snapshot if name[0].isdigit() and name.partition(".")[2] in _STATE}
+    state = {int(n): {key: snapshot[f"{n}.{key}"].clone() for key in _STATE} for n in names if f"{n}.step" in snapshot}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
@@ -471,30 +455,29 @@ _STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
 def budget_options(home: str, folder: Path, cache: Path, budget: int) -> dict[str, Any]:
-    """The arguments of ``outofcore.budget``."""
     tiers: dict[str, Any] = {"host_budget": "300KiB"} if home == "both" else {}
     return {"limit": budget, "home": "host" if home == "host" else folder, "cache": cache, "check": "full", **tiers}
 
 
-# Budgets that hold a part of the model and what it computes.
+# Budgets that hold a part of the model and its activations.
 BUDGETS = {"compile": 9 << 18, "budget": 1 << 20}
 
 
-def train_followed(run: Run, kind: Kind, expected: Any, options: dict[str, Any], injector: Injector) -> None:
-    """Make the steps of a loop within a budget; each again if it failed. Then one more within another loop."""
-    # What an op of the loop reads is moved by it as well.
-    losses, held, between = copy.deepcopy(expected)
-    sides = followed_sides()
+def train_loop(run: Run, kind: Kind, expected: Any, options: dict[str, Any], injector: Injector) -> None:
+    """Run the steps of an eager loop, each failed one again, and then one more step in a second loop."""
+    # Ops of the loop would also move tensors of the shared reference results.
+    losses, snapshots, hashes = copy.deepcopy(expected)
+    sides = loop_sides()
     injector.arm(kind, run.n, run.lasting)
 
-    def failed(error: BaseException) -> None:
+    def record_failure(error: BaseException) -> None:
         injector.disarm()
-        run.raised.append(told(error))
+        run.raised.append(describe_error(error))
         run.outcome = "error"
-        if kind in HARMLESS or not is_documented(error, kind) or not injector.fired:
+        if kind in HARMLESS or not is_documented(error, kind) or not injector.failed_calls:
             run.faults.append(f"raised {run.raised[-1]}")
 
-    made = 0
+    completed = 0
     for steps in (STEPS, STEPS + 1):
         loop: outofcore.Loop | None = None
         while loop is None:
@@ -503,149 +486,147 @@ def train_followed(run: Run, kind: Kind, expected: Any, options: dict[str, Any],
             except Exception as error:
                 if run.raised:
                     raise
-                failed(error)
-                if not same(copied(sides), held[made]):
+                record_failure(error)
+                if not have_equal_bits(copy_tensors(sides), snapshots[completed]):
                     run.faults.append("start() has changed the model")
-        peek = None
-        while made < steps:
+        array = None
+        while completed < steps:
             try:
-                loss = followed_step(sides, made)
-                if peek is None:  # a tensor whose address somebody has taken
-                    peek = sides[0][1].weight.detach().numpy()
+                loss = loop_step(sides, completed)
+                if array is None:  # take the address of a tensor
+                    array = sides[0][1].weight.detach().numpy()
             except Exception as error:
                 if run.raised:
                     raise
-                failed(error)
+                record_failure(error)
                 prints = Fingerprints()
-                if prints.of(sides) not in between[made][0]:
-                    wrong = [name for name, digest in prints.each.items() if digest not in between[made][1][name]]
-                    run.faults.append(f"in step {made} the model is as after no op of it; of no op are {wrong}")
-                if not same(copied(sides), held[made]):
-                    restore(sides, held[made])
+                if prints.digest(sides) not in hashes[completed][0]:
+                    wrong = [
+                        name for name, digest in prints.by_name.items() if digest not in hashes[completed][1][name]
+                    ]
+                    run.faults.append(f"in step {completed} the model is as after no op of it; of no op are {wrong}")
+                if not have_equal_bits(copy_tensors(sides), snapshots[completed]):
+                    restore(sides, snapshots[completed])
                 continue
-            if loss != losses[made]:
-                run.faults.append(f"the loss of step {made} is {loss} and not {losses[made]}")
-            made += 1
+            if loss != losses[completed]:
+                run.faults.append(f"the loss of step {completed} is {loss} and not {losses[completed]}")
+            completed += 1
         try:
             loop.stop()
         except Exception as error:
-            failed(error)
+            record_failure(error)
             loop.stop()
-        with injector.paused():
-            if peek is not None and not (peek == held[made]["1.weight"].numpy()).all():
+        with injector.pause():
+            if array is not None and not (array == snapshots[completed]["1.weight"].numpy()).all():
                 run.faults.append("an array over a weight shows other bytes")
-            peek = None
-            if not same(copied(sides), held[made]):
-                run.faults.append(f"the model is not as eager training leaves it after step {made - 1}")
+            array = None
+            if not have_equal_bits(copy_tensors(sides), snapshots[completed]):
+                run.faults.append(f"the model is not as eager training leaves it after step {completed - 1}")
         if steps == STEPS:
             injector.disarm()
 
 
 # ---- children -------------------------------------------------------------------------------------------------------
 
-EAGER: dict[str, Callable[[], Any]] = {"compile": eager_compiled, "budget": eager_followed}
-TRAIN = {"compile": train_compiled, "budget": train_followed}
+EAGER: dict[str, Callable[[], Any]] = {"compile": eager_step_results, "budget": eager_loop_results}
+TRAIN = {"compile": train_step, "budget": train_loop}
 OPTIONS = {"compile": compile_options, "budget": budget_options}
 
 
 @dataclass(frozen=True)
-class Ended:
-    """What became of a child: what it returned, or how it died and what it said."""
+class ChildResult:
+    """The result of a child process, or its exit status and error output."""
 
-    answer: Any
-    died: str = ""
+    value: Any
+    failure: str = ""
 
 
 def computed_s(process: int) -> float:
-    """Return the seconds for which a process has computed, which tell a hang from a busy machine."""
+    """Return the CPU seconds of a process, which distinguish a hang from a busy machine."""
     fields = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def in_child(work: Callable[[], Any]) -> Ended:
-    """Do something in a forked child, which is killed if it hangs."""
-    here, there = os.pipe()
-    with tempfile.TemporaryFile() as said:
+def run_in_child(function: Callable[[], Any]) -> ChildResult:
+    """Call a function in a forked child, which is killed if it hangs."""
+    reader, writer = os.pipe()
+    with tempfile.TemporaryFile() as stderr_file:
         sys.stdout.flush()
         child = os.fork()
         if child == 0:
-            os.close(here)
+            os.close(reader)
             status = 1
             try:
-                os.dup2(said.fileno(), 2)
+                os.dup2(stderr_file.fileno(), 2)
                 faulthandler.enable(file=2)
-                answer = work()
-                with os.fdopen(there, "wb") as out:
-                    pickle.dump(answer, out)
+                result = function()
+                with os.fdopen(writer, "wb") as out:
+                    pickle.dump(result, out)
                 status = 0
             except BaseException:
                 traceback.print_exc()
             finally:
                 os._exit(status)
-        os.close(there)
-        seen_at, seen_s = time.monotonic(), 0.0
+        os.close(writer)
+        progress_at, progress_s = time.monotonic(), 0.0
         received = b""
-        late = False
-        with os.fdopen(here, "rb", buffering=0) as answers:
+        is_hung = False
+        with os.fdopen(reader, "rb", buffering=0) as answers:
             while True:
                 ready, _, _ = select.select([answers], [], [], 2.0)
                 if not ready:
                     now_s = computed_s(child)
-                    if now_s - seen_s >= 1.0:
-                        seen_at, seen_s = time.monotonic(), now_s
-                    late = now_s > MOST_S or time.monotonic() - seen_at > IDLE_S
-                    if late:
+                    if now_s - progress_s >= 1.0:
+                        progress_at, progress_s = time.monotonic(), now_s
+                    is_hung = now_s > MAX_S or time.monotonic() - progress_at > IDLE_S
+                    if is_hung:
                         os.kill(child, signal.SIGABRT)
                         break
                     continue
-                piece = answers.read(1 << 20)
-                if not piece:
+                chunk = answers.read(1 << 20)
+                if not chunk:
                     break
-                received += piece
+                received += chunk
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if status == 0 and received:
-            return Ended(pickle.loads(received))
-        said.seek(0)
-        text = said.read().decode(errors="replace")
-        how = "it hung" if late else f"it ended with status {status}"
-        return Ended(None, f"{how}: {text[-6000:]}")
+            return ChildResult(pickle.loads(received))
+        stderr_file.seek(0)
+        text = stderr_file.read().decode(errors="replace")
+        reason = "it hung" if is_hung else f"it ended with status {status}"
+        return ChildResult(None, f"{reason}: {text[-6000:]}")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A folder for runs of one door: the cache that each begins with, and eager PyTorch's results."""
-
     folder: Path
     expected: Any
 
     @property
     def cache(self) -> Path:
-        """Measurements and plans, as they are before each run."""
         return self.folder / "cache"
 
 
-def play(stage: Stage, run: Run, kind: Kind, budget: int, usual: Left | None) -> tuple[Run, Left]:
-    """One run, in this process."""
+def run_once(stage: Stage, run: Run, kind: Kind, budget: int, baseline: Resources | None) -> tuple[Run, Resources]:
     folder = Path(tempfile.mkdtemp(dir=stage.folder))
     home, cache = folder / "home", folder / "cache"
     home.mkdir()
     shutil.copytree(stage.cache, cache)
     injector = Injector(folder)
-    before = left_behind(home)
+    before = open_resources(home)
     begin = time.perf_counter()
     try:
         TRAIN[run.door](run, kind, stage.expected, OPTIONS[run.door](run.home, home, cache, budget), injector)
     except Exception as error:
-        run.faults.append(f"raised again: {told(error)}")
+        run.faults.append(f"raised again: {describe_error(error)}")
     injector.disarm()
     run.seconds = round(time.perf_counter() - begin, 2)
-    run.fired, run.seen = injector.fired, injector.seen
+    run.fired, run.seen = injector.failed_calls, injector.counted_calls
     if run.fired:
-        run.where = injector.where()
+        run.where = injector.native_stack()
     gc.collect()
-    after = left_behind(home)
-    if usual is not None:
-        compare_left(run, before, after, usual)
+    after = open_resources(home)
+    if baseline is not None:
+        record_leaks(run, before, after, baseline)
     else:
         shutil.rmtree(stage.cache)
         shutil.copytree(cache, stage.cache)
@@ -654,101 +635,103 @@ def play(stage: Stage, run: Run, kind: Kind, budget: int, usual: Left | None) ->
 
 
 class Sweep:
-    """Runs of one door, with eager PyTorch's results computed once."""
-
     def __init__(self, door: str, folder: Path) -> None:
         self.door = door
-        self._rehearsals: dict[str, Left] = {}
+        self._rehearsals: dict[str, Resources] = {}
         (folder / "cache").mkdir(parents=True)
-        self.stage = Stage(folder, _must(in_child(EAGER[door])))
+        self.stage = Stage(folder, _result_or_exit(run_in_child(EAGER[door])))
         self.budget = BUDGETS[door]
 
-    def rehearse(self, home: str, kind: Kind) -> Left:
-        """Run without a fault until what is measured and planned is in the cache; returns what such a run leaves."""
-        found = self._rehearsals.get(home)
-        if found is not None:
-            return found
+    def rehearse(self, home: str, kind: Kind) -> Resources:
+        """Run without a fault to fill the cache, and return the resources that are open afterwards."""
+        cached = self._rehearsals.get(home)
+        if cached is not None:
+            return cached
         for _ in range(2):
-            run, left, modules = _must(in_child(lambda: self._rehearsed(home, kind)))
-            if run.faults or run.raised or left.mappings or left.children or left.files:
-                raise SystemExit(f"a run without a fault failed or left something behind: {run}, {left}")
+            run, resources, modules = _result_or_exit(run_in_child(lambda: self._rehearse_once(home, kind)))
+            if run.faults or run.raised or resources.mappings or resources.children or resources.files:
+                raise SystemExit(f"a run without a fault failed or left something behind: {run}, {resources}")
         for name in modules:
             if name not in sys.modules:
                 with contextlib.suppress(Exception):
                     importlib.import_module(name)
         if len(list(Path("/proc/self/task").iterdir())) > 1:
             raise SystemExit("this process has threads, which the children of a fork would not have")
-        self._rehearsals[home] = left
-        return left
+        self._rehearsals[home] = resources
+        return resources
 
-    def _rehearsed(self, home: str, kind: Kind) -> tuple[Run, Left, list[str]]:
-        run, left = play(self.stage, Run(self.door, home, kind.name.lower(), 0, False), kind, self.budget, None)
-        return run, left, [name for name in sys.modules if name.partition(".")[0] in ("torch", "outofcore", "highspy")]
+    def _rehearse_once(self, home: str, kind: Kind) -> tuple[Run, Resources, list[str]]:
+        run, resources = run_once(
+            self.stage, Run(self.door, home, kind.name.lower(), 0, False), kind, self.budget, None
+        )
+        return (
+            run,
+            resources,
+            [name for name in sys.modules if name.partition(".")[0] in ("torch", "outofcore", "highspy")],
+        )
 
     def run(self, home: str, kind: Kind, number: int, lasting: bool) -> Run:
-        """One run with the ``number``-th call failing."""
-        usual = self.rehearse(home, kind)
+        baseline = self.rehearse(home, kind)
         run = Run(self.door, home, kind.name.lower(), number, lasting)
         begin = time.perf_counter()
-        ended = in_child(lambda: play(self.stage, run, kind, self.budget, usual)[0])
-        if ended.died:
-            run.faults.append(ended.died)
+        result = run_in_child(lambda: run_once(self.stage, run, kind, self.budget, baseline)[0])
+        if result.failure:
+            run.faults.append(result.failure)
             run.fired, run.outcome, run.seconds = 1, "died", round(time.perf_counter() - begin, 2)
             return run
-        done: Run = ended.answer
-        return done
+        finished: Run = result.value
+        return finished
 
 
-def _must(ended: Ended) -> Any:
-    if ended.died:
-        raise SystemExit(ended.died)
-    return ended.answer
+def _result_or_exit(result: ChildResult) -> Any:
+    if result.failure:
+        raise SystemExit(result.failure)
+    return result.value
 
 
-def numbers_of(given: argparse.Namespace, door: str) -> Iterator[tuple[str, Kind, Iterator[int]]]:
-    """The sweeps that the command line asks for: home, kind, and which calls are to fail."""
-    for part in given.sample or ():
-        whose, home, kind, numbers = part.split(":")
-        if whose == door:
+def requested_sweeps(options: argparse.Namespace, door: str) -> Iterator[tuple[str, Kind, Iterator[int]]]:
+    for sample in options.sample or ():
+        sample_door, home, kind, numbers = sample.split(":")
+        if sample_door == door:
             yield home, Kind[kind.upper()], iter([int(number) for number in numbers.split(",")])
-    if given.sample:
+    if options.sample:
         return
-    for home in given.home or HOMES:
-        for kind in given.kind or [kind.name.lower() for kind in Kind if kind is not Kind.OBJECT]:
-            yield home, Kind[kind.upper()], iter(range(given.first, given.last + 1, given.every))
+    for home in options.home or HOMES:
+        for kind in options.kind or [kind.name.lower() for kind in Kind if kind is not Kind.OBJECT]:
+            yield home, Kind[kind.upper()], iter(range(options.first, options.last + 1, options.every))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--door", choices=DOORS, action="append", help="by default both")
-    parser.add_argument("--home", choices=HOMES, action="append", help="by default all")
+    parser.add_argument("--door", choices=DOORS, action="append", help="Default: both.")
+    parser.add_argument("--home", choices=HOMES, action="append", help="Default: all.")
     kinds = [kind.name.lower() for kind in Kind]
-    parser.add_argument("--kind", choices=kinds, action="append", help="by default all but 'object'")
+    parser.add_argument("--kind", choices=kinds, action="append", help="Default: all but 'object'.")
     parser.add_argument("--from", dest="first", type=int, default=1, metavar="N")
     parser.add_argument(
-        "--to", dest="last", type=int, default=1 << 40, metavar="N", help="by default until none is left"
+        "--to", dest="last", type=int, default=1 << 40, metavar="N", help="Default: until no call fails."
     )
-    parser.add_argument("--every", type=int, default=1, metavar="K", help="each K-th of these")
-    parser.add_argument("--sample", nargs="+", metavar="DOOR:HOME:KIND:N,N", help="these runs instead")
-    parser.add_argument("--lasting", action="store_true", help="have all calls from the n-th on fail until one raises")
-    given = parser.parse_args()
+    parser.add_argument("--every", type=int, default=1, metavar="K", help="Run every K-th number.")
+    parser.add_argument("--sample", nargs="+", metavar="DOOR:HOME:KIND:N,N", help="Run only these.")
+    parser.add_argument("--lasting", action="store_true", help="Make all calls from the n-th on fail until one raises.")
+    options = parser.parse_args()
     if "FAIL_NTH" not in os.environ:
         os.execve(sys.executable, [sys.executable, str(Path(__file__)), *sys.argv[1:]], environment())
-    os.environ.pop("LD_PRELOAD", None)  # of no use to processes that are started from here
+    os.environ.pop("LD_PRELOAD", None)  # child programs do not need it
     logging.getLogger("outofcore").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
     load_native(), load_paging()
     failed = 0
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        for door in given.door or DOORS:
+        for door in options.door or DOORS:
             sweep = Sweep(door, Path(folder) / door)
-            for home, kind, numbers in numbers_of(given, door):
+            for home, kind, numbers in requested_sweeps(options, door):
                 counts: dict[str, int] = {}
                 begin = time.perf_counter()
                 for number in numbers:
-                    run = sweep.run(home, kind, number, given.lasting)
+                    run = sweep.run(home, kind, number, options.lasting)
                     if not run.fired:
-                        if given.sample:
+                        if options.sample:
                             continue
                         break
                     print(json.dumps(asdict(run)), flush=True)

@@ -1,4 +1,4 @@
-"""A model whose steps are made to fail, beside one whose steps do not."""
+"""A model with steps that fail on purpose, and its plain counterpart."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Sides = tuple[nn.Module, torch.optim.Optimizer, Callable[..., torch.Tensor]]
 
 
 def sides() -> Sides:
-    """Batch norm changes early in a step, large parameters late; dropout draws."""
+    """Build a model with dropout, and a step that changes batch norm early and large parameters late."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Embedding(64, 256), nn.Linear(256, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 256)
@@ -47,16 +47,16 @@ def batch(number: int) -> torch.Tensor:
 
 
 def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    found = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for number, entries in optimizer.state_dict()["state"].items():
-        found |= {f"{number}.{name}": tensor.clone() for name, tensor in entries.items()}
-    return found
+        tensors |= {f"{number}.{name}": tensor.clone() for name, tensor in entries.items()}
+    return tensors
 
 
-def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    assert left.keys() == right.keys()
-    for key, tensor in right.items():
-        assert torch.equal(left[key], tensor), key
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(actual[key], tensor), key
 
 
 def smallest_budget() -> int:
@@ -66,10 +66,9 @@ def smallest_budget() -> int:
 
 @contextmanager
 def two_homes(policy: str, smallest: int, folder: Path) -> Iterator[tuple[Sides, Any]]:
-    """The plain sides, and others with a step of two homes; two steps have been made of both.
+    """Yield the plain sides and compiled sides with a host and a disk home, both after two steps.
 
-    While the neediest op runs, more of what lasts is elsewhere than the first home holds, so that every plan reads from
-    the disk, whatever was measured.
+    The host home is so small that every plan reads from the disk.
     """
     plain, (model, optimizer, step) = sides(), sides()
     budget = smallest if policy == "offload-all" else smallest * 9 // 8
@@ -84,7 +83,6 @@ def two_homes(policy: str, smallest: int, folder: Path) -> Iterator[tuple[Sides,
 
 
 def goes_on(plain: Sides, ours: Any) -> None:
-    """Both make the same steps from here on."""
     model, optimizer, step = ours
     for k in range(2, 4):
         torch.manual_seed(k)
@@ -97,27 +95,27 @@ def goes_on(plain: Sides, ours: Any) -> None:
 
 @contextmanager
 def at_op(patch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> Iterator[list[int]]:
-    """Do something before the ``number``-th op that Python calls; the list counts ops."""
-    seen: list[int] = []
+    """Call ``act`` before the ``number``-th op that Python calls; yield the list of called ops."""
+    called_ops: list[int] = []
     plain = cpu._Calls.__call__
 
-    def counted(self: Any, scope: int, run: Any) -> None:
-        seen.append(run.op)
-        if len(seen) == number:
+    def record_call(self: Any, scope: int, run: Any) -> None:
+        called_ops.append(run.op)
+        if len(called_ops) == number:
             act()
         plain(self, scope, run)
 
     with patch.context() as context:
-        context.setattr(cpu._Calls, "__call__", counted)
-        yield seen
+        context.setattr(cpu._Calls, "__call__", record_call)
+        yield called_ops
 
 
 class FaultError(Exception):
-    """Stands in for whatever may be raised."""
+    """An arbitrary error."""
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, step: Any, kind: str, number: int, error: BaseException) -> None:
-    """Let a read or write of a home fail, by number: copies of a step come first, then what Python moves around it."""
+    """Make one read or write of a home fail, counting first the native copies of a step, then Python's."""
     slots = [
         (copies.pieces[copy.first_piece], copies.sources[copy.first_piece])
         for copies in step._session.engine._copies.values()
@@ -142,23 +140,23 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, step: Any, kind: str, number: int, 
     for home in step.homes:
         original = getattr(home, kind)
 
-        def fails(*args: Any, original: Callable[..., Any] = original) -> Any:
+        def fail_once(*args: Any, original: Callable[..., Any] = original) -> Any:
             count[0] += 1
             if count[0] == number:
                 raise error
             return original(*args)
 
-        monkeypatch.setattr(home, kind, fails)
+        monkeypatch.setattr(home, kind, fail_once)
 
 
-def misplace(patch: pytest.MonkeyPatch, step: Any, copied: Callable[[BoundCopy, bool], bool]) -> None:
-    """Let native copies that ``copied`` picks, given whether they write, use another place of the file than theirs."""
+def misplace(patch: pytest.MonkeyPatch, step: Any, is_chosen: Callable[[BoundCopy, bool], bool]) -> None:
+    """Redirect native copies to a wrong offset of the file if ``is_chosen(copy, writes)``."""
     home = step.homes[-1]
     for bound, copies in step._session.engine._copies.items():
         bounds = {copy.index: copy for work in bound.copies for copy in work}
         for copy in copies.parts[2]:
             piece = copies.pieces[copy.first_piece]
-            if copied(bounds[copy.index], bool(copy.writes)):
-                other = home.reserve(piece.bytes)
-                ByteStore.write(home, other, memoryview(os.urandom(piece.bytes)))
-                patch.setattr(piece, "outside", other)
+            if is_chosen(bounds[copy.index], bool(copy.writes)):
+                offset = home.reserve(piece.bytes)
+                ByteStore.write(home, offset, memoryview(os.urandom(piece.bytes)))
+                patch.setattr(piece, "outside", offset)

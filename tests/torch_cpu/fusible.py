@@ -1,4 +1,4 @@
-"""Small training steps of which ops become one; also run by processes that tests start."""
+"""Small training steps with fusible ops; also run as a script by tests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Residual(nn.Module):
 
 
 class _Transformer(nn.Module):
-    """With attention that is written out, so that what is around its products can become one."""
+    """A transformer with explicit attention, so that the ops around its products can be fused."""
 
     def __init__(self, width: int = 64, layers: int = 2) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class _Transformer(nn.Module):
         return self.head(x)
 
 
-def _dropping() -> nn.Module:
+def _dropout_layers() -> nn.Module:
     layers = [nn.Sequential(nn.Linear(160, 160), nn.Tanh(), nn.Dropout(0.2)) for _ in range(3)]
     return nn.Sequential(*layers)
 
@@ -80,12 +80,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "perceptron": _Perceptron,
     "convolutional": _convolutional,
     "transformer": _Transformer,
-    "dropping": _dropping,
+    "dropping": _dropout_layers,
 }
 
 
 def world(name: str) -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., torch.Tensor], list[Batch]]:
-    """A model with an optimizer, its training step and some batches."""
     torch.manual_seed(0)
     model = MODELS[name]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -105,16 +104,15 @@ def world(name: str) -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., to
     return model, optimizer, step, [make() for _ in range(STEPS)]
 
 
-def compiled(name: str, budget: int | str, **how: Any) -> tuple[Step[..., Any], list[Batch], nn.Module]:
-    """A step compiled with Inductor's kernels, unless ``how`` says otherwise."""
+def compiled(name: str, budget: int | str, **overrides: Any) -> tuple[Step[..., Any], list[Batch], nn.Module]:
     model, optimizer, step, batches = world(name)
-    options = {"home": "host", "kernels": "inductor", **how}
+    options = {"home": "host", "kernels": "inductor", **overrides}
     return outofcore.compile(step, model, optimizer, budget=budget, **options), batches, model
 
 
-def trained(name: str, budget: int | str, **how: Any) -> tuple[list[str], list[torch.Tensor], Step[..., Any]]:
-    """The losses of some steps, to the last bit; what has become of the model; and the step, closed."""
-    step, batches, model = compiled(name, budget, **how)
+def trained(name: str, budget: int | str, **overrides: Any) -> tuple[list[str], list[torch.Tensor], Step[..., Any]]:
+    """Return the losses in hexadecimal, the final state of the model, and the closed step."""
+    step, batches, model = compiled(name, budget, **overrides)
     torch.manual_seed(1)
     with step:
         losses = [step(*batch).item().hex() for batch in batches]
@@ -122,5 +120,5 @@ def trained(name: str, budget: int | str, **how: Any) -> tuple[list[str], list[t
 
 
 if __name__ == "__main__":
-    found = trained(sys.argv[1], sys.argv[2], policy="offload-all")[0]
-    Path(sys.argv[3]).write_text(json.dumps(found), encoding="utf-8")
+    losses = trained(sys.argv[1], sys.argv[2], policy="offload-all")[0]
+    Path(sys.argv[3]).write_text(json.dumps(losses), encoding="utf-8")

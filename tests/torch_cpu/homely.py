@@ -1,4 +1,4 @@
-"""What tests of homes share: noise to store, a disk without direct I/O, and what the system says of this process."""
+"""Helpers of tests of homes: random bytes, a disk without direct I/O, and resources of this process."""
 
 import errno
 import os
@@ -13,13 +13,12 @@ from outofcore.units import KIB, round_up
 
 
 def buffered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that refuses direct I/O."""
     real = os.open
 
-    def refuse(path: object, flags: int, *rest: object, **named: object) -> int:
+    def refuse(path: object, flags: int, *args: object, **kwargs: object) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
-        return real(path, flags, *rest, **named)  # type: ignore[arg-type]
+        return real(path, flags, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(spill.os, "open", refuse)
 
@@ -31,7 +30,7 @@ def noise(memory: memoryview, seed: int) -> bytes:
 
 
 class file_size_limit:  # noqa: N801
-    """While in force, files of this process cannot be written beyond ``count`` bytes."""
+    """A context manager that limits the size of written files to ``count`` bytes."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -45,16 +44,16 @@ class file_size_limit:  # noqa: N801
 
 
 def opened_in(directory: Path) -> list[os.stat_result]:
-    """The open files of this process that lie, or lay, in a directory."""
-    found = []
+    """Return the open files of this process in a directory, including deleted ones."""
+    statuses = []
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
             target = str(descriptor.readlink())
         except OSError:
             continue
         if target.startswith(f"{directory}/"):
-            found.append(os.fstat(int(descriptor.name)))
-    return found
+            statuses.append(os.fstat(int(descriptor.name)))
+    return statuses
 
 
 def descriptors() -> int:
@@ -66,7 +65,6 @@ def resident() -> int:
 
 
 def resident_at(address: int) -> int:
-    """Physical bytes of the mapping that starts at an address."""
     lines = iter(Path("/proc/self/smaps").read_text().splitlines())
     for line in lines:
         if line.startswith(f"{address:x}-"):

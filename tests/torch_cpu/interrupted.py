@@ -1,11 +1,10 @@
-"""Interrupts training at random moments: a process of its own, since the worst outcome is a crash.
+"""Interrupt training at random moments, in a separate process because it may crash.
 
-Each round compiles a step over a fresh model and makes its first three calls. A SIGINT comes at a random moment of one
-of them, and sometimes a second one soon after. Whatever happens, the model must be as the note on the exception says,
-calls must go on from there, and all that was trained must equal what eager PyTorch makes of the same calls.
+Each round compiles a step over a new model and makes its first three calls. A SIGINT arrives at a random moment of one
+call, sometimes followed by a second. The model must match the note on the exception, later calls must succeed, and the
+final model must equal that of eager PyTorch.
 
-With ``--stage`` the SIGINT comes while ops or a link are measured, several times in one round, and nothing must be left
-behind when the step is closed.
+With ``--stage`` SIGINTs arrive in that stage of a first call, and the closed step must leave no resources.
 
     python tests/torch_cpu/interrupted.py --seed 7 --rounds 20 --cache none
     python tests/torch_cpu/interrupted.py --rounds 20 --stage "measure copies"
@@ -39,69 +38,66 @@ import faulty
 import outofcore
 
 CALLS = 3
-# In one stage of a first call there are so many interrupts.
-TRIES = 4
-# What the notes of an exception say of the model.
+# Interrupts per round with --stage.
+MAX_INTERRUPTS = 4
+# Texts in the note of an exception for the three states of the model.
 UNCHANGED, DONE, TORN = "as they were before this step", "step has been made", "part old and part new"
 
 
 @dataclass
 class Round:
-    """What happened in one round."""
-
     seed: int
-    call: int  # the one that is interrupted
+    call: int  # the interrupted call
     after_s: float
     twice: bool
-    stage: str = ""  # of the call; "": any moment
-    interrupts: int = 0  # that were raised
-    told: str = ""  # what the note says
-    where: str = ""  # the innermost lines of the library
+    stage: str = ""  # of the first call; "": any moment
+    interrupts: int = 0  # KeyboardInterrupts raised
+    told: str = ""  # the note
+    where: str = ""  # the innermost frames in the library
     faults: list[str] = field(default_factory=list)
-    stages: dict[str, float] = field(default_factory=dict)  # seconds of each, of the first call that ended
+    stages: dict[str, float] = field(default_factory=dict)  # seconds of each stage of the first completed call
 
 
-def reference() -> list[dict[str, torch.Tensor]]:
-    """What eager training holds before the first call and after each."""
+def eager_contents() -> list[dict[str, torch.Tensor]]:
     model, optimizer, step = faulty.sides()
-    found = [faulty.contents(model, optimizer)]
+    snapshots = [faulty.contents(model, optimizer)]
     for k in range(CALLS):
         torch.manual_seed(k)
         step(faulty.batch(k))
-        found.append(faulty.contents(model, optimizer))
-    return found
+        snapshots.append(faulty.contents(model, optimizer))
+    return snapshots
 
 
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in right)
+def have_equal_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return actual.keys() == expected.keys() and all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
-def play(found: Round, expected: list[dict[str, torch.Tensor]], how: dict[str, Any]) -> list[float]:
-    """Make the calls of one round; returns the seconds of each."""
+def run_round(round_: Round, expected: list[dict[str, torch.Tensor]], options: dict[str, Any]) -> list[float]:
+    """Make the calls of one round and return the seconds of each."""
     model, optimizer, step = faulty.sides()
     seconds: list[float] = []
-    made = 0
-    with outofcore.compile(step, model, optimizer, **how) as ours:
-        tries = TRIES if found.stage else 1
-        while made < CALLS:
-            torch.manual_seed(made)
-            batch = faulty.batch(made)
+    completed = 0
+    with outofcore.compile(step, model, optimizer, **options) as ours:
+        tries = MAX_INTERRUPTS if round_.stage else 1
+        while completed < CALLS:
+            torch.manual_seed(completed)
+            batch = faulty.batch(completed)
             killer = None
             began = threading.Event()
-            stages: list[tuple[str, float]] = []  # each as it begins
-            ours.on_progress = functools.partial(_tell, stages, began, found.stage)
-            if not found.stage:
+            stages: list[tuple[str, float]] = []  # name and start time
+            ours.on_progress = functools.partial(_record_stage, stages, began, round_.stage)
+            if not round_.stage:
                 began.set()
-            if made == found.call and tries:
+            if completed == round_.call and tries:
                 tries -= 1
-                killer = threading.Thread(target=_interrupt, args=(began, found.after_s, found.twice), daemon=True)
+                killer = threading.Thread(target=_interrupt, args=(began, round_.after_s, round_.twice), daemon=True)
             begin = time.perf_counter()
             error: BaseException | None = None
             try:
                 if killer is not None:
                     killer.start()
                 ours(batch)
-                began.set()  # a stage that did not come
+                began.set()  # if the stage did not occur
                 if killer is not None:
                     killer.join()
                     time.sleep(0.01)
@@ -109,38 +105,40 @@ def play(found: Round, expected: list[dict[str, torch.Tensor]], how: dict[str, A
                 error = caught
             began.set()
             if killer is not None:
-                _outlast(killer)
+                _join_killer(killer)
             seconds.append(time.perf_counter() - begin)
-            if made == 0 and error is None and stages:  # none where the plan was made before an interrupt
+            if completed == 0 and error is None and stages:  # empty if the plan was made before an interrupt
                 ends = [at for _, at in stages[1:]] + [time.perf_counter()]
-                found.stages = {stage: end - at for (stage, at), end in zip(stages, ends, strict=True)}
+                round_.stages = {stage: end - at for (stage, at), end in zip(stages, ends, strict=True)}
             if error is None:
                 ours._session.keeper.check()
-                made += 1
+                completed += 1
                 continue
-            found.interrupts += isinstance(error, KeyboardInterrupt)
-            # What the heap has suffered shows when it is used.
+            round_.interrupts += isinstance(error, KeyboardInterrupt)
+            # Heap corruption shows when memory is allocated.
             _ = [torch.empty(count) for count in range(1, 1 << 18, 4099)]
-            made = judge(found, error, model, optimizer, expected, made)
-            if found.faults or TORN in found.told:
+            completed = completed_calls(round_, error, model, optimizer, expected, completed)
+            if round_.faults or TORN in round_.told:
                 return seconds
-        if not same(faulty.contents(model, optimizer), expected[CALLS]):
-            found.faults.append("the model is not as eager training leaves it")
+        if not have_equal_bits(faulty.contents(model, optimizer), expected[CALLS]):
+            round_.faults.append("the model is not as eager training leaves it")
     return seconds
 
 
-def _outlast(killer: threading.Thread) -> None:
-    """Return when no signal is to come any more."""
+def _join_killer(killer: threading.Thread) -> None:
+    """Wait until no more signals arrive."""
     for _ in range(3):  # a signal may come while another one is handled
         with contextlib.suppress(KeyboardInterrupt):
             killer.join()
             time.sleep(0.01)
 
 
-def _tell(stages: list[tuple[str, float]], began: threading.Event, wanted: str, stage: str, *_: object) -> None:
+def _record_stage(
+    stages: list[tuple[str, float]], began: threading.Event, stage_to_interrupt: str, stage: str, *_: object
+) -> None:
     if not stages or stages[-1][0] != stage:
         stages.append((stage, time.perf_counter()))
-    if stage == wanted:
+    if stage == stage_to_interrupt:
         began.set()
 
 
@@ -153,85 +151,84 @@ def _interrupt(began: threading.Event, after_s: float, twice: bool) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def left_behind(folder: str) -> tuple[int, int, int]:
-    """Threads, files and descriptors that there are."""
+def count_resources(folder: str) -> tuple[int, int, int]:
     names = [name for _, _, files in os.walk(folder) for name in files]
     return threading.active_count(), len(names), len(list(Path("/proc/self/fd").iterdir()))
 
 
-def judge(
-    found: Round,
+def completed_calls(
+    round_: Round,
     error: BaseException,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     expected: list[dict[str, torch.Tensor]],
-    made: int,
+    completed: int,
 ) -> int:
-    """How many calls have been made, after one that was interrupted."""
-    found.told = " ".join(getattr(error, "__notes__", ()))
+    """Return the number of completed calls after an interrupted one."""
+    round_.told = " ".join(getattr(error, "__notes__", ()))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "outofcore" in f.filename]
-    found.where = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames[-4:]))
+    round_.where = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames[-4:]))
     if not isinstance(error, KeyboardInterrupt):
-        found.faults.append(f"{type(error).__name__}: {error}")
+        round_.faults.append(f"{type(error).__name__}: {error}")
     now = faulty.contents(model, optimizer)
-    if TORN in found.told:
-        return made
-    if DONE in found.told or UNCHANGED in found.told:
-        made += DONE in found.told
-        if not same(now, expected[made]):
-            found.faults.append("the model is not as the note says")
-        return made
-    # At the very borders of the call there is no note.
+    if TORN in round_.told:
+        return completed
+    if DONE in round_.told or UNCHANGED in round_.told:
+        completed += DONE in round_.told
+        if not have_equal_bits(now, expected[completed]):
+            round_.faults.append("the model does not match the note")
+        return completed
+    # An interrupt at the borders of the call has no note.
     if len(frames) > 1:
-        found.faults.append("there is no note")
-    if same(now, expected[made]):
-        return made
-    if made < CALLS and same(now, expected[made + 1]):
-        return made + 1
-    found.faults.append("the model is neither as before the step nor as after it")
-    return made
+        round_.faults.append("there is no note")
+    if have_equal_bits(now, expected[completed]):
+        return completed
+    if completed < CALLS and have_equal_bits(now, expected[completed + 1]):
+        return completed + 1
+    round_.faults.append("the model is not in the state before the step or after it")
+    return completed
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cache", default="none", help="a folder, or 'none'")
+    parser.add_argument("--cache", default="none", help="Cache folder, or 'none'.")
     parser.add_argument("--policy", default="offload-all")
-    parser.add_argument("--share", type=float, default=1.0, help="of the smallest budget")
-    parser.add_argument("--only", type=int, default=None, help="the call to interrupt")
-    parser.add_argument("--stage", default="", help="of a first call, as it tells on_progress: interrupt only there")
-    given = parser.parse_args()
+    parser.add_argument("--share", type=float, default=1.0, help="Budget as a multiple of the smallest.")
+    parser.add_argument("--only", type=int, default=None, help="Index of the call to interrupt.")
+    parser.add_argument("--stage", default="", help="Interrupt only in this stage of the first call.")
+    args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
-    expected = reference()
+    expected = eager_contents()
     smallest = faulty.smallest_budget()
     bad = 0
     with tempfile.TemporaryDirectory() as folder:
-        how: dict[str, Any] = {
-            "budget": int(smallest * given.share),
+        options: dict[str, Any] = {
+            "budget": int(smallest * args.share),
             "home": folder,
-            "policy": given.policy,
-            "cache": False if given.cache == "none" else given.cache,
+            "policy": args.policy,
+            "cache": False if args.cache == "none" else args.cache,
         }
-        quiet = Round(given.seed, -1, 0.0, False)
-        lengths = play(quiet, expected, how)
-        if given.cache != "none":
-            lengths = play(quiet, expected, how)  # as it is with all measurements kept
+        quiet = Round(args.seed, -1, 0.0, False)
+        lengths = run_round(quiet, expected, options)
+        if args.cache != "none":
+            lengths = run_round(quiet, expected, options)  # with cached measurements
         print(json.dumps({"seconds": lengths, "faults": quiet.faults}), flush=True)
-        before = left_behind(folder)
-        for number in range(given.rounds):
-            seed = given.seed * 1_000_003 + number
+        before = count_resources(folder)
+        for number in range(args.rounds):
+            seed = args.seed * 1_000_003 + number
             draw = random.Random(seed)
-            call = draw.randrange(CALLS) if given.only is None else given.only
-            found = Round(seed, call, draw.uniform(0.0, 1.05) * lengths[call], draw.random() < 0.25)
-            if given.stage:
-                found = Round(seed, 0, draw.uniform(0.0, 0.9) * quiet.stages[given.stage], False, given.stage)
-            play(found, expected, how)
-            if given.stage and left_behind(folder) != before:
-                found.faults.append(f"threads, files, descriptors: {left_behind(folder)} after, {before} before")
-            print(json.dumps(asdict(found)), flush=True)
-            bad += bool(found.faults)
+            call = draw.randrange(CALLS) if args.only is None else args.only
+            round_ = Round(seed, call, draw.uniform(0.0, 1.05) * lengths[call], draw.random() < 0.25)
+            if args.stage:
+                round_ = Round(seed, 0, draw.uniform(0.0, 0.9) * quiet.stages[args.stage], False, args.stage)
+            run_round(round_, expected, options)
+            if args.stage and count_resources(folder) != before:
+                round_.faults.append(f"threads, files, descriptors: {count_resources(folder)} after, {before} before")
+            print(json.dumps(asdict(round_)), flush=True)
+            bad += bool(round_.faults)
     return int(bad > 0 or bool(quiet.faults))
 
 

@@ -1,9 +1,8 @@
-"""Start the processes of a scenario (see ``together.py``), forked from one that has loaded PyTorch.
+"""Fork the processes of a scenario (see ``together.py``) from one that has loaded PyTorch.
 
     python launching.py SCRIPT SCENARIO PROCESSES FOLDER
 
-Each process runs SCRIPT with the arguments SCENARIO, RANK, PROCESSES and FOLDER/store, and prints to
-FOLDER/output-RANK.
+Each process runs SCRIPT with SCENARIO, RANK, PROCESSES and FOLDER/store, and prints to FOLDER/output-RANK.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ def run_together(script: Path, scenario: str, processes: int, folder: Path) -> l
     return [(int(status), output) for status, output in zip(statuses, outputs, strict=True)]
 
 
-def _forked(script: str, scenario: str, rank: int, processes: int, folder: Path) -> int:
-    """Fork a process that runs the scenario as a rank, and return its number."""
+def _fork_rank(script: str, scenario: str, rank: int, processes: int, folder: Path) -> int:
     if child := os.fork():
         return child
     output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -52,7 +50,7 @@ def _forked(script: str, scenario: str, rank: int, processes: int, folder: Path)
 
 
 def _fork_all(script: str, scenario: str, processes: int, folder: Path) -> None:
-    # What all of them import.
+    # Import once, before the fork.
     import torch._dynamo  # noqa: PLC0415
     import torch.distributed._functional_collectives  # noqa: PLC0415
     import torch.nn.parallel  # noqa: F401, PLC0415
@@ -68,7 +66,7 @@ def _fork_all(script: str, scenario: str, processes: int, folder: Path) -> None:
     gc.collect()
     gc.freeze()
     with search_like(QUICK), measured_briefly():
-        ranks = [_forked(script, scenario, rank, processes, folder) for rank in range(processes)]
+        ranks = [_fork_rank(script, scenario, rank, processes, folder) for rank in range(processes)]
     for rank in ranks:
         print(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]))
 

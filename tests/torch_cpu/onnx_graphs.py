@@ -1,4 +1,4 @@
-"""ONNX graphs written by hand, one for each kind of model, with inputs: of opsets 13 to 23."""
+"""Handwritten ONNX graphs of opsets 13 to 23 with inputs, one for each kind of model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 class Written:
-    """A graph as it is written: nodes one by one, weights from a seed."""
-
     def __init__(self, opset: int, seed: int = 0) -> None:
         from onnx import TensorProto, helper  # noqa: PLC0415 - tests skip where it is not installed
 
@@ -76,10 +74,10 @@ class Written:
 
     def model(self, *outputs: str) -> Any:
         kind = self.types.FLOAT
-        made = [self.helper.make_tensor_value_info(name, kind, None) for name in outputs]
-        graph = self.helper.make_graph(self.nodes, "net", self.inputs, made, self.tensors)
+        outputs_info = [self.helper.make_tensor_value_info(name, kind, None) for name in outputs]
+        graph = self.helper.make_graph(self.nodes, "net", self.inputs, outputs_info, self.tensors)
         imports = [self.helper.make_opsetid("", self.opset)]
-        imports += [self.helper.make_opsetid(domain, 1) for domain in {one.domain for one in self.functions}]
+        imports += [self.helper.make_opsetid(domain, 1) for domain in {function.domain for function in self.functions}]
         return self.helper.make_model(graph, opset_imports=imports, functions=self.functions, ir_version=10)
 
 
@@ -99,8 +97,8 @@ def residual_network_13() -> tuple[Any, Arrays]:
     x = g.op("MaxPool", x, kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1], ceil_mode=1)
     for _ in range(8):
         y = g.conv(x, 64, 64, pads=[1, 1, 1, 1])
-        ones = np.ones(64, np.float32)
-        y = g.op("BatchNormalization", y, g.weight(64, fan=1), g.weight(64), g.weight(64), g.tensor(ones * 1.5))
+        variances = np.ones(64, np.float32)
+        y = g.op("BatchNormalization", y, g.weight(64, fan=1), g.weight(64), g.weight(64), g.tensor(variances * 1.5))
         x = g.op("Relu", g.op("Add", x, y))
     x = g.op("Flatten", g.op("GlobalAveragePool", x))
     return g.model(g.op("Gemm", x, g.weight(10, 64), g.weight(10), transB=1)), g.arrays
@@ -137,8 +135,8 @@ def attention_by_products_17() -> tuple[Any, Arrays]:
     lead = g.op("Slice", shape, g.ints(0), g.ints(2), g.ints(0))
     length = g.op("Gather", shape, g.tensor(np.int64(1)))
     square = g.op("Concat", *[g.op("Unsqueeze", length, g.ints(0))] * 2, axis=0)
-    ones = g.op("ConstantOfShape", square, value=g.helper.make_tensor("v", g.types.FLOAT, [1], [1.0]))
-    mask = g.op("Cast", g.op("Trilu", ones, upper=0), to=g.types.BOOL)
+    full_mask = g.op("ConstantOfShape", square, value=g.helper.make_tensor("v", g.types.FLOAT, [1], [1.0]))
+    mask = g.op("Cast", g.op("Trilu", full_mask, upper=0), to=g.types.BOOL)
     for _ in range(2):
         y = g.norm(x)
         q, k, v = (_split_heads(g, g.linear(y), lead) for _ in range(3))
@@ -240,14 +238,14 @@ def lookups_16() -> tuple[Any, Arrays]:
         x = g.op("Tanh", g.linear(x))
     turned = g.op("Slice", x, g.ints(-1, 2), g.ints(-100, 100), g.ints(1, 2), g.ints(-1, 3))
     best, places = g.op("TopK", turned, g.ints(5), outputs=2, axis=-1)
-    again = g.op("GatherElements", turned, places, axis=-1)
+    gathered = g.op("GatherElements", turned, places, axis=-1)
     at = g.tensor(np.array([[0, 1], [1, 3]], np.int64))
     x = g.op("ScatterND", x, at, g.weight(2, WIDTH, fan=1))
     x = g.op(
         "ScatterElements", x, g.tensor(np.array([[[3, 3, 0]]], np.int64)), g.weight(1, 1, 3), axis=2, reduction="add"
     )
     return g.model(
-        x, g.op("Sub", best, g.op("Mul", again, g.tensor(np.float32(0.5)))), g.op("CumSum", best, g.ints(1))
+        x, g.op("Sub", best, g.op("Mul", gathered, g.tensor(np.float32(0.5)))), g.op("CumSum", best, g.ints(1))
     ), g.arrays
 
 
@@ -258,9 +256,11 @@ def branches_19() -> tuple[Any, Arrays]:
     w = [g.weight(WIDTH, WIDTH) for _ in range(4)]
     rows = g.op("Gather", g.op("Shape", x), g.tensor(np.int64(1)))
     even = g.op("Equal", g.op("Mod", rows, g.tensor(np.int64(2))), g.tensor(np.int64(0)))
-    made = [g.helper.make_tensor_value_info("y", g.types.FLOAT, None)]
+    branch_outputs = [g.helper.make_tensor_value_info("y", g.types.FLOAT, None)]
     branches = {
-        f"{name}_branch": g.helper.make_graph([g.helper.make_node("MatMul", [x, weight], ["y"])], name, [], made)
+        f"{name}_branch": g.helper.make_graph(
+            [g.helper.make_node("MatMul", [x, weight], ["y"])], name, [], branch_outputs
+        )
         for name, weight in (("then", w[0]), ("else", w[1]))
     }
     x = g.op("If", even, **branches)
@@ -279,7 +279,7 @@ def quantised_21() -> tuple[Any, Arrays]:
     g = Written(21)
     x = g.image(16, 8)
     for place in range(10):
-        if place == 0:  # later on, what lies between two whole numbers may be rounded to either
+        if place == 0:  # in later layers a value between two integers may be rounded to either
             scale, zero = g.tensor(np.float32(0.05)), g.tensor(np.uint8(120))
             x = g.op("DequantizeLinear", g.op("QuantizeLinear", x, scale, zero), scale, zero)
         channels = 16 if place == 0 else 96
@@ -295,7 +295,7 @@ def functions_18() -> tuple[Any, Arrays]:
     g = Written(18)
     node = g.helper.make_node
     scaled = node("LeakyRelu", ["p"], ["y"])
-    scaled.attribute.append(_reference(g, "alpha", "slope"))
+    scaled.attribute.append(_attribute_reference(g, "alpha", "slope"))
     body = [node("MatMul", ["x", "w"], ["p"]), scaled]
     imports = [g.helper.make_opsetid("", 18)]
     g.functions.append(g.helper.make_function("own", "Layer", ["x", "w"], ["y"], body, imports, ["slope"]))
@@ -319,7 +319,7 @@ def functions_18() -> tuple[Any, Arrays]:
     return g.model(g.op("MatMul", x, g.weight(WIDTH, WIDTH)), sums), g.arrays
 
 
-def _reference(g: Written, name: str, to: str) -> Any:
+def _attribute_reference(g: Written, name: str, to: str) -> Any:
     attribute = g.helper.make_attribute(name, 1.0)
     attribute.ClearField("f")
     attribute.ref_attr_name = to

@@ -1,4 +1,4 @@
-"""What tests of the arena share: where tensors lie, and whether its memory is still there."""
+"""Helpers of tests of the arena: offsets of tensors, and whether its memory is mapped."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def place(tensor: torch.Tensor, arena: Arena) -> int:
 
 
 def is_mapped(address: int, count: int = 8 * MIB) -> bool:
-    """Whether the whole arena is: a part of its addresses may be in use again at once."""
+    """Return whether the whole arena is mapped: a part of its addresses may be reused at once."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         first, last = (int(number, 16) for number in line.split()[0].split("-"))
         if first <= address and address + count <= last:

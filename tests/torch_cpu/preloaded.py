@@ -1,4 +1,4 @@
-"""Builds fail_nth.cpp, which makes calls of the system fail, and has programs started with it."""
+"""Build fail_nth.cpp, which makes system calls fail, and the environment that preloads it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ SOURCE = Path(__file__).with_name("fail_nth.cpp")
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a program in which calls are made to fail, with one thread and one heap."""
+    """Return the environment of a program with failing calls, one thread and one heap."""
     key = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
-    # Not beside the native code of the package, which it knows by its folder.
+    # In another folder than the package's native code, which the library recognizes by its folder.
     library = private_folder(user_cache_folder().with_name("outofcore-tests")) / f"fail-nth-{key}.so"
     if not library.exists():
         compile_library({SOURCE: ("-fno-builtin",)}, library, link_flags=["-ldl"])

@@ -1,6 +1,6 @@
-"""Runs a captured step op by op in plain memory, and checks every promise of the graph on the way.
+"""Replay a captured step op by op in plain memory and check every promise of its graph.
 
-Slow and simple on purpose: it is what an executor is compared with, and it knows no plan.
+The reference for executors: slow, simple and without a plan.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ GARBAGE = 0xA5
 
 
 class Replay:
-    """The storages of one captured step, on the user's own parameters, buffers and optimizer state.
+    """An interpreter of one captured step on the user's parameters, buffers and optimizer state.
 
     Attributes:
-        mismatches: where a real result is not what the fakes said: op name, what, fake, real.
+        mismatches: differences between real and fake results: op name, property, fake value, real value.
     """
 
     def __init__(self, captured: Captured) -> None:
@@ -45,16 +45,16 @@ class Replay:
         for storage, tensor in captured.constants.items():
             self.bytes[storage] = tensor.untyped_storage()
         self._last_use = {s: uses[-1] for s, uses in enumerate(graph.uses) if uses}
-        kept = graph.persistent | set(graph.outputs) | set(captured.constants) | set(captured.ranges)
-        kept |= {captured.values[binding.value].storage for binding in captured.inputs}
-        self._kept = kept
+        freed_at_end = graph.persistent | set(graph.outputs) | set(captured.constants) | set(captured.ranges)
+        freed_at_end |= {captured.values[binding.value].storage for binding in captured.inputs}
+        self._freed_at_end = freed_at_end
 
     def tensor(self, value: int | Value) -> torch.Tensor:
-        window = self.captured.values[value] if isinstance(value, int) else value
-        empty = torch.empty(0, dtype=window.dtype)
-        empty.set_(self.bytes[window.storage], window.offset, window.shape, window.stride)
-        seen = empty.conj() if window.conjugate else empty
-        return torch._neg_view(seen) if window.negated else seen
+        value_layout = self.captured.values[value] if isinstance(value, int) else value
+        empty = torch.empty(0, dtype=value_layout.dtype)
+        empty.set_(self.bytes[value_layout.storage], value_layout.offset, value_layout.shape, value_layout.stride)
+        tensor = empty.conj() if value_layout.conjugate else empty
+        return torch._neg_view(tensor) if value_layout.negated else tensor
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         captured = self.captured
@@ -77,40 +77,42 @@ class Replay:
             if captured.values[binding.value].storage in mutated:
                 leaves[binding.leaf].detach().copy_(self.tensor(binding.value))
         result = self._result(leaves)
-        self._show_state()
+        self._set_user_state()
         for storage in set(self.bytes) - graph.persistent - set(captured.constants):
             del self.bytes[storage]
         return result
 
     def _home(self, storage: int) -> torch.Tensor:
-        """The bytes of a range of a state where that is between steps."""
-        found, count = self.captured.ranges[storage], self.captured.graph.storages[storage].bytes
-        assert not self.captured.graph.uses[found.whole]
-        return as_bytes(self.bytes[found.whole])[found.offset : found.offset + count]
+        """Return the bytes of a range within the state that contains it between steps."""
+        range_, count = self.captured.ranges[storage], self.captured.graph.storages[storage].bytes
+        assert not self.captured.graph.uses[range_.whole]
+        return as_bytes(self.bytes[range_.whole])[range_.offset : range_.offset + count]
 
     def _run(self, op: Any) -> None:
         captured, graph = self.captured, self.captured.graph
         call = captured.calls[op.id]
         for storage in set(op.mutates) - set(op.reads):
-            fill(self.bytes[storage])  # what the op claims not to read
-        for storage in op.creates:  # an argument may stand for nothing but its shape, on the memory of the result
+            fill(self.bytes[storage])  # the graph claims that the op does not read these
+        for storage in op.creates:  # an argument may use the result's memory if only its shape matters
             self.bytes[storage] = garbage(graph.storages[storage].bytes)
         untouched = {s: checksum(self.bytes[s]) for s in op.reads if s not in op.mutates}
-        args, kwargs = self._real(call.args), self._real(call.kwargs)
+        args, kwargs = self._materialize(call.args), self._materialize(call.kwargs)
         out = call.func(*args, **kwargs)
         for storage, before in untouched.items():
             assert checksum(self.bytes[storage]) == before, f"{op.name} wrote storage {storage}, which it only reads"
         results = result_leaves(out) if call.results else []
         assert len(results) == len(call.results), op.name
-        given = {t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        made: set[int] = set()
+        argument_storages = {
+            t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+        }
+        created: set[int] = set()
         for real, index in zip(results, call.results, strict=True):
             if not isinstance(real, torch.Tensor):
                 self._compare(op, "undefined", index, None)
                 continue
-            aliases = real.untyped_storage()._cdata in given
+            aliases = real.untyped_storage()._cdata in argument_storages
             if index is None:
-                # A kernel may make what its output mask does not ask for.
+                # A kernel may return outputs that its output mask excludes.
                 masked = any(isinstance(arg, list) and False in arg for arg in call.args)
                 self._compare(op, "aliases an argument", True, aliases or masked)
                 continue
@@ -126,48 +128,47 @@ class Replay:
             else:
                 self.bytes[value.storage] = garbage(graph.storages[value.storage].bytes)
                 self.tensor(value).copy_(real)
-            made.add(value.storage)
-        assert made == set(op.creates), op.name
+            created.add(value.storage)
+        assert created == set(op.creates), op.name
         for storage in op.touched:
-            if self._last_use[storage] == op.id and storage not in self._kept:
+            if self._last_use[storage] == op.id and storage not in self._freed_at_end:
                 del self.bytes[storage]
 
-    def _compare(self, op: Any, what: str, fake: Any, real: Any) -> None:
+    def _compare(self, op: Any, property_name: str, fake: Any, real: Any) -> None:
         if fake != real:
-            self.mismatches.append((op.name, what, fake, real))
+            self.mismatches.append((op.name, property_name, fake, real))
 
-    def _real(self, tree: Any) -> Any:
+    def _materialize(self, tree: Any) -> Any:
         if isinstance(tree, Ref):
             return self.tensor(tree.value)
         if isinstance(tree, list):
-            return [self._real(item) for item in tree]
+            return [self._materialize(item) for item in tree]
         if type(tree) is tuple:
-            return tuple(self._real(item) for item in tree)
+            return tuple(self._materialize(item) for item in tree)
         if isinstance(tree, dict):
-            return {key: self._real(item) for key, item in tree.items()}
+            return {key: self._materialize(item) for key, item in tree.items()}
         return tree
 
     def _result(self, leaves: Sequence[Any]) -> Any:
-        found: list[Any] = []
+        filled: list[Any] = []
         for leaf in self.captured.outputs:
             match leaf.kind:
                 case LeafKind.VALUE:
-                    found.append(self.tensor(leaf.index).clone())
+                    filled.append(self.tensor(leaf.index).clone())
                 case LeafKind.STATE:
-                    found.append(self.captured.states[leaf.index].tensor)
+                    filled.append(self.captured.states[leaf.index].tensor)
                 case LeafKind.INPUT:
-                    found.append(leaves[leaf.index])
+                    filled.append(leaves[leaf.index])
                 case LeafKind.CONSTANT:
-                    found.append(leaf.constant)
-        return pytree.tree_unflatten(found, self.captured.output_spec)
+                    filled.append(leaf.constant)
+        return pytree.tree_unflatten(filled, self.captured.output_spec)
 
-    def _show_state(self) -> None:
-        """Put what an executor shows the user where the user looks for it."""
+    def _set_user_state(self) -> None:
         captured = self.captured
-        for left in captured.gradients_left:
-            parameter = captured.states[left.parameter].tensor
+        for remaining_gradient in captured.gradients_left:
+            parameter = captured.states[remaining_gradient.parameter].tensor
             assert parameter is not None
-            parameter.grad = self.tensor(left.value).clone()
+            parameter.grad = self.tensor(remaining_gradient.value).clone()
         for place in captured.gradients_cleared:
             parameter = captured.states[place].tensor
             assert parameter is not None

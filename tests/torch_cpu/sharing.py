@@ -1,4 +1,4 @@
-"""One of several processes that share a model; fails where anything is not as it should be. See ``together.py``."""
+"""One of several processes that train a sharded model and check its results; see ``together.py``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from outofcore.planning.offload_all import offload_all
 from outofcore.policies import Asked, Plan, Residency
 from outofcore.program import Run
 
-# Neither two nor three chunks of its square are whole.
+# Its square is not divisible by two or three.
 WIDTH = 301
 
 Make = Callable[[nn.Module, Optimizer], Any]
@@ -37,8 +37,8 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-class Again:
-    """Gathers every parameter again where it is needed again, and has all else leave."""
+class GatherAgain:
+    """A policy that gathers each parameter again for each use, and offloads all other storages."""
 
     name = "again"
 
@@ -46,13 +46,13 @@ class Again:
         gathered = {s for op in graph.ops if op.communicates and op.rerunnable for s in op.creates}
         plan = offload_all(graph, budget, costs=costs)
         decisions = tuple(
-            replace(one, residency=Residency.RECOMPUTE) if one.gap.storage in gathered else one
-            for one in plan.decisions
+            replace(decision, residency=Residency.RECOMPUTE) if decision.gap.storage in gathered else decision
+            for decision in plan.decisions
         )
         return [lambda room: Plan(self.name, room, decisions)]
 
 
-def made(optimizer: str, seed: int = 0) -> tuple[Normed, Optimizer]:
+def build_model(optimizer: str, seed: int = 0) -> tuple[Normed, Optimizer]:
     torch.manual_seed(seed)
     model = Normed(WIDTH)
     torch.manual_seed(7 + dist.get_rank())  # for dropout
@@ -60,25 +60,24 @@ def made(optimizer: str, seed: int = 0) -> tuple[Normed, Optimizer]:
 
 
 def tensors(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
-    """Parameters, their gradients and what the optimizer has, but no statistics: those are of each process."""
-    found = [p.detach().clone() for p in model.parameters()]
-    found += [value.clone() for p in model.parameters() for value in optimizer.state[p].values()]
-    return found + [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    """Return parameters, gradients and optimizer state, but no statistics, which differ between processes."""
+    copies = [p.detach().clone() for p in model.parameters()]
+    copies += [value.clone() for p in model.parameters() for value in optimizer.state[p].values()]
+    return copies + [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def replicated(optimizer: str, make: Make, rank: int) -> list[Tensor]:
-    model, chosen = made(optimizer)
+def train_replicated(optimizer: str, make: Make, rank: int) -> list[Tensor]:
+    model, chosen = build_model(optimizer)
     step = make(DistributedDataParallel(model, bucket_cap_mb=0.25), chosen)
     losses = [step(*batch).detach().clone() for batch in batches(rank, 4)]
     return losses + tensors(model, chosen)
 
 
-def shared(
+def train_sharded(
     optimizer: str, make: Make, rank: int, budget: int | str = "1GiB", policy: Any = "auto"
 ) -> tuple[list[Tensor], Any]:
-    """Losses and all state after some steps, and the plan."""
-    # Whatever other ranks begin with, the model is that of rank 0.
-    model, chosen = made(optimizer, seed=rank)
+    # All ranks get the model of rank 0, whose seed differs from theirs.
+    model, chosen = build_model(optimizer, seed=rank)
     step = outofcore.compile(
         make(model, chosen), model, chosen, budget=budget, policy=policy, home="host", check="full", shard=True
     )
@@ -88,14 +87,12 @@ def shared(
     return losses + tensors(model, chosen), planned
 
 
-def talked(planned: Any) -> list[bool]:
-    """Of each collective that a plan runs, whether it is run again."""
+def collective_reruns(planned: Any) -> list[bool]:
+    """Return for each collective of a plan whether it is a rerun."""
     return [i.again for i in planned.program.instructions if isinstance(i, Run) and i.communicates]
 
 
-def starting_clear(model: nn.Module, optimizer: Optimizer) -> Any:
-    """Gradients are cleared first, and left at the end."""
-
+def clearing_first(model: nn.Module, optimizer: Optimizer) -> Any:
     def step(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)
@@ -106,8 +103,8 @@ def starting_clear(model: nn.Module, optimizer: Optimizer) -> Any:
     return step
 
 
-def lasting(model: nn.Module, optimizer: Optimizer) -> Any:
-    """Two backward passes, and gradients of zeros from step to step."""
+def keeping_gradients(model: nn.Module, optimizer: Optimizer) -> Any:
+    """Return a step with two backward passes that keeps zeroed gradients between steps."""
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         half = len(x) // 2
@@ -122,8 +119,6 @@ def lasting(model: nn.Module, optimizer: Optimizer) -> Any:
 
 
 def clamping(model: nn.Module, optimizer: Optimizer) -> Any:
-    """Parameters are changed by other ops than updates as well, before and after."""
-
     def step(x: Tensor, y: Tensor) -> Tensor:
         with torch.no_grad():
             for parameter in model.parameters():
@@ -141,32 +136,31 @@ def clamping(model: nn.Module, optimizer: Optimizer) -> Any:
 
 
 def bits(rank: int) -> None:
-    """The numbers are those of ``DistributedDataParallel``, in core and out of core, gathered once or again."""
-    theirs = replicated("AdamW", plain, rank)
-    ours, planned = shared("AdamW", plain, rank)
+    """Compare with ``DistributedDataParallel``: in core, out of core, and with repeated gathers."""
+    theirs = train_replicated("AdamW", plain, rank)
+    ours, planned = train_sharded("AdamW", plain, rank)
     same(ours, theirs, "in core")
-    assert not any(talked(planned))
+    assert not any(collective_reruns(planned))
     peak = planned.program.arena_bytes
-    ours, planned = shared("AdamW", plain, rank, peak * 8 // 10)
+    ours, planned = train_sharded("AdamW", plain, rank, peak * 8 // 10)
     same(ours, theirs, "out of core")
     assert planned.program.arena_bytes <= peak * 8 // 10
-    ours, planned = shared("AdamW", plain, rank, peak * 6 // 10, Again())
+    ours, planned = train_sharded("AdamW", plain, rank, peak * 6 // 10, GatherAgain())
     same(ours, theirs, "gathered again")
-    assert sum(talked(planned)) >= 6
+    assert sum(collective_reruns(planned)) >= 6
 
 
 def more_bits(rank: int) -> None:
-    """The same with other optimizers and other steps."""
     for name in ("SGD", "momentum"):
-        ours, planned = shared(name, plain, rank)
-        same(ours, replicated(name, plain, rank), name)
-        assert not any(talked(planned))
-    for make in (lasting, clamping):
-        same(shared("AdamW", make, rank)[0], replicated("AdamW", make, rank), make.__name__)
+        ours, planned = train_sharded(name, plain, rank)
+        same(ours, train_replicated(name, plain, rank), name)
+        assert not any(collective_reruns(planned))
+    for make in (keeping_gradients, clamping):
+        same(train_sharded("AdamW", make, rank)[0], train_replicated("AdamW", make, rank), make.__name__)
 
 
 def order(rank: int) -> None:
-    """With three processes gradients are added up in their order; and they have the model that two have saved."""
+    """Check that three processes load the model of two and sum gradients in the order of ranks."""
     loading(Path(sys.argv[4]).parent)
 
     def summing(model: nn.Module, optimizer: Optimizer) -> Any:
@@ -175,11 +169,11 @@ def order(rank: int) -> None:
             loss.backward()
             for parameter in model.parameters():
                 mine = parameter.grad * (1.0 / dist.get_world_size())
-                everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-                dist.all_gather(everyone, mine)
-                total = everyone[0] + everyone[1]
-                for other in everyone[2:]:
-                    total += other
+                contributions = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+                dist.all_gather(contributions, mine)
+                total = contributions[0] + contributions[1]
+                for contribution in contributions[2:]:
+                    total += contribution
                 parameter.grad = total
             optimizer.step()
             optimizer.zero_grad()
@@ -187,15 +181,17 @@ def order(rank: int) -> None:
 
         return step
 
-    model, optimizer = made("AdamW")
+    model, optimizer = build_model("AdamW")
     step = summing(model, optimizer)
     theirs = [step(*batch).detach().clone() for batch in batches(rank, 4)] + tensors(model, optimizer)
-    ours, planned = shared("AdamW", unclipped, rank)
+    ours, planned = train_sharded("AdamW", without_clipping, rank)
     same(ours, theirs, "in core")
-    same(shared("AdamW", unclipped, rank, planned.program.arena_bytes * 8 // 10)[0], theirs, "out of core")
+    same(
+        train_sharded("AdamW", without_clipping, rank, planned.program.arena_bytes * 8 // 10)[0], theirs, "out of core"
+    )
 
 
-def unclipped(model: nn.Module, optimizer: Optimizer) -> Any:
+def without_clipping(model: nn.Module, optimizer: Optimizer) -> Any:
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
@@ -207,17 +203,17 @@ def unclipped(model: nn.Module, optimizer: Optimizer) -> Any:
 
 
 def states(rank: int) -> None:
-    """What the user sees of a model that is spread, and what is refused."""
-    batch, other = batches(rank, 2)
-    model, optimizer = made("AdamW")
+    """Check the state that a user sees of a sharded model, and the refusals."""
+    batch, later_batch = batches(rank, 2)
+    model, optimizer = build_model("AdamW")
     weight = model.hidden[0].weight
     step = outofcore.compile(
-        starting_clear(model, optimizer), model, optimizer, budget="64MiB", home="host", shard=True
+        clearing_first(model, optimizer), model, optimizer, budget="64MiB", home="host", shard=True
     )
     step(*batch)
-    own = sum(state.bytes for state in step._session.keeper._states.values() if "norm.running" not in state.key)
-    whole = sum(4 * p.numel() for p in model.parameters()) * 4  # with gradient and two moments
-    assert own <= 0.52 * whole, (own, whole)
+    local_bytes = sum(state.bytes for state in step._session.keeper._states.values() if "norm.running" not in state.key)
+    whole = sum(4 * p.numel() for p in model.parameters()) * 4  # with a gradient and two moments
+    assert local_bytes <= 0.52 * whole, (local_bytes, whole)
     assert (weight.is_meta, weight.grad.is_meta, model.last.bias.is_meta) == (True, True, False)
     assert optimizer.state[weight]["exp_avg"].shape == (step._session._user.shards.of(weight).count,)
     refused(NotImplementedError, "meta", weight.tolist)
@@ -225,30 +221,32 @@ def states(rank: int) -> None:
     refused(StateError, "use step.save() and step.load()", step.state_dict)
     step.save(Path(sys.argv[4]).parent / "saved")
     optimizer.zero_grad()
-    wanted = step(*other).detach().clone()
+    expected = step(*later_batch).detach().clone()
     with torch.no_grad():
         weight.mul_(2)
-    refused(StateError, "hidden.0.weight was changed between two steps", lambda: step(*other))
+    refused(StateError, "hidden.0.weight was changed between two steps", lambda: step(*later_batch))
     step.load(Path(sys.argv[4]).parent / "saved")
-    refused(RuntimeError, "broadcast", optimizer.step)  # a range of a moment, and a parameter without contents
-    refused(StateError, "(optimizer.step() belongs in the step too.)", lambda: step(*other))
+    refused(RuntimeError, "broadcast", optimizer.step)  # a range of a moment does not fit a parameter without contents
+    refused(StateError, "(optimizer.step() belongs in the step too.)", lambda: step(*later_batch))
     step.load(Path(sys.argv[4]).parent / "saved")
     weight.grad.zero_()
-    refused(StateError, "the gradient of hidden.0.weight was changed between two steps", lambda: step(*other))
+    refused(StateError, "the gradient of hidden.0.weight was changed between two steps", lambda: step(*later_batch))
     weight.grad = None
-    shape = InputError, "about to run different steps", lambda: step(*[t[: 512 + rank] for t in other])
+    shape = InputError, "about to run different steps", lambda: step(*[t[: 512 + rank] for t in later_batch])
     refused(*shape)
-    assert torch.equal(step(*other), wanted), "the loaded model differs from the saved one"
-    # Likewise where both have a plan.
-    step(*[t[:512] for t in other])
-    refused(InputError, "about to run different steps", lambda: step(*[t[: 512 if rank else None] for t in other]))
-    step(*other)
+    assert torch.equal(step(*later_batch), expected), "the loaded model differs from the saved one"
+    # The same error if both ranks have a plan.
+    step(*[t[:512] for t in later_batch])
+    refused(
+        InputError, "about to run different steps", lambda: step(*[t[: 512 if rank else None] for t in later_batch])
+    )
+    step(*later_batch)
     step.close()
     assert not weight.is_meta and weight.grad.shape == weight.shape == optimizer.state[weight]["exp_avg"].shape
     assert torch.isfinite(model(batch[0])).all()
-    starting_clear(model, optimizer)(*batch)  # it goes on in plain PyTorch
+    clearing_first(model, optimizer)(*batch)  # training continues in plain PyTorch
 
-    def compiled(model: nn.Module, optimizer: Any, **settings: Any) -> Any:
+    def compile_model(model: nn.Module, optimizer: Any, **settings: Any) -> Any:
         def step(x: Tensor) -> Tensor:
             return model(x)
 
@@ -256,50 +254,50 @@ def states(rank: int) -> None:
 
     for kind in (torch.optim.Adafactor, torch.optim.LBFGS):
         text = f"the optimizer {kind.__name__} updates first.weight, which is spread over"
-        refused(InputError, text, lambda kind=kind: compiled(model, kind(model.parameters()), shard=True))
+        refused(InputError, text, lambda kind=kind: compile_model(model, kind(model.parameters()), shard=True))
     refused(
         InputError,
         "pass and call the wrapped module",
-        lambda: compiled(DistributedDataParallel(model), None, shard=True),
+        lambda: compile_model(DistributedDataParallel(model), None, shard=True),
     )
-    refused(InputError, "leave 'dynamic'", lambda: compiled(model, None, shard=True, dynamic=True))
-    refused(InputError, "must be a process group", lambda: compiled(model, None, shard="all"))
+    refused(InputError, "leave 'dynamic'", lambda: compile_model(model, None, shard=True, dynamic=True))
+    refused(InputError, "must be a process group", lambda: compile_model(model, None, shard="all"))
     torch.manual_seed(0)
     wide = nn.Linear(256, 256 + rank)
     text = "have other models: " if rank else "rank 1 and rank 0 have other models: "
-    refused(InputError, text, lambda: compiled(wide, None, shard=True)(torch.ones(2, 256)))
+    refused(InputError, text, lambda: compile_model(wide, None, shard=True)(torch.ones(2, 256)))
     assert not wide.weight.is_meta
     death(rank)
 
 
 def saving(rank: int) -> None:
-    """Two processes train and save; what follows is compared with that of others."""
+    """Train and save in two processes, and compare later steps with those after a load."""
     folder = Path(sys.argv[4]).parent
-    model, optimizer = made("AdamW")
-    model.to(memory_format=torch.channels_last)  # of no effect on these, and refused by none
-    step = outofcore.compile(starting_clear(model, optimizer), model, optimizer, budget="64MiB", shard=True)
-    found = list(batches(rank, 4))
-    for batch in found[:2]:
+    model, optimizer = build_model("AdamW")
+    model.to(memory_format=torch.channels_last)  # has no effect on these parameters and is not refused
+    step = outofcore.compile(clearing_first(model, optimizer), model, optimizer, budget="64MiB", shard=True)
+    all_batches = list(batches(rank, 4))
+    for batch in all_batches[:2]:
         step(*batch)
     step.save(folder / "saved", extra={"steps": 2})
-    losses = [step(*batch).detach().clone() for batch in found[2:]]
+    losses = [step(*batch).detach().clone() for batch in all_batches[2:]]
     step.close()
     torch.save(losses + tensors(model, optimizer), folder / f"after-{rank}.pt")
-    model, optimizer = made("AdamW", seed=99)
-    step = outofcore.compile(starting_clear(model, optimizer), model, optimizer, budget="64MiB", shard=True)
+    model, optimizer = build_model("AdamW", seed=99)
+    step = outofcore.compile(clearing_first(model, optimizer), model, optimizer, budget="64MiB", shard=True)
     assert step.load(folder / "saved") == {"steps": 2}
-    losses = [step(*batch).detach().clone() for batch in found[2:]]
+    losses = [step(*batch).detach().clone() for batch in all_batches[2:]]
     step.close()
     same(losses + tensors(model, optimizer), torch.load(folder / f"after-{rank}.pt"), "after loading")
 
 
 def frozen(rank: int) -> None:
-    """Frozen weights that are spread are left out of a checkpoint, and stay where they are when it is loaded."""
+    """Check that a checkpoint omits sharded frozen weights and that a load keeps them."""
     folder = Path(sys.argv[4]).parent
-    found = list(batches(rank, 2))
+    both_batches = list(batches(rank, 2))
 
     def adapting(seed: int) -> tuple[Normed, Optimizer, Any]:
-        model, optimizer = made("AdamW")
+        model, optimizer = build_model("AdamW")
         for layer in model.hidden[1:]:
             layer.requires_grad_(False)
         if seed:
@@ -307,45 +305,47 @@ def frozen(rank: int) -> None:
         return (
             model,
             optimizer,
-            outofcore.compile(unclipped(model, optimizer), model, optimizer, budget="64MiB", shard=True),
+            outofcore.compile(without_clipping(model, optimizer), model, optimizer, budget="64MiB", shard=True),
         )
 
     model, optimizer, step = adapting(0)
-    step(*found[0])
+    step(*both_batches[0])
     step.save(folder / "saved", frozen=False)
-    loss = step(*found[1]).detach().clone()
+    loss = step(*both_batches[1]).detach().clone()
     step.close()
     [file] = (folder / "saved").glob("model-*.safetensors")
     assert [name for name in load_file(file) if "hidden" in name] == ["hidden.0.weight", "hidden.0.bias"]
-    again, other, step = adapting(1)
+    loaded_model, loaded_optimizer, step = adapting(1)
     step.load(folder / "saved")
-    same([step(*found[1]).detach().clone()], [loss], "the loss after loading")
+    same([step(*both_batches[1]).detach().clone()], [loss], "the loss after loading")
     step.close()
-    same(tensors(again, other), tensors(model, optimizer), "after loading")
+    same(tensors(loaded_model, loaded_optimizer), tensors(model, optimizer), "after loading")
 
 
 def loading(folder: Path) -> None:
-    """Any other number of processes has the model that was saved."""
-    model, optimizer = made("AdamW", seed=99)
-    step = outofcore.compile(starting_clear(model, optimizer), model, optimizer, budget="64MiB", shard=True)
+    """Check that any number of processes can load the saved model."""
+    model, optimizer = build_model("AdamW", seed=99)
+    step = outofcore.compile(clearing_first(model, optimizer), model, optimizer, budget="64MiB", shard=True)
     step.load(folder / "saved")
     step.close()
-    plainly, other = made("AdamW", seed=98)
-    outofcore.load(folder / "saved", plainly, other)
-    same(tensors(model, optimizer), tensors(plainly, other), "loaded by others")
+    plain_model, plain_optimizer = build_model("AdamW", seed=98)
+    outofcore.load(folder / "saved", plain_model, plain_optimizer)
+    same(tensors(model, optimizer), tensors(plain_model, plain_optimizer), "loaded by others")
     if dist.get_rank() == 0:
-        outofcore.save(folder / "plain", plainly, other)
+        outofcore.save(folder / "plain", plain_model, plain_optimizer)
 
 
 def death(rank: int) -> None:
-    """A process that ends ends the others' step, and closing does not wait for it."""
-    model, optimizer = made("SGD")
-    step = outofcore.compile(unclipped(model, optimizer), model, optimizer, budget="64MiB", home="host", shard=True)
-    found = list(batches(rank, 3))
-    step(*found[0])
+    """Check that the death of a process ends the steps of others, and that they can close."""
+    model, optimizer = build_model("SGD")
+    step = outofcore.compile(
+        without_clipping(model, optimizer), model, optimizer, budget="64MiB", home="host", shard=True
+    )
+    all_batches = list(batches(rank, 3))
+    step(*all_batches[0])
     if rank == 1:
         os._exit(3)
-    refused(CommunicationError, "Another process has ended", lambda: step(*found[1]))
+    refused(CommunicationError, "Another process has ended", lambda: step(*all_batches[1]))
     try:
         step.close()
     except CommunicationError as error:

@@ -1,4 +1,4 @@
-"""A model, its optimizer and the steps over it, twice: plain, and under a budget; what is done to both, compared."""
+"""A model with steps, plain and compiled, and a comparison after each action on both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 import outofcore
 
-WIDTH = 144  # a weight of this width is large: it takes more than 64 KiB
+WIDTH = 144  # a weight of this width is large (more than 64 KiB)
 _UPDATING = ("train", "renew")
 
 
@@ -27,8 +27,6 @@ def values(number: int) -> torch.Tensor:
 
 @dataclass
 class Side:
-    """A model with four steps over it, in plain PyTorch or compiled."""
-
     model: nn.Sequential
     optimizer: torch.optim.Optimizer
     train: Callable[..., torch.Tensor]
@@ -75,27 +73,26 @@ def plain(seed: int) -> Side:
 
 @functools.cache
 def _smallest(name: str) -> int:
-    """The smallest budget of a step by its name."""
     side = plain(0)
     optimizer = side.optimizer if name in _UPDATING else None
     smallest = outofcore.smallest_budget(getattr(side, name), side.model, optimizer, inputs=(batch(0),))
-    return 2 * smallest if name == "gather" else smallest  # it adds to gradients, too
+    return 2 * smallest if name == "gather" else smallest  # it also accumulates gradients
 
 
 def compiled(seed: int, *, budget: str, home: str, shared: bool, host_budget: str | None = None) -> Side:
     side = plain(seed)
-    found: list[outofcore.Step] = []
+    steps: list[outofcore.Step] = []
     for name in ("train", "renew", "gather", "evaluate"):
         smallest = _smallest(name)
         room = {"smallest": smallest, "half": 3 * smallest // 2, "all": 1 << 28}[budget]
-        if found and shared:
-            where: dict[str, Any] = {"home": found[0].home}
+        if steps and shared:
+            home_options: dict[str, Any] = {"home": steps[0].home}
         else:
-            where = {"home": home, "host_budget": host_budget}
+            home_options = {"home": home, "host_budget": host_budget}
         function, optimizer = getattr(side, name), side.optimizer if name in _UPDATING else None
-        found.append(outofcore.compile(function, side.model, optimizer, budget=room, policy="window", **where))
-    side.train, side.renew, side.gather, side.evaluate = found
-    side.steps = found
+        steps.append(outofcore.compile(function, side.model, optimizer, budget=room, policy="window", **home_options))
+    side.train, side.renew, side.gather, side.evaluate = steps
+    side.steps = steps
     return side
 
 
@@ -103,7 +100,7 @@ Act = Callable[[Side], Any]
 
 
 def alike(ours: Any, theirs: Any) -> bool:
-    """Whether two things are the same; of tensors the strides as well, for kernels go by them."""
+    """Return whether two values are equal, including the strides of tensors, which select kernels."""
     if isinstance(theirs, torch.Tensor):
         return torch.equal(ours, theirs) and ours.stride() == theirs.stride()
     if isinstance(theirs, list | tuple):
@@ -112,13 +109,12 @@ def alike(ours: Any, theirs: Any) -> bool:
 
 
 def everything(side: Side) -> list[Any]:
-    """All that can be seen of a side."""
-    found: list[Any] = list(side.model.state_dict().values())
+    visible: list[Any] = list(side.model.state_dict().values())
     for parameter in side.model.parameters():
-        found.append(parameter.grad if parameter.grad is not None else "no gradient")
+        visible.append(parameter.grad if parameter.grad is not None else "no gradient")
         state = side.optimizer.state.get(parameter, {})
-        found += [state[name] for name in sorted(state)]
-    return found
+        visible += [state[name] for name in sorted(state)]
+    return visible
 
 
 def both(pair: tuple[Side, Side], act: Act) -> None:

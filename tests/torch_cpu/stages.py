@@ -1,7 +1,7 @@
-"""An elastic training in stages, each by as many processes as torchelastic, of which torchrun is the command, starts.
+"""Elastic training in stages, each by a number of processes that torchelastic (torchrun) starts.
 
 ``python -c "import stages; stages.drive(folder, stages)"``. The processes are forked from one that has loaded PyTorch,
-which takes as long as all the rest.
+which takes half of the time.
 """
 
 from __future__ import annotations
@@ -55,8 +55,6 @@ def model_of(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
 
 
 class Noisy(torch.utils.data.Dataset[Any]):
-    """Samples that are another each time they are drawn: PyTorch's generator is asked, and Python's."""
-
     def __init__(self) -> None:
         torch.manual_seed(1)
         self._x, self._y = torch.randn(50, 64), torch.randint(0, 4, (50,))
@@ -69,25 +67,22 @@ class Noisy(torch.utils.data.Dataset[Any]):
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Of all parameters, buffers and optimizer state."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     states = [optimizer.state[p][name] for p in model.parameters() for name in sorted(optimizer.state[p])]
     for tensor in (*model.state_dict().values(), *states):
         if tensor is not None:
-            found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+            sha256.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return sha256.hexdigest()
 
 
 def stage(name: str, last: int, kill: str) -> None:
-    """What each process does: go on from the last checkpoint to a step, for two optimizers.
-
-    Leaves the digests of all bits after the last step in files.
+    """Train in each process from the last checkpoint to step ``last`` for two optimizers, and write digests.
 
     Args:
-        name: of the folder for all that is written.
-        last: the step.
-        kill: "step:RANK", in which that process kills itself while the others wait for its gradients, or "save:RANK",
-            in which it does so when all of a checkpoint but its index is written; both only the first time.
+        name: the output folder.
+        last: the last step.
+        kill: "step:RANK" or "save:RANK": that rank kills itself in the first attempt, while other ranks wait for its
+            gradients or before it writes the index of a checkpoint.
     """
     torch.set_num_threads(1)
     with search_like(QUICK), measured_briefly():
@@ -124,7 +119,7 @@ def die(folder: Path, moment: str) -> None:
 
 
 def drive(folder: str, stages: Sequence[tuple[int, int, str]]) -> None:
-    """Run stages one after the other: how many processes, and the arguments of ``stage``."""
+    """Run stages one after the other; each is a number of processes and the arguments of ``stage``."""
     multiprocessing.set_forkserver_preload(["stages", "torch._dynamo"])
     for processes, last, kill in stages:
         config = LaunchConfig(

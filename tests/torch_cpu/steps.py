@@ -1,4 +1,4 @@
-"""Steps that several tests run: what they train on, what a user sees of them, and their budgets."""
+"""Training steps of several tests, the tensors that a user sees of them, and their budgets."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def from_zoo(name: str, **options: Any) -> Case:
 
 
 def optimizer_case(make: Callable[[Any], torch.optim.Optimizer]) -> Case:
-    """A model with parameters large enough to leave the device."""
+    """Return a step with parameters large enough to be evicted."""
     model = torch.nn.Sequential(torch.nn.Linear(160, 160), torch.nn.Tanh(), torch.nn.Linear(160, 4))
     optimizer = make(model.parameters())
     return Case(cases.supervised(model, optimizer), [model], [optimizer], cases.classify(width=160))
@@ -58,7 +58,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def language_model(kind: str) -> Case:
-    """A Hugging Face model with random weights, large enough that most of its storages may leave."""
     transformers = pytest.importorskip("transformers")
     transformers.utils.logging.set_verbosity_error()
     sizes = {
@@ -87,7 +86,6 @@ def language_model(kind: str) -> Case:
 
 
 def gan() -> Case:
-    """Two models, two optimizers, two backward passes in one step."""
     generator = torch.nn.Sequential(torch.nn.Linear(16, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256))
     critic = torch.nn.Sequential(
         torch.nn.Linear(256, 256), torch.nn.LeakyReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(256, 1)
@@ -136,7 +134,6 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def everything(case: Case) -> Iterator[tuple[str, torch.Tensor]]:
-    """All that the user can see: parameters, buffers, gradients and optimizer state, in a fixed order."""
     for m, model in enumerate(case.models):
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             yield f"{m}.{name}", tensor
@@ -149,16 +146,15 @@ def everything(case: Case) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
-    for one, other in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=True):
-        if isinstance(other, torch.Tensor):
-            assert torch.equal(one, other.detach())
+    for actual, expected in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=True):
+        if isinstance(expected, torch.Tensor):
+            assert torch.equal(actual, expected.detach())
         else:
-            assert one == other
+            assert actual == expected
 
 
 @functools.cache
 def smallest_of(make: Callable[[], Case], split: Literal["exact", "off"] = "exact") -> int:
-    """The smallest budget."""
     torch.manual_seed(1234)
     case = make()
     return outofcore.smallest_budget(
@@ -173,7 +169,7 @@ def smallest_of(make: Callable[[], Case], split: Literal["exact", "off"] = "exac
 
 @functools.cache
 def budgets_of(make: Callable[[], Case], split: Literal["exact", "off"] = "exact") -> tuple[int, int]:
-    """The smallest budget, and one that holds everything."""
+    """Return the smallest budget, and one for a step in core."""
     torch.manual_seed(1234)
     case = make()
     with outofcore.compile(case.step, list(case.models), list(case.optimizers), budget="64GiB") as step:

@@ -1,4 +1,4 @@
-"""What compile refuses, in words that say what to do; and that refusing changes nothing."""
+"""Tests of the errors of ``compile`` and of the public interface of steps."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ X = torch.ones(64, 256)
 
 
 @pytest.mark.parametrize("budget", ["a lot", "-1GiB", -5, 0, "0", "12 parsecs", 1.5, True])
-def test_budgets_that_are_none(budget: Any) -> None:
+def test_invalid_budget_is_refused(budget: Any) -> None:
     model, optimizer, step = make()
     with pytest.raises(UnitError):
         outofcore.compile(step, model, optimizer, budget=budget)
 
 
-def test_a_budget_too_small_names_the_op_and_the_smallest_that_would_do() -> None:
+def test_too_small_budget_names_op_and_smallest_budget() -> None:
     model, optimizer, step = make()
     before = {name: (p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
     smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(X,))
@@ -65,7 +65,7 @@ def test_a_budget_too_small_names_the_op_and_the_smallest_that_would_do() -> Non
     assert torch.isfinite(outofcore.compile(step, model, optimizer, budget=smallest)(X))
 
 
-def test_a_refused_capture_changes_nothing() -> None:
+def test_refused_capture_leaves_the_model_unchanged() -> None:
     model, optimizer, _ = make()
     before = [p.clone() for p in model.parameters()]
 
@@ -84,7 +84,7 @@ def test_a_refused_capture_changes_nothing() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_a_step_that_never_calls_backward_but_has_an_optimizer() -> None:
+def test_step_with_optimizer_but_without_backward_is_refused() -> None:
     model, optimizer, _ = make()
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ def test_a_step_that_never_calls_backward_but_has_an_optimizer() -> None:
         outofcore.compile(step, model, optimizer, budget="1GiB")(X)
 
 
-def test_things_that_are_no_model_or_optimizer() -> None:
+def test_arguments_of_wrong_type_are_refused() -> None:
     model, optimizer, step = make()
     with pytest.raises(InputError, match="model must be"):
         outofcore.compile(step, "resnet50", budget="1GiB")  # type: ignore[arg-type]
@@ -106,20 +106,20 @@ def test_things_that_are_no_model_or_optimizer() -> None:
         outofcore.compile(step, model, optimizer, budget="1GiB", policy="best")
 
 
-def test_a_model_on_another_device() -> None:
+def test_model_on_meta_device_is_refused() -> None:
     _, _, step = make()
     model = nn.Linear(2, 2, device="meta")
     with pytest.raises(InputError, match=r"weight is on the device meta .*outofcore\.materialize"):
         outofcore.compile(step, model, budget="1GiB")
 
 
-def test_a_device_that_this_version_has_not() -> None:
+def test_cuda_is_refused_without_a_cuda_device() -> None:
     model, optimizer, step = make()
     with pytest.raises(InputError, match="sees no CUDA device"):
         outofcore.compile(step, model, optimizer, budget="1GiB", device="cuda")
 
 
-def test_spill_directories_that_cannot_be_used(tmp_path: Path) -> None:
+def test_unusable_spill_directory_is_refused(tmp_path: Path) -> None:
     model, optimizer, step = make()
     with pytest.raises(SpillError, match="does not exist"):
         outofcore.compile(step, model, optimizer, budget="1GiB", home=tmp_path / "missing")
@@ -129,7 +129,7 @@ def test_spill_directories_that_cannot_be_used(tmp_path: Path) -> None:
         outofcore.compile(step, model, optimizer, budget="1GiB", home=file)
 
 
-def test_a_spill_directory_that_is_too_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_spill_directory_without_free_space_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, optimizer, step = make()
     smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(X,))
     before = [p.data_ptr() for p in model.parameters()]
@@ -140,13 +140,13 @@ def test_a_spill_directory_that_is_too_small(monkeypatch: pytest.MonkeyPatch, tm
     assert [p.data_ptr() for p in model.parameters()] == before
 
 
-def test_a_leaf_that_is_no_tensor_and_no_constant() -> None:
+def test_argument_of_unsupported_type_is_refused() -> None:
     model, optimizer, step = make()
     with pytest.raises(CaptureError):
         outofcore.compile(step, model, optimizer, budget="1GiB")(object())
 
 
-def test_an_error_of_the_users_own_comes_through() -> None:
+def test_error_raised_by_the_step_propagates() -> None:
     model, optimizer, _ = make()
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -156,7 +156,7 @@ def test_an_error_of_the_users_own_comes_through() -> None:
         outofcore.compile(step, model, optimizer, budget="1GiB")(X)
 
 
-def test_with_room_for_everything_nothing_is_copied_and_no_page_faults() -> None:
+def test_in_core_step_copies_no_bytes_and_causes_few_page_faults() -> None:
     model, optimizer, step = make()
     with outofcore.compile(step, model, optimizer, budget="1GiB") as compiled:
         for _ in range(3):
@@ -190,16 +190,16 @@ def test_public_names() -> None:
         assert getattr(outofcore, name).__doc__
 
 
-def test_the_example_in_the_help_runs() -> None:
-    found = doctest.DocTestFinder().find(outofcore.compile, "compile", globs={})
-    assert sum(len(test.examples) for test in found) > 5
+def test_docstring_example_of_compile_runs() -> None:
+    tests = doctest.DocTestFinder().find(outofcore.compile, "compile", globs={})
+    assert sum(len(test.examples) for test in tests) > 5
     runner = doctest.DocTestRunner()
-    for test in found:
+    for test in tests:
         runner.run(test)
     assert runner.failures == 0
 
 
-def test_a_step_tells_of_itself(
+def test_step_has_metadata_repr_warning_and_report(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Linear(8, 8)

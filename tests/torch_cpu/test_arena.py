@@ -1,4 +1,4 @@
-"""The arena: planned addresses under real PyTorch ops."""
+"""Tests of the arena: planned addresses under real PyTorch ops."""
 
 import threading
 from collections.abc import Iterator
@@ -22,14 +22,14 @@ def arena() -> Iterator[Arena]:
         yield opened
 
 
-def test_a_planned_request_is_served_at_the_planned_address_and_another_thread_is_not(arena: Arena) -> None:
+def test_planned_request_gets_its_address_in_its_own_thread_only(arena: Arena) -> None:
     x = floats(arena, 0, MIB).fill_(1)
     table = ScopeTable(arena, [[(MIB, 8 * MIB)], [(MIB, 16 * MIB), (MIB, 24 * MIB)]])
-    elsewhere: list[torch.Tensor] = []
+    other_thread_results: list[torch.Tensor] = []
     table.begin(1)
-    other = threading.Thread(target=lambda: elsewhere.append(torch.add(x, 5)))
-    other.start()
-    other.join()
+    thread = threading.Thread(target=lambda: other_thread_results.append(torch.add(x, 5)))
+    thread.start()
+    thread.join()
     first, second = x + x, x * 3
     table.end()
     table.begin(0)
@@ -37,15 +37,15 @@ def test_a_planned_request_is_served_at_the_planned_address_and_another_thread_i
     table.end()
     outside = x + 2
     assert [place(t, arena) for t in (first, second, third)] == [16 * MIB, 24 * MIB, 8 * MIB]
-    assert [t[0].item() for t in (first, second, third, elsewhere[0], outside)] == [2, 3, 0, 6, 3]
-    for tensor in (elsewhere[0], outside):
+    assert [t[0].item() for t in (first, second, third, other_thread_results[0], outside)] == [2, 3, 0, 6, 3]
+    for tensor in (other_thread_results[0], outside):
         assert not 0 <= place(tensor, arena) < arena.bytes
     counters = arena.counters()
     assert (counters.served, counters.large, counters.refused, counters.unclaimed) == (3, 0, 0, 0)
     assert counters.small >= 1  # the number 3 as a tensor
 
 
-def test_an_op_that_was_recorded_runs_within_its_planned_addresses_to_the_bit(arena: Arena) -> None:
+def test_recorded_op_runs_at_planned_addresses_bit_for_bit(arena: Arena) -> None:
     torch.manual_seed(0)
     x = floats(arena, 0, 4 * 8 * 32 * 32 * 4).view(4, 8, 32, 32).normal_()
     w = floats(arena, MIB, 16 * 8 * 9 * 4).view(16, 8, 3, 3).normal_()
@@ -67,12 +67,12 @@ def test_an_op_that_was_recorded_runs_within_its_planned_addresses_to_the_bit(ar
         r.bytes for r in layout.requests if isinstance(r.placement, Result)
     }
     del out
-    where = {key: (8 + 8 * key) * MIB for key in results}
+    offsets = {key: (8 + 8 * key) * MIB for key in results}
     scope = []
     for request in layout.requests:
         placement = request.placement
         if isinstance(placement, Result):
-            scope.append((request.bytes, where[placement.key]))
+            scope.append((request.bytes, offsets[placement.key]))
         else:
             scope.append((request.bytes, 40 * MIB + placement.offset if isinstance(placement, Scratch) else None))
     table = ScopeTable(arena, [scope])
@@ -80,7 +80,7 @@ def test_an_op_that_was_recorded_runs_within_its_planned_addresses_to_the_bit(ar
         table.begin(0)
         out = op()
         table.end()
-        assert [place(t, arena) for t in out] == [where[key] for key in range(3)]
+        assert [place(t, arena) for t in out] == [offsets[key] for key in range(3)]
         assert all(torch.equal(a, b) for a, b in zip(out, expected, strict=True))
         del out
     counters = arena.counters()
@@ -88,7 +88,7 @@ def test_an_op_that_was_recorded_runs_within_its_planned_addresses_to_the_bit(ar
     assert counters.served == 3 * len(layout.requests)
 
 
-def test_a_planned_request_touches_no_memory(arena: Arena) -> None:
+def test_planned_request_touches_no_memory(arena: Arena) -> None:
     table = ScopeTable(arena, [[(32 * MIB, 16 * MIB)]])
     table.begin(0)
     tensor = torch.empty(8 * FLOATS * 4)
@@ -97,16 +97,16 @@ def test_a_planned_request_touches_no_memory(arena: Arena) -> None:
     assert arena.resident_bytes() == 0
 
 
-def test_requests_off_the_plan_are_counted_and_leave_the_plan_where_it_is(arena: Arena) -> None:
+def test_unplanned_requests_are_counted_and_do_not_move_planned_ones(arena: Arena) -> None:
     table = ScopeTable(arena, [[(MIB, 0), (MIB, MIB)]])
     table.begin(0)
     small = torch.empty(10)
     large = torch.empty(2 * FLOATS)
     planned = torch.empty(FLOATS)
-    nothing = torch.empty(0)
+    empty = torch.empty(0)
     table.end()
     assert place(planned, arena) == 0
-    assert nothing.numel() == 0
+    assert empty.numel() == 0
     assert arena.counters() == ArenaCounters(
         served=1,
         small=1,
@@ -122,13 +122,13 @@ def test_requests_off_the_plan_are_counted_and_leave_the_plan_where_it_is(arena:
     assert arena.counters().peak_live_bytes == 2 * MIB
 
 
-def test_the_reserve_bounds_what_is_off_the_plan_at_once(arena: Arena) -> None:
+def test_reserve_bounds_live_unplanned_bytes(arena: Arena) -> None:
     table = ScopeTable(arena, [[], []])
     table.begin(1)
     try:
         for _ in range(5):
             torch.empty(4 * FLOATS)  # one after the other they fit
-        kept = torch.empty(3 * FLOATS)
+        live = torch.empty(3 * FLOATS)
         with pytest.raises(RuntimeError) as caught:
             torch.empty(2 * FLOATS)
     finally:
@@ -144,11 +144,11 @@ def test_the_reserve_bounds_what_is_off_the_plan_at_once(arena: Arena) -> None:
     more = torch.empty(2 * FLOATS)
     table.end()
     assert arena.counters().live_bytes == 5 * MIB
-    del kept, more
+    del live, more
 
 
-def test_bytes_still_in_use_are_never_handed_out_twice(arena: Arena) -> None:
-    # Planned: the first piece is freed before the second comes. In fact it is kept.
+def test_bytes_in_use_are_not_allocated_twice(arena: Arena) -> None:
+    # The plan frees the first block before the second is allocated, but the test keeps it.
     table = ScopeTable(arena, [[(MIB, 0), (MIB, 0)]])
     table.begin(0)
     first = torch.ones(FLOATS)
@@ -166,7 +166,7 @@ def test_bytes_still_in_use_are_never_handed_out_twice(arena: Arena) -> None:
     assert place(second, arena) == 0
 
 
-def test_what_a_library_may_or_may_not_ask_for_is_left_to_malloc(arena: Arena) -> None:
+def test_optional_request_is_served_by_malloc(arena: Arena) -> None:
     table = ScopeTable(arena, [[(2 * MIB, None), (MIB, 0)]])
     for present in (True, False):
         table.begin(0)
@@ -179,7 +179,7 @@ def test_what_a_library_may_or_may_not_ask_for_is_left_to_malloc(arena: Arena) -
     assert arena.counters() == ArenaCounters(served=2)
 
 
-def test_a_scope_that_does_not_exist_has_no_plan(arena: Arena) -> None:
+def test_unknown_scope_has_no_plan(arena: Arena) -> None:
     table = ScopeTable(arena, [[(MIB, 0)]])
     for scope in (-1, 1, 1000):
         table.begin(scope)
@@ -189,13 +189,13 @@ def test_a_scope_that_does_not_exist_has_no_plan(arena: Arena) -> None:
     table.end()  # without a scope
 
 
-def test_a_table_outside_of_the_arena_is_refused(arena: Arena) -> None:
+def test_table_with_bytes_outside_of_the_arena_is_refused(arena: Arena) -> None:
     for count, offset in ((MIB, 64 * MIB), (65 * MIB, 0), (MIB, -5), (0, 0)):
         with pytest.raises(ArenaError, match="scope 1"):
             ScopeTable(arena, [[], [(count, offset)]])
 
 
-def test_the_view_has_a_storage_of_its_own(arena: Arena) -> None:
+def test_view_has_its_own_storage(arena: Arena) -> None:
     view = arena.view(100, 50)
     assert view.untyped_storage().nbytes() == 50
     assert view.data_ptr() == arena.address + 100
@@ -208,7 +208,7 @@ def test_the_view_has_a_storage_of_its_own(arena: Arena) -> None:
             arena.memory(offset, count)
 
 
-def test_physical_memory_comes_with_the_first_touch_and_goes_with_discard(arena: Arena) -> None:
+def test_pages_become_resident_on_touch_and_are_freed_by_discard(arena: Arena) -> None:
     assert arena.resident_bytes() == 0
     arena.view(0, 8 * MIB).fill_(1)
     assert 8 * MIB <= arena.resident_bytes() <= 10 * MIB
@@ -220,7 +220,7 @@ def test_physical_memory_comes_with_the_first_touch_and_goes_with_discard(arena:
     assert arena.resident_bytes() == 0
 
 
-def test_a_closed_arena_says_so() -> None:
+def test_closed_arena_raises_state_error() -> None:
     arena = Arena(1)
     assert arena.bytes == PAGE_BYTES
     arena.close()
@@ -229,13 +229,13 @@ def test_a_closed_arena_says_so() -> None:
             use()
 
 
-def test_the_recorder_sees_this_thread_in_order() -> None:
+def test_recorder_records_its_own_thread_in_order() -> None:
     recorder = Recorder()
     with recorder:
         a = torch.empty(FLOATS)
-        other = threading.Thread(target=lambda: torch.empty(3 * FLOATS))
-        other.start()
-        other.join()
+        thread = threading.Thread(target=lambda: torch.empty(3 * FLOATS))
+        thread.start()
+        thread.join()
         pointer = a.data_ptr()
         del a
         b = torch.empty(100 * KIB, dtype=torch.uint8)
@@ -248,7 +248,7 @@ def test_the_recorder_sees_this_thread_in_order() -> None:
     assert recorder.events == []
 
 
-def test_ordinary_pytorch_works_while_installed(arena: Arena, tmp_path: Path) -> None:
+def test_ordinary_pytorch_works_while_an_arena_is_installed(arena: Arena, tmp_path: Path) -> None:
     tensor = torch.arange(1000.0)
     torch.save(tensor, tmp_path / "t.pt")
     assert torch.equal(torch.load(tmp_path / "t.pt"), tensor)

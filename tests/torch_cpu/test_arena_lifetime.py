@@ -1,4 +1,4 @@
-"""How long the memory of an arena lives: as its tensors do, over forks and after the allocator."""
+"""Tests of the lifetime of arena memory: with its tensors, over forks, and after the allocator."""
 
 import gc
 import os
@@ -22,7 +22,7 @@ def arena() -> Iterator[Arena]:
         yield opened
 
 
-def test_memory_may_be_freed_after_the_allocator_is_gone_and_before_it_came() -> None:
+def test_memory_allocated_before_or_during_an_arena_can_be_freed_later() -> None:
     before = torch.ones(FLOATS)
     arena = Arena(8 * MIB)
     between = torch.ones(FLOATS)
@@ -31,7 +31,7 @@ def test_memory_may_be_freed_after_the_allocator_is_gone_and_before_it_came() ->
     arena.close()
     arena.close()
     del between
-    resized.resize_(FLOATS)  # its storage remembers the allocator it came from
+    resized.resize_(FLOATS)  # its storage refers to the allocator that created it
     del resized
     with Arena(8 * MIB):
         pass
@@ -54,12 +54,12 @@ def test_tensors_keep_the_arena_memory_alive_after_close() -> None:
     assert view.sum().item() == 7 * FLOATS
     del view
     memory.release()
-    assert is_mapped(address)  # by the tensor that PyTorch allocated there
+    assert is_mapped(address)  # the tensor that PyTorch allocated there keeps it
     del placed
     assert not is_mapped(address)
 
 
-def test_an_unreferenced_arena_gives_its_memory_and_the_allocator_back() -> None:
+def test_unreferenced_arena_frees_its_memory_and_the_allocator() -> None:
     arena = Arena(8 * MIB)
     address = arena.address
     del arena
@@ -70,22 +70,22 @@ def test_an_unreferenced_arena_gives_its_memory_and_the_allocator_back() -> None
     assert recorder.events  # installing works again
 
 
-def test_several_arenas_at_once() -> None:
-    with Arena(8 * MIB) as one, Arena(8 * MIB) as two:
-        tables = ScopeTable(one, [[(MIB, 0)]]), ScopeTable(two, [[(MIB, MIB)]])
+def test_several_arenas_serve_requests_at_once() -> None:
+    with Arena(8 * MIB) as first, Arena(8 * MIB) as second:
+        tables = ScopeTable(first, [[(MIB, 0)]]), ScopeTable(second, [[(MIB, MIB)]])
         placed = []
         for table in tables:
             table.begin(0)
             placed.append(torch.empty(FLOATS))
             table.end()
-        assert place(placed[0], one) == 0
-        assert place(placed[1], two) == MIB
-        one.close()
-        assert two.counters().served == 1
+        assert place(placed[0], first) == 0
+        assert place(placed[1], second) == MIB
+        first.close()
+        assert second.counters().served == 1
         del placed
 
 
-def test_more_arenas_than_the_library_can_hold_are_refused_and_all_come_free_again() -> None:
+def test_too_many_arenas_are_refused_and_all_can_be_freed() -> None:
     for _ in range(2):
         arenas = []
         with pytest.raises(ArenaError, match="too many"):
@@ -96,7 +96,7 @@ def test_more_arenas_than_the_library_can_hold_are_refused_and_all_come_free_aga
             arena.close()
 
 
-def test_a_forked_child_has_a_copy_of_its_own(arena: Arena) -> None:
+def test_forked_child_gets_its_own_copy(arena: Arena) -> None:
     view = floats(arena, 0, MIB).fill_(1)
     table = ScopeTable(arena, [[(MIB, MIB)]])
     child = os.fork()
@@ -119,7 +119,7 @@ def test_a_forked_child_has_a_copy_of_its_own(arena: Arena) -> None:
     assert view[5].item() == 1
 
 
-def test_tensors_in_the_arena_may_live_until_the_process_ends() -> None:
+def test_arena_tensors_may_live_until_the_process_exits() -> None:
     script = (
         "import torch\n"
         "from outofcore.execution.arena import Arena, ScopeTable\n"
@@ -130,5 +130,5 @@ def test_tensors_in_the_arena_may_live_until_the_process_ends() -> None:
         "table.end()\n"
         "torch.view = arena.view(0, 100)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (completed.returncode, completed.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""A compiled step begins by a plan that is quickly made; a better one comes while it runs, and stays for others."""
+"""Tests of quick first plans, and of better plans that are made in the background and stored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUICKLY = "auto:polish_ops=0,tunings=20,further=0,placed=8"
 
 
 def make() -> tuple[Callable[[torch.Tensor], torch.Tensor], nn.Module, torch.optim.Optimizer]:
-    """Layers with dropout, whose random numbers must be those of plain PyTorch as well, however often drawn."""
+    """Build a model with dropout, so that extra random draws change the results."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(LAYERS)]
     model = nn.Sequential(*layers)
@@ -50,23 +50,22 @@ def batches() -> Iterator[torch.Tensor]:
         yield torch.randn(BATCH, WIDTH, generator=generator)
 
 
-def trained(step: Callable[[torch.Tensor], torch.Tensor], count: int) -> list[float]:
+def train(step: Callable[[torch.Tensor], torch.Tensor], count: int) -> list[float]:
     torch.manual_seed(2)
     stream = batches()
     return [step(next(stream)).item() for _ in range(count)]
 
 
-def settle(updates: PlanKeeper) -> None:
-    """Go on with the best plans: wait for the one that is being made, and make the others now."""
+def use_best_plans(updates: PlanKeeper) -> None:
     updates.background.wait()
     updates._take_plan()
     steps = updates._steps
-    for known in steps.known.values():
-        step = known.step
+    for entry in steps.known.values():
+        step = entry.step
         if step.is_quick:
             steps.leave_arena()
             best = plan(step.captured, step.costs, step.profiles, step.budget, updates._policy, updates._stores)
-            steps.exchange(known, replace(best, variant=step.variant))
+            steps.exchange(entry, replace(best, variant=step.variant))
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +75,8 @@ def budget() -> int:
 
 
 @pytest.fixture
-def at_any_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever steps take, and however good the first plan is, another is made and takes its place."""
+def always_replan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the first plan at any cost, even without a gain."""
     monkeypatch.setattr("outofcore.undisturbed.DISTURBED", 1e6)
     monkeypatch.setattr("outofcore.replanning.DISTURBED", 1e6)
     monkeypatch.setattr("outofcore.replanning.SHARE", 1e6)
@@ -85,12 +84,14 @@ def at_any_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outofcore.background._CLEARLY", -1e6)
 
 
-@pytest.mark.usefixtures("at_any_cost")
+@pytest.mark.usefixtures("always_replan")
 @pytest.mark.parametrize("home", ["host", "disk"])
-def test_bits_stay_when_plans_are_exchanged(home: str, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_stay_bit_identical_when_plans_are_exchanged(
+    home: str, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("outofcore.plan_updates.BackgroundPlanner", PlannedAtOnce)
     step, model, optimizer = make()
-    expected = trained(step, 10)
+    expected = train(step, 10)
     weights = [p.detach().clone() for p in model.parameters()]
     step, model, optimizer = make()
     with outofcore.compile(step, model, optimizer, budget=budget, home=home, policy=QUICKLY, cache=False) as compiled:
@@ -99,38 +100,35 @@ def test_bits_stay_when_plans_are_exchanged(home: str, budget: int, monkeypatch:
         for loss, batch in zip(expected, batches(), strict=False):
             assert compiled(batch).item() == loss
             plans.append(compiled.planned)
-            # Statistics describe the plan that ran, not the one for the next call.
+            # Statistics describe the plan that ran, not that of the next call.
             assert len(compiled.timeline.starts) == len(plans[-1].program.instructions)
             assert compiled.stats.compute_seconds <= compiled.stats.seconds
             arenas.append(compiled._session.steps.arena)
             assert compiled.planned.program.arena_bytes <= arenas[-1].bytes <= budget
         assert plans[0] is not plans[-1]
         assert plans[-1] is compiled._session.steps.shown.planned
-        # It ran in the same arena.
         assert all(arena is arenas[0] for arena in arenas)
         assert compiled.stats.off_plan == 0
     for mine, theirs in zip(weights, model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
 
-def test_a_call_plans_quickly_and_what_is_prepared_is_searched_for(
-    budget: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_call_plans_quickly_and_prepare_searches_fully(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[planning.SearchParams] = []
     plans = planning.plans_of_step
 
-    def noted(graph: Any, costs: Any, room: int, policy: Any, *args: Any) -> Any:
+    def record(graph: Any, costs: Any, room: int, policy: Any, *args: Any) -> Any:
         searched.append(policy.params)
         return plans(graph, costs, room, policy, *args)
 
-    monkeypatch.setattr(planning, "plans_of_step", noted)
+    monkeypatch.setattr(planning, "plans_of_step", record)
     step, model, optimizer = make()
     with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY) as compiled:
         compiled(next(batches()))
         (quick,) = searched
         assert quick == compiled.policy.params.in_a_hurry()
         first = compiled.planned
-        settle(compiled._session.updates)
+        use_best_plans(compiled._session.updates)
         assert searched[1:] == [compiled.policy.params]
         compiled(next(batches()))
         assert compiled.planned is not first
@@ -142,34 +140,34 @@ def test_a_call_plans_quickly_and_what_is_prepared_is_searched_for(
         assert searched == [compiled.policy.params]
 
 
-def test_what_the_quick_search_does_not_find_is_searched_for(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A budget is refused only where the whole search finds nothing."""
+def test_full_search_runs_when_the_quick_search_finds_no_plan(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget is refused only if the full search finds no plan."""
     plans = planning.plans_of_step
 
-    def refused(graph: Any, costs: Any, room: int, policy: Any, *args: Any) -> Any:
+    def refuse_quick_search(graph: Any, costs: Any, room: int, policy: Any, *args: Any) -> Any:
         if policy == quick:
             raise outofcore.BudgetError("too small", room + 1)
         return plans(graph, costs, room, policy, *args)
 
-    monkeypatch.setattr(planning, "plans_of_step", refused)
+    monkeypatch.setattr(planning, "plans_of_step", refuse_quick_search)
     step, model, optimizer = make()
-    expected = trained(step, 2)
+    expected = train(step, 2)
     step, model, optimizer = make()
     with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY) as compiled:
         quick = type(compiled.policy)(compiled.policy.params.in_a_hurry())
-        assert trained(compiled, 2) == expected
+        assert train(compiled, 2) == expected
 
 
-@pytest.mark.usefixtures("at_any_cost")
-def test_a_second_process_neither_measures_nor_plans(
+@pytest.mark.usefixtures("always_replan")
+def test_second_process_reuses_measurements_and_plans(
     budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, model, optimizer = make()
-    expected = trained(step, 6)
+    expected = train(step, 6)
     step, model, optimizer = make()
     with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY, cache=tmp_path) as compiled:
-        assert trained(compiled, 6) == expected
-        settle(compiled._session.updates)  # it was made in a process of its own
+        assert train(compiled, 6) == expected
+        use_best_plans(compiled._session.updates)  # a child process made it
         compiled(next(batches()))
         best = compiled.planned
     assert list(tmp_path.glob("plan-*.json"))
@@ -184,28 +182,28 @@ def test_a_second_process_neither_measures_nor_plans(
     monkeypatch.setattr("outofcore.replanning.SHARE", 0.0)
     step, model, optimizer = make()
     with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY, cache=tmp_path) as compiled:
-        assert trained(compiled, 6) == expected
+        assert train(compiled, 6) == expected
         assert compiled.planned.program == best.program
-        # It was planned with what the first process has learnt.
+        # The plan uses the first process's measurements.
         assert compiled.planned.timeline.step_seconds == pytest.approx(best.timeline.step_seconds, rel=0.5)
 
 
-@pytest.mark.usefixtures("at_any_cost")
-def test_a_damaged_plan_is_made_again(budget: int, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("always_replan")
+def test_damaged_plan_is_planned_again(budget: int, tmp_path: Path) -> None:
     for _ in range(2):
         step, model, optimizer = make()
         with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY, cache=tmp_path) as compiled:
-            trained(compiled, 6)
-            settle(compiled._session.updates)
-        kept = list(tmp_path.glob("plan-*.json"))
-        assert kept
-        for path in kept:
+            train(compiled, 6)
+            use_best_plans(compiled._session.updates)
+        stored = list(tmp_path.glob("plan-*.json"))
+        assert stored
+        for path in stored:
             path.write_bytes(path.read_bytes()[:-50])
 
 
-@pytest.mark.usefixtures("at_any_cost")
+@pytest.mark.usefixtures("always_replan")
 @pytest.mark.parametrize("share", [1e6, 0.0])
-def test_where_no_process_starts_a_plan_is_made_here_if_that_is_cheap(
+def test_planning_runs_in_process_if_cheap_when_no_child_starts(
     share: float, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(*_: object) -> bool:
@@ -216,44 +214,44 @@ def test_where_no_process_starts_a_plan_is_made_here_if_that_is_cheap(
     asked: list[bool] = []
     monkeypatch.setattr(BackgroundPlanner, "start", start)
     step, model, optimizer = make()
-    expected = trained(step, 6)
+    expected = train(step, 6)
     step, model, optimizer = make()
     with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY, cache=False) as compiled:
         torch.manual_seed(2)
         stream = batches()
-        found = [compiled(next(stream)).item()]
+        losses = [compiled(next(stream)).item()]
         first = compiled.planned
-        found += [compiled(next(stream)).item() for _ in range(5)]
-        assert found == expected
+        losses += [compiled(next(stream)).item() for _ in range(5)]
+        assert losses == expected
         assert asked == [True]
         assert (compiled.planned is first) == (share == 0)
 
 
-@pytest.mark.usefixtures("at_any_cost")
-def test_a_process_that_plans_ends_with_the_step(budget: int) -> None:
+@pytest.mark.usefixtures("always_replan")
+def test_planning_process_is_killed_when_the_step_closes(budget: int) -> None:
     step, model, optimizer = make()
     with outofcore.compile(step, model, optimizer, budget=budget, cache=False) as compiled:
-        trained(compiled, 4)
+        train(compiled, 4)
         process = compiled._session.updates.background._process
         assert process is not None
-        os.kill(process.pid, signal.SIGSTOP)  # it would take a while
-        trained(compiled, 2)
+        os.kill(process.pid, signal.SIGSTOP)  # simulates a long search
+        train(compiled, 2)
     assert process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.usefixtures("at_any_cost")
-def test_a_plan_of_what_is_forgotten_is_left_out_of_account(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("always_replan")
+def test_background_plan_is_discarded_when_plans_are_forgotten(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outofcore.plan_updates.BackgroundPlanner", PlannedAtOnce)
     step, model, optimizer = make()
-    expected = trained(step, 9)
+    expected = train(step, 9)
     step, model, optimizer = make()
     with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY, cache=False) as compiled:
         torch.manual_seed(2)
         stream = batches()
         with monkeypatch.context() as patch:
             patch.setattr(PlannedAtOnce, "poll", lambda _: None)
-            found = [compiled(next(stream)).item() for _ in range(5)]
+            losses = [compiled(next(stream)).item() for _ in range(5)]
         assert compiled._session.updates.background.done is not None
         compiled._session.forget_plans()
-        found += [compiled(next(stream)).item() for _ in range(4)]
-        assert found == expected
+        losses += [compiled(next(stream)).item() for _ in range(4)]
+        assert losses == expected

@@ -1,4 +1,4 @@
-"""Arguments that a step cannot take are refused by name, before anything moves."""
+"""Tests that unsupported arguments are refused by name before any tensor moves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import outofcore
 from outofcore.errors import CaptureError, InputError
 
 
-def freed() -> torch.Tensor:
+def freed_tensor() -> torch.Tensor:
     tensor = torch.ones(4, 4)
     tensor.untyped_storage().resize_(0)
     return tensor
@@ -20,7 +20,7 @@ def freed() -> torch.Tensor:
 
 BAD: dict[str, tuple[Callable[[], torch.Tensor], type[Exception], str]] = {
     "meta": (lambda: torch.ones(4, 4, device="meta"), InputError, "argument x is on the device meta"),
-    "freed": (freed, InputError, "the memory of argument x has been released"),
+    "freed": (freed_tensor, InputError, "the memory of argument x has been released"),
     "sparse": (lambda: torch.eye(4).to_sparse(), CaptureError, "argument x is a sparse"),
     "compressed": (lambda: torch.eye(4).to_sparse_csr(), CaptureError, "argument x is a sparse"),
     "onednn": (lambda: torch.eye(4).to_mkldnn(), CaptureError, "argument x is a sparse"),
@@ -41,7 +41,7 @@ BAD: dict[str, tuple[Callable[[], torch.Tensor], type[Exception], str]] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("after", [False, True], ids=["first call", "later call"])
 @pytest.mark.parametrize("name", BAD)
-def test_an_argument_that_cannot_be_taken_is_named(name: str, after: bool) -> None:
+def test_unsupported_argument_is_refused_by_name(name: str, after: bool) -> None:
     make, error, message = BAD[name]
     model = nn.Linear(4, 4)
     before = model.weight.clone()
@@ -65,7 +65,7 @@ def test_an_argument_that_cannot_be_taken_is_named(name: str, after: bool) -> No
     step.close()
 
 
-def test_a_model_without_memory_is_refused() -> None:
+def test_model_on_meta_device_is_refused() -> None:
     with torch.device("meta"):
         model = nn.Linear(4, 4)
     with pytest.raises(InputError, match="weight is on the device meta and has no memory yet"):

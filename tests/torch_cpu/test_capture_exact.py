@@ -1,4 +1,4 @@
-"""A captured step, replayed op by op, computes the very bits of plain PyTorch."""
+"""Tests that a captured step, replayed op by op, matches plain PyTorch bit for bit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Counting(torch.optim.Optimizer):
-    """Keeps Python numbers and a replaced tensor as state, and changes gradients in place."""
+    """An optimizer with Python numbers and replaced tensors as state, which changes gradients in place."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1, "total": 0})
@@ -68,8 +68,7 @@ def _one_seed() -> Iterator[None]:
     yield
 
 
-def changed(captured: Captured) -> Captured:
-    """All that is done to a trace, to storages of any size."""
+def transform(captured: Captured) -> Captured:
     captured = reuse(split(captured), least=1)
     return reordered(captured, hoisting(captured))
 
@@ -80,8 +79,8 @@ def test_steps_are_exact(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_changed_captures_are_exact(name: str) -> None:
-    check_exact(CASES[name], changed)
+def test_transformed_captures_are_exact(name: str) -> None:
+    check_exact(CASES[name], transform)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -89,7 +88,7 @@ def test_optimizers_are_exact(name: str) -> None:
     check_exact(functools.partial(cases.mlp, OPTIMIZERS[name]))
 
 
-def test_an_unknown_optimizer_is_exact() -> None:
+def test_unknown_optimizer_is_exact() -> None:
     replay = check_exact(functools.partial(cases.mlp, Counting))
     updates = [op for op in replay.captured.graph.ops if op.name == "optimizer.Counting"]
     assert len(updates) == 1

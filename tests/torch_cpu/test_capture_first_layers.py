@@ -1,4 +1,4 @@
-"""Layers as the first of a model, where backward leaves out the gradient of their input: bit for bit, out of core."""
+"""Tests of first layers, which compute no input gradient in backward, out of core."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ IMAGE = (4, 16, 32, 32)
 WORDS = (8, 32, 64)
 
 
-class Words(nn.Module):
-    """Looks up words before a layer."""
-
+class WordLayer(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
@@ -30,7 +28,7 @@ class Words(nn.Module):
         return self.layer((x.abs() * 100).long().clamp(max=255).flatten(1))
 
 
-class First(nn.Module):
+class FirstOutput(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
@@ -40,7 +38,7 @@ class First(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention of words to a table that is learnt, so that the queries alone need no gradient."""
+    """Attention to a learned table, so that only the queries need no gradient."""
 
     def __init__(self, *, mask: bool) -> None:
         super().__init__()
@@ -54,8 +52,6 @@ class Attention(nn.Module):
 
 
 class Grid(nn.Module):
-    """Samples an image at places that are learnt."""
-
     def __init__(self, dimensions: int) -> None:
         super().__init__()
         self.places = nn.Parameter(torch.rand(4, *([32] * dimensions), dimensions) - 0.5)
@@ -83,18 +79,18 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "convolution_3d": (lambda: nn.Conv3d(4, 4, 3), (2, 4, 8, 32, 32)),
     "convolution_transposed": (lambda: nn.ConvTranspose2d(16, 8, 3), IMAGE),
     "convolution_depthwise": (lambda: nn.Conv2d(16, 16, 3, groups=16), IMAGE),
-    "convolution_weight_frozen": (lambda: frozen(nn.Conv2d(16, 16, 3), "weight"), IMAGE),
-    "batch_norm_bias_frozen": (lambda: frozen(nn.BatchNorm2d(16), "bias"), IMAGE),
-    "layer_norm_weight_frozen": (lambda: frozen(nn.LayerNorm(32), "weight"), IMAGE),
+    "convolution_weight_frozen": (lambda: freeze(nn.Conv2d(16, 16, 3), "weight"), IMAGE),
+    "batch_norm_bias_frozen": (lambda: freeze(nn.BatchNorm2d(16), "bias"), IMAGE),
+    "layer_norm_weight_frozen": (lambda: freeze(nn.LayerNorm(32), "weight"), IMAGE),
     "linear": (lambda: nn.Linear(64, 64), WORDS),
-    "bilinear": (lambda: Twice(nn.Bilinear(64, 64, 8)), WORDS),
-    "embedding": (lambda: Words(nn.Embedding(256, 64)), (8, 32)),
-    "embedding_bag_sum": (lambda: Words(nn.EmbeddingBag(256, 128, mode="sum")), (512, 8)),
-    "embedding_bag_mean": (lambda: Words(nn.EmbeddingBag(256, 128)), (512, 8)),
-    "embedding_bag_max": (lambda: Words(nn.EmbeddingBag(256, 128, mode="max")), (512, 8)),
-    "rnn": (lambda: First(nn.RNN(64, 64, 2)), WORDS),
-    "gru": (lambda: First(nn.GRU(64, 64)), WORDS),
-    "lstm": (lambda: First(nn.LSTM(64, 64, 2)), WORDS),
+    "bilinear": (lambda: TwoInputs(nn.Bilinear(64, 64, 8)), WORDS),
+    "embedding": (lambda: WordLayer(nn.Embedding(256, 64)), (8, 32)),
+    "embedding_bag_sum": (lambda: WordLayer(nn.EmbeddingBag(256, 128, mode="sum")), (512, 8)),
+    "embedding_bag_mean": (lambda: WordLayer(nn.EmbeddingBag(256, 128)), (512, 8)),
+    "embedding_bag_max": (lambda: WordLayer(nn.EmbeddingBag(256, 128, mode="max")), (512, 8)),
+    "rnn": (lambda: FirstOutput(nn.RNN(64, 64, 2)), WORDS),
+    "gru": (lambda: FirstOutput(nn.GRU(64, 64)), WORDS),
+    "lstm": (lambda: FirstOutput(nn.LSTM(64, 64, 2)), WORDS),
     "prelu": (lambda: nn.PReLU(16), IMAGE),
     "attention": (lambda: Attention(mask=False), WORDS),
     "attention_with_learnt_mask": (lambda: Attention(mask=True), WORDS),
@@ -103,7 +99,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-class Twice(nn.Module):
+class TwoInputs(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
@@ -112,7 +108,7 @@ class Twice(nn.Module):
         return self.layer(x, x)
 
 
-def frozen(layer: nn.Module, name: str) -> nn.Module:
+def freeze(layer: nn.Module, name: str) -> nn.Module:
     layer.get_parameter(name).requires_grad_(False)
     return layer
 
@@ -121,7 +117,7 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[tor
     def step(x: torch.Tensor) -> torch.Tensor:
         y = model(x)
         for _ in range(4):
-            y = y.sin().exp().sigmoid()  # what these save has to leave
+            y = y.sin().exp().sigmoid()  # their saved tensors must be evicted
         loss = y.square().mean()
         loss.backward()
         optimizer.step()
@@ -150,7 +146,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", some_of(LAYERS, KINDS))
-def test_a_first_layer_is_trained_bit_for_bit_out_of_core(name: str) -> None:
+def test_first_layer_trains_bit_for_bit_out_of_core(name: str) -> None:
     make, shape = LAYERS[name]
     torch.manual_seed(0)
     plain = make()
@@ -164,7 +160,7 @@ def test_a_first_layer_is_trained_bit_for_bit_out_of_core(name: str) -> None:
     for number in range(2):
         batch = x + number
         assert torch.equal(compiled(batch), eager(batch))
-    assert any(isinstance(each, CopyOut) for each in compiled.planned.program.instructions)
-    for one, other in zip(plain.state_dict().values(), ours.state_dict().values(), strict=True):
-        assert torch.equal(one, other)
+    assert any(isinstance(instruction, CopyOut) for instruction in compiled.planned.program.instructions)
+    for expected, actual in zip(plain.state_dict().values(), ours.state_dict().values(), strict=True):
+        assert torch.equal(expected, actual)
     compiled.close()

@@ -1,4 +1,4 @@
-"""What the graph of a captured step says: kinds, names, places in the user's code, and what ops read and write."""
+"""Tests of the graph of a captured step: kinds, names, source lines, and the reads and writes of ops."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def storages_of(captured: Captured, kind: StorageKind) -> dict[str, Storage]:
     return {s.name: s for s in captured.graph.storages if s.kind is kind}
 
 
-def test_kinds_names_and_bytes_of_storages() -> None:
+def test_storages_have_kinds_names_and_bytes() -> None:
     captured = capture(cases.conv_net())
     parameters = storages_of(captured, StorageKind.PARAMETER)
     assert parameters["0.weight"].bytes == 8 * 3 * 9 * 4
@@ -52,7 +52,7 @@ def test_several_models_have_their_own_prefix() -> None:
     assert {op.module for op in captured.graph.ops} >= {"model0.0", "model1.1"}
 
 
-def test_forward_and_backward_ops_know_their_module_and_line() -> None:
+def test_forward_and_backward_ops_have_module_and_line() -> None:
     captured = capture(cases.gpt())
     lines = Path(cases.__file__).read_text().splitlines()
 
@@ -72,7 +72,7 @@ def test_forward_and_backward_ops_know_their_module_and_line() -> None:
     assert "optimizer.step()" in text(update)
 
 
-def test_a_recomputed_forward_belongs_to_its_module() -> None:
+def test_recomputed_forward_belongs_to_its_module() -> None:
     captured = capture(cases.gpt(again="plain"))
     norms = [op for op in captured.graph.ops if op.name == "aten.native_layer_norm.default"]
     assert [op.module for op in norms].count("blocks.0.norm1") == 2
@@ -81,13 +81,13 @@ def test_a_recomputed_forward_belongs_to_its_module() -> None:
     assert all(op.random and not op.rerunnable and not op.touched for op in saves)
 
 
-def test_what_is_overwritten_as_a_whole_is_not_read() -> None:
+def test_fully_overwritten_storage_is_not_read() -> None:
     model = nn.Linear(4, 4, bias=False)
 
-    def step(x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        seen.copy_(x)
-        seen[0].copy_(x[1])
-        seen.add_(1)
+    def step(x: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        buffer.copy_(x)
+        buffer[0].copy_(x[1])
+        buffer.add_(1)
         out = torch.empty(4, 4)
         torch.mul(x, 2, out=out)
         out.t().zero_()
@@ -95,13 +95,13 @@ def test_what_is_overwritten_as_a_whole_is_not_read() -> None:
         out[:, 1:].fill_(0)
         with torch.no_grad():
             model.weight.copy_(out)
-        return seen.sum()
+        return buffer.sum()
 
     captured = capture_step(step, [model], [], (torch.ones(4, 4), torch.zeros(4, 4)), {})
     copies = ops_named(captured, "aten.copy_.default")
-    seen = copies[0].mutates[0]
-    assert [seen in op.reads for op in copies if seen in op.mutates] == [False, True]
-    assert seen in ops_named(captured, "aten.add_.Tensor")[0].reads
+    buffer = copies[0].mutates[0]
+    assert [buffer in op.reads for op in copies if buffer in op.mutates] == [False, True]
+    assert buffer in ops_named(captured, "aten.add_.Tensor")[0].reads
     (out,) = ops_named(captured, "aten.mul.out")
     assert out.mutates[0] not in out.reads
     for name in ("aten.zero_.default", "aten.normal_.default"):
@@ -125,7 +125,7 @@ def test_batch_norm_writes_its_running_statistics_only_in_training() -> None:
     assert not any(s.name.endswith("num_batches_tracked") for s in evaluated.graph.storages)
 
 
-def test_foreach_operators_are_one_op_for_each_tensor() -> None:
+def test_foreach_operator_becomes_one_op_per_tensor() -> None:
     captured = capture(cases.gpt(foreach=True))
     scaled = ops_named(captured, "aten._foreach_mul_.Tensor")
     assert len(scaled) == len(list(cases.gpt().models[0].parameters()))
@@ -139,7 +139,7 @@ def test_tied_weights_are_one_parameter() -> None:
     assert not any(b.key == "model.head.weight" for b in captured.states)
 
 
-def test_ops_that_are_alike_are_of_one_family() -> None:
+def test_equal_ops_share_a_family() -> None:
     captured = capture(cases.gpt())
     first, second = (
         next(op for op in ops_named(captured, "aten.native_layer_norm.default") if op.module == f"blocks.{k}.norm1")
@@ -147,9 +147,9 @@ def test_ops_that_are_alike_are_of_one_family() -> None:
     )
     assert first.family == second.family
     assert "float32[3,8,16]{128,16,1}" in first.family
-    other = next(op for op in ops_named(captured, "aten.addmm.default") if op.module == "blocks.0.up")
-    wide = next(op for op in ops_named(captured, "aten.addmm.default") if op.module == "blocks.0.qkv")
-    assert other.family != wide.family
+    up = next(op for op in ops_named(captured, "aten.addmm.default") if op.module == "blocks.0.up")
+    qkv = next(op for op in ops_named(captured, "aten.addmm.default") if op.module == "blocks.0.qkv")
+    assert up.family != qkv.family
 
 
 def test_views_and_unused_tensors_are_not_in_the_graph() -> None:
@@ -168,7 +168,7 @@ def test_views_and_unused_tensors_are_not_in_the_graph() -> None:
     assert (value.shape, value.offset) == ((1, 3, 4), 4)
 
 
-def test_results_of_every_kind() -> None:
+def test_outputs_have_their_leaf_kinds() -> None:
     model = nn.Linear(4, 4)
 
     def step(x: torch.Tensor) -> Any:
@@ -185,16 +185,16 @@ def test_results_of_every_kind() -> None:
     assert len(captured.graph.outputs) == 3
 
 
-def test_gradients_left_and_cleared() -> None:
+def test_graph_lists_gradients_left_and_cleared() -> None:
     case = cases.gradients_left()
     captured = capture(case)
-    assert [captured.states[left.parameter].key for left in captured.gradients_left] == [
+    assert [captured.states[storages.parameter].key for storages in captured.gradients_left] == [
         f"model.{name}" for name, _ in case.models[0].named_parameters()
     ]
     assert captured.gradients_cleared == ()
-    left = {captured.values[entry.value].storage for entry in captured.gradients_left}
-    assert left <= set(captured.graph.outputs)
-    assert all(captured.graph.storages[s].kind is StorageKind.GRADIENT for s in left)
+    storages = {captured.values[entry.value].storage for entry in captured.gradients_left}
+    assert storages <= set(captured.graph.outputs)
+    assert all(captured.graph.storages[s].kind is StorageKind.GRADIENT for s in storages)
 
     case = cases.mlp()
     captured = capture(case)
@@ -204,19 +204,19 @@ def test_gradients_left_and_cleared() -> None:
     }
 
 
-def test_gradients_that_stay_are_persistent() -> None:
+def test_accumulated_gradients_are_persistent() -> None:
     case = cases.accumulation_across()
     for parameter in case.models[0].parameters():
         parameter.grad = torch.zeros_like(parameter)
     captured = capture(case)
-    kept = [binding for binding in captured.states if binding.kind is StorageKind.GRADIENT]
-    assert [binding.key for binding in kept] == [f"model.{n}.grad" for n, _ in case.models[0].named_parameters()]
-    assert all(captured.values[binding.value].storage in captured.graph.persistent for binding in kept)
+    gradients = [binding for binding in captured.states if binding.kind is StorageKind.GRADIENT]
+    assert [binding.key for binding in gradients] == [f"model.{n}.grad" for n, _ in case.models[0].named_parameters()]
+    assert all(captured.values[binding.value].storage in captured.graph.persistent for binding in gradients)
     assert captured.gradients_left == ()
     assert captured.gradients_cleared == ()
 
 
-def test_one_gradient_shared_by_two_parameters_is_left_as_two() -> None:
+def test_gradient_shared_by_two_parameters_is_left_as_two_copies() -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
 
     def step(x: torch.Tensor) -> None:
@@ -224,12 +224,12 @@ def test_one_gradient_shared_by_two_parameters_is_left_as_two() -> None:
             layer.weight.grad = x
 
     captured = capture_step(step, [model], [], (torch.ones(2, 2),), {})
-    first, second = (captured.values[left.value].storage for left in captured.gradients_left)
+    first, second = (captured.values[gradient.value].storage for gradient in captured.gradients_left)
     assert first != second
     assert len(ops_named(captured, "aten.clone.default")) == 2
 
 
-def test_updates_are_small_chunks_and_large_ones_alone() -> None:
+def test_small_updates_are_grouped_and_large_updates_stay_alone() -> None:
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)], nn.Linear(8, 40_000), nn.Linear(40_000, 8))
     for _ in range(6):
         model.append(nn.Linear(8, 7_000, bias=False))
@@ -252,7 +252,7 @@ def test_updates_are_small_chunks_and_large_ones_alone() -> None:
     assert not any(op.rerunnable or op.random for op in updates)
 
 
-def test_a_capture_needs_no_memory() -> None:
+def test_capture_needs_no_memory() -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.Adam(model.parameters())
     rows = 1 << 40
@@ -268,7 +268,7 @@ def test_a_capture_needs_no_memory() -> None:
     assert captured.graph.storages[captured.values[captured.inputs[0].value].storage].bytes == 4
 
 
-def test_a_view_as_argument_gets_a_storage_of_its_own_size() -> None:
+def test_view_argument_gets_a_storage_of_its_own_size() -> None:
     base = torch.zeros(100, 10)
     captured = capture_step(lambda x: x + 1, [], [], (base[20:23, ::2],), {})
     (binding,) = captured.inputs
@@ -277,7 +277,7 @@ def test_a_view_as_argument_gets_a_storage_of_its_own_size() -> None:
     assert captured.graph.storages[value.storage].bytes == (2 * 10 + 4 * 2 + 1) * 4
 
 
-def test_arguments_are_named_by_their_place() -> None:
+def test_arguments_are_named_by_their_position() -> None:
     def step(pair: Any, *, more: dict[str, Any]) -> Any:
         return pair[1] + more["x"]
 
@@ -285,21 +285,21 @@ def test_arguments_are_named_by_their_place() -> None:
     assert {s.name for s in captured.graph.storages if s.kind is StorageKind.INPUT} == {"input 0[1]", "input more['x']"}
 
 
-def test_hooks_on_parameters_run_with_the_users_objects() -> None:
+def test_parameter_hooks_receive_the_users_parameters() -> None:
     model = nn.Linear(3, 3)
-    seen: list[bool] = []
+    is_users_bias: list[bool] = []
 
     def double(p: torch.Tensor) -> None:
         p.grad.mul_(2)
 
     model.weight.register_post_accumulate_grad_hook(double)
-    model.bias.register_post_accumulate_grad_hook(lambda p: seen.append(p is model.bias))
+    model.bias.register_post_accumulate_grad_hook(lambda p: is_users_bias.append(p is model.bias))
 
     def step(x: torch.Tensor) -> None:
         model(x).sum().backward()
 
     captured = capture_step(step, [model], [], (torch.ones(2, 3),), {})
-    assert seen == [True]
+    assert is_users_bias == [True]
     (doubled,) = ops_named(captured, "aten.mul_.Tensor")
     assert captured.graph.storages[doubled.mutates[0]].name == "weight.grad"
 
@@ -334,7 +334,7 @@ def test_two_captures_are_equal(name: str) -> None:
     assert capture(case, *batch).graph == capture(case, *batch).graph
 
 
-def test_what_nobody_looks_at_is_left_out_but_not_what_draws() -> None:
+def test_unused_ops_are_left_out_unless_they_draw_random_numbers() -> None:
     model = nn.Linear(4, 4)
 
     def step(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A step that leaves something behind, or that no plan could hold, is refused; the user's things stay as they were."""
+"""Tests that steps with side effects are refused and that the user's objects stay unchanged."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torch import nn
 from outofcore.capture import capture_step
 from outofcore.errors import CaptureError
 
-Refused = Callable[[World], Callable[..., Any]]
+MakeStep = Callable[[World], Callable[..., Any]]
 
 
-def left_in_attribute(w: World) -> Any:
+def store_in_attribute(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
         w.model.hidden = w.model(x)
         return w.learn(x)
@@ -28,14 +28,14 @@ def left_in_attribute(w: World) -> Any:
     return step
 
 
-def left_in_list(w: World) -> Any:
+def append_to_list(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
         w.model.kept.append(w.learn(x))
 
     return step
 
 
-def left_in_closure(w: World) -> Any:
+def add_to_closure(w: World) -> Any:
     total: Any = 0.0
 
     def step(x: torch.Tensor) -> None:
@@ -45,7 +45,7 @@ def left_in_closure(w: World) -> Any:
     return step
 
 
-def left_in_history(w: World) -> Any:
+def append_to_closure(w: World) -> Any:
     history: list[Any] = []
 
     def step(x: torch.Tensor) -> None:
@@ -54,7 +54,7 @@ def left_in_history(w: World) -> Any:
     return step
 
 
-def scheduled(w: World) -> Any:
+def change_learning_rate(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
         for group in w.optimizer.param_groups:
             group["lr"] *= 0.9
@@ -63,15 +63,15 @@ def scheduled(w: World) -> Any:
     return step
 
 
-def drawn(w: World) -> Any:
+def draw_from_python(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
         return w.learn(x * random.random())
 
     return step
 
 
-def drawn_from_numpy(w: World) -> Any:
-    np.random.random()  # a second number changes the position of the generator alone
+def draw_from_numpy(w: World) -> Any:
+    np.random.random()  # the second number changes only the position of the generator
 
     def step(x: torch.Tensor) -> Any:
         return w.learn(x * np.random.random())
@@ -79,7 +79,7 @@ def drawn_from_numpy(w: World) -> Any:
     return step
 
 
-def buffer_of_other_shape(w: World) -> Any:
+def replace_buffer_by_other_shape(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
         w.model.mean = x.mean()
         return w.learn(x)
@@ -87,7 +87,7 @@ def buffer_of_other_shape(w: World) -> Any:
     return step
 
 
-def parameter_replaced(w: World) -> Any:
+def replace_parameter(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
         w.model.linear.weight = nn.Parameter(w.model.linear.weight * 2)
         return w.learn(x)
@@ -95,7 +95,7 @@ def parameter_replaced(w: World) -> Any:
     return step
 
 
-def frozen_inside(w: World) -> Any:
+def freeze_bias(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
         loss = w.learn(x)
         w.model.linear.bias.requires_grad_(False)
@@ -104,7 +104,7 @@ def frozen_inside(w: World) -> Any:
     return step
 
 
-def idle(w: World) -> Any:
+def skip_training(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
         return w.model(x)
 
@@ -116,7 +116,7 @@ class Box:
         self.inside = inside
 
 
-def boxed(w: World) -> Any:
+def return_box(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
         return Box(w.learn(x))
 
@@ -124,23 +124,23 @@ def boxed(w: World) -> Any:
 
 
 WITHOUT_LINE = [
-    (left_in_attribute, r"Noisy\.hidden.*register it as a buffer"),
-    (left_in_list, r"Noisy\.kept.*return it"),
-    (left_in_closure, r"leaves something behind in total"),
-    (left_in_history, r"leaves something behind in history"),
-    (scheduled, r"settings of AdamW.*after the step"),
-    (drawn, r"random numbers from Python"),
-    (drawn_from_numpy, r"random numbers from Python or NumPy"),
-    (buffer_of_other_shape, r"replaces mean by a torch.float32 tensor of shape \(\)"),
-    (parameter_replaced, r"replaces a parameter or a submodule of linear"),
-    (frozen_inside, r"requires_grad of linear.bias"),
-    (idle, r"neither updates a parameter nor leaves a gradient"),
-    (boxed, r"returns a Box with tensors inside"),
+    (store_in_attribute, r"Noisy\.hidden.*register it as a buffer"),
+    (append_to_list, r"Noisy\.kept.*return it"),
+    (add_to_closure, r"leaves something behind in total"),
+    (append_to_closure, r"leaves something behind in history"),
+    (change_learning_rate, r"settings of AdamW.*after the step"),
+    (draw_from_python, r"random numbers from Python"),
+    (draw_from_numpy, r"random numbers from Python or NumPy"),
+    (replace_buffer_by_other_shape, r"replaces mean by a torch.float32 tensor of shape \(\)"),
+    (replace_parameter, r"replaces a parameter or a submodule of linear"),
+    (freeze_bias, r"requires_grad of linear.bias"),
+    (skip_training, r"neither updates a parameter nor leaves a gradient"),
+    (return_box, r"returns a Box with tensors inside"),
 ]
 
 
 @pytest.mark.parametrize(("make", "message"), WITHOUT_LINE, ids=lambda value: getattr(value, "__name__", None))
-def test_refused_at_the_end(make: Refused, message: str) -> None:
+def test_step_with_side_effect_is_refused(make: MakeStep, message: str) -> None:
     world = World()
     step = make(world)
     before = picture(world)
@@ -149,7 +149,7 @@ def test_refused_at_the_end(make: Refused, message: str) -> None:
     assert_same_picture(before, picture(world))
 
 
-def test_the_history_of_the_user_is_as_long_as_before() -> None:
+def test_users_list_keeps_its_length_after_a_refusal() -> None:
     world = World()
     history: list[Any] = [1]
 
@@ -161,20 +161,20 @@ def test_the_history_of_the_user_is_as_long_as_before() -> None:
     assert history == [1]
 
 
-def test_arguments_that_cannot_be_compared_are_refused_by_name() -> None:
+def test_incomparable_argument_is_refused_by_name() -> None:
     world = World()
     with pytest.raises(CaptureError, match=r"argument 1\['box'\]\[0\] holds a Box"):
         world.capture(lambda x, more: world.learn(x), world.x, {"box": [Box(1)]})
 
 
-def test_an_argument_computed_with_gradients_is_refused() -> None:
+def test_argument_computed_with_gradients_is_refused() -> None:
     world = World()
     x = world.x.requires_grad_() * 2
     with pytest.raises(CaptureError, match="argument 0 has been computed with gradients"):
         world.capture(world.learn, x)
 
 
-def test_a_gradient_left_in_an_argument_is_refused() -> None:
+def test_gradient_left_in_an_argument_is_refused() -> None:
     world = World()
     with pytest.raises(CaptureError, match="leaves a gradient in argument 0"):
         world.capture(world.learn, world.x.requires_grad_())
@@ -192,18 +192,14 @@ def test_writing_into_shared_arguments_is_refused() -> None:
     world.capture(step, world.x, world.x.clone())
 
 
-class Stepping(torch.optim.SGD):
-    """Wraps another optimizer."""
-
+class WrappingOptimizer(torch.optim.SGD):
     def __init__(self, params: Any) -> None:
         params = list(params)
         super().__init__(params, lr=0.1)
         self.inner = torch.optim.SGD(params, lr=0.1)
 
 
-class Hiding(torch.optim.Optimizer):
-    """Keeps a tensor where no plan can see it."""
-
+class HidingOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Any, place: str) -> None:
         super().__init__(params, {"lr": 0.1})
         self.place = place
@@ -211,50 +207,50 @@ class Hiding(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                made = torch.zeros_like(p)
+                hidden = torch.zeros_like(p)
                 if self.place == "list":
-                    self.state[p]["all"] = [made]
+                    self.state[p]["all"] = [hidden]
                 elif self.place == "attribute":
-                    self.made = made
+                    self.made = hidden
                 elif self.place == "group":
-                    group["made"] = made
+                    group["made"] = hidden
                 else:
-                    self.state["all"] = {"made": made}
+                    self.state["all"] = {"made": hidden}
 
 
-def test_optimizers_that_cannot_be_taken_apart_are_refused() -> None:
+def test_unsupported_optimizers_are_refused() -> None:
     world = World()
     parameters = list(world.model.parameters())
     hooked = torch.optim.SGD(parameters, lr=0.1)
     hooked.register_step_post_hook(lambda *_: None)
     replaced = torch.optim.SGD(parameters, lr=0.1)
     replaced.step = lambda: None  # type: ignore[method-assign]
-    for optimizer, why in [
+    for optimizer, reason in [
         (torch.optim.LBFGS(parameters), "unknown number of times"),
         (torch.optim.SparseAdam(parameters), "sparse gradients"),
         (torch.optim.Adam(parameters, differentiable=True), "autograd graph"),
         (hooked, "hooks"),
         (replaced, "has been replaced"),
-        (Stepping(parameters), "wraps another"),
-        (Hiding(parameters, "list"), "inside a list"),
-        (Hiding(parameters, "attribute"), "in its attribute 'made'"),
-        (Hiding(parameters, "group"), "in its setting 'made'"),
-        (Hiding(parameters, "state"), "not of one of its parameters"),
+        (WrappingOptimizer(parameters), "wraps another"),
+        (HidingOptimizer(parameters, "list"), "inside a list"),
+        (HidingOptimizer(parameters, "attribute"), "in its attribute 'made'"),
+        (HidingOptimizer(parameters, "group"), "in its setting 'made'"),
+        (HidingOptimizer(parameters, "state"), "not of one of its parameters"),
     ]:
         world.optimizer = optimizer
         before = set(vars(optimizer))
-        with pytest.raises(CaptureError, match=re.escape(why)):
+        with pytest.raises(CaptureError, match=re.escape(reason)):
             world.capture(world.learn)
         assert set(vars(optimizer)) == before
         assert not any(isinstance(key, str) for key in optimizer.state)
 
 
-def test_a_lazy_parameter_among_the_arguments_is_refused() -> None:
+def test_lazy_parameter_argument_is_refused() -> None:
     with pytest.raises(CaptureError, match="argument 0 is a UninitializedParameter"):
         capture_step(lambda x: x, [], [], (nn.LazyLinear(3).weight,), {})
 
 
-def test_the_users_own_error_comes_through_unchanged() -> None:
+def test_error_raised_by_the_step_propagates_unchanged() -> None:
     world = World()
     mine = ValueError("mine")
 
@@ -273,7 +269,7 @@ def test_the_users_own_error_comes_through_unchanged() -> None:
     assert_same_picture(before, picture(world))
 
 
-def test_a_capture_leaves_everything_as_it_was() -> None:
+def test_capture_leaves_the_users_objects_unchanged() -> None:
     world = World()
     world.learn(world.x)
     F.mse_loss(world.model(world.x), torch.ones(5, 3)).backward()

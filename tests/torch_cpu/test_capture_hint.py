@@ -1,4 +1,4 @@
-"""Refusals point to the other way to run a loop, where that would do."""
+"""Tests that refusals recommend an eager loop where it would work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Step = Callable[[Tensor], Any]
 class World:
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.model, self.kept = nn.Linear(256, 256), []
+        self.model, self.saved = nn.Linear(256, 256), []
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
         self.scale = torch.full((256,), 2.0)
 
@@ -30,29 +30,29 @@ class World:
         self.optimizer.zero_grad()
         return loss
 
-    def reads_a_value(self, x: Tensor) -> Any:
+    def read_value(self, x: Tensor) -> Any:
         loss = self.learn(self.model(x).square().mean())
-        self.kept.append(loss.item())
+        self.saved.append(loss.item())
 
-    def branches(self, x: Tensor) -> Any:
+    def branch(self, x: Tensor) -> Any:
         y = self.model(x)
         return self.learn((y if y.mean() > 0 else -y).square().mean())
 
-    def chooses_rows(self, x: Tensor) -> Any:
+    def choose_rows(self, x: Tensor) -> Any:
         return self.learn(self.model(x[x[:, 0] > 0]).square().mean())
 
-    def uses_what_is_outside(self, x: Tensor) -> Any:
+    def use_outside_tensor(self, x: Tensor) -> Any:
         return self.learn((self.model(x) * self.scale).square().mean())
 
-    def leaves_something_behind(self, x: Tensor) -> Any:
-        self.kept.append(self.learn(self.model(x).square().mean()).detach())
+    def keep_tensor(self, x: Tensor) -> Any:
+        self.saved.append(self.learn(self.model(x).square().mean()).detach())
 
 
 @pytest.mark.parametrize(
     "name",
-    ["reads_a_value", "branches", "chooses_rows", "uses_what_is_outside", "leaves_something_behind"],
+    ["read_value", "branch", "choose_rows", "use_outside_tensor", "keep_tensor"],
 )
-def test_a_loop_that_is_refused_runs_as_the_message_says(name: str) -> None:
+def test_refused_step_runs_in_an_eager_loop_as_hinted(name: str) -> None:
     world, x = World(), torch.randn(64, 256)
     with pytest.raises(CaptureError) as caught:
         outofcore.smallest_budget(getattr(world, name), world.model, world.optimizer, inputs=(x,))
@@ -69,7 +69,7 @@ def test_a_loop_that_is_refused_runs_as_the_message_says(name: str) -> None:
     assert world.model.weight.equal(plain.model.weight)
 
 
-def test_there_is_no_hint_where_a_loop_would_not_do() -> None:
+def test_hint_is_omitted_when_an_eager_loop_would_not_help() -> None:
     world = World()
 
     def learns_nothing(x: Tensor) -> Tensor:

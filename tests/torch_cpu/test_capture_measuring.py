@@ -1,4 +1,4 @@
-"""Ops are measured on tensors with made-up contents: on such as they accept, and never by a guess."""
+"""Tests of measurements of ops on generated tensors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def training(model: Weighted, function: Callable[[torch.Tensor], Any]) -> Callab
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_every_op_runs_on_some_made_up_tensors(name: str) -> None:
+def test_every_op_runs_on_generated_tensors(name: str) -> None:
     model = Weighted()
     captured = capture_step(training(model, FUNCTIONS[name]), [model], [], (torch.rand(4, 5),), {})
     profiles = profile_ops(captured, measure_time=False)
@@ -87,7 +87,7 @@ lying.register_fake(torch.empty_like)
         (lying, r"is a float32 tensor of shape \(5, 4\), and was captured as a float32 tensor of shape \(4, 5\)"),
     ],
 )
-def test_an_op_that_cannot_be_measured_is_refused_with_the_users_line(op: Any, message: str) -> None:
+def test_unmeasurable_op_is_refused_with_the_users_line(op: Any, message: str) -> None:
     model = Weighted()
     step = outofcore.compile(training(model, lambda x: x + op(x.detach())), model, budget="64MiB")
     with pytest.raises(CaptureError, match=message) as error:
@@ -95,7 +95,7 @@ def test_an_op_that_cannot_be_measured_is_refused_with_the_users_line(op: Any, m
     assert error.value.location.startswith(__file__)
 
 
-def test_the_memory_of_bags_is_that_of_bags_with_words() -> None:
+def test_embedding_bag_workspace_is_measured_with_nonempty_bags() -> None:
     model = nn.EmbeddingBag(256, 128, mode="max")
     words = torch.randint(0, 256, (512, 8))
     captured = capture_step(partial(run_on, model), [model], [], (words,), {})

@@ -1,4 +1,4 @@
-"""Refusals give the user's own line, and one traceback without what happened inside."""
+"""Tests that refusals name the user's line in one traceback without internal frames."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_a
 import outofcore
 from outofcore.errors import CaptureError, InputError
 
-Steps = Callable[[World], Callable[[torch.Tensor], Any]]
+MakeStep = Callable[[World], Callable[[torch.Tensor], Any]]
 
 
-def left_on_a_module(w: World) -> Any:
+def store_on_module(w: World) -> Any:
     def step(x: torch.Tensor) -> None:
         loss = w.learn(x)
         w.model.hidden = loss  # here
@@ -28,7 +28,7 @@ def left_on_a_module(w: World) -> Any:
     return step
 
 
-def added_to_a_list(w: World) -> Any:
+def append_to_list(w: World) -> Any:
     def step(x: torch.Tensor) -> None:
         loss = w.learn(x)
         w.model.kept.append(loss)  # here
@@ -36,7 +36,7 @@ def added_to_a_list(w: World) -> Any:
     return step
 
 
-def rate_changed(w: World) -> Any:
+def change_rate(w: World) -> Any:
     def step(x: torch.Tensor) -> None:
         w.learn(x)
         w.optimizer.param_groups[0]["lr"] = 0.5  # here
@@ -44,7 +44,7 @@ def rate_changed(w: World) -> Any:
     return step
 
 
-def parameter_replaced(w: World) -> Any:
+def replace_parameter(w: World) -> Any:
     def step(x: torch.Tensor) -> None:
         w.learn(x)
         w.model.linear.weight = nn.Parameter(torch.ones(3, 4))  # here
@@ -52,14 +52,14 @@ def parameter_replaced(w: World) -> Any:
     return step
 
 
-def drawn(w: World) -> Any:
+def draw_number(w: World) -> Any:
     def step(x: torch.Tensor) -> None:
         w.learn(x * random.random())  # here
 
     return step
 
 
-def read(w: World) -> Any:
+def read_value(w: World) -> Any:
     def step(x: torch.Tensor) -> None:
         if w.learn(x) > 0:  # here
             raise ValueError
@@ -67,8 +67,10 @@ def read(w: World) -> Any:
     return step
 
 
-@pytest.mark.parametrize("make", [left_on_a_module, added_to_a_list, rate_changed, parameter_replaced, drawn, read])
-def test_a_refusal_names_the_line_in_one_traceback(make: Steps) -> None:
+@pytest.mark.parametrize(
+    "make", [store_on_module, append_to_list, change_rate, replace_parameter, draw_number, read_value]
+)
+def test_refusal_names_the_line_in_one_traceback(make: MakeStep) -> None:
     world = World()
     with pytest.raises(CaptureError) as error:
         world.capture(make(world))
@@ -83,7 +85,7 @@ def test_a_refusal_names_the_line_in_one_traceback(make: Steps) -> None:
     assert "substitute.py" not in text
 
 
-def test_a_tensor_from_outside_is_named() -> None:
+def test_tensor_from_outside_is_named() -> None:
     world = World()
     average = AveragedModel(world.model)
 
@@ -95,7 +97,7 @@ def test_a_tensor_from_outside_is_named() -> None:
         world.capture(step)
 
 
-def test_a_model_in_place_of_the_step() -> None:
+def test_model_in_place_of_the_step_is_refused() -> None:
     world = World()
     with pytest.raises(InputError, match="first argument must be the training function, and is the model: write"):
         outofcore.compile(world.model, world.optimizer, budget="1GiB")  # type: ignore[arg-type]
@@ -127,13 +129,15 @@ def averaging(average_of: Callable[[nn.Module], AveragedModel]) -> tuple[Any, An
     ],
     ids=["mean", "mean with buffers", "moving"],
 )
-def test_averages_of_models_are_updated_within_the_step(average_of: Callable[[nn.Module], AveragedModel]) -> None:
+def test_averaged_model_is_updated_within_the_step(average_of: Callable[[nn.Module], AveragedModel]) -> None:
     models, optimizer, step = averaging(average_of)
-    others, _, plain = averaging(average_of)
+    plain_models, _, plain = averaging(average_of)
     compiled = outofcore.compile(step, models, optimizer, budget="64MiB")
     for _ in range(4):
         x = torch.randn(16, 8)
         assert torch.equal(compiled(x), plain(x))
-        for one, other in zip(models[1].state_dict().values(), others[1].state_dict().values(), strict=True):
-            assert torch.equal(one, other)
+        for actual, expected in zip(
+            models[1].state_dict().values(), plain_models[1].state_dict().values(), strict=True
+        ):
+            assert torch.equal(actual, expected)
     compiled.close()

@@ -1,4 +1,4 @@
-"""Fakes tell what real kernels return: forward and backward of one operator or module at a time, bit for bit."""
+"""Tests of fake results against real kernels, forward and backward, for one operator or module at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VOLUME = (2, 4, 6, 6, 6)
 WORDS = (2, 5, 16)
 
 
-class First(nn.Module):
+class FirstOutput(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
@@ -30,12 +30,12 @@ class First(nn.Module):
         return self.inner(x)[0]
 
 
-class Twice(First):
+class TwoInputs(FirstOutput):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x, x)
 
 
-class Unpooled(nn.Module):
+class UnpoolLayer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2, output_size=x.shape[2:])
 
@@ -50,7 +50,7 @@ class Attention(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each word goes through the expert that the router prefers, all experts in one ragged product."""
+    """A mixture of experts in one grouped product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,8 +62,8 @@ class Experts(nn.Module):
         scores, expert = self.router(words).float().softmax(-1).max(-1)
         order = expert.argsort(stable=True)
         ends = (expert[:, None] == torch.arange(3)).sum(0).cumsum(0).to(torch.int32)
-        found = torch._grouped_mm(words[order], self.weight, offs=ends)
-        return torch.empty_like(found).index_copy(0, order, found).mul(scores[:, None])
+        products = torch._grouped_mm(words[order], self.weight, offs=ends)
+        return torch.empty_like(products).index_copy(0, order, products).mul(scores[:, None])
 
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
@@ -95,7 +95,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
     "reflection_pad_3d": (lambda: nn.ReflectionPad3d(1), VOLUME),
     "replication_pad_3d": (lambda: nn.ReplicationPad3d(1), VOLUME),
     "channel_shuffle": (lambda: nn.ChannelShuffle(2), IMAGE),
-    "max_unpool": (Unpooled, IMAGE),
+    "max_unpool": (UnpoolLayer, IMAGE),
     "unfold": (lambda: nn.Unfold(3), IMAGE),
     "dropout": (lambda: nn.Dropout(0.3), IMAGE),
     "dropout_2d": (lambda: nn.Dropout2d(0.3), IMAGE),
@@ -106,10 +106,10 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
     "attention": (Attention, WORDS),
     "encoder_layer": (lambda: nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), WORDS),
     "encoder_layer_evaluated": (lambda: nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval(), WORDS),
-    "rnn": (lambda: First(nn.RNN(16, 7, 2, dropout=0.1)), WORDS),
-    "lstm": (lambda: First(nn.LSTM(16, 7, 2, dropout=0.1)), WORDS),
-    "lstm_projected": (lambda: First(nn.LSTM(16, 7, proj_size=3)), WORDS),
-    "bilinear": (lambda: Twice(nn.Bilinear(5, 5, 3)), (4, 5)),
+    "rnn": (lambda: FirstOutput(nn.RNN(16, 7, 2, dropout=0.1)), WORDS),
+    "lstm": (lambda: FirstOutput(nn.LSTM(16, 7, 2, dropout=0.1)), WORDS),
+    "lstm_projected": (lambda: FirstOutput(nn.LSTM(16, 7, proj_size=3)), WORDS),
+    "bilinear": (lambda: TwoInputs(nn.Bilinear(5, 5, 3)), (4, 5)),
 }
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -163,8 +163,6 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Weighted(nn.Module):
-    """Turns a function into a module with something to learn."""
-
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.function = function
@@ -180,7 +178,7 @@ def _fill_corner(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def check(model: nn.Module, x: torch.Tensor, *, half: bool) -> None:
+def check_bits(model: nn.Module, x: torch.Tensor, *, half: bool) -> None:
     def step(x: torch.Tensor) -> Any:
         x = x.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
@@ -189,7 +187,7 @@ def check(model: nn.Module, x: torch.Tensor, *, half: bool) -> None:
         return y.detach(), x.grad
 
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    if half:  # not all processors have a kernel for everything
+    if half:  # some processors lack a kernel
         torch.manual_seed(3)
         try:
             step(x)
@@ -206,10 +204,10 @@ def check(model: nn.Module, x: torch.Tensor, *, half: bool) -> None:
     model.zero_grad()
     torch.manual_seed(3)
     plain = step(x)
-    for one, other in zip((*ours, *grads), (*plain, *[p.grad for p in model.parameters()]), strict=True):
-        assert (one is None) == (other is None)
-        assert one is None or torch.equal(one, other)
-        assert one is None or one.stride() == other.stride()
+    for actual, expected in zip((*ours, *grads), (*plain, *[p.grad for p in model.parameters()]), strict=True):
+        assert (actual is None) == (expected is None)
+        assert actual is None or torch.equal(actual, expected)
+        assert actual is None or actual.stride() == expected.stride()
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, after[name]), name
     assert replay.mismatches == []
@@ -217,25 +215,25 @@ def check(model: nn.Module, x: torch.Tensor, *, half: bool) -> None:
 
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("name", MODULES)
-def test_modules(name: str, half: bool) -> None:
+def test_module_replays_bit_for_bit(name: str, half: bool) -> None:
     torch.manual_seed(0)
     make, shape = MODULES[name]
-    check(make(), torch.randn(shape), half=half)
+    check_bits(make(), torch.randn(shape), half=half)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, shape) in MODULES.items() if len(shape) > 2])
-def test_modules_with_channels_last(name: str) -> None:
+def test_module_replays_bit_for_bit_with_channels_last(name: str) -> None:
     torch.manual_seed(0)
     make, shape = MODULES[name]
     model, memory_format = make(), {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape))
     if memory_format is not None:
         model = model.to(memory_format=memory_format)
-    check(model, torch.randn(shape).movedim(1, -1).contiguous().movedim(-1, 1), half=False)
+    check_bits(model, torch.randn(shape).movedim(1, -1).contiguous().movedim(-1, 1), half=False)
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions(name: str, transposed: bool) -> None:
+def test_function_replays_bit_for_bit(name: str, transposed: bool) -> None:
     torch.manual_seed(0)
     model = Weighted(FUNCTIONS[name])
     if transposed:
@@ -243,14 +241,12 @@ def test_functions(name: str, transposed: bool) -> None:
     x = torch.rand(5, 4).t() if transposed else torch.rand(4, 5)
     if name in {"cumulative", "product"} and torch.__version__ < "2.13":
         with pytest.raises(CaptureError, match="the gradient formula of cumprod depends on whether there are zeros"):
-            check(model, x, half=False)
+            check_bits(model, x, half=False)
     else:
-        check(model, x, half=False)
+        check_bits(model, x, half=False)
 
 
-class Smoothed(nn.Module):
-    """A loss of logits for so many places, of which some are to be ignored."""
-
+class SmoothedLoss(nn.Module):
     def __init__(self, places: Shape, reduction: str) -> None:
         super().__init__()
         self.factor = nn.Parameter(torch.rand(5) + 0.5)
@@ -263,14 +259,14 @@ class Smoothed(nn.Module):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("places", [(64,), (16, 3, 2)])
-def test_smoothed_losses_with_weights_leave_out_what_is_ignored(places: Shape, reduction: str) -> None:
-    """Beneath a mode of Python's, PyTorch adds zeros for what is ignored, and rounds otherwise."""
+def test_smoothed_weighted_loss_skips_ignored_targets(places: Shape, reduction: str) -> None:
+    """Under a Python mode PyTorch adds zeros for ignored targets, which changes the rounding."""
     for seed in range(8):
         torch.manual_seed(seed)
-        check(Smoothed(places, reduction), torch.randn(places[0], 5, *places[1:]), half=False)
+        check_bits(SmoothedLoss(places, reduction), torch.randn(places[0], 5, *places[1:]), half=False)
 
 
-def test_a_sum_of_gathered_weights_of_the_users_own_adds_zeros() -> None:
+def test_users_sum_of_gathered_weights_adds_zeros() -> None:
     def total(x: torch.Tensor) -> torch.Tensor:
         targets = torch.arange(64) % 5
         weights = x.flatten().gather(0, targets)
@@ -278,4 +274,4 @@ def test_a_sum_of_gathered_weights_of_the_users_own_adds_zeros() -> None:
 
     for seed in range(8):
         torch.manual_seed(seed)
-        check(Weighted(total), torch.randn(4, 5), half=False)
+        check_bits(Weighted(total), torch.randn(4, 5), half=False)

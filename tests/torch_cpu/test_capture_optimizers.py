@@ -1,4 +1,4 @@
-"""Updates of optimizers: state made and kept, settings read anew, and rehearsals that change nothing."""
+"""Tests of optimizer updates: state, settings and rehearsals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def update_of(
     return OptimizerUpdate(optimizer, members, set()), params, grads
 
 
-def adam() -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
+def build_adam() -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.randn(3, 4))
     return torch.optim.Adam([parameter], lr=0.1), parameter
@@ -45,8 +45,8 @@ def adam_states(value: float = 7.0) -> list[list[torch.Tensor]]:
     return [[torch.tensor(value), torch.full((3, 4), value), torch.full((3, 4), value)]]
 
 
-def test_the_first_update_makes_the_state_whatever_was_there() -> None:
-    optimizer, parameter = adam()
+def test_first_update_creates_state_over_any_previous_bytes() -> None:
+    optimizer, parameter = build_adam()
     update, params, grads = update_of(optimizer, ADAM)
     states = adam_states(float("nan"))
     assert update.is_first()
@@ -62,8 +62,8 @@ def test_the_first_update_makes_the_state_whatever_was_there() -> None:
     assert torch.equal(grads[0], torch.full((3, 4), 0.5))
 
 
-def test_state_that_the_user_has_already_is_gone_on_with() -> None:
-    optimizer, parameter = adam()
+def test_update_continues_from_the_users_state() -> None:
+    optimizer, parameter = build_adam()
     parameter.grad = torch.ones(3, 4)
     optimizer.step()
     update, params, grads = update_of(optimizer, ADAM)
@@ -76,8 +76,8 @@ def test_state_that_the_user_has_already_is_gone_on_with() -> None:
     assert states[0][0] == 2
 
 
-def test_forgotten_state_is_made_anew() -> None:
-    optimizer, _ = adam()
+def test_forgotten_state_is_created_again() -> None:
+    optimizer, _ = build_adam()
     update, params, grads = update_of(optimizer, ADAM)
     states = adam_states()
     update(params, grads, states)
@@ -88,7 +88,7 @@ def test_forgotten_state_is_made_anew() -> None:
 
 
 def test_settings_are_read_in_each_step() -> None:
-    optimizer, parameter = adam()
+    optimizer, parameter = build_adam()
     update, params, grads = update_of(optimizer, ADAM)
     states = adam_states()
     parameter.grad = grads[0]
@@ -97,12 +97,12 @@ def test_settings_are_read_in_each_step() -> None:
         update(params, grads, states)
         optimizer.step()
         assert torch.equal(params[0], parameter)
-        del optimizer.state[parameter]["step"]  # what exists, the update remembers by itself
+        del optimizer.state[parameter]["step"]  # the update remembers which state exists
         optimizer.state[parameter] = dict(zip(ADAM, [t.clone() for t in states[0]], strict=True))
 
 
-def test_an_update_keeps_no_tensor_that_it_was_given() -> None:
-    optimizer, _ = adam()
+def test_update_keeps_no_reference_to_its_arguments() -> None:
+    optimizer, _ = build_adam()
     update, params, grads = update_of(optimizer, ADAM)
     states = adam_states()
     update(params, grads, states)
@@ -112,14 +112,14 @@ def test_an_update_keeps_no_tensor_that_it_was_given() -> None:
     assert all(storage.expired() for storage in memory)
 
 
-def test_state_unlike_that_of_the_capture_stays_with_the_user() -> None:
-    optimizer, parameter = adam()
+def test_state_unlike_the_captured_state_stays_with_the_optimizer() -> None:
+    optimizer, parameter = build_adam()
     update, params, grads = update_of(optimizer, ("step", "exp_avg"))
     assert not update.is_outgrown
     update(params, grads, [adam_states()[0][:2]])
     assert update.is_outgrown
     assert set(optimizer.state[parameter]) == {"exp_avg_sq"}
-    optimizer, parameter = adam()
+    optimizer, parameter = build_adam()
     update, params, grads = update_of(optimizer, ADAM)
     wrong = adam_states()
     wrong[0][1] = torch.zeros(4, 3)
@@ -128,15 +128,15 @@ def test_state_unlike_that_of_the_capture_stays_with_the_user() -> None:
     assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape
 
 
-def test_new_state_of_a_range_is_refused() -> None:
-    optimizer, _ = adam()
+def test_update_of_a_range_with_new_state_is_refused() -> None:
+    optimizer, _ = build_adam()
     update, params, grads = update_of(optimizer, ("step", "exp_avg"))
     with pytest.raises(StateError, match="exp_avg_sq"):
         update.of_range(0, is_last=False)(params, grads, [adam_states()[0][:2]])
 
 
-def test_a_rehearsal_changes_neither_optimizer_nor_flags() -> None:
-    optimizer, _ = adam()
+def test_rehearsal_changes_neither_optimizer_nor_flags() -> None:
+    optimizer, _ = build_adam()
     update, params, grads = update_of(optimizer, ADAM)
     rehearsal = Rehearsal(update)
     assert rehearsal.makes_state
@@ -148,9 +148,9 @@ def test_a_rehearsal_changes_neither_optimizer_nor_flags() -> None:
     assert update.is_first()
     assert optimizer.state_dict() == before
     update(params, grads, adam_states())
-    again = Rehearsal(update)
-    assert not again.makes_state
-    again(params, grads, [[t.fill_(-1e30) for t in adam_states()[0]]])
+    second_rehearsal = Rehearsal(update)
+    assert not second_rehearsal.makes_state
+    second_rehearsal(params, grads, [[t.fill_(-1e30) for t in adam_states()[0]]])
     assert not update.is_first()
 
 
@@ -168,35 +168,35 @@ def test_a_rehearsal_changes_neither_optimizer_nor_flags() -> None:
         (torch.optim.Muon, {"momentum_buffer": (6, 4)}),
     ],
 )
-def test_layouts_are_found_without_a_step(make: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+def test_state_layouts_are_learned_without_a_step(make: Any, shapes: dict[str, tuple[int, ...]]) -> None:
     parameter = torch.nn.Parameter(torch.randn(4, 6).t())
     optimizer = make([parameter])
     before = copy.deepcopy(optimizer.state_dict())
-    (found,) = StateLayouts(optimizer).learn([(0, parameter)], [shape_of(parameter)])
-    assert {name: shape.shape for name, shape in found.tensors.items()} == shapes
-    assert all(shape.stride == (1, 6) for shape in found.tensors.values() if shape.shape == (6, 4))
+    (layouts,) = StateLayouts(optimizer).learn([(0, parameter)], [shape_of(parameter)])
+    assert {name: shape.shape for name, shape in layouts.tensors.items()} == shapes
+    assert all(shape.stride == (1, 6) for shape in layouts.tensors.values() if shape.shape == (6, 4))
     assert str(optimizer.state_dict()) == str(before)
 
 
-def test_bindings_of_state_say_where_it_belongs() -> None:
+def test_state_bindings_name_their_owner() -> None:
     case = cases.mlp(lambda p: torch.optim.Adam(p, lr=0.01))
     optimizer, model = case.optimizers[0], case.models[0]
     captured = capture_step(case.step, case.models, case.optimizers, case.batch(), {})
-    found = [b for b in captured.states if b.kind is StorageKind.OPTIMIZER_STATE]
-    assert all(b.tensor is None for b in found)
-    owners = {(id(b.owner.parameter), b.owner.name) for b in found}
+    bindings = [b for b in captured.states if b.kind is StorageKind.OPTIMIZER_STATE]
+    assert all(b.tensor is None for b in bindings)
+    owners = {(id(b.owner.parameter), b.owner.name) for b in bindings}
     assert owners == {(id(p), name) for p in model.parameters() for name in ADAM}
     case.step(*case.batch())
-    again = capture_step(case.step, case.models, case.optimizers, case.batch(), {})
-    for binding in again.states:
+    recaptured = capture_step(case.step, case.models, case.optimizers, case.batch(), {})
+    for binding in recaptured.states:
         if binding.kind is StorageKind.OPTIMIZER_STATE:
             assert isinstance(binding.owner, StateOwner)
             assert binding.owner.optimizer is optimizer
             assert binding.tensor is optimizer.state[binding.owner.parameter][binding.owner.name]
-    assert [o.family for o in captured.graph.ops][-1] != [o.family for o in again.graph.ops][-1]
+    assert [o.family for o in captured.graph.ops][-1] != [o.family for o in recaptured.graph.ops][-1]
 
 
-def test_two_steps_in_one_share_their_state() -> None:
+def test_two_optimizer_steps_in_one_step_share_state() -> None:
     case = cases.mlp(lambda p: torch.optim.Adam(p, lr=0.01))
     inner = case.step
 
@@ -213,15 +213,15 @@ def test_two_steps_in_one_share_their_state() -> None:
     torch.manual_seed(5)
     Replay(captured)(*args)
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
-    again = cases.supervised(plain, optimizer)
+    plain_step = cases.supervised(plain, optimizer)
     torch.manual_seed(5)
-    again(*args)
-    again(*args)
-    for one, other in zip(case.models[0].parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one, other)
+    plain_step(*args)
+    plain_step(*args)
+    for actual, expected in zip(case.models[0].parameters(), plain.parameters(), strict=True):
+        assert torch.equal(actual, expected)
 
 
-def test_every_update_can_be_rehearsed_on_scratch() -> None:
+def test_every_update_can_be_rehearsed_on_scratch_tensors() -> None:
     case = cases.mlp(lambda p: torch.optim.NAdam(p, lr=0.01))
     captured = capture_step(case.step, case.models, case.optimizers, case.batch(), {})
     before = copy.deepcopy(case.optimizers[0].state_dict())
@@ -255,10 +255,8 @@ KINDS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "settings"), KINDS)
-def test_an_update_of_the_same_tensors_does_what_the_optimizer_does(
-    kind: type[torch.optim.Optimizer], settings: dict[str, Any]
-) -> None:
-    """With settings that change, state that the user puts there, and a state that is lost and made again."""
+def test_bound_update_matches_the_plain_optimizer(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> None:
+    """Settings change, state is replaced, and all state is cleared once."""
     torch.manual_seed(0)
     users = [torch.nn.Parameter(torch.randn(3, 4)), torch.nn.Parameter(torch.randn(5))]
     twins = [torch.nn.Parameter(p.detach().clone()) for p in users]
@@ -267,22 +265,22 @@ def test_an_update_of_the_same_tensors_does_what_the_optimizer_does(
     twin = kind([{"params": [twins[0]], "lr": 0.1}, {"params": [twins[1]], "lr": 0.2}], **settings)
     layouts = StateLayouts(optimizer)
     grads = [torch.randn_like(p) for p in users]
-    found = [
+    tensor_shapes = [
         layouts.learn([(n, p)], [shape_of(g)])[0].tensors for n, (p, g) in enumerate(zip(users, grads, strict=True))
     ]
-    members = [Member(p, n, tuple(names)) for n, (p, names) in enumerate(zip(users, found, strict=True))]
+    members = [Member(p, n, tuple(names)) for n, (p, names) in enumerate(zip(users, tensor_shapes, strict=True))]
     params = [p.detach().clone() for p in users]
-    states = [[shape.empty(torch.device("cpu")).fill_(9) for shape in names.values()] for names in found]
+    states = [[shape.empty(torch.device("cpu")).fill_(9) for shape in names.values()] for names in tensor_shapes]
     update = OptimizerUpdate(optimizer, members, set())
     bound = update.on(params, grads, states)
     for number in range(9):
         for gradient in grads:
             gradient.normal_()
-        for one, own in ((optimizer, users), (twin, twins)):
-            one.param_groups[0]["lr"] = 0.1 / (1 + number)
-            entries = one.state.get(own[0], {})
+        for current, values in ((optimizer, users), (twin, twins)):
+            current.param_groups[0]["lr"] = 0.1 / (1 + number)
+            entries = current.state.get(values[0], {})
             if number == 7 and entries:
-                one.state[own[0]] = dict(entries)
+                current.state[values[0]] = dict(entries)
         if number == 4:
             optimizer.state.clear()
             twin.state.clear()
@@ -292,18 +290,20 @@ def test_an_update_of_the_same_tensors_does_what_the_optimizer_does(
         bound(params, grads, states)
         twin.step()
         assert [torch.equal(a, b) for a, b in zip(params, twins, strict=True)] == [True, True]
-        for member, own, parameter in zip(members, states, twins, strict=True):
-            left = twin.state.get(parameter, {})
+        for member, values, parameter in zip(members, states, twins, strict=True):
+            expected = twin.state.get(parameter, {})
             assert all(
-                torch.equal(t, left[n]) for n, t in zip(member.names, own, strict=True) if left.get(n) is not None
+                torch.equal(t, expected[n])
+                for n, t in zip(member.names, values, strict=True)
+                if expected.get(n) is not None
             )
     assert set(optimizer.state) <= set(users)
     assert bool(optimizer.state) <= bool(twin.state)
     assert bound._shadow is not None
 
 
-def test_an_update_that_has_failed_begins_anew_with_what_the_user_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer, _ = adam()
+def test_failed_update_restarts_from_the_users_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, _ = build_adam()
     update, params, grads = update_of(optimizer, ADAM)
     states = adam_states()
     bound = update.on(params, grads, states)
@@ -312,13 +312,13 @@ def test_an_update_that_has_failed_begins_anew_with_what_the_user_has(monkeypatc
     shadow, before = bound._shadow, params[0].clone()
     assert shadow is not None
 
-    def fails(one: torch.optim.Optimizer) -> None:
-        for entries in one.state.values():
+    def fail(failing: torch.optim.Optimizer) -> None:
+        for entries in failing.state.values():
             entries["step"] = torch.tensor(1e6)
         raise RuntimeError("no more")
 
     with monkeypatch.context() as patch:
-        patch.setattr(optimizers_module, "plain_optimizer_step", lambda _: fails)
+        patch.setattr(optimizers_module, "plain_optimizer_step", lambda _: fail)
         with pytest.raises(RuntimeError, match="no more"):
             bound(params, grads, states)
     assert torch.equal(params[0], before)
@@ -326,8 +326,8 @@ def test_an_update_that_has_failed_begins_anew_with_what_the_user_has(monkeypatc
     assert {float(entries["step"]) for entries in shadow.state.values()} == {4.0}
 
 
-def test_an_update_that_keeps_what_it_works_on_lets_go_with_it() -> None:
-    optimizer, _ = adam()
+def test_bound_update_releases_its_tensors_when_deleted() -> None:
+    optimizer, _ = build_adam()
     update, params, grads = update_of(optimizer, ADAM)
     bound, states = update.on(params, grads, adam_states()), adam_states()
     for _ in range(3):
@@ -337,16 +337,16 @@ def test_an_update_that_keeps_what_it_works_on_lets_go_with_it() -> None:
     assert reference.expired()
 
 
-def test_a_parameter_and_its_moments_may_lie_apart_between_steps() -> None:
-    """As where a plan keeps one of them on the device: "meta" stands for it."""
+def test_parameter_and_moments_may_be_on_different_devices() -> None:
+    """The device "meta" stands for the accelerator."""
     far, near = torch.device("meta"), torch.device("cpu")
     for parameter_at, moments_at in ((far, near), (near, far), (near, near), (far, far)):
         parameter = torch.nn.Parameter(torch.empty(3, 4, device=parameter_at))
         optimizer = torch.optim.AdamW([parameter])
         moments = {name: torch.empty(3, 4, device=moments_at) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
-        (found,) = StateLayouts(optimizer, far).learn([(0, parameter)], [shape_of(parameter)])
-        assert set(found.tensors) == {"exp_avg", "exp_avg_sq"}
+        (layouts,) = StateLayouts(optimizer, far).learn([(0, parameter)], [shape_of(parameter)])
+        assert set(layouts.tensors) == {"exp_avg", "exp_avg_sq"}
 
 
 @pytest.mark.parametrize(
@@ -356,10 +356,10 @@ def test_a_parameter_and_its_moments_may_lie_apart_between_steps() -> None:
         lambda case: case[0] is torch.optim.Adam,
     ),
 )
-def test_what_an_update_asks_for_is_not_taken_for_that_of_other_settings(
+def test_measured_update_requests_are_not_reused_for_other_settings(
     make: Any, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    # With weight decay there is one tensor more; what was measured without it is kept for later steps.
+    # Weight decay needs one more tensor; measurements without it are cached for later steps.
     def run(rate: float) -> Any:
         torch.manual_seed(0)
         model = torch.nn.Linear(256, 128)
@@ -370,19 +370,19 @@ def test_what_an_update_asks_for_is_not_taken_for_that_of_other_settings(
             for _ in range(2):
                 ours(*batch())
                 assert ours.stats.off_plan == 0
-            found = ours.planned.program.arena_bytes
-            # By a schedule of the user's, say.
+            arena_bytes = ours.planned.program.arena_bytes
+            # Simulates a schedule of the user.
             optimizer.param_groups[0]["weight_decay"] = 0.01 - rate
             ours(*batch())
             assert ours.stats.off_plan == 0
-            return found
+            return arena_bytes
 
     assert run(0.0) < run(0.01)
     assert run(0.0) == run(0.0)
 
 
 class Counting(torch.optim.Optimizer):
-    """Makes the state of its last parameter first, and keeps a plain number between two tensors."""
+    """An optimizer that creates the state of its last parameter first, with a number between two tensors."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -393,16 +393,16 @@ class Counting(torch.optim.Optimizer):
             for parameter in reversed(group["params"]):
                 if parameter.grad is None:
                     continue
-                own = self.state[parameter]
-                if not own:
-                    own.update(last=torch.zeros_like(parameter), count=0, sum=torch.zeros_like(parameter))
-                own["count"] += 1
-                own["sum"].add_(parameter.grad)
-                own["last"].copy_(parameter.grad)
-                parameter.sub_(own["sum"], alpha=group["lr"] / own["count"])
+                state = self.state[parameter]
+                if not state:
+                    state.update(last=torch.zeros_like(parameter), count=0, sum=torch.zeros_like(parameter))
+                state["count"] += 1
+                state["sum"].add_(parameter.grad)
+                state["last"].copy_(parameter.grad)
+                parameter.sub_(state["sum"], alpha=group["lr"] / state["count"])
 
 
-class Alone(Counting):
+class IndependentCounting(Counting):
     outofcore_independent = True
 
     @torch.no_grad()
@@ -410,9 +410,9 @@ class Alone(Counting):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    own = self.state[parameter]
-                    own["rounds"] = own.get("rounds", 0) + 1
-                    parameter.sub_(parameter.grad, alpha=group["lr"] / own["rounds"])
+                    state = self.state[parameter]
+                    state["rounds"] = state.get("rounds", 0) + 1
+                    parameter.sub_(parameter.grad, alpha=group["lr"] / state["rounds"])
 
 
 ORDERED: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -421,12 +421,12 @@ ORDERED: dict[str, tuple[Any, dict[str, Any]]] = {
     "ASGD": (torch.optim.ASGD, {}),
     "Adafactor": (torch.optim.Adafactor, {}),
     "Counting": (Counting, {}),
-    "Alone": (Alone, {}),
+    "Alone": (IndependentCounting, {}),
 }
 
 
 class Wide(torch.nn.Module):
-    """Large and small parameters in turn, which are updated alone and together."""
+    """A model with large parameters, updated alone, and small ones, updated together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -440,8 +440,7 @@ class Wide(torch.nn.Module):
         return y * self.late if late else y
 
 
-def orders(kind: Any, settings: dict[str, Any], budget: str) -> list[Any]:
-    """What order state has after each step, and the parameters at the end."""
+def state_orders(kind: Any, settings: dict[str, Any], budget: str) -> list[Any]:
     torch.manual_seed(0)
     model = Wide()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -461,21 +460,21 @@ def orders(kind: Any, settings: dict[str, Any], budget: str) -> list[Any]:
         return loss.detach()
 
     run = outofcore.compile(step, model, optimizers, budget=budget, home="host", policy="keep-all") if budget else step
-    found: list[Any] = []
+    results: list[Any] = []
     for number, with_late in enumerate((False, True, False, True)):
         if number == 3:
             del optimizers[0].state[small_bias]
         run(torch.ones(2, 4), with_late)
         for optimizer in optimizers:
             saved = optimizer.state_dict()
-            found.append([(names[id(p)], list(own)) for p, own in optimizer.state.items()])
-            found.append([(number, list(own)) for number, own in saved["state"].items()])
-            found.append([list(group) for group in saved["param_groups"]])
-    return [*found, *[parameter.detach().sum().item() for parameter in model.parameters()]]
+            results.append([(names[id(p)], list(state)) for p, state in optimizer.state.items()])
+            results.append([(number, list(state)) for number, state in saved["state"].items()])
+            results.append([list(group) for group in saved["param_groups"]])
+    return [*results, *[parameter.detach().sum().item() for parameter in model.parameters()]]
 
 
 @pytest.mark.parametrize("name", ORDERED)
-def test_state_is_in_the_order_of_plain_pytorch(name: str) -> None:
-    """By parameter and by name, with parameters that get a gradient later and state that is taken away."""
+def test_state_order_matches_plain_pytorch(name: str) -> None:
+    """The order of parameters and names, with late gradients and deleted state."""
     kind, settings = ORDERED[name]
-    assert orders(kind, settings, "4MiB") == orders(kind, settings, "")
+    assert state_orders(kind, settings, "4MiB") == state_orders(kind, settings, "")

@@ -1,4 +1,4 @@
-"""Which ops overwrite a storage as a whole: they need nothing that it held."""
+"""Tests of ops that overwrite a whole storage, so that its old bytes are not needed."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ PART: dict[str, Change] = {
 }
 
 
-def captured(change: Change) -> tuple[Captured, int]:
-    """A step that changes a buffer, and the storage of that."""
+def capture_change(change: Change) -> tuple[Captured, int]:
+    """Capture a step that changes a buffer; return it and the storage of the buffer."""
     model = nn.Module()
     model.register_buffer("x", torch.rand(4, 4))
 
@@ -62,22 +62,22 @@ def captured(change: Change) -> tuple[Captured, int]:
             change(model.x, y)
         return model.x.sum()
 
-    found = capture_step(step, [model], [], (torch.randn(4, 4),), {})
-    [state] = found.states
-    return found, found.values[state.value].storage
+    captured = capture_step(step, [model], [], (torch.randn(4, 4),), {})
+    [state] = captured.states
+    return captured, captured.values[state.value].storage
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_a_storage_written_as_a_whole_is_not_read(name: str) -> None:
-    found, storage = captured(WHOLE[name])
-    writes = [op for op in found.graph.ops if storage in op.mutates]
+def test_fully_written_storage_is_not_read(name: str) -> None:
+    captured, storage = capture_change(WHOLE[name])
+    writes = [op for op in captured.graph.ops if storage in op.mutates]
     assert writes
-    assert all((op.id, storage) in found.graph.overwrites for op in writes)
+    assert all((op.id, storage) in captured.graph.overwrites for op in writes)
     batch = torch.randn(4, 4)
-    # The replay fills with garbage what an op claims to overwrite.
+    # The replay fills overwritten storages with garbage before the op.
     torch.manual_seed(1)
-    ours = Replay(found)(batch)
-    after = found.states[0].tensor
+    ours = Replay(captured)(batch)
+    after = captured.states[0].tensor
     assert after is not None
     result, plain = after.clone(), torch.rand(4, 4)
     torch.manual_seed(1)
@@ -87,11 +87,11 @@ def test_a_storage_written_as_a_whole_is_not_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PART)
-def test_a_storage_written_in_part_or_looked_at_is_read(name: str) -> None:
-    found, storage = captured(PART[name])
-    writes = [op for op in found.graph.ops if storage in op.mutates]
+def test_partially_written_or_read_storage_is_not_overwritten(name: str) -> None:
+    captured, storage = capture_change(PART[name])
+    writes = [op for op in captured.graph.ops if storage in op.mutates]
     assert writes
-    assert not any((op.id, storage) in found.graph.overwrites for op in writes)
+    assert not any((op.id, storage) in captured.graph.overwrites for op in writes)
 
 
 def test_gradients_set_to_zero_are_overwritten() -> None:
@@ -102,8 +102,8 @@ def test_gradients_set_to_zero_are_overwritten() -> None:
         model(x).sum().backward()
 
     model(torch.ones(2, 4)).sum().backward()
-    found = capture_step(step, [model], [], (torch.ones(2, 4),), {})
-    gradients = [found.values[b.value].storage for b in found.states if b.key.endswith(".grad")]
+    captured = capture_step(step, [model], [], (torch.ones(2, 4),), {})
+    gradients = [captured.values[b.value].storage for b in captured.states if b.key.endswith(".grad")]
     assert len(gradients) == 2
     for storage in gradients:
-        assert (found.graph.uses[storage][0], storage) in found.graph.overwrites
+        assert (captured.graph.uses[storage][0], storage) in captured.graph.overwrites

@@ -1,4 +1,4 @@
-"""Which module and line is named: of ops in backward, of updates, and of ops that raise while a step runs."""
+"""Tests of the module and line that are named for backward ops, updates and failing ops."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def train(model, optimizer, x):
 
 
 def line_of(mark: str) -> str:
-    """This file, with the number of its line that ends with the comment ``# <mark>``."""
+    """Return the location of the line of this file that ends with the comment ``# <mark>``."""
     lines = Path(__file__).read_text().splitlines()
     return f"{__file__}:{next(k for k, line in enumerate(lines, 1) if line.endswith(f'# {mark}'))}"
 
 
 @pytest.fixture
 def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A package that runs the user's loop."""
+    """An installed package that runs the user's loop."""
     folder = tmp_path / "site-packages" / "trainer_of_others"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text(TRAINER)
@@ -43,45 +43,45 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 class Block(nn.Module):
-    def __init__(self, how: str) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
         self.head = nn.Linear(32, 2048)
-        self.how = how
+        self.kind = kind
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.head(x)
-        if self.how == "prod":
+        if self.kind == "prod":
             return y[:, :2].prod(-1).mean()  # prod
-        if self.how == "sgn":
+        if self.kind == "sgn":
             return (y.sgn() * y).mean()  # sgn
-        if self.how == "hook":
+        if self.kind == "hook":
             y.register_hook(lambda gradient: gradient * gradient.max().item())  # hook
         return y.square().mean()  # square
 
 
-def parts(how: str) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
-    model = nn.Sequential(nn.Linear(32, 32), Block(how))
+def build_training(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+    model = nn.Sequential(nn.Linear(32, 32), Block(kind))
     return model, torch.optim.AdamW(model.parameters(), foreach=True), torch.randn(64, 32)
 
 
-@pytest.mark.parametrize("how", ["prod", "sgn"])
-def test_a_refusal_in_backward_names_the_op_in_forward(how: str, trainer: Any) -> None:
-    model, optimizer, x = parts(how)
+@pytest.mark.parametrize("kind", ["prod", "sgn"])
+def test_refusal_in_backward_names_the_forward_op(kind: str, trainer: Any) -> None:
+    model, optimizer, x = build_training(kind)
     with pytest.raises(CaptureError) as caught:
         capture_step(lambda x: trainer.train(model, optimizer, x), [model], [optimizer], (x,), {})
-    assert caught.value.location == line_of(how)
-    assert str(caught.value).startswith(f"{line_of(how)}: in the backward pass of 1: the ")
+    assert caught.value.location == line_of(kind)
+    assert str(caught.value).startswith(f"{line_of(kind)}: in the backward pass of 1: the ")
 
 
-def test_a_refusal_in_a_hook_names_the_hook(trainer: Any) -> None:
-    model, optimizer, x = parts("hook")
+def test_refusal_in_a_hook_names_the_hook(trainer: Any) -> None:
+    model, optimizer, x = build_training("hook")
     with pytest.raises(CaptureError, match="reads the value of a tensor") as caught:
         capture_step(lambda x: trainer.train(model, optimizer, x), [model], [optimizer], (x,), {})
     assert caught.value.location == line_of("hook")
 
 
-def test_ops_of_a_trainer_have_the_line_that_calls_it(trainer: Any) -> None:
-    model, optimizer, x = parts("")
+def test_ops_of_a_trainer_have_the_line_of_the_users_call(trainer: Any) -> None:
+    model, optimizer, x = build_training("")
 
     def step(x: torch.Tensor) -> torch.Tensor:
         return trainer.train(model, optimizer, x)  # step
@@ -108,8 +108,8 @@ class Table(nn.Module):
 
 
 @pytest.mark.parametrize("steps", [1, 12])
-def test_an_op_that_raises_is_named_in_a_note(steps: int) -> None:
-    """In a first step, and where native code calls the ops."""
+def test_failing_op_is_named_in_a_note(steps: int) -> None:
+    """In a first step, and in later steps that run in native code."""
     model = nn.Sequential(Table())
 
     def step(numbers: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What cannot be captured is refused with the user's line and advice, and leaves everything as it was."""
+"""Tests that refusals of captures name the user's line, give advice and leave the user's objects unchanged."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torch import nn
 from outofcore.capture import recorder
 from outofcore.errors import CaptureError
 
-Refused = Callable[[World], Callable[..., Any]]
+MakeStep = Callable[[World], Callable[..., Any]]
 
 
 def line_of(mark: str) -> int:
-    """The line of this file that ends with the comment ``# <mark>``."""
+    """Return the line of this file that ends with the comment ``# <mark>``."""
     lines = Path(__file__).read_text().splitlines()
     return next(k for k, line in enumerate(lines, 1) if line.endswith(f"# {mark}"))
 
@@ -65,16 +65,16 @@ def numpy(w: World) -> Any:
     return step
 
 
-def printed(w: World) -> Any:
+def print_tensor(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
-        print(w.learn(x))  # printed
+        print(w.learn(x))  # print_tensor
 
     return step
 
 
-def formatted(w: World) -> Any:
+def format_tensor(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
-        return f"{w.learn(x):.3f}"  # formatted
+        return f"{w.learn(x):.3f}"  # format_tensor
 
     return step
 
@@ -86,38 +86,38 @@ def in_model(w: World) -> Any:
     return w.learn
 
 
-def undeclared(w: World) -> Any:
+def use_outside_tensor(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
-        return w.learn(x * 2) + w.outside  # undeclared
+        return w.learn(x * 2) + w.outside  # use_outside_tensor
 
     return step
 
 
-def undeclared_module(w: World) -> Any:
-    other = nn.Linear(4, 4)
+def use_outside_module(w: World) -> Any:
+    outside = nn.Linear(4, 4)
 
     def step(x: torch.Tensor) -> Any:
-        return w.learn(other(x))  # undeclared_module
+        return w.learn(outside(x))  # use_outside_module
 
     return step
 
 
-def undeclared_optimizer(w: World) -> Any:
-    other = torch.optim.SGD(w.model.parameters(), lr=0.1)
+def use_outside_optimizer(w: World) -> Any:
+    outside = torch.optim.SGD(w.model.parameters(), lr=0.1)
 
     def step(x: torch.Tensor) -> Any:
         w.model(x).sum().backward()
-        other.step()  # undeclared_optimizer
+        outside.step()  # use_outside_optimizer
 
     return step
 
 
-def kept_step(w: World) -> Any:
+def call_saved_step(w: World) -> Any:
     update = w.optimizer.step
 
     def step(x: torch.Tensor) -> Any:
         w.model(x).sum().backward()
-        update()  # kept_step
+        update()  # call_saved_step
 
     return step
 
@@ -184,10 +184,10 @@ def zero(w: World) -> Any:
     return step
 
 
-def parted(w: World) -> Any:
+def split_by_tensor(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
         ends = torch.ones(2, dtype=torch.int64).cumsum(0)
-        first, *_ = torch.tensor_split(x, ends)  # parted
+        first, *_ = torch.tensor_split(x, ends)  # split_by_tensor
         return first
 
     return step
@@ -211,31 +211,31 @@ def sparse(w: World) -> Any:
     return step
 
 
-def swallowed(w: World) -> Any:
+def swallow_refusal(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
         loss = w.learn(x)
         try:
-            return loss.item()  # swallowed
+            return loss.item()  # swallow_refusal
         except Exception:
             return 0.0
 
     return step
 
 
-def resized(w: World) -> Any:
+def resize_memory(w: World) -> Any:
     def step(x: torch.Tensor) -> Any:
         y = x * 2
-        y.resize_(100)  # resized
+        y.resize_(100)  # resize_memory
         return w.learn(x)
 
     return step
 
 
-def seeded(w: World) -> Any:
+def set_generator_state(w: World) -> Any:
     state = torch.get_rng_state()
 
     def step(x: torch.Tensor) -> Any:
-        torch.set_rng_state(state)  # seeded
+        torch.set_rng_state(state)  # set_generator_state
         return w.learn(x)
 
     return step
@@ -247,13 +247,13 @@ WITH_LINE = [
     (branch, "branch on a tensor", "torch.where"),
     (tolist, ".tolist()", "return the tensor"),
     (numpy, ".numpy()", "return the tensor"),
-    (printed, "printing a tensor", "return the tensor"),
-    (formatted, "formatting a tensor", "return the tensor"),
+    (print_tensor, "printing a tensor", "return the tensor"),
+    (format_tensor, "formatting a tensor", "return the tensor"),
     (in_model, ".item()", "keep the arithmetic in tensors"),
-    (undeclared, "float32 tensor of shape (3,) from outside", "pass it as an argument"),
-    (undeclared_module, "from outside", "add its module to the list of models"),
-    (undeclared_optimizer, "an optimizer (SGD) that was not given", "add it to the list"),
-    (kept_step, "through a saved reference", "call optimizer.step()"),
+    (use_outside_tensor, "float32 tensor of shape (3,) from outside", "pass it as an argument"),
+    (use_outside_module, "from outside", "add its module to the list of models"),
+    (use_outside_optimizer, "an optimizer (SGD) that was not given", "add it to the list"),
+    (call_saved_step, "through a saved reference", "call optimizer.step()"),
     (mask, "depends on the values", "torch.where"),
     (from_array, "NumPy array", "pass it as an argument"),
     (tensor_of_array, "NumPy array", "pass it as an argument"),
@@ -262,17 +262,17 @@ WITH_LINE = [
     (product, "whether there are zeros", "torch.cumprod"),
     (complex_product, "the gradient formula of cumprod depends on whether there are zeros", "real numbers"),
     (zero, "zero throughout", "torch.sign"),
-    (parted, "tensor_split reads the memory", "in tensors"),
+    (split_by_tensor, "tensor_split reads the memory", "in tensors"),
     (scaler, "GradScaler", "bfloat16"),
     (sparse, "sparse", "dense"),
-    (swallowed, ".item()", "return the tensor"),
-    (resized, "size of a tensor's memory", "create a new tensor"),
-    (seeded, "state from outside", "before the step"),
+    (swallow_refusal, ".item()", "return the tensor"),
+    (resize_memory, "size of a tensor's memory", "create a new tensor"),
+    (set_generator_state, "state from outside", "before the step"),
 ]
 
 
-@pytest.mark.parametrize(("make", "what", "advice"), WITH_LINE, ids=lambda value: getattr(value, "__name__", None))
-def test_refused_with_the_line(make: Refused, what: str, advice: str) -> None:
+@pytest.mark.parametrize(("make", "phrase", "advice"), WITH_LINE, ids=lambda value: getattr(value, "__name__", None))
+def test_refusal_names_line_and_advice(make: MakeStep, phrase: str, advice: str) -> None:
     world = World()
     step = make(world)
     before = picture(world)
@@ -281,13 +281,13 @@ def test_refused_with_the_line(make: Refused, what: str, advice: str) -> None:
     expected = f"{__file__}:{line_of(make.__name__)}"
     assert caught.value.location == expected
     assert str(caught.value).startswith(expected)
-    assert what in str(caught.value)
+    assert phrase in str(caught.value)
     assert advice in str(caught.value)
     assert_same_picture(before, picture(world))
 
 
-def test_of_operators_that_are_called_fused_those_are_refused_that_name_many_tensors() -> None:
-    """Such as updates of optimizers; the norm of Llama has a kernel of such a name on a GPU, and is one op."""
+def test_fused_operators_are_refused_if_they_take_tensor_lists() -> None:
+    """The RMS norm of a GPU also has a fused kernel, but it is one op and is not refused."""
     prefixes = next(prefixes for prefixes in recorder._REFUSED if any("_fused_" in name for name in prefixes))
     schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("aten::_fused_")]
     assert len(schemas) > 10
@@ -296,7 +296,7 @@ def test_of_operators_that_are_called_fused_those_are_refused_that_name_many_ten
         assert schema.name.startswith(prefixes) == many, schema.name
 
 
-GIVES_AWAY: dict[str, Callable[[torch.Tensor], object]] = {
+READS_BYTES: dict[str, Callable[[torch.Tensor], object]] = {
     "DLPack": lambda t: np.from_dlpack(t.detach()),
     "DLPack of PyTorch": lambda t: torch.utils.dlpack.to_dlpack(t.detach()),
     "address of a storage": lambda t: t.untyped_storage().data_ptr(),
@@ -313,20 +313,20 @@ GIVES_AWAY: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage")
-@pytest.mark.parametrize("name", GIVES_AWAY)
-def test_what_gives_the_bytes_of_a_tensor_away_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", READS_BYTES)
+def test_reading_the_bytes_of_a_tensor_is_refused(name: str) -> None:
     world = World()
 
     def step(x: torch.Tensor) -> torch.Tensor:
         loss = world.learn(x)
-        GIVES_AWAY[name](loss)
+        READS_BYTES[name](loss)
         return loss
 
     with pytest.raises(CaptureError, match="reads the value of a tensor"):
         world.capture(step)
 
 
-def test_a_storage_outside_of_the_step_can_be_used_in_it() -> None:
+def test_untraced_storage_can_be_used_in_a_step() -> None:
     world = World()
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -338,7 +338,7 @@ def test_a_storage_outside_of_the_step_can_be_used_in_it() -> None:
 
 @pytest.mark.parametrize("kind", ["to_sparse", "to_sparse_csr", "to_mkldnn"])
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_tensors_without_memory_of_the_usual_kind_are_refused(kind: str) -> None:
+def test_non_strided_tensor_is_refused(kind: str) -> None:
     world = World()
 
     def step(x: torch.Tensor) -> torch.Tensor:
