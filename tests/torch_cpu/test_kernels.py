@@ -112,7 +112,7 @@ def test_equal_ops_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "compiled", compile_and_record)
     step, batches, _ = compiled("convolutional", IN_CORE)
     progress: list[tuple[str, int, int]] = []
-    step.on_progress = lambda *what: progress.append(what)
+    step.on_progress = lambda *args: progress.append(args)
     with step:
         step(*batches[0])
         assert len(set(texts)) == len(texts)
