@@ -530,7 +530,7 @@ def test_chosen_storages_are_recomputed_from_the_next_step_on() -> None:
                 if step == 3:
                     candidates = recipes.noted()
                     assert sum(candidate.saved for candidate in candidates) > 40
-                    # Measured times depend on the machine: choose all whose recipes hold less than they free.
+                    # Measured times depend on the machine: choose every recipe that frees more than it holds.
                     recipes.choose(worth_making_again(candidates, 1.0))
             optimizer.zero_grad()
             loss = loss_of(model, ids, targets)

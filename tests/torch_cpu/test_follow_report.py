@@ -37,14 +37,13 @@ def _plan_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_steps(
     steps: int, between: Callable[[int, nn.Module], object] = lambda i, m: None, **options: Any
 ) -> Iterator[tuple[outofcore.Loop, outofcore.LoopStats]]:
-    """Train a model within a budget; yield the loop and its stats after each step."""
     torch.manual_seed(0)
     model = Language()
     with outofcore.budget(BUDGET, model, **{"cache": False, "policy": MOVES, **options}) as run:
         optimizer = adamw(model)
-        for i, (ids, wanted) in enumerate(sentences(steps)):
+        for i, (ids, targets) in enumerate(sentences(steps)):
             optimizer.zero_grad()
-            loss_of(model, ids, wanted).backward()
+            loss_of(model, ids, targets).backward()
             optimizer.step()
             yield run, run.stats
             between(i, model)

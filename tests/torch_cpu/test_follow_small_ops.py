@@ -73,7 +73,6 @@ def test_large_results_of_small_ops_are_tracked() -> None:
 
 
 def test_small_backward_op_beyond_the_budget_is_refused() -> None:
-    """The backward op makes a large gradient from a small one."""
     wide = torch.rand(4, 1, requires_grad=True)
     with pytest.raises(BudgetError, match=r"select_backward .*test_follow_small_ops.* needs 16\.0 MiB"), _loop(MIB):
         wide.expand(4, 1 << 20)[0].sum().backward()

@@ -132,7 +132,6 @@ def test_notebook_cells_can_start_and_stop_loops() -> None:
 
 @pytest.mark.parametrize("moment", ["forward", "backward", "update"])
 def test_training_is_exact_after_ctrl_c_in_a_step(moment: str) -> None:
-    """Ctrl-C arrives between two ops; training then repeats the step."""
 
     def train(budget: int | None) -> tuple[list[float], nn.Module]:
         model, optimizer, batches = make_training()

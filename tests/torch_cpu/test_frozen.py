@@ -47,8 +47,6 @@ class Adapted(nn.Module):
 
 @dataclass
 class Side:
-    """A model with its optimizer and training step, plain or compiled."""
-
     model: nn.Sequential
     optimizer: torch.optim.Optimizer
     step: Callable[[torch.Tensor], torch.Tensor]
@@ -285,7 +283,7 @@ def test_user_changes_of_frozen_weights_take_effect(pair: Any) -> None:
     ("pair", "seed"), some_of([("disk", 0), ("tiers", 0), ("file", 0), ("file", 1)], [("file", 1)]), indirect=["pair"]
 )
 def test_user_changes_take_effect_at_home_and_in_the_arena(pair: Any, seed: int) -> None:
-    """As above, but the weights leave the arena now and then, as for a new plan."""
+    """As above, but the weights sometimes leave the arena, as for a new plan."""
     draw = random.Random(seed)
     train(pair, range(2))
     for number, act in enumerate(CHANGES + CHANGES):

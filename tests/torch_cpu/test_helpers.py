@@ -17,7 +17,6 @@ from outofcore.child_processes import start_process
 
 @pytest.fixture
 def _restore_settings() -> Iterator[None]:
-    """Restore the PyTorch settings that a test changes."""
     before = torch.get_num_threads(), torch.get_default_dtype(), torch.backends.mkldnn.enabled
     precision = torch.backends.mkldnn.matmul.fp32_precision
     yield

@@ -51,7 +51,7 @@ def smallest() -> int:
 
 
 @pytest.fixture(params=["offload-all", "auto:polish_ops=0"])
-def compiled(request: pytest.FixtureRequest, smallest: int, tmp_path: Path) -> Iterator[tuple[Sides, Any]]:
+def plain_and_compiled(request: pytest.FixtureRequest, smallest: int, tmp_path: Path) -> Iterator[tuple[Sides, Any]]:
     with two_homes(request.param, smallest, tmp_path) as pair:
         yield pair
 
@@ -90,17 +90,17 @@ def test_signals_wait_for_the_end_of_a_deferred_block() -> None:
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_in_a_step_finishes_or_undoes_the_step(
-    compiled: Any, times: int, monkeypatch: pytest.MonkeyPatch
+    plain_and_compiled: Any, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, ours = compiled
+    plain, ours = plain_and_compiled
     step = ours[2]
     before = contents(ours[0], ours[1])
     sent, notes = [], threading.Semaphore(0)
-    original = Deferred._note
+    note = Deferred._note
 
     def note_and_release(self: Deferred, *args: Any) -> None:
         notes.release()
-        original(self, *args)
+        note(self, *args)
 
     def interrupt() -> None:
         sent.append(1)
@@ -194,8 +194,8 @@ def _use_step_in_child(step: Any, model: nn.Module, pipe: Any) -> None:
     pipe.close()
 
 
-def test_fork_cannot_run_the_step_and_leaves_it_intact(compiled: Any) -> None:
-    plain, ours = compiled
+def test_fork_cannot_run_the_step_and_leaves_it_intact(plain_and_compiled: Any) -> None:
+    plain, ours = plain_and_compiled
     model, _, step = ours
     receiver, sender = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=_use_step_in_child, args=(step, model, sender))
@@ -213,8 +213,8 @@ def test_fork_cannot_run_the_step_and_leaves_it_intact(compiled: Any) -> None:
     goes_on(plain, ours)
 
 
-def test_data_loader_workers_leave_the_step_exact(compiled: Any) -> None:
-    plain, (model, optimizer, step) = compiled
+def test_data_loader_workers_leave_the_step_exact(plain_and_compiled: Any) -> None:
+    plain, (model, optimizer, step) = plain_and_compiled
     data = torch.utils.data.TensorDataset(torch.cat([batch(k) for k in range(4)]))
     loader = torch.utils.data.DataLoader(data, batch_size=128, num_workers=1, multiprocessing_context="fork")
     torch.manual_seed(3)
@@ -224,8 +224,8 @@ def test_data_loader_workers_leave_the_step_exact(compiled: Any) -> None:
     assert_same(contents(model, optimizer), contents(plain[0], plain[1]))
 
 
-def test_two_steps_of_one_model_can_alternate(compiled: Any, smallest: int, tmp_path: Path) -> None:
-    plain, (model, optimizer, step) = compiled
+def test_two_steps_of_one_model_can_alternate(plain_and_compiled: Any, smallest: int, tmp_path: Path) -> None:
+    plain, (model, optimizer, step) = plain_and_compiled
 
     def evaluate(ids: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -246,8 +246,8 @@ def test_two_steps_of_one_model_can_alternate(compiled: Any, smallest: int, tmp_
 
 
 @pytest.mark.parametrize("speed", [1e-3, 1.0, 1e3])
-def test_plan_uses_the_disk_at_any_disk_speed(compiled: Any, speed: float) -> None:
-    step = compiled[1][2]
+def test_plan_uses_the_disk_at_any_disk_speed(plain_and_compiled: Any, speed: float) -> None:
+    step = plain_and_compiled[1][2]
     graph, costs, disk = step.captured.graph, step.costs, step.costs.homes[-1]
     scaled = replace(disk, bytes_per_s_in=disk.bytes_per_s_in * speed, bytes_per_s_out=disk.bytes_per_s_out * speed)
     costs = replace(costs, homes=(*costs.homes[:-1], scaled))
@@ -258,8 +258,10 @@ def test_plan_uses_the_disk_at_any_disk_speed(compiled: Any, speed: float) -> No
     )
 
 
-def test_model_memory_taken_by_another_step_is_detected(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, (model, _, step) = compiled
+def test_model_memory_taken_by_another_step_is_detected(
+    plain_and_compiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, (model, _, step) = plain_and_compiled
 
     def take() -> None:
         model[1].weight.data = model[1].weight.data.clone()  # as another step does when it takes the model
@@ -273,8 +275,10 @@ def test_model_memory_taken_by_another_step_is_detected(compiled: Any, monkeypat
         step(batch(9))
 
 
-def test_concurrent_call_from_another_thread_is_refused(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, ours = compiled
+def test_concurrent_call_from_another_thread_is_refused(
+    plain_and_compiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, ours = plain_and_compiled
     step = ours[2]
     messages: list[str] = []
 

@@ -80,7 +80,7 @@ def test_materialize_refuses_a_lazy_module_by_its_path() -> None:
         assert model(torch.ones(2, 64)).isfinite().all()
 
 
-def test_module_that_becomes_lazy_between_calls_is_refused() -> None:
+def test_module_made_lazy_between_calls_is_refused() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

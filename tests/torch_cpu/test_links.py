@@ -31,7 +31,7 @@ class Clock(threading.local):
 
 
 class Paced(HostHome):
-    """A home whose copies advance a simulated clock."""
+    """A home with copies that advance a simulated clock."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(64 * MIB)
@@ -46,7 +46,7 @@ class Paced(HostHome):
         self._clock.now += 0.005 + len(target) / (100 * MIB)
 
 
-def test_measured_rates_are_those_of_a_simulated_link(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_rates_match_a_simulated_link(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
 
@@ -320,7 +320,7 @@ def test_temporary_load_is_not_attributed_to_copies(busy: range) -> None:
     """Ops take twice as long in successive measurements, as when another process runs for a second."""
     numbers = count(-7)  # after the warm-up and the latency
 
-    def times(actions: Sequence[links._Action], seconds: float, least: int) -> list[list[float]]:
+    def times(actions: Sequence[links._Action], seconds: float, min_copies: int) -> list[list[float]]:
         load = 2.0 if next(numbers) in busy else 1.0
         slowdown = 1.0 + 0.05 * (len(actions) - 1)
         return [[load * slowdown] if action is bench.work else [0.5] for action in actions]

@@ -106,7 +106,7 @@ def test_transformers_logs_have_metrics_for_every_callback(tmp_path: Path) -> No
     from outofcore.integrations.transformers import OutOfCoreCallback  # noqa: PLC0415 - it needs transformers
 
     class Reporter(transformers.TrainerCallback):
-        """A callback that runs before the user's, as those in ``report_to`` do."""
+        """A callback that runs before the user's, like a logger in ``report_to``."""
 
         def __init__(self) -> None:
             self.rows: list[dict[str, Any]] = []

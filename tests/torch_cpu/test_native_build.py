@@ -29,7 +29,6 @@ from outofcore.runtime.native import load_native, load_unlocked
 
 @pytest.fixture(scope="module")
 def library_bytes() -> bytes:
-    """The contents of this process's library file."""
     path = compiling.user_cache_folder() / native.library_file().stem / native.library_file().name
     load_native()
     return path.read_bytes()
@@ -152,7 +151,6 @@ def test_library_name_depends_on_device_and_torch_version(monkeypatch: pytest.Mo
 
 
 def to_snake_case(name: str) -> str:
-    """Write an enumerator's name as Python does."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name.removeprefix("k")).upper()
 
 

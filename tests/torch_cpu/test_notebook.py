@@ -81,7 +81,6 @@ class ParsedHtml(HTMLParser):
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[dict[str, Any]]]:
-    """The outputs of each cell, and all messages of the kernel."""
     messages: list[dict[str, Any]] = []
 
     class Client(nbclient.NotebookClient):

@@ -253,7 +253,6 @@ def test_budget_error_names_the_onnx_node(tmp_path: Path, capfd: pytest.CaptureF
 
 
 def make_tiny_model(**changes: Any) -> Any:
-    """Make a model of three nodes and two weights."""
     from onnx import TensorProto, helper, numpy_helper  # noqa: PLC0415
 
     random_ = np.random.default_rng(0)

@@ -34,7 +34,6 @@ def collect_cases() -> list[Any]:
 
 
 def tensor_of(value: Any) -> Any:
-    """Convert an input or a result of a case to PyTorch."""
     if isinstance(value, list):
         return [tensor_of(item) for item in value]
     array = np.asarray(onnx.numpy_helper.to_array(value) if isinstance(value, onnx.TensorProto) else value)

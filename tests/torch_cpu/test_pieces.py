@@ -86,7 +86,7 @@ def test_updates_in_pieces_have_the_bits_of_whole_updates(
     assert max(piece_counts) == (1 if dtype is torch.bfloat16 else -(-elements // PIECE_ELEMENTS))
 
 
-def test_scratch_memory_is_that_of_a_piece() -> None:
+def test_update_needs_the_scratch_memory_of_one_piece() -> None:
     width = 2048
     weight = nn.Parameter(torch.zeros(width, width))
     optimizer = AdamW([weight], lr=0.01)

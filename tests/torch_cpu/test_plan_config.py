@@ -280,16 +280,16 @@ def test_largest_size_fits_and_the_next_does_not(content: dict[str, Any], tokens
 def test_search_finds_the_largest_fitting_size(slope: int, curve: int, base: int) -> None:
     sizes: list[int] = []
 
-    def need(count: int) -> int:
+    def bytes_needed(count: int) -> int:
         sizes.append(count)
         return base + slope * count + curve * count * count
 
     for memory in (0, 50, 999, 1000, 1009, 12_345, 10**7):
         sizes.clear()
         for limit in (1, 7, 5000):
-            expected = max((n for n in range(1, limit + 1) if need(n) <= memory), default=0)
+            expected = max((n for n in range(1, limit + 1) if bytes_needed(n) <= memory), default=0)
             sizes.clear()
-            assert fitting._search(need, {2.0: base + 2 * slope + 4 * curve}, memory, limit) == expected
+            assert fitting._search(bytes_needed, {2.0: base + 2 * slope + 4 * curve}, memory, limit) == expected
             assert len(sizes) <= 30
 
 

@@ -83,7 +83,6 @@ def test_policy_gives_the_bits_of_plain_pytorch(policy: PolicyLike) -> None:
 
 
 def measure_step() -> tuple[StepGraph, Costs]:
-    """Return the graph of the captured step and its measured costs."""
     step, model, optimizer = make_training()
     with outofcore.compile(step, model, optimizer, budget="256MiB", home="host") as train:
         train(batches()[0])

@@ -65,7 +65,6 @@ def make_words(
 
 
 def make_squares_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Make a step that minimises the squares of a model's outputs."""
 
     def step(x: torch.Tensor) -> torch.Tensor:
         loss = model(x).square().mean()
@@ -105,7 +104,6 @@ def make_modified() -> Case:
 
 
 def make_two_updates() -> Case:
-    """Make a step with two updates of each parameter."""
     model = nn.Linear(300, 400)
     optimizer = torch.optim.Adam(model.parameters())
 
@@ -138,7 +136,6 @@ def make_kept_gradients(*, accumulates: bool = False) -> Case:
 
 
 def make_frozen() -> Case:
-    """Make a step that trains only the last layer."""
     model = nn.Sequential(nn.Embedding(1500, 200), nn.Linear(200, 600), nn.Linear(600, 4))
     model[:2].requires_grad_(False)
     optimizer = torch.optim.Adam(model[2].parameters())

@@ -20,7 +20,7 @@ NARROW, WIDE = ROWS * WIDTH * 2, ROWS * WIDTH * 4
 
 
 class Block(nn.Module):
-    """The second half of a Llama block, whose norm computes in float32."""
+    """The second half of a Llama block, with a norm in float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,13 +116,14 @@ def narrow_twice(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("function", "more"), [(square, 1), (reuse_input, 0), (change_input, 0), (overwrite_result, 0), (narrow_twice, 1)]
+    ("function", "extra_casts"),
+    [(square, 1), (reuse_input, 0), (change_input, 0), (overwrite_result, 0), (narrow_twice, 1)],
 )
 def test_casts_are_recomputed_only_when_useful_and_possible(
-    function: Callable[[torch.Tensor], torch.Tensor], more: int
+    function: Callable[[torch.Tensor], torch.Tensor], extra_casts: int
 ) -> None:
     before, after = captures_of(function)
-    assert count_casts(after) - count_casts(before) == more
+    assert count_casts(after) - count_casts(before) == extra_casts
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6])

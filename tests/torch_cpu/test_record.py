@@ -21,7 +21,6 @@ SAMPLE = ("compile, 12MiB, home disk", "compile, 5MiB, home host", "budget, 12Mi
 
 @pytest.fixture(scope="module")
 def recorded_sample() -> dict[str, Any]:
-    """The sample in the files of the record."""
     content = record.read_record(MODEL)
     return {**content, "pairs": {name: content["pairs"][name] for name in SAMPLE}}
 

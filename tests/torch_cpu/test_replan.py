@@ -86,8 +86,17 @@ def memory_replans(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_growing_scratch_memory_is_planned_for(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     caplog.set_level(logging.INFO, "outofcore")
-    usual, more, largest = 128 * KIB, MIB, 2 * MIB
-    scratch_sizes = [usual, usual, more, more, more, usual, largest, largest]
+    usual_bytes, more_bytes, largest_bytes = 128 * KIB, MIB, 2 * MIB
+    scratch_sizes = [
+        usual_bytes,
+        usual_bytes,
+        more_bytes,
+        more_bytes,
+        more_bytes,
+        usual_bytes,
+        largest_bytes,
+        largest_bytes,
+    ]
     expected = train(make()[0], scratch_sizes)
     step, model, optimizer = make()
     with outofcore.compile(step, model, optimizer, budget="256MiB", cache=tmp_path) as compiled:
@@ -100,7 +109,7 @@ def test_growing_scratch_memory_is_planned_for(caplog: pytest.LogCaptureFixture,
         (index,) = (op.id for op in compiled.captured.graph.ops if "moody" in op.name)
         assert train(compiled, scratch_sizes[3:5]) == expected[3:5]
         assert compiled.planned is not first
-        assert compiled.costs.ops[index].workspace_bytes == more
+        assert compiled.costs.ops[index].workspace_bytes == more_bytes
         assert compiled.stats.off_plan == 2
         assert len(memory_replans(caplog)) == 1
         assert f"op {index} (outofcore_tests.moody" in caplog.text
@@ -112,32 +121,32 @@ def test_growing_scratch_memory_is_planned_for(caplog: pytest.LogCaptureFixture,
         assert compiled.stats.off_plan == 3
         assert train(compiled, scratch_sizes[7:]) == expected[7:]
         assert compiled.stats.off_plan == 3
-        assert compiled.costs.ops[index].workspace_bytes == largest
+        assert compiled.costs.ops[index].workspace_bytes == largest_bytes
         assert len(memory_replans(caplog)) == 2
 
 
 def test_step_beyond_the_budget_is_refused_and_undone(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "outofcore")
     step, model, optimizer = make()
-    usual, more = 128 * KIB, 16 * MIB
+    usual_bytes, more_bytes = 128 * KIB, 16 * MIB
     smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(torch.ones(256, 256),), cache=False)
-    assert smallest < more
-    expected = train(make()[0], [usual] * 4)
+    assert smallest < more_bytes
+    expected = train(make()[0], [usual_bytes] * 4)
     step, model, optimizer = make()
     # With this policy calls are never run as an eager loop.
     with outofcore.compile(step, model, optimizer, budget=smallest, policy="offload-all", cache=False) as compiled:
-        assert train(compiled, [usual] * 2) == expected[:2]
+        assert train(compiled, [usual_bytes] * 2) == expected[:2]
         for _ in range(2):
             with pytest.raises(BudgetError, match="moody") as caught:
-                train(compiled, [more])
-            assert more < (caught.value.smallest_budget or 0) < 2 * more
+                train(compiled, [more_bytes])
+            assert more_bytes < (caught.value.smallest_budget or 0) < 2 * more_bytes
             assert any("undone and can be called again" in note for note in caught.value.__notes__)
-        assert train(compiled, [usual] * 2) == expected[2:]
+        assert train(compiled, [usual_bytes] * 2) == expected[2:]
     assert memory_replans(caplog) == []
     step, model, optimizer = make()
     larger = caught.value.smallest_budget or 0
     with outofcore.compile(step, model, optimizer, budget=larger, policy="offload-all", cache=False) as compiled:
-        assert train(compiled, [more, usual, more]) == expected[:3]
+        assert train(compiled, [more_bytes, usual_bytes, more_bytes]) == expected[:3]
 
 
 def test_scratch_memory_of_the_first_step_is_planned_for(caplog: pytest.LogCaptureFixture) -> None:
@@ -207,7 +216,7 @@ def test_arena_is_released_before_planning_again(
     """Planning takes memory, which together with the arena would break the budget."""
     caplog.set_level(logging.INFO, "outofcore")
     monkeypatch.setattr("outofcore.replanning.is_off", lambda *_: cause == "times")
-    usual, more = 128 * KIB, 512 * KIB
+    usual_bytes, more_bytes = 128 * KIB, 512 * KIB
     step, model, optimizer = make()
     smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(torch.ones(256, 256),), cache=False)
     step, model, optimizer = make()
@@ -222,8 +231,8 @@ def test_arena_is_released_before_planning_again(
     monkeypatch.setattr(planning, "plans_of_step", plans_of_step)
     budget = smallest + MIB
     with outofcore.compile(step, model, optimizer, budget=budget, policy="offload-all", cache=False) as compiled:
-        monkeypatch.setattr(compiled._session.planner.backend, "reserve", lambda _: more + MIB)
-        scratch_sizes = [usual] * 2 + [usual if cause == "times" else more] * 4
+        monkeypatch.setattr(compiled._session.planner.backend, "reserve", lambda _: more_bytes + MIB)
+        scratch_sizes = [usual_bytes] * 2 + [usual_bytes if cause == "times" else more_bytes] * 4
         expected = train(make()[0], scratch_sizes)
         results = train(compiled, scratch_sizes[:1])
         assert compiled._session.steps.arena is not None
