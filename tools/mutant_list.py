@@ -225,7 +225,7 @@ MUTANTS = (
         "if self._pending and not self._is_told:",
         "if len(self._pending) > 1 and not self._is_told:",
         "A single Ctrl-C during a step is dropped instead of being raised after it.",
-        ("tests/torch_cpu/test_intruders.py::test_signals_wait_for_the_end_of_what_must_not_be_torn",),
+        ("tests/torch_cpu/test_intruders.py::test_signals_wait_for_the_end_of_a_deferred_block",),
     ),
     Mutant(
         "checksum-not-compared",
@@ -277,7 +277,7 @@ MUTANTS = (
         "std::memcpy(last, bytes + at, static_cast<size_t>(count - at));",
         "std::memcpy(last, bytes + at, static_cast<size_t>((count - at) / 8 * 8));",
         "A fingerprint does not depend on the last bytes when their number is not a multiple of eight.",
-        ("tests/torch_cpu/test_frozen.py::test_a_fingerprint_sees_bits_places_and_lengths",),
+        ("tests/torch_cpu/test_frozen.py::test_checksum_depends_on_bits_positions_and_length",),
     ),
     Mutant(
         "arena-hands-out-bytes-in-use",
@@ -430,7 +430,7 @@ MUTANTS = (
         "  restore(now);\n  return stack;",
         "  now = at::Generator();\n  return stack;",
         "Recomputing dropout leaves the random generator where the forward pass had it.",
-        ("tests/torch_cpu/test_follow_recompute.py::test_dropout_is_made_again_with_the_same_draws",),
+        ("tests/torch_cpu/test_follow_recompute.py::test_dropout_is_recomputed_with_the_same_draws",),
     ),
     Mutant(
         "recipe-misses-changed-input",
@@ -439,7 +439,7 @@ MUTANTS = (
         "readers.clear();",
         "A saved tensor cannot be recomputed once an op has changed one of its inputs.",
         (
-            "tests/torch_cpu/test_follow_recompute.py::test_what_is_changed_before_backward_counts_as_in_eager",
+            "tests/torch_cpu/test_follow_recompute.py::test_change_before_backward_acts_as_in_plain_pytorch",
             "tests/torch_cpu/test_follow_recompute.py",
         ),
     ),
@@ -519,7 +519,7 @@ MUTANTS = (
         "    for child in module.children():\n        yield from _inner_first(child, visited)\n    yield module\n",
         "    yield module\n    for child in module.children():\n        yield from _inner_first(child, visited)\n",
         "A materialized model draws its initial numbers in another order than its constructor.",
-        ("tests/torch_cpu/test_materialization.py::test_a_model_on_meta_is_initialised_by_its_modules",),
+        ("tests/torch_cpu/test_materialization.py::test_meta_model_is_initialised_by_its_modules",),
     ),
     Mutant(
         "average-pool-counts-padding",

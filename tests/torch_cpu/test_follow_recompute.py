@@ -1,4 +1,4 @@
-"""Followed loops in which autograd holds recipes in place of tensors: nothing that anybody can see differs."""
+"""Tests of eager loops in which autograd saves recipes instead of tensors."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ def recipes_of(run: outofcore.Loop) -> Recipes:
     return Recipes(run._space)
 
 
-def made_again(run: outofcore.Loop) -> None:
+def recompute_all(run: outofcore.Loop) -> None:
     recipes_of(run).everything()
 
 
-def peak(name: str, share: float = 1.0) -> int:
+def loop_peak(name: str, share: float = 1.0) -> int:
     return peak_of(*LOOPS[name], share)
 
 
 @pytest.mark.parametrize("name", some_of(LOOPS, ["branches", "checkpointed", "autocast", "pictures", "ragged"]))
-def test_loops_have_the_same_numbers_when_all_that_can_be_is_made_again(name: str) -> None:
+def test_loop_matches_plain_pytorch_when_recomputing_all(name: str) -> None:
     theirs, _ = trained(*LOOPS[name])
-    # Either way in turn: the suite is long.
+    # Alternate the two settings over the loops: the suite is long.
     share, stress = ((0.3, False), (0.5, True))[list(LOOPS).index(name) % 2]
-    # Recomputation makes small tensors too, which the run that was measured did not.
-    budget = peak(name, share) + 256 * KIB
-    ours, stats = trained(*LOOPS[name], budget=budget, stress=stress, prepare=made_again, policy=None)
+    # Recomputation also creates small tensors, which the measured run did not.
+    budget = loop_peak(name, share) + 256 * KIB
+    ours, stats = trained(*LOOPS[name], budget=budget, stress=stress, prepare=recompute_all, policy=None)
     assert ours.differs_from(theirs) == ""
     assert stats is not None
     assert stats.peak_bytes <= budget
@@ -57,10 +57,10 @@ def test_loops_have_the_same_numbers_when_all_that_can_be_is_made_again(name: st
     assert stats.unkept_bytes > 0
 
 
-def test_less_memory_is_used_where_everything_fits() -> None:
-    stats = trained(*LOOPS["plain"], budget=ROOMY, prepare=made_again, policy=None)[1]
+def test_recomputation_lowers_the_peak_without_evictions() -> None:
+    stats = trained(*LOOPS["plain"], budget=ROOMY, prepare=recompute_all, policy=None)[1]
     assert stats is not None
-    assert stats.peak_bytes < 0.8 * peak("plain")
+    assert stats.peak_bytes < 0.8 * loop_peak("plain")
     assert stats.evictions == 0
 
 
@@ -71,8 +71,8 @@ def run() -> Iterator[outofcore.Loop]:
         yield loop
 
 
-def both(run: outofcore.Loop, program: Callable[[], Any]) -> tuple[Any, Any]:
-    """What a program gives, or how it fails, plain and followed."""
+def run_without_and_with_recipes(run: outofcore.Loop, program: Callable[[], Any]) -> tuple[Any, Any]:
+    """Return a program's tensors or error type, first without recipes, then with them."""
     results: list[Any] = []
     for recompute in (False, True):
         switch = recipes_of(run)
@@ -87,9 +87,9 @@ def both(run: outofcore.Loop, program: Callable[[], Any]) -> tuple[Any, Any]:
     return results[0], results[1]
 
 
-def assert_alike(run: outofcore.Loop, program: Callable[[], Any], *, reruns: bool = True) -> None:
+def assert_same_results(run: outofcore.Loop, program: Callable[[], Any], *, reruns: bool = True) -> None:
     before = run.stats.reruns
-    theirs, ours = both(run, program)
+    theirs, ours = run_without_and_with_recipes(run, program)
     if isinstance(theirs, list):
         assert isinstance(ours, list)
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -98,11 +98,11 @@ def assert_alike(run: outofcore.Loop, program: Callable[[], Any], *, reruns: boo
     assert (run.stats.reruns > before) == reruns
 
 
-def send_away(tensor: Tensor) -> None:
+def evict(tensor: Tensor) -> None:
     assert load_paging().follow_evict(tensor.untyped_storage()._cdata) == 1
 
 
-def in_a_thread(change: Callable[[], object]) -> None:
+def run_in_thread(change: Callable[[], object]) -> None:
     thread = threading.Thread(target=change)
     thread.start()
     thread.join()
@@ -115,7 +115,7 @@ def leaf(*shape: int) -> Tensor:
 WEIGHT = (256, 256)
 
 
-def test_a_storage_goes_and_comes_back(run: outofcore.Loop) -> None:
+def test_saved_storage_is_freed_and_recomputed(run: outofcore.Loop) -> None:
     x, weight = leaf(), leaf(*WEIGHT)
     y = F.gelu(x * 2)
     address = y.untyped_storage()._cdata
@@ -123,7 +123,7 @@ def test_a_storage_goes_and_comes_back(run: outofcore.Loop) -> None:
     reference = y.untyped_storage()._weak_ref()  # type: ignore[attr-defined]
     assert weak(reference) is not None
     z = y @ weight
-    z.sum()  # the next op, at which autograd has the node of the last
+    z.sum()  # autograd has the node of an op only at the next op
     before = run.stats.bytes_in_use
     del y
     assert address
@@ -135,7 +135,7 @@ def test_a_storage_goes_and_comes_back(run: outofcore.Loop) -> None:
     assert run.stats.reruns >= 1
 
 
-def test_dropout_is_made_again_with_the_same_draws(run: outofcore.Loop) -> None:
+def test_dropout_is_recomputed_with_the_same_draws(run: outofcore.Loop) -> None:
     def program() -> list[Any]:
         x, weight = leaf(), leaf(*WEIGHT)
         y = F.dropout(F.silu(x @ weight), 0.3)
@@ -145,10 +145,10 @@ def test_dropout_is_made_again_with_the_same_draws(run: outofcore.Loop) -> None:
         y.square().mean().backward()
         return [x.grad, weight.grad, torch.rand(3)]
 
-    assert_alike(run, program)
+    assert_same_results(run, program)
 
 
-def test_a_generator_of_the_users_own_is_left_alone(run: outofcore.Loop) -> None:
+def test_recomputation_leaves_user_generators_unchanged(run: outofcore.Loop) -> None:
     def program() -> list[Any]:
         draw = torch.Generator().manual_seed(5)
         x, weight = leaf(), leaf(*WEIGHT)
@@ -158,7 +158,7 @@ def test_a_generator_of_the_users_own_is_left_alone(run: outofcore.Loop) -> None
         (y * y).sum().backward()
         return [x.grad, weight.grad, torch.rand(4, generator=draw)]
 
-    assert_alike(run, program)
+    assert_same_results(run, program)
 
 
 @pytest.mark.parametrize("train", [True, False])
@@ -171,11 +171,11 @@ def test_batch_norm_counts_each_batch_once(run: outofcore.Loop, train: bool) -> 
         loss.backward()
         return [p.grad for p in model.parameters()] + list(model.state_dict().values())
 
-    assert_alike(run, program)
+    assert_same_results(run, program)
 
 
 CHANGES: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    # Of what a recipe starts from (h), or of what was saved itself (y).
+    # Changes of the input of a recipe (h) or of the saved tensor (y).
     "none": lambda h, y: None,
     "input": lambda h, y: h.detach().add_(1),
     "input_behind_autograd": lambda h, y: h.data.mul_(3),
@@ -189,11 +189,13 @@ CHANGES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-# What nobody has any more, nobody can change.
-@pytest.mark.parametrize(("change", "kept"), [(c, k) for c in CHANGES for k in (True, False) if k or "saved" not in c])
+# A program cannot change a tensor that it has dropped.
+@pytest.mark.parametrize(
+    ("change", "keeps_saved"), [(c, k) for c in CHANGES for k in (True, False) if k or "saved" not in c]
+)
 @pytest.mark.parametrize("kind", ["saves_input", "saves_nothing", "saves_result"])
-def test_what_is_changed_before_backward_counts_as_in_eager(
-    run: outofcore.Loop, change: str, kept: bool, kind: str
+def test_change_before_backward_acts_as_in_plain_pytorch(
+    run: outofcore.Loop, change: str, keeps_saved: bool, kind: str
 ) -> None:
     op: dict[str, Callable[[Tensor], Tensor]] = {
         "saves_input": F.gelu,
@@ -207,14 +209,14 @@ def test_what_is_changed_before_backward_counts_as_in_eager(
         y = op[kind](h)
         z = y @ weight
         total = z.sum()
-        if not kept:
+        if not keeps_saved:
             y = h
         CHANGES[change](h, y)
         del h, y, z
         total.backward()
         return [x.grad, weight.grad]
 
-    theirs, ours = both(run, program)
+    theirs, ours = run_without_and_with_recipes(run, program)
     if isinstance(theirs, list):
         assert isinstance(ours, list)
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -222,33 +224,33 @@ def test_what_is_changed_before_backward_counts_as_in_eager(
         assert ours is theirs
 
 
-def test_a_parameter_that_is_updated_between_forward_and_backward(run: outofcore.Loop) -> None:
+def test_parameter_update_before_backward_acts_as_in_plain_pytorch(run: outofcore.Loop) -> None:
     def program() -> list[Any]:
         x, shift, weight = torch.randn(128, 256), leaf(), leaf(*WEIGHT)
         z = ((x + shift) @ weight).sum()
         with torch.no_grad():
-            shift.add_(1)  # which autograd has not saved
+            shift.add_(1)  # autograd has not saved it
         z.backward()
         return [shift.grad, weight.grad]
 
-    assert_alike(run, program)
+    assert_same_results(run, program)
     small = nn.LayerNorm(256)
     weight = leaf(*WEIGHT)
 
-    def with_small_ones() -> list[Any]:
+    def with_small_parameters() -> list[Any]:
         x = leaf()
         z = (small(x) @ weight).sum()
-        small.weight.data.add_(1)  # eager does not notice, and neither saw it in the product
+        small.weight.data.add_(1)  # plain PyTorch does not notice this change, either
         z.backward()
-        found = [weight.grad]
+        gradients = [weight.grad]
         weight.grad = None
         small.weight.data.sub_(1)
-        return found
+        return gradients
 
-    assert_alike(run, with_small_ones)
+    assert_same_results(run, with_small_parameters)
 
 
-def test_backward_twice_and_gradients_of_gradients(run: outofcore.Loop) -> None:
+def test_repeated_and_double_backward_match_plain_pytorch(run: outofcore.Loop) -> None:
     def twice() -> list[Any]:
         x, weight = leaf(), leaf(*WEIGHT)
         loss = F.softmax(F.gelu(x @ weight), -1).square().sum()
@@ -264,72 +266,72 @@ def test_backward_twice_and_gradients_of_gradients(run: outofcore.Loop) -> None:
         (slope.square().sum() + loss).backward()
         return [x.grad, weight.grad]
 
-    def too_often() -> list[Any]:
+    def backward_of_freed_graph() -> list[Any]:
         x, weight = leaf(), leaf(*WEIGHT)
         loss = F.gelu(x @ weight).square().sum()
         loss.backward()
         loss.backward()
         return []
 
-    assert_alike(run, twice)
-    assert_alike(run, higher)
-    theirs, ours = both(run, too_often)
+    assert_same_results(run, twice)
+    assert_same_results(run, higher)
+    theirs, ours = run_without_and_with_recipes(run, backward_of_freed_graph)
     assert ours is theirs is RuntimeError
 
 
-def test_what_was_made_only_on_the_way_is_made_again_too(run: outofcore.Loop) -> None:
-    """As in rotary embeddings: the sum is saved, and what was added is not."""
+def test_unsaved_intermediates_are_recomputed_too(run: outofcore.Loop) -> None:
+    """As in rotary embeddings, where autograd saves the sum but not its terms."""
 
     def program() -> list[Any]:
-        x, weight, turn = leaf(), leaf(*WEIGHT), torch.randn(128, 256)
+        x, weight, angles = leaf(), leaf(*WEIGHT), torch.randn(128, 256)
         h = x * 1
-        y = h * turn.cos() + torch.cat([-h[:, 128:], h[:, :128]], 1) * turn.sin()
+        y = h * angles.cos() + torch.cat([-h[:, 128:], h[:, :128]], 1) * angles.sin()
         del h
         (y @ weight).square().sum().backward()
         return [x.grad, weight.grad]
 
-    assert_alike(run, program)
+    assert_same_results(run, program)
 
 
-def test_views_lists_and_several_results(run: outofcore.Loop) -> None:
+def test_views_lists_and_multi_output_ops_are_recomputed(run: outofcore.Loop) -> None:
     def program() -> list[Any]:
         x, weight = leaf(), leaf(*WEIGHT)
         y = F.relu(x @ weight)
-        parts = y.view(64, 2, 256).transpose(0, 1).unbind(0)
-        joined = torch.cat([parts[0] * parts[1], torch.stack([parts[0], parts[1]], 0).sum(0)], 1)
-        best, where = F.max_pool1d(joined[None], 2, return_indices=True)
+        halves = y.view(64, 2, 256).transpose(0, 1).unbind(0)
+        joined = torch.cat([halves[0] * halves[1], torch.stack([halves[0], halves[1]], 0).sum(0)], 1)
+        best, positions = F.max_pool1d(joined[None], 2, return_indices=True)
         picked = joined[torch.arange(64).flip(0)] * joined[:, ::2].repeat(1, 2)
         spread, middle = torch.var_mean(picked, dim=1)
-        del y, parts, joined
+        del y, halves, joined
         (best.square().mean() + picked.tanh().mean() + (spread - middle).mean()).backward()
-        return [x.grad, weight.grad, where]
+        return [x.grad, weight.grad, positions]
 
-    assert_alike(run, program)
+    assert_same_results(run, program)
 
 
-def test_hooks_of_the_users_own_see_what_they_would_see(run: outofcore.Loop) -> None:
+def test_user_saved_tensor_hooks_see_the_tensors_of_plain_pytorch(run: outofcore.Loop) -> None:
     def program() -> list[Any]:
-        seen: list[Tensor] = []
+        packed: list[Tensor] = []
 
         def pack(tensor: Tensor) -> Tensor:
-            seen.append(tensor.detach())
+            packed.append(tensor.detach())
             return tensor * 1
 
         x, weight = leaf(), leaf(*WEIGHT)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
             y = F.gelu(F.silu(x @ weight))
             z = y @ weight
-        packed = len(seen)
+        pack_count = len(packed)
         z.square().mean().backward()
-        assert len(seen) == packed
-        return [x.grad, weight.grad, torch.tensor(packed), *seen]
+        assert len(packed) == pack_count
+        return [x.grad, weight.grad, torch.tensor(pack_count), *packed]
 
-    theirs, ours = both(run, program)
+    theirs, ours = run_without_and_with_recipes(run, program)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_within_and_around(run: outofcore.Loop, reentrant: bool) -> None:
+def test_nested_checkpoints_match_plain_pytorch(run: outofcore.Loop, reentrant: bool) -> None:
     def program() -> list[Any]:
         x, weight = leaf(), leaf(*WEIGHT)
 
@@ -344,11 +346,11 @@ def test_checkpoints_within_and_around(run: outofcore.Loop, reentrant: bool) -> 
         (F.gelu(h) @ weight).square().mean().backward()
         return [x.grad, weight.grad]
 
-    assert_alike(run, program)
+    assert_same_results(run, program)
 
 
 class Scaled(torch.autograd.Function):
-    """Looks at what it saved, and at who that is."""
+    """An autograd function that checks the identity of a saved weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -365,7 +367,7 @@ class Scaled(torch.autograd.Function):
         return gradients[0] * y * weight + x * 0, gradients[0] * y
 
 
-def test_functions_of_the_users_own(run: outofcore.Loop) -> None:
+def test_custom_autograd_function_matches_plain_pytorch(run: outofcore.Loop) -> None:
     def program() -> list[Any]:
         x, weight = leaf(), leaf(128, 256)
         h = torch.tanh(x * 2)
@@ -374,11 +376,11 @@ def test_functions_of_the_users_own(run: outofcore.Loop) -> None:
         y.square().mean().backward()
         return [x.grad, weight.grad]
 
-    assert_alike(run, program)
+    assert_same_results(run, program)
 
 
-def test_a_tensor_that_carries_something_stays_itself(run: outofcore.Loop) -> None:
-    class Remembers(torch.autograd.Function):
+def test_tensor_with_python_attributes_keeps_its_identity(run: outofcore.Loop) -> None:
+    class SavesInput(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
             ctx.save_for_backward(x)
@@ -392,14 +394,14 @@ def test_a_tensor_that_carries_something_stays_itself(run: outofcore.Loop) -> No
     x = leaf()
     h = x * 3
     h.factor = 5.0  # type: ignore[attr-defined]
-    y = Remembers.apply(h)
+    y = SavesInput.apply(h)
     del h
     y.sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, torch.full_like(x, 15.0))
 
 
-def test_autocast_and_other_settings_are_those_of_forward(run: outofcore.Loop) -> None:
+def test_recomputation_uses_the_settings_of_the_forward_pass(run: outofcore.Loop) -> None:
     def program() -> list[Any]:
         x, weight = leaf(), leaf(*WEIGHT)
         with torch.autocast("cpu", torch.bfloat16):
@@ -414,11 +416,11 @@ def test_autocast_and_other_settings_are_those_of_forward(run: outofcore.Loop) -
             torch.set_flush_denormal(False)
         return [x.grad, weight.grad]
 
-    assert_alike(run, program)
+    assert_same_results(run, program)
     assert torch.get_default_dtype() is torch.float32
 
 
-def test_functional_transforms_run_as_ever(run: outofcore.Loop) -> None:
+def test_functional_transforms_match_plain_pytorch(run: outofcore.Loop) -> None:
     def program() -> list[Any]:
         x, weight = torch.randn(128, 256), torch.randn(*WEIGHT)
 
@@ -428,11 +430,11 @@ def test_functional_transforms_run_as_ever(run: outofcore.Loop) -> None:
         rows = torch.func.vmap(torch.func.grad(lambda row: torch.tanh(row * 2).sum()))(x)
         return [torch.func.grad(loss)(weight), rows, *torch.func.vjp(loss, weight)[1](torch.tensor(1.0))]
 
-    theirs, ours = both(run, program)
+    theirs, ours = run_without_and_with_recipes(run, program)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_a_failure_in_backward_leaves_everything_right(run: outofcore.Loop) -> None:
+def test_backward_can_be_repeated_after_a_failing_hook(run: outofcore.Loop) -> None:
     def program() -> list[Any]:
         x, weight = leaf(), leaf(*WEIGHT)
         h = x @ weight
@@ -449,48 +451,50 @@ def test_a_failure_in_backward_leaves_everything_right(run: outofcore.Loop) -> N
         loss.backward()
         return [x.grad, weight.grad]
 
-    assert_alike(run, program)
+    assert_same_results(run, program)
 
 
-def test_a_graph_outlives_its_loop() -> None:
+def test_graph_outlives_its_loop() -> None:
     torch.manual_seed(0)
     x, weight, shift = leaf(), leaf(*WEIGHT), leaf()
-    wanted = torch.autograd.grad((F.gelu(x + shift) @ weight).square().sum(), (x, weight, shift))
+    expected = torch.autograd.grad((F.gelu(x + shift) @ weight).square().sum(), (x, weight, shift))
     with outofcore.budget(8 * MIB, home="host") as run:
         recipes_of(run).everything()
         loss = (F.gelu(x + shift) @ weight).square().sum()
         loss = loss * 1
         assert run.stats.unkept_bytes > 0
     with torch.no_grad():
-        shift.data.add_(1)  # nobody sees it, and the sum is not saved
-    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(loss, (x, weight, shift)), wanted, strict=True))
+        shift.data.add_(1)  # unnoticed: the change bypasses autograd, and the sum is not saved
+    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(loss, (x, weight, shift)), expected, strict=True))
 
 
-def test_another_thread_reads_and_runs_backward(run: outofcore.Loop) -> None:
+def test_another_thread_can_run_backward(run: outofcore.Loop) -> None:
     def program() -> list[Any]:
         x, weight = leaf(), leaf(*WEIGHT)
         loss = F.gelu(F.gelu(x @ weight) @ weight).square().mean() * 1
-        in_a_thread(loss.backward)
+        run_in_thread(loss.backward)
         return [x.grad, weight.grad]
 
-    assert_alike(run, program)
+    assert_same_results(run, program)
 
 
 @pytest.mark.parametrize(
     "change",
     [
         lambda h: h.untyped_storage().resize_(0),
-        lambda h: in_a_thread(lambda: h.add_(1)),
-        lambda h: (in_a_thread(lambda: h.data.add_(1)), send_away(h)),
+        lambda h: run_in_thread(lambda: h.add_(1)),
+        lambda h: (run_in_thread(lambda: h.data.add_(1)), evict(h)),
     ],
-    ids=["resized", "by_a_thread", "found_when_it_left"],
+    ids=["resized", "by_thread", "by_thread_then_evicted"],
 )
-def test_what_unseen_code_changed_is_refused(run: outofcore.Loop, change: Callable[[Tensor], object]) -> None:
+def test_backward_refuses_storages_changed_by_untracked_code(
+    run: outofcore.Loop, change: Callable[[Tensor], object]
+) -> None:
     x, weight = leaf(), leaf(*WEIGHT)
-    recipes_of(run).off()  # so that it is not known how this one is made
+    recipes_of(run).off()  # so that h has no recipe
     h = (x * 2).detach()
     recipes_of(run).everything()
-    send_away(h)  # and so it is clean when it is back
+    evict(h)  # so that h is clean after its fetch
     z = (h + 1) @ weight
     loss = z.sum()
     change(h)
@@ -498,9 +502,9 @@ def test_what_unseen_code_changed_is_refused(run: outofcore.Loop, change: Callab
         loss.backward()
 
 
-def test_recipes_and_what_they_hold_go_with_the_graph(run: outofcore.Loop) -> None:
+def test_recipes_are_freed_with_their_graph(run: outofcore.Loop) -> None:
     x, weight = leaf(), leaf(*WEIGHT)
-    seen = []
+    used_bytes = []
     for step in range(12):
         h = x * 2
         loss = F.gelu(F.dropout(h @ weight) @ weight).square().mean() * 1
@@ -509,74 +513,72 @@ def test_recipes_and_what_they_hold_go_with_the_graph(run: outofcore.Loop) -> No
             x.grad = weight.grad = None
         del loss, h
         gc.collect()
-        seen.append(run.stats.bytes_in_use)
-    assert seen[-1] == seen[2]
+        used_bytes.append(run.stats.bytes_in_use)
+    assert used_bytes[-1] == used_bytes[2]
 
 
-def test_chosen_storages_are_made_again_from_the_next_step_on() -> None:
-    def losses(run: outofcore.Loop | None) -> tuple[list[float], list[outofcore.LoopStats]]:
+def test_chosen_storages_are_recomputed_from_the_next_step_on() -> None:
+    def train(run: outofcore.Loop | None) -> tuple[list[float], list[outofcore.LoopStats]]:
         torch.manual_seed(0)
         model = Language()
-        optimizer, seen, told = adamw(model), [], []
-        for step, (ids, wanted) in enumerate(sentences(8)):
+        optimizer, losses, history = adamw(model), [], []
+        for step, (ids, targets) in enumerate(sentences(8)):
             if run is not None:
                 recipes = recipes_of(run)
                 if step == 2:
                     recipes.note()
                 if step == 3:
-                    noted = recipes.noted()
-                    assert sum(one.saved for one in noted) > 40
-                    # Measured times depend on the machine: here all that cannot hold more than it frees.
-                    recipes.choose(worth_making_again(noted, 1.0))
+                    candidates = recipes.noted()
+                    assert sum(candidate.saved for candidate in candidates) > 40
+                    # Measured times depend on the machine: choose every recipe that frees more than it holds.
+                    recipes.choose(worth_making_again(candidates, 1.0))
             optimizer.zero_grad()
-            loss = loss_of(model, ids, wanted)
+            loss = loss_of(model, ids, targets)
             if run is not None:
-                told.append(run.stats)
+                history.append(run.stats)
             loss.backward()
             optimizer.step()
-            seen.append(loss.item())
+            losses.append(loss.item())
             del loss
-        return seen, told
+        return losses, history
 
-    theirs, _ = losses(None)
+    theirs, _ = train(None)
     with outofcore.budget(ROOMY, home="host", policy=None) as run:
-        ours, told = losses(run)
+        ours, history = train(run)
     assert ours == theirs
-    assert [stats.recipes > 0 for stats in told] == [False] * 3 + [True] * 5
-    steps = [after.recipes - before.recipes for before, after in itertools.pairwise(told[3:])]
-    assert len(set(steps)) == 1  # the choice goes on from step to step
-    # After forward, before backward, all that is saved is there; with room for everything, it is less.
-    assert told[4].bytes_in_use < 0.8 * told[2].bytes_in_use
+    assert [stats.recipes > 0 for stats in history] == [False] * 3 + [True] * 5
+    steps = [after.recipes - before.recipes for before, after in itertools.pairwise(history[3:])]
+    assert len(set(steps)) == 1  # the choice persists across steps
+    # Between forward and backward all saved tensors are resident; recipes leave fewer of them.
+    assert history[4].bytes_in_use < 0.8 * history[2].bytes_in_use
     assert run.stats.reruns > 0
 
 
-def test_a_loop_that_asks_for_nothing_gets_no_recipes() -> None:
+def test_loop_has_no_recipes_by_default() -> None:
     model = Language()
     with outofcore.budget(ROOMY, model) as run:
-        ids, wanted = next(sentences(1))
-        loss = loss_of(model, ids, wanted)
+        ids, targets = next(sentences(1))
+        loss = loss_of(model, ids, targets)
         assert loss.grad_fn is not None
         loss.backward()
     assert run.stats.recipes == run.stats.reruns == 0
 
 
-def test_bad_modes_are_refused(run: outofcore.Loop) -> None:
+def test_invalid_recompute_mode_is_refused(run: outofcore.Loop) -> None:
     library = load_paging()
     assert library.follow_recompute(run._space, 7) == -1
     assert b"no mode 7" in library.follow_failure()
     assert library.follow_recompute_set(run._space, (ctypes.c_int64 * 1)(3), 1) == 0
 
 
-def test_ctrl_c_while_autograd_is_given_recipes_is_raised_in_the_loop(
-    run: outofcore.Loop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(_: Tensor, library: ctypes.CDLL) -> None:
+def test_ctrl_c_while_replacing_saved_tensors_is_raised(run: outofcore.Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: Tensor, library: ctypes.CDLL) -> None:
         monkeypatch.undo()
         raise KeyboardInterrupt
 
     x, weight = leaf(), leaf(*WEIGHT)
     y = F.gelu(x @ weight)
-    monkeypatch.setattr("outofcore.follow.recipes._replace_saved", interrupted)
+    monkeypatch.setattr("outofcore.follow.recipes._replace_saved", interrupt)
     with pytest.raises(KeyboardInterrupt):
         for _ in range(3):
             y = y * 2

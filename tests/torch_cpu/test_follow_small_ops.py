@@ -1,4 +1,4 @@
-"""Ops of a loop that touch nothing large run as in plain PyTorch, until one makes or is refused something large."""
+"""Tests of ops on small tensors, which an eager loop tracks only if they create a large one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import outofcore
 from outofcore.errors import BudgetError
 
 MIB = 1 << 20
-# Of one kernel by signature each, and of those for which there is none (``cumprod``).
+# One op for each kernel signature, and one without such a kernel (``cumprod``).
 SMALL = {
     "pointwise": lambda x: x * 2 + x,
     "in place": lambda x: x.mul_(0.5).add_(x),
@@ -33,7 +33,7 @@ def _loop(budget: int = 4 * MIB) -> outofcore.Loop:
 
 @pytest.mark.parametrize("name", list(SMALL))
 @pytest.mark.parametrize("inference", [False, True])
-def test_small_ops_are_not_followed_and_give_the_same(name: str, inference: bool) -> None:
+def test_small_ops_are_untracked_and_exact(name: str, inference: bool) -> None:
     def results() -> object:
         torch.manual_seed(0)
         with torch.inference_mode(inference):
@@ -46,46 +46,45 @@ def test_small_ops_are_not_followed_and_give_the_same(name: str, inference: bool
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def _made(small: torch.Tensor) -> list[torch.Tensor]:
+def _large_results(small: torch.Tensor) -> list[torch.Tensor]:
     row = torch.ones(512) * small.sum()
     out = torch.empty(0)
     torch.maximum(row[:, None], row, out=out)  # a small tensor that becomes large
     return [row[:, None] * row, out, torch.zeros(512, 512) + 1, torch.cumsum(row[:, None].expand(512, 512), 0)]
 
 
-def test_what_small_ops_make_is_followed() -> None:
-    """Each makes 1 MiB out of nothing large; all lie in the arena, and leave when there is no room."""
+def test_large_results_of_small_ops_are_tracked() -> None:
+    """Each op makes 1 MiB from small inputs; the results are in the arena and can be evicted."""
     small = torch.rand(8)
-    theirs = _made(small)
+    theirs = _large_results(small)
     with _loop(5 * MIB) as run:
         for turn in range(3):
-            ours = _made(small)
-            kept = [torch.full((512, 512), float(turn)) for _ in range(4)]
+            ours = _large_results(small)
+            fillers = [torch.full((512, 512), float(turn)) for _ in range(4)]
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-            assert [one[0, 0].item() for one in kept] == [turn] * 4
-            del kept
+            assert [filler[0, 0].item() for filler in fillers] == [turn] * 4
+            del fillers
         stats = run.stats
         assert stats.evictions > 0
         assert 4 * MIB <= stats.peak_bytes <= 5 * MIB
         del ours, theirs
-        run.vacate()  # copies have ended
+        run.vacate()  # waits for the copies
         assert run.stats.bytes_in_use + run.stats.away_bytes == 0
 
 
-def test_a_small_op_in_backward_that_asks_for_too_much_is_refused() -> None:
-    """It makes a large gradient out of a small one."""
+def test_small_backward_op_beyond_the_budget_is_refused() -> None:
     wide = torch.rand(4, 1, requires_grad=True)
     with pytest.raises(BudgetError, match=r"select_backward .*test_follow_small_ops.* needs 16\.0 MiB"), _loop(MIB):
         wide.expand(4, 1 << 20)[0].sum().backward()
     assert wide.grad is None
 
 
-def test_small_ops_of_other_threads_and_after_the_loop_run() -> None:
+def test_small_ops_run_after_a_loop_and_under_a_profiler() -> None:
     small = torch.rand(6)
     with _loop() as run:
         small.mul_(2)
     small.add_(1)
     assert run.stats.ops == 0
-    with torch.autograd.profiler.profile() as seen, _loop():
+    with torch.autograd.profiler.profile() as profile, _loop():
         small.mul(2)
-    assert any(event.name == "aten::mul" for event in seen.function_events)
+    assert any(event.name == "aten::mul" for event in profile.function_events)

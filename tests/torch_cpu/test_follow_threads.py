@@ -1,7 +1,4 @@
-"""Threads beside a loop within a budget: each gets the bits of plain PyTorch, and nothing hangs or crashes.
-
-``thread_programs.py`` runs programs of several threads, each in a process of its own with a watchdog.
-"""
+"""Tests of threads that run concurrently with an eager loop; ``thread_programs.py`` has the programs."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ TIGHT, STRESS = "--share 1.5..2", "--share 2..3 --stress"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[subprocess.Popen[str]]:
-    """A process that has imported PyTorch, and runs programs."""
+    """A process that has imported PyTorch and runs thread programs."""
     command = [sys.executable, str(SCRIPT), "--serve"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield process
@@ -40,23 +37,23 @@ def server() -> Iterator[subprocess.Popen[str]]:
 
 
 def run_programs(server: subprocess.Popen[str], arguments: str, seed: int) -> None:
-    """Run programs from a seed on: three of them, or as many as begin within a minute."""
+    """Run three programs from a seed on; exhaustive runs start programs for a minute."""
     assert server.stdin is not None
     assert server.stdout is not None
     amount = "--seconds 60" if is_exhaustive() else "--programs 3"
     server.stdin.write(f"{arguments} --seed {seed} {amount} --limit 30\n")
     server.stdin.flush()
-    told: list[str] = []
+    output: list[str] = []
     for line in server.stdout:
         if line.startswith("exit "):
-            assert line == "exit 0\n", "".join(told)
+            assert line == "exit 0\n", "".join(output)
             return
-        told.append(line)
-    pytest.fail(f"the process that runs programs ended: {''.join(told)}")
+        output.append(line)
+    pytest.fail(f"the process that runs programs ended: {''.join(output)}")
 
 
 @pytest.mark.parametrize(
-    ("roles", "how", "seed"),
+    ("roles", "options", "seed"),
     [
         ("loader", TIGHT, 5),
         ("saver", TIGHT, 5),
@@ -71,24 +68,26 @@ def run_programs(server: subprocess.Popen[str], arguments: str, seed: int) -> No
         ("forker", TIGHT, 9),
     ],
 )
-def test_thread_gets_the_bits_of_plain_pytorch(server: subprocess.Popen[str], roles: str, how: str, seed: int) -> None:
-    """A thread loads, saves, logs, teaches, trains, forks or sums with another process beside the loop."""
-    run_programs(server, f"--roles {roles} --contexts one {how}", seed)
+def test_thread_gets_the_bits_of_plain_pytorch(
+    server: subprocess.Popen[str], roles: str, options: str, seed: int
+) -> None:
+    """A thread loads, saves, logs, teaches, trains, forks or reduces with another process during the loop."""
+    run_programs(server, f"--roles {roles} --contexts one {options}", seed)
 
 
 @pytest.mark.parametrize("contexts", ["ends", "two"])
 def test_context_ends_while_threads_work(server: subprocess.Popen[str], contexts: str) -> None:
-    """The threads outlive a context; the loop goes on without one, and then perhaps within a second one."""
+    """Threads outlive a context; training goes on without one and, with ``two``, within a second."""
     run_programs(server, f"--roles actor twin loader --contexts {contexts} {TIGHT}", 0)
 
 
 @pytest.mark.parametrize("launcher", ["futures", "pool"])
-def test_thread_pool_is_older_than_the_context(server: subprocess.Popen[str], launcher: str) -> None:
+def test_thread_pool_can_be_older_than_the_context(server: subprocess.Popen[str], launcher: str) -> None:
     run_programs(server, f"--roles loader teacher --contexts one --launcher {launcher} {TIGHT}", 2)
 
 
 class SlowFile(io.BytesIO):
-    """Begins to write what is large, and ends once it may."""
+    """A file that signals the start of a large write and waits for permission to end it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,8 +101,8 @@ class SlowFile(io.BytesIO):
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_address_is_given_once_another_thread_has_read() -> None:
-    """A tensor that one thread saves does not move; then it goes home, where it stays for who asks for its address."""
+def test_address_request_waits_for_a_saving_thread() -> None:
+    """A tensor does not move while a thread saves it; then it moves home and keeps that address."""
     file, arrays = SlowFile(), []
     with outofcore.budget("4MiB", home="host", policy=None):
         x = torch.arange(40000.0) + 0
@@ -125,8 +124,8 @@ def test_address_is_given_once_another_thread_has_read() -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_opening_a_loop_does_not_move_what_another_thread_saves() -> None:
-    """A thread saves what an earlier loop has left, while a loop opens that would take it over."""
+def test_new_loop_does_not_move_a_tensor_during_its_save() -> None:
+    """A thread saves a tensor of an earlier loop while a new loop would adopt it."""
     file, model = SlowFile(), nn.Module()
     with outofcore.budget("4MiB", home="host", policy=None):
         x = torch.arange(40000.0) + 0
@@ -142,19 +141,19 @@ def test_opening_a_loop_does_not_move_what_another_thread_saves() -> None:
     assert torch.load(io.BytesIO(file.getvalue())).equal(torch.arange(40000.0))
 
 
-def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+def make_model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Linear(200, 200)
     model(torch.ones(200)).sum().backward()
     return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_optimizer_of_another_thread_is_not_the_loops() -> None:
-    """Its steps are not the loop's; its parameters stay where they are, and nobody else reads their gradients."""
-    (model, optimizer), (other, others) = trained(), trained()
+def test_optimizer_of_another_thread_is_not_adopted() -> None:
+    """Its steps do not count as steps of the loop, and its parameters do not move."""
+    (model, optimizer), (other_model, other_optimizer) = make_model_and_optimizer(), make_model_and_optimizer()
     with outofcore.budget("4MiB", model, home="host", policy=None) as run:
         optimizer.step()
-        thread = threading.Thread(target=lambda: [others.step() for _ in range(3)])
+        thread = threading.Thread(target=lambda: [other_optimizer.step() for _ in range(3)])
         thread.start()
         thread.join()
         assert run.stats.steps == 1
@@ -162,28 +161,28 @@ def test_optimizer_of_another_thread_is_not_the_loops() -> None:
         names = {name for name, _ in run._observe(run._space)[2].values()}
     assert {"weight", "gradient of weight", "momentum_buffer of weight"} <= names
     assert not any("parameter" in name for name in names)
-    assert [len(list(tensors_of(one))) for one in (model, other)] == [4, 2]
-    assert load_paging().follow_where(storage_address(other.get_parameter("weight").untyped_storage())) == 0
+    assert [len(list(tensors_of(module))) for module in (model, other_model)] == [4, 2]
+    assert load_paging().follow_where(storage_address(other_model.get_parameter("weight").untyped_storage())) == 0
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_loop_ends_while_another_thread_steps_an_optimizer() -> None:
-    began, may_end, failed = threading.Event(), threading.Event(), []
-    (model, optimizer), (_, others) = trained(), trained()
+    began, may_end, errors = threading.Event(), threading.Event(), []
+    (model, optimizer), (_, other_optimizer) = make_model_and_optimizer(), make_model_and_optimizer()
 
-    def waits(stepped: torch.optim.Optimizer, *_: object) -> None:
-        if stepped is others:
+    def wait(stepped: torch.optim.Optimizer, *_: object) -> None:
+        if stepped is other_optimizer:
             began.set()
             assert may_end.wait(60)
 
     def step() -> None:
         try:
-            others.step()
+            other_optimizer.step()
         except RuntimeError as error:
-            failed.append(error)
+            errors.append(error)
 
     with outofcore.budget("4MiB", model, home="host", policy=None) as run:
-        hooks = [register_optimizer_step_pre_hook(hook) for hook in (waits, lambda *_: None)]
+        hooks = [register_optimizer_step_pre_hook(hook) for hook in (wait, lambda *_: None)]
         thread = threading.Thread(target=step)
         thread.start()
         assert began.wait(60)
@@ -192,7 +191,7 @@ def test_loop_ends_while_another_thread_steps_an_optimizer() -> None:
     thread.join()
     for hook in hooks:
         hook.remove()
-    assert not failed
+    assert not errors
     assert run.stats.steps == 1
     with outofcore.budget("4MiB", model, home="host", policy=None) as run:
         optimizer.step()

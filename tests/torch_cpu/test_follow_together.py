@@ -1,4 +1,4 @@
-"""Followed loops beside others: processes that train together, compiled blocks, cells of a notebook, interrupts."""
+"""Tests of eager loops in distributed training, with compiled blocks, in notebooks and under interrupts."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("view", some_of([False, True], [True]), ids=["gradients", "views of buckets"])
-def test_two_processes_that_train_together(view: bool, tmp_path: Path) -> None:
+def test_two_data_parallel_processes_are_exact(view: bool, tmp_path: Path) -> None:
     script = Path(__file__).with_name("ranks.py")
     for status, output in run_together(script, str(int(view)), 2, tmp_path):
         assert status == 0, output
         assert output.endswith("same\n")
 
 
-class Parts(nn.Module):
-    """A block to compile, with statistics that it writes in place, between two that are not compiled."""
+class PartlyCompiled(nn.Module):
+    """A model with a compiled block of batch norms between two plain layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,10 +40,10 @@ class Parts(nn.Module):
         return self.after(self.block(self.before(x)))
 
 
-def test_a_compiled_block_with_statistics() -> None:
+def test_compiled_batch_norm_block_is_exact() -> None:
     def train(budget: int | None, *, stress: bool = False) -> tuple[list[Any], int]:
         torch.manual_seed(0)
-        model, seen, peak = Parts(), [], 0
+        model, losses, peak = PartlyCompiled(), [], 0
         model.block = torch.compile(model.block)
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 
@@ -53,7 +53,7 @@ def test_a_compiled_block_with_statistics() -> None:
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                seen.append(loss.item())
+                losses.append(loss.item())
 
         if budget is None:
             loop()
@@ -62,50 +62,52 @@ def test_a_compiled_block_with_statistics() -> None:
                 load_paging().follow_stress(run._space, int(stress))
                 loop()
                 peak = run.stats.peak_bytes
-        return [*seen, *(t.clone() for t in (*model.state_dict().values(), *tensors_in(optimizer)))], peak
+        return [*losses, *(t.clone() for t in (*model.state_dict().values(), *tensors_in(optimizer)))], peak
 
     graphs = torch._dynamo.utils.counters["stats"]
     before = graphs["unique_graphs"]
-    theirs, _ = train(None)  # compiled here: the kernels are kept
+    theirs, _ = train(None)  # compiles the kernels that later runs reuse
     assert graphs["unique_graphs"] > before
     roomy, peak = train(1 << 30)
     runs = [roomy, *(train(int(share * peak), stress=s)[0] for share, s in ((0.5, False), (0.3, False), (0.5, True)))]
     for ours in runs:
         assert len(ours) == len(theirs)
-        for number, (left, right) in enumerate(zip(ours, theirs, strict=True)):
-            assert torch.equal(left, right) if isinstance(right, Tensor) else left == right, number
+        for number, (value, expected) in enumerate(zip(ours, theirs, strict=True)):
+            assert torch.equal(value, expected) if isinstance(expected, Tensor) else value == expected, number
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
-    seen = []
-    for ids, wanted in batches:
+def train_batches(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[tuple[Tensor, Tensor]]
+) -> list[float]:
+    losses = []
+    for ids, targets in batches:
         optimizer.zero_grad()
-        loss = loss_of(model, ids, wanted)
+        loss = loss_of(model, ids, targets)
         loss.backward()
         optimizer.step()
-        seen.append(loss.item())
-    return seen
+        losses.append(loss.item())
+    return losses
 
 
-def begun() -> tuple[nn.Module, torch.optim.Optimizer, list[tuple[Tensor, Tensor]]]:
+def make_training() -> tuple[nn.Module, torch.optim.Optimizer, list[tuple[Tensor, Tensor]]]:
     torch.manual_seed(0)
     model = Language()
     return model, torch.optim.AdamW(model.parameters(), 1e-3), list(sentences(9))
 
 
 def assert_equal_models(ours: nn.Module, theirs: nn.Module) -> None:
-    for left, right in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True):
-        assert left.equal(right)
+    for value, expected in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True):
+        assert value.equal(expected)
 
 
-def test_cells_of_a_notebook() -> None:
-    """Loops that are started and stopped in between, with others before and after them, and mistakes."""
-    theirs, optimizer, batches = begun()
-    wanted = steps(theirs, optimizer, batches)
-    ours, optimizer, batches = begun()
-    seen = steps(ours, optimizer, batches[:2])
+def test_notebook_cells_can_start_and_stop_loops() -> None:
+    """Start and stop loops between plain steps, with mistakes; the losses stay exact."""
+    theirs, optimizer, batches = make_training()
+    expected = train_batches(theirs, optimizer, batches)
+    ours, optimizer, batches = make_training()
+    losses = train_batches(ours, optimizer, batches[:2])
     run = outofcore.budget("12MiB", ours).start()
-    seen += steps(ours, optimizer, batches[2:4])
+    losses += train_batches(ours, optimizer, batches[2:4])
     assert "running" in repr(run)
     assert run.stats.steps == 2
     with pytest.raises(outofcore.StateError, match=r"running already; stop\(\) it first"):
@@ -114,29 +116,28 @@ def test_cells_of_a_notebook() -> None:
         outofcore.budget("12MiB", ours).start()  # the cell is run again
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         ours.head(torch.ones(3, 5))  # type: ignore[operator]
-    seen += steps(ours, optimizer, batches[4:6])
+    losses += train_batches(ours, optimizer, batches[4:6])
     run.stop()
     run.stop()
     assert not is_followed()
-    seen += steps(ours, optimizer, batches[6:7])
-    run.start()  # and on
-    seen += steps(ours, optimizer, batches[7:8])
+    losses += train_batches(ours, optimizer, batches[6:7])
+    run.start()  # resumed
+    losses += train_batches(ours, optimizer, batches[7:8])
     run.stop()
     with outofcore.budget("16MiB", ours):
-        seen += steps(ours, optimizer, batches[8:])
-    assert seen == wanted
+        losses += train_batches(ours, optimizer, batches[8:])
+    assert losses == expected
     assert_equal_models(ours, theirs)
 
 
 @pytest.mark.parametrize("moment", ["forward", "backward", "update"])
-def test_an_interrupt_in_the_middle_of_a_step(moment: str) -> None:
-    """Ctrl-C comes between two ops; then the step is done again, or goes on."""
+def test_training_is_exact_after_ctrl_c_in_a_step(moment: str) -> None:
 
     def train(budget: int | None) -> tuple[list[float], nn.Module]:
-        model, optimizer, batches = begun()
+        model, optimizer, batches = make_training()
         assert isinstance(model, Language)
         run = None if budget is None else outofcore.budget(budget, model).start()
-        seen = steps(model, optimizer, batches[:3])
+        losses = train_batches(model, optimizer, batches[:3])
 
         def interrupt(*_: object) -> None:
             signal.raise_signal(signal.SIGINT)
@@ -148,13 +149,13 @@ def test_an_interrupt_in_the_middle_of_a_step(moment: str) -> None:
         }
         hook = hooks[moment]()
         with pytest.raises(KeyboardInterrupt):
-            steps(model, optimizer, batches[3:])
+            train_batches(model, optimizer, batches[3:])
         hook.remove()
-        seen += steps(model, optimizer, batches[3:6])
+        losses += train_batches(model, optimizer, batches[3:6])
         if run is not None:
             run.stop()
             assert run.stats.evictions > 0
-        return seen + steps(model, optimizer, batches[6:7]), model
+        return losses + train_batches(model, optimizer, batches[6:7]), model
 
     ours, theirs = train(12 << 20), train(None)
     assert ours[0] == theirs[0]

@@ -1,4 +1,4 @@
-"""``transformers.Trainer`` within a budget, as it is: logging, evaluation, saving and resuming included."""
+"""Tests of an unmodified ``transformers.Trainer`` within a budget."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import outofcore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-Trained = tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor]]
+TrainingResult = tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
 
 class Rows(Dataset[dict[str, list[int]]]):
@@ -33,13 +33,13 @@ class Rows(Dataset[dict[str, list[int]]]):
         return {"input_ids": self.rows[index]}
 
 
-def padded(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+def pad(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     length = max(len(row["input_ids"]) for row in rows)
     ids = torch.tensor([row["input_ids"] + [0] * (length - len(row["input_ids"])) for row in rows])
     return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
 
 
-def trainer_of(folder: Path) -> Any:
+def make_trainer(folder: Path) -> Any:
     transformers.set_seed(0)
     config = transformers.GPT2Config(
         vocab_size=1000, n_positions=96, n_embd=128, n_layer=3, n_head=4, bos_token_id=1, eos_token_id=1
@@ -61,12 +61,12 @@ def trainer_of(folder: Path) -> Any:
     )
     rows = Rows()
     return transformers.Trainer(
-        transformers.GPT2LMHeadModel(config), arguments, train_dataset=rows, eval_dataset=rows, data_collator=padded
+        transformers.GPT2LMHeadModel(config), arguments, train_dataset=rows, eval_dataset=rows, data_collator=pad
     )
 
 
-def trained(folder: Path, budget: int | None, *, resume: bool = False) -> tuple[Trained, int]:
-    trainer, peak = trainer_of(folder), 0
+def train(folder: Path, budget: int | None, *, resume: bool = False) -> tuple[TrainingResult, int]:
+    trainer, peak = make_trainer(folder), 0
     from_checkpoint = str(folder / "checkpoint-3") if resume else None
     if budget is None:
         trainer.train(resume_from_checkpoint=from_checkpoint)
@@ -81,22 +81,22 @@ def trained(folder: Path, budget: int | None, *, resume: bool = False) -> tuple[
     return (log, state, load_file(folder / "checkpoint-6" / "model.safetensors")), peak
 
 
-def assert_same(ours: Trained, theirs: Trained) -> None:
+def assert_same(ours: TrainingResult, theirs: TrainingResult) -> None:
     assert ours[0] == theirs[0]
-    for left, right in ((ours[1], theirs[1]), (ours[2], theirs[2])):
-        assert left.keys() == right.keys()
-        assert all(left[name].equal(right[name]) for name in right)
+    for tensors, expected in ((ours[1], theirs[1]), (ours[2], theirs[2])):
+        assert tensors.keys() == expected.keys()
+        assert all(tensors[name].equal(expected[name]) for name in expected)
 
 
-def test_a_trainer_runs_within_a_budget_and_resumes(tmp_path: Path) -> None:
-    theirs, _ = trained(tmp_path / "eager", None)
-    roomy, peak = trained(tmp_path / "roomy", 1 << 30)
+def test_trainer_runs_within_a_budget_and_resumes(tmp_path: Path) -> None:
+    theirs, _ = train(tmp_path / "eager", None)
+    roomy, peak = train(tmp_path / "roomy", 1 << 30)
     assert_same(roomy, theirs)
     for share in (0.5, 0.3):
-        ours, most = trained(tmp_path / str(share), int(share * peak))
+        ours, used_bytes = train(tmp_path / str(share), int(share * peak))
         assert_same(ours, theirs)
-        assert most <= int(share * peak)
-    # What was saved in one loop goes on in another, and comes out as if it had not been interrupted.
-    resumed, _ = trained(tmp_path / "0.5", int(0.5 * peak), resume=True)
+        assert used_bytes <= int(share * peak)
+    # Training resumed from a checkpoint matches uninterrupted training.
+    resumed, _ = train(tmp_path / "0.5", int(0.5 * peak), resume=True)
     assert resumed[0][-2:] == theirs[0][-2:]
     assert all(resumed[1][name].equal(tensor) for name, tensor in theirs[1].items())

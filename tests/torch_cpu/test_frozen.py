@@ -1,4 +1,4 @@
-"""Weights that no op of the step writes cost no copy out, and whatever the user does to them between steps counts."""
+"""Tests of frozen weights: never copied out, and user changes between steps take effect."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WEIGHT = WIDTH * WIDTH * 4
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer with what is learnt beside it, as in LoRA (Hu et al. 2021)."""
+    """A frozen linear layer with a trainable low-rank adapter, as in LoRA (Hu et al. 2021)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,18 +47,16 @@ class Adapted(nn.Module):
 
 @dataclass
 class Side:
-    """A model with what trains it, in plain PyTorch or compiled."""
-
     model: nn.Sequential
     optimizer: torch.optim.Optimizer
     step: Callable[[torch.Tensor], torch.Tensor]
-    kept: dict[str, Any]
+    saved: dict[str, Any]
 
     def layer(self, number: int) -> Any:
         return self.model[number % DEPTH]
 
 
-def made(model: nn.Sequential | None = None) -> Side:
+def make_side(model: nn.Sequential | None = None) -> Side:
     if model is None:
         torch.manual_seed(3)
         model = nn.Sequential(*[Adapted() for _ in range(DEPTH)])
@@ -78,28 +76,31 @@ def batch(number: int) -> torch.Tensor:
     return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(number))
 
 
-def values(number: int) -> torch.Tensor:
+def random_weight(number: int) -> torch.Tensor:
     return torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(number)) * 0.1
 
 
-def half_stays(graph: StepGraph, costs: Costs, room: int) -> Plan:
-    """All leaves within the step; of the frozen weights every other one is on the device when it ends."""
+def keep_half_resident(graph: StepGraph, costs: Costs, room: int) -> Plan:
+    """Offload all large storages within the step; keep every other frozen weight resident at its end."""
     decisions = []
-    staying = [s for s in sorted(graph.frozen) if is_large(graph.storages[s].bytes)][::2]
+    resident = [s for s in sorted(graph.frozen) if is_large(graph.storages[s].bytes)][::2]
     for storage in graph.storages:
         for gap in gaps_of(graph, storage.id) if is_large(storage.bytes) else ():
             cyclic, arriving = gap.end >= len(graph.ops), gap.start < 0
-            if gap.end > gap.start + 1 and not arriving and not (cyclic and storage.id in staying):
+            if gap.end > gap.start + 1 and not arriving and not (cyclic and storage.id in resident):
                 home = storage.id % len(costs.homes) if storage.id in graph.frozen else 0
                 decisions.append(Decision(gap, Residency.OFFLOAD, gap.start + 1, gap.end, home))
-    return Plan("half stays", room, tuple(decisions))
+    return Plan("half resident", room, tuple(decisions))
 
 
-def compiled(
-    home: str | outofcore.OpenHome, host_budget: str | None = None, ours: Side | None = None, policy: Any = half_stays
+def compile_side(
+    home: str | outofcore.OpenHome,
+    host_budget: str | None = None,
+    ours: Side | None = None,
+    policy: Any = keep_half_resident,
 ) -> tuple[Side, Any]:
-    """A step of which some frozen weights stay in the arena from step to step, and leave it within."""
-    ours = ours or made()
+    """Compile a step in which some frozen weights are resident between steps and evicted within."""
+    ours = ours or make_side()
     step = outofcore.compile(
         ours.step,
         ours.model,
@@ -115,16 +116,16 @@ def compiled(
     return ours, step
 
 
-def from_file(folder: Path, home: outofcore.OpenHome) -> Side:
-    """The same model, with its weights where a file has them."""
-    save_file(made().model.state_dict(), folder / "model.safetensors")
+def make_side_from_file(folder: Path, home: outofcore.OpenHome) -> Side:
+    """Make the same model with its weights in a file that serves as their home."""
+    save_file(make_side().model.state_dict(), folder / "model.safetensors")
     with torch.device("meta"):
         model = nn.Sequential(*[Adapted() for _ in range(DEPTH)])
     outofcore.materialize(model, home=home, weights=folder)
-    return made(model)
+    return make_side(model)
 
 
-def program_of(step: Any) -> Any:
+def program_and_graph(step: Any) -> Any:
     session = step._session
     assert session.steps.runner is not None
     return session.steps.runner.program, session.steps.runner.captured.graph
@@ -134,16 +135,16 @@ def program_of(step: Any) -> Any:
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     home = request.param
     if home == "file":
-        with outofcore.open_home("disk") as opened:
-            ours, step = compiled(opened, ours=from_file(tmp_path, opened))
+        with outofcore.open_home("disk") as disk:
+            ours, step = compile_side(disk, ours=make_side_from_file(tmp_path, disk))
             before = (tmp_path / "model.safetensors").read_bytes()
             with step:
-                yield made(), ours
+                yield make_side(), ours
             assert (tmp_path / "model.safetensors").read_bytes() == before
         return
-    ours, step = compiled("disk" if home == "tiers" else home, "4MiB" if home == "tiers" else None)
+    ours, step = compile_side("disk" if home == "tiers" else home, "4MiB" if home == "tiers" else None)
     with step:
-        yield made(), ours
+        yield make_side(), ours
 
 
 def train(pair: Any, steps: range) -> None:
@@ -152,27 +153,27 @@ def train(pair: Any, steps: range) -> None:
         assert torch.equal(theirs, ours), number
 
 
-def assert_alike(pair: Any) -> None:
+def assert_equal_parameters(pair: Any) -> None:
     theirs, ours = pair
-    for (name, one), other in zip(theirs.model.named_parameters(), ours.model.parameters(), strict=True):
-        assert torch.equal(one, other), name
+    for (name, expected), actual in zip(theirs.model.named_parameters(), ours.model.parameters(), strict=True):
+        assert torch.equal(expected, actual), name
 
 
 @pytest.mark.parametrize("pair", ["disk", "tiers"], indirect=True)
 def test_frozen_weights_are_never_copied_out(pair: Any) -> None:
     train(pair, range(3))
-    program, graph = program_of(pair[1].step)
+    program, graph = program_and_graph(pair[1].step)
     frozen = {s.id for s in graph.storages if s.kind is StorageKind.PARAMETER and s.bytes == _WEIGHT}
     assert len(frozen) == DEPTH and frozen <= graph.frozen
-    out = {program.blocks[i.block].storage for i in program.instructions if isinstance(i, CopyOut)}
-    into = {program.blocks[i.block].storage for i in program.instructions if isinstance(i, CopyIn)}
-    assert not out & frozen
-    assert program.clean, "no weight stays and leaves within the step: the budget shows nothing"
-    assert set(program.clean) <= frozen & into
-    assert_alike(pair)
+    copied_out = {program.blocks[i.block].storage for i in program.instructions if isinstance(i, CopyOut)}
+    copied_in = {program.blocks[i.block].storage for i in program.instructions if isinstance(i, CopyIn)}
+    assert not copied_out & frozen
+    assert program.clean, "no frozen weight is both resident between steps and evicted within: choose another budget"
+    assert set(program.clean) <= frozen & copied_in
+    assert_equal_parameters(pair)
 
 
-# What a user may do to a frozen weight between two steps. Each changes bytes, or where they are.
+# User changes of a frozen weight between steps. Each changes its bytes or its memory.
 
 
 def _add(side: Side, number: int) -> None:
@@ -182,18 +183,18 @@ def _add(side: Side, number: int) -> None:
 
 def _copy(side: Side, number: int) -> None:
     with torch.no_grad():
-        side.layer(number).base.weight.copy_(values(number))
+        side.layer(number).base.weight.copy_(random_weight(number))
 
 
-def _data(side: Side, number: int) -> None:
+def _scale_data(side: Side, number: int) -> None:
     side.layer(number).base.weight.data.mul_(0.5)
 
 
-def _numpy(side: Side, number: int) -> None:
+def _write_numpy(side: Side, number: int) -> None:
     side.layer(number).base.weight.detach().numpy()[3, 5] = number / 100
 
 
-def _sign(side: Side, number: int) -> None:
+def _negate(side: Side, number: int) -> None:
     side.layer(number).base.weight.data.neg_()
 
 
@@ -202,40 +203,40 @@ def _permute(side: Side, number: int) -> None:
     weight.copy_(weight.flip(0).clone())
 
 
-def _alias(side: Side, number: int) -> None:
-    known = side.kept.setdefault("aliases", [layer.base.weight.data.view(-1) for layer in side.model])
-    known[number % DEPTH][: WIDTH + 1].fill_(number / 1000)
+def _write_alias(side: Side, number: int) -> None:
+    aliases = side.saved.setdefault("aliases", [layer.base.weight.data.view(-1) for layer in side.model])
+    aliases[number % DEPTH][: WIDTH + 1].fill_(number / 1000)
 
 
-def _put(side: Side, number: int) -> None:
-    side.layer(number).base.weight.data = values(number)
+def _set_data(side: Side, number: int) -> None:
+    side.layer(number).base.weight.data = random_weight(number)
 
 
 def _load(side: Side, number: int) -> None:
-    side.model.load_state_dict({f"{number % DEPTH}.base.weight": values(number)}, strict=False)
+    side.model.load_state_dict({f"{number % DEPTH}.base.weight": random_weight(number)}, strict=False)
 
 
 def _assign(side: Side, number: int) -> None:
-    side.model.load_state_dict({f"{number % DEPTH}.base.weight": values(number)}, strict=False, assign=True)
+    side.model.load_state_dict({f"{number % DEPTH}.base.weight": random_weight(number)}, strict=False, assign=True)
     side.layer(number).base.weight.requires_grad_(False)
 
 
 def _swap(side: Side, number: int) -> None:
-    one, other = side.layer(number).base, side.layer(number + 1).base
-    one.weight.data, other.weight.data = other.weight.data.clone(), one.weight.data.clone()
+    layer, next_layer = side.layer(number).base, side.layer(number + 1).base
+    layer.weight.data, next_layer.weight.data = next_layer.weight.data.clone(), layer.weight.data.clone()
 
 
 def _swap_modules(side: Side, number: int) -> None:
-    one, other = side.layer(number), side.layer(number + 2)
-    one.base, other.base = other.base, one.base
+    layer, next_layer = side.layer(number), side.layer(number + 2)
+    layer.base, next_layer.base = next_layer.base, layer.base
 
 
 def _merge(side: Side, number: int) -> None:
-    """As PEFT merges an adapter into a weight, and takes it out again at the next call."""
-    layer, merged = side.layer(0), side.kept.pop("merged", None)
+    """Merge an adapter into a weight as PEFT does, or unmerge it at the next call."""
+    layer, merged = side.layer(0), side.saved.pop("merged", None)
     if merged is None:
-        side.kept["merged"] = (layer.up @ layer.down).detach().clone()
-        layer.base.weight.data += side.kept["merged"]
+        side.saved["merged"] = (layer.up @ layer.down).detach().clone()
+        layer.base.weight.data += side.saved["merged"]
     else:
         layer.base.weight.data -= merged
 
@@ -246,44 +247,58 @@ def _thaw(side: Side, number: int) -> None:
     weight.grad = None
 
 
-WAYS = (
-    *(_add, _copy, _data, _numpy, _sign, _permute, _alias, _put, _load, _assign, _swap, _swap_modules, _merge),
+CHANGES = (
+    *(
+        _add,
+        _copy,
+        _scale_data,
+        _write_numpy,
+        _negate,
+        _permute,
+        _write_alias,
+        _set_data,
+        _load,
+        _assign,
+        _swap,
+        _swap_modules,
+        _merge,
+    ),
     *(_thaw, _thaw),
 )
 
 
 @pytest.mark.parametrize("pair", some_of(["disk", "tiers", "file"], ["disk", "file"]), indirect=True)
-def test_whatever_the_user_does_to_a_frozen_weight_counts(pair: Any) -> None:
+def test_user_changes_of_frozen_weights_take_effect(pair: Any) -> None:
     train(pair, range(2))
-    for number, act in enumerate(WAYS):
+    for number, act in enumerate(CHANGES):
         for side in pair:
             act(side, number % 3 if act is not _thaw else 1)
-        assert_alike(pair)
+        assert_equal_parameters(pair)
         train(pair, range(10 * number, 10 * number + 2))
-        assert_alike(pair)
+        assert_equal_parameters(pair)
         pair[1].step._session.keeper.check()
 
 
 @pytest.mark.parametrize(
     ("pair", "seed"), some_of([("disk", 0), ("tiers", 0), ("file", 0), ("file", 1)], [("file", 1)]), indirect=["pair"]
 )
-def test_whatever_the_user_does_counts_wherever_the_weight_is(pair: Any, seed: int) -> None:
-    """As above, where another plan takes the arena now and then, as it does when times were measured."""
+def test_user_changes_take_effect_at_home_and_in_the_arena(pair: Any, seed: int) -> None:
+    """As above, but the weights sometimes leave the arena, as for a new plan."""
     draw = random.Random(seed)
     train(pair, range(2))
-    for number, act in enumerate(WAYS + WAYS):
+    for number, act in enumerate(CHANGES + CHANGES):
         if draw.random() < 0.5:
             pair[1].step._session.steps.leave_arena()
             pair[1].step._session.keeper.check()
         for side in pair:
             act(side, number % 3 if act is not _thaw else 1)
         train(pair, range(10 * number, 10 * number + 1 + draw.randrange(2)))
-        assert_alike(pair)
+        assert_equal_parameters(pair)
         pair[1].step._session.keeper.check()
 
 
-def at_home_and_in_the_arena(pair: Any) -> Any:
-    """Have a weight changed where its file shows it, brought into the arena, and changed there as well."""
+def change_at_home_and_in_arena(pair: Any) -> Any:
+    """Change a weight in its file mapping, fetch it into the arena, and change it there."""
     train(pair, range(2))
     ours = pair[1].step._session
     ours.steps.leave_arena()
@@ -299,24 +314,22 @@ def at_home_and_in_the_arena(pair: Any) -> Any:
 
 
 @pytest.mark.parametrize("pair", ["file"], indirect=True)
-@pytest.mark.parametrize("leaves", [False, True])
-def test_a_weight_that_was_moved_from_its_file_is_written_elsewhere(pair: Any, leaves: bool) -> None:
-    state = at_home_and_in_the_arena(pair)
-    if leaves:
+@pytest.mark.parametrize("leaves_arena", [False, True])
+def test_changed_weight_is_written_outside_its_file(pair: Any, leaves_arena: bool) -> None:
+    state = change_at_home_and_in_arena(pair)
+    if leaves_arena:
         pair[1].step._session.steps.leave_arena()
-        assert_alike(pair)
+        assert_equal_parameters(pair)
     train(pair, range(3, 5))
-    assert_alike(pair)
+    assert_equal_parameters(pair)
     pair[1].step._session.keeper.check()
     assert state.slot < FIRST_RANGE
 
 
 @pytest.mark.parametrize("pair", ["file"], indirect=True)
 @pytest.mark.parametrize("error", [SpillError("no room"), TransferError("the disk is gone")], ids=str)
-def test_a_copy_that_could_not_be_made_is_made_by_the_next_call(
-    pair: Any, error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    at_home_and_in_the_arena(pair)
+def test_failed_copy_is_repeated_by_the_next_call(pair: Any, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    change_at_home_and_in_arena(pair)
     slots = pair[1].step._session.keeper.slots[-1]
 
     def refuse(*_: object) -> None:
@@ -326,14 +339,14 @@ def test_a_copy_that_could_not_be_made_is_made_by_the_next_call(
         patch.setattr(*((slots, "take") if isinstance(error, SpillError) else (slots.home, "write")), refuse)
         with pytest.raises(type(error)):
             pair[1].step(batch(3))
-    assert_alike(pair)
+    assert_equal_parameters(pair)
     train(pair, range(3, 5))
-    assert_alike(pair)
+    assert_equal_parameters(pair)
     pair[1].step._session.keeper.check()
 
 
 @pytest.mark.parametrize("pair", ["disk"], indirect=True)
-def test_a_copy_that_was_written_in_part_counts_no_more(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torn_copy_does_not_count_as_clean(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     train(pair, range(2))
     session = pair[1].step._session
     home, weight = session.keeper.slots[-1].home, pair[1].model[2].base.weight
@@ -351,13 +364,13 @@ def test_a_copy_that_was_written_in_part_counts_no_more(pair: Any, monkeypatch: 
             pair[1].step(batch(3))
     weight.data.copy_(before)
     train(pair, range(3, 5))
-    assert_alike(pair)
+    assert_equal_parameters(pair)
     session.keeper.check()
 
 
 @pytest.mark.parametrize("pair", ["file"], indirect=True)
-def test_a_weight_for_which_no_home_has_room_leaves_the_arena(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = at_home_and_in_the_arena(pair)
+def test_weight_leaves_the_arena_when_no_home_has_room(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = change_at_home_and_in_arena(pair)
     session = pair[1].step._session
 
     def refuse(*_: object) -> None:
@@ -368,40 +381,39 @@ def test_a_weight_for_which_no_home_has_room_leaves_the_arena(pair: Any, monkeyp
         session.steps.leave_arena()
     assert state.place is Place.OWN
     session.keeper.check()
-    assert_alike(pair)
+    assert_equal_parameters(pair)
     train(pair, range(3, 5))
-    assert_alike(pair)
+    assert_equal_parameters(pair)
 
 
 @pytest.mark.parametrize("pair", ["host", "file"], indirect=True)
-def test_each_layer_is_looked_at(pair: Any) -> None:
-    """One bit of one weight, wherever it is kept."""
+def test_single_bit_change_of_each_layer_takes_effect(pair: Any) -> None:
     train(pair, range(2))
     for number in range(DEPTH):
         for side in pair:
             layer = side.layer(number)
             layer.base.weight.data.view(torch.int32)[number, -1 - number] ^= 1 << 20
         train(pair, range(number, number + 1))
-    assert_alike(pair)
+    assert_equal_parameters(pair)
 
 
 @pytest.mark.parametrize("pair", ["disk", "file"], indirect=True)
-def test_a_failed_step_leaves_frozen_weights_as_they_were(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_step_leaves_frozen_weights_unchanged(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     train(pair, range(2))
     ours = pair[1]
     with monkeypatch.context() as patch:
         fail_at(patch, ours.step, "read", 3, TransferError("the disk is gone"))
         with pytest.raises(TransferError, match="the disk is gone"):
             ours.step(batch(50))
-    assert_alike(pair)
+    assert_equal_parameters(pair)
     train(pair, range(3, 5))
-    assert_alike(pair)
+    assert_equal_parameters(pair)
 
 
-def test_what_is_at_home_leaves_the_arena_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, step = compiled("disk")
-    theirs = made()
-    written: list[int] = []
+def test_clean_weights_leave_the_arena_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, step = compile_side("disk")
+    theirs = make_side()
+    written_sizes: list[int] = []
 
     def train_and_leave(number: int) -> None:
         assert torch.equal(ours.step(batch(number)), theirs.step(batch(number)))
@@ -417,25 +429,25 @@ def test_what_is_at_home_leaves_the_arena_without_a_copy(monkeypatch: pytest.Mon
         train_and_leave(0)
         home = step._session.keeper.slots[0].home
         write = home.write
-        monkeypatch.setattr(home, "write", lambda at, data: (written.append(len(data)), write(at, data)))
+        monkeypatch.setattr(home, "write", lambda at, data: (written_sizes.append(len(data)), write(at, data)))
         for number in range(1, 3):
-            train_and_leave(number)  # from here on each has been at home before
-            assert len([count for count in written if count >= _WEIGHT]) <= number
-    assert_alike((theirs, ours))
+            train_and_leave(number)  # from here on each weight has a copy at home
+            assert len([count for count in written_sizes if count >= _WEIGHT]) <= number
+    assert_equal_parameters((theirs, ours))
 
 
-def test_a_fingerprint_sees_bits_places_and_lengths() -> None:
+def test_checksum_depends_on_bits_positions_and_length() -> None:
     data = bytearray(torch.randint(0, 256, (8 * KIB + 13,), dtype=torch.uint8).numpy().tobytes())
-    known = checksum(memoryview(data))
-    assert known == checksum(memoryview(bytearray(data)))
-    found = {known}
-    # Native code takes 64 bytes at a time, and the rest in words: each of the last bytes counts.
+    original = checksum(memoryview(data))
+    assert original == checksum(memoryview(bytearray(data)))
+    checksums = {original}
+    # Native code reads blocks of 64 bytes, then words: change each of the last bytes.
     positions = {*range(0, len(data), 97), *range(len(data) - 80, len(data))}
     for position in positions:
         changed = bytearray(data)
         changed[position] ^= 1 << position % 8
-        found.add(checksum(memoryview(changed)))
+        checksums.add(checksum(memoryview(changed)))
     swapped = bytearray(data[64:128] + data[:64] + data[128:])
-    found |= {checksum(memoryview(swapped)), checksum(memoryview(data)[:-1])}
-    found |= {checksum(memoryview(bytearray(count))) for count in range(200)}
-    assert len(found) == 1 + len(positions) + 2 + 200
+    checksums |= {checksum(memoryview(swapped)), checksum(memoryview(data)[:-1])}
+    checksums |= {checksum(memoryview(bytearray(count))) for count in range(200)}
+    assert len(checksums) == 1 + len(positions) + 2 + 200

@@ -1,4 +1,4 @@
-"""Jobs that others publish: how they are built and counted, and what is said of their figures."""
+"""Tests of the comparison with published training results: jobs, figures, recommendations."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ FIGURES: dict[str, Any] = {
 
 
 def test_row_is_planned_without_memory() -> None:
-    found = gpu_rivals.predict(RIVAL)
-    assert found["seconds"] >= found["in_core_s"] > found["products_s"] > 0
-    assert found["largest_op_bytes"] <= found["smallest_bytes"] <= found["room"] < found["cap"]
-    assert found["published_s"] == pytest.approx(128e-6)
-    assert found["per_s"] == pytest.approx(128 / found["seconds"])
+    row = gpu_rivals.predict(RIVAL)
+    assert row["seconds"] >= row["in_core_s"] > row["products_s"] > 0
+    assert row["largest_op_bytes"] <= row["smallest_bytes"] <= row["room"] < row["cap"]
+    assert row["published_s"] == pytest.approx(128e-6)
+    assert row["per_s"] == pytest.approx(128 / row["seconds"])
 
 
-def test_row_says_so_when_the_cap_is_too_small() -> None:
-    found = gpu_rivals.predict(replace(RIVAL, cap=0.126))
-    assert "seconds" not in found
-    assert "run it in parts" in recommend_work(found)
+def test_too_small_cap_recommends_splitting_the_largest_op() -> None:
+    row = gpu_rivals.predict(replace(RIVAL, cap=0.126))
+    assert "seconds" not in row
+    assert "run it in parts" in recommend_work(row)
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_adapters_alone_are_trained(lora: bool) -> None:
+def test_only_adapters_are_trained_with_lora(lora: bool) -> None:
     with torch.device("meta"):
         job = gpu_rivals.make(replace(RIVAL, lora=lora))
     names = {name for name, p in job.model.named_parameters() if p.requires_grad}
@@ -68,7 +68,7 @@ def test_adapters_alone_are_trained(lora: bool) -> None:
     assert not lora or len(names) == 28
 
 
-def test_operations_are_those_of_products_and_causal_attention() -> None:
+def test_operation_count_covers_products_and_causal_attention() -> None:
     block = 64 * 64 * 2 + 64 * 32 * 2 + 64 * 96 * 3
     weights, attention = 2 * block + 64 * 128, 7 * 2 * 64 * 64
     assert gpu_rivals.count_operations(RIVAL) == 128 * (6 * weights + attention)
@@ -77,7 +77,7 @@ def test_operations_are_those_of_products_and_causal_attention() -> None:
     assert gpu_rivals.rate_of(replace(RIVAL, flops=128.0 * (6 * weights + attention))) == 128
 
 
-def test_largest_op_counts_what_it_touches_and_its_workspace() -> None:
+def test_largest_op_counts_its_tensors_and_workspace() -> None:
     storages = tuple(Storage(i, size, StorageKind.ACTIVATION, f"s{i}") for i, size in enumerate((100, 200, 50)))
     ops = Op(0, "small", (), (), (0, 1)), Op(1, "large", (0,), (), (2,))
     costs = Costs((OpCost(1.0), OpCost(1.0, workspace_bytes=400)))
@@ -85,7 +85,7 @@ def test_largest_op_counts_what_it_touches_and_its_workspace() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changes", "advice"),
     [
         ({}, "Behind, at 0.75 of its speed. Bound by the link: it needs 1.90 s, mostly for optimizer states (30 GiB"),
         ({"seconds": 1.4}, "First by these figures, at 1.07 of its speed. Bound by the link"),
@@ -112,17 +112,17 @@ def test_largest_op_counts_what_it_touches_and_its_workspace() -> None:
         ({"published_s": 0.5, "at_their_pace_s": 1.0, "again_s": 0.8}, "most of it ops that run again"),
     ],
 )
-def test_recommendation_follows_from_the_figures(changed: dict[str, Any], said: str) -> None:
-    assert said in recommend_work({**FIGURES, **changed})
+def test_recommendation_follows_from_the_figures(changes: dict[str, Any], advice: str) -> None:
+    assert advice in recommend_work({**FIGURES, **changes})
 
 
-def test_refusal_names_the_op_that_is_too_large_or_the_search() -> None:
-    refused = {"refused": "nothing fits", "room": 10 * GIB, "largest_op": "aten.mm.default", "largest_op_bytes": GIB}
-    assert "search harder" in recommend_work({**refused, "smallest_bytes": 9 * GIB})
-    assert "mm needs 1.0 GiB at once: run it in parts" in recommend_work({**refused, "smallest_bytes": 11 * GIB})
+def test_refusal_names_the_oversized_op_or_the_search() -> None:
+    refusal = {"refused": "nothing fits", "room": 10 * GIB, "largest_op": "aten.mm.default", "largest_op_bytes": GIB}
+    assert "search harder" in recommend_work({**refusal, "smallest_bytes": 9 * GIB})
+    assert "mm needs 1.0 GiB at once: run it in parts" in recommend_work({**refusal, "smallest_bytes": 11 * GIB})
 
 
-def test_table_has_every_row_and_a_failure_is_told() -> None:
+def test_table_has_every_row_and_names_a_failure() -> None:
     results = json.loads(gpu_rivals.RESULTS.read_text(encoding="utf-8"))
     assert list(results) == [rival.key for rival in RIVALS]
     page = gpu_rivals.render_table(results)
@@ -131,7 +131,7 @@ def test_table_has_every_row_and_a_failure_is_told() -> None:
     assert "No plan (not planned in 900 s)." in gpu_rivals.render_table(results)
 
 
-def test_cards_of_the_rows_exist() -> None:
+def test_device_of_every_row_exists() -> None:
     assert {presets.device(rival.device).key for rival in RIVALS} == {
         "h100-80gb-pcie5",
         "laptop-rtx4090-16gb",

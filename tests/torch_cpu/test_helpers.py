@@ -1,4 +1,4 @@
-"""Helper processes: what they are given, and how PyTorch is set there."""
+"""Tests of helper processes: their work, output and PyTorch settings."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from outofcore.child_processes import start_process
 
 
 @pytest.fixture
-def settings() -> Iterator[None]:
-    """Put back what a test sets."""
+def _restore_settings() -> Iterator[None]:
     before = torch.get_num_threads(), torch.get_default_dtype(), torch.backends.mkldnn.enabled
     precision = torch.backends.mkldnn.matmul.fp32_precision
     yield
@@ -28,8 +27,8 @@ def settings() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.usefixtures("settings")
-def test_a_helper_has_the_settings_of_the_process_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("_restore_settings")
+def test_helper_has_the_settings_of_its_parent_process(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(3)
     torch.set_default_dtype(torch.float64)
     torch.backends.mkldnn.set_flags(False)
@@ -50,7 +49,7 @@ def test_a_helper_has_the_settings_of_the_process_that_started_it(monkeypatch: p
     assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
 
 
-def test_the_number_of_threads_may_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_helper_can_have_another_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(packed("work", before + 1))))
     try:
@@ -60,20 +59,19 @@ def test_the_number_of_threads_may_be_another(monkeypatch: pytest.MonkeyPatch) -
         torch.set_num_threads(before)
 
 
-def test_what_a_helper_prints_comes_back() -> None:
+def test_output_of_a_helper_is_returned() -> None:
     with tempfile.TemporaryFile() as answer:
-        helper = start_process(f"{__name__}:say", packed(torch.ops.aten.add.Tensor), answer)
+        helper = start_process(f"{__name__}:print_work", packed(torch.ops.aten.add.Tensor), answer)
         assert helper.wait() == 0
         answer.seek(0)
         assert answer.read() == b"aten.add.Tensor\n"
 
 
-def test_where_no_process_can_be_started_the_system_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_executable_raises_os_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(OSError, match="nowhere"):
         start_process("module:name", b"")
 
 
-def say() -> None:
-    """What a helper does."""
+def print_work() -> None:
     print(received())

@@ -1,4 +1,4 @@
-"""Homes: bytes that leave memory come back the same, faces agree with them, and nothing is left behind."""
+"""Tests of homes: copies, slots, faces and growth."""
 
 import threading
 from collections.abc import Iterator
@@ -21,15 +21,15 @@ from outofcore.units import KIB, MIB, PAGE_BYTES
 def home(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HomeStore]:
     if request.param == "disk, buffered":
         buffered(monkeypatch)
-    opened: HomeStore = HostHome(256 * MIB) if request.param == "host" else DiskHome(tmp_path)
-    yield opened
-    opened.close()
+    store: HomeStore = HostHome(256 * MIB) if request.param == "host" else DiskHome(tmp_path)
+    yield store
+    store.close()
 
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    with Arena(64 * MIB) as opened:
-        yield opened
+    with Arena(64 * MIB) as region:
+        yield region
 
 
 @pytest.mark.parametrize(
@@ -37,13 +37,13 @@ def arena() -> Iterator[Arena]:
     [
         (0, 1),
         (0, PAGE_BYTES),
-        (64, 100 * KIB),  # not on a page: by way of the buffer
+        (64, 100 * KIB),  # not page-aligned: copied through the buffer
         (PAGE_BYTES, 100_001),  # with a tail
-        (PAGE_BYTES, 20 * MIB + 4097),  # in several pieces
+        (PAGE_BYTES, 20 * MIB + 4097),  # in several chunks
         (192, 3 * MIB + 5),
     ],
 )
-def test_bytes_come_back_the_same(
+def test_written_bytes_are_read_back(
     home: HomeStore, arena: Arena, place: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_io, "CHUNK_BYTES", 8 * MIB)
@@ -54,10 +54,10 @@ def test_bytes_come_back_the_same(
     home.write(offset, outgoing)
     home.read(offset, incoming)
     assert bytes(incoming) == expected
-    assert bytes(arena.memory(32 * MIB + place + count, 8)) == bytes(8)  # nothing beyond the end
+    assert bytes(arena.memory(32 * MIB + place + count, 8)) == bytes(8)  # no write beyond the end
 
 
-def test_a_slot_does_not_touch_its_neighbours(home: HomeStore, arena: Arena) -> None:
+def test_slot_does_not_touch_its_neighbours(home: HomeStore, arena: Arena) -> None:
     sizes = [1, PAGE_BYTES, 70_000, 5, MIB]
     offsets = [0, PAGE_BYTES, 2 * PAGE_BYTES, 20 * PAGE_BYTES, 21 * PAGE_BYTES]
     home.ensure(offsets[-1] + MIB)
@@ -70,7 +70,7 @@ def test_a_slot_does_not_touch_its_neighbours(home: HomeStore, arena: Arena) -> 
         assert bytes(arena.memory(MIB, size)) == before
 
 
-def test_a_face_shows_what_is_written_and_what_is_stored_in_it_is_read(home: HomeStore, arena: Arena) -> None:
+def test_face_shares_its_bytes_with_writes_and_reads(home: HomeStore, arena: Arena) -> None:
     count = MIB + 100
     home.ensure(2 * MIB + 8 * KIB)
     face = home.face(PAGE_BYTES, count)
@@ -94,7 +94,7 @@ def test_a_face_shows_what_is_written_and_what_is_stored_in_it_is_read(home: Hom
     assert bool((face == 2).all())
 
 
-def test_more_room_leaves_slots_and_faces_as_they_are(home: HomeStore, arena: Arena) -> None:
+def test_growth_keeps_slots_and_faces(home: HomeStore, arena: Arena) -> None:
     first = home.reserve(MIB)
     face = home.face(first, MIB)
     expected = noise(arena.memory(0, MIB), 1)
@@ -107,12 +107,12 @@ def test_more_room_leaves_slots_and_faces_as_they_are(home: HomeStore, arena: Ar
     home.write(second, arena.memory(MIB, 2 * MIB))
     home.read(first, arena.memory(8 * MIB, MIB))
     assert bytes(arena.memory(8 * MIB, MIB)) == bytes(face.numpy()) == expected
-    assert int(home.face(4 * MIB, MIB).sum()) == 0  # fresh room reads as zeros
+    assert int(home.face(4 * MIB, MIB).sum()) == 0  # new room reads as zeros
     assert home.capacity > home.bytes
     assert home.face(0, 0).numel() == 0
 
 
-def test_what_is_not_a_slot_is_refused(home: HomeStore, arena: Arena) -> None:
+def test_invalid_slot_is_refused(home: HomeStore, arena: Arena) -> None:
     with pytest.raises((TransferError, StateError)):
         home.write(0, arena.memory(0, PAGE_BYTES))
     home.ensure(MIB)
@@ -125,7 +125,7 @@ def test_what_is_not_a_slot_is_refused(home: HomeStore, arena: Arena) -> None:
             home.face(offset, PAGE_BYTES)
 
 
-def test_a_closed_home_says_so(home: HomeStore, arena: Arena) -> None:
+def test_closed_home_raises_state_error(home: HomeStore, arena: Arena) -> None:
     home.ensure(MIB)
     home.close()
     home.close()
@@ -139,18 +139,18 @@ def test_a_closed_home_says_so(home: HomeStore, arena: Arena) -> None:
             use()
 
 
-def test_copies_run_while_python_does(home: HomeStore, arena: Arena) -> None:
+def test_copies_of_several_threads_keep_their_bytes(home: HomeStore, arena: Arena) -> None:
     home.ensure(32 * MIB)
     expected = [noise(arena.memory(i * 8 * MIB, 8 * MIB), i) for i in range(4)]
 
-    def there_and_back(index: int) -> None:
+    def write_and_read(index: int) -> None:
         memory = arena.memory(index * 8 * MIB, 8 * MIB)
         for _ in range(3):
             home.write(index * 8 * MIB, memory)
             torch.frombuffer(memory, dtype=torch.uint8).zero_()
             home.read(index * 8 * MIB, memory)
 
-    threads = [threading.Thread(target=there_and_back, args=(index,)) for index in range(4)]
+    threads = [threading.Thread(target=write_and_read, args=(index,)) for index in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -158,17 +158,14 @@ def test_copies_run_while_python_does(home: HomeStore, arena: Arena) -> None:
     assert [bytes(arena.memory(i * 8 * MIB, 8 * MIB)) for i in range(4)] == expected
 
 
-def test_a_read_only_source_can_be_written(home: HomeStore, arena: Arena) -> None:
+def test_read_only_source_can_be_written(home: HomeStore, arena: Arena) -> None:
     home.ensure(MIB)
     home.write(0, memoryview(b"abc" * 5000))
     home.read(0, arena.memory(0, 15000))
     assert bytes(arena.memory(0, 15000)) == b"abc" * 5000
 
 
-# The disk.
-
-
-def test_the_host_home_takes_up_memory_only_as_it_is_written() -> None:
+def test_host_home_takes_memory_only_for_written_bytes() -> None:
     home = HostHome(1 << 36)
     home.ensure(256 * MIB)
     before = resident()
@@ -178,49 +175,49 @@ def test_the_host_home_takes_up_memory_only_as_it_is_written() -> None:
     home.close()
 
 
-# An open home, as users have it
+# The public open home.
 
 
 @pytest.fixture(params=["disk", "host"])
-def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[outofcore.OpenHome]:
+def open_home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[outofcore.OpenHome]:
     with outofcore.open_home(request.param if request.param == "host" else tmp_path, check="full") as home:
         yield home
 
 
 @pytest.mark.parametrize("part", [slice(0, 4096), slice(1024, 5120), slice(1000, 3000), slice(90_112, 100_001)])
-def test_copy_moves_a_part_of_a_row(opened: outofcore.OpenHome, part: slice) -> None:
-    """Whole pages, pages with a tail, and what shares its pages with others."""
-    row, wanted = opened.empty(100_001, torch.float32), torch.arange(100_001, dtype=torch.float32)
-    opened.copy(wanted, row)
-    opened.copy(-wanted[part], row[part])
-    wanted[part] *= -1
-    assert torch.equal(row, wanted)
-    found = torch.empty_like(wanted[part])
-    opened.copy(row[part], found)
-    assert torch.equal(found, wanted[part])
+def test_copy_moves_a_slice_of_a_row(open_home: outofcore.OpenHome, part: slice) -> None:
+    """The slices are whole pages, pages with a tail, and parts of pages."""
+    row, expected = open_home.empty(100_001, torch.float32), torch.arange(100_001, dtype=torch.float32)
+    open_home.copy(expected, row)
+    open_home.copy(-expected[part], row[part])
+    expected[part] *= -1
+    assert torch.equal(row, expected)
+    copied = torch.empty_like(expected[part])
+    open_home.copy(row[part], copied)
+    assert torch.equal(copied, expected[part])
 
 
-def test_copy_sees_what_was_written_through_the_row(opened: outofcore.OpenHome) -> None:
-    row, found = opened.empty(100_000, torch.bfloat16), torch.empty(100_000, dtype=torch.bfloat16)
-    opened.copy(torch.zeros(100_000, dtype=torch.bfloat16), row)
+def test_copy_sees_writes_through_the_row(open_home: outofcore.OpenHome) -> None:
+    row, copied = open_home.empty(100_000, torch.bfloat16), torch.empty(100_000, dtype=torch.bfloat16)
+    open_home.copy(torch.zeros(100_000, dtype=torch.bfloat16), row)
     row.fill_(3)
-    opened.copy(row, found)
-    assert torch.equal(found, row)
-    assert found[-1] == 3
+    open_home.copy(row, copied)
+    assert torch.equal(copied, row)
+    assert copied[-1] == 3
 
 
-def test_copy_takes_other_layouts_and_rows_of_one_home(opened: outofcore.OpenHome) -> None:
-    table, other = opened.empty(200 * 300, torch.float32).view(200, 300), opened.empty(200 * 300, torch.float32)
+def test_copy_takes_strided_layouts_and_rows_of_one_home(open_home: outofcore.OpenHome) -> None:
+    table, second = open_home.empty(200 * 300, torch.float32).view(200, 300), open_home.empty(200 * 300, torch.float32)
     numbers = torch.arange(60_000.0).view(300, 200)
-    opened.copy(numbers.t(), table)
+    open_home.copy(numbers.t(), table)
     assert torch.equal(table, numbers.t())
-    opened.copy(table.view(-1), other)
-    found = torch.empty(300, 200)
-    opened.copy(other.view(200, 300), found.t())
-    assert torch.equal(found, numbers)
+    open_home.copy(table.view(-1), second)
+    copied = torch.empty(300, 200)
+    open_home.copy(second.view(200, 300), copied.t())
+    assert torch.equal(copied, numbers)
 
 
-def test_copy_goes_past_the_page_cache(tmp_path: Path) -> None:
+def test_copy_bypasses_the_page_cache(tmp_path: Path) -> None:
     with outofcore.open_home(tmp_path) as home:
         row = home.empty(64 * MIB, torch.uint8)
         before = resident()

@@ -1,4 +1,4 @@
-"""Names that programs beside the package import from it, most of which no other test runs."""
+"""Tests that names imported by benchmarks, tools and GPU tests exist."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# In the other folders of tests, pytest itself fails on such an import.
+# In other test folders, pytest itself fails on a missing import.
 FOLDERS = ("benchmarks", "tests/cuda", "tools")
 
 
 def missing_names(source: str) -> list[str]:
-    """List what ``from outofcore... import`` statements, also those in functions, ask for and do not find."""
-    found: list[str] = []
+    """List names in ``from outofcore... import`` statements, also inside functions, that do not exist."""
+    missing: list[str] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.split(".")[0] == "outofcore":
             for alias in node.names:
                 try:
                     exec(f"from {node.module} import {alias.name}", {})
                 except ImportError:
-                    found.append(f"{node.module}.{alias.name}")
-    return found
+                    missing.append(f"{node.module}.{alias.name}")
+    return missing
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_imported_names_exist(folder: str) -> None:
     paths = sorted((ROOT / folder).rglob("*.py"))
     assert paths
-    found = {str(path.relative_to(ROOT)): missing_names(path.read_text(encoding="utf-8")) for path in paths}
-    assert {path: names for path, names in found.items() if names} == {}
+    missing = {str(path.relative_to(ROOT)): missing_names(path.read_text(encoding="utf-8")) for path in paths}
+    assert {path: names for path, names in missing.items() if names} == {}
 
 
 def test_missing_names_are_found_in_functions() -> None:

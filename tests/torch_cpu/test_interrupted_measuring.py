@@ -1,4 +1,4 @@
-"""Ctrl-C while ops and links are measured: nothing is left half done, and the next call works."""
+"""Tests of Ctrl-C and errors while ops and links are measured."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ SCRIPT = Path(__file__).with_name("interrupted.py")
 
 
 @pytest.mark.parametrize("stage", some_of(["measure ops", "measure copies"], ["measure ops"]))
-def test_a_process_that_is_interrupted_at_any_moment_trains_on(stage: str) -> None:
+def test_process_trains_on_after_interrupts_at_random_moments(stage: str) -> None:
     command = [sys.executable, str(SCRIPT), "--stage", stage, "--rounds", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert sum(json.loads(line)["interrupts"] for line in done.stdout.splitlines()[1:]) > 0
+    process = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert sum(json.loads(line)["interrupts"] for line in process.stdout.splitlines()[1:]) > 0
 
 
-@pytest.mark.parametrize("raised", [KeyboardInterrupt(), RuntimeError("on purpose")])
-def test_an_op_that_fails_leaves_its_scope(raised: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    inside: list[bool] = []
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("on purpose")])
+def test_failing_op_leaves_its_scope(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_scopes: list[bool] = []
 
     class Watched(ScopeTable):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             begin, end = self.begin, self.end
 
-            def entered(scope: int) -> None:
+            def begin_and_raise(scope: int) -> None:
                 begin(scope)
-                inside.append(True)
-                raise raised
+                open_scopes.append(True)
+                raise error
 
-            def left() -> None:
+            def end_and_clear() -> None:
                 end()
-                inside.clear()
+                open_scopes.clear()
 
-            self.begin, self.end = entered, left
+            self.begin, self.end = begin_and_raise, end_and_clear
 
     monkeypatch.setattr(profiling_ops, "ScopeTable", Watched)
     layer = nn.Linear(64, 64)
@@ -63,13 +63,13 @@ def test_an_op_that_fails_leaves_its_scope(raised: BaseException, monkeypatch: p
         return loss
 
     captured = leanest(capture_step(step, [layer], [], (torch.ones(8, 64),), {}))
-    # An op that no made-up tensors suit is refused.
-    with pytest.raises(KeyboardInterrupt if isinstance(raised, KeyboardInterrupt) else CaptureError):
+    # Profiling refuses an op that fails on made-up tensors.
+    with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else CaptureError):
         profile_ops(captured)
-    assert inside == []
+    assert open_scopes == []
 
 
-def test_a_table_that_goes_while_its_scope_is_current_takes_the_scope_along() -> None:
+def test_freed_scope_table_ends_its_current_scope() -> None:
     with Arena(4 * MIB) as arena:
         table = ScopeTable(arena, [[(MIB, 0), (MIB, MIB)]])
         table.begin(0)
@@ -77,6 +77,6 @@ def test_a_table_that_goes_while_its_scope_is_current_takes_the_scope_along() ->
         assert first.data_ptr() == arena.address
         del table
         gc.collect()
-        other = torch.empty(MIB, dtype=torch.uint8)
-        assert not arena.address <= other.data_ptr() < arena.address + arena.bytes
+        second = torch.empty(MIB, dtype=torch.uint8)
+        assert not arena.address <= second.data_ptr() < arena.address + arena.bytes
         assert arena.counters().served == 1

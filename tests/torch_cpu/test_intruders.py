@@ -1,4 +1,4 @@
-"""Signals, other threads and other processes in the middle of a step."""
+"""Tests of signals, threads and processes that interfere with a step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from outofcore.program import CopyIn
 
 @pytest.fixture(autouse=True)
 def _ctrl_c() -> Iterator[None]:
-    """As in a terminal: what was started in the background ignores it, and so do its children."""
+    """Handle Ctrl-C as in a terminal: background processes and their children ignore it."""
     former = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, former)
@@ -51,35 +51,35 @@ def smallest() -> int:
 
 
 @pytest.fixture(params=["offload-all", "auto:polish_ops=0"])
-def compiled(request: pytest.FixtureRequest, smallest: int, tmp_path: Path) -> Iterator[tuple[Sides, Any]]:
-    with two_homes(request.param, smallest, tmp_path) as both:
-        yield both
+def plain_and_compiled(request: pytest.FixtureRequest, smallest: int, tmp_path: Path) -> Iterator[tuple[Sides, Any]]:
+    with two_homes(request.param, smallest, tmp_path) as pair:
+        yield pair
 
 
-def test_signals_wait_for_the_end_of_what_must_not_be_torn() -> None:
-    done: list[str] = []
+def test_signals_wait_for_the_end_of_a_deferred_block() -> None:
+    events: list[str] = []
     with pytest.raises(KeyboardInterrupt), Deferred("the test"):
         signal.raise_signal(signal.SIGINT)
-        done.append("to the end")
-    assert done == ["to the end"]
+        events.append("to the end")
+    assert events == ["to the end"]
     with pytest.raises(KeyboardInterrupt), Deferred("the test"):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
-        done.append("never")
-    assert done == ["to the end"]
+        events.append("never")
+    assert events == ["to the end"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     with pytest.raises(KeyboardInterrupt), Deferred("the test", stops=3):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
-        done.append("to the end")
-    assert done == ["to the end"] * 2
-    told: list[int] = []
-    former = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+        events.append("to the end")
+    assert events == ["to the end"] * 2
+    received: list[int] = []
+    former = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     try:
         with Deferred("the test"):
             signal.raise_signal(signal.SIGTERM)
-            assert not told
-        assert told == [signal.SIGTERM]
+            assert not received
+        assert received == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, former)
     thread = threading.Thread(target=lambda: Deferred("nothing").__enter__())
@@ -89,25 +89,27 @@ def test_signals_wait_for_the_end_of_what_must_not_be_torn() -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_in_the_middle_of_a_step(compiled: Any, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, ours = compiled
+def test_ctrl_c_in_a_step_finishes_or_undoes_the_step(
+    plain_and_compiled: Any, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, ours = plain_and_compiled
     step = ours[2]
     before = contents(ours[0], ours[1])
-    sent, noted = [], threading.Semaphore(0)
+    sent, notes = [], threading.Semaphore(0)
     note = Deferred._note
 
-    def noting(self: Deferred, *args: Any) -> None:
-        noted.release()
+    def note_and_release(self: Deferred, *args: Any) -> None:
+        notes.release()
         note(self, *args)
 
     def interrupt() -> None:
         sent.append(1)
-        for _ in range(times):  # one after the other: two that come at once are one
+        for _ in range(times):  # one at a time: two pending signals merge into one
             os.kill(os.getpid(), signal.SIGINT)
-            assert noted.acquire(timeout=60)
+            assert notes.acquire(timeout=60)
 
     with monkeypatch.context() as patch, at_op(patch, 1, interrupt):
-        patch.setattr(Deferred, "_note", noting)
+        patch.setattr(Deferred, "_note", note_and_release)
         torch.manual_seed(9)
         with pytest.raises(KeyboardInterrupt) as caught:
             step(batch(9))
@@ -147,74 +149,72 @@ print("survived", flush=True)
 
 
 @pytest.mark.parametrize("number", some_of([signal.SIGTERM, signal.SIGKILL], [signal.SIGKILL]))
-def test_a_process_killed_in_the_middle_of_a_step_leaves_nothing(
-    number: signal.Signals, smallest: int, tmp_path: Path
-) -> None:
-    done = subprocess.run(
+def test_process_killed_in_a_step_leaves_no_files(number: signal.Signals, smallest: int, tmp_path: Path) -> None:
+    process = subprocess.run(
         [sys.executable, "-c", KILLED, str(Path(__file__).parent), str(tmp_path), str(smallest), str(int(number))],
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
-    assert done.returncode == -number, done.stderr
-    assert done.stdout == "spilling\n"
+    assert process.returncode == -number, process.stderr
+    assert process.stdout == "spilling\n"
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("seed", some_of([1, 2], [1]))
-def test_ctrl_c_at_any_moment_leaves_the_model_as_the_note_says(seed: int, tmp_path: Path) -> None:
+def test_ctrl_c_at_random_moments_leaves_the_state_in_the_note(seed: int, tmp_path: Path) -> None:
     """More moments: ``python tests/torch_cpu/interrupted.py --seed 3 --rounds 100``."""
     script = Path(__file__).with_name("interrupted.py")
     command = [sys.executable, str(script), "--seed", str(seed), "--rounds", "12", "--cache", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rounds = [json.loads(line) for line in done.stdout.splitlines()][1:]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    rounds = [json.loads(line) for line in process.stdout.splitlines()][1:]
     assert len(rounds) == 12
     assert any("step has been made" in r["told"] for r in rounds)
 
 
-def test_an_interrupt_chains_the_error_that_it_comes_after() -> None:
+def test_interrupt_chains_the_preceding_error() -> None:
     with pytest.raises(KeyboardInterrupt) as caught, Deferred("the test"):
         signal.raise_signal(signal.SIGINT)
         raise ArenaError("off the plan")
     assert isinstance(caught.value.__context__, ArenaError)
 
 
-def _in_child(step: Any, model: nn.Module, told: Any) -> None:
-    torch.set_num_threads(1)  # as workers of a data loader do: the threads of OpenMP are not in a fork
-    found: dict[str, str] = {"sum": repr(float(model[1].weight.double().sum()))}
+def _use_step_in_child(step: Any, model: nn.Module, pipe: Any) -> None:
+    torch.set_num_threads(1)  # as data loader workers do: a fork has no OpenMP threads
+    results: dict[str, str] = {"sum": repr(float(model[1].weight.double().sum()))}
     for name, act in (("call", lambda: step(batch(0))), ("close", step.close)):
         try:
             act()
-            found[name] = "done"
+            results[name] = "done"
         except StateError as error:
-            found[name] = str(error)
-    told.send(json.dumps(found))
-    told.close()
+            results[name] = str(error)
+    pipe.send(json.dumps(results))
+    pipe.close()
 
 
-def test_a_fork_cannot_run_the_step_and_leaves_it_alone(compiled: Any) -> None:
-    plain, ours = compiled
+def test_fork_cannot_run_the_step_and_leaves_it_intact(plain_and_compiled: Any) -> None:
+    plain, ours = plain_and_compiled
     model, _, step = ours
-    mine, its = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=_in_child, args=(step, model, its))
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=_use_step_in_child, args=(step, model, sender))
     child.start()
     try:
-        assert mine.poll(60)
-        found = json.loads(mine.recv())
+        assert receiver.poll(60)
+        results = json.loads(receiver.recv())
         child.join()
     finally:
         child.kill()
     assert child.exitcode == 0
-    assert found["sum"] == repr(float(model[1].weight.double().sum()))
-    assert f"belongs to process {os.getpid()}" in found["call"]
-    assert found["close"] == "done"
+    assert results["sum"] == repr(float(model[1].weight.double().sum()))
+    assert f"belongs to process {os.getpid()}" in results["call"]
+    assert results["close"] == "done"
     goes_on(plain, ours)
 
 
-def test_workers_of_a_data_loader_do_no_harm(compiled: Any) -> None:
-    plain, (model, optimizer, step) = compiled
+def test_data_loader_workers_leave_the_step_exact(plain_and_compiled: Any) -> None:
+    plain, (model, optimizer, step) = plain_and_compiled
     data = torch.utils.data.TensorDataset(torch.cat([batch(k) for k in range(4)]))
     loader = torch.utils.data.DataLoader(data, batch_size=128, num_workers=1, multiprocessing_context="fork")
     torch.manual_seed(3)
@@ -224,14 +224,14 @@ def test_workers_of_a_data_loader_do_no_harm(compiled: Any) -> None:
     assert_same(contents(model, optimizer), contents(plain[0], plain[1]))
 
 
-def test_two_steps_over_one_model_take_turns(compiled: Any, smallest: int, tmp_path: Path) -> None:
-    plain, (model, optimizer, step) = compiled
+def test_two_steps_of_one_model_can_alternate(plain_and_compiled: Any, smallest: int, tmp_path: Path) -> None:
+    plain, (model, optimizer, step) = plain_and_compiled
 
     def evaluate(ids: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             return model(ids)
 
-    with outofcore.compile(evaluate, model, budget=smallest, home=tmp_path, policy="offload-all") as other:
+    with outofcore.compile(evaluate, model, budget=smallest, home=tmp_path, policy="offload-all") as evaluation:
         for k in range(2, 5):
             torch.manual_seed(k)
             theirs = plain[2](batch(k))
@@ -239,24 +239,29 @@ def test_two_steps_over_one_model_take_turns(compiled: Any, smallest: int, tmp_p
             assert torch.equal(step(batch(k)), theirs)
             torch.manual_seed(k)
             with torch.no_grad():
-                right = plain[0](batch(k))
+                expected = plain[0](batch(k))
             torch.manual_seed(k)
-            assert torch.equal(other(batch(k)), right)
+            assert torch.equal(evaluation(batch(k)), expected)
     goes_on(plain, (model, optimizer, step))
 
 
 @pytest.mark.parametrize("speed", [1e-3, 1.0, 1e3])
-def test_no_plan_of_these_tests_does_without_the_disk(compiled: Any, speed: float) -> None:
-    step = compiled[1][2]
+def test_plan_uses_the_disk_at_any_disk_speed(plain_and_compiled: Any, speed: float) -> None:
+    step = plain_and_compiled[1][2]
     graph, costs, disk = step.captured.graph, step.costs, step.costs.homes[-1]
-    other = replace(disk, bytes_per_s_in=disk.bytes_per_s_in * speed, bytes_per_s_out=disk.bytes_per_s_out * speed)
-    costs = replace(costs, homes=(*costs.homes[:-1], other))
+    scaled = replace(disk, bytes_per_s_in=disk.bytes_per_s_in * speed, bytes_per_s_out=disk.bytes_per_s_out * speed)
+    costs = replace(costs, homes=(*costs.homes[:-1], scaled))
     program = plan_step(graph, costs, step.budget, step.policy).program
-    assert any(isinstance(one, CopyIn) and one.home == len(costs.homes) - 1 for one in program.instructions)
+    assert any(
+        isinstance(instruction, CopyIn) and instruction.home == len(costs.homes) - 1
+        for instruction in program.instructions
+    )
 
 
-def test_two_steps_over_one_model_at_once_are_noticed(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, (model, _, step) = compiled
+def test_model_memory_taken_by_another_step_is_detected(
+    plain_and_compiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, (model, _, step) = plain_and_compiled
 
     def take() -> None:
         model[1].weight.data = model[1].weight.data.clone()  # as another step does when it takes the model
@@ -270,28 +275,30 @@ def test_two_steps_over_one_model_at_once_are_noticed(compiled: Any, monkeypatch
         step(batch(9))
 
 
-def test_one_step_in_two_threads_is_refused(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, ours = compiled
+def test_concurrent_call_from_another_thread_is_refused(
+    plain_and_compiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, ours = plain_and_compiled
     step = ours[2]
-    told: list[str] = []
+    messages: list[str] = []
 
     def call() -> None:
         try:
             step(batch(0))
         except StateError as error:
-            told.append(str(error))
+            messages.append(str(error))
 
-    def call_elsewhere() -> None:
+    def call_in_thread() -> None:
         thread = threading.Thread(target=call)
         thread.start()
         thread.join()
 
     torch.manual_seed(9)
     theirs = plain[2](batch(9))
-    with at_op(monkeypatch, 1, call_elsewhere):
+    with at_op(monkeypatch, 1, call_in_thread):
         torch.manual_seed(9)
         assert torch.equal(step(batch(9)), theirs)
-    assert "running already" in told[0]
+    assert "running already" in messages[0]
     goes_on(plain, ours)
 
 
@@ -311,14 +318,14 @@ with outofcore.compile(
 
 
 @pytest.mark.exhaustive
-def test_a_second_process_with_the_same_spill_folder(smallest: int, tmp_path: Path) -> None:
+def test_two_processes_can_share_a_spill_folder(smallest: int, tmp_path: Path) -> None:
     command = [sys.executable, "-c", SECOND, str(Path(__file__).parent), str(tmp_path), str(smallest)]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    told = [process.communicate(timeout=300) for process in both]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = [process.communicate(timeout=300) for process in processes]
     _, _, plain = sides()
     torch.manual_seed(5)
-    right = str([float(plain(batch(k))).hex() for k in range(3)])
-    for (out, errors), process in zip(told, both, strict=True):
+    expected = str([float(plain(batch(k))).hex() for k in range(3)])
+    for (out, errors), process in zip(outputs, processes, strict=True):
         assert process.returncode == 0, errors
-        assert out.strip() == right
+        assert out.strip() == expected
     assert list(tmp_path.iterdir()) == []

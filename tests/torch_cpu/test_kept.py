@@ -1,4 +1,4 @@
-"""Profiles in a cache: what was measured once is not measured again, and nothing else is taken for it."""
+"""Tests of cached profiles: ops and groups are measured once and loaded afterwards."""
 
 from __future__ import annotations
 
@@ -41,41 +41,41 @@ from outofcore.profiling.ops import (
 
 
 @pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The ops that were measured, and not found."""
+def measured_ops(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the ops that were measured, not loaded from the cache."""
     names: list[str] = []
     original = profiling_ops._Bench._record
 
-    def record(self: Any, op: Op, func: Callable[..., object], *rest: Any) -> Requests:
+    def record(self: Any, op: Op, func: Callable[..., object], *args: Any) -> Requests:
         names.append(op.name)
-        return original(self, op, func, *rest)
+        return original(self, op, func, *args)
 
     monkeypatch.setattr(profiling_ops._Bench, "_record", record)
     return names
 
 
-def test_a_second_profile_measures_nothing_and_is_the_same(tmp_path: Path, timed: list[str]) -> None:
+def test_second_profile_is_loaded_from_the_cache(tmp_path: Path, measured_ops: list[str]) -> None:
     first = profile_ops(captured_small_step(), cache=Cache(tmp_path))
-    assert timed
-    timed.clear()
+    assert measured_ops
+    measured_ops.clear()
     assert profile_ops(captured_small_step(), cache=Cache(tmp_path)) == first
-    assert timed == []
-    # What another model has in common is found, and the rest is measured.
+    assert measured_ops == []
+    # For another model, only the ops that are not cached are measured.
     profile_ops(captured_small_step(width=48), cache=Cache(tmp_path))
-    assert 0 < len(timed) < len(first)
+    assert 0 < len(measured_ops) < len(first)
 
 
-def test_ops_of_a_busy_machine_are_measured_again(
-    tmp_path: Path, timed: list[str], monkeypatch: pytest.MonkeyPatch
+def test_ops_measured_on_a_busy_machine_are_measured_again(
+    tmp_path: Path, measured_ops: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     was_busy, now = [True], [1e9]
     monkeypatch.setattr(module, "was_busy", lambda _: was_busy[0])
     monkeypatch.setattr(module, "time", lambda: now[0])
 
     def measure() -> tuple[list[OpCost], bool]:
-        timed.clear()
-        found = [profile.cost for profile in profile_ops(captured_small_step(), cache=Cache(tmp_path))]
-        return [cost for cost in found if cost.seconds], bool(timed)
+        measured_ops.clear()
+        all_costs = [profile.cost for profile in profile_ops(captured_small_step(), cache=Cache(tmp_path))]
+        return [cost for cost in all_costs if cost.seconds], bool(measured_ops)
 
     fastest, measured = measure()
     assert {cost.busy for cost in fastest} == {1}
@@ -83,7 +83,7 @@ def test_ops_of_a_busy_machine_are_measured_again(
         costs, measured = measure()
         assert measured
         assert {cost.busy for cost in costs} == {count}
-        # As long as the machine is busy, the shortest time is the nearest.
+        # While the machine is busy, the shortest time is the best estimate.
         assert all(cost.seconds <= before.seconds for cost, before in zip(costs, fastest, strict=True))
         fastest = costs
     assert measure() == (fastest, False)
@@ -97,7 +97,7 @@ def test_ops_of_a_busy_machine_are_measured_again(
     assert measure() == (costs, False)
 
 
-def test_a_group_of_a_busy_machine_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_measured_on_a_busy_machine_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     seconds, busy = iter(range(1, 9)), [True, True, False]
     monkeypatch.setattr(torch.distributed, "get_backend", lambda _: "gloo")
@@ -105,33 +105,33 @@ def test_a_group_of_a_busy_machine_is_measured_again(tmp_path: Path, monkeypatch
     monkeypatch.setattr(groups, "_measured", lambda *_: GroupCost(float(next(seconds)), 1.0))
     monkeypatch.setattr(groups, "was_busy", lambda *_, **__: busy.pop(0))
     monkeypatch.setattr(groups, "this_machine", lambda: SimpleNamespace(cores=4))
-    found = [groups.group_cost(group, torch.device("cpu"), Cache(tmp_path)) for _ in range(4)]
-    assert [(one.latency_s, one.busy) for one in found] == [(1, 1), (2, 2), (3, 0), (3, 0)]
-    # With fewer cores the processes hold each other up.
+    costs = [groups.group_cost(group, torch.device("cpu"), Cache(tmp_path)) for _ in range(4)]
+    assert [(cost.latency_s, cost.busy) for cost in costs] == [(1, 1), (2, 2), (3, 0), (3, 0)]
+    # With fewer cores, the processes delay each other.
     monkeypatch.setattr(groups, "this_machine", lambda: SimpleNamespace(cores=3))
     assert groups.group_cost(group, torch.device("cpu"), None).busy == 0
 
 
-def test_without_a_cache_everything_is_measured(timed: list[str]) -> None:
+def test_every_op_is_measured_without_a_cache(measured_ops: list[str]) -> None:
     profile_ops(captured_small_step())
-    count = len(timed)
+    count = len(measured_ops)
     profile_ops(captured_small_step())
-    assert len(timed) == 2 * count
+    assert len(measured_ops) == 2 * count
 
 
-def test_a_profile_without_times_does_for_memory_alone(tmp_path: Path, timed: list[str]) -> None:
+def test_untimed_profile_serves_only_untimed_requests(tmp_path: Path, measured_ops: list[str]) -> None:
     untimed = profile_ops(captured_small_step(), measure_time=False, cache=Cache(tmp_path))
-    count = len(timed)
+    count = len(measured_ops)
     assert profile_ops(captured_small_step(), measure_time=False, cache=Cache(tmp_path)) == untimed
-    assert len(timed) == count
+    assert len(measured_ops) == count
     full = profile_ops(captured_small_step(), cache=Cache(tmp_path))
-    assert len(timed) == 2 * count
+    assert len(measured_ops) == 2 * count
     assert sum(profile.cost.seconds for profile in full) > 0
     assert [p.requests for p in full] == [p.requests for p in untimed]
     assert profile_ops(captured_small_step(), measure_time=False, cache=Cache(tmp_path)) == full
 
 
-def test_other_settings_are_another_shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shelf_depends_on_settings_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = Cache(tmp_path)
     usual = op_shelf(cache).path
     assert op_shelf(cache).path == usual
@@ -152,7 +152,7 @@ def test_other_settings_are_another_shelf(tmp_path: Path, monkeypatch: pytest.Mo
 original = module.this_machine
 
 
-def test_what_may_mean_something_else_tomorrow_is_not_kept() -> None:
+def test_ops_without_a_lasting_identity_are_not_cached() -> None:
     op = Op(0, "aten.mm.default", (), (), (), family="aten.mm.default(float32[2,2]{2,1})")
     assert is_keepable(op)
     assert is_keepable(replace(op, name="optimizer.AdamW"))
@@ -183,10 +183,10 @@ PROFILES = st.builds(
 
 @settings(max_examples=examples(60), deadline=None)
 @given(PROFILES)
-def test_profiles_survive_the_file(profile: OpProfile) -> None:
-    kept = msgspec.json.decode(msgspec.json.encode(module._Kept.of(profile, timed=True)), type=module._Kept)
-    assert kept.profile() == profile
-    assert kept.seconds == profile.cost.seconds
+def test_profiles_survive_serialization(profile: OpProfile) -> None:
+    decoded = msgspec.json.decode(msgspec.json.encode(module._Kept.of(profile, timed=True)), type=module._Kept)
+    assert decoded.profile() == profile
+    assert decoded.seconds == profile.cost.seconds
 
 
 @pytest.mark.parametrize(
@@ -204,38 +204,38 @@ def test_profiles_survive_the_file(profile: OpProfile) -> None:
         {"requests": {"bytes": 0, "list": [[-5, "elsewhere"]]}},
     ],
 )
-def test_a_damaged_entry_is_measured_anew(
-    tmp_path: Path, wrong: object, timed: list[str], caplog: pytest.LogCaptureFixture
+def test_damaged_entry_is_measured_again(
+    tmp_path: Path, wrong: object, measured_ops: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = Cache(tmp_path)
     first = profile_ops(captured_small_step(), cache=cache)
-    shelf, before = op_shelf(cache), len(timed)
+    shelf, before = op_shelf(cache), len(measured_ops)
     key, value = next(iter(shelf.read().items()))
     usual = {k: v for k, v in value.items() if wrong != {}}
     shelf.write({key: {**usual, **wrong} if isinstance(wrong, dict) else wrong})
     with caplog.at_level(logging.WARNING, "outofcore.profiling"):
-        again = profile_ops(captured_small_step(), cache=cache)
+        second = profile_ops(captured_small_step(), cache=cache)
     assert "again, because its cached measurement cannot be used" in caplog.text
-    assert 1 <= len(timed) - before <= 2  # an update of an optimizer has a first run besides
-    assert [p.requests for p in again] == [p.requests for p in first]
-    timed.clear()
-    assert profile_ops(captured_small_step(), cache=cache) == again
-    assert timed == []
+    assert 1 <= len(measured_ops) - before <= 2  # an optimizer update also has a first run
+    assert [p.requests for p in second] == [p.requests for p in first]
+    measured_ops.clear()
+    assert profile_ops(captured_small_step(), cache=cache) == second
+    assert measured_ops == []
 
 
-def test_measured_steps_replace_what_ops_took_alone(tmp_path: Path) -> None:
+def test_measured_steps_replace_times_of_single_ops(tmp_path: Path) -> None:
     family = "aten.mm.default(…)"
     graph = StepGraph((), tuple(Op(i, "aten.mm.default", (0,), (), (), family=family) for i in range(3)))
     profiles = [OpProfile(OpCost(s, w), Requests((), w)) for s, w in ((1.0, 0), (5.0, 4096), (2.0, 64))]
     cache = Cache(tmp_path)
     keep_profiles(cache, graph, profiles)
-    found = KeptProfiles(cache).find(graph.ops[0], timed=True, first=False)
-    assert found == OpProfile(OpCost(2.0, 4096), Requests((), 4096))
+    profile = KeptProfiles(cache).find(graph.ops[0], timed=True, first=False)
+    assert profile == OpProfile(OpCost(2.0, 4096), Requests((), 4096))
     keep_profiles(cache, graph, [OpProfile(OpCost(9.0), Requests((), 0))] * 3, only=[])
-    assert KeptProfiles(cache).find(graph.ops[0], timed=True, first=False) == found
+    assert KeptProfiles(cache).find(graph.ops[0], timed=True, first=False) == profile
 
 
-def test_the_same_step_in_another_process_measures_nothing(tmp_path: Path) -> None:
+def test_same_step_in_another_process_uses_the_cache(tmp_path: Path) -> None:
     code = (
         "import sys, torch, outofcore\n"
         "from outofcore import busy\n"
@@ -263,7 +263,7 @@ def test_the_same_step_in_another_process_measures_nothing(tmp_path: Path) -> No
     assert counts[1] == 0
 
 
-def test_a_cache_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
+def test_file_as_cache_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     step, model, optimizer = small_step()
     with pytest.raises(outofcore.errors.InputError, match="not a folder"):
@@ -271,20 +271,20 @@ def test_a_cache_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def _as_before() -> None:
+def _restore_precision() -> None:
     before = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
     yield
     torch.backends.mkldnn.matmul.fp32_precision = before  # type: ignore[attr-defined]
 
 
-@pytest.mark.usefixtures("_as_before")
-def test_the_newer_way_changes_the_shelf_and_raises_nothing(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("_restore_precision")
+def test_new_precision_setting_changes_the_shelf(tmp_path: Path) -> None:
     cache = Cache(tmp_path)
     op_shelf(cache).write({"entry": {"seconds": 1.0}})
     assert "entry" in op_shelf(cache).read()
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # type: ignore[attr-defined]
     assert precision_of(torch.backends.mkldnn, "matmul") == "bf16"
-    # With that, PyTorch's older question raises.
+    # With this setting, PyTorch's older getter raises.
     with pytest.raises(RuntimeError):
         torch.get_float32_matmul_precision()
     assert "entry" not in op_shelf(cache).read()

@@ -1,4 +1,4 @@
-"""What does not depend on data may be looked at in a step, which then goes the way that plain PyTorch goes."""
+"""Tests of steps that read values which do not depend on their data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def capture(change: Callable[[torch.Tensor], torch.Tensor]) -> Captured:
         return loss.detach()
 
     captured = capture_step(step, [model], [], (torch.ones(6, 4),), {})
-    for effect in captured.effects:  # what the step has noted down outside of itself
+    for effect in captured.effects:  # the step's side effects on Python objects
         effect()
     return captured
 
@@ -74,16 +74,16 @@ KNOWN: list[tuple[Callable[[torch.Tensor], Any], Any]] = [
 
 
 @pytest.mark.parametrize(("look", "value"), KNOWN)
-def test_what_follows_from_shapes_is_known(look: Callable[[torch.Tensor], Any], value: Any) -> None:
-    seen: list[Any] = []
+def test_values_independent_of_data_are_known(look: Callable[[torch.Tensor], Any], value: Any) -> None:
+    values: list[Any] = []
 
     def change(x: torch.Tensor) -> torch.Tensor:
-        seen.append(look(x))
-        return x * 2 if seen[-1] == value else x
+        values.append(look(x))
+        return x * 2 if values[-1] == value else x
 
     captured = capture(change)
-    assert seen == [value]
-    # What was only looked at is no part of the step.
+    assert values == [value]
+    # Ops whose results were only read are no part of the step.
     assert all("arange" not in op.name and "cumsum" not in op.name for op in captured.graph.ops)
 
 
@@ -106,12 +106,12 @@ UNKNOWN: list[Callable[[torch.Tensor], Any]] = [
 
 
 @pytest.mark.parametrize("look", UNKNOWN)
-def test_what_depends_on_data_or_chance_is_not(look: Callable[[torch.Tensor], Any]) -> None:
+def test_values_dependent_on_data_or_chance_are_refused(look: Callable[[torch.Tensor], Any]) -> None:
     with pytest.raises(CaptureError, match="reads the value of a tensor"):
         capture(lambda x: x * look(x))
 
 
-def test_what_was_written_is_known_no_more() -> None:
+def test_written_values_are_no_longer_known() -> None:
     def change(x: torch.Tensor) -> torch.Tensor:
         counts = torch.zeros(6, dtype=torch.long)
         view = counts[2:]
@@ -124,9 +124,9 @@ def test_what_was_written_is_known_no_more() -> None:
 
 
 def changed_by_data(x: torch.Tensor) -> float:
-    known = torch.zeros(2)
-    known.data = x[0, :2].detach()
-    return known.sum().item()
+    tensor = torch.zeros(2)
+    tensor.data = x[0, :2].detach()
+    return tensor.sum().item()
 
 
 class Halving(torch.optim.Optimizer):
@@ -139,12 +139,12 @@ class Halving(torch.optim.Optimizer):
             parameter.grad.mul_(2)
 
 
-def test_other_memory_is_not_known() -> None:
+def test_value_of_assigned_data_is_not_known() -> None:
     with pytest.raises(CaptureError, match="reads the value of a tensor"):
         capture(lambda x: x * changed_by_data(x))
 
 
-def test_gradients_are_not_known_once_an_optimizer_has_had_them() -> None:
+def test_gradients_are_not_known_after_an_optimizer_step() -> None:
     model = torch.nn.Linear(4, 4)
     optimizer = Halving(model.parameters())
     read: list[str] = []
@@ -161,10 +161,10 @@ def test_gradients_are_not_known_once_an_optimizer_has_had_them() -> None:
 
 
 @pytest.mark.parametrize("changes", ["the array", "the tensor"])
-def test_an_array_that_shares_memory_is_not_written(changes: str) -> None:
+def test_write_to_memory_shared_with_numpy_is_refused(changes: str) -> None:
     def change(x: torch.Tensor) -> torch.Tensor:
         counts = torch.zeros(3)
-        array = counts.numpy()  # lent
+        array = counts.numpy()  # shares memory
         if changes == "the array":
             array[0] = 1
         else:
@@ -178,53 +178,53 @@ def test_an_array_that_shares_memory_is_not_written(changes: str) -> None:
     assert caught.value.location.startswith(__file__)
 
 
-def program(seed: int) -> Callable[[], list[Any]]:
-    """A random program of operators in place, views and reads, on tensors that are known."""
+def random_program(seed: int) -> Callable[[], list[Any]]:
+    """Return a random program of in-place ops, views and reads on known tensors."""
 
     def run() -> list[Any]:
         choose = random.Random(seed)
         tensors = [torch.arange(6.0), torch.ones(2, 3), torch.empty(4).fill_(3)]
         read: list[Any] = []
         for _ in range(40):
-            one, other = choose.choice(tensors), choose.choice(tensors)
+            target, source = choose.choice(tensors), choose.choice(tensors)
             match choose.randrange(9):
                 case 0:
-                    tensors.append(one + 1)
+                    tensors.append(target + 1)
                 case 1:
-                    tensors.append(one[choose.randrange(2) :])
+                    tensors.append(target[choose.randrange(2) :])
                 case 2:
-                    tensors.append(one.t() if one.dim() == 2 else one.flip(0))
+                    tensors.append(target.t() if target.dim() == 2 else target.flip(0))
                 case 3:
-                    one.add_(choose.randrange(5))
+                    target.add_(choose.randrange(5))
                 case 4:
-                    one.mul_(other.sum() / 8)
+                    target.mul_(source.sum() / 8)
                 case 5:
-                    one.fill_(choose.randrange(5))
+                    target.fill_(choose.randrange(5))
                 case 6:
-                    one[0] = other.sum() if choose.random() < 0.5 else 7
+                    target[0] = source.sum() if choose.random() < 0.5 else 7
                 case 7:
-                    torch.add(one, 1, out=one)
+                    torch.add(target, 1, out=target)
                 case _:
-                    read.append(one.tolist())
+                    read.append(target.tolist())
         return [*read, *[tensor.tolist() for tensor in tensors]]
 
     return run
 
 
 @pytest.mark.parametrize("seed", some_of(range(30), range(8)))
-def test_values_are_those_of_plain_pytorch_whatever_was_written_in_between(seed: int) -> None:
-    found: list[str] = []
+def test_known_values_match_plain_pytorch_after_writes(seed: int) -> None:
+    results: list[str] = []
 
     def change(x: torch.Tensor) -> torch.Tensor:
-        found.append(repr(program(seed)()))
+        results.append(repr(random_program(seed)()))
         return x
 
     capture(change)
-    assert found == [repr(program(seed)())]
+    assert results == [repr(random_program(seed)())]
 
 
 class Dice(torch.nn.Module):
-    """As losses over images write it, with axes from a tensor, and with sizes that follow from known masks."""
+    """A Dice loss as image models write it, with axes from a tensor and sizes from known masks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class Dice(torch.nn.Module):
         return (1 - y.sum(dim=axes) / (y.square().sum(dim=axes) + 1e-5)).mean()
 
 
-def test_a_step_that_looks_at_shapes_is_exact_and_captured_again_for_others() -> None:
+def test_shape_dependent_step_is_exact_for_several_shapes() -> None:
     def run(*, compiled: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = Dice()
@@ -249,40 +249,40 @@ def test_a_step_that_looks_at_shapes_is_exact_and_captured_again_for_others() ->
             loss.backward()
             return loss.detach()
 
-        called = outofcore.compile(step, model, budget="8MiB", home="host") if compiled else step
-        losses = [called(torch.randn(shape)) for shape in ((2, 1, 9), (2, 1, 8, 8), (2, 1, 40), (2, 1, 9))]
-        if isinstance(called, outofcore.Step):
-            called.close()
+        function = outofcore.compile(step, model, budget="8MiB", home="host") if compiled else step
+        losses = [function(torch.randn(shape)) for shape in ((2, 1, 9), (2, 1, 8, 8), (2, 1, 40), (2, 1, 9))]
+        if isinstance(function, outofcore.Step):
+            function.close()
         return [*losses, *[parameter.grad for parameter in model.parameters() if parameter.grad is not None]]
 
     assert all(map(torch.equal, run(compiled=True), run(compiled=False)))
 
 
-def test_others_that_ask_are_told_that_it_is_no_fake() -> None:
-    asked: list[bool] = []
+def test_known_tensors_do_not_look_like_fake_tensors() -> None:
+    answers: list[bool] = []
 
     def change(x: torch.Tensor) -> torch.Tensor:
         for tensor in (torch.arange(3), x):
-            asked.append(isinstance(tensor, torch._subclasses.FakeTensor))
+            answers.append(isinstance(tensor, torch._subclasses.FakeTensor))
         return x
 
-    kind = torch._subclasses.FakeTensor
+    fake_class = torch._subclasses.FakeTensor
     capture(change)
-    assert asked == [False, True]
-    assert torch._subclasses.FakeTensor is kind
+    assert answers == [False, True]
+    assert torch._subclasses.FakeTensor is fake_class
 
 
 class _Count(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.seen: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[str(func)] += 1
+        self.calls[str(func)] += 1
         return func(*args, **(kwargs or {}))
 
 
-def test_a_model_of_transformers_is_captured_with_the_attention_that_it_runs_with() -> None:
+def test_transformers_model_is_captured_with_its_own_attention() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -306,6 +306,6 @@ def test_a_model_of_transformers_is_captured_with_the_attention_that_it_runs_wit
     captured = capture_step(step, [model], [], (ids,), {})
     ops = Counter(op.name for op in captured.graph.ops)
     for names in ("scaled_dot_product", "repeat", "where", "masked", "expand", "logical"):
-        plain = {name: number for name, number in count.seen.items() if names in name and "expand" not in name}
+        plain = {name: number for name, number in count.calls.items() if names in name and "expand" not in name}
         assert {name: ops[name] for name in plain} == plain
     assert any("scaled_dot_product" in name for name in ops)

@@ -1,4 +1,4 @@
-"""Lazy modules are refused by name before anything is touched; after a forward pass on a sample batch they train."""
+"""Tests of lazy modules, which are refused until a forward pass gives them shapes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def convolutions() -> nn.Module:
     )
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+def make_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     def step(x: torch.Tensor) -> torch.Tensor:
         loss = model(x).square().mean()
         loss.backward()
@@ -38,15 +38,15 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     return step
 
 
-def side() -> tuple[nn.Module, torch.optim.Optimizer, Step]:
+def make_lazy_training() -> tuple[nn.Module, torch.optim.Optimizer, Step]:
     torch.manual_seed(0)
     model = convolutions()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return model, optimizer, train(model, optimizer)
+    return model, optimizer, make_step(model, optimizer)
 
 
 @pytest.mark.parametrize(
-    "door",
+    "entry_point",
     [
         lambda step, model, optimizer: outofcore.compile(step, model, optimizer, budget="64MiB"),
         lambda step, model, optimizer: outofcore.compile(step, [nn.ReLU(), model], optimizer, budget="64MiB"),
@@ -57,11 +57,11 @@ def side() -> tuple[nn.Module, torch.optim.Optimizer, Step]:
     ],
     ids=["compile", "compile of two", "estimate", "smallest_budget", "elastic", "capture_step"],
 )
-def test_lazy_module_is_refused_by_its_path(door: Callable[..., Any]) -> None:
-    model, optimizer, step = side()
+def test_lazy_module_is_refused_by_its_path(entry_point: Callable[..., Any]) -> None:
+    model, optimizer, step = make_lazy_training()
     generator, text = torch.get_rng_state(), repr(model)
     with pytest.raises(outofcore.InputError, match=r"1 \(LazyConv2d\) has no shapes yet.*with torch\.no_grad\(\)"):
-        door(step, model, optimizer)
+        entry_point(step, model, optimizer)
     assert torch.equal(torch.get_rng_state(), generator)
     assert repr(model) == text
     assert sum(nn.parameter.is_lazy(p) for p in model.parameters()) == 5
@@ -80,11 +80,11 @@ def test_materialize_refuses_a_lazy_module_by_its_path() -> None:
         assert model(torch.ones(2, 64)).isfinite().all()
 
 
-def test_module_that_becomes_lazy_between_calls_is_refused() -> None:
+def test_module_made_lazy_between_calls_is_refused() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with outofcore.compile(train(model, optimizer), model, optimizer, budget="64MiB") as step:
+    with outofcore.compile(make_step(model, optimizer), model, optimizer, budget="64MiB") as step:
         step(torch.ones(2, 64))
         model.append(nn.LazyLinear(8))
         with pytest.raises(outofcore.InputError, match=r"1 \(LazyLinear\) has no shapes yet"):
@@ -97,12 +97,12 @@ def test_module_that_becomes_lazy_between_calls_is_refused() -> None:
 def test_lazy_model_trains_bit_for_bit_after_a_forward_pass() -> None:
     results, states = [], []
     for compiled in (False, True):
-        model, _, _ = side()
+        model, _, _ = make_lazy_training()
         x = torch.randn(32, 64)
         with torch.no_grad():
             model(x)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        step = train(model, optimizer)
+        step = make_step(model, optimizer)
         if compiled:
             step = outofcore.compile(step, model, optimizer, budget="64MiB")
         results.append([step(x + k) for k in range(3)])
@@ -113,12 +113,12 @@ def test_lazy_model_trains_bit_for_bit_after_a_forward_pass() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*(s.values() for s in states), strict=True))
 
 
-def test_calls_followed_op_by_op_take_lazy_modules() -> None:
+def test_dynamic_step_accepts_lazy_modules() -> None:
     losses = []
-    for followed in (False, True):
-        model, optimizer, step = side()
+    for dynamic in (False, True):
+        model, optimizer, step = make_lazy_training()
         x = torch.randn(32, 64)
-        if followed:
+        if dynamic:
             step = outofcore.compile(step, model, optimizer, budget="64MiB", dynamic=True, home="host")
         losses.append([step(x).item() for _ in range(2)])
         if isinstance(step, outofcore.Step):

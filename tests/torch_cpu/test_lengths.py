@@ -1,4 +1,4 @@
-"""Compiled steps whose inputs come in many sizes: captured for the first, followed from the second on."""
+"""Tests of compiled steps with inputs of many sizes, of which later ones run in an eager loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ StepFunction = Callable[..., Any]
 
 
 class Side:
-    """A model with its optimizer, always the same one."""
+    """A model with its optimizer and step functions, always seeded equally."""
 
     def __init__(self, width: int = 256) -> None:
         torch.manual_seed(0)
@@ -61,41 +61,40 @@ class Side:
         torch.manual_seed(5)
         return [step(self.batch(number, 2 * rows)) for number, rows in enumerate(lengths)]
 
-    def everything(self) -> list[Tensor]:
-        found = [*self.model.state_dict().values(), torch.get_rng_state()]
+    def state_tensors(self) -> list[Tensor]:
+        tensors = [*self.model.state_dict().values(), torch.get_rng_state()]
         for parameter in self.model.parameters():
-            found += [] if parameter.grad is None else [parameter.grad]
-            found += [t for t in self.optimizer.state[parameter].values() if isinstance(t, Tensor)]
-        return found
+            tensors += [] if parameter.grad is None else [parameter.grad]
+            tensors += [t for t in self.optimizer.state[parameter].values() if isinstance(t, Tensor)]
+        return tensors
 
 
-def alike(ours: Any, theirs: Any) -> bool:
+def are_equal(ours: Any, theirs: Any) -> bool:
     if isinstance(theirs, Tensor):
         return bool(ours.equal(theirs))
-    return len(ours) == len(theirs) and all(map(alike, ours, theirs))
+    return len(ours) == len(theirs) and all(map(are_equal, ours, theirs))
 
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How often steps are captured."""
-    found: list[int] = []
+    calls: list[int] = []
     original = options.capture_step
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        found.append(1)
+    def count_and_capture(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(options, "capture_step", counted)
-    return found
+    monkeypatch.setattr(options, "capture_step", count_and_capture)
+    return calls
 
 
-def test_from_the_second_size_on_calls_are_followed(captures: list[int]) -> None:
+def test_later_sizes_run_in_an_eager_loop(captures: list[int]) -> None:
     ours, theirs = Side(), Side()
-    wanted = theirs.run(theirs.train), theirs.everything()
+    expected = theirs.run(theirs.train), theirs.state_tensors()
     with outofcore.compile(ours.train, ours.model, ours.optimizer, budget="2304KiB") as step:
-        assert alike(ours.run(step), wanted[0])
-        assert alike(ours.everything(), wanted[1])
-        # The first capture; that of the step as it is from its second call on, if any; and no other.
+        assert are_equal(ours.run(step), expected[0])
+        assert are_equal(ours.state_tensors(), expected[1])
+        # The first capture and those of the steady-state step, if any.
         assert len(captures) <= 3
         assert step.stats.followed_calls == 5
         assert "shape (96, 256) -> (128, 256)" in step.stats.why_followed
@@ -103,43 +102,43 @@ def test_from_the_second_size_on_calls_are_followed(captures: list[int]) -> None
         loop = step._session.followed
         assert loop is not None
         assert loop.stats.peak_bytes <= 2304 << 10
-        # What the user does between calls counts.
+        # User changes between calls take effect.
         for side in (ours, theirs):
             with torch.no_grad():
                 side.model[0].weight.mul_(0.5)  # type: ignore[operator,union-attr]
                 side.model[4].weight[3:5] = 0.25  # type: ignore[index,union-attr]
-        assert alike(ours.run(step), theirs.run(theirs.train))
-        assert alike(ours.everything(), theirs.everything())
-    assert alike(ours.everything(), theirs.everything())
+        assert are_equal(ours.run(step), theirs.run(theirs.train))
+        assert are_equal(ours.state_tensors(), theirs.state_tensors())
+    assert are_equal(ours.state_tensors(), theirs.state_tensors())
     assert {native.load_paging().follow_where(p.untyped_storage()._cdata) for p in ours.model.parameters()} == {0}
-    with outofcore.budget("2MiB", ours.model):  # nothing of the step is left
-        assert alike(ours.run(ours.train), theirs.run(theirs.train))
+    with outofcore.budget("2MiB", ours.model):  # the step has released the model
+        assert are_equal(ours.run(ours.train), theirs.run(theirs.train))
 
 
-def test_nothing_is_captured_where_that_was_asked_for(captures: list[int]) -> None:
+def test_dynamic_step_runs_all_calls_in_an_eager_loop(captures: list[int]) -> None:
     ours, theirs = Side(), Side()
-    how: dict[str, Any] = {"budget": "1MiB", "home": "host", "check": "off", "dynamic": True}
-    with outofcore.compile(ours.train, ours.model, ours.optimizer, **how) as step:
-        assert alike(ours.run(step), theirs.run(theirs.train))
+    settings: dict[str, Any] = {"budget": "1MiB", "home": "host", "check": "off", "dynamic": True}
+    with outofcore.compile(ours.train, ours.model, ours.optimizer, **settings) as step:
+        assert are_equal(ours.run(step), theirs.run(theirs.train))
         assert step.stats.bytes_out > 0
-        assert alike(ours.everything(), theirs.everything())
+        assert are_equal(ours.state_tensors(), theirs.state_tensors())
         assert step.stats.followed_calls == len(LENGTHS)
-        for ask in (lambda: step.planned, lambda: step.timeline, step.report):
+        for query in (lambda: step.planned, lambda: step.timeline, step.report):
             with pytest.raises(outofcore.StateError, match="ran as an eager loop, which has no plan"):
-                ask()
+                query()
     assert not captures
 
 
-def test_each_size_is_planned_where_that_was_asked_for(captures: list[int]) -> None:
+def test_static_step_plans_each_size(captures: list[int]) -> None:
     ours, theirs = Side(), Side()
     with outofcore.compile(ours.train, ours.model, ours.optimizer, budget="8MiB", dynamic=False) as step:
-        assert alike(ours.run(step, LENGTHS[:4]), theirs.run(theirs.train, LENGTHS[:4]))
+        assert are_equal(ours.run(step, LENGTHS[:4]), theirs.run(theirs.train, LENGTHS[:4]))
         assert step.stats.followed_calls == 0
         assert step._session.kinds >= 3
     assert captures
 
 
-def test_other_changes_are_captured() -> None:
+def test_changes_other_than_sizes_are_captured() -> None:
     ours = Side()
 
     def evaluate(x: Tensor, scale: float = 1.0) -> Tensor:
@@ -156,13 +155,13 @@ def test_other_changes_are_captured() -> None:
         assert step.stats.followed_calls == 1
 
 
-def test_a_language_model_and_one_for_pictures_of_many_sizes() -> None:
+def test_language_and_image_models_with_many_sizes_are_exact() -> None:
     work = zoo.workload("gpt", params="1M", batch=4, context=64, dropout=0.1)
     sizes = [(16, 32), (16, 32), (32, 32), (24, 40), (8, 24), (32, 32)]
 
-    def pictures(model: nn.Module, optimizer: torch.optim.Optimizer) -> StepFunction:
-        def step(x: Tensor, wanted: Tensor) -> Tensor:
-            loss = F.cross_entropy(model(x), wanted)
+    def make_image_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> StepFunction:
+        def step(x: Tensor, targets: Tensor) -> Tensor:
+            loss = F.cross_entropy(model(x), targets)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -170,74 +169,74 @@ def test_a_language_model_and_one_for_pictures_of_many_sizes() -> None:
 
         return step
 
-    def convolutions() -> nn.Module:
+    def build_image_model() -> nn.Module:
         torch.manual_seed(1)
         layers = [nn.Conv2d(3, 24, 3), nn.BatchNorm2d(24), nn.ReLU(), nn.Conv2d(24, 64, 3), nn.BatchNorm2d(64)]
         return nn.Sequential(*layers, nn.Dropout2d(0.2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
-    def text() -> nn.Module:
+    def build_text_model() -> nn.Module:
         torch.manual_seed(1)
         return work.build()
 
-    def batches(which: str) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(kind: str) -> Iterator[tuple[Tensor, Tensor]]:
         draw = torch.Generator().manual_seed(3)
         for rows, size in sizes:
-            if which == "pictures":
+            if kind == "pictures":
                 yield torch.randn(rows, 3, size, size, generator=draw), torch.randint(0, 10, (rows,), generator=draw)
             else:
                 ids = torch.randint(0, 256, (4, size + 1), generator=draw)
                 yield ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
-    for which, build, budget in (("pictures", convolutions, "32MiB"), ("text", text, "16MiB")):
+    for kind, build, budget in (("pictures", build_image_model, "32MiB"), ("text", build_text_model, "16MiB")):
         results = []
         for compiled in (False, True):
             model = build()
             optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-            step = pictures(model, optimizer) if which == "pictures" else work.make_step(model, optimizer)
+            step = make_image_step(model, optimizer) if kind == "pictures" else work.make_step(model, optimizer)
             if compiled:
                 step = outofcore.compile(step, model, optimizer, budget=budget)
             torch.manual_seed(4)
-            losses = [step(*batch) for batch in batches(which)]
+            losses = [step(*batch) for batch in batches(kind)]
             results.append([*losses, *model.state_dict().values(), torch.get_rng_state()])
             if isinstance(step, outofcore.Step):
                 assert step.stats.followed_calls >= 3
                 step.close()
-        assert alike(*results), which
+        assert are_equal(*results), kind
 
 
-def test_what_a_call_returns_is_the_users() -> None:
+def test_results_of_calls_belong_to_the_user() -> None:
     ours, theirs = Side(), Side()
     with outofcore.compile(ours.train, ours.model, ours.optimizer, budget="8MiB") as step:
-        kept, wanted = ours.run(step), theirs.run(theirs.train)
-        arrays = [out.numpy() for _, out in kept]
-        addresses = [out.data_ptr() for _, out in kept]
+        results, expected = ours.run(step), theirs.run(theirs.train)
+        arrays = [out.numpy() for _, out in results]
+        addresses = [out.data_ptr() for _, out in results]
         weight = ours.model[0].weight.detach().numpy()  # type: ignore[operator,union-attr]
-        assert all(out.grad_fn is None and not out.requires_grad for pair in kept for out in pair)
+        assert all(out.grad_fn is None and not out.requires_grad for pair in results for out in pair)
         ours.run(step)
         theirs.run(theirs.train)
-        assert alike(kept, wanted)
-        assert addresses == [out.data_ptr() for _, out in kept]
-        assert all((array == out.detach().numpy()).all() for array, (_, out) in zip(arrays, wanted, strict=True))
-        # An array over a parameter shows it, whatever comes.
+        assert are_equal(results, expected)
+        assert addresses == [out.data_ptr() for _, out in results]
+        assert all((array == out.detach().numpy()).all() for array, (_, out) in zip(arrays, expected, strict=True))
+        # An array that shares a parameter's memory shows its updates.
         assert (weight == theirs.model[0].weight.detach().numpy()).all()  # type: ignore[operator,union-attr]
-    assert alike(kept, wanted)
+    assert are_equal(results, expected)
 
 
-def test_saving_loading_and_reports_go_on(tmp_path: Path) -> None:
+def test_save_load_and_report_work_after_eager_calls(tmp_path: Path) -> None:
     ours, theirs = Side(), Side()
     with outofcore.compile(ours.train, ours.model, ours.optimizer, budget="8MiB") as step:
         ours.run(step)
         theirs.run(theirs.train)
         step.save(tmp_path / "checkpoint", extra={"epoch": 1})
         state = step.state_dict()["models"][0]
-        assert alike(list(state.values()), list(theirs.model.state_dict().values()))
-        wanted = theirs.run(theirs.train)
-        assert alike(ours.run(step), wanted)
+        assert are_equal(list(state.values()), list(theirs.model.state_dict().values()))
+        expected = theirs.run(theirs.train)
+        assert are_equal(ours.run(step), expected)
         assert step.load(tmp_path / "checkpoint") == {"epoch": 1}
-        assert alike(ours.run(step), wanted)
-        assert alike(ours.everything(), theirs.everything())
+        assert are_equal(ours.run(step), expected)
+        assert are_equal(ours.state_tensors(), theirs.state_tensors())
         step.load_state_dict(step.state_dict())
-        assert alike(ours.run(step), theirs.run(theirs.train))
+        assert are_equal(ours.run(step), theirs.run(theirs.train))
         page = step.report(tmp_path / "report.html", budgets=0).read_text(encoding="utf-8")
         assert "calls followed since" in page
         step.trace(tmp_path / "trace.json")
@@ -245,82 +244,84 @@ def test_saving_loading_and_reports_go_on(tmp_path: Path) -> None:
         assert "calls followed" in repr(step)
         assert "followed" in repr(step.stats)
         assert step.planned.program.arena_bytes <= step.budget
-    # Another process would do the same: a fresh model, and optimizer state that is born while it is loaded.
+    # As in another process: a fresh model, whose optimizer state is created by the load.
     fresh = Side()
     with outofcore.compile(fresh.train, fresh.model, fresh.optimizer, budget="2304KiB", dynamic=True) as step:
         step.load(tmp_path / "checkpoint")
-        assert alike(fresh.run(step), wanted)
+        assert are_equal(fresh.run(step), expected)
     with pytest.raises(outofcore.StateError, match="closed"):
         step(fresh.batch(0, 8))
 
 
-def test_steps_that_share_a_home_are_planned_as_before() -> None:
+def test_steps_with_a_shared_home_are_planned() -> None:
     ours, theirs = Side(), Side()
     gather = outofcore.compile(ours.gather, ours.model, budget="8MiB")
     update = outofcore.compile(ours.update, ours.model, ours.optimizer, budget="8MiB", home=gather.home)
     pairs = ((gather, theirs.gather), (update, theirs.update), (gather, theirs.gather), (update, theirs.update))
     for number, (ours_step, theirs_step) in enumerate(pairs):
-        assert alike(ours.run(ours_step, LENGTHS[number : number + 1]), theirs.run(theirs_step, LENGTHS[number:][:1]))
-    assert alike(ours.everything(), theirs.everything())
+        assert are_equal(
+            ours.run(ours_step, LENGTHS[number : number + 1]), theirs.run(theirs_step, LENGTHS[number:][:1])
+        )
+    assert are_equal(ours.state_tensors(), theirs.state_tensors())
     assert gather.stats.followed_calls == update.stats.followed_calls == 0
     update.close()
     gather.close()
 
 
-def test_a_step_that_joins_later_gets_the_model_and_gives_it_back() -> None:
+def test_later_step_at_the_same_home_takes_and_returns_the_model() -> None:
     ours, theirs = Side(), Side()
     train = outofcore.compile(ours.train, ours.model, ours.optimizer, budget="8MiB")
     for side, step in ((ours, train), (theirs, theirs.train)):
         side.run(step, LENGTHS[:3])
     gather = outofcore.compile(ours.gather, ours.model, budget="8MiB", home=train.home)
     for _ in range(2):
-        assert alike(ours.run(gather, LENGTHS[:1]), theirs.run(theirs.gather, LENGTHS[:1]))
+        assert are_equal(ours.run(gather, LENGTHS[:1]), theirs.run(theirs.gather, LENGTHS[:1]))
         loop = train._session.followed
         assert loop is not None
         assert loop.stats.bytes_in_use == 0
-        assert alike(ours.run(train, LENGTHS[:3]), theirs.run(theirs.train, LENGTHS[:3]))
-        assert alike(ours.everything(), theirs.everything())
+        assert are_equal(ours.run(train, LENGTHS[:3]), theirs.run(theirs.train, LENGTHS[:3]))
+        assert are_equal(ours.state_tensors(), theirs.state_tensors())
     train.close()
-    assert alike(ours.run(gather, LENGTHS[:1]), theirs.run(theirs.gather, LENGTHS[:1]))
+    assert are_equal(ours.run(gather, LENGTHS[:1]), theirs.run(theirs.gather, LENGTHS[:1]))
     gather.close()
-    assert alike(ours.everything(), theirs.everything())
+    assert are_equal(ours.state_tensors(), theirs.state_tensors())
 
 
-def test_steps_over_models_of_their_own_take_turns() -> None:
-    """One is followed from the start, one later, one never; none is closed before the end."""
-    ways: list[bool | None] = [True, None, False]
-    pairs = [(Side(), Side()) for _ in ways]
+def test_steps_of_separate_models_can_alternate() -> None:
+    """One step runs in an eager loop from the start, one from the second size on, and one never."""
+    modes: list[bool | None] = [True, None, False]
+    pairs = [(Side(), Side()) for _ in modes]
     steps = [
-        outofcore.compile(side.train, side.model, side.optimizer, budget="8MiB", dynamic=way)
-        for (side, _), way in zip(pairs, ways, strict=True)
+        outofcore.compile(side.train, side.model, side.optimizer, budget="8MiB", dynamic=dynamic)
+        for (side, _), dynamic in zip(pairs, modes, strict=True)
     ]
     for rows in LENGTHS[1:5]:
         for step, (ours, theirs) in zip(steps, pairs, strict=True):
-            assert alike(ours.run(step, (rows,)), theirs.run(theirs.train, (rows,)))
+            assert are_equal(ours.run(step, (rows,)), theirs.run(theirs.train, (rows,)))
     for step, (ours, theirs) in zip(steps, pairs, strict=True):
         step.close()
-        assert alike(ours.everything(), theirs.everything())
+        assert are_equal(ours.state_tensors(), theirs.state_tensors())
 
 
-def test_two_steps_over_one_model_that_know_nothing_of_each_other() -> None:
+def test_steps_with_separate_homes_can_share_a_model() -> None:
     ours, theirs = Side(), Side()
     steps = [
-        outofcore.compile(ours.train, ours.model, ours.optimizer, budget="8MiB", home="host", dynamic=way)
-        for way in (True, None, True)
+        outofcore.compile(ours.train, ours.model, ours.optimizer, budget="8MiB", home="host", dynamic=dynamic)
+        for dynamic in (True, None, True)
     ]
     for rows in (48, 48, 40):
         for step in steps:
-            assert alike(ours.run(step, (rows,)), theirs.run(theirs.train, (rows,)))
-        assert alike(ours.everything(), theirs.everything())
+            assert are_equal(ours.run(step, (rows,)), theirs.run(theirs.train, (rows,)))
+        assert are_equal(ours.state_tensors(), theirs.state_tensors())
     for step in steps:
         step.close()
-    assert alike(ours.everything(), theirs.everything())
+    assert are_equal(ours.state_tensors(), theirs.state_tensors())
 
 
-def test_an_op_that_does_not_fit_leaves_all_right() -> None:
+def test_training_continues_after_oversized_inputs() -> None:
     ours, theirs = Side(), Side()
     with outofcore.compile(ours.train, ours.model, ours.optimizer, budget="8MiB") as step:
-        assert alike(ours.run(step, (48, 40)), theirs.run(theirs.train, (48, 40)))
+        assert are_equal(ours.run(step, (48, 40)), theirs.run(theirs.train, (48, 40)))
         with pytest.raises(outofcore.BudgetError, match="is too small") as caught:
             ours.run(step, (9000,))
         assert caught.value.smallest_budget is not None
@@ -334,16 +335,16 @@ def test_an_op_that_does_not_fit_leaves_all_right() -> None:
                 if isinstance(module, nn.BatchNorm1d):
                     module.reset_running_stats()
             side.run(run, (40,))
-        assert alike(ours.everything(), theirs.everything())
+        assert are_equal(ours.state_tensors(), theirs.state_tensors())
 
 
-def test_an_interrupt_waits_for_the_end_of_a_followed_call() -> None:
+def test_ctrl_c_waits_for_the_end_of_an_eager_call() -> None:
     ours, theirs = Side(), Side()
-    once: list[int] = []
+    interrupts: list[int] = []
 
     def train(x: Tensor) -> Tensor:
-        if len(x) == 80 and not once:
-            once.append(1)
+        if len(x) == 80 and not interrupts:
+            interrupts.append(1)
             os.kill(os.getpid(), signal.SIGINT)
         return ours.train(x)[0]
 
@@ -352,28 +353,28 @@ def test_an_interrupt_waits_for_the_end_of_a_followed_call() -> None:
         with pytest.raises(KeyboardInterrupt) as caught:
             ours.run(step, (48, 40))
         assert any("has been made" in note for note in caught.value.__notes__)
-        assert alike(ours.everything(), theirs.everything())
+        assert are_equal(ours.state_tensors(), theirs.state_tensors())
 
 
-def test_a_followed_step_in_other_threads_and_as_garbage() -> None:
+def test_dynamic_step_runs_in_threads_and_can_be_collected() -> None:
     ours, theirs = Side(), Side()
     steps = [outofcore.compile(ours.train, ours.model, ours.optimizer, budget="8MiB")]
-    seen: list[Any] = []
+    results: list[Any] = []
     for rows in LENGTHS[1:4]:
-        thread = threading.Thread(target=lambda rows=rows: seen.append(ours.run(steps[0], (rows,))))
+        thread = threading.Thread(target=lambda rows=rows: results.append(ours.run(steps[0], (rows,))))
         thread.start()
         thread.join()
-    assert alike(seen, [theirs.run(theirs.train, (rows,)) for rows in LENGTHS[1:4]])
+    assert are_equal(results, [theirs.run(theirs.train, (rows,)) for rows in LENGTHS[1:4]])
     assert steps[0].stats.followed_calls == 2
-    within = outofcore.budget("8MiB")
-    with within, pytest.raises(outofcore.StateError, match=r"outofcore\.budget"):
+    loop = outofcore.budget("8MiB")
+    with loop, pytest.raises(outofcore.StateError, match=r"outofcore\.budget"):
         steps[0](ours.batch(0, 8))
     steps.clear()
     gc.collect()
-    assert alike(ours.everything(), theirs.everything())
+    assert are_equal(ours.state_tensors(), theirs.state_tensors())
 
 
-def test_a_switch_between_sizes_moves_nothing_where_all_fits() -> None:
+def test_size_change_moves_no_bytes_within_a_large_budget() -> None:
     ours = Side()
     with outofcore.compile(ours.train, ours.model, ours.optimizer, budget="64MiB") as step:
         ours.run(step)
@@ -385,23 +386,23 @@ def test_a_switch_between_sizes_moves_nothing_where_all_fits() -> None:
     assert (after.fetches, after.evictions) == (before.fetches, before.evictions)
 
 
-def test_where_nothing_can_be_followed(monkeypatch: pytest.MonkeyPatch, captures: list[int]) -> None:
-    def none(*_: object) -> Any:
+def test_sizes_are_planned_without_native_code(monkeypatch: pytest.MonkeyPatch, captures: list[int]) -> None:
+    def raise_missing(*_: object) -> Any:
         raise outofcore.StateError("native code is missing: no compiler")
 
     ours, theirs = Side(), Side()
-    monkeypatch.setattr("outofcore.follow.devices.load_paging", none)
-    monkeypatch.setattr("outofcore.api.load_paging", none)
+    monkeypatch.setattr("outofcore.follow.devices.load_paging", raise_missing)
+    monkeypatch.setattr("outofcore.api.load_paging", raise_missing)
     with pytest.raises(outofcore.StateError, match="no compiler"):
         outofcore.compile(ours.train, ours.model, ours.optimizer, budget="4MiB", dynamic=True)
     with outofcore.compile(ours.train, ours.model, ours.optimizer, budget="8MiB") as step:
-        assert alike(ours.run(step, (48, 48, 40)), theirs.run(theirs.train, (48, 48, 40)))
+        assert are_equal(ours.run(step, (48, 48, 40)), theirs.run(theirs.train, (48, 48, 40)))
         assert step.stats.followed_calls == 0
         assert step.stats.why_followed == ""
     assert captures
 
 
-def test_what_cannot_be_asked_for() -> None:
+def test_invalid_dynamic_options_are_refused() -> None:
     ours = Side()
     with pytest.raises(outofcore.InputError, match="neither planned nor measured"):
         outofcore.compile(ours.train, ours.model, ours.optimizer, budget="4MiB", policy="window", dynamic=True)

@@ -1,4 +1,4 @@
-"""Models that are born at home: the bits of the model made in memory, and no more memory than a parameter's."""
+"""Tests of ``build`` and ``materialize``, which create a model at its home."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GPT = {"layers": 1, "width": 192, "heads": 3, "context": 64}
 
 
 class Initialised(nn.Module):
-    """Initialises by its constructor in ways that users do, on parameters above and below 64 KiB."""
+    """A model with users' ways of initialisation, on parameters above and below 64 KiB."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,56 +31,56 @@ class Initialised(nn.Module):
         self.rnn = nn.GRU(96, 96)
         self.attention = nn.MultiheadAttention(128, 4)
         self.norm = nn.BatchNorm1d(160)
-        kept = torch.empty(200, 200)
-        self.late = nn.Parameter(kept)  # initialised through another tensor afterwards
-        nn.init.orthogonal_(kept)
+        values = torch.empty(200, 200)
+        self.late = nn.Parameter(values)  # initialised through another tensor afterwards
+        nn.init.orthogonal_(values)
         self.scaled = nn.Parameter(torch.randn(150, 150) * 0.02)
         self.register_buffer("table", torch.rand(130, 130))
         self.register_buffer("mask", torch.ones(180, 180).tril(), persistent=False)
         self.tied = nn.Linear(160, 160, bias=False)
         self.tied.weight = self.first.weight
         self.whole = nn.Parameter(torch.randn(2, 160, 160))
-        self.part = nn.Parameter(self.whole.data[1])  # shares memory with the other
+        self.part = nn.Parameter(self.whole.data[1])  # shares memory with ``whole``
         self.conv = nn.Conv2d(64, 64, 3).to(memory_format=torch.channels_last)
-        self.apply(self._again)
+        self.apply(self._reinitialise)
 
-    def _again(self, module: nn.Module) -> None:
+    def _reinitialise(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             nn.init.trunc_normal_(module.weight, std=0.02)
 
 
 @pytest.fixture
 def home() -> Iterator[outofcore.OpenHome]:
-    with outofcore.open_home() as opened:
-        yield opened
+    with outofcore.open_home() as store:
+        yield store
 
 
-def seeded(make: Callable[[], nn.Module]) -> tuple[nn.Module, torch.Tensor]:
+def make_seeded(make: Callable[[], nn.Module]) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(11)
     return make(), torch.get_rng_state()
 
 
 def assert_same(ours: nn.Module, plain: nn.Module) -> None:
-    for (name, one), (_, other) in zip(
+    for (name, actual), (_, expected) in zip(
         [*ours.named_parameters(), *ours.named_buffers()],
         [*plain.named_parameters(), *plain.named_buffers()],
         strict=True,
     ):
-        assert one.stride() == other.stride(), name
-        assert torch.equal(one, other), name
+        assert actual.stride() == expected.stride(), name
+        assert torch.equal(actual, expected), name
 
 
-def at_home(home: outofcore.OpenHome, tensor: torch.Tensor) -> bool:
+def is_at_home(home: outofcore.OpenHome, tensor: torch.Tensor) -> bool:
     return home.faces.find(tensor) is not None
 
 
-def test_a_constructor_gives_the_same_bits(home: outofcore.OpenHome) -> None:
-    plain, state = seeded(Initialised)
-    ours, ours_state = seeded(lambda: outofcore.build(Initialised, home=home))
+def test_build_gives_the_bits_of_the_constructor(home: outofcore.OpenHome) -> None:
+    plain, state = make_seeded(Initialised)
+    ours, ours_state = make_seeded(lambda: outofcore.build(Initialised, home=home))
     assert_same(ours, plain)
     assert torch.equal(ours_state, state)
     for tensor in (*ours.parameters(), *ours.buffers()):
-        assert at_home(home, tensor) == (tensor.untyped_storage().nbytes() >= 65536)
+        assert is_at_home(home, tensor) == (tensor.untyped_storage().nbytes() >= 65536)
     assert isinstance(ours, Initialised)
     assert ours.tied.weight is ours.first.weight
     with torch.no_grad():
@@ -88,26 +88,26 @@ def test_a_constructor_gives_the_same_bits(home: outofcore.OpenHome) -> None:
     assert (ours.part == 7).all()
 
 
-def test_room_of_parameters_that_were_replaced_is_used_again(home: outofcore.OpenHome) -> None:
-    def replaced() -> nn.Module:
+def test_room_of_replaced_parameters_is_reused(home: outofcore.OpenHome) -> None:
+    def make_and_replace() -> nn.Module:
         model = nn.Linear(1024, 1024, bias=False)
         for _ in range(20):
             model.weight = nn.Parameter(torch.ones(1024, 1024))
         return model
 
-    outofcore.build(replaced, home=home)
+    outofcore.build(make_and_replace, home=home)
     assert home.bytes <= 8 * 1024 * 1024 * 4
 
 
-def test_the_zoo_gives_the_same_bits(home: outofcore.OpenHome) -> None:
+def test_build_gives_the_bits_of_a_zoo_model(home: outofcore.OpenHome) -> None:
     work = workload("gpt", batch=1, **GPT)
     ours = outofcore.build(work.build, home=home)
     assert_same(ours, work.build())
     # The embedding, which the head shares, and the matrices of a block.
-    assert sum(at_home(home, p) for p in ours.parameters()) == 1 + 4
+    assert sum(is_at_home(home, p) for p in ours.parameters()) == 1 + 4
 
 
-def modules() -> nn.Module:
+def make_modules() -> nn.Module:
     return nn.Sequential(
         nn.Embedding(300, 160, padding_idx=3),
         nn.LSTM(160, 160, num_layers=2),
@@ -119,17 +119,17 @@ def modules() -> nn.Module:
     )
 
 
-def test_a_model_on_meta_is_initialised_by_its_modules(home: outofcore.OpenHome) -> None:
-    plain, state = seeded(modules)
+def test_meta_model_is_initialised_by_its_modules(home: outofcore.OpenHome) -> None:
+    plain, state = make_seeded(make_modules)
     with torch.device("meta"):
-        ours = modules()
-    ours_state = seeded(lambda: outofcore.materialize(ours, home=home))[1]
+        ours = make_modules()
+    ours_state = make_seeded(lambda: outofcore.materialize(ours, home=home))[1]
     assert_same(ours, plain)
     assert torch.equal(ours_state, state)
-    assert all(at_home(home, p) == (p.untyped_storage().nbytes() >= 65536) for p in ours.parameters())
+    assert all(is_at_home(home, p) == (p.untyped_storage().nbytes() >= 65536) for p in ours.parameters())
 
 
-def test_a_function_initialises_after_the_modules(home: outofcore.OpenHome) -> None:
+def test_init_function_runs_after_the_modules(home: outofcore.OpenHome) -> None:
     def init(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.02)
@@ -137,16 +137,16 @@ def test_a_function_initialises_after_the_modules(home: outofcore.OpenHome) -> N
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 200))
 
-    plain, _ = seeded(lambda: make().apply(init))
+    plain, _ = make_seeded(lambda: make().apply(init))
     with torch.device("meta"):
         ours = make()
     optimizer = torch.optim.AdamW(ours.parameters())
-    seeded(lambda: outofcore.materialize(ours, home=home, init=init))
+    make_seeded(lambda: outofcore.materialize(ours, home=home, init=init))
     assert_same(ours, plain)
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in ours.parameters()]
 
 
-def test_what_nothing_initialises_is_refused(home: outofcore.OpenHome) -> None:
+def test_parameter_without_an_initialiser_is_refused(home: outofcore.OpenHome) -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -160,28 +160,30 @@ def test_what_nothing_initialises_is_refused(home: outofcore.OpenHome) -> None:
         outofcore.build(Bare, home=home)
 
 
-def test_a_home_that_is_closed_is_refused(home: outofcore.OpenHome) -> None:
+def test_closed_home_is_refused(home: outofcore.OpenHome) -> None:
     home.close()
     with pytest.raises(StateError, match="closed"):
-        outofcore.build(modules, home=home)
+        outofcore.build(make_modules, home=home)
 
 
 @pytest.mark.parametrize("layout", ["one", "sharded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_come_from_files(home: outofcore.OpenHome, tmp_path: Path, layout: str, dtype: torch.dtype) -> None:
-    plain = modules()
+def test_weights_are_loaded_from_files(
+    home: outofcore.OpenHome, tmp_path: Path, layout: str, dtype: torch.dtype
+) -> None:
+    plain = make_modules()
     tensors = {k: v.to(dtype) if v.is_floating_point() else v for k, v in plain.state_dict().items()}
     if layout == "one":
         save_file(tensors, tmp_path / "model.safetensors")
     else:
         names = sorted(tensors)
-        parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
-        for file, members in parts.items():
+        shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+        for file, members in shards.items():
             save_file({name: tensors[name] for name in members}, tmp_path / file)
-        index = {"weight_map": {name: file for file, members in parts.items() for name in members}}
+        index = {"weight_map": {name: file for file, members in shards.items() for name in members}}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with torch.device("meta"):
-        ours = modules()
+        ours = make_modules()
     outofcore.materialize(ours, home=home, weights=tmp_path)
     for name, tensor in ours.state_dict().items():
         assert torch.equal(tensor, tensors[name].to(tensor.dtype)), name
@@ -201,25 +203,25 @@ def test_weights_of_another_shape_are_refused(home: outofcore.OpenHome, tmp_path
 class Wrapped(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.add_module(name, modules())
+        self.add_module(name, make_modules())
 
 
 @pytest.mark.parametrize(
-    ("theirs", "make", "advice"),
+    ("name_format", "make", "advice"),
     [
-        ("module.{}", modules, r"begin with 'module\.': .*removeprefix\('module\.'\)"),
-        ("_orig_mod.{}", modules, r"begin with '_orig_mod\.'"),
-        ("base.model.{}", modules, r"begin with 'base\.model\.'"),
+        ("module.{}", make_modules, r"begin with 'module\.': .*removeprefix\('module\.'\)"),
+        ("_orig_mod.{}", make_modules, r"begin with '_orig_mod\.'"),
+        ("base.model.{}", make_modules, r"begin with 'base\.model\.'"),
         ("{}", partial(Wrapped, "model"), r"get_submodule\('model'\)"),
         ("model._orig_mod.{}", partial(Wrapped, "model"), r"differ by _orig_mod"),
-        ("{}.other", modules, "pass the weights of this model"),
+        ("{}.other", make_modules, "pass the weights of this model"),
     ],
 )
-def test_weights_of_which_no_name_fits_are_refused(
-    home: outofcore.OpenHome, tmp_path: Path, theirs: str, make: Callable[[], nn.Module], advice: str
+def test_weights_without_a_matching_name_are_refused(
+    home: outofcore.OpenHome, tmp_path: Path, name_format: str, make: Callable[[], nn.Module], advice: str
 ) -> None:
     file = tmp_path / "w.safetensors"
-    save_file({theirs.format(name): tensor for name, tensor in modules().state_dict().items()}, file)
+    save_file({name_format.format(name): tensor for name, tensor in make_modules().state_dict().items()}, file)
     with torch.device("meta"):
         model = make()
     with pytest.raises(InputError, match=rf"is one of the model: the file has .* and \d+ more, .*{advice}"):
@@ -227,36 +229,36 @@ def test_weights_of_which_no_name_fits_are_refused(
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_names_that_only_one_side_has_are_reported(
+def test_names_without_a_counterpart_are_reported(
     home: outofcore.OpenHome, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = modules().state_dict()
-    left_out = sorted(name for name in plain if name.endswith("bias"))
-    kept = {name: tensor for name, tensor in plain.items() if name not in left_out}
+    plain = make_modules().state_dict()
+    omitted = sorted(name for name in plain if name.endswith("bias"))
+    remaining = {name: tensor for name, tensor in plain.items() if name not in omitted}
     extra = {f"more.{number}": torch.zeros(2) for number in range(5)}
-    save_file({**kept, **extra}, tmp_path / "w.safetensors")
+    save_file({**remaining, **extra}, tmp_path / "w.safetensors")
     with torch.device("meta"):
-        model = modules()
+        model = make_modules()
     outofcore.materialize(model, home=home, weights=tmp_path / "w.safetensors")
     (record,) = caplog.records
-    assert left_out[0] in record.message
+    assert omitted[0] in record.message
     assert "more.0, more.1, more.2 and 2 more" in record.message
     save_file(plain, tmp_path / "w.safetensors")
     caplog.clear()
     with torch.device("meta"):
-        model = modules()
+        model = make_modules()
     outofcore.materialize(model, home=home, weights=tmp_path / "w.safetensors")
     assert not caplog.records
 
 
-def test_weights_for_a_model_with_contents_are_refused(home: outofcore.OpenHome, tmp_path: Path) -> None:
+def test_weights_for_an_initialised_model_are_refused(home: outofcore.OpenHome, tmp_path: Path) -> None:
     save_file(nn.Linear(4, 4).state_dict(), tmp_path / "w.safetensors")
     with pytest.raises(InputError, match=r"no weights of .*w\.safetensors would be read.*load_state_dict"):
         outofcore.materialize(nn.Linear(4, 4), home=home, weights=tmp_path / "w.safetensors")
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.complex64])
-def test_weights_of_another_kind_of_number_are_refused(
+def test_weights_of_an_incompatible_dtype_are_refused(
     home: outofcore.OpenHome, tmp_path: Path, dtype: torch.dtype
 ) -> None:
     save_file({"weight": torch.zeros(300, 300).to(dtype), "bias": torch.zeros(300)}, tmp_path / "w.safetensors")
@@ -267,8 +269,8 @@ def test_weights_of_another_kind_of_number_are_refused(
     assert model.weight.is_meta
 
 
-@pytest.mark.parametrize("where", ["disk", "host"])
-def test_a_model_born_at_home_trains_as_one_in_memory(where: str) -> None:
+@pytest.mark.parametrize("home_kind", ["disk", "host"])
+def test_model_built_at_home_trains_as_in_memory(home_kind: str) -> None:
     work = workload("gpt", batch=2, **GPT)
 
     def losses(model: nn.Module, run: Callable[..., Any]) -> list[str]:
@@ -278,7 +280,7 @@ def test_a_model_born_at_home_trains_as_one_in_memory(where: str) -> None:
 
     plain = work.build()
     expected = losses(plain, work.make_step(plain, work.optimizer(plain)))
-    with outofcore.open_home(where) as home:
+    with outofcore.open_home(home_kind) as home:
         model = outofcore.build(work.build, home=home)
         optimizer = work.optimizer(model)
         step = work.make_step(model, optimizer)
@@ -286,12 +288,12 @@ def test_a_model_born_at_home_trains_as_one_in_memory(where: str) -> None:
         budget = outofcore.smallest_budget(step, model, optimizer, inputs=batch, split="off")
         with outofcore.compile(step, model, optimizer, budget=budget, home=home, policy="window") as compiled:
             assert losses(model, compiled) == expected
-        # It stays at home when the step is closed: it may not fit anywhere else.
-        assert all(at_home(home, p) for p in model.parameters() if p.untyped_storage().nbytes() >= 65536)
+        # The model stays at home when the step is closed: it may not fit into memory.
+        assert all(is_at_home(home, p) for p in model.parameters() if p.untyped_storage().nbytes() >= 65536)
     assert_same(model, plain)
 
 
-# 40 parameters of 4 MiB: 160 MiB, and Adam's state twice as much again.
+# 40 parameters of 4 MiB take 160 MiB; Adam's state takes 320 MiB.
 SCRIPT = """
 import resource, sys, torch, outofcore
 import torch.nn.functional as F
@@ -326,10 +328,10 @@ print(peak_memory_bytes() - before)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="peaks of memory are told by Linux alone")
-def test_memory_from_birth_to_checkpoint_stays_within_the_budget(tmp_path: Path) -> None:
-    done = subprocess.run(
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports peaks of memory")
+def test_memory_from_build_to_checkpoint_stays_within_the_budget(tmp_path: Path) -> None:
+    process = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
     )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) <= 1.02 * (72 << 20) + (64 << 20)
+    assert process.returncode == 0, process.stderr
+    assert int(process.stdout) <= 1.02 * (72 << 20) + (64 << 20)

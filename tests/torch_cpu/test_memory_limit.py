@@ -1,4 +1,4 @@
-"""Memory of the process: what it takes to train under a limit and to plan for large models."""
+"""Tests of the memory that training and planning take in a process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from effort import some_of
 
 from outofcore.units import GIB, format_bytes
 
-# Data of about 1.5 GB in core: activations of 24 layers of 16 MiB, twice over, with their gradients.
+# About 1.5 GB in core: two activations of 16 MiB for each of 24 layers, with their gradients.
 SCRIPT = """
 import resource, sys
 import torch, torch.nn.functional as F
@@ -36,7 +36,7 @@ def step(x):
 
 load_native()
 run = step if sys.argv[1] == "eager" else outofcore.compile(step, model, optimizer, budget="160MiB", policy=Auto(QUICK))
-# What the process has by now, and 400 MiB for the training.
+# The data of the process so far, and 400 MiB for training.
 with open("/proc/self/status") as status:
     now = next(int(line.split()[1]) for line in status if line.startswith("VmData")) << 10
 resource.setrlimit(resource.RLIMIT_DATA, (now + (400 << 20),) * 2)
@@ -44,24 +44,24 @@ print([float(run(x).detach()).hex() for _ in range(2)])
 """
 
 
-def run(side: str) -> subprocess.CompletedProcess[str]:
+def run_script(side: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", SCRIPT, side], capture_output=True, text=True, timeout=300, check=False
     )
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits on data are enforced by Linux alone")
-def test_eager_dies_and_outofcore_finishes() -> None:
-    eager = run("eager")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux enforces limits on data")
+def test_only_outofcore_trains_under_a_memory_limit() -> None:
+    eager = run_script("eager")
     assert eager.returncode != 0
     assert "memory" in eager.stderr
-    ours = run("outofcore")
+    ours = run_script("outofcore")
     assert ours.returncode == 0, ours.stderr
     assert ours.stdout.count("0x") == 2
 
 
-# 1.25 GiB more than there is when all is imported, of addresses as well: what nobody writes to counts, too. Measuring
-# takes buffers and threads, for each of which the C library sets 64 MiB of addresses aside.
+# A limit of 1.25 GiB of addresses after the imports: memory that is never written counts, too. Measuring takes buffers
+# and threads, for each of which the C library reserves 64 MiB of addresses.
 _CODE = """
 import contextlib, resource, sys
 from outofcore.cli import main
@@ -108,11 +108,11 @@ _WHISPER = {
     "num_mel_bins": 80,
 }
 _GPT = ["gpt", "--context", "64", "--no-cache"]
-# So much that nothing moves, and planning takes no time.
+# A budget within which no bytes move, so that planning takes no time.
 _LARGE = ["--device", "h100", "--no-curve", "--budget", "9TiB"]
 
 
-def limited(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_limited(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "mine.py").write_text(_BUILD)
     (folder / "whisper").mkdir()
     (folder / "whisper" / "config.json").write_text(json.dumps(_WHISPER))
@@ -122,33 +122,33 @@ def limited(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 COMMANDS = {
-    # 26 billion parameters: 103 GB with nothing but the weights.
+    # 26 billion parameters: 103 GB of weights.
     "simulated": ["plan", *_GPT, "--batch", "4", "--layers", "2", "--width", "32768", *_LARGE],
     "batch": ["plan", *_GPT, "--batch", "1000000", "--layers", "1", "--width", "256", *_LARGE],
     "reported": ["report", *_GPT, "--layers", "2", "--width", "8192", *_LARGE],
-    # Ops are measured, each on scratch tensors of its own: 1.6 GB of weights.
+    # Ops are measured on separate scratch tensors: 1.6 GB of weights.
     "measured": ["plan", *_GPT, "--batch", "1", "--layers", "8", "--width", "2048", "--optimizer", "sgd"],
-    # What the library makes beside a user's own tensors on the device meta: 275 GB of inputs.
+    # Tensors that the library creates for a user's meta tensors: 275 GB of inputs.
     "own": ["plan", "mine.py:build", *_LARGE],
     # The search for the largest batch tries 32,768 samples of 30 seconds.
     "configured": ["plan", "whisper", "--device", "h200", "--optimizer", "none"],
 }
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits on addresses are enforced by Linux alone")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux enforces limits on addresses")
 @pytest.mark.parametrize("name", some_of(COMMANDS, ["simulated"]))
 def test_planning_takes_no_memory_for_tensors(name: str, tmp_path: Path) -> None:
     if name == "configured":
         pytest.importorskip("transformers")
-    done = limited(tmp_path, *COMMANDS[name])
-    assert done.returncode == 0, done.stderr
-    peak = int(done.stderr.splitlines()[-1])
+    process = run_limited(tmp_path, *COMMANDS[name])
+    assert process.returncode == 0, process.stderr
+    peak = int(process.stderr.splitlines()[-1])
     assert peak < GIB, format_bytes(peak)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits on addresses are enforced by Linux alone")
-def test_an_out_of_memory_blames_no_file(tmp_path: Path) -> None:
-    done = limited(tmp_path, "plan", "mine.py:real", "--device", "h100")
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: there is not enough memory")
-    assert "Traceback" not in done.stderr
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux enforces limits on addresses")
+def test_out_of_memory_error_names_no_file(tmp_path: Path) -> None:
+    process = run_limited(tmp_path, "plan", "mine.py:real", "--device", "h100")
+    assert process.returncode == 2, process.stderr
+    assert process.stderr.startswith("error: there is not enough memory")
+    assert "Traceback" not in process.stderr

@@ -1,4 +1,4 @@
-"""What loggers are given: of loops and compiled steps, by transformers' Trainer and by Lightning."""
+"""Tests of the metrics of loops and compiled steps in loggers, transformers and Lightning."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Run:
-    """As a run of wandb is written to."""
+    """A test double of a wandb run, which records its rows."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[dict[str, float], int | None]] = []
@@ -40,8 +40,8 @@ class Run:
         self.rows.append((data, step))
 
 
-class Trained:
-    """A loop whose weights do not fit into its budget."""
+class Training:
+    """A model with its optimizer and step, whose weights exceed the budgets of the tests."""
 
     def __init__(self) -> None:
         self.model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
@@ -55,10 +55,10 @@ class Trained:
         return loss
 
 
-def test_every_second_step_of_a_loop() -> None:
-    train, run = Trained(), Run()
+def test_metrics_of_a_loop_are_logged_every_second_step() -> None:
+    train, run = Training(), Run()
     with outofcore.budget("1MiB", train.model) as loop:
-        train.step(torch.ones(64, 256))  # is not counted
+        train.step(torch.ones(64, 256))  # not counted
         before = loop.stats
         metrics = StepMetrics(loop, run, every=2)
         returned = []
@@ -69,26 +69,26 @@ def test_every_second_step_of_a_loop() -> None:
     assert [bool(values) for values in returned] == [False, True, False, True]
     assert [(values, step) for values, step in run.rows] == [(returned[1], None), (returned[3], 30)]
     assert set(returned[1]) == NAMES
-    for name, counted in (("bytes_out", "written_bytes"), ("bytes_in", "fetched_bytes")):
+    for name, field in (("bytes_out", "written_bytes"), ("bytes_in", "fetched_bytes")):
         total = 2 * sum(values[f"outofcore/{name}"] for values, _ in run.rows)
-        assert total == getattr(after, counted) - getattr(before, counted) > 0
-    waited = 2 * sum(values["outofcore/wait_seconds"] for values, _ in run.rows)
-    assert waited == pytest.approx((after.transfer_microseconds - before.transfer_microseconds) / 1e6)
+        assert total == getattr(after, field) - getattr(before, field) > 0
+    wait_seconds = 2 * sum(values["outofcore/wait_seconds"] for values, _ in run.rows)
+    assert wait_seconds == pytest.approx((after.transfer_microseconds - before.transfer_microseconds) / 1e6)
     assert returned[3]["outofcore/peak_bytes"] == after.peak_bytes
     assert 0 < returned[1]["outofcore/wait_seconds"] < returned[1]["outofcore/step_seconds"]
 
 
-def test_calls_of_a_compiled_step_in_tensorboard(tmp_path: Path) -> None:
+def test_metrics_of_a_compiled_step_are_logged_to_tensorboard(tmp_path: Path) -> None:
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    train = Trained()
+    train = Training()
     with (
         tensorboard.SummaryWriter(tmp_path) as writer,
         outofcore.compile(train.step, train.model, train.optimizer, budget="1200KiB") as step,
     ):
         metrics = StepMetrics(step, writer, prefix="ours/")
         moved = []
-        for length in (64, 64, 48):  # the last one is followed
+        for length in (64, 64, 48):  # the last call runs in an eager loop
             step(torch.ones(length, 256))
             metrics.step()
             moved.append(step.stats.bytes_in)
@@ -101,12 +101,12 @@ def test_calls_of_a_compiled_step_in_tensorboard(tmp_path: Path) -> None:
     assert all(e.value > 0 for e in events.Scalars("ours/step_seconds"))
 
 
-def test_the_logs_of_transformers_and_all_that_they_go_to(tmp_path: Path) -> None:
+def test_transformers_logs_have_metrics_for_every_callback(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from outofcore.integrations.transformers import OutOfCoreCallback  # noqa: PLC0415 - it needs transformers
 
     class Reporter(transformers.TrainerCallback):
-        """Comes before the user's callbacks, as those do that ``report_to`` names."""
+        """A callback that runs before the user's, like a logger in ``report_to``."""
 
         def __init__(self) -> None:
             self.rows: list[dict[str, Any]] = []
@@ -137,21 +137,21 @@ def test_the_logs_of_transformers_and_all_that_they_go_to(tmp_path: Path) -> Non
     trainer = transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data, callbacks=[callback])
     trainer.callback_handler.callbacks.insert(0, reporter)
     callbacks = list(trainer.callback_handler.callbacks)
-    for _ in range(2):  # trains again as it did
+    for _ in range(2):  # a second training behaves like the first
         trainer.train()
         rows = [row for row in reporter.rows if "loss" in row]
         assert len(rows) == 2
         assert all(set(row) >= NAMES and row["outofcore/bytes_in"] > 0 for row in rows)
         assert not [row for row in reporter.rows if "loss" not in row and NAMES & set(row)]
-        kept = next(row for row in trainer.state.log_history if "outofcore/step_seconds" in row)
-        assert kept.items() >= rows[0].items()
+        logged = next(row for row in trainer.state.log_history if "outofcore/step_seconds" in row)
+        assert logged.items() >= rows[0].items()
         assert trainer.callback_handler.callbacks == callbacks
         assert (reporter.began, callback.began) == (1, 1)
         reporter.rows.clear()
         reporter.began = callback.began = 0
 
 
-def test_the_loggers_of_lightning(tmp_path: Path) -> None:
+def test_lightning_logger_records_metrics(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
     from lightning.pytorch.loggers import CSVLogger  # noqa: PLC0415 - as above
 
@@ -160,7 +160,7 @@ def test_the_loggers_of_lightning(tmp_path: Path) -> None:
     class Lit(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = Trained().model
+            self.net = Training().model
 
         def training_step(self, x: torch.Tensor, _: int) -> torch.Tensor:
             return (self.net(x) - x).square().mean()
@@ -180,7 +180,7 @@ def test_the_loggers_of_lightning(tmp_path: Path) -> None:
     assert all(set(row) >= NAMES and float(row["outofcore/bytes_in"]) > 0 for row in rows)
 
 
-def test_bad_arguments_are_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     loop = outofcore.budget("1MiB")
     with pytest.raises(outofcore.InputError, match="not Linear"):
         StepMetrics(nn.Linear(1, 1))  # type: ignore[arg-type]
@@ -190,5 +190,5 @@ def test_bad_arguments_are_refused() -> None:
         StepMetrics(loop, object())
 
 
-def test_the_example_runs() -> None:
+def test_docstring_example_runs() -> None:
     assert doctest.testmod(module) == (0, 6)

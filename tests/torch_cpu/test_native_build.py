@@ -1,4 +1,4 @@
-"""Building the native code: kept, private, and refused in words; and what it shares with Python."""
+"""Tests of building the native code, and of the layouts that it shares with Python."""
 
 import ctypes
 import os
@@ -28,21 +28,20 @@ from outofcore.runtime.native import load_native, load_unlocked
 
 
 @pytest.fixture(scope="module")
-def built() -> bytes:
-    """The library of this process, as a file."""
-    kept = compiling.user_cache_folder() / native.library_file().stem / native.library_file().name
+def library_bytes() -> bytes:
+    path = compiling.user_cache_folder() / native.library_file().stem / native.library_file().name
     load_native()
-    return kept.read_bytes()
+    return path.read_bytes()
 
 
-def test_a_build_is_private_and_complete(tmp_path: Path) -> None:
+def test_build_is_private_and_complete(tmp_path: Path) -> None:
     path = native.build(tmp_path / "built.so")
     assert [p.name for p in tmp_path.iterdir()] == ["built.so"]
     assert path.stat().st_mode & 0o777 == 0o600
     assert native.load_library(path).outofcore_end
 
 
-def test_no_compiler_is_said_in_words(tmp_path: Path) -> None:
+def test_missing_compiler_raises_build_error(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="no C\\+\\+ compiler"):
         native.build(tmp_path / "built.so", compilers=("no-such-compiler",))
     assert list(tmp_path.iterdir()) == []
@@ -58,7 +57,7 @@ def test_build_raises_without_threads(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path) -> None:
+def test_failing_compiler_is_quoted_and_leaves_no_files(tmp_path: Path) -> None:
     compiler = tmp_path / "broken"
     compiler.write_text("#!/bin/sh\necho 'error: out of ideas' >&2\nexit 3\n")
     compiler.chmod(0o755)
@@ -74,28 +73,28 @@ def load_with(monkeypatch: pytest.MonkeyPatch, cache: Path) -> ctypes.PyDLL:
     return native._loaded.__wrapped__(native.Flavor.CPU)
 
 
-def test_the_build_is_kept_and_a_damaged_one_is_replaced(
-    built: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_build_is_cached_and_replaced_when_damaged(
+    library_bytes: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = native.library_file().name
     folder = private_folder(tmp_path / "outofcore" / native.library_file().stem)
     (folder / name).write_bytes(b"half a fi")
-    monkeypatch.setattr(native, "build", lambda path, **_: path.write_bytes(built))
+    monkeypatch.setattr(native, "build", lambda path, **_: path.write_bytes(library_bytes))
     assert load_with(monkeypatch, tmp_path).outofcore_end
-    assert (folder / name).read_bytes() == built
+    assert (folder / name).read_bytes() == library_bytes
     assert folder.stat().st_mode & 0o777 == 0o700
     monkeypatch.setattr(native, "build", None)
     assert load_with(monkeypatch, tmp_path).outofcore_end  # from the cache
 
 
-def test_a_cache_that_others_may_write_to_is_not_trusted(
-    built: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_cache_writable_by_others_is_not_trusted(
+    library_bytes: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "outofcore" / native.library_file().stem
     folder.mkdir(parents=True)
     folder.chmod(0o777)
     with monkeypatch.context() as patch:
-        patch.setattr(native, "build", lambda path, **_: path.write_bytes(built))
+        patch.setattr(native, "build", lambda path, **_: path.write_bytes(library_bytes))
         assert load_with(patch, tmp_path).outofcore_end  # built in a temporary folder
     assert list(folder.iterdir()) == []
     monkeypatch.setattr(compiling.shutil, "which", lambda _: None)
@@ -103,7 +102,7 @@ def test_a_cache_that_others_may_write_to_is_not_trusted(
         load_with(monkeypatch, tmp_path)
 
 
-def test_native_code_is_for_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_code_is_refused_outside_of_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native.sys, "platform", "darwin")
     with pytest.raises(StateError, match="written for Linux, and this is darwin"):
         native._loaded.__wrapped__(native.Flavor.CPU)
@@ -128,12 +127,12 @@ step(torch.ones(8, 64))
 """
 
 
-def test_compile_refuses_without_a_compiler_and_leaves_the_model(tmp_path: Path) -> None:
+def test_compile_without_a_compiler_raises_and_keeps_the_model(tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     command = [sys.executable, "-c", REFUSED]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    compiled, smallest = done.stdout.splitlines()
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    compiled, smallest = process.stdout.splitlines()
     assert "native code is missing: outofcore-cpu is not compiled here, and could not be (" in compiled
     assert "no C++ compiler is on PATH" in compiled
     assert compiled.endswith("Install a C++ compiler such as g++, or a wheel of outofcore that was built with one")
@@ -141,8 +140,8 @@ def test_compile_refuses_without_a_compiler_and_leaves_the_model(tmp_path: Path)
     assert not list(tmp_path.rglob("*.so"))
 
 
-def test_the_name_of_a_build_says_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not where PyTorch is installed: a wheel may be used elsewhere."""
+def test_library_name_depends_on_device_and_torch_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name is independent of PyTorch's path: a wheel may be used elsewhere."""
     here = native.library_file()
     monkeypatch.setattr(native, "_TORCH", Path("/elsewhere/torch"))
     assert native.library_file() == here
@@ -151,17 +150,16 @@ def test_the_name_of_a_build_says_what_it_is_for(monkeypatch: pytest.MonkeyPatch
     assert native.library_file() != here
 
 
-def snake(name: str) -> str:
-    """Write an enumerator's name as Python does."""
+def to_snake_case(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name.removeprefix("k")).upper()
 
 
 def members_of(kind: type) -> dict[str, tuple[int, int]]:
-    """Return what native code tells of a struct, an enum, or counters: by name, offsets and sizes, or values and 0."""
+    """Return offsets and sizes of a struct's fields, or values of an enum or counters with size 0."""
     if issubclass(kind, ctypes.Structure):
         names = [name for base in reversed(kind.__mro__) for name, *_ in vars(base).get("_fields_", ())]
-        found = {name: getattr(kind, name) for name in names}
-        return {name: (member.offset, member.size) for name, member in found.items()}
+        members = {name: getattr(kind, name) for name in names}
+        return {name: (member.offset, member.size) for name, member in members.items()}
     if issubclass(kind, Enum):
         return {member.name: (member.value, 0) for member in kind}
     return {field.name.upper(): (number, 0) for number, field in enumerate(fields(kind))}
@@ -192,35 +190,35 @@ SHARED: dict[str, type] = {
     "Wait": copying._Wait,
     "Work": copying._Work,
 }
-# What native code does not write: Python counts these, or nothing has failed.
-PYTHONS_OWN = {
+# Members that only Python uses.
+PYTHON_ONLY = {
     "LoopCounter": {"STEPS", "PLANS", "BUDGET_BYTES", "RESIDENT_BYTES", "FILE_PAGES_BYTES", "OTHER_BYTES"},
     "CopyFailure": {"NONE"},
 }
 
 
-def test_native_code_and_python_agree_on_what_they_share() -> None:
-    told: dict[str, dict[str, tuple[int, int]]] = {}
+def test_native_code_and_python_agree_on_shared_layouts() -> None:
+    native_members: dict[str, dict[str, tuple[int, int]]] = {}
     for line in load_native().outofcore_borders().decode().splitlines():
-        kind, name, at, size = line.split()
-        told.setdefault(kind, {})[snake(name) if int(size) == 0 else name] = int(at), int(size)
+        kind, name, offset, size = line.split()
+        native_members.setdefault(kind, {})[to_snake_case(name) if int(size) == 0 else name] = int(offset), int(size)
     ours = {name: members_of(kind) for name, kind in SHARED.items()}
-    for name, own in PYTHONS_OWN.items():
-        assert own <= set(ours[name])
-        ours[name] = {member: at for member, at in ours[name].items() if member not in own}
-    told["ReplayFailure"].pop("NONE")  # Python asks only after a failure
-    assert told.pop("FileIo") == {"MEMORY": (file_io.MEMORY, 0), "BOUNCE": (file_io.BUFFER_BYTES, 0)}
-    assert told == ours
+    for name, python_only in PYTHON_ONLY.items():
+        assert python_only <= set(ours[name])
+        ours[name] = {member: offset for member, offset in ours[name].items() if member not in python_only}
+    native_members["ReplayFailure"].pop("NONE")  # Python reads it only after a failure
+    assert native_members.pop("FileIo") == {"MEMORY": (file_io.MEMORY, 0), "BOUNCE": (file_io.BUFFER_BYTES, 0)}
+    assert native_members == ours
 
 
-def test_counters_are_written_as_far_as_there_is_room() -> None:
+def test_counters_are_written_up_to_the_given_length() -> None:
     with Arena(1 << 20) as opened:
         counts = (ctypes.c_int64 * 20)(*[-7] * 20)
         assert load_native().outofcore_arena_counters(opened.handle, counts, 3) == len(fields(ArenaCounters))
         assert list(counts[3:]) == [-7] * 17
 
 
-def test_calls_that_release_the_lock_are_those_of_the_same_library() -> None:
+def test_unlocked_calls_use_the_same_library() -> None:
     unlocked = load_unlocked(native.Flavor.CPU)
     assert isinstance(load_native(), ctypes.PyDLL)
     assert not isinstance(unlocked, ctypes.PyDLL)
@@ -229,7 +227,7 @@ def test_calls_that_release_the_lock_are_those_of_the_same_library() -> None:
 
 
 def test_no_exception_leaves_the_library() -> None:
-    """It would end the process."""
+    """An exception would end the process."""
     library = load_native()
     with Arena(1 << 20) as opened:
         table = ScopeTable(opened, [[(4096, 0)]])
@@ -241,8 +239,8 @@ def test_no_exception_leaves_the_library() -> None:
     ("header", "kind"),
     [("core/CachingDeviceAllocator.h", "DeviceAllocator"), ("cuda/CUDACachingAllocator.h", "CUDAAllocator")],
 )
-def test_all_that_the_allocator_of_cuda_is_asked_for_is_handed_on(header: str, kind: str) -> None:
-    """Newer versions of PyTorch bring methods that do nothing where they are not handed on."""
+def test_every_virtual_method_of_the_cuda_allocator_is_forwarded(header: str, kind: str) -> None:
+    """Newer versions of PyTorch add methods, whose defaults do no work."""
     path = Path(torch.__file__).parent / "include" / "c10" / header
     (theirs,) = re.findall(
         rf"^(?:class|struct) [^;{{]*\b{kind} [^;]*?\{{.*?^\}};", path.read_text(), re.DOTALL | re.MULTILINE

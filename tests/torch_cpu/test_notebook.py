@@ -1,4 +1,4 @@
-"""A notebook that is executed: what shows itself in it, and how far something is."""
+"""Tests of an executed notebook: displayed results, progress, and loops across cells."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ train_step.__name__ = "<b>mine</b>"
     "step.close()\nrun = outofcore.budget('1MiB', model).start()\ntrain_step(x)\nrun",
     "run.stop()\nrun.stats",
     "outofcore.progress.silent('a', 1, 2)\nwith outofcore.progress.following() as tell:\n    tell('<i>', 1, 4)",
-    # A cell that has run twice, one that has lost what it started, and one that fails.
+    # A cell that runs twice, one that loses its loop, and one that fails.
     *["run = outofcore.budget('1MiB', model).start()\ntrain_step(x).item()"] * 2,
     "outofcore.stop()",
     "loops = [outofcore.budget('1MiB', model).start()]\nloops.append(loops)\ntrain_step(x)\ndel loops",
@@ -51,15 +51,15 @@ train_step.__name__ = "<b>mine</b>"
 FAILS = (10, 14)
 
 
-class Parsed(HTMLParser):
-    """The text of an output, by cells of tables, and what else there is in it."""
+class ParsedHtml(HTMLParser):
+    """The tags and table cells of an HTML output."""
 
     VOID = frozenset({"progress"})
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.cells: list[str] = []
         self.feed(text)
         self.close()
@@ -67,7 +67,7 @@ class Parsed(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.open.append(tag)
-        self.seen.append((tag, dict(attrs)))
+        self.tags.append((tag, dict(attrs)))
         if tag in {"td", "th", "caption"}:
             self.cells.append("")
 
@@ -81,12 +81,11 @@ class Parsed(HTMLParser):
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[dict[str, Any]]]:
-    """What each cell left, and all messages on the way."""
-    told: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
 
     class Client(nbclient.NotebookClient):
         def process_message(self, msg: dict[str, Any], cell: Any, cell_index: int) -> Any:
-            told.append(msg)
+            messages.append(msg)
             return super().process_message(msg, cell, cell_index)
 
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
@@ -95,24 +94,24 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[d
     folder = tmp_path_factory.mktemp("notebook")
     kernel = manager.KernelManager(kernel_name="python3", transport="ipc", ip=str(folder / "k"))
     Client(notebook, km=kernel, timeout=3000, resources={"metadata": {"path": str(folder)}}).execute()
-    return [cell.outputs for cell in notebook.cells], told
+    return [cell.outputs for cell in notebook.cells], messages
 
 
-def shown(outputs: list[Any]) -> str:
-    (result,) = [one for one in outputs if one.output_type == "execute_result"]
-    assert "text/plain" in result.data  # for what shows no HTML
+def html_result(outputs: list[Any]) -> str:
+    (result,) = [output for output in outputs if output.output_type == "execute_result"]
+    assert "text/plain" in result.data  # for front ends without HTML
     return result.data["text/html"]
 
 
 def test_results_are_short_tables(outputs: tuple[list[Any], list[dict[str, Any]]]) -> None:
-    tables = {number: shown(outputs[0][number]) for number in (1, 2, 3, 4, 6, 7)}
+    tables = {number: html_result(outputs[0][number]) for number in (1, 2, 3, 4, 6, 7)}
     for text in tables.values():
-        found = Parsed(text)
-        assert {tag for tag, _ in found.seen} <= {"table", "caption", "thead", "tbody", "tr", "th", "td"}
-        assert len(found.cells) < 80
-        # The colours are those of the notebook.
+        parsed = ParsedHtml(text)
+        assert {tag for tag, _ in parsed.tags} <= {"table", "caption", "thead", "tbody", "tr", "th", "td"}
+        assert len(parsed.cells) < 80
+        # The notebook's theme sets the colours.
         assert not re.search(r"#[0-9a-f]{3}|rgb|black|white|https?:", text)
-    cells = {number: Parsed(text).cells for number, text in tables.items()}
+    cells = {number: ParsedHtml(text).cells for number, text in tables.items()}
     assert cells[1][0].startswith("SIMULATED: ")
     assert {"smallest budget", "budget", "policy", "auto"} <= set(cells[1])
     assert cells[2] == ["<b>mine</b> within 1.17 MiB", "plans", "0, policy auto"]
@@ -123,8 +122,8 @@ def test_results_are_short_tables(outputs: tuple[list[Any], list[dict[str, Any]]
     assert cells[7][:3] == ["loop", "steps", "1"]
 
 
-def test_a_report_is_its_page_in_a_frame(outputs: tuple[list[Any], list[dict[str, Any]]]) -> None:
-    ((tag, frame),) = Parsed(shown(outputs[0][5])).seen
+def test_report_is_shown_as_its_page_in_a_frame(outputs: tuple[list[Any], list[dict[str, Any]]]) -> None:
+    ((tag, frame),) = ParsedHtml(html_result(outputs[0][5])).tags
     assert tag == "iframe"
     assert frame["sandbox"] == "allow-scripts"
     page = frame["srcdoc"] or ""
@@ -133,36 +132,36 @@ def test_a_report_is_its_page_in_a_frame(outputs: tuple[list[Any], list[dict[str
     assert "\\u003cb>mine\\u003c/b>" in page
 
 
-def test_progress_is_shown_and_goes(outputs: tuple[list[Any], list[dict[str, Any]]]) -> None:
-    left, told = outputs
+def test_progress_is_shown_and_removed(outputs: tuple[list[Any], list[dict[str, Any]]]) -> None:
+    cell_outputs, messages = outputs
     drawn = [
         message["content"]["data"]["text/html"]
-        for message in told
+        for message in messages
         if message["msg_type"] in {"display_data", "update_display_data"}
     ]
     assert any("capture" in text for text in drawn)  # of the step's first call
     (bar,) = [text for text in drawn if html.escape("<i>") in text]
     assert '<progress value="1" max="4"></progress>' in bar
     for number in (3, 8):
-        (line,) = [one for one in left[number] if one.output_type == "display_data"]
+        (line,) = [output for output in cell_outputs[number] if output.output_type == "display_data"]
         assert line.data == {"text/plain": "", "text/html": ""}
-    assert not [one for one in left[8] if one.output_type == "stream"]
+    assert not [output for output in cell_outputs[8] if output.output_type == "stream"]
 
 
 def test_loop_is_ended_without_its_handle(outputs: tuple[list[Any], list[dict[str, Any]]]) -> None:
-    left = outputs[0]
-    (refused,) = left[10]
-    assert refused.ename == "StateError"
-    # The file is that of the cell before, as the kernel calls it.
-    assert re.search(r"running already at \S+:1\b.*outofcore\.stop\(\)", refused.evalue)
-    results = {number: left[number][-1].data["text/plain"] for number in (11, 13, 15)}
+    cell_outputs = outputs[0]
+    (error,) = cell_outputs[10]
+    assert error.ename == "StateError"
+    # The file name is the kernel's name for the previous cell.
+    assert re.search(r"running already at \S+:1\b.*outofcore\.stop\(\)", error.evalue)
+    results = {number: cell_outputs[number][-1].data["text/plain"] for number in (11, 13, 15)}
     assert results[11] == "True"
-    assert float(results[13]) > 0  # the loop that was lost has ended, and made way
-    assert left[14][0].ename == "ZeroDivisionError"
+    assert float(results[13]) > 0  # the lost loop has ended
+    assert cell_outputs[14][0].ename == "ZeroDivisionError"
     assert results[15] == "(True, False, True)"
 
 
-def test_a_report_is_a_path_like_any_other(tmp_path: Path) -> None:
+def test_report_is_an_ordinary_path(tmp_path: Path) -> None:
     model = torch.nn.Linear(256, 256)
     with outofcore.budget("1MiB", model) as run:
         model(torch.ones(64, 256)).sum().backward()

@@ -1,4 +1,4 @@
-"""ONNX files as modules: exact within a budget, right beside onnxruntime, refused clearly where they are damaged."""
+"""Tests of ONNX files as modules: exact within a budget, close to onnxruntime, refused when damaged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from outofcore.onnx.wire import LARGE_BYTES
 onnx = pytest.importorskip("onnx")
 
 
-def saved(folder: Path, name: str, *, outside: bool = False) -> tuple[Path, Arrays]:
+def save_graph(folder: Path, name: str, *, outside: bool = False) -> tuple[Path, Arrays]:
     model, arrays = GRAPHS[name]()
     path = folder / f"{name}.onnx"
     if outside:
@@ -38,74 +38,74 @@ def saved(folder: Path, name: str, *, outside: bool = False) -> tuple[Path, Arra
     return path, arrays
 
 
-def tensors(model: OnnxModel, arrays: Arrays) -> list[torch.Tensor]:
+def input_tensors(model: OnnxModel, arrays: Arrays) -> list[torch.Tensor]:
     return [torch.from_numpy(arrays[name].copy()) for name in model.input_names]
 
 
-def outputs(model: OnnxModel, *inputs: torch.Tensor) -> list[torch.Tensor]:
+def compute_outputs(model: OnnxModel, *inputs: torch.Tensor) -> list[torch.Tensor]:
     with torch.no_grad():
-        found = model(*inputs)
-    return list(found) if isinstance(found, tuple) else [found]
+        result = model(*inputs)
+    return list(result) if isinstance(result, tuple) else [result]
 
 
 def state_bytes(model: OnnxModel) -> int:
-    return sum(one.numel() * one.element_size() for one in (*model.parameters(), *model.buffers()))
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
 
 
 def test_cast_without_saturation_overflows_to_nan(tmp_path: Path) -> None:
-    """The type has no infinity; 464 lies halfway between its largest number and the next one, and is rounded down."""
+    """The type has no infinity; 464 is halfway between its largest number and the next, and is rounded down."""
     x = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, None)
     y = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT8E4M3FN, None)
     node = onnx.helper.make_node("Cast", ["x"], ["y"], to=onnx.TensorProto.FLOAT8E4M3FN, saturate=0)
     graph = onnx.helper.make_graph([node], "net", [x], [y])
     onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)]), tmp_path / "net.onnx")
-    found = outofcore.onnx.load(tmp_path / "net.onnx")(torch.tensor([448.0, 464.0, 465.0, -465.0, torch.inf]))
-    assert found.float().nan_to_num(nan=-1.0).tolist() == [448.0, 448.0, -1.0, -1.0, -1.0]
+    result = outofcore.onnx.load(tmp_path / "net.onnx")(torch.tensor([448.0, 464.0, 465.0, -465.0, torch.inf]))
+    assert result.float().nan_to_num(nan=-1.0).tolist() == [448.0, 448.0, -1.0, -1.0, -1.0]
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_a_graph_has_the_same_bits_within_a_third_of_its_weights(name: str, tmp_path: Path) -> None:
-    path, arrays = saved(tmp_path, name, outside=len(name) % 2 == 0)
+def test_graph_has_the_same_bits_within_a_third_of_its_weights(name: str, tmp_path: Path) -> None:
+    path, arrays = save_graph(tmp_path, name, outside=len(name) % 2 == 0)
     model = outofcore.onnx.load(path)
-    whole = outputs(model, *tensors(model, arrays))
-    # Bytes that are dequantised become numbers of four.
+    expected = compute_outputs(model, *input_tensors(model, arrays))
+    # Dequantised bytes become numbers of four bytes.
     weights = state_bytes(model) * (4 if name.startswith("quantised") else 1)
     with outofcore.budget("64MiB", model, policy=None) as roomy:
-        outputs(model, *tensors(model, arrays))
+        compute_outputs(model, *input_tensors(model, arrays))
         roomy.release()
     with outofcore.budget(weights // 3 + roomy.stats.peak_small_bytes, model, policy=None) as run:
         for _ in range(2):
-            found = outputs(model, *tensors(model, arrays))
-            assert len(found) == len(whole)
-            assert all(a.equal(b) for a, b in zip(found, whole, strict=True))
+            results = compute_outputs(model, *input_tensors(model, arrays))
+            assert len(results) == len(expected)
+            assert all(a.equal(b) for a, b in zip(results, expected, strict=True))
     assert run.stats.fetched_bytes > state_bytes(model) // 2
     runtime = pytest.importorskip("onnxruntime")
     theirs = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, arrays)
-    for ours, other in zip(whole, theirs, strict=True):
-        assert ours.shape == other.shape
-        assert np.abs(ours.numpy() - other).max() <= 1e-5 * np.abs(other).max()
+    for ours, reference in zip(expected, theirs, strict=True):
+        assert ours.shape == reference.shape
+        assert np.abs(ours.numpy() - reference).max() <= 1e-5 * np.abs(reference).max()
 
 
 @pytest.mark.parametrize("name", ["attention_by_products_17", "branches_19"])
-def test_a_compiled_forward_pass_has_the_same_bits(name: str, tmp_path: Path) -> None:
-    path, arrays = saved(tmp_path, name, outside=True)
+def test_compiled_forward_pass_has_the_same_bits(name: str, tmp_path: Path) -> None:
+    path, arrays = save_graph(tmp_path, name, outside=True)
     model = outofcore.onnx.load(path)
-    inputs = tensors(model, arrays)
-    whole = outputs(model, *inputs)
+    inputs = input_tensors(model, arrays)
+    expected = compute_outputs(model, *inputs)
 
-    def forward(*given: torch.Tensor) -> list[torch.Tensor]:
-        return outputs(model, *given)
+    def forward(*args: torch.Tensor) -> list[torch.Tensor]:
+        return compute_outputs(model, *args)
 
     with outofcore.compile(forward, model, budget=state_bytes(model) // 2, home="host") as step:
         for _ in range(2):
-            assert all(a.equal(b) for a, b in zip(step(*inputs), whole, strict=True))
+            assert all(a.equal(b) for a, b in zip(step(*inputs), expected, strict=True))
 
 
-def test_a_model_is_trained_within_a_third_and_the_file_stays_as_it_is(tmp_path: Path) -> None:
-    path, arrays = saved(tmp_path, "attention_by_products_17", outside=True)
+def test_training_within_a_budget_is_exact_and_keeps_the_file(tmp_path: Path) -> None:
+    path, arrays = save_graph(tmp_path, "attention_by_products_17", outside=True)
     content = (tmp_path / "attention_by_products_17.data").read_bytes()
 
-    def trained(budget: int | None) -> tuple[list[float], list[torch.Tensor]]:
+    def train(budget: int | None) -> tuple[list[float], list[torch.Tensor]]:
         model = outofcore.onnx.load(path)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
 
@@ -116,46 +116,46 @@ def test_a_model_is_trained_within_a_third_and_the_file_stays_as_it_is(tmp_path:
             optimizer.zero_grad()
             return loss
 
-        (x,) = tensors(model, arrays)
+        (x,) = input_tensors(model, arrays)
         if budget is None:
             losses = [step(x).item() for _ in range(3)]
         else:
             with outofcore.budget(budget, model, policy=None):
                 losses = [step(x).item() for _ in range(3)]
-        return losses, [one.detach().clone() for one in model.parameters()]
+        return losses, [parameter.detach().clone() for parameter in model.parameters()]
 
-    plain, weights = trained(None)
-    ours, others = trained(sum(one.numel() for one in weights) * 16 // 3)
+    plain, weights = train(None)
+    ours, budget_weights = train(sum(parameter.numel() for parameter in weights) * 16 // 3)
     assert plain == ours
     assert plain[2] < plain[0]
-    assert all(a.equal(b) for a, b in zip(weights, others, strict=True))
+    assert all(a.equal(b) for a, b in zip(weights, budget_weights, strict=True))
     assert (tmp_path / "attention_by_products_17.data").read_bytes() == content
 
 
-def test_weights_are_parameters_by_their_names_and_stay_in_the_file(tmp_path: Path) -> None:
-    path, _ = saved(tmp_path, "residual_network_13", outside=True)
+def test_weights_are_named_parameters_and_stay_in_the_file(tmp_path: Path) -> None:
+    path, _ = save_graph(tmp_path, "residual_network_13", outside=True)
     model = outofcore.onnx.load(path)
     proto = onnx.load(path)
-    named = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     for tensor in proto.graph.initializer:
         array = onnx.numpy_helper.to_array(tensor)
-        held = dict(model.state_dict())[tensor.name]
-        assert np.array_equal(held.numpy(), array)
+        weight = dict(model.state_dict())[tensor.name]
+        assert np.array_equal(weight.numpy(), array)
     statistics = {name for node in proto.graph.node if node.op_type == "BatchNormalization" for name in node.input[3:]}
     assert statistics
-    assert not statistics & named.keys()
+    assert not statistics & parameters.keys()
     assert {node.name for node in proto.graph.node} <= {node.name for node in model.graph.nodes}
-    again = copy.deepcopy(model)
-    again.load_state_dict(model.state_dict())
+    duplicate = copy.deepcopy(model)
+    duplicate.load_state_dict(model.state_dict())
     with torch.no_grad():
-        named["layers.0.weight"].zero_()
+        parameters["layers.0.weight"].zero_()
     assert not np.array_equal(
-        named["layers.0.weight"].detach().numpy(), onnx.numpy_helper.to_array(proto.graph.initializer[0])
+        parameters["layers.0.weight"].detach().numpy(), onnx.numpy_helper.to_array(proto.graph.initializer[0])
     )
     assert outofcore.onnx.load(path).state_dict()["layers.0.weight"].abs().sum() > 0
 
 
-def test_large_weights_take_no_memory_until_they_are_used(tmp_path: Path) -> None:
+def test_large_weights_take_no_memory_until_used(tmp_path: Path) -> None:
     g = Written(21)
     x = g.input("x", np.ones((1, 2048), np.float32))
     for _ in range(2):
@@ -163,7 +163,7 @@ def test_large_weights_take_no_memory_until_they_are_used(tmp_path: Path) -> Non
     paths = [tmp_path / "inside.onnx", tmp_path / "beside.onnx"]
     for path in paths:
         onnx.save(g.model(x), path, save_as_external_data=path.stem == "beside", location="large.data")
-    small, _ = saved(tmp_path, "perceptron_20")
+    small, _ = save_graph(tmp_path, "perceptron_20")
     code = (
         "import sys, torch, onnx, outofcore\n"
         "def resident(): return int(open('/proc/self/statm').read().split()[1]) * 4096\n"
@@ -172,15 +172,15 @@ def test_large_weights_take_no_memory_until_they_are_used(tmp_path: Path) -> Non
         "models = [outofcore.onnx.load(path) for path in sys.argv[2:]]\n"
         "print(resident() - before, *[sum(p.numel() for p in model.parameters()) for model in models])"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, str(small), *map(str, paths)], capture_output=True, text=True, check=True
     )
-    grown, *counts = map(int, done.stdout.split())
+    grown, *counts = map(int, process.stdout.split())
     assert counts == [2 * 2048 * 2048] * 2
     assert grown < 8 << 20
 
 
-def test_weights_at_odd_addresses_have_the_bits_of_aligned_ones(tmp_path: Path) -> None:
+def test_weights_at_unaligned_addresses_give_the_same_bits(tmp_path: Path) -> None:
     g = Written(21)
     x = g.input("x", g.random.standard_normal((3, 200)).astype(np.float32))
     weight = g.weight(200, 200)
@@ -191,52 +191,52 @@ def test_weights_at_odd_addresses_have_the_bits_of_aligned_ones(tmp_path: Path) 
     offset = content.index(onnx.numpy_helper.to_array(g.tensors[0]).tobytes())
     assert (mapped.data_ptr() % 64 == 0) == (offset % 64 == 0)
     assert ("aligned" in model.code) == (offset % 64 != 0)
-    given = torch.from_numpy(g.arrays["x"])
-    assert outputs(model, given)[0].equal(given @ mapped.detach().clone())
+    inputs = torch.from_numpy(g.arrays["x"])
+    assert compute_outputs(model, inputs)[0].equal(inputs @ mapped.detach().clone())
     shifted = torch.zeros(17)[1:]
     assert outofcore.aligned(shifted).data_ptr() % 64 == 0
     assert outofcore.aligned(shifted).data_ptr() != shifted.data_ptr()
 
 
-def test_constants_are_computed_when_the_model_is_loaded(tmp_path: Path) -> None:
+def test_constants_are_computed_at_load(tmp_path: Path) -> None:
     g = Written(18)
     x = g.input("x", np.ones((4, 6), np.float32), ["n", 6])
     sizes = g.op("Concat", g.op("Mul", g.ints(3), g.ints(2)), g.ints(-1), axis=0)
-    taken = g.op("If", g.tensor(np.array(True)), **two_branches(g, g.op("Reshape", x, sizes), "Relu", "Neg"))
-    onnx.save(g.model(taken), tmp_path / "net.onnx")
+    branch = g.op("If", g.tensor(np.array(True)), **two_branches(g, g.op("Reshape", x, sizes), "Relu", "Neg"))
+    onnx.save(g.model(branch), tmp_path / "net.onnx")
     model = outofcore.onnx.load(tmp_path / "net.onnx")
-    called = [node.name for node in model.graph.nodes if node.op != "placeholder" and "onnx" in node.meta]
-    assert called == ["Reshape_3", "Relu"]
-    assert outputs(model, torch.ones(4, 6))[0].shape == (6, 4)
+    node_names = [node.name for node in model.graph.nodes if node.op != "placeholder" and "onnx" in node.meta]
+    assert node_names == ["Reshape_3", "Relu"]
+    assert compute_outputs(model, torch.ones(4, 6))[0].shape == (6, 4)
 
 
 def two_branches(g: Written, x: str, first: str, second: str) -> dict[str, Any]:
-    made = [g.helper.make_tensor_value_info("y", g.types.FLOAT, None)]
+    values = [g.helper.make_tensor_value_info("y", g.types.FLOAT, None)]
     names = (("then_branch", first), ("else_branch", second))
     nodes = {name: [g.helper.make_node(kind, [x], ["y"], name=kind)] for name, kind in names}
-    return {name: g.helper.make_graph(nodes[name], name, [], made) for name, _ in names}
+    return {name: g.helper.make_graph(nodes[name], name, [], values) for name, _ in names}
 
 
-def test_an_error_names_its_node_within_a_branch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_error_names_its_node_within_a_branch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     g = Written(18)
     x = g.input("x", np.ones((4, 6), np.float32), ["n", "m"])
-    goes = g.input("goes", np.array(True))
+    condition = g.input("goes", np.array(True))
     inner = two_branches(g, x, "Relu", "Det")
-    onnx.save(g.model(g.op("If", goes, **inner)), tmp_path / "net.onnx")
+    onnx.save(g.model(g.op("If", condition, **inner)), tmp_path / "net.onnx")
     model = outofcore.onnx.load(tmp_path / "net.onnx")
-    assert outputs(model, torch.ones(4, 6), torch.tensor(True))[0].shape == (4, 6)
+    assert compute_outputs(model, torch.ones(4, 6), torch.tensor(True))[0].shape == (4, 6)
     with pytest.raises(InputError, match=r"node 'Det' \(ai.onnx::Det of opset 18\) .* \(its inputs: float32\[4, 6\]\)"):
         model(torch.ones(4, 6), torch.tensor(False))
     assert capfd.readouterr().err == ""
 
 
-def test_a_refusal_names_the_node_that_needs_the_memory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path, arrays = saved(tmp_path, "perceptron_20")
+def test_budget_error_names_the_onnx_node(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path, arrays = save_graph(tmp_path, "perceptron_20")
     model = outofcore.onnx.load(path)
-    (x,) = tensors(model, arrays)
+    (x,) = input_tensors(model, arrays)
 
     def forward(x: torch.Tensor) -> list[torch.Tensor]:
-        return outputs(model, x)
+        return compute_outputs(model, x)
 
     with (
         outofcore.compile(forward, model, budget="100KiB", home="host") as step,
@@ -249,11 +249,10 @@ def test_a_refusal_names_the_node_that_needs_the_memory(tmp_path: Path, capfd: p
     assert "Traceback" not in capfd.readouterr().err
 
 
-# ---- what is damaged ------------------------------------------------------------------------------------------------
+# ---- damaged files --------------------------------------------------------------------------------------------------
 
 
-def tiny(**changes: Any) -> Any:
-    """A graph of two layers whose first weight is outside of the file."""
+def make_tiny_model(**changes: Any) -> Any:
     from onnx import TensorProto, helper, numpy_helper  # noqa: PLC0415
 
     random_ = np.random.default_rng(0)
@@ -268,7 +267,7 @@ def tiny(**changes: Any) -> Any:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
 
-def outside(model: Any, location: str, **entries: Any) -> None:
+def store_outside(model: Any, location: str, **entries: Any) -> None:
     tensor = model.graph.initializer[0]
     onnx.external_data_helper.set_external_data(tensor, location, **entries)
     tensor.ClearField("raw_data")
@@ -278,26 +277,26 @@ def _cycle(model: Any) -> None:
     model.graph.node[0].input[0] = "q"
 
 
-def _self_made(model: Any) -> None:
+def _self_cycle(model: Any) -> None:
     model.graph.node[1].input[0] = "q"
 
 
 DAMAGES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "absolute": (lambda m: outside(m, "/etc/hostname"), "outside of the model's folder"),
-    "above": (lambda m: outside(m, "../secret.bin"), "outside of the model's folder"),
-    "link": (lambda m: outside(m, "link.bin"), "outside of the model's folder"),
-    "missing file": (lambda m: outside(m, "nothing.bin"), "cannot be read"),
-    "folder": (lambda m: outside(m, "."), "which is not a file"),
-    "cut file": (lambda m: outside(m, "beside.bin", offset=8, length=64), "which has 64"),
-    "wrong length": (lambda m: outside(m, "beside.bin", offset=0, length=32), "32 bytes, and its shape"),
-    "negative offset": (lambda m: outside(m, "beside.bin", offset=-8, length=64), "at bytes -8"),
+    "absolute": (lambda m: store_outside(m, "/etc/hostname"), "outside of the model's folder"),
+    "above": (lambda m: store_outside(m, "../secret.bin"), "outside of the model's folder"),
+    "link": (lambda m: store_outside(m, "link.bin"), "outside of the model's folder"),
+    "missing file": (lambda m: store_outside(m, "nothing.bin"), "cannot be read"),
+    "folder": (lambda m: store_outside(m, "."), "which is not a file"),
+    "cut file": (lambda m: store_outside(m, "beside.bin", offset=8, length=64), "which has 64"),
+    "wrong length": (lambda m: store_outside(m, "beside.bin", offset=0, length=32), "32 bytes, and its shape"),
+    "negative offset": (lambda m: store_outside(m, "beside.bin", offset=-8, length=64), "at bytes -8"),
     "raw length": (lambda m: setattr(m.graph.initializer[0], "raw_data", b"123"), "3 bytes, and its shape"),
     "shape": (lambda m: m.graph.initializer[0].dims.append(1 << 40), "bytes, and its shape"),
     "impossible shape": (lambda m: m.graph.initializer[0].dims.append(-1), "has the impossible shape"),
     "data type": (lambda m: setattr(m.graph.initializer[0], "data_type", 77), "data type 77"),
     "text": (lambda m: setattr(m.graph.initializer[0], "data_type", 8), "elements, and its shape"),
     "cycle": (_cycle, "has a cycle, among others through node 'first'"),
-    "cycle of one": (_self_made, "has a cycle, among others through node 'second'"),
+    "cycle of one": (_self_cycle, "has a cycle, among others through node 'second'"),
     "missing input": (lambda m: m.graph.node[2].input.__setitem__(1, "c"), "uses 'c', which no node produces"),
     "missing output": (lambda m: setattr(m.graph.output[0], "name", "z"), "no node produces the output 'z'"),
     "two values": (lambda m: m.graph.node[1].output.__setitem__(0, "p"), "the value 'p' is made twice"),
@@ -321,14 +320,14 @@ DAMAGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_model_is_one_clear_error(damage: str, tmp_path: Path) -> None:
+def test_damaged_model_raises_one_clear_error(damage: str, tmp_path: Path) -> None:
     change, message = DAMAGES[damage]
     folder = tmp_path / "model"
     folder.mkdir()
     (tmp_path / "secret.bin").write_bytes(bytes(64))
     (folder / "beside.bin").write_bytes(bytes(64))
     (folder / "link.bin").symlink_to(tmp_path / "secret.bin")
-    model = tiny()
+    model = make_tiny_model()
     change(model)
     path = folder / "net.onnx"
     path.write_bytes(model.SerializeToString())
@@ -339,7 +338,7 @@ def test_a_damaged_model_is_one_clear_error(damage: str, tmp_path: Path) -> None
     assert "Traceback" not in str(raised.value)
 
 
-def test_what_is_no_model_is_one_clear_error(tmp_path: Path) -> None:
+def test_file_without_a_model_raises_one_clear_error(tmp_path: Path) -> None:
     for content in (b"", b"hello", b"\x80", bytes(100), b"PK\x03\x04" * 10):
         path = tmp_path / "net.onnx"
         path.write_bytes(content)
@@ -349,8 +348,8 @@ def test_what_is_no_model_is_one_clear_error(tmp_path: Path) -> None:
         outofcore.onnx.load(tmp_path / "nothing.onnx")
 
 
-def test_cut_and_changed_files_are_a_model_or_one_clear_error(tmp_path: Path) -> None:
-    content = tiny().SerializeToString()
+def test_cut_or_changed_file_loads_or_raises_a_clear_error(tmp_path: Path) -> None:
+    content = make_tiny_model().SerializeToString()
     path = tmp_path / "net.onnx"
     cases = [content[:end] for end in range(0, len(content), 3)]
     dice = random.Random(0)
@@ -359,24 +358,24 @@ def test_cut_and_changed_files_are_a_model_or_one_clear_error(tmp_path: Path) ->
         for _ in range(dice.choice((1, 1, 2, 5))):
             changed[dice.randrange(len(changed))] = dice.randrange(256)
         cases.append(bytes(changed))
-    refused = ran = 0
+    refused_count = run_count = 0
     for case in cases:
         path.write_bytes(case)
         try:
             model = outofcore.onnx.load(path)
-            outputs(model, *(torch.ones(3, 4) for _ in model.input_names))
-            ran += 1
+            compute_outputs(model, *(torch.ones(3, 4) for _ in model.input_names))
+            run_count += 1
         except OutOfCoreError as error:
             assert str(error).strip()
-            refused += 1
-    assert refused > 150
-    assert ran > 30  # most bytes are those of weights
+            refused_count += 1
+    assert refused_count > 150
+    assert run_count > 30  # most bytes are weights
 
 
-def test_inputs_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    onnx.save(tiny(), tmp_path / "net.onnx")
+def test_unsuitable_inputs_are_refused(tmp_path: Path) -> None:
+    onnx.save(make_tiny_model(), tmp_path / "net.onnx")
     model = outofcore.onnx.load(tmp_path / "net.onnx")
-    for given, message in (
+    for args, message in (
         ((), "is not given its input 'x'"),
         ((torch.ones(2, 5),), r"must have the shape \[n, 4\]"),
         ((torch.ones(2, 4).double(),), "must be of torch.float32"),
@@ -384,13 +383,13 @@ def test_inputs_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         (([1.0],), "must be a tensor"),
     ):
         with pytest.raises(InputError, match=message):
-            model(*given)
+            model(*args)
     with pytest.raises(InputError, match="'z' is unknown"):
         model(z=torch.ones(2, 4))
     assert model(x=torch.ones(2, 4)).shape == (2, 4)
 
 
-def test_without_the_package_the_message_says_what_to_install(tmp_path: Path) -> None:
+def test_missing_onnx_package_is_reported_with_its_install_command(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['onnx'] = None\n"
         "import outofcore\n"
@@ -398,23 +397,23 @@ def test_without_the_package_the_message_says_what_to_install(tmp_path: Path) ->
         "try: outofcore.onnx.load('net.onnx')\n"
         "except outofcore.InputError as error: print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "pip install outofcore[onnx]" in done.stdout, done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "pip install outofcore[onnx]" in process.stdout, process.stderr
 
 
 # ---- the command line -----------------------------------------------------------------------------------------------
 
 
-def command(*arguments: Any) -> Result:
-    return CliRunner().invoke(app, [str(one) for one in arguments])
+def run_command(*arguments: Any) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_a_file_is_run_within_a_budget(tmp_path: Path) -> None:
-    path, arrays = saved(tmp_path, "decoder_23", outside=True)
+def test_file_is_run_within_a_budget(tmp_path: Path) -> None:
+    path, arrays = save_graph(tmp_path, "decoder_23", outside=True)
     np.savez(tmp_path / "in.npz", **arrays)
     model = outofcore.onnx.load(path)
-    (whole,) = outputs(model, *tensors(model, arrays))
-    result = command(
+    (expected,) = compute_outputs(model, *input_tensors(model, arrays))
+    result = run_command(
         "run",
         path,
         "--budget",
@@ -426,10 +425,10 @@ def test_a_file_is_run_within_a_budget(tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     assert ", 0 B out, " in result.stderr  # no weight is written elsewhere
-    with np.load(tmp_path / "out.npz") as found:
-        assert found.files == list(model.output_names)
-        assert np.array_equal(found[model.output_names[0]], whole.numpy())
-    tight = command("run", path, "--budget", "100KiB", "--input", tmp_path / "in.npz")
+    with np.load(tmp_path / "out.npz") as saved_outputs:
+        assert saved_outputs.files == list(model.output_names)
+        assert np.array_equal(saved_outputs[model.output_names[0]], expected.numpy())
+    tight = run_command("run", path, "--budget", "100KiB", "--input", tmp_path / "in.npz")
     assert tight.exit_code == 2
     assert "error: " in tight.stderr
 
@@ -445,21 +444,21 @@ def test_a_file_is_run_within_a_budget(tmp_path: Path) -> None:
         (("--input", "x.npy", "more"), "takes no arguments"),
     ],
 )
-def test_what_cannot_be_run_is_one_message(
+def test_invalid_run_arguments_give_one_message(
     arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    onnx.save(tiny(), "net.onnx")
+    onnx.save(make_tiny_model(), "net.onnx")
     np.save("x.npy", np.ones((2, 4), np.float32))
     np.save("wrong.npy", np.ones((2, 5), np.float32))
-    result = command("run", "net.onnx", "--budget", "1MiB", *arguments)
+    result = run_command("run", "net.onnx", "--budget", "1MiB", *arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", " ").split())
     assert "Traceback" not in result.output
 
 
-def convolved() -> tuple[Any, dict[str, np.ndarray[Any, Any]]]:
-    """Activations much larger than the weights: in parts this needs a third."""
+def make_convolutions() -> tuple[Any, dict[str, np.ndarray[Any, Any]]]:
+    """Make a model whose activations exceed its weights; split ops need a third of the memory."""
     g = Written(18)
     x = g.input("x", g.random.standard_normal((4, 16, 32, 32)).astype(np.float32))
     for _ in range(2):
@@ -467,68 +466,71 @@ def convolved() -> tuple[Any, dict[str, np.ndarray[Any, Any]]]:
     return g.model(x), g.arrays
 
 
-def passed_through() -> tuple[Any, dict[str, np.ndarray[Any, Any]]]:
+def make_identity() -> tuple[Any, dict[str, np.ndarray[Any, Any]]]:
     g = Written(18)
     x = g.input("x", g.random.standard_normal((256, 256)).astype(np.float32))
     return g.model(g.op("Identity", x)), g.arrays
 
 
-@pytest.mark.parametrize("made", [convolved, passed_through, GRAPHS["perceptron_20"]])
-def test_plan_and_run_agree_at_every_budget(made: Callable[[], Any], tmp_path: Path) -> None:
-    model, arrays = made()
+@pytest.mark.parametrize("make", [make_convolutions, make_identity, GRAPHS["perceptron_20"]])
+def test_plan_and_run_agree_at_every_budget(make: Callable[[], Any], tmp_path: Path) -> None:
+    model, arrays = make()
     onnx.save(model, tmp_path / "net.onnx")
     np.savez(tmp_path / "in.npz", **arrays)
-    given = (tmp_path / "net.onnx", "--input", tmp_path / "in.npz", "--home", "host", "--budget")
-    known = json.loads(command("plan", *given, "1GiB", "--json").stdout)
-    least, core = known["smallest_budget"], known["in_core_budget"]
-    for budget in {max(each, 1) for each in (least - 1, least, (least + core) // 2, core)}:
-        told, ran = command("plan", *given, f"{budget}B"), command("run", *given, f"{budget}B")
-        assert told.exit_code == (0 if budget >= least else 1), (budget, told.output)
-        assert ran.exit_code == (0 if budget >= least else 2), (budget, ran.output)
-        assert "fits, and nothing moves" not in told.output or budget >= core
+    options = (tmp_path / "net.onnx", "--input", tmp_path / "in.npz", "--home", "host", "--budget")
+    answer = json.loads(run_command("plan", *options, "1GiB", "--json").stdout)
+    smallest, in_core = answer["smallest_budget"], answer["in_core_budget"]
+    for budget in {max(size, 1) for size in (smallest - 1, smallest, (smallest + in_core) // 2, in_core)}:
+        plan_result, run_result = (
+            run_command("plan", *options, f"{budget}B"),
+            run_command("run", *options, f"{budget}B"),
+        )
+        assert plan_result.exit_code == (0 if budget >= smallest else 1), (budget, plan_result.output)
+        assert run_result.exit_code == (0 if budget >= smallest else 2), (budget, run_result.output)
+        assert "fits, and nothing moves" not in plan_result.output or budget >= in_core
 
 
-def test_what_values_decide_runs_within_a_budget(tmp_path: Path) -> None:
+def test_data_dependent_graph_runs_within_a_budget(tmp_path: Path) -> None:
     g = Written(18)
     x = g.input("x", (g.random.standard_normal((64, 512)) > 0).astype(np.float32))
     onnx.save(g.model(g.op("Cast", g.op("NonZero", x), to=1)), tmp_path / "net.onnx")
     np.savez(tmp_path / "in.npz", **g.arrays)
-    given = (tmp_path / "net.onnx", "--input", tmp_path / "in.npz", "--home", "host", "--budget", "4MiB")
-    assert "outofcore.budget" in command("plan", *given).stderr
-    ran = command("run", *given)
-    assert ran.exit_code == 0, ran.output
-    assert ran.stderr.startswith("outofcore: 1 step, peak ")
+    options = (tmp_path / "net.onnx", "--input", tmp_path / "in.npz", "--home", "host", "--budget", "4MiB")
+    assert "outofcore.budget" in run_command("plan", *options).stderr
+    result = run_command("run", *options)
+    assert result.exit_code == 0, result.output
+    assert result.stderr.startswith("outofcore: 1 step, peak ")
 
 
 def test_planning_reads_no_large_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, arrays = saved(tmp_path, "perceptron_20", outside=True)
+    path, arrays = save_graph(tmp_path, "perceptron_20", outside=True)
     np.savez(tmp_path / "in.npz", **arrays)
-    looked_at: list[int] = []
+    mapped_sizes: list[int] = []
     mapping = Files.mapping
 
-    def recorded(files: Files, place: FileRange) -> Any:
-        looked_at.append(place.length)
+    def record_and_map(files: Files, place: FileRange) -> Any:
+        mapped_sizes.append(place.length)
         return mapping(files, place)
 
-    monkeypatch.setattr(Files, "mapping", recorded)
-    told = command("plan", path, "--input", tmp_path / "in.npz", "--home", "host")
-    assert told.exit_code == 0, told.output
-    assert max(looked_at, default=0) < LARGE_BYTES
+    monkeypatch.setattr(Files, "mapping", record_and_map)
+    result = run_command("plan", path, "--input", tmp_path / "in.npz", "--home", "host")
+    assert result.exit_code == 0, result.output
+    assert max(mapped_sizes, default=0) < LARGE_BYTES
     outofcore.onnx.load(path)
-    assert max(looked_at) >= LARGE_BYTES
+    assert max(mapped_sizes) >= LARGE_BYTES
 
 
-def test_a_file_is_planned(tmp_path: Path) -> None:
-    path, _ = saved(tmp_path, "perceptron_20")
+def test_file_is_planned(tmp_path: Path) -> None:
+    path, _ = save_graph(tmp_path, "perceptron_20")
     sizes = ("--dim", "batch=2", "--dim", "length=8")
-    told = command("plan", path, "--budget", "300KiB", "--home", "host", *sizes, "--json")
-    assert told.exit_code == 0, told.output
-    found = json.loads(told.stdout)
-    assert found["feasible"]
-    assert found["bytes_in"] >= 2 * WIDTH * WIDTH * 4
-    assert found["in_core_budget"] > 4 * WIDTH * WIDTH * 4
-    missing = command("plan", path, "--budget", "300KiB", "--dim", "batch=2")
+    result = run_command("plan", path, "--budget", "300KiB", "--home", "host", *sizes, "--json")
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    assert plan["feasible"]
+    assert plan["bytes_in"] >= 2 * WIDTH * WIDTH * 4
+    assert plan["in_core_budget"] > 4 * WIDTH * WIDTH * 4
+    missing = run_command("plan", path, "--budget", "300KiB", "--dim", "batch=2")
     assert missing.exit_code == 2
     assert "such as --dim length=4" in missing.stderr
-    unknown = command("plan", path, *sizes, "--dim", "depth=8")
+    unknown = run_command("plan", path, *sizes, "--dim", "depth=8")
     assert "has no dynamic dimension 'depth'; it has batch, length" in unknown.stderr

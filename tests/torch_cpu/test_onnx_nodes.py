@@ -1,4 +1,4 @@
-"""ONNX's own tests of its operators: right results, or an error that names what is not supported."""
+"""Tests of ONNX's own operator cases: equal results, or an error that names the operator."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ UNDEFINED = ("bernoulli", "training_dropout")
 
 
 class UnavailableError(Exception):
-    """A case has elements of a type that PyTorch lacks."""
+    """Raised for a case with elements of a type that PyTorch lacks."""
 
 
-def cases() -> list[Any]:
+def collect_cases() -> list[Any]:
     from onnx.backend.test.case.node import collect_testcases  # noqa: PLC0415 - it makes thousands of models
 
     with warnings.catch_warnings():
@@ -34,7 +34,6 @@ def cases() -> list[Any]:
 
 
 def tensor_of(value: Any) -> Any:
-    """Return an input or a result of a case as PyTorch has it."""
     if isinstance(value, list):
         return [tensor_of(item) for item in value]
     array = np.asarray(onnx.numpy_helper.to_array(value) if isinstance(value, onnx.TensorProto) else value)
@@ -47,19 +46,19 @@ def tensor_of(value: Any) -> Any:
     return torch.from_numpy(array.copy())
 
 
-def are_close(case: Any, result: Any, wanted: Any) -> bool:
-    if isinstance(wanted, list):
-        return len(result) == len(wanted) and all(map(are_close, [case] * len(wanted), result, wanted))
+def are_close(case: Any, result: Any, expected: Any) -> bool:
+    if isinstance(expected, list):
+        return len(result) == len(expected) and all(map(are_close, [case] * len(expected), result, expected))
     if result.dtype in (torch.float16, torch.bfloat16):  # ONNX's reference rounds after other ops
         tolerance = 4 * torch.finfo(result.dtype).eps
-        return torch.allclose(result.float(), wanted.float(), tolerance, tolerance, equal_nan=True)
-    return result.shape == wanted.shape and torch.allclose(
-        result.double(), wanted.double(), case.rtol, max(case.atol, 1e-6), equal_nan=True
+        return torch.allclose(result.float(), expected.float(), tolerance, tolerance, equal_nan=True)
+    return result.shape == expected.shape and torch.allclose(
+        result.double(), expected.double(), case.rtol, max(case.atol, 1e-6), equal_nan=True
     )
 
 
-def differing(case: Any, path: Path) -> str:
-    """Return where results differ from ONNX's, or an empty text."""
+def describe_difference(case: Any, path: Path) -> str:
+    """Return a message if results differ from ONNX's, and else an empty string."""
     onnx.save(case.model, path)
     model = outofcore.onnx.load(path)
     for inputs, expected in case.data_sets:
@@ -73,11 +72,11 @@ def differing(case: Any, path: Path) -> str:
 
 def test_operators_have_onnx_results_or_are_refused_by_name(tmp_path: Path) -> None:
     counts, faults = Counter[str](), list[str]()
-    for case in cases():
+    for case in collect_cases():
         if any(word in case.name for word in UNDEFINED):
             continue
         try:
-            fault = differing(case, tmp_path / "node.onnx")
+            fault = describe_difference(case, tmp_path / "node.onnx")
         except (InputError, UnavailableError) as error:
             counts["refused" if isinstance(error, InputError) else "not in PyTorch"] += 1
             continue

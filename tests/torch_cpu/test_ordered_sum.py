@@ -1,4 +1,4 @@
-"""The sum of gradients over processes, here threads that hand each other messages."""
+"""Tests of the sum of gradients over processes, with threads in their place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outofcore.runtime.homes import DiskHome, HomeStore, HostHome
 
 
 class Mailboxes:
-    """One process of several, as ``Processes`` is."""
+    """A test double of ``Processes`` that sends messages between threads."""
 
     def __init__(self, rank: int, boxes: dict[tuple[int, int], queue.Queue[torch.Tensor]], count: int) -> None:
         self.rank, self.count, self.bytes_sent = rank, count, 0
@@ -59,13 +59,13 @@ def home_of(kind: str, tmp_path: Any) -> HomeStore:
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
 @pytest.mark.parametrize("counts", [(5,), (2, 3), (3, 1, 1), (1, 1, 1, 1, 1)])
-def test_the_order_is_that_of_the_workers(counts: Sequence[int], kind: str, tmp_path: Any) -> None:
-    wanted = gradients_of(0)
+def test_gradients_are_summed_in_the_order_of_the_workers(counts: Sequence[int], kind: str, tmp_path: Any) -> None:
+    expected = gradients_of(0)
     for worker in range(1, 5):
-        wanted = [total + one for total, one in zip(wanted, gradients_of(worker), strict=True)]
-    wanted = [total / 5 for total in wanted]
+        expected = [total + tensor for total, tensor in zip(expected, gradients_of(worker), strict=True)]
+    expected = [total / 5 for total in expected]
     boxes = {(a, b): queue.Queue[torch.Tensor]() for a in range(5) for b in range(5)}
-    found: dict[int, list[torch.Tensor]] = {}
+    results: dict[int, list[torch.Tensor]] = {}
     ends = [Mailboxes(rank, boxes, len(counts)) for rank in range(len(counts))]
 
     def process(rank: int, workers: range) -> None:
@@ -81,7 +81,7 @@ def test_the_order_is_that_of_the_workers(counts: Sequence[int], kind: str, tmp_
         target = gradients.tensors()
         layout = Layout(gradients_of(0))
         OrderedSum(ends[rank])([*gradients.kept.values(), target], target, layout, 5)  # type: ignore[arg-type]
-        found[rank] = gradients.present()
+        results[rank] = gradients.present()
         home.close()
 
     threads = [threading.Thread(target=process, args=(r, w)) for r, w in enumerate(runs(counts))]
@@ -89,23 +89,23 @@ def test_the_order_is_that_of_the_workers(counts: Sequence[int], kind: str, tmp_
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert len(found) == len(counts)
-    for mine in found.values():
-        assert all(torch.equal(a, b) for a, b in zip(mine, wanted, strict=True))
-    size = sum(one.numel() * one.element_size() for one in wanted)
+    assert len(results) == len(counts)
+    for result in results.values():
+        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
+    size = sum(tensor.numel() * tensor.element_size() for tensor in expected)
     assert sum(end.bytes_sent for end in ends) == 2 * (len(counts) - 1) * size
 
 
-def test_processes_meet_beside_what_earlier_ones_have_left() -> None:
+def test_processes_meet_despite_entries_of_earlier_starts() -> None:
     store = torch.distributed.HashStore()
-    seen: list[str] = []
+    meetings: list[str] = []
     for start in range(3):
-        found: dict[int, str] = {}
+        names: dict[int, str] = {}
 
-        def join(rank: int, found: dict[int, str] = found) -> None:
-            found[rank] = met(store, rank, 3, timedelta(seconds=10))
+        def join(rank: int, names: dict[int, str] = names) -> None:
+            names[rank] = met(store, rank, 3, timedelta(seconds=10))
 
-        # Of the second start only one process gets so far.
+        # In the second start, one process first waits in vain.
         threads = [threading.Thread(target=join, args=(rank,)) for rank in ((1, 2, 0) if start != 1 else (2, 0, 1))]
         if start == 1:
             with pytest.raises(RuntimeError, match="not all processes"):
@@ -114,7 +114,7 @@ def test_processes_meet_beside_what_earlier_ones_have_left() -> None:
             thread.start()
         for thread in threads:
             thread.join(10)
-        assert len(found) == 3
-        assert len(set(found.values())) == 1
-        seen.append(found[0])
-    assert len(set(seen)) == 3
+        assert len(names) == 3
+        assert len(set(names.values())) == 1
+        meetings.append(names[0])
+    assert len(set(meetings)) == 3

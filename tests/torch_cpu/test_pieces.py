@@ -1,4 +1,4 @@
-"""Long parameters are updated in pieces, to the same bits, wherever their ends fall."""
+"""Tests of long parameters that are updated in pieces."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "NAdam": lambda p: NAdam(p, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
     "RAdam": lambda p: RAdam(p, lr=0.01, weight_decay=0.1),
 }
-# No multiple of anything: ranges end within a vector of the processor.
+# Primes, so that pieces end within a vector of the processor.
 ROWS, COLUMNS = 1031, 1021
 
 
-def sides(make: Callable[[Any], Optimizer], dtype: torch.dtype) -> tuple[nn.Module, Optimizer, Callable[..., Any]]:
+def make_training(
+    make: Callable[[Any], Optimizer], dtype: torch.dtype
+) -> tuple[nn.Module, Optimizer, Callable[..., Any]]:
     torch.manual_seed(0)
     model = nn.Linear(COLUMNS, ROWS).to(dtype)
     optimizer = make(model.parameters())
@@ -46,7 +48,7 @@ def sides(make: Callable[[Any], Optimizer], dtype: torch.dtype) -> tuple[nn.Modu
     return model, optimizer, step
 
 
-def seen(model: nn.Module, optimizer: Optimizer) -> list[Any]:
+def state_of(model: nn.Module, optimizer: Optimizer) -> list[Any]:
     states = [optimizer.state[parameter] for parameter in model.parameters()]
     return [*model.parameters(), *(state[name] for state in states for name in sorted(state))]
 
@@ -56,35 +58,35 @@ CASES += [(name, torch.float64, 2) for name in OPTIMIZERS] + [("AdamW", torch.bf
 
 
 @pytest.mark.parametrize(("name", "dtype", "threads"), CASES, ids=str)
-def test_the_bits_are_those_of_whole_parameters(
+def test_updates_in_pieces_have_the_bits_of_whole_updates(
     name: str, dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cut: list[int] = []
+    piece_counts: list[int] = []
 
-    def counting(*args: Any) -> list[Piece]:
-        found = pieces_of(*args)
-        cut.append(len(found))
-        return found
+    def count_pieces(*args: Any) -> list[Piece]:
+        pieces = pieces_of(*args)
+        piece_counts.append(len(pieces))
+        return pieces
 
-    monkeypatch.setattr(optimizers, "pieces_of", counting)
+    monkeypatch.setattr(optimizers, "pieces_of", count_pieces)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        plain, (model, optimizer, step) = sides(OPTIMIZERS[name], dtype), sides(OPTIMIZERS[name], dtype)
+        plain, (model, optimizer, step) = make_training(OPTIMIZERS[name], dtype), make_training(OPTIMIZERS[name], dtype)
         with outofcore.compile(step, model, optimizer, budget="64MiB", home="host") as ours:
             for number in range(4):
                 x = torch.randn(8, COLUMNS, generator=torch.Generator().manual_seed(number)).to(dtype) * 10.0**-number
                 assert torch.equal(ours(x), plain[2](x))
-            theirs = seen(plain[0], plain[1])
-            for mine, other in zip(seen(model, optimizer), theirs, strict=True):
-                assert torch.equal(mine, other) if isinstance(other, torch.Tensor) else mine == other
+            theirs = state_of(plain[0], plain[1])
+            for actual, expected in zip(state_of(model, optimizer), theirs, strict=True):
+                assert torch.equal(actual, expected) if isinstance(expected, torch.Tensor) else actual == expected
     finally:
         torch.set_num_threads(before)
-    whole = ROWS * COLUMNS
-    assert max(cut) == (1 if dtype is torch.bfloat16 else -(-whole // PIECE_ELEMENTS))
+    elements = ROWS * COLUMNS
+    assert max(piece_counts) == (1 if dtype is torch.bfloat16 else -(-elements // PIECE_ELEMENTS))
 
 
-def test_scratch_memory_is_that_of_a_piece() -> None:
+def test_update_needs_the_scratch_memory_of_one_piece() -> None:
     width = 2048
     weight = nn.Parameter(torch.zeros(width, width))
     optimizer = AdamW([weight], lr=0.01)
@@ -97,7 +99,7 @@ def test_scratch_memory_is_that_of_a_piece() -> None:
         optimizer.zero_grad()
         return loss.detach()
 
-    # The update needs the weight, its gradient and two moments; whole, it would need as much again.
+    # The update needs the weight, its gradient and two moments; without pieces it would need twice as much.
     budget = 4 * width * width * 4 + 8 * PIECE_ELEMENTS * 4
     with outofcore.compile(step, model, optimizer, budget=budget, home="host", cache=False) as ours:
         for number in range(2):
@@ -106,7 +108,7 @@ def test_scratch_memory_is_that_of_a_piece() -> None:
         assert ours.costs.ops[update.id].workspace_bytes < width * width * 4
 
 
-def test_what_is_gone_over_at_once_is_not_cut() -> None:
+def test_unsuitable_updates_are_not_split() -> None:
     def count(make: Callable[[Any], Optimizer], tensor: torch.Tensor) -> int:
         parameter = nn.Parameter(tensor)
         optimizer = make([parameter])

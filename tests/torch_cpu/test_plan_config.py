@@ -1,4 +1,4 @@
-"""``outofcore plan config.json``: steps of models that are known by their configuration alone."""
+"""Tests of ``outofcore plan config.json``, which plans a model from its configuration."""
 
 from __future__ import annotations
 
@@ -118,42 +118,42 @@ def tokens(count: int = 2, length: int = LENGTH) -> torch.Tensor:
     return torch.randint(3, 500, (count, length))
 
 
-def texts() -> dict[str, torch.Tensor]:
+def text_batch() -> dict[str, torch.Tensor]:
     return {"input_ids": tokens(), "labels": tokens()}
 
 
-# By name: a configuration, what its model is called with, and that in text.
+# By name: a configuration, and a function that makes a batch for its model.
 MODELS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
-    "llama": (LLAMA, texts),
-    "mixtral": (MIXTRAL, texts),
-    "sliding": (SLIDING, texts),
+    "llama": (LLAMA, text_batch),
+    "mixtral": (MIXTRAL, text_batch),
+    "sliding": (SLIDING, text_batch),
     "bert": (BERT, lambda: {"input_ids": tokens(), "labels": torch.zeros(2, dtype=torch.long)}),
     "vit": (VIT, lambda: {"pixel_values": torch.randn(2, 3, 64, 64), "labels": torch.zeros(2, dtype=torch.long)}),
     "whisper": (WHISPER, lambda: {"input_features": torch.randn(2, 80, 100), "labels": tokens()}),
-    "t5": (T5, texts),
+    "t5": (T5, text_batch),
     "clip": (CLIP, lambda: {"pixel_values": torch.randn(2, 3, 64, 64), "input_ids": tokens(length=77)}),
 }
 
 
-def written(folder: Path, content: object) -> str:
+def write_config(folder: Path, content: object) -> str:
     path = folder / "config.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     return str(path)
 
 
-def asked(*arguments: str) -> Result:
+def run_plan(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["plan", *arguments])
 
 
-def answered(*arguments: str) -> dict[str, Any]:
-    result = asked(*arguments, "--json")
+def plan_as_json(*arguments: str) -> dict[str, Any]:
+    result = run_plan(*arguments, "--json")
     assert result.exit_code in (0, 1), result.output
     return json.loads(result.stdout)
 
 
-def captured(folder: Path, content: dict[str, Any], **training: Any) -> tuple[Any, Any, Any]:
-    found, asked_for = configs.read_config(written(folder, content)), configs.Training(batch=2, **training)
-    return configs.configured_step(found, asked_for), *fitting.Captures(found, CARD).of(asked_for)
+def capture_config(folder: Path, content: dict[str, Any], **training: Any) -> tuple[Any, Any, Any]:
+    config, request = configs.read_config(write_config(folder, content)), configs.Training(batch=2, **training)
+    return configs.configured_step(config, request), *fitting.Captures(config, CARD).of(request)
 
 
 @pytest.fixture(autouse=True)
@@ -165,21 +165,21 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", some_of(MODELS, ["llama", "mixtral", "t5", "vit"]))
-def test_a_configuration_needs_what_the_real_model_needs(name: str, tmp_path: Path) -> None:
+def test_configured_step_equals_the_step_of_the_real_model(name: str, tmp_path: Path) -> None:
     content, batch = MODELS[name]
-    found = configs.read_config(written(tmp_path, content))
-    step, graph, costs = captured(tmp_path, content, sequence=LENGTH if found.reads_tokens else None)
+    config = configs.read_config(write_config(tmp_path, content))
+    step, graph, costs = capture_config(tmp_path, content, sequence=LENGTH if config.reads_tokens else None)
 
     inputs = batch()
-    kind = getattr(transformers, content["architectures"][0])
-    model = kind(kind.config_class(**{k: v for k, v in content.items() if k != "architectures"}))
+    model_class = getattr(transformers, content["architectures"][0])
+    model = model_class(model_class.config_class(**{k: v for k, v in content.items() if k != "architectures"}))
     model.train()
     optimizer = torch.optim.AdamW(model.parameters())
-    # What only generating text needs is not kept, in either.
-    more = {"return_loss": True} if name == "clip" else {} if name in ("bert", "vit") else {"use_cache": False}
+    # Neither step keeps the cache for generating text.
+    options = {"return_loss": True} if name == "clip" else {} if name in ("bert", "vit") else {"use_cache": False}
 
     def train_step(batch: dict[str, Any]) -> torch.Tensor:
-        loss = model(**batch, **more).loss
+        loss = model(**batch, **options).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -194,9 +194,9 @@ def test_a_configuration_needs_what_the_real_model_needs(name: str, tmp_path: Pa
     assert step.parameters == sum(p.numel() for p in model.parameters())
 
 
-def test_a_compiled_step_of_the_real_model_wants_no_less(tmp_path: Path) -> None:
-    _, graph, costs = captured(tmp_path, LLAMA, sequence=LENGTH)
-    told = planning.smallest_budget(graph, costs)
+def test_compiled_step_needs_at_least_the_planned_budget(tmp_path: Path) -> None:
+    _, graph, costs = capture_config(tmp_path, LLAMA, sequence=LENGTH)
+    planned = planning.smallest_budget(graph, costs)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -207,41 +207,41 @@ def test_a_compiled_step_of_the_real_model_wants_no_less(tmp_path: Path) -> None
         optimizer.zero_grad()
         return loss
 
-    measured = outofcore.smallest_budget(train_step, model, optimizer, inputs=(texts(),), cache=False)
-    # On the CPU ops have scratch memory besides, which is measured there and is not known of a card.
-    assert told <= measured <= 2 * told
+    measured = outofcore.smallest_budget(train_step, model, optimizer, inputs=(text_batch(),), cache=False)
+    # On the CPU, ops also need scratch memory, which is measured there and is unknown for a card.
+    assert planned <= measured <= 2 * planned
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "vit"])
-def test_lora_trains_adapters_alone(name: str, tmp_path: Path) -> None:
+def test_lora_trains_only_adapters(name: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     content = MODELS[name][0]
-    step, graph, _ = captured(tmp_path, content, lora=4)
-    plain = configs.configured_step(configs.read_config(written(tmp_path, content)), configs.Training(batch=2))
+    step, graph, _ = capture_config(tmp_path, content, lora=4)
+    plain = configs.configured_step(configs.read_config(write_config(tmp_path, content)), configs.Training(batch=2))
     assert plain.parameters == plain.trained
     assert step.parameters == plain.parameters + step.trained
-    # Moments and a count for each adapter, and for nothing else.
-    kept = sum(s.bytes for s in graph.storages if s.kind is StorageKind.OPTIMIZER_STATE)
+    # Only adapters have moments and a step count.
+    state_bytes = sum(s.bytes for s in graph.storages if s.kind is StorageKind.OPTIMIZER_STATE)
     adapters = [s for s in graph.storages if s.kind is StorageKind.PARAMETER and ".lora_" in s.name]
-    assert kept == 2 * 4 * step.trained + 4 * len(adapters)
+    assert state_bytes == 2 * 4 * step.trained + 4 * len(adapters)
     assert sum(s.bytes for s in adapters) == 4 * step.trained
     assert ("experts" in " ".join(step.notes)) == (name == "mixtral")
 
 
-def test_lora_without_peft_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lora_without_peft_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    result = asked(written(tmp_path, LLAMA), "--lora", "4")
+    result = run_plan(write_config(tmp_path, LLAMA), "--lora", "4")
     assert result.exit_code == 2
     assert "pip install peft" in result.output
 
 
-def test_a_forward_pass_keeps_nothing_for_a_backward_pass(tmp_path: Path) -> None:
-    _, graph, costs = captured(tmp_path, LLAMA, sequence=64, dtype="bf16")
-    step, alone, its_costs = captured(tmp_path, LLAMA, sequence=64, dtype="bf16", optimizer="none")
-    whole = planning.in_core_budget(graph, costs)
+def test_forward_pass_alone_has_no_gradients_and_half_the_bytes(tmp_path: Path) -> None:
+    _, graph, costs = capture_config(tmp_path, LLAMA, sequence=64, dtype="bf16")
+    step, forward_graph, forward_costs = capture_config(tmp_path, LLAMA, sequence=64, dtype="bf16", optimizer="none")
+    training_bytes = planning.in_core_budget(graph, costs)
     assert step.trained == 0
-    assert 2 * step.parameters < planning.in_core_budget(alone, its_costs) < whole / 2
-    kinds = {s.kind for s in alone.storages}
+    assert 2 * step.parameters < planning.in_core_budget(forward_graph, forward_costs) < training_bytes / 2
+    kinds = {s.kind for s in forward_graph.storages}
     assert not kinds & {StorageKind.GRADIENT, StorageKind.OPTIMIZER_STATE}
 
 
@@ -252,26 +252,24 @@ def test_a_forward_pass_keeps_nothing_for_a_backward_pass(tmp_path: Path) -> Non
         lambda case: case[0] is not WHISPER,
     ),
 )
-def test_the_largest_that_fits_fits_and_the_next_does_not(
-    content: dict[str, Any], tokens: bool, tmp_path: Path
-) -> None:
-    found = configs.read_config(written(tmp_path, content))
+def test_largest_size_fits_and_the_next_does_not(content: dict[str, Any], tokens: bool, tmp_path: Path) -> None:
+    config = configs.read_config(write_config(tmp_path, content))
     training = configs.Training(batch=2, sequence=LENGTH if tokens else None)
-    captures = fitting.Captures(found, CARD)
+    captures = fitting.Captures(config, CARD)
     graph, costs = captures.of(training)
     budget, need = 16 << 20, fitting._need(graph, costs, None)
-    what = "sequence" if tokens else "batch"
-    axis = fitting.tokens_of(found) if tokens else fitting.SAMPLES
+    field = "sequence" if tokens else "batch"
+    axis = fitting.tokens_of(config) if tokens else fitting.SAMPLES
     largest = fitting._Largest(captures, training, axis, budget).found(LENGTH if tokens else 2, need)
     assert largest.size > 0
     assert largest.placed
 
     def smallest(size: int) -> int:
-        return fitting.Captures(found, CARD).smallest(fitting.replace(training, **{what: size}))
+        return fitting.Captures(config, CARD).smallest(fitting.replace(training, **{field: size}))
 
     assert smallest(largest.size) == largest.smallest_budget <= budget
     if largest.limit:
-        assert largest.size == (found.sequence_limit or fitting.SAMPLES.most)
+        assert largest.size == (config.sequence_limit or fitting.SAMPLES.most)
     else:
         assert smallest(largest.size + largest.step) >= largest.next_smallest_budget > budget
 
@@ -279,64 +277,64 @@ def test_the_largest_that_fits_fits_and_the_next_does_not(
 @pytest.mark.parametrize(
     ("slope", "curve", "base"), [(10, 0, 0), (10, 1, 100), (1, 0, 999), (1000, 0, 1), (3, 5, 7), (0, 0, 5)]
 )
-def test_the_search_finds_the_last_that_fits(slope: int, curve: int, base: int) -> None:
-    tried: list[int] = []
+def test_search_finds_the_largest_fitting_size(slope: int, curve: int, base: int) -> None:
+    sizes: list[int] = []
 
-    def need(count: int) -> int:
-        tried.append(count)
+    def bytes_needed(count: int) -> int:
+        sizes.append(count)
         return base + slope * count + curve * count * count
 
     for memory in (0, 50, 999, 1000, 1009, 12_345, 10**7):
-        tried.clear()
-        for most in (1, 7, 5000):
-            wanted = max((n for n in range(1, most + 1) if need(n) <= memory), default=0)
-            tried.clear()
-            assert fitting._search(need, {2.0: base + 2 * slope + 4 * curve}, memory, most) == wanted
-            assert len(tried) <= 30
+        sizes.clear()
+        for limit in (1, 7, 5000):
+            expected = max((n for n in range(1, limit + 1) if bytes_needed(n) <= memory), default=0)
+            sizes.clear()
+            assert fitting._search(bytes_needed, {2.0: base + 2 * slope + 4 * curve}, memory, limit) == expected
+            assert len(sizes) <= 30
 
 
 @pytest.mark.exhaustive
-def test_the_answer_for_a_card(tmp_path: Path) -> None:
-    _, graph, costs = captured(tmp_path, LLAMA, sequence=64)
-    least, whole = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)
-    between = str((least + whole) // 2)
-    path = written(tmp_path, LLAMA)
-    told = answered(path, "--batch", "2", "--sequence", "64", "--gpu", "rtx4090", "--budget", between)
-    assert (told["smallest_budget"], told["in_core_budget"]) == (least, whole)
-    tight, roomy = told["plans"]
+def test_json_answer_for_a_card_agrees_with_the_plans(tmp_path: Path) -> None:
+    _, graph, costs = capture_config(tmp_path, LLAMA, sequence=64)
+    smallest, in_core = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)
+    between = str((smallest + in_core) // 2)
+    path = write_config(tmp_path, LLAMA)
+    answer = plan_as_json(path, "--batch", "2", "--sequence", "64", "--gpu", "rtx4090", "--budget", between)
+    assert (answer["smallest_budget"], answer["in_core_budget"]) == (smallest, in_core)
+    tight, roomy = answer["plans"]
     assert tight["fits"]
-    assert roomy["budget"] == told["device_bytes"] == CARD.memory_bytes
+    assert roomy["budget"] == answer["device_bytes"] == CARD.memory_bytes
     assert roomy["fits"]
     assert roomy["bytes_in"] == roomy["bytes_out"] == 0 < tight["bytes_in"]
     assert roomy["seconds"] <= tight["seconds"]
     assert roomy["items_per_s"] == pytest.approx(2 * 64 / roomy["seconds"])
     assert tight["bound_seconds"] <= tight["seconds"]
-    assert told["longest_sequence"]["size"] == 2048
-    assert told["longest_sequence"]["limit"]
-    changed = {change["what"]: change["need"] for change in told["changes"]}
-    for what in ("parameters in bfloat16", "gradient checkpointing", "logits and loss in 8 pieces", "LoRA of rank 16"):
-        assert changed[what]["in_core_budget"] < told["in_core_budget"], what
+    assert answer["longest_sequence"]["size"] == 2048
+    assert answer["longest_sequence"]["limit"]
+    needs = {change["what"]: change["need"] for change in answer["changes"]}
+    for name in ("parameters in bfloat16", "gradient checkpointing", "logits and loss in 8 pieces", "LoRA of rank 16"):
+        assert needs[name]["in_core_budget"] < answer["in_core_budget"], name
 
 
-def test_the_answer_in_words(tmp_path: Path) -> None:
-    result = asked(written(tmp_path, VIT), "--batch", "2", "--gpu", "k40c")
+def test_text_answer_has_budgets_speed_and_advice(tmp_path: Path) -> None:
+    result = run_plan(write_config(tmp_path, VIT), "--batch", "2", "--gpu", "k40c")
     assert result.exit_code == 0, result.output
-    for part in ("smallest budget", "nothing moves", "images per second", "largest batch", "SIMULATED", "--lora 16"):
-        assert part in result.output
+    for phrase in ("smallest budget", "nothing moves", "images per second", "largest batch", "SIMULATED", "--lora 16"):
+        assert phrase in result.output
     assert "longest sequence" not in result.output
 
 
-def test_a_step_is_the_same_whatever_was_asked_before(tmp_path: Path) -> None:
-    # transformers writes the dtype into the configuration that it builds of.
-    found = configs.read_config(written(tmp_path, LLAMA))
+def test_step_is_independent_of_earlier_requests(tmp_path: Path) -> None:
+    # transformers writes the dtype into the configuration of the model that it builds.
+    config = configs.read_config(write_config(tmp_path, LLAMA))
     training = configs.Training(batch=2, sequence=LENGTH)
-    first = fitting.Captures(found, CARD).of(training)[0]
-    configs.configured_step(found, fitting.replace(training, dtype="bf16"))
-    assert fitting.Captures(found, CARD).of(training)[0].storages == first.storages
+    first = fitting.Captures(config, CARD).of(training)[0]
+    configs.configured_step(config, fitting.replace(training, dtype="bf16"))
+    assert fitting.Captures(config, CARD).of(training)[0].storages == first.storages
 
 
-def test_a_budget_that_is_too_small_says_so(tmp_path: Path) -> None:
-    result = asked(written(tmp_path, VIT), "--budget", "100KiB")
+def test_too_small_budget_is_reported(tmp_path: Path) -> None:
+    result = run_plan(write_config(tmp_path, VIT), "--budget", "100KiB")
     assert result.exit_code == 1
     assert "does not fit" in result.output
 
@@ -377,10 +375,10 @@ REMOTE = {"model_type": "invented", "auto_map": {"AutoModelForCausalLM": "modeli
         ({**CONVNEXT, "depths": [1, -1, 1, 1]}, "depths must be at least 1, not -1"),
     ],
 )
-def test_a_configuration_that_cannot_be_used(content: object, message: str, tmp_path: Path) -> None:
+def test_unusable_configuration_is_refused_in_one_line(content: object, message: str, tmp_path: Path) -> None:
     (tmp_path / "modeling_invented.py").write_text("raise SystemExit('remote code was run')")
-    written(tmp_path, content)
-    result = asked(str(tmp_path), "--batch", "2")
+    write_config(tmp_path, content)
+    result = run_plan(str(tmp_path), "--batch", "2")
     assert result.exit_code == 2, result.output
     assert message in result.output
     assert "Traceback" not in result.output
@@ -396,7 +394,7 @@ PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized", "con
 
 
 @pytest.mark.parametrize(
-    ("fields", "said", "dtype"),
+    ("fields", "source", "dtype"),
     [
         ({"quantization_config": GPTQ, "torch_dtype": "float16"}, "quantization_config (gptq, 4 bits)", torch.float16),
         ({"quantization_config": AWQ, "dtype": "float16"}, "quantization_config (awq, 4 bits)", torch.float16),
@@ -412,33 +410,33 @@ PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized", "con
         ({"compression_config": {"format": "int-quantized"}}, "compression_config (int-quantized)", torch.float32),
     ],
 )
-def test_a_quantised_configuration_is_planned_with_plain_weights(
-    fields: dict[str, Any], said: str, dtype: torch.dtype, tmp_path: Path
+def test_quantised_configuration_is_planned_with_plain_weights(
+    fields: dict[str, Any], source: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    found = configs.read_config(written(tmp_path, {**LLAMA, **fields}))
-    step = configs.configured_step(found, configs.Training(batch=2))
+    config = configs.read_config(write_config(tmp_path, {**LLAMA, **fields}))
+    step = configs.configured_step(config, configs.Training(batch=2))
     assert {parameter.dtype for parameter in step.user.models[0].parameters()} == {dtype}
     assert step.warning.startswith("NOT AS QUANTISED")
-    assert f"{said}, but this answer is for plain weights" in step.warning
+    assert f"{source}, but this answer is for plain weights" in step.warning
     assert "--lora" in step.warning
 
 
-def test_the_first_lines_say_that_weights_are_planned_plain(tmp_path: Path) -> None:
-    path = written(tmp_path, {**LLAMA, "quantization_config": GPTQ})
-    how = ("--batch", "2", "--sequence", "32", "--optimizer", "none")
-    lines = asked(path, *how).output.splitlines()
+def test_first_lines_warn_about_plain_weights(tmp_path: Path) -> None:
+    path = write_config(tmp_path, {**LLAMA, "quantization_config": GPTQ})
+    options = ("--batch", "2", "--sequence", "32", "--optimizer", "none")
+    lines = run_plan(path, *options).output.splitlines()
     assert lines[0].startswith("model: ")
     assert lines[2].startswith("NOT AS QUANTISED: the file has quantization_config (gptq, 4 bits)")
-    told = answered(path, *how)
-    assert told["notes"][0].startswith("NOT AS QUANTISED")
-    none = configs.read_config(written(tmp_path, {**LLAMA, "quantization_config": None}))
-    assert not configs.configured_step(none, configs.Training(batch=2)).warning
+    answer = plan_as_json(path, *options)
+    assert answer["notes"][0].startswith("NOT AS QUANTISED")
+    unquantised = configs.read_config(write_config(tmp_path, {**LLAMA, "quantization_config": None}))
+    assert not configs.configured_step(unquantised, configs.Training(batch=2)).warning
 
 
 @pytest.mark.parametrize(
     "kind", ["llama", "gemma3_text", "deberta-v2", "t5", "swinv2", "mamba", "deepseek_v3", "gpt_neo"]
 )
-def test_sizes_that_a_class_has_by_default_are_taken(kind: str) -> None:
+def test_default_sizes_of_a_class_are_accepted(kind: str) -> None:
     mapping = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING
     check_sizes(Path("config.json"), mapping[kind]().to_dict(), mapping[kind], lambda _: None)
 
@@ -455,18 +453,20 @@ def test_sizes_that_a_class_has_by_default_are_taken(kind: str) -> None:
         (["--device", "cuda"], "is planned for a simulated device"),
     ],
 )
-def test_options_that_do_not_go_with_a_configuration(arguments: list[str], message: str, tmp_path: Path) -> None:
-    result = asked(written(tmp_path, LLAMA), *arguments)
+def test_options_incompatible_with_a_configuration_are_refused(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    result = run_plan(write_config(tmp_path, LLAMA), *arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
 
 
-def test_options_of_configurations_go_with_nothing_else() -> None:
-    assert "config.json" in asked("gpt", "--lora", "4").output
+def test_configuration_options_are_refused_for_zoo_models() -> None:
+    assert "config.json" in run_plan("gpt", "--lora", "4").output
 
 
-def test_what_data_decides_is_refused_with_the_module(tmp_path: Path) -> None:
-    result = asked(written(tmp_path, {**MIXTRAL, "experts_implementation": "eager"}), "--batch", "2")
+def test_data_dependent_model_is_refused_by_name(tmp_path: Path) -> None:
+    result = run_plan(write_config(tmp_path, {**MIXTRAL, "experts_implementation": "eager"}), "--batch", "2")
     assert result.exit_code == 2
     assert "MixtralForCausalLM cannot be captured" in result.output
     assert "outofcore.budget" in result.output

@@ -1,4 +1,4 @@
-"""A loop's planner starts another plan only while plans take a small share of the loop's time."""
+"""Tests of the share of a loop's time that its planner may take."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from outofcore.follow.loop_planner import LoopPlanner
 
 
-def test_plans_wait_until_they_are_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planner_waits_until_plans_took_a_small_share_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("outofcore.follow.loop_planner.time.monotonic", lambda: now)
     planner = LoopPlanner.__new__(LoopPlanner)
@@ -20,7 +20,7 @@ def test_plans_wait_until_they_are_a_small_share_of_the_time(monkeypatch: pytest
     assert planner._may_plan()
 
 
-def test_the_first_plans_may_take_as_long_as_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_plans_may_take_the_time_of_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("outofcore.follow.loop_planner.time.monotonic", lambda: now)
     planner = LoopPlanner.__new__(LoopPlanner)

@@ -1,4 +1,4 @@
-"""A small model trained with every policy, as text and as object, has the very bits of plain PyTorch."""
+"""Tests that a small model trained with any policy has the bits of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from outofcore.validator import validate
 Step = Callable[[torch.Tensor], torch.Tensor]
 
 
-def world() -> tuple[Step, nn.Module, torch.optim.Optimizer]:
-    """Activations of 512 KiB, parameters of 64 KiB and a buffer that is overwritten as a whole in each step."""
+def make_training() -> tuple[Step, nn.Module, torch.optim.Optimizer]:
+    """Make a step with activations of 512 KiB, parameters of 64 KiB and a buffer that it overwrites."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(10)))
     model.register_buffer("seen", torch.zeros(1024, 128))
@@ -47,11 +47,11 @@ def batches() -> list[torch.Tensor]:
 
 def longest_first(graph: StepGraph, costs: Costs, room: int) -> Plan:
     gaps = sorted(movable_gaps(graph), key=lambda gap: gap.start - gap.end)
-    away = [Decision(gap, Residency.OFFLOAD, gap.start + 1, gap.end) for gap in gaps]
-    held = Held.of(graph, costs)
-    while away and held.peak(away[:-1]) <= room:
-        away.pop()
-    return Plan("longest-first", room, tuple(away))
+    decisions = [Decision(gap, Residency.OFFLOAD, gap.start + 1, gap.end) for gap in gaps]
+    usage = Held.of(graph, costs)
+    while decisions and usage.peak(decisions[:-1]) <= room:
+        decisions.pop()
+    return Plan("longest-first", room, tuple(decisions))
 
 
 @pytest.mark.parametrize(
@@ -66,13 +66,13 @@ def longest_first(graph: StepGraph, costs: Costs, room: int) -> Plan:
     ],
     ids=lambda policy: getattr(policy, "__name__", str(policy)),
 )
-def test_the_same_bits(policy: PolicyLike) -> None:
-    plain, model, _ = world()
+def test_policy_gives_the_bits_of_plain_pytorch(policy: PolicyLike) -> None:
+    plain, model, _ = make_training()
     theirs = [plain(x).detach().clone() for x in batches()]
-    step, twin, optimizer = world()
-    graph, costs = measured()
-    smallest, everything = smallest_budget(graph, costs), in_core_budget(graph, costs)
-    budget = (smallest + 2 * everything) // 3
+    step, twin, optimizer = make_training()
+    graph, costs = measure_step()
+    smallest, in_core = smallest_budget(graph, costs), in_core_budget(graph, costs)
+    budget = (smallest + 2 * in_core) // 3
     with outofcore.compile(step, twin, optimizer, budget=budget, home="host", policy=policy) as train:
         ours = [train(x).detach().clone() for x in batches()]
         planned = train.planned
@@ -82,16 +82,15 @@ def test_the_same_bits(policy: PolicyLike) -> None:
     assert all(torch.equal(a, b) for a, b in zip(twin.state_dict().values(), model.state_dict().values(), strict=True))
 
 
-def measured() -> tuple[StepGraph, Costs]:
-    """The step as it is captured, with its costs."""
-    step, model, optimizer = world()
+def measure_step() -> tuple[StepGraph, Costs]:
+    step, model, optimizer = make_training()
     with outofcore.compile(step, model, optimizer, budget="256MiB", home="host") as train:
         train(batches()[0])
         return train.captured.graph, train.costs
 
 
-def test_a_policy_is_refused_before_anything_is_touched() -> None:
-    step, model, optimizer = world()
+def test_invalid_policy_is_refused() -> None:
+    step, model, optimizer = make_training()
     for policy, message in (("windw", "did you mean 'window'"), (Window, "give an instance"), (3, "must be a name")):
         with pytest.raises(InputError, match=message):
             outofcore.compile(step, model, optimizer, budget="8MiB", policy=policy)  # type: ignore[arg-type]

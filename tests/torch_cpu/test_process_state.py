@@ -1,4 +1,4 @@
-"""Settings that a test changes are restored, or named where nothing restores them."""
+"""Tests of restoring the process settings that a test changes, and of naming the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters and optimizer state that come from home range by range, where a tensor is larger than there is room."""
+"""Tests of parameters and optimizer state that are fetched in ranges because they exceed the budget."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Cache:
 
 
 class Words(nn.Module):
-    """A table that is looked up and, where it is tied, makes logits as well; its rows are no whole number of pages."""
+    """A model with an embedding, optionally tied to its head, whose rows are not whole pages."""
 
     def __init__(self, *, tied: bool = False, **options: Any) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Words(nn.Module):
         return F.cross_entropy(self.head(torch.tanh(self.mix(self.table(tokens)))).flatten(0, 1), targets.flatten())
 
 
-def words(
+def make_words(
     make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, *, clip: bool = False, **options: Any
 ) -> Case:
     model = Words(**options)
@@ -64,8 +64,7 @@ def words(
     return Case(step, [model], [optimizer], lambda: (torch.randint(1500, (4, 12)), torch.randint(1500, (4, 12))))
 
 
-def squares(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A step that makes what a model returns smaller."""
+def make_squares_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], torch.Tensor]:
 
     def step(x: torch.Tensor) -> torch.Tensor:
         loss = model(x).square().mean()
@@ -77,15 +76,15 @@ def squares(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[tor
     return step
 
 
-def images() -> Case:
+def make_images() -> Case:
     model = nn.Sequential(nn.Conv2d(8, 96, 3), nn.ReLU(), nn.Conv2d(96, 320, 3, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
 
-    return Case(squares(model, optimizer), [model], [optimizer], lambda: (torch.randn(2, 8, 10, 10),))
+    return Case(make_squares_step(model, optimizer), [model], [optimizer], lambda: (torch.randn(2, 8, 10, 10),))
 
 
-def written_besides() -> Case:
-    """Parameters that are changed by more than an update: clamped, averaged, and taken for a penalty."""
+def make_modified() -> Case:
+    """Make a step that also clamps, averages and penalises its parameters."""
     model = nn.Linear(300, 400)
     average = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -104,8 +103,7 @@ def written_besides() -> Case:
     return Case(step, [model, average], [optimizer], lambda: (torch.randn(8, 300),))
 
 
-def twice_a_step() -> Case:
-    """Two updates of each parameter in a step."""
+def make_two_updates() -> Case:
     model = nn.Linear(300, 400)
     optimizer = torch.optim.Adam(model.parameters())
 
@@ -121,8 +119,8 @@ def twice_a_step() -> Case:
     return Case(step, [model], [optimizer], lambda: (torch.randn(8, 300),))
 
 
-def left(*, accumulates: bool = False) -> Case:
-    """Gradients that are left to the user, or added to."""
+def make_kept_gradients(*, accumulates: bool = False) -> Case:
+    """Make a step that leaves its gradients to the user or accumulates them."""
     model = nn.Linear(300, 400)
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -137,13 +135,12 @@ def left(*, accumulates: bool = False) -> Case:
     return Case(step, [model], [optimizer], lambda: (torch.randn(8, 300),))
 
 
-def frozen() -> Case:
-    """Of the model only the last layer learns."""
+def make_frozen() -> Case:
     model = nn.Sequential(nn.Embedding(1500, 200), nn.Linear(200, 600), nn.Linear(600, 4))
     model[:2].requires_grad_(False)
     optimizer = torch.optim.Adam(model[2].parameters())
 
-    return Case(squares(model, optimizer), [model], [optimizer], lambda: (torch.randint(1500, (4, 12)),))
+    return Case(make_squares_step(model, optimizer), [model], [optimizer], lambda: (torch.randint(1500, (4, 12)),))
 
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -158,119 +155,121 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "nadam": torch.optim.NAdam,
     "radam": torch.optim.RAdam,
     "rmsprop": functools.partial(torch.optim.RMSprop, centered=True, momentum=0.5),
-    # These go over all parameters at once, or not element by element: they are updated as one.
+    # These update all parameters at once or not elementwise, so their updates stay whole.
     "foreach": functools.partial(torch.optim.AdamW, foreach=True),
     "adafactor": torch.optim.Adafactor,
 }
 CASES: dict[str, Callable[[], Case]] = {
-    **{name: functools.partial(words, make) for name, make in OPTIMIZERS.items()},
-    "tied": functools.partial(words, tied=True),
-    "padded": functools.partial(words, padding_idx=3),
-    "padded_tied": functools.partial(words, padding_idx=1499, tied=True),
-    "by_frequency": functools.partial(words, scale_grad_by_freq=True),
-    "renormed": functools.partial(words, max_norm=1.0),
-    "clipped": functools.partial(words, clip=True, tied=True),
-    "images": images,
-    "written_besides": written_besides,
-    "twice_a_step": twice_a_step,
-    "left": left,
-    "accumulated": functools.partial(left, accumulates=True),
-    "frozen": frozen,
+    **{name: functools.partial(make_words, make) for name, make in OPTIMIZERS.items()},
+    "tied": functools.partial(make_words, tied=True),
+    "padded": functools.partial(make_words, padding_idx=3),
+    "padded_tied": functools.partial(make_words, padding_idx=1499, tied=True),
+    "by_frequency": functools.partial(make_words, scale_grad_by_freq=True),
+    "renormed": functools.partial(make_words, max_norm=1.0),
+    "clipped": functools.partial(make_words, clip=True, tied=True),
+    "images": make_images,
+    "modified": make_modified,
+    "twice_a_step": make_two_updates,
+    "kept_gradients": make_kept_gradients,
+    "accumulated": functools.partial(make_kept_gradients, accumulates=True),
+    "frozen": make_frozen,
 }
-APART = {"foreach", "adafactor"}
+UNSPLIT = {"foreach", "adafactor"}
 
 
-@pytest.mark.parametrize(("name", "parts"), some_of(itertools.product(CASES, [2, 5]), lambda case: case[1] == 5))
-def test_steps_are_exact(name: str, parts: int, verdicts: Cache) -> None:
-    seen: list[Captured] = []
+@pytest.mark.parametrize(("name", "factor"), some_of(itertools.product(CASES, [2, 5]), lambda case: case[1] == 5))
+def test_split_steps_are_exact(name: str, factor: int, verdicts: Cache) -> None:
+    split_steps: list[Captured] = []
 
     def change(captured: Captured) -> Captured:
-        seen.append(in_parts(captured, parts, verdicts))
-        return seen[-1]
+        split_steps.append(in_parts(captured, factor, verdicts))
+        return split_steps[-1]
 
     check_exact(CASES[name], change)
-    for captured in seen:
+    for captured in split_steps:
         check_ranges(captured)
-        kinds = {captured.graph.storages[found.whole].kind for found in captured.ranges.values()}
-        assert (StorageKind.OPTIMIZER_STATE in kinds) == (name not in {"sgd", "twice_a_step", "frozen", *APART})
+        kinds = {captured.graph.storages[part.whole].kind for part in captured.ranges.values()}
+        assert (StorageKind.OPTIMIZER_STATE in kinds) == (name not in {"sgd", "twice_a_step", "frozen", *UNSPLIT})
 
 
 def check_ranges(captured: Captured) -> None:
-    """What is said of ranges holds: together they are the whole, they begin at pages, and none is small."""
+    """Check that ranges cover their tensors, begin at pages and are large."""
     graph = captured.graph
     wholes: dict[int, list[tuple[int, int]]] = {}
-    for storage, found in captured.ranges.items():
+    for storage, part in captured.ranges.items():
         count = graph.storages[storage].bytes
         assert graph.storages[storage].kind is StorageKind.STATE_RANGE
         assert graph.uses[storage]
-        assert not graph.uses[found.whole]
-        assert found.offset % PAGE_BYTES == 0
+        assert not graph.uses[part.whole]
+        assert part.offset % PAGE_BYTES == 0
         assert count >= 64 << 10
-        wholes.setdefault(found.whole, []).append((found.offset, found.offset + count))
+        wholes.setdefault(part.whole, []).append((part.offset, part.offset + count))
     for whole, spans in wholes.items():
         spans.sort()
         assert [0, *(end for _, end in spans)] == [*(start for start, _ in spans), graph.storages[whole].bytes]
     assert {s.id for s in graph.storages if s.kind is StorageKind.STATE_RANGE} == captured.ranges.keys()
 
 
-def test_without_a_home_for_it_state_stays_whole() -> None:
-    case = words()
+def test_state_stays_whole_without_room_at_home() -> None:
+    case = make_words()
     captured = capture_step(case.step, case.models, case.optimizers, case.batch(), {})
-    most = 1 << 18
-    found = tiled(captured, most).captured
-    assert len({part.whole for part in found.ranges.values()}) == 6  # two tables, two moments of each
-    assert not tiled(captured, most, home=0).captured.ranges
-    room = 3 * captured.graph.storages[found.ranges[max(found.ranges)].whole].bytes
-    some = tiled(captured, most, home=room + MIB).captured
-    assert len({part.whole for part in some.ranges.values()}) == 3
+    max_bytes = 1 << 18
+    split_step = tiled(captured, max_bytes).captured
+    assert len({part.whole for part in split_step.ranges.values()}) == 6  # two tables, two moments of each
+    assert not tiled(captured, max_bytes, home=0).captured.ranges
+    room = 3 * captured.graph.storages[split_step.ranges[max(split_step.ranges)].whole].bytes
+    partly_split = tiled(captured, max_bytes, home=room + MIB).captured
+    assert len({part.whole for part in partly_split.ranges.values()}) == 3
 
 
-# Whole steps, within a budget that no parameter fits.
+# Complete steps within a budget smaller than any large parameter.
 
 
 def small_budget(case: Case) -> int:
     return outofcore.smallest_budget(case.step, case.models, case.optimizers, inputs=case.batch())
 
 
-def large(make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> Case:
+def make_large(make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> Case:
     """A table of 6 MiB and a layer of 4 MiB."""
     model = nn.Sequential(nn.Embedding(6144, 256), nn.Linear(256, 4096), nn.ReLU(), nn.Linear(4096, 8))
     optimizer = make(model.parameters())
 
-    return Case(squares(model, optimizer), [model], [optimizer], lambda: (torch.randint(6144, (16, 4)),))
+    return Case(make_squares_step(model, optimizer), [model], [optimizer], lambda: (torch.randint(6144, (16, 4)),))
 
 
-def pair(make: Callable[[], Case] = large) -> tuple[Case, Case]:
+def make_pair(make: Callable[[], Case] = make_large) -> tuple[Case, Case]:
     torch.manual_seed(0)
-    one = make()
+    first = make()
     torch.manual_seed(0)
-    return one, make()
+    return first, make()
 
 
-def assert_alike(ours: Case, plain: Case, when: str) -> None:
-    for one, other in zip((*ours.models, *ours.optimizers), (*plain.models, *plain.optimizers), strict=True):
-        assert_same(one.state_dict(), other.state_dict(), when)
+def assert_equal_state(ours: Case, plain: Case, when: str) -> None:
+    for actual, expected in zip((*ours.models, *ours.optimizers), (*plain.models, *plain.optimizers), strict=True):
+        assert_same(actual.state_dict(), expected.state_dict(), when)
 
 
 @pytest.mark.parametrize("name", some_of(["momentum", "adamw", "amsgrad", "radam"], ["adamw"]))
-def test_a_parameter_larger_than_the_budget_is_trained(name: str) -> None:
-    ours, plain = pair(functools.partial(large, OPTIMIZERS[name]))
+def test_parameter_larger_than_the_budget_is_trained(name: str) -> None:
+    ours, plain = make_pair(functools.partial(make_large, OPTIMIZERS[name]))
     budget = small_budget(ours)
     assert budget < 5 * MIB
-    whole = outofcore.smallest_budget(ours.step, ours.models, ours.optimizers, inputs=ours.batch(), split="off")
-    assert whole > 20 * MIB
+    unsplit_budget = outofcore.smallest_budget(
+        ours.step, ours.models, ours.optimizers, inputs=ours.batch(), split="off"
+    )
+    assert unsplit_budget > 20 * MIB
     tokens = [ours.batch() for _ in range(4)]
     with outofcore.compile(ours.step, ours.models, ours.optimizers, budget=budget) as step:
         for k, batch in enumerate(tokens):
             assert step(*batch).item() == plain.step(*batch).item()
-            # The user sees all of it between two steps.
-            assert_alike(ours, plain, f"after step {k}")
+            # The whole state is visible between steps.
+            assert_equal_state(ours, plain, f"after step {k}")
         assert step.planned.program.arena_bytes <= budget
-    assert_alike(ours, plain, "at the end")
+    assert_equal_state(ours, plain, "at the end")
 
 
-def test_what_the_user_changes_between_steps_counts() -> None:
-    ours, plain = pair()
+def test_user_changes_between_steps_take_effect() -> None:
+    ours, plain = make_pair()
     with outofcore.compile(ours.step, ours.models, ours.optimizers, budget=small_budget(ours)) as step:
         for k in range(6):
             for case in (ours, plain):
@@ -291,12 +290,12 @@ def test_what_the_user_changes_between_steps_counts() -> None:
                             pass
             batch = ours.batch()
             assert step(*batch).item() == plain.step(*batch).item()
-            assert_alike(ours, plain, f"after step {k}")
+            assert_equal_state(ours, plain, f"after step {k}")
 
 
-def test_settings_and_births_reach_every_range() -> None:
-    """A schedule changes the learning rate, and state that was taken away is made anew, in all ranges alike."""
-    ours, plain = pair()
+def test_learning_rate_and_new_state_reach_every_range() -> None:
+    """A schedule changes the learning rate, and the optimizer creates its cleared state again."""
+    ours, plain = make_pair()
     with outofcore.compile(ours.step, ours.models, ours.optimizers, budget=small_budget(ours)) as step:
         for k in range(5):
             for case in (ours, plain):
@@ -305,25 +304,25 @@ def test_settings_and_births_reach_every_range() -> None:
                     case.optimizers[0].state.clear()
             batch = ours.batch()
             assert step(*batch).item() == plain.step(*batch).item()
-            assert_alike(ours, plain, f"after step {k}")
+            assert_equal_state(ours, plain, f"after step {k}")
 
 
-def test_plans_take_turns() -> None:
-    """The same model runs with parameters in ranges, as a whole in the arena, and as plain PyTorch."""
-    ours, plain = pair()
+def test_plans_with_and_without_ranges_can_alternate() -> None:
+    """One model runs with parameters in ranges, whole in the arena, and in plain PyTorch."""
+    ours, plain = make_pair()
     small = small_budget(ours)
     for budget in (small, 64 * MIB, small):
         with outofcore.compile(ours.step, ours.models, ours.optimizers, budget=budget) as step:
             for _ in range(2):
                 batch = ours.batch()
                 assert step(*batch).item() == plain.step(*batch).item()
-        assert_alike(ours, plain, f"within {budget}")
+        assert_equal_state(ours, plain, f"within {budget}")
         batch = ours.batch()
         assert ours.step(*batch).item() == plain.step(*batch).item()
 
 
-def test_checkpoints_hold_all_of_it(tmp_path: Path) -> None:
-    ours, plain = pair()
+def test_checkpoint_holds_all_ranges(tmp_path: Path) -> None:
+    ours, plain = make_pair()
     budget, batch = small_budget(ours), ours.batch()
     with outofcore.compile(ours.step, ours.models, ours.optimizers, budget=budget) as step:
         step(*batch)
@@ -332,13 +331,13 @@ def test_checkpoints_hold_all_of_it(tmp_path: Path) -> None:
         for _ in range(2):
             step(*batch)
         outofcore.load(tmp_path / "there", ours.models[0], ours.optimizers[0])
-        assert_alike(ours, plain, "as saved")
+        assert_equal_state(ours, plain, "as saved")
         assert step(*batch).item() == plain.step(*batch).item()
-        assert_alike(ours, plain, "after one more step")
+        assert_equal_state(ours, plain, "after one more step")
 
 
-def test_a_word_that_is_not_there_is_refused_and_nothing_is_lost() -> None:
-    ours, plain = pair()
+def test_step_with_an_invalid_token_fails_without_changes() -> None:
+    ours, plain = make_pair()
     with outofcore.compile(ours.step, ours.models, ours.optimizers, budget=small_budget(ours)) as step:
         batch = ours.batch()
         assert step(*batch).item() == plain.step(*batch).item()
@@ -347,7 +346,7 @@ def test_a_word_that_is_not_there_is_refused_and_nothing_is_lost() -> None:
             tokens[3, 2] = wrong
             with pytest.raises(IndexError, match="index out of range"):
                 step(tokens)
-            assert_alike(ours, plain, "after a step that failed")
+            assert_equal_state(ours, plain, "after a step that failed")
         batch = ours.batch()
         assert step(*batch).item() == plain.step(*batch).item()
-        assert_alike(ours, plain, "after one more step")
+        assert_equal_state(ours, plain, "after one more step")

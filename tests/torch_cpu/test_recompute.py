@@ -1,4 +1,4 @@
-"""Recomputed steps give the very bits of plain PyTorch: in-place chains, batch norm, dropout, attention."""
+"""Tests that recomputed steps have the bits of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class Attention(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = F.dropout(self.embedding(tokens), 0.1)
         q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, dim=-1))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.2)
-        x = x + F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), 0.1)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.2)
+        x = x + F.dropout(self.out(attended.transpose(1, 2).flatten(2)), 0.1)
         x = x + F.dropout(self.down(F.gelu(self.up(x))), 0.1)
         return (x @ self.embedding.weight.T).flatten(0, 1)
 
@@ -71,8 +71,8 @@ def images() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def tokens() -> tuple[torch.Tensor, torch.Tensor]:
-    drawn = torch.randint(32, (4, 33))
-    return drawn[:, :-1].contiguous(), drawn[:, 1:].flatten()
+    ids = torch.randint(32, (4, 33))
+    return ids[:, :-1].contiguous(), ids[:, 1:].flatten()
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor, torch.Tensor]]]] = {
@@ -81,8 +81,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor
 }
 
 
-def recomputable(graph: StepGraph) -> Iterator[Decision]:
-    """Every gap that can be recomputed, right before its end."""
+def recompute_decisions(graph: StepGraph) -> Iterator[Decision]:
+    """Yield decisions to recompute each gap that allows it, right before its end."""
     history = History.of(graph)
     for storage in graph.storages:
         for gap in gaps_of(graph, storage.id):
@@ -91,24 +91,24 @@ def recomputable(graph: StepGraph) -> Iterator[Decision]:
                 yield Decision(gap, Residency.RECOMPUTE, gap.start + 1, gap.end)
 
 
-def each_alone(graph: StepGraph) -> Plan:
-    """Whatever can be recomputed is, each time it is needed, and nothing else is kept of its chain."""
-    return Plan("each alone", 0, tuple(recomputable(graph)))
+def recompute_separately(graph: StepGraph) -> Plan:
+    """Recompute each storage whenever it is needed, and keep no intermediates."""
+    return Plan("each alone", 0, tuple(recompute_decisions(graph)))
 
 
-def all_together(graph: StepGraph) -> Plan:
-    """What the backward pass needs of the forward pass is recomputed at once, when the first of it is needed."""
+def recompute_together(graph: StepGraph) -> Plan:
+    """Recompute all that the backward pass needs when its first use comes."""
     loss = next(op.id for op in graph.ops if op.name.startswith("aten.nll_loss_forward"))
-    over = [d for d in recomputable(graph) if d.gap.start < loss < d.gap.end]
+    over = [d for d in recompute_decisions(graph) if d.gap.start < loss < d.gap.end]
     first = min(d.gap.end for d in over)
     return Plan("together", 0, tuple(Decision(d.gap, d.residency, d.release_by, first) for d in over))
 
 
-def mixed(graph: StepGraph) -> Plan:
-    """Every third gap is recomputed, every third goes to its home, inputs and parameters as well."""
-    again = {d.gap: d for d in list(recomputable(graph))[::3]}
-    decisions = list(again.values())
-    gaps = [gap for storage in graph.storages for gap in gaps_of(graph, storage.id) if gap not in again]
+def recompute_and_offload(graph: StepGraph) -> Plan:
+    """Recompute every third gap that allows it, and offload every second of the other gaps."""
+    recomputed = {d.gap: d for d in list(recompute_decisions(graph))[::3]}
+    decisions = list(recomputed.values())
+    gaps = [gap for storage in graph.storages for gap in gaps_of(graph, storage.id) if gap not in recomputed]
     for gap in gaps[::2]:
         if gap.start >= 0 and graph.storages[gap.storage].bytes >= 65536:
             release = min(gap.start + 1, len(graph.ops))
@@ -117,7 +117,7 @@ def mixed(graph: StepGraph) -> Plan:
 
 
 def train(name: str, plan: Planner | None, monkeypatch: pytest.MonkeyPatch) -> tuple[list[torch.Tensor], int]:
-    """Losses, then all that the model and the optimizer hold and the generator's state; and how many ops ran again."""
+    """Return the losses and the final state of the training, and the number of recomputed ops."""
     torch.manual_seed(7)
     build, draw = MODELS[name]
     model = build()
@@ -133,13 +133,13 @@ def train(name: str, plan: Planner | None, monkeypatch: pytest.MonkeyPatch) -> t
     step: Any = train_step
     if plan is not None:
 
-        def planned(graph: StepGraph, costs: Costs, budget: int, *_: Any, **__: Any) -> Iterator[Planned]:
-            found = planning.fit_once(graph, costs, budget, plan(graph))
-            assert found is not None
-            validate(graph, found.program, budget, costs)
-            yield found
+        def plan_once(graph: StepGraph, costs: Costs, budget: int, *_: Any, **__: Any) -> Iterator[Planned]:
+            result = planning.fit_once(graph, costs, budget, plan(graph))
+            assert result is not None
+            validate(graph, result.program, budget, costs)
+            yield result
 
-        monkeypatch.setattr(planning, "plans_of_step", planned)
+        monkeypatch.setattr(planning, "plans_of_step", plan_once)
         monkeypatch.setattr(planning, "plan_in_core", lambda *_: None)
         step = outofcore.compile(train_step, model, optimizer, budget="1GiB")
     results: list[torch.Tensor] = []
@@ -149,38 +149,40 @@ def train(name: str, plan: Planner | None, monkeypatch: pytest.MonkeyPatch) -> t
     results += [tensor.clone() for tensor in model.state_dict().values()]
     for entries in optimizer.state_dict()["state"].values():
         results += [torch.as_tensor(item).clone() for item in entries.values()]
-    again = 0
+    recomputed_ops = 0
     if plan is not None:
-        again = sum(isinstance(i, Run) and i.again for i in step.planned.program.instructions)
+        recomputed_ops = sum(isinstance(i, Run) and i.again for i in step.planned.program.instructions)
         assert step.stats.off_plan == 0
         step.close()
-    return results, again
+    return results, recomputed_ops
 
 
-@pytest.mark.parametrize("plan", [each_alone, all_together, mixed])
+@pytest.mark.parametrize("plan", [recompute_separately, recompute_together, recompute_and_offload])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_same_bits(name: str, plan: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputed_step_has_the_bits_of_plain_pytorch(
+    name: str, plan: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     theirs, _ = train(name, None, monkeypatch)
-    ours, again = train(name, plan, monkeypatch)
-    assert again > 0
-    for place, (left, right) in enumerate(zip(ours, theirs, strict=True)):
-        assert torch.equal(left, right), f"result {place} differs"
+    ours, recomputed_ops = train(name, plan, monkeypatch)
+    assert recomputed_ops > 0
+    for index, (actual, expected) in enumerate(zip(ours, theirs, strict=True)):
+        assert torch.equal(actual, expected), f"result {index} differs"
 
 
-def test_batch_norm_discards_its_statistics_and_dropout_draws_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputation_discards_batch_statistics_and_repeats_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: list[StepGraph] = []
 
-    def seen(graph: StepGraph) -> Plan:
+    def record_graph(graph: StepGraph) -> Plan:
         graphs.append(graph)
-        return all_together(graph)
+        return recompute_together(graph)
 
-    train("convnet", seen, monkeypatch)
+    train("convnet", record_graph, monkeypatch)
     graph = graphs[0]
     kinds = {op.name: {graph.storages[s].kind for s in op.discards} for op in graph.ops if op.discards}
-    assert kinds and all(found == {StorageKind.BUFFER} for found in kinds.values())
+    assert kinds and all(storage_kinds == {StorageKind.BUFFER} for storage_kinds in kinds.values())
     norms = [op for op in graph.ops if op.discards]
     assert len(norms) == 2 and all(len(op.discards) == 2 for op in norms)
-    plan = all_together(graph)
+    plan = recompute_together(graph)
     recomputed = {d.gap.storage for d in plan.decisions}
     assert {s for op in norms for s in op.creates} & recomputed
     assert {s for op in graph.ops if op.random for s in op.mutates + op.creates} & recomputed

@@ -1,4 +1,4 @@
-"""Widening casts are recomputed in the backward pass, and their inputs saved instead of their results."""
+"""Tests of widening casts that the backward pass recomputes from saved inputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NARROW, WIDE = ROWS * WIDTH * 2, ROWS * WIDTH * 4
 
 
 class Block(nn.Module):
-    """The second half of a block of Llama: its norm works in float32."""
+    """The second half of a Llama block, with a norm in float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Block(nn.Module):
         return x + self.linear(self.scale * wide.to(x.dtype))
 
 
-def trained() -> Case:
+def make_case() -> Case:
     model = nn.Sequential(*(Block() for _ in range(LAYERS)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
@@ -47,35 +47,37 @@ def trained() -> Case:
     return Case(step, [model], [optimizer], lambda: (torch.randn(ROWS, WIDTH, dtype=torch.bfloat16),))
 
 
-def captured(case: Case) -> Captured:
+def capture(case: Case) -> Captured:
     return capture_step(case.step, case.models, case.optimizers, case.batch(), {})
 
 
-def casts(found: Captured) -> int:
-    return sum(op.name.startswith("aten._to_copy") for op in found.graph.ops)
+def count_casts(step: Captured) -> int:
+    return sum(op.name.startswith("aten._to_copy") for op in step.graph.ops)
 
 
 def test_recomputed_casts_keep_the_bits() -> None:
-    replay = check_exact(trained, recompute_casts)
-    assert casts(replay.captured) == casts(captured(trained())) + LAYERS - 1  # the first casts an input
+    replay = check_exact(make_case, recompute_casts)
+    assert (
+        count_casts(replay.captured) == count_casts(capture(make_case())) + LAYERS - 1
+    )  # the first cast is of an input
 
 
-def count_live(found: Captured, size: int) -> int:
+def count_live(step: Captured, size: int) -> int:
     """Count the storages of this size that are live at the fullest op."""
-    turn = fullest_op(found.graph)
-    uses = [found.graph.uses[storage.id] for storage in found.graph.storages if storage.bytes == size]
-    return sum(bool(each) and each[0] < turn < each[-1] for each in uses)
+    fullest = fullest_op(step.graph)
+    uses = [step.graph.uses[storage.id] for storage in step.graph.storages if storage.bytes == size]
+    return sum(bool(op_ids) and op_ids[0] < fullest < op_ids[-1] for op_ids in uses)
 
 
 def test_inputs_of_casts_are_saved_instead_of_results() -> None:
-    traced = captured(trained())
-    found = recompute_casts(traced)
-    assert count_live(traced, WIDE) - count_live(found, WIDE) == LAYERS - 1
-    assert count_live(found, NARROW) - count_live(traced, NARROW) == LAYERS - 1
+    before = capture(make_case())
+    after = recompute_casts(before)
+    assert count_live(before, WIDE) - count_live(after, WIDE) == LAYERS - 1
+    assert count_live(after, NARROW) - count_live(before, NARROW) == LAYERS - 1
 
 
 def captures_of(function: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Captured, Captured]:
-    """Capture a step whose fullest op lies between a function and its backward pass; before and after the pass."""
+    """Capture a step whose fullest op follows ``function``, and recompute its casts."""
     layer, head = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16), nn.Linear(WIDTH, 16 * WIDTH, dtype=torch.bfloat16)
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -91,51 +93,54 @@ def square(x: torch.Tensor) -> torch.Tensor:
     return x.float().pow(2).sin().to(x.dtype)
 
 
-def saved_too(x: torch.Tensor) -> torch.Tensor:
-    """The backward pass reads the input of the cast later still, so a plan can recompute the cast by itself."""
+def reuse_input(x: torch.Tensor) -> torch.Tensor:
+    """A later op reads the input of the cast, so a plan can recompute the cast by itself."""
     early = x * x
     return square(x) + early
 
 
-def changed(x: torch.Tensor) -> torch.Tensor:
+def change_input(x: torch.Tensor) -> torch.Tensor:
     wide = x.float().pow(2)
     x.mul_(2)
     return wide.to(x.dtype)
 
 
-def overwritten(x: torch.Tensor) -> torch.Tensor:
+def overwrite_result(x: torch.Tensor) -> torch.Tensor:
     wide = x.float()
     return wide.add_(1).pow(2).to(x.dtype)
 
 
-def narrowed(x: torch.Tensor) -> torch.Tensor:
+def narrow_twice(x: torch.Tensor) -> torch.Tensor:
     """Only the cast to float64 widens."""
     return x.double().sin().float().pow(2).to(x.dtype)
 
 
 @pytest.mark.parametrize(
-    ("function", "more"), [(square, 1), (saved_too, 0), (changed, 0), (overwritten, 0), (narrowed, 1)]
+    ("function", "extra_casts"),
+    [(square, 1), (reuse_input, 0), (change_input, 0), (overwrite_result, 0), (narrow_twice, 1)],
 )
-def test_only_what_can_be_recompute_casts_is(function: Callable[[torch.Tensor], torch.Tensor], more: int) -> None:
+def test_casts_are_recomputed_only_when_useful_and_possible(
+    function: Callable[[torch.Tensor], torch.Tensor], extra_casts: int
+) -> None:
     before, after = captures_of(function)
-    assert casts(after) - casts(before) == more
+    assert count_casts(after) - count_casts(before) == extra_casts
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6])
 def test_compiled_step_has_the_bits_of_plain_pytorch(share: float) -> None:
     torch.manual_seed(0)
-    ours = trained()
+    ours = make_case()
     torch.manual_seed(0)
-    plain = trained()
+    plain = make_case()
     batches = [ours.batch() for _ in range(3)]
-    budget = int(share * live_bytes(captured(ours).graph))
+    budget = int(share * live_bytes(capture(ours).graph))
     with outofcore.compile(ours.step, ours.models, ours.optimizers, budget=budget, cache=False) as step:
         losses = [step(*batch).item() for batch in batches]
     assert losses == [plain.step(*batch).item() for batch in batches]
-    for one, other in zip(ours.models[0].parameters(), plain.models[0].parameters(), strict=True):
-        assert torch.equal(one, other)
+    for actual, expected in zip(ours.models[0].parameters(), plain.models[0].parameters(), strict=True):
+        assert torch.equal(actual, expected)
 
 
-def test_leanest_form_recomputes_casts() -> None:
-    traced = captured(trained())
-    assert casts(leanest(traced)) == casts(traced) + LAYERS - 1
+def test_lowest_memory_variant_recomputes_casts() -> None:
+    traced = capture(make_case())
+    assert count_casts(leanest(traced)) == count_casts(traced) + LAYERS - 1

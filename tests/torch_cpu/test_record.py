@@ -1,4 +1,4 @@
-"""The record of plans and bits: a sample of it is as recorded, and what is not is reported by name."""
+"""Tests of the record of plans and bits: a sample matches it, and differences are reported by name."""
 
 from __future__ import annotations
 
@@ -20,55 +20,54 @@ SAMPLE = ("compile, 12MiB, home disk", "compile, 5MiB, home host", "budget, 12Mi
 
 
 @pytest.fixture(scope="module")
-def recorded() -> dict[str, Any]:
-    """The sample as the files have it."""
+def recorded_sample() -> dict[str, Any]:
     content = record.read_record(MODEL)
     return {**content, "pairs": {name: content["pairs"][name] for name in SAMPLE}}
 
 
-def recorded_now(*pairs: str, budget: str | None = None) -> dict[str, Any]:
-    """Run pairs of the sample; ``budget`` takes the place of theirs, under the same names."""
+def record_sample(*pairs: str, budget: str | None = None) -> dict[str, Any]:
+    """Record pairs of the sample, optionally within another budget under the same names."""
     group = GROUPS[MODEL]
     chosen = [pair for pair in group.pairs if pair.name in pairs]
-    used = chosen if budget is None else [replace(pair, budget=budget) for pair in chosen]
-    found = record_group(replace(group, pairs=tuple(used)))
-    entries = [found[pair.name] for pair in used]
+    changed = chosen if budget is None else [replace(pair, budget=budget) for pair in chosen]
+    results = record_group(replace(group, pairs=tuple(changed)))
+    entries = [results[pair.name] for pair in changed]
     return {"recorded_with": facts(), "pairs": dict(zip((pair.name for pair in chosen), entries, strict=True))}
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_sample_equals_the_record(recorded: dict[str, Any]) -> None:
-    assert record.differences(MODEL, recorded, recorded_now(*SAMPLE)) == []
+def test_sample_equals_the_record(recorded_sample: dict[str, Any]) -> None:
+    assert record.differences(MODEL, recorded_sample, record_sample(*SAMPLE)) == []
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_record_reports_another_plan_by_name(recorded: dict[str, Any]) -> None:
+def test_record_reports_a_changed_plan_by_field(recorded_sample: dict[str, Any]) -> None:
     name = SAMPLE[0]
-    now = recorded_now(name, budget="13MiB")
-    found = record.differences(MODEL, {**recorded, "pairs": {name: recorded["pairs"][name]}}, now)
-    fields = {difference.field for difference in found}
+    now = record_sample(name, budget="13MiB")
+    differences = record.differences(MODEL, {**recorded_sample, "pairs": {name: recorded_sample["pairs"][name]}}, now)
+    fields = {difference.field for difference in differences}
     assert {"plan.arena_bytes", "plan.step_seconds", "plan.decisions_digest", "plan.addresses_digest"} <= fields
     assert not fields & {"variant", "smallest_budget", "bits.equal_to", "bits.losses_digest", "bits.state_digest"}
-    arena = next(difference for difference in found if difference.field == "plan.arena_bytes")
-    before, after = (content["pairs"][name]["plan"]["arena_bytes"] for content in (recorded, now))
+    arena = next(difference for difference in differences if difference.field == "plan.arena_bytes")
+    before, after = (content["pairs"][name]["plan"]["arena_bytes"] for content in (recorded_sample, now))
     assert str(arena) == f"gpt: {name}: plan.arena_bytes: {before} → {after}"
 
 
-def test_record_compares_bits_on_the_same_machine_only(recorded: dict[str, Any]) -> None:
+def test_record_compares_bits_only_on_the_same_machine(recorded_sample: dict[str, Any]) -> None:
     name = SAMPLE[0]
-    entry = recorded["pairs"][name]
+    entry = recorded_sample["pairs"][name]
     bits = {"equal_to": "nothing", "losses": [], "losses_digest": "", "state_digest": ""}
-    now = {**recorded, "pairs": {name: {**entry, "bits": bits}}}
-    before = {**recorded, "pairs": {name: entry}}
+    now = {**recorded_sample, "pairs": {name: {**entry, "bits": bits}}}
+    before = {**recorded_sample, "pairs": {name: entry}}
     assert {d.field for d in record.differences(MODEL, before, now)} == {f"bits.{field}" for field in bits}
     elsewhere = {**now, "recorded_with": {**now["recorded_with"], "cpu_capability": "another"}}
     assert [d.field for d in record.differences(MODEL, before, elsewhere)] == ["bits.equal_to"]
 
 
-def test_record_reports_pairs_that_come_and_go(recorded: dict[str, Any]) -> None:
-    before = {**recorded, "pairs": {"old": {}}}
-    found = record.differences(MODEL, before, {**recorded, "pairs": {"new": {}}})
-    assert [str(d) for d in found] == ["gpt: old: pair: recorded → absent", "gpt: new: pair: absent → recorded"]
+def test_record_reports_added_and_removed_pairs(recorded_sample: dict[str, Any]) -> None:
+    before = {**recorded_sample, "pairs": {"old": {}}}
+    differences = record.differences(MODEL, before, {**recorded_sample, "pairs": {"new": {}}})
+    assert [str(d) for d in differences] == ["gpt: old: pair: recorded → absent", "gpt: new: pair: absent → recorded"]
 
 
 def test_record_has_a_file_for_each_model() -> None:

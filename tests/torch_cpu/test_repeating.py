@@ -1,4 +1,4 @@
-"""Steps of deep models that are made of a few of their layers equal those that are captured with all."""
+"""Tests that steps of deep models made from few captured layers equal steps captured whole."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ fitting = pytest.importorskip("outofcore.cli.fit")
 
 CARD = device("rtx4090")
 DEPTH = 7
-# Wide enough that matrices are large: above 64 KiB bytes may leave, and above 256 KiB each is updated by itself.
+# Wide enough for large matrices: above 64 KiB a storage can be offloaded, above 256 KiB it is updated alone.
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -86,8 +86,8 @@ WHISPER = {
     "eos_token_id": 2,
     "decoder_start_token_id": 1,
 }
-# Layers that take turns, with a first block that is cut: twelve are five and a half blocks of two.
-TURNS = {
+# Alternating layers with an incomplete first block: eleven layers are five and a half blocks of two.
+ALTERNATING = {
     **SIZES,
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
@@ -132,12 +132,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "t5 with checkpoints": (T5, {"checkpointing": True}),
     "whisper": (WHISPER, {}),
     "whisper with adapters": (WHISPER, {"lora": 8}),
-    "layers that take turns": (TURNS, {}),
+    "alternating layers": (ALTERNATING, {}),
     "dense layers first": (FIRST_DENSE, {}),
 }
 
 
-def found_in(folder: Path, content: dict[str, Any]) -> Any:
+def read_config(folder: Path, content: dict[str, Any]) -> Any:
     (folder / "config.json").write_text(json.dumps(content))
     return configs.read_config(str(folder))
 
@@ -145,62 +145,64 @@ def found_in(folder: Path, content: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     "name", some_of(CASES, ["llama with adapters and checkpoints", "mixtral with adapters", "t5", "vit under autocast"])
 )
-def test_a_deep_step_of_few_layers_equals_the_captured(name: str, tmp_path: Path) -> None:
-    content, how = CASES[name]
-    if "lora" in how:
+def test_deepened_step_equals_the_captured_step(name: str, tmp_path: Path) -> None:
+    content, options = CASES[name]
+    if "lora" in options:
         pytest.importorskip("peft")
-    found = found_in(tmp_path, content)
-    training = configs.Training(batch=2, sequence=32 if found.reads_tokens else None, **how)
-    quick = fitting.Captures(found, CARD)
+    config = read_config(tmp_path, content)
+    training = configs.Training(batch=2, sequence=32 if config.reads_tokens else None, **options)
+    quick = fitting.Captures(config, CARD)
     graph, costs = quick.of(training)
     assert quick.repeats
-    exact, its_costs = fitting.Captures(found, CARD, repeats=False).of(training)
+    exact, exact_costs = fitting.Captures(config, CARD, repeats=False).of(training)
     assert graph.content(families=False) == exact.content(families=False)
-    assert [cost.workspace_bytes for cost in costs.ops] == [cost.workspace_bytes for cost in its_costs.ops]
-    assert [cost.seconds for cost in costs.ops] == pytest.approx([cost.seconds for cost in its_costs.ops], abs=1e-12)
+    assert [cost.workspace_bytes for cost in costs.ops] == [cost.workspace_bytes for cost in exact_costs.ops]
+    assert [cost.seconds for cost in costs.ops] == pytest.approx([cost.seconds for cost in exact_costs.ops], abs=1e-12)
 
 
-def test_a_model_whose_layers_differ_is_captured_whole(tmp_path: Path) -> None:
+def test_layers_repeat_only_in_models_with_enough_equal_layers(tmp_path: Path) -> None:
     kinds = ["sliding_attention"] * 3 + ["full_attention"] * 2 + ["sliding_attention"] * 6
-    found = found_in(tmp_path, {**TURNS, "layer_types": kinds})
-    captures = fitting.Captures(found, CARD)
+    config = read_config(tmp_path, {**ALTERNATING, "layer_types": kinds})
+    captures = fitting.Captures(config, CARD)
     graph, _ = captures.of(configs.Training(batch=2, sequence=32))
-    # The last six are alike, and the others come first: that saves two layers.
+    # The last six layers are equal and follow the others, which saves two layers.
     assert captures.repeats
-    exact, _ = fitting.Captures(found, CARD, repeats=False).of(configs.Training(batch=2, sequence=32))
+    exact, _ = fitting.Captures(config, CARD, repeats=False).of(configs.Training(batch=2, sequence=32))
     assert graph.content(families=False) == exact.content(families=False)
-    found = found_in(tmp_path, {**TURNS, "layer_types": ["sliding_attention"] * 9 + ["full_attention"] * 2})
-    captures = fitting.Captures(found, CARD)
+    config = read_config(tmp_path, {**ALTERNATING, "layer_types": ["sliding_attention"] * 9 + ["full_attention"] * 2})
+    captures = fitting.Captures(config, CARD)
     captures.of(configs.Training(batch=2, sequence=32))
     assert not captures.repeats
 
 
-def shallow(folder: Path, content: dict[str, Any], **how: Any) -> tuple[Step, tuple[Stack, ...]]:
-    found = found_in(folder, content)
-    captures = fitting.Captures(found, CARD)
-    step, captured = captures._captured(configs.Training(batch=2, sequence=32, blocks=KEPT, **how))
+def capture_shallow(folder: Path, content: dict[str, Any], **options: Any) -> tuple[Step, tuple[Stack, ...]]:
+    config = read_config(folder, content)
+    captures = fitting.Captures(config, CARD)
+    step, captured = captures._captured(configs.Training(batch=2, sequence=32, blocks=KEPT, **options))
     return captured, step.stacks
 
 
-def test_blocks_that_do_not_match_give_no_step(tmp_path: Path) -> None:
-    step, stacks = shallow(tmp_path, LLAMA)
+def test_mismatched_blocks_give_no_step(tmp_path: Path) -> None:
+    step, stacks = capture_shallow(tmp_path, LLAMA)
     assert deepened(step, stacks) is not None
     graph = step.graph
     # One product of the third layer takes longer, or one of its results has more bytes.
-    at = next(op.id for op in graph.ops if op.module.startswith("model.layers.2.") and "mm" in op.name)
-    slower = [replace(cost, seconds=cost.seconds * 2) if op == at else cost for op, cost in enumerate(step.costs.ops)]
+    op_id = next(op.id for op in graph.ops if op.module.startswith("model.layers.2.") and "mm" in op.name)
+    slower = [
+        replace(cost, seconds=cost.seconds * 2) if op == op_id else cost for op, cost in enumerate(step.costs.ops)
+    ]
     assert deepened(replace(step, costs=replace(step.costs, ops=tuple(slower))), stacks) is None
-    [made] = graph.ops[at].creates
-    larger = tuple(replace(s, bytes=s.bytes + 4096) if s.id == made else s for s in graph.storages)
+    [result] = graph.ops[op_id].creates
+    larger = tuple(replace(s, bytes=s.bytes + 4096) if s.id == result else s for s in graph.storages)
     assert deepened(replace(step, graph=replace(graph, storages=larger)), stacks) is None
-    # An op outside reads what a layer in the middle has made.
+    # An op outside of the layers reads a result of a middle layer.
     last = graph.ops[-1]
-    reading = (*graph.ops[:-1], replace(last, module="elsewhere", name="other", reads=(*last.reads, made)))
+    reading = (*graph.ops[:-1], replace(last, module="elsewhere", name="other", reads=(*last.reads, result)))
     assert deepened(replace(step, graph=replace(graph, ops=reading)), stacks) is None
 
 
-def test_steps_that_differ_are_told_apart(tmp_path: Path) -> None:
-    step, stacks = shallow(tmp_path, LLAMA)
+def test_differing_steps_are_distinguished(tmp_path: Path) -> None:
+    step, stacks = capture_shallow(tmp_path, LLAMA)
     three, four = deepened(step, stacks, 3), deepened(step, stacks, 4)
     assert three is not None
     assert four is not None
@@ -213,15 +215,19 @@ def test_steps_that_differ_are_told_apart(tmp_path: Path) -> None:
     assert not same_step(replace(four, graph=replace(four.graph, storages=grown)), step)
 
 
-def test_what_is_needed_rises_evenly_with_the_layers(tmp_path: Path) -> None:
-    step, stacks = shallow(tmp_path, LLAMA)
-    deep = [deepened(step, stacks, blocks) for blocks in (20, 40, 60)]
-    bytes_of = [
-        sum(s.bytes for s in one.graph.storages if s.kind is StorageKind.PARAMETER) for one in deep if one is not None
+def test_bytes_rise_evenly_with_the_number_of_layers(tmp_path: Path) -> None:
+    step, stacks = capture_shallow(tmp_path, LLAMA)
+    deep_steps = [deepened(step, stacks, blocks) for blocks in (20, 40, 60)]
+    parameter_bytes = [
+        sum(s.bytes for s in deep_step.graph.storages if s.kind is StorageKind.PARAMETER)
+        for deep_step in deep_steps
+        if deep_step is not None
     ]
-    assert bytes_of[2] - bytes_of[1] == bytes_of[1] - bytes_of[0] > 0
-    whole = [planning.in_core_budget(one.graph, one.costs) for one in deep if one is not None]
-    assert whole[2] - whole[1] == pytest.approx(whole[1] - whole[0], rel=0.01)
+    assert parameter_bytes[2] - parameter_bytes[1] == parameter_bytes[1] - parameter_bytes[0] > 0
+    in_core = [
+        planning.in_core_budget(deep_step.graph, deep_step.costs) for deep_step in deep_steps if deep_step is not None
+    ]
+    assert in_core[2] - in_core[1] == pytest.approx(in_core[1] - in_core[0], rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -236,6 +242,6 @@ def test_what_is_needed_rises_evenly_with_the_layers(tmp_path: Path) -> None:
         ([0] * 8 + [1], None),
     ],
 )
-def test_a_stack_is_found_where_layers_repeat(kinds: list[int], expected: tuple[int, int, int] | None) -> None:
+def test_repeated_layers_form_a_stack(kinds: list[int], expected: tuple[int, int, int] | None) -> None:
     stack = configs._stack_of("layers", kinds)
     assert (None if stack is None else (stack.first, stack.period, stack.blocks)) == expected
