@@ -42,7 +42,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 @given(st.lists(st.booleans()))
-def test_spans_reach_to_the_next_op_that_was_not_recorded(taken: list[bool]) -> None:
+def test_spans_end_at_the_next_unrecorded_op(taken: list[bool]) -> None:
     until = replay.spans(taken)
     assert len(until) == len(taken)
     for at, end in enumerate(until):
@@ -83,7 +83,7 @@ def trainer(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("share", [2.0, 0.6, 0.0])
-def test_steps_that_are_replayed_have_eagers_bits(share: float, replayed: list[int]) -> None:
+def test_replayed_steps_are_exact(share: float, replayed: list[int]) -> None:
     torch.manual_seed(0)
     model = Net()
     other = copy.deepcopy(model)
@@ -113,7 +113,7 @@ def failing(kind: str) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["index", "linalg", "runtime"])
-def test_an_op_that_fails_raises_what_it_raises_in_python(kind: str, replayed: list[int]) -> None:
+def test_failing_op_raises_the_same_error_as_in_python(kind: str, replayed: list[int]) -> None:
     plain, good, bad = failing(kind)
     model = nn.Linear(2, 2)
 
@@ -134,7 +134,7 @@ def test_an_op_that_fails_raises_what_it_raises_in_python(kind: str, replayed: l
         assert torch.equal(compiled(good), plain(good))
 
 
-def test_an_op_that_returns_numbers_between_tensors_is_replayed() -> None:
+def test_op_with_numbers_between_its_results_is_replayed() -> None:
     # As attention does on a GPU; on the CPU nothing does.
     def attend(x: Tensor, *_: Any, **__: Any) -> tuple[Any, ...]:
         return x + 1, x, x, x, 7, 7, x * 2, x, x
@@ -157,7 +157,7 @@ def test_an_op_that_returns_numbers_between_tensors_is_replayed() -> None:
     arena.close()
 
 
-def test_a_mode_sees_every_op(replayed: list[int]) -> None:
+def test_dispatch_mode_sees_every_op(replayed: list[int]) -> None:
     seen: list[str] = []
 
     class Seeing(TorchDispatchMode):
@@ -185,7 +185,7 @@ def test_a_mode_sees_every_op(replayed: list[int]) -> None:
         assert replayed
 
 
-def test_python_calls_ops_where_that_is_asked_for(replayed: list[int]) -> None:
+def test_replay_option_off_leaves_ops_to_python(replayed: list[int]) -> None:
     model, x = nn.Linear(64, 64), torch.randn(8, 64)
 
     def step(x: Tensor) -> Tensor:
@@ -197,6 +197,6 @@ def test_python_calls_ops_where_that_is_asked_for(replayed: list[int]) -> None:
     assert not replayed
 
 
-def test_native_calls_are_for_steps_of_short_ops_alone() -> None:
+def test_replay_is_worth_it_only_for_short_ops() -> None:
     assert replay.is_worth_it(100, 0.01)
     assert not replay.is_worth_it(100, 1.0)

@@ -53,7 +53,7 @@ def write(folder: Path, text: str, name: str = "script.py") -> None:
     (folder / name).write_text(text, encoding="utf-8")
 
 
-def test_a_script_runs_as_with_python(tmp_path: Path) -> None:
+def test_script_runs_as_with_python(tmp_path: Path) -> None:
     write(tmp_path, "value = 5\n", "beside.py")
     write(
         tmp_path,
@@ -83,7 +83,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.exhaustive
-def test_a_module_runs_as_with_python(tmp_path: Path) -> None:
+def test_module_runs_as_with_python(tmp_path: Path) -> None:
     write(tmp_path, "", "package/__init__.py")
     write(tmp_path, TRAINING, "package/parts.py")
     shown = "\nprint(sys.argv, sys.path[0], __file__, __spec__.name, __package__, __name__)\ntrain(1)\n"
@@ -123,7 +123,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("name", some_of(ENDINGS, ["interrupt", "hook"]))
-def test_a_script_ends_as_with_python(name: str, tmp_path: Path) -> None:
+def test_script_ends_as_with_python(name: str, tmp_path: Path) -> None:
     text = f"import os, sys\nimport torch\nprint('begun', flush=True)\n{ENDINGS[name]}\n"
     write(tmp_path, text.replace("import torch", "pass"))  # which makes no difference to how it ends
     theirs = python(tmp_path, "script.py")
@@ -132,13 +132,13 @@ def test_a_script_ends_as_with_python(name: str, tmp_path: Path) -> None:
     assert (ours.returncode, ours.stdout, ours.stderr) == (theirs.returncode, theirs.stdout, theirs.stderr)
 
 
-def test_code_that_is_no_python(tmp_path: Path) -> None:
+def test_syntax_error_is_reported_as_with_python(tmp_path: Path) -> None:
     write(tmp_path, "import sys\nif:\n")
     theirs, ours = python(tmp_path, "script.py"), within(tmp_path, "--quiet", "script.py")
     assert (ours.returncode, ours.stderr) == (1, theirs.stderr)
 
 
-def test_what_does_not_fit_is_told_in_our_words(tmp_path: Path) -> None:
+def test_too_small_budget_names_the_line_of_the_script(tmp_path: Path) -> None:
     write(tmp_path, "import torch\nx = torch.ones(1 << 21)\n")
     done = within(tmp_path, "script.py")
     assert done.returncode == 1
@@ -149,7 +149,7 @@ def test_what_does_not_fit_is_told_in_our_words(tmp_path: Path) -> None:
     assert "Use a budget of at least 8.00 MiB" in done.stderr
 
 
-def test_what_cannot_be_run_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused_in_one_line(tmp_path: Path) -> None:
     write(tmp_path, "print('begun')\nimport torch\nprint('not reached')\n")
     for arguments, message, begun in (
         (("nothing.py",), "there is no file nothing.py", False),
@@ -190,7 +190,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.exhaustive
-def test_processes_of_a_script(tmp_path: Path) -> None:
+def test_worker_processes_of_a_script_run_as_with_python(tmp_path: Path) -> None:
     write(tmp_path, WORKERS.replace('assert "torch" not in sys.modules', ""))
     theirs, ours = python(tmp_path, "script.py"), within(tmp_path, "script.py", budget="1MiB")
     assert theirs.returncode == 0, theirs.stderr
@@ -199,7 +199,7 @@ def test_processes_of_a_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", some_of([signal.SIGINT, signal.SIGTERM], [signal.SIGTERM]))
-def test_a_signal_from_outside(number: signal.Signals, tmp_path: Path) -> None:
+def test_script_ends_by_the_signal_sent_to_it(number: signal.Signals, tmp_path: Path) -> None:
     write(
         tmp_path,
         TRAINING.replace("print(loss.item().hex())", "print(loss.item().hex(), flush=True)") + "train(1000000)\n",
@@ -244,7 +244,7 @@ for rows in (256, 256, 256, 2048):
 """
 
 
-def test_measuring_run_prints_the_budget_that_holds_the_script(tmp_path: Path) -> None:
+def test_measure_option_prints_a_sufficient_smallest_budget(tmp_path: Path) -> None:
     write(tmp_path, LENGTHS)
     theirs, ours = python(tmp_path, "script.py"), within(tmp_path, "--measure", "script.py")
     assert (ours.returncode, ours.stdout) == (0, theirs.stdout), ours.stderr
@@ -261,7 +261,7 @@ def test_measuring_run_prints_the_budget_that_holds_the_script(tmp_path: Path) -
     assert (held.returncode, held.stdout) == (0, theirs.stdout), held.stderr
 
 
-def test_growing_run_goes_on_where_the_budget_is_too_small(tmp_path: Path) -> None:
+def test_grow_option_lets_the_run_exceed_its_budget(tmp_path: Path) -> None:
     write(tmp_path, LENGTHS)
     theirs, ours = python(tmp_path, "script.py"), within(tmp_path, "--grow", "script.py", budget="2MiB")
     assert (ours.returncode, ours.stdout) == (0, theirs.stdout), ours.stderr
@@ -269,7 +269,7 @@ def test_growing_run_goes_on_where_the_budget_is_too_small(tmp_path: Path) -> No
     assert re.search(r"outofcore: 4 steps, peak \S+ MiB of 2\.00 MiB, exceeded by \d+ ops, ", ours.stderr)
 
 
-def test_run_without_a_budget_takes_a_share_and_says_how_much(tmp_path: Path) -> None:
+def test_default_and_relative_budgets_are_printed(tmp_path: Path) -> None:
     write(tmp_path, LENGTHS)
     theirs = python(tmp_path, "script.py")
     for budget in ((), ("--budget", "5%")):

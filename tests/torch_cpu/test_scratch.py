@@ -78,7 +78,7 @@ CASES: dict[str, Callable[[], tuple[Any, tuple[Any, ...], torch.Tensor, int]]] =
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_places_are_spread_over_all_that_there_are(name: str) -> None:
+def test_indices_are_spread_over_the_whole_range(name: str) -> None:
     func, args, given, count = CASES[name]()
     filled(func, args)
     assert len(given.unique()) == count
@@ -88,7 +88,7 @@ def test_places_are_spread_over_all_that_there_are(name: str) -> None:
     func(*args)  # it runs
 
 
-def test_truth_values_and_what_is_expanded_are_left_alone() -> None:
+def test_masks_and_expanded_indices_are_not_filled() -> None:
     mask, wide = torch.zeros(ROWS, dtype=torch.bool), places(1).expand(COUNT)
     filled(aten.index.Tensor, (rows(), [mask]))
     filled(aten.index.Tensor, (rows(), [wide]))
@@ -96,7 +96,7 @@ def test_truth_values_and_what_is_expanded_are_left_alone() -> None:
     assert int(wide.sum()) == 0
 
 
-def test_a_constant_that_is_elsewhere_is_the_users_own() -> None:
+def test_index_on_another_device_is_not_filled() -> None:
     index = places(COUNT)
     run = BoundRun(0, 0, aten.index.Tensor, (rows().to("meta"), [index]), {}, (), (), 1, False, Draws.FREELY)
     for contents in (PLAIN, Contents(random=True)):
@@ -105,7 +105,7 @@ def test_a_constant_that_is_elsewhere_is_the_users_own() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e4m3fn])
-def test_numbers_vary_where_that_is_asked_for(dtype: torch.dtype) -> None:
+def test_numbers_vary_only_in_varied_contents(dtype: torch.dtype) -> None:
     found = torch.empty(4096, dtype=torch.uint8)
     PLAIN.fill_bytes(found, dtype)
     assert found.view(dtype).to(torch.complex64).eq(0.5).all()
@@ -116,7 +116,7 @@ def test_numbers_vary_where_that_is_asked_for(dtype: torch.dtype) -> None:
     assert (len(numbers.unique()) > 30) == (dtype in (torch.float32, torch.bfloat16, torch.float64))
 
 
-def test_an_op_of_a_step_is_measured_so() -> None:
+def test_captured_ops_are_measured_with_spread_indices() -> None:
     """A kernel that adds up rows is not given one row alone."""
     seen: list[int] = []
 

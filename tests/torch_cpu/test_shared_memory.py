@@ -140,7 +140,7 @@ def trained(train: Any, place: Place, file: Path, what: str) -> tuple[list[float
 
 @pytest.mark.parametrize("what", ["parameter", "frozen", "buffer", "input", "state"])
 @pytest.mark.parametrize("train", [followed, compiled, by_calls])
-def test_file_has_what_pytorch_leaves_there(tmp_path: Path, train: Any, what: str) -> None:
+def test_file_gets_the_bytes_of_plain_pytorch(tmp_path: Path, train: Any, what: str) -> None:
     for name, place in WRITABLE.items() if what == "parameter" else [("memmap", WRITABLE["memmap"])]:
         theirs = trained(plain, place, tmp_path / f"{name} of theirs", what)
         ours = trained(train, place, tmp_path / f"{name} of ours", what)
@@ -151,7 +151,7 @@ def test_file_has_what_pytorch_leaves_there(tmp_path: Path, train: Any, what: st
 
 @pytest.mark.parametrize("train", [followed, compiled, by_calls])
 @pytest.mark.parametrize(("place", "what"), [(PRIVATE, "parameter"), (mapped("r"), "frozen")], ids=["c", "r"])
-def test_file_that_is_not_written_stays_as_it_is(tmp_path: Path, train: Any, place: Place, what: str) -> None:
+def test_read_only_or_private_file_stays_unchanged(tmp_path: Path, train: Any, place: Place, what: str) -> None:
     theirs = trained(plain, place, tmp_path / "theirs", what)
     ours = trained(train, place, tmp_path / "ours", what)
     assert ours[0] == theirs[0]
@@ -170,7 +170,7 @@ def _other_process(model: nn.Module, asked: Any, told: Any) -> None:
 
 
 @pytest.mark.parametrize("train", [followed, compiled, by_calls])
-def test_other_process_sees_shared_model_and_changes_it(train: Any) -> None:
+def test_other_process_reads_and_changes_a_shared_model(train: Any) -> None:
     results: list[list[Any]] = []
     for how in (plain, train):
         model = Model(lambda file, values: values, Path(), "nothing")

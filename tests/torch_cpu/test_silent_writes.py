@@ -25,7 +25,7 @@ def read_table() -> dict[str, list[str]]:
     return table
 
 
-def test_pytorch_writes_silently_what_the_table_has() -> None:
+def test_silent_writes_of_pytorch_match_the_table() -> None:
     """Takes fifteen seconds, of which most are for the import of PyTorch's tests; with ``--exhaustive``, minutes."""
     script = Path(__file__).with_name("silent_writes.py")
     part = [] if is_exhaustive() else ["--every", "97", "--start", "3"]
@@ -43,7 +43,7 @@ def test_pytorch_writes_silently_what_the_table_has() -> None:
     assert "aten::native_batch_norm" in found["silent"]
 
 
-def test_table_has_the_silent_writes_of_captured_steps() -> None:
+def test_table_covers_the_hidden_writes_of_captured_steps() -> None:
     table = read_table()
     for operator, (arguments, _) in operators._HIDDEN_WRITES.items():
         assert set(arguments) <= set(table[operator])

@@ -48,12 +48,12 @@ def need(graph: StepGraph, costs: Costs) -> int:
     return most
 
 
-def test_every_model_of_the_zoo_is_among_them() -> None:
+def test_sizes_cover_every_model_of_the_zoo() -> None:
     assert set(SIZES) == set(zoo.names())
 
 
 @pytest.mark.parametrize("name", some_of(sorted(SIZES), lambda name: name != "densenet121"))
-def test_the_smallest_budget_is_the_need_of_one_op(name: str) -> None:
+def test_smallest_budget_is_the_need_of_one_op(name: str) -> None:
     found = survey(name)
     smallest = planning.smallest_budget(found.graph, found.costs)
     assert need(found.graph, found.costs) * 0.98 <= smallest <= need(found.graph, found.costs) * 1.02

@@ -53,12 +53,12 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Cache:
         *some_of(itertools.product(("mlp", "conv_net", "gpt"), (2, 3, 5)), lambda case: case[1] == 5),
     ],
 )
-def test_steps_in_parts_are_exact(name: str, parts: int, verdicts: Cache) -> None:
+def test_split_steps_are_exact(name: str, parts: int, verdicts: Cache) -> None:
     check_exact(CASES[name], functools.partial(in_parts, parts=parts, verdicts=verdicts))
 
 
 @pytest.mark.parametrize("name", ["conv_net", "gpt", "lstm", "mutated_input"])
-def test_steps_are_exact_in_parts_that_copy_little(name: str, verdicts: Cache) -> None:
+def test_split_steps_are_exact_under_a_size_limit_per_op(name: str, verdicts: Cache) -> None:
     """Where each op may be cut along any of its axes, and each storage has cells along one."""
     most = 16 << 10
     check_exact(CASES[name], functools.partial(in_parts, parts=3, verdicts=verdicts, most=most))
@@ -139,7 +139,7 @@ MORE: dict[str, Callable[[], Case]] = {
 
 
 @pytest.mark.parametrize(("name", "parts"), some_of(itertools.product(MORE, [2, 4]), lambda case: case[1] == 4))
-def test_layers_in_parts_are_exact(name: str, parts: int, verdicts: Cache) -> None:
+def test_split_layers_are_exact(name: str, parts: int, verdicts: Cache) -> None:
     check_exact(MORE[name], functools.partial(in_parts, parts=parts, verdicts=verdicts))
 
 
@@ -234,7 +234,7 @@ def layers() -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
 
 
 @pytest.mark.parametrize("name", [name for name, _ in layers()])
-def test_rules_tell_the_truth(name: str) -> None:
+def test_split_rules_give_results_close_to_the_whole_op(name: str) -> None:
     run = dict(layers())[name]
     with Recorded() as recorded:
         loss = run()
@@ -273,7 +273,7 @@ def text(call: Call, values: list[Value], way: Way, ends: tuple[int, ...]) -> st
     return f"{family_text(str(call.func), call.args, call.kwargs, values)} by {way.name} at {list(ends)}"
 
 
-def test_what_rounds_otherwise_in_scraps_is_found() -> None:
+def test_mismatch_in_leftover_elements_is_detected() -> None:
     """A kernel takes some elements at a time, and the exponentials of those left over are another function's."""
     x = Value(0, torch.float32, (2, 144), (144, 1))
     y = Value(1, torch.float32, (2, 144), (144, 1))
@@ -291,7 +291,7 @@ def test_what_rounds_otherwise_in_scraps_is_found() -> None:
     assert refuted(claims, [x, y], CpuBackend(), ROOM) == frozenset({claims[0].key} if uneven else set())
 
 
-def test_verdicts_are_kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdicts_are_cached(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = (Value(n, torch.float32, (64, 64), (64, 1)) for n in (0, 1))
     call = Call(torch.ops.aten._softmax.default, (Ref(0), -1, False), {}, (1,))
     claims = [Claim("softmax by rows", call, ways_of(call, [x, y])[0], (0, 32, 64))]
@@ -303,7 +303,7 @@ def test_verdicts_are_kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(("rows", "is_seen"), [(2, True), (8192, False)])
-def test_what_makes_few_elements_is_tried_again(rows: int, is_seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ops_with_few_elements_are_checked_twice(rows: int, is_seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of few terms in another order mostly round alike: here the first draw shows nothing, and the second does."""
     x, y = (Value(n, torch.float32, (rows, 4), (4, 1)) for n in (0, 1))
     call = Call(torch.ops.aten._softmax.default, (Ref(0), -1, False), {}, (1,))
@@ -382,7 +382,7 @@ def labelled_volume() -> tuple[nn.Module, torch.optim.Optimizer, Any, Any]:
     ("make", "share"),
     some_of([(language, 0.5), (volume, 0.9), (labelled_volume, 0.1)], lambda case: case[0] is labelled_volume),
 )
-def test_an_op_larger_than_the_budget_is_trained(make: Callable[[], Any], share: float) -> None:
+def test_op_larger_than_the_budget_is_trained(make: Callable[[], Any], share: float) -> None:
     model, optimizer, step, batch = make()
     whole = outofcore.smallest_budget(step, model, optimizer, inputs=batch(0), split="off")
     parts = outofcore.smallest_budget(step, model, optimizer, inputs=batch(0))
@@ -401,7 +401,7 @@ def test_an_op_larger_than_the_budget_is_trained(make: Callable[[], Any], share:
 
 
 @pytest.mark.exhaustive
-def test_a_budget_that_parts_do_not_fit_either_is_refused() -> None:
+def test_budget_below_the_smallest_split_is_refused() -> None:
     model, optimizer, step, batch = language()
     before = copy.deepcopy(model.state_dict())
     smallest = outofcore.smallest_budget(step, model, optimizer, inputs=batch(0))
@@ -411,7 +411,7 @@ def test_a_budget_that_parts_do_not_fit_either_is_refused() -> None:
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
 
-def test_trials_draw_no_random_numbers(verdicts: Cache) -> None:
+def test_exactness_checks_draw_no_random_numbers(verdicts: Cache) -> None:
     """Not even those of ops that stay whole and find what they read elsewhere."""
     model = nn.Linear(8, 24)
 
@@ -428,13 +428,13 @@ def test_trials_draw_no_random_numbers(verdicts: Cache) -> None:
     check_exact(case, functools.partial(in_parts, parts=3, verdicts=verdicts))
 
 
-def test_other_splits_are_refused() -> None:
+def test_unknown_split_option_is_refused() -> None:
     model, optimizer, step, _ = language(100, 8)
     with pytest.raises(InputError, match="there is no split 'halves'; choose 'exact', 'close' or 'off'"):
         outofcore.compile(step, model, optimizer, budget="1MiB", split="halves")  # pyright: ignore[reportArgumentType]
 
 
-def test_the_same_step_gives_the_same_parts() -> None:
+def test_split_is_deterministic() -> None:
     def parts() -> Captured:
         model, optimizer, step, batch = language()
         captured = capture_step(step, [model], [optimizer], batch(0), {})
@@ -445,7 +445,7 @@ def test_the_same_step_gives_the_same_parts() -> None:
     assert one.values == other.values
 
 
-def test_named_arguments_are_found() -> None:
+def test_by_name_maps_positional_arguments() -> None:
     call = Call(torch.ops.aten.mm.default, (Ref(0), Ref(1)), {}, (2,))
     assert by_name(torch.ops.aten.mm.default, call.args, call.kwargs) == {"self": Ref(0), "mat2": Ref(1)}
 
@@ -475,7 +475,7 @@ def no_memory_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_memory_left")
-def test_parts_of_a_few_channels_are_not_trusted_where_the_whole_cannot_be_tried() -> None:
+def test_uncheckable_parts_of_few_channels_count_as_mismatches() -> None:
     """With room for no two parts, halves of one would be compared: one channel with two says nothing of 128."""
     claim, values = gradient_by_channels(128)
     assert stretches_of(claim, values, 1) == ()
@@ -491,7 +491,7 @@ def some_claims() -> tuple[list[Claim], tuple[Value, ...]]:
     return list(found.claims), found.values
 
 
-def test_what_does_not_fit_here_is_tried_as_a_whole_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_checks_run_on_the_whole_op_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     claims, values = some_claims()
     # Its rows do not add up to what the whole is: nobody cuts so.
     other, more = gradient_by_channels(8)
@@ -512,9 +512,7 @@ def test_what_does_not_fit_here_is_tried_as_a_whole_in_a_process_of_its_own(monk
     assert here[1] == {"wrong"}
 
 
-def test_what_another_process_has_tried_meanwhile_is_not_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verdicts_of_another_process_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     claims, values = some_claims()
     cache, other = Cache(tmp_path / "one"), Cache(tmp_path / "other")
     assert not refuted(claims, values, CpuBackend(), 1 << 40, other)
@@ -539,7 +537,7 @@ def test_what_another_process_has_tried_meanwhile_is_not_tried_again(
         ("print(None); print(True); print(True)", 2),
     ],
 )
-def test_a_process_that_ends_early_tells_nothing_of_the_claim_that_it_was_at(
+def test_dying_process_gives_no_verdict_on_its_current_check(
     monkeypatch: pytest.MonkeyPatch, ends: str, told: int
 ) -> None:
     def start(main: str, work: bytes, answer: Any) -> subprocess.Popen[bytes]:
@@ -552,7 +550,7 @@ def test_a_process_that_ends_early_tells_nothing_of_the_claim_that_it_was_at(
     assert all(found.values())
 
 
-def test_a_process_that_cannot_start_leaves_the_claims_to_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stretches_are_checked_when_the_process_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     claims, values = some_claims()
     assert equality._tried_elsewhere(claims, values, torch.device("cpu")) == {}
@@ -560,7 +558,7 @@ def test_a_process_that_cannot_start_leaves_the_claims_to_stretches(monkeypatch:
     assert not refuted(claims, values, CpuBackend(), 64 << 20)
 
 
-def test_where_the_whole_does_not_fit_a_trial_the_longest_stretch_that_does_is_tried_at_either_end() -> None:
+def test_split_trial_falls_back_to_longest_prefix_and_suffix() -> None:
     claim, values = gradient_by_channels(128)
     everything = 1 << 30
     assert stretches_of(claim, values, everything) == (Stretch(0, 128, ((0, 2), (124, 126), (126, 128))),)
@@ -573,7 +571,7 @@ def test_where_the_whole_does_not_fit_a_trial_the_longest_stretch_that_does_is_t
 
 
 @pytest.mark.parametrize("kib", [60, 90, 110, 150, 200, 300, 400])
-def test_a_trial_keeps_to_its_memory(kib: int) -> None:
+def test_split_trial_stays_within_its_memory(kib: int) -> None:
     """Rows of a product: a part and as much beside it as there is room for."""
     call = Call(torch.ops.aten.mm.default, (Ref(0), Ref(1)), {}, (2,))
     shapes = (512, 64), (64, 64), (512, 64)

@@ -20,17 +20,17 @@ def told(*arguments: str) -> dict[str, object]:
 
 
 @pytest.mark.exhaustive
-def test_samples_have_the_same_bits_in_parts() -> None:
+def test_split_samples_are_exact() -> None:
     found = told("modules", "operators", "--first", "1", "--every", "37", "--start", "5")
     assert found["failed"] == [] and found["otherwise as a whole"] == []
     assert isinstance(found["steps in parts"], int) and found["steps in parts"] >= 6
 
 
-def test_convolutions_of_few_elements_have_the_same_bits_in_parts() -> None:
+def test_split_convolutions_of_few_elements_are_exact() -> None:
     found = told("operators", "--only", "nn.functional.conv2d", "--first", "2")
     assert found["failed"] == [] and found["steps in parts"]
 
 
-def test_what_has_no_dimensions_is_left_as_it_is() -> None:
+def test_samples_without_dimensions_pass() -> None:
     found = told("operators", "--only", "sum", "--first", "2")
     assert found["failed"] == [] and found["samples"] == 2

@@ -675,7 +675,7 @@ def as_before(case: Case, change: bool = True, cache: Path | None = None) -> lis
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_change_between_two_calls_is_seen(name: str, cache: Path) -> None:
+def test_change_between_two_calls_is_seen(name: str, cache: Path) -> None:
     plain = as_before(CASES[name])
     assert as_before(CASES[name], cache=cache) == plain
     if name != "state of the optimizer":
@@ -819,13 +819,11 @@ def noted(effect: Callable[[World], tuple[Callable[..., Any], Any]], cache: Path
 
 
 @pytest.mark.parametrize("effect", EFFECTS, ids=lambda effect: effect.__name__)
-def test_what_a_step_changes_in_python_is_changed_in_each_call(effect: Any, cache: Path) -> None:
+def test_python_side_effects_happen_in_each_call(effect: Any, cache: Path) -> None:
     assert noted(effect, cache) == noted(effect, None)
 
 
-def test_a_step_whose_values_change_from_call_to_call_is_followed(
-    cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_step_with_ever_changing_values_runs_as_an_eager_loop(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "outofcore")
     world, args = World(), argparse.Namespace(beta=1.0, steps=0)
     step = world.scaled(lambda: args.beta)
@@ -838,7 +836,7 @@ def test_a_step_whose_values_change_from_call_to_call_is_followed(
         assert [r.message for r in caplog.records if "followed from now on: args.beta" in r.message]
 
 
-def test_a_plan_is_kept_where_only_a_number_changes(cache: Path) -> None:
+def test_plan_is_reused_when_only_a_number_changes(cache: Path) -> None:
     world, args = World(), argparse.Namespace(beta=1.0, unread=0)
     step = world.scaled(lambda: args.beta)
     with outofcore.compile(step, world.model, world.optimizer, budget="8MiB", home="host", cache=cache) as compiled:
@@ -857,7 +855,7 @@ def test_a_plan_is_kept_where_only_a_number_changes(cache: Path) -> None:
         assert not compiled.stats.why_followed
 
 
-def test_a_hook_that_cannot_be_captured_is_followed(cache: Path) -> None:
+def test_step_with_an_uncapturable_hook_is_exact(cache: Path) -> None:
     def run(cache: Path | None) -> list[float]:
         world, seen = World(), list[float]()
         step: Any = world.plain
@@ -872,7 +870,7 @@ def test_a_hook_that_cannot_be_captured_is_followed(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("draw", ["python", "numpy", "iterator", "generator"])
-def test_what_gives_other_numbers_each_time_is_refused(draw: str) -> None:
+def test_random_sources_and_iterators_are_refused(draw: str) -> None:
     world = World()
     source: Any = {
         "python": random.Random(0).random,
@@ -889,7 +887,7 @@ def test_what_gives_other_numbers_each_time_is_refused(draw: str) -> None:
         assert source() == {"python": random.Random(0), "numpy": np.random.default_rng(0)}[draw].random()
 
 
-def test_a_step_that_can_read_too_much_is_followed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_with_too_many_readable_values_runs_as_an_eager_loop(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "_MOST", replace(snapshot._MOST, entries=10))
     world = World()
     with outofcore.compile(world.plain, world.model, world.optimizer, budget="8MiB", home="host", cache=cache) as step:
@@ -898,7 +896,7 @@ def test_a_step_that_can_read_too_much_is_followed(cache: Path, monkeypatch: pyt
         assert "can read more values" in step.stats.why_followed
 
 
-def test_a_generator_that_the_loop_alone_draws_from_changes_nothing(cache: Path) -> None:
+def test_draws_outside_the_step_do_not_capture_again(cache: Path) -> None:
     world, holder = World(), types.SimpleNamespace(rng=random.Random(0), draws=False)
     step = world.scaled(lambda: holder.rng.random() if holder.draws else 1.0)
     with outofcore.compile(step, world.model, world.optimizer, budget="8MiB", home="host", cache=cache) as compiled:
@@ -910,7 +908,7 @@ def test_a_generator_that_the_loop_alone_draws_from_changes_nothing(cache: Path)
         assert compiled.captured is captured
 
 
-def test_a_profiler_goes_on_after_a_capture(cache: Path) -> None:
+def test_profiler_stays_active_after_a_failed_capture(cache: Path) -> None:
     events = list[str]()
 
     def note(frame: Any, event: str, arg: Any) -> None:

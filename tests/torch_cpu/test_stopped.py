@@ -128,7 +128,7 @@ def _unlimited() -> Any:
 @pytest.mark.parametrize("factor", [1.0, *some_of([1.5, 50.0], lambda f: f == 50)])
 @pytest.mark.parametrize("kind", ["two losses", "accumulating"])
 @pytest.mark.parametrize("early", [True, False])
-def test_step_that_raises_late_stops_as_plain_pytorch(kind: str, factor: float, early: bool) -> None:
+def test_late_error_leaves_the_state_of_plain_pytorch(kind: str, factor: float, early: bool) -> None:
     """An index is out of range after updates, or after gradients were added up; the step goes on from there."""
     plain, plain_model, plain_optimizers = made(kind)
     step, model, optimizers = made(kind)
@@ -156,7 +156,7 @@ def test_step_that_raises_late_stops_as_plain_pytorch(kind: str, factor: float, 
 
 
 @pytest.mark.parametrize("factor", [1.0, *some_of([1.5, 50.0], lambda f: f == 50)])
-def test_updates_do_not_move_before_an_op_that_raises(factor: float) -> None:
+def test_updates_do_not_move_before_a_raising_op(factor: float) -> None:
     """The gradient of the first layers raises, when the last layers could have been updated."""
     plain, plain_model, plain_optimizers = made("in backward")
     step, model, optimizers = made("in backward")
@@ -179,7 +179,7 @@ def test_updates_do_not_move_before_an_op_that_raises(factor: float) -> None:
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_updates_still_move_up_in_a_step_that_looks_up_words() -> None:
+def test_embedding_does_not_stop_updates_from_moving_up() -> None:
     """An index that an earlier op had raises no more, so that it stops no update."""
     step, model, optimizers = made("two losses")
     with outofcore.compile(step, model, optimizers, budget="1GiB", cache=False) as compiled:
@@ -193,7 +193,7 @@ def test_updates_still_move_up_in_a_step_that_looks_up_words() -> None:
 
 
 @pytest.mark.parametrize("times", [2, 5])
-def test_ctrl_c_twice_waits_for_updates_that_have_begun(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_ctrl_c_waits_for_updates_in_progress(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, plain_model, plain_optimizers = made("in backward")
     step, model, optimizers = made("in backward")
     noted, calls = threading.Semaphore(0), []

@@ -109,7 +109,7 @@ def forbid_planning(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
 @pytest.mark.parametrize(
     "kind", ["fused", "low memory", "split", "split, gradients kept", "gradients kept", "by window", "on disk"]
 )
-def test_a_stored_plan_runs_without_planning(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_plan_runs_without_planning(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keeps, is_split = "gradients kept" in kind, "split" in kind
     monkeypatch.setattr("outofcore.variant._HALVINGS", 2)  # else splits are sought for half a minute
     step: dict[str, Any] = {"keeps_gradients": keeps, "layers": 1 if is_split else LAYERS}
@@ -142,7 +142,7 @@ def test_a_stored_plan_runs_without_planning(kind: str, tmp_path: Path, monkeypa
     assert files(tmp_path) == stored
 
 
-def test_each_thing_that_decides_makes_another_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_planning_input_makes_another_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     budget = smallest("off") + 2 * MIB
     options: dict[str, Any] = {"split": "off"}
     run(budget, tmp_path, **options)
@@ -176,7 +176,7 @@ def test_each_thing_that_decides_makes_another_plan(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("damage", ["cut", "foreign", "of another budget", "of an older version"])
-def test_a_damaged_plan_is_made_anew_with_a_warning(
+def test_damaged_plan_is_made_again_with_a_warning(
     damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     budget = smallest("off") + MIB
@@ -206,7 +206,7 @@ def test_a_damaged_plan_is_made_anew_with_a_warning(
     assert "made anew" not in caplog.text
 
 
-def test_a_stored_plan_is_replaced_where_its_costs_are_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_plan_is_replaced_when_its_costs_are_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     budget = smallest("off") + MIB
     expected = train(make()[0], 8)
     _, before = run(budget, tmp_path, split="off", policy="window")
@@ -229,7 +229,7 @@ def test_a_stored_plan_is_replaced_where_its_costs_are_off(tmp_path: Path, monke
     assert after.planned.program == shown.planned.program
 
 
-def test_a_quick_plan_does_not_do_for_what_is_prepared(tmp_path: Path) -> None:
+def test_prepare_replaces_a_quick_plan(tmp_path: Path) -> None:
     budget = smallest("off") + MIB
     _, before = run(budget, tmp_path, split="off")
     assert before.is_quick
@@ -243,7 +243,7 @@ def test_a_quick_plan_does_not_do_for_what_is_prepared(tmp_path: Path) -> None:
     assert after.planning_seconds == 0
 
 
-def test_a_plan_of_a_busy_machine_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_of_a_busy_machine_is_made_again_when_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     budget = smallest("off") + MIB
 
     def plans(*, is_busy: bool) -> bool:
@@ -256,7 +256,7 @@ def test_a_plan_of_a_busy_machine_is_made_again(tmp_path: Path, monkeypatch: pyt
     assert [plans(is_busy=busy) for busy in (True, True, False, False)] == [True, False, True, False]
 
 
-def test_a_refusal_is_not_stored(tmp_path: Path) -> None:
+def test_refusal_is_not_stored(tmp_path: Path) -> None:
     budget = smallest("off") - 64 * 1024
     for _ in range(2):
         with pytest.raises(outofcore.BudgetError), compiled(budget, tmp_path, split="off") as step:
@@ -264,7 +264,7 @@ def test_a_refusal_is_not_stored(tmp_path: Path) -> None:
         assert not files(tmp_path)
 
 
-def test_without_a_cache_no_plan_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_are_not_stored_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> Any:
         raise AssertionError("the store was used")
 
@@ -274,7 +274,7 @@ def test_without_a_cache_no_plan_is_stored(monkeypatch: pytest.MonkeyPatch) -> N
         train(step)
 
 
-def test_clearing_the_cache_deletes_plans_of_both_doors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clear_cache_deletes_plans_of_steps_and_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_planner, "BackgroundPlanner", PlannedAtOnce)
     run(smallest("off") + MIB, tmp_path, split="off")
     step, model, _ = make()

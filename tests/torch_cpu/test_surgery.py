@@ -30,7 +30,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
         step.close()
 
 
-def test_a_model_of_another_dtype_is_left_as_it_is_when_steps_are_closed(pair: tuple[Side, Side]) -> None:
+def test_close_leaves_a_cast_model_unchanged(pair: tuple[Side, Side]) -> None:
     both(pair, lambda side: side.train(batch(0)))
     both(pair, lambda side: side.model.bfloat16() and None)
     for step in pair[0].steps:
@@ -39,7 +39,7 @@ def test_a_model_of_another_dtype_is_left_as_it_is_when_steps_are_closed(pair: t
     assert alike(everything(pair[0]), everything(pair[1]))
 
 
-def test_data_put_in_place_outlives_a_step_that_is_closed(pair: tuple[Side, Side]) -> None:
+def test_replaced_data_survives_closing_a_step(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
         side.train(batch(0))
         side.weights()[0].data = values(3).t()
@@ -50,7 +50,7 @@ def test_data_put_in_place_outlives_a_step_that_is_closed(pair: tuple[Side, Side
     both(pair, change)
 
 
-def test_a_weight_that_is_transposed_in_place_is_noticed(pair: tuple[Side, Side]) -> None:
+def test_weight_transposed_in_place_is_noticed(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
         side.train(batch(0))
         side.weights()[0].data = side.weights()[0].data.t()
@@ -64,7 +64,7 @@ def _turned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_what_is_put_otherwise_into_memory_stays_so(pair: tuple[Side, Side], which: int) -> None:
+def test_weight_keeps_changed_strides(pair: tuple[Side, Side], which: int) -> None:
     """Kernels go by how tensors lie, and add up in another order: some with few rows, on some processors."""
     rows = 4
 
@@ -82,7 +82,7 @@ def test_what_is_put_otherwise_into_memory_stays_so(pair: tuple[Side, Side], whi
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
-def test_optimizer_state_that_is_put_otherwise_into_memory_stays_so(pair: tuple[Side, Side], name: str) -> None:
+def test_optimizer_state_keeps_changed_strides(pair: tuple[Side, Side], name: str) -> None:
     def change(side: Side) -> Any:
         found = [side.train(batch(0))]
         state = side.optimizer.state[side.weights()[0]]
@@ -95,7 +95,7 @@ def test_optimizer_state_that_is_put_otherwise_into_memory_stays_so(pair: tuple[
     both(pair, change)
 
 
-def test_a_gradient_that_is_put_otherwise_into_memory_stays_so(pair: tuple[Side, Side]) -> None:
+def test_gradient_keeps_changed_strides(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
         found = []
         for number in range(4):
@@ -110,7 +110,7 @@ def test_a_gradient_that_is_put_otherwise_into_memory_stays_so(pair: tuple[Side,
     both(pair, change)
 
 
-def test_norms_of_gradients_are_added_up_as_they_lie(tmp_path: Path) -> None:
+def test_gradient_norms_are_exact_when_strides_change(tmp_path: Path) -> None:
     found = []
     for budget in (None, "1MiB"):
         torch.manual_seed(0)
@@ -131,7 +131,7 @@ def test_norms_of_gradients_are_added_up_as_they_lie(tmp_path: Path) -> None:
     assert found[:12] == found[12:]
 
 
-def test_what_has_been_prepared_is_not_captured_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_prepared_steps_are_not_captured_again(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="outofcore")
     side = compiled(0, budget="smallest", home="disk", shared=True)
     for step in side.steps:
@@ -141,7 +141,7 @@ def test_what_has_been_prepared_is_not_captured_again(caplog: pytest.LogCaptureF
     assert not [text for text in caplog.messages if "forgotten" in text or "capturing again" in text]
 
 
-def test_optimizer_state_that_is_put_otherwise_after_a_step_was_prepared_stays_so(pair: tuple[Side, Side]) -> None:
+def test_optimizer_state_keeps_strides_changed_after_prepare(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
         if side.steps:
             side.steps[0].prepare(batch(1))
@@ -157,7 +157,7 @@ def test_optimizer_state_that_is_put_otherwise_after_a_step_was_prepared_stays_s
 
 @pytest.mark.parametrize("before", ["renew", "evaluate"])
 @pytest.mark.parametrize("after", ["train", "gather"])
-def test_what_is_tied_to_a_parameter_that_is_new_stays_tied(pair: tuple[Side, Side], before: str, after: str) -> None:
+def test_weight_tied_to_a_new_parameter_stays_tied(pair: tuple[Side, Side], before: str, after: str) -> None:
     def change(side: Side) -> Any:
         found = [getattr(side, before)(batch(0)).detach()]
         side.model[0].weight = nn.Parameter(values(3))
@@ -168,7 +168,7 @@ def test_what_is_tied_to_a_parameter_that_is_new_stays_tied(pair: tuple[Side, Si
     both(pair, change)
 
 
-def test_parameters_that_come_back_tied_are_tied(pair: tuple[Side, Side]) -> None:
+def test_restored_parameter_can_be_tied(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
         found = [side.evaluate(batch(0))]
         own = side.weights()[0]
@@ -182,7 +182,7 @@ def test_parameters_that_come_back_tied_are_tied(pair: tuple[Side, Side]) -> Non
     both(pair, change)
 
 
-def test_parameters_that_come_back_and_lie_otherwise_do_so(pair: tuple[Side, Side]) -> None:
+def test_restored_parameter_keeps_changed_strides(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
         found = [side.evaluate(batch(0))]
         own = side.weights()[0]
@@ -195,7 +195,7 @@ def test_parameters_that_come_back_and_lie_otherwise_do_so(pair: tuple[Side, Sid
     both(pair, change)
 
 
-def test_parameters_that_are_put_back_are_what_they_were(pair: tuple[Side, Side]) -> None:
+def test_restored_parameter_keeps_its_values(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
         side.train(batch(0))
         own = side.weights()[0]
@@ -207,7 +207,7 @@ def test_parameters_that_are_put_back_are_what_they_were(pair: tuple[Side, Side]
     both(pair, change)
 
 
-def test_layers_change_places(pair: tuple[Side, Side]) -> None:
+def test_layers_can_be_swapped(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
         side.train(batch(0))
         found = []
@@ -219,7 +219,7 @@ def test_layers_change_places(pair: tuple[Side, Side]) -> None:
     both(pair, change)
 
 
-def test_gradients_that_are_taken_away_stay_as_they_are(pair: tuple[Side, Side]) -> None:
+def test_held_gradients_survive_zero_grad(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
         side.gather(batch(0))
         taken = [p.grad for p in side.model.parameters()]
@@ -231,7 +231,7 @@ def test_gradients_that_are_taken_away_stay_as_they_are(pair: tuple[Side, Side])
 
 
 @pytest.mark.parametrize("leave", ["gather", "backward"])
-def test_gradients_left_before_each_of_several_steps_are_added_to(pair: tuple[Side, Side], leave: str) -> None:
+def test_steps_accumulate_into_existing_gradients(pair: tuple[Side, Side], leave: str) -> None:
     def change(side: Side) -> Any:
         found = []
         for number in range(3):
@@ -245,7 +245,7 @@ def test_gradients_left_before_each_of_several_steps_are_added_to(pair: tuple[Si
     both(pair, change)
 
 
-def test_gradients_that_a_step_adds_to_and_clears_stay_with_who_holds_them(pair: tuple[Side, Side]) -> None:
+def test_held_gradients_survive_accumulation_and_clearing(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
         held = []
         for number in range(3):
@@ -257,7 +257,7 @@ def test_gradients_that_a_step_adds_to_and_clears_stay_with_who_holds_them(pair:
     both(pair, change)
 
 
-def test_gradients_that_the_next_step_makes_anew_stay_with_who_holds_them(pair: tuple[Side, Side]) -> None:
+def test_held_gradients_survive_renewal_by_the_next_step(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
         held = []
         for number in range(4):
@@ -269,7 +269,7 @@ def test_gradients_that_the_next_step_makes_anew_stay_with_who_holds_them(pair: 
     both(pair, change)
 
 
-def test_gradients_left_are_seen_wherever_they_are(pair: tuple[Side, Side]) -> None:
+def test_gradients_stay_visible_between_steps(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
         found = []
         for number in range(3):
@@ -286,7 +286,7 @@ def test_gradients_left_are_seen_wherever_they_are(pair: tuple[Side, Side]) -> N
     both(pair, change)
 
 
-def test_optimizer_state_that_is_replaced_stays_as_it_was(pair: tuple[Side, Side]) -> None:
+def test_replaced_optimizer_state_stays_unchanged(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
         side.train(batch(0))
         state = side.optimizer.state[side.weights()[0]]
@@ -297,7 +297,7 @@ def test_optimizer_state_that_is_replaced_stays_as_it_was(pair: tuple[Side, Side
     both(pair, change)
 
 
-def test_parameters_are_tied_and_untied_by_their_data(pair: tuple[Side, Side]) -> None:
+def test_parameters_can_be_tied_and_untied_by_data(pair: tuple[Side, Side]) -> None:
     def tie(side: Side) -> Any:
         side.train(batch(0))
         one, other = side.weights()
@@ -314,7 +314,7 @@ def test_parameters_are_tied_and_untied_by_their_data(pair: tuple[Side, Side]) -
 
 
 @pytest.mark.parametrize("way", ["whole", "lines"])
-def test_parameters_change_places_by_their_data(pair: tuple[Side, Side], way: str) -> None:
+def test_parameter_data_can_be_swapped(pair: tuple[Side, Side], way: str) -> None:
     def change(side: Side) -> Any:
         side.train(batch(0))
         found = []
@@ -330,7 +330,7 @@ def test_parameters_change_places_by_their_data(pair: tuple[Side, Side], way: st
     both(pair, change)
 
 
-def test_optimizer_state_changes_places(pair: tuple[Side, Side]) -> None:
+def test_optimizer_state_can_be_swapped(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
         side.train(batch(0))
         one, other = (side.optimizer.state[p] for p in side.weights())
@@ -342,7 +342,7 @@ def test_optimizer_state_changes_places(pair: tuple[Side, Side]) -> None:
     both(pair, change)
 
 
-def test_gradients_change_places(pair: tuple[Side, Side]) -> None:
+def test_gradients_can_be_swapped(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
         side.gather(batch(0))
         one, other = side.weights()
@@ -357,7 +357,7 @@ def test_gradients_change_places(pair: tuple[Side, Side]) -> None:
     both(pair, change)
 
 
-def test_parameters_that_are_tied_stay_so_when_steps_are_closed(pair: tuple[Side, Side]) -> None:
+def test_close_keeps_parameters_tied(pair: tuple[Side, Side]) -> None:
     def tie(side: Side) -> Any:
         side.train(batch(0))
         one, other = side.weights()
@@ -384,7 +384,7 @@ def test_steps_may_be_called_in_inference_mode(pair: tuple[Side, Side]) -> None:
     both(pair, change)
 
 
-def test_an_optimizer_starts_again_without_state(pair: tuple[Side, Side]) -> None:
+def test_optimizer_restarts_after_its_state_is_cleared(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
         for number in range(3):
             side.train(batch(number))
@@ -394,7 +394,7 @@ def test_an_optimizer_starts_again_without_state(pair: tuple[Side, Side]) -> Non
     both(pair, change)
 
 
-def test_memory_that_processes_share_is_refused() -> None:
+def test_memory_shared_between_processes_is_refused() -> None:
     side = compiled(0, budget="all", home="disk", shared=True)
     side.train(batch(0))
     before = side.weights()[0].detach().clone()
@@ -407,7 +407,7 @@ def test_memory_that_processes_share_is_refused() -> None:
     assert side.weights()[0].is_shared()
 
 
-def test_a_step_that_nobody_closes_leaves_nothing_behind() -> None:
+def test_unclosed_step_leaves_no_threads_or_open_files() -> None:
     def open_files() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -431,7 +431,7 @@ def test_a_step_that_nobody_closes_leaves_nothing_behind() -> None:
     assert torch.equal(weight, expected)
 
 
-def test_a_step_that_reads_old_gradients_and_leaves_new_ones_is_refused() -> None:
+def test_step_reading_old_and_leaving_new_gradients_is_refused() -> None:
     side = plain(0)
 
     def train(x: torch.Tensor) -> torch.Tensor:

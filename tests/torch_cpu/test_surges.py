@@ -109,7 +109,7 @@ def test_run_with_surges_is_exact(name: str, factor: float) -> None:
 
 
 @pytest.mark.parametrize("pieces", [1, 4])
-def test_surge_evicts_what_the_op_does_not_touch(
+def test_surge_evicts_storages_unused_by_the_op(
     pieces: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything is resident by plan, and a request takes most of the budget."""
@@ -171,7 +171,7 @@ def exponential() -> surging.Made:
     return step, model, optimizer
 
 
-def test_surge_of_a_replayed_op_is_settled_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_surge_of_a_replayed_op_is_handled_before_the_next_op(monkeypatch: pytest.MonkeyPatch) -> None:
     """Native code calls the ops from the third step on, and stops behind the one that was lent memory."""
     monkeypatch.setattr(cpu, "is_worth_it", lambda *_: True)
 
@@ -205,7 +205,7 @@ def test_surge_of_a_replayed_op_is_settled_before_the_next(monkeypatch: pytest.M
         assert all(map(torch.equal, mine, other))
 
 
-def test_surge_that_nothing_can_hold_is_followed(caplog: pytest.LogCaptureFixture) -> None:
+def test_unservable_surge_runs_as_an_eager_loop(caplog: pytest.LogCaptureFixture) -> None:
     """The call that is refused is undone and run again as an eager loop, within the budget or refused there."""
     caplog.set_level(logging.INFO, "outofcore")
     needs = [128 * KIB] * 2 + [3 * MIB] + [128 * KIB] * 2
@@ -232,7 +232,7 @@ def test_surge_that_nothing_can_hold_is_followed(caplog: pytest.LogCaptureFixtur
         assert found == losses
 
 
-def test_undone_step_leaves_nothing_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undone_step_releases_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception that refers to frames of the step would keep the old program and its arena."""
     step, model, optimizer = layers()
     budget = outofcore.smallest_budget(step, model, optimizer, inputs=(inputs(0),), cache=False)
@@ -278,7 +278,7 @@ def test_surge_with_a_full_home_is_refused_and_undone(monkeypatch: pytest.Monkey
         run(compiled, [128 * KIB])
 
 
-def test_surge_is_known_to_other_inputs_and_later_processes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_surge_is_remembered_for_other_shapes_and_processes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "outofcore")
 
     def requests(compiled: Any) -> int:
@@ -345,7 +345,7 @@ def raising() -> surging.Made:
     return step, model, optimizer
 
 
-def test_exception_of_an_optimizer_leaves_what_plain_pytorch_leaves() -> None:
+def test_optimizer_exception_leaves_the_state_of_plain_pytorch() -> None:
     both = []
     for is_plain in (True, False):
         step, model, optimizer = raising()
@@ -370,7 +370,7 @@ def test_exception_of_an_optimizer_leaves_what_plain_pytorch_leaves() -> None:
         assert torch.equal(plain, ours) if isinstance(plain, torch.Tensor) else plain == ours
 
 
-def test_state_born_late_is_shown_kept_and_planned_for() -> None:
+def test_late_optimizer_state_is_visible_and_planned() -> None:
     plain, plain_model, plain_optimizer = surging.make("warmup")
     step, model, optimizer = surging.make("warmup")
     with outofcore.compile(step, model, optimizer, budget="16MiB", cache=False) as compiled:

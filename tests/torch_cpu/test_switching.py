@@ -30,7 +30,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_a_switch_between_known_shapes_leaves_what_stays_in_the_arena(copies: list[str]) -> None:
+def test_switch_between_known_shapes_copies_no_persistent_state(copies: list[str]) -> None:
     ours, theirs = compiled(0, budget="all", home="host", shared=False), plain(0)
     for number, rows in enumerate((8, 16, 8, 4, 16)):
         for side in (ours, theirs):
@@ -82,7 +82,7 @@ def arrangements(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]], list[int]
 
 
 @given(arrangements())
-def test_moves_write_over_nothing_that_has_yet_to_move(case: tuple[int, list[tuple[int, int]], list[int]]) -> None:
+def test_moves_do_not_overwrite_pending_sources(case: tuple[int, list[tuple[int, int]], list[int]]) -> None:
     total, sources, targets = case
     region: list[int | None] = [None] * total
     for number, (begin, end) in enumerate(sources):
@@ -105,6 +105,6 @@ def test_moves_write_over_nothing_that_has_yet_to_move(case: tuple[int, list[tup
         assert not aside
 
 
-def test_a_cycle_puts_the_smallest_aside() -> None:
+def test_cycle_moves_its_smallest_piece_aside() -> None:
     assert move_order([(0, 4), (4, 6)], [2, 0]) == [~1, 0]
     assert move_order([(0, 4)], [2]) == [0]

@@ -67,7 +67,7 @@ def smallest(name: str, split: str) -> int:
     ("name", "technique"),
     some_of([(name, technique) for name in NAMES for technique in TECHNIQUES_OFF], IN_EACH_CHANGE),
 )
-def test_step_has_the_same_bits_without(name: str, technique: str) -> None:
+def test_step_is_exact_without_one_technique(name: str, technique: str) -> None:
     options: dict[str, Any] = {"policy": Auto(SearchParams(**PLANNER.get(technique, {})))}
     options |= OPTIONS.get(technique, {})
     results, state, generator = plain(name)
@@ -99,7 +99,7 @@ LOOP_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("technique", some_of(LOOP_OPTIONS, ["plans"]))
-def test_loop_has_the_same_bits_without(technique: str) -> None:
+def test_loop_is_exact_without_one_technique(technique: str) -> None:
     loop = LOOPS["checkpointed"]
     theirs, _ = trained(*loop)
     roomy, stats = trained(*loop, budget=1 << 30)

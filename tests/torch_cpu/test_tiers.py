@@ -69,7 +69,7 @@ def in_core(make: Callable[[], Case]) -> tuple[list[Any], dict[str, torch.Tensor
         *[("optimizer_adamw", of_budget, share) for of_budget in (0.0, 0.5) for share in (0.05, 0.2, 1.5)],
     ],
 )
-def test_same_bits_at_several_budgets_and_host_budgets(
+def test_steps_are_exact_at_several_budgets_and_host_budgets(
     name: str, of_budget: float, share: float, tmp_path: Path
 ) -> None:
     theirs, right = in_core(CASES[name])
@@ -89,7 +89,7 @@ def test_same_bits_at_several_budgets_and_host_budgets(
 @pytest.mark.parametrize(
     "policy", sorted(set(POLICIES) - {"auto", "keep-all", "pooch", "profile-guided", "sqrt-checkpoint"})
 )
-def test_every_policy_runs_over_two_homes(policy: str, tmp_path: Path) -> None:
+def test_every_policy_is_exact_over_two_homes(policy: str, tmp_path: Path) -> None:
     make = CASES["optimizer_adamw"]
     theirs, right = in_core(make)
     smallest, everything_fits = budgets_of(make)
@@ -141,7 +141,7 @@ def test_other_shapes_share_the_host_budget(tmp_path: Path) -> None:
             assert torch.equal(tensor, its_optimizer.state_dict()["state"][key][name])
 
 
-def test_a_host_budget_that_cannot_hold_the_inputs_is_refused(tmp_path: Path) -> None:
+def test_host_budget_below_the_inputs_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(512, 512)
     step = outofcore.compile(
         lambda x: model(x).sum().backward(), model, budget="3900KiB", home=tmp_path, host_budget="64KiB"
@@ -150,14 +150,14 @@ def test_a_host_budget_that_cannot_hold_the_inputs_is_refused(tmp_path: Path) ->
         step(torch.rand(512, 512))
 
 
-def test_host_budgets_that_are_none() -> None:
+def test_invalid_host_budgets_are_refused() -> None:
     model = nn.Linear(2, 2)
     for wrong in (0, 100, "many", -5):
         with pytest.raises(InputError):
             outofcore.compile(lambda: None, model, budget="1MiB", host_budget=wrong)
 
 
-def test_host_memory_with_a_limit_and_no_disk() -> None:
+def test_host_memory_over_its_limit_is_refused_without_a_disk() -> None:
     make = CASES["optimizer_adamw"]
     smallest, _ = budgets_of(make)
     torch.manual_seed(1234)
@@ -178,7 +178,7 @@ def test_host_memory_with_a_limit_and_no_disk() -> None:
         assert torch.equal(tensor, before[key])
 
 
-def test_slots_are_taken_from_the_lowest_pages_and_given_back() -> None:
+def test_slots_reuse_the_lowest_free_pages() -> None:
     slots = Slots(HostHome(16 * PAGE_BYTES))
     page = PAGE_BYTES
     assert [slots.take(count * page) for count in (4, 3, 2)] == [0, 4 * page, 7 * page]
@@ -194,7 +194,7 @@ def test_slots_are_taken_from_the_lowest_pages_and_given_back() -> None:
     assert slots.take(4 * page) == 12 * page
 
 
-def test_a_full_home_is_filled_in_pieces() -> None:
+def test_full_home_is_filled_in_pieces() -> None:
     slots = Slots(HostHome(8 * PAGE_BYTES))
     page = PAGE_BYTES
     for at in range(0, 8, 2):
@@ -211,7 +211,7 @@ def test_a_full_home_is_filled_in_pieces() -> None:
     assert slots.taken == 8 * page
 
 
-def test_measuring_a_link_takes_no_room_of_the_home(tmp_path: Path) -> None:
+def test_link_measurement_uses_no_space_of_the_home(tmp_path: Path) -> None:
     make = CASES["optimizer_adamw"]
     torch.manual_seed(1234)
     case = make()

@@ -44,7 +44,7 @@ def updates(captured: Captured) -> list[OptimizerUpdate]:
 
 
 @pytest.mark.parametrize("settings", [{}, {"foreach": False}, {"fused": True}])
-def test_a_row_of_updates_becomes_one(settings: dict[str, Any]) -> None:
+def test_consecutive_updates_become_one_op(settings: dict[str, Any]) -> None:
     before = captured_with(torch.optim.AdamW, **settings)
     after = together(before)
     assert len(updates(before)) > 1
@@ -57,24 +57,24 @@ def test_a_row_of_updates_becomes_one(settings: dict[str, Any]) -> None:
     assert [op.id for op in after.graph.ops] == list(range(len(after.graph.ops)))
 
 
-def test_updates_that_need_memory_for_all_at_once_stay_apart() -> None:
+def test_foreach_updates_stay_separate() -> None:
     before = captured_with(torch.optim.AdamW, foreach=True)
     assert len(updates(together(before))) == len(updates(before)) > 1
 
 
-def test_the_second_update_of_a_parameter_stays_the_second() -> None:
+def test_second_update_of_a_parameter_stays_second() -> None:
     before = captured_with(torch.optim.SGD, twice=True)
     first, second = updates(together(before))
     assert [m.parameter for m in first.members] == [m.parameter for m in second.members]
 
 
-def test_an_op_of_updates_takes_only_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joined_updates_stay_below_the_byte_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     before = captured_with(torch.optim.SGD)
     set_joined_bytes(monkeypatch, "_HOST", 2 * (300 * 300 + 300) * 4)
     assert 1 < len(updates(together(before))) < len(updates(before))
 
 
-def test_on_a_device_those_that_go_over_all_at_once_are_joined_as_well() -> None:
+def test_foreach_updates_are_joined_on_a_gpu() -> None:
     before = replace(captured_with(torch.optim.AdamW, foreach=True), device=torch.device("cuda"))
     after = together(before)
     # In as much as is a small part of what the step holds at once.
@@ -83,7 +83,7 @@ def test_on_a_device_those_that_go_over_all_at_once_are_joined_as_well() -> None
     assert max(joined) <= max(4 * MIB, live_bytes(before.graph) // 8)
 
 
-def test_where_nothing_is_said_the_device_of_the_step_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_limit_depends_on_the_device_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not where the parameters are when it is captured."""
     before = captured_with(torch.optim.AdamW)
     set_joined_bytes(monkeypatch, "_HOST", 1)
@@ -96,7 +96,7 @@ def test_where_nothing_is_said_the_device_of_the_step_decides(monkeypatch: pytes
 LAYER = (300 * 300 + 300) * 4
 
 
-def test_where_memory_is_short_updates_wait_for_those_that_come_soon() -> None:
+def test_lean_joins_updates_within_its_room() -> None:
     before = captured_with(torch.optim.AdamW)
     apart, after = leanest(before), lean(before, 16 * 2 * LAYER)
     assert 1 < len(updates(after)) < len(updates(apart))
@@ -106,12 +106,12 @@ def test_where_memory_is_short_updates_wait_for_those_that_come_soon() -> None:
     assert live_bytes(after.graph) <= live_bytes(apart.graph) + 2 * LAYER
 
 
-def test_with_hardly_any_memory_updates_stay_apart() -> None:
+def test_lean_leaves_updates_separate_without_room() -> None:
     before = captured_with(torch.optim.AdamW)
     assert len(updates(lean(before, 64))) == len(updates(leanest(before)))
 
 
-def test_what_looks_at_a_parameter_finds_it_updated() -> None:
+def test_delayed_update_precedes_later_reads() -> None:
     torch.manual_seed(0)
     layers = torch.nn.ModuleList(torch.nn.Linear(300, 300) for _ in range(4))
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
@@ -135,5 +135,5 @@ def test_what_looks_at_a_parameter_finds_it_updated() -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "conv_net", "gpt", "gan", "accumulation_across", "llama"])
 @pytest.mark.parametrize("room", [64 << 10, 64 << 20])
-def test_joined_where_memory_is_short_they_are_exact(name: str, room: int) -> None:
+def test_steps_with_joined_updates_are_exact(name: str, room: int) -> None:
     check_exact(CASES[name], functools.partial(lean, room=room))

@@ -30,7 +30,7 @@ class Number(int):
     """A class that inherits a class method written in C."""
 
 
-def test_patched_replaces_a_class_method_of_c_for_this_thread_alone() -> None:
+def test_patched_replaces_a_c_class_method_in_one_thread() -> None:
     plain = class_method(Number, "from_bytes")
 
     def negated(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -70,7 +70,7 @@ def loaded_without(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_each_private_name_that_is_gone_is_reported_for_its_features_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_private_name_disables_only_its_features(monkeypatch: pytest.MonkeyPatch) -> None:
     resolve, asked = pkgutil.resolve_name, []
     with monkeypatch.context() as patch:
         patch.setattr(pkgutil, "resolve_name", lambda name: asked.append(name) or resolve(name))
@@ -91,7 +91,7 @@ def test_each_private_name_that_is_gone_is_reported_for_its_features_alone(monke
     assert refused == {feature.name for feature in Feature}
 
 
-def test_private_names_are_looked_up_where_they_may_be_missing() -> None:
+def test_private_names_are_not_accessed_directly() -> None:
     """A plain import or attribute of a private name would end ``import outofcore`` where the name is gone."""
     tree = ast.parse(SOURCE.read_text(encoding="utf-8"))
     checked_by_types = next(
@@ -174,7 +174,7 @@ def doors(names: str, gone: str = "", untested: str = "") -> tuple[list[str], st
         *some_of([("torch._inductor.compile_fx.compile_fx_inner", {"kernels"})], []),
     ],
 )
-def test_doors_refuse_by_name_what_is_missing_and_the_rest_works(gone: str, refused: set[str]) -> None:
+def test_only_features_with_a_missing_name_are_refused(gone: str, refused: set[str]) -> None:
     lines, _ = doors("compile,budget,kernels" if "inductor" in gone else "compile,budget", gone)
     for line in lines:
         name, _, answer = line.partition(" ")
@@ -184,7 +184,7 @@ def test_doors_refuse_by_name_what_is_missing_and_the_rest_works(gone: str, refu
             assert answer == "works"
 
 
-def test_untested_torch_is_warned_of_once_with_the_tested_range() -> None:
+def test_untested_torch_gives_one_warning_with_the_tested_range() -> None:
     lines, errors = doors("compile,budget", untested="untested")
     assert lines == ["compile works", "budget works"]
     assert errors.count(f"PyTorch {torch.__version__}: ") == errors.count(TESTED_TEXT) == 1

@@ -38,7 +38,7 @@ def done(work: Posted) -> Posted:
     return work
 
 
-def test_bytes_go_to_the_file_and_come_back(home: DiskHome) -> None:
+def test_transfers_write_and_read_the_same_bytes(home: DiskHome) -> None:
     source, target = memory(), memory()
     source[:] = os.urandom(SIZE)
     out = done(transfer_of(home, 4096, address_of(source), SIZE, writes=True))
@@ -52,7 +52,7 @@ def test_bytes_go_to_the_file_and_come_back(home: DiskHome) -> None:
     check_transfers([out, into])
 
 
-def test_the_end_of_the_file_is_told(home: DiskHome) -> None:
+def test_read_past_the_end_of_the_file_is_reported(home: DiskHome) -> None:
     target = memory()
     work = transfer_of(home, SIZE, address_of(target), SIZE, writes=False)
     os.ftruncate(work.descriptor, SIZE + 8192)
@@ -63,7 +63,7 @@ def test_the_end_of_the_file_is_told(home: DiskHome) -> None:
     assert caught.value.errno == errno.EIO
 
 
-def test_what_the_system_refuses_is_told(home: DiskHome) -> None:
+def test_system_errors_are_reported(home: DiskHome) -> None:
     work = transfer_of(home, 0, address_of(memory()), 4096, writes=True)
     work.descriptor = 1_000_000
     done(work)

@@ -77,11 +77,11 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Compiled]:
         home.close()
 
 
-def test_training_and_evaluation_take_turns(pair: Compiled) -> None:
+def test_alternating_training_and_evaluation_are_exact(pair: Compiled) -> None:
     assert_alike(alternate(*pair), alternate(*make()))
 
 
-def test_they_stay_right_when_one_is_closed(pair: Compiled) -> None:
+def test_closing_one_step_leaves_the_other_exact(pair: Compiled) -> None:
     model, _, training, evaluation = pair
     plain = make()
     ours = alternate(*pair)
@@ -96,7 +96,7 @@ def test_they_stay_right_when_one_is_closed(pair: Compiled) -> None:
     assert_alike([model(batch(9))], [plain[0](batch(9))])
 
 
-def test_steps_that_share_a_home_take_one_arena_at_a_time(pair: Compiled) -> None:
+def test_steps_with_a_shared_home_use_one_arena_at_a_time(pair: Compiled) -> None:
     _, _, training, evaluation = pair
     training(batch(0))
     evaluation(batch(0))
@@ -109,7 +109,7 @@ def test_steps_that_share_a_home_take_one_arena_at_a_time(pair: Compiled) -> Non
     assert training.home.bytes < 2 * 6 * 256 * 256 * 4
 
 
-def test_a_step_that_failed_keeps_others_from_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torn_model_is_refused_by_other_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, train, evaluate = make()
     with outofcore.compile(train, model, optimizer, budget="1GiB") as training:
         evaluation = outofcore.compile(evaluate, model, budget="1GiB", home=training.home)
@@ -126,7 +126,7 @@ def test_a_step_that_failed_keeps_others_from_its_model(monkeypatch: pytest.Monk
         evaluation.close()
 
 
-def test_a_host_budget_belongs_to_the_home() -> None:
+def test_host_budget_is_refused_with_an_open_home() -> None:
     model, optimizer, train, _ = make()
     with outofcore.open_home() as home, pytest.raises(InputError, match="open_home"):
         outofcore.compile(train, model, optimizer, budget="1GiB", home=home, host_budget="1MiB")

@@ -100,7 +100,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
         ("loss", ""),
     ],
 )
-def test_a_step_has_the_numbers_of_plain_pytorch(
+def test_step_with_torch_compile_gives_plain_pytorch_results(
     wrapped: str, named: str, before: bool, compiler: Compiler, caplog: pytest.LogCaptureFixture
 ) -> None:
     reference = build()
@@ -150,7 +150,7 @@ def test_a_step_has_the_numbers_of_plain_pytorch(
         assert torch.equal(value, expected), name
 
 
-def test_nothing_is_said_where_nothing_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
+def test_plain_models_log_no_message(caplog: pytest.LogCaptureFixture) -> None:
     model = build()
     optimizer, step = make(model, squares)
     with outofcore.compile(step, model, optimizer, budget="1GiB") as compiled:

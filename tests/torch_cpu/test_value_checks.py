@@ -94,14 +94,14 @@ def trained(loss: Loss, budget: int | None) -> tuple[list[Any], list[Exception]]
 
 @pytest.mark.parametrize("budget", [1 << 24, 1 << 17])
 @pytest.mark.parametrize("loss", [gaussian, normal, categorical, gamma], ids=lambda loss: loss.__name__)
-def test_what_a_check_refuses_is_refused_in_the_same_call(loss: Loss, budget: int) -> None:
+def test_invalid_values_raise_in_the_same_call(loss: Loss, budget: int) -> None:
     wanted, raised = trained(loss, None)
     seen, raised_compiled = trained(loss, budget)
     assert len(raised) == len(raised_compiled) == (loss is not gaussian)  # NaN is not negative
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(seen, wanted, strict=True))
 
 
-def test_a_negative_variance_is_refused() -> None:
+def test_negative_variance_raises_and_keeps_the_model() -> None:
     step, model, optimizer = made(gaussian)
     before = [p.detach().clone() for p in model.parameters()]
     with outofcore.compile(step, model, optimizer, budget=1 << 24, home="host") as run:
@@ -111,7 +111,7 @@ def test_a_negative_variance_is_refused() -> None:
         run(torch.ones(3, 4), torch.zeros(1, 8))
 
 
-def test_a_constraint_of_the_users_is_no_check() -> None:
+def test_custom_constraint_is_not_treated_as_a_check() -> None:
     step, model, optimizer = made(own_constraint)
     with (
         outofcore.compile(step, model, optimizer, budget=1 << 24, home="host") as run,

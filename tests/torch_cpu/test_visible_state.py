@@ -82,7 +82,7 @@ def test_state_is_up_to_date_after_every_step(pair: Any) -> None:
         assert_alike(pair)
 
 
-def test_evaluation_between_steps(pair: Any) -> None:
+def test_evaluation_between_steps_is_exact(pair: Any) -> None:
     train(pair, range(2))
 
     def evaluate(model: nn.Module, optimizer: Any, step: Any) -> torch.Tensor:
@@ -98,7 +98,7 @@ def test_evaluation_between_steps(pair: Any) -> None:
     assert_alike(pair)
 
 
-def test_changes_in_place_are_seen(pair: Any) -> None:
+def test_in_place_changes_are_seen(pair: Any) -> None:
     train(pair, range(2))
 
     def change(model: Any, optimizer: Any, step: Any) -> None:
@@ -114,7 +114,7 @@ def test_changes_in_place_are_seen(pair: Any) -> None:
     assert_alike(pair)
 
 
-def test_data_put_in_place_is_taken_over(pair: Any) -> None:
+def test_replaced_data_is_used_by_the_next_step(pair: Any) -> None:
     train(pair, range(2))
 
     def change(model: Any, optimizer: Any, step: Any) -> None:
@@ -125,7 +125,7 @@ def test_data_put_in_place_is_taken_over(pair: Any) -> None:
     assert_alike(pair)
 
 
-def test_no_other_tensor_can_be_taken_for_what_was_shown(pair: Any) -> None:
+def test_storage_of_a_replaced_parameter_stays_allocated(pair: Any) -> None:
     """What is put in place of a parameter is known by its address, which must not be given to anything else."""
     train(pair, range(2))
     for parameter in pair[1][0].parameters():
@@ -137,7 +137,7 @@ def test_no_other_tensor_can_be_taken_for_what_was_shown(pair: Any) -> None:
     assert_alike(pair)
 
 
-def test_aliases_stay_right_between_steps(pair: Any) -> None:
+def test_aliases_show_the_current_values(pair: Any) -> None:
     train(pair, range(1))
     aliases = [side[0][0].weight.detach() for side in pair]
     train(pair, range(1, 4))
@@ -163,7 +163,7 @@ def test_state_dicts_are_saved_and_loaded(pair: Any) -> None:
     assert_alike(pair)
 
 
-def test_a_model_can_be_copied(pair: Any) -> None:
+def test_model_can_be_copied(pair: Any) -> None:
     train(pair, range(2))
     ours, theirs = both(pair, lambda model, optimizer, step: copy.deepcopy(model))
     train(pair, range(2, 3))
@@ -171,7 +171,7 @@ def test_a_model_can_be_copied(pair: Any) -> None:
         assert torch.equal(one, other)
 
 
-def test_a_learning_rate_takes_effect_without_capturing_again(pair: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_learning_rate_changes_do_not_capture_again(pair: Any, caplog: pytest.LogCaptureFixture) -> None:
     schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(side[1], T_max=6) for side in pair]
     caplog.set_level("INFO", logger="outofcore")
     for k in range(4):
@@ -182,7 +182,7 @@ def test_a_learning_rate_takes_effect_without_capturing_again(pair: Any, caplog:
     assert not [r for r in caplog.records if "captur" in r.message]
 
 
-def test_eval_and_train_are_noticed(pair: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_eval_and_train_switches_are_noticed(pair: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="outofcore")
     train(pair, range(2))
     for side in pair:
@@ -197,7 +197,7 @@ def test_eval_and_train_are_noticed(pair: Any, caplog: pytest.LogCaptureFixture)
     assert "eval" in captures[0]
 
 
-def test_a_frozen_parameter_is_noticed(pair: Any) -> None:
+def test_frozen_parameter_is_noticed(pair: Any) -> None:
     train(pair, range(2))
     for side in pair:
         side[0][0].weight.requires_grad_(False)
@@ -208,7 +208,7 @@ def test_a_frozen_parameter_is_noticed(pair: Any) -> None:
     assert_alike(pair)
 
 
-def test_a_last_smaller_batch_is_noticed(pair: Any) -> None:
+def test_smaller_last_batch_is_noticed(pair: Any) -> None:
     train(pair, range(2))
     ours, theirs = both(pair, lambda model, optimizer, step: step(batch(5)[:7]))
     assert torch.equal(ours, theirs)
@@ -224,7 +224,7 @@ def count_collection(phase: str, info: dict[str, int]) -> None:
     collected = collected + 1
 
 
-def test_a_callback_of_the_garbage_collector_is_no_part_of_a_step(pair: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_garbage_collector_callback_is_not_captured(pair: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="outofcore")
     threshold = gc.get_threshold()
     gc.callbacks.append(count_collection)
@@ -244,7 +244,7 @@ def messages(caplog: pytest.LogCaptureFixture, start: str) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.getMessage().startswith(start)]
 
 
-def test_what_is_captured_again_is_said_and_why(pair: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_reason_for_capturing_again_is_logged(pair: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="outofcore")
     train(pair, range(1))
 
@@ -274,7 +274,7 @@ def test_what_is_captured_again_is_said_and_why(pair: Any, caplog: pytest.LogCap
     assert_alike(pair)
 
 
-def test_a_moving_average_is_kept_and_put_in_place(pair: Any) -> None:
+def test_moving_average_can_be_swapped_in(pair: Any) -> None:
     averages = []
     for side in pair:
         averages.append({name: p.detach().clone() for name, p in side[0].named_parameters()})
@@ -306,7 +306,7 @@ def test_a_moving_average_is_kept_and_put_in_place(pair: Any) -> None:
     assert_alike(pair)
 
 
-def test_a_replaced_parameter_is_not_lost_when_another_plan_comes(pair: Any) -> None:
+def test_replaced_parameter_survives_a_change_of_plan(pair: Any) -> None:
     train(pair, range(2))
     for side in pair:
         side[0][0].weight.data = torch.full((256, 256), 0.01)
@@ -318,7 +318,7 @@ def test_a_replaced_parameter_is_not_lost_when_another_plan_comes(pair: Any) -> 
     assert_alike(pair)
 
 
-def test_the_state_of_a_step_is_given_and_taken(pair: Any) -> None:
+def test_step_state_dict_restores_a_step(pair: Any) -> None:
     train(pair, range(2))
     _, (model, optimizer, step) = pair
     state = copy.deepcopy(step.state_dict())
@@ -344,14 +344,14 @@ def test_the_state_of_a_step_is_given_and_taken(pair: Any) -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected, strict=True))
 
 
-def test_results_stay_right_however_long_they_are_kept(pair: Any) -> None:
+def test_held_results_stay_unchanged(pair: Any) -> None:
     kept = both(pair, lambda model, optimizer, step: step(batch(0)))
     values = [float(x) for x in kept]
     train(pair, range(1, 4))
     assert [float(x) for x in kept] == values
 
 
-def test_after_closing_everything_is_plain_again(pair: Any) -> None:
+def test_close_returns_the_model_to_plain_pytorch(pair: Any) -> None:
     train(pair, range(2))
     _, (model, _, step) = pair
     step.close()
@@ -362,7 +362,7 @@ def test_after_closing_everything_is_plain_again(pair: Any) -> None:
         step(batch(0))
 
 
-def test_a_step_goes_on_whose_optimizer_has_raised_and_refuses_once_it_is_torn() -> None:
+def test_step_continues_after_an_optimizer_error_unless_torn() -> None:
     model, optimizer, step = make()
     compiled = outofcore.compile(step, model, optimizer, budget="1GiB")
     compiled(batch(0))

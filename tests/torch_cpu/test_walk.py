@@ -239,14 +239,12 @@ def wander(seed: int, length: int = 16) -> None:
 
 
 @pytest.mark.parametrize("seed", some_of([*range(8), 9, 12, 116, 132, 155, 162], [3, 116, 132, 155]))
-def test_whatever_is_done_between_steps_gives_the_same_bits(seed: int) -> None:
+def test_random_actions_between_steps_are_exact(seed: int) -> None:
     wander(seed)
 
 
 @pytest.mark.parametrize("seed", some_of([1, 7, 10, 132], [1]))
-def test_plans_that_take_each_others_place_meanwhile_give_the_same_bits(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_actions_are_exact_when_plans_are_exchanged(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where steps took other times than foretold, at any step."""
     draw, judge, made = random.Random(seed), PlanKeeper.judge, []
 

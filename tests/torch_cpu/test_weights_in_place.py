@@ -70,7 +70,7 @@ def assert_has(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
         assert torch.equal(tensor, weights[name]), name
 
 
-def test_nothing_is_copied_and_nothing_is_written(home: outofcore.OpenHome, tmp_path: Path) -> None:
+def test_weights_in_a_file_are_not_copied_to_the_home(home: outofcore.OpenHome, tmp_path: Path) -> None:
     weights = saved(tmp_path)
     model = read_in_place(tmp_path, home)
     assert home.bytes == 0
@@ -83,7 +83,7 @@ def test_nothing_is_copied_and_nothing_is_written(home: outofcore.OpenHome, tmp_
     assert home.bytes == 0
 
 
-def test_what_is_written_stays_in_the_process_and_is_saved(home: outofcore.OpenHome, tmp_path: Path) -> None:
+def test_changed_weights_stay_private_and_are_saved(home: outofcore.OpenHome, tmp_path: Path) -> None:
     weights = saved(tmp_path)
     before = (tmp_path / "model.safetensors").read_bytes()
     model = read_in_place(tmp_path, home)
@@ -103,7 +103,7 @@ def test_what_is_written_stays_in_the_process_and_is_saved(home: outofcore.OpenH
     assert (tmp_path / "model.safetensors").read_bytes() == before
 
 
-def test_aliases_go_on_showing_what_they_showed(home: outofcore.OpenHome, tmp_path: Path) -> None:
+def test_aliases_keep_showing_the_weights(home: outofcore.OpenHome, tmp_path: Path) -> None:
     saved(tmp_path)
     model = read_in_place(tmp_path, home)
     model.requires_grad_(False)
@@ -133,9 +133,7 @@ def _ones(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", ["a step learns it", "another dtype", "init", "its module lacks something"])
-def test_what_changes_or_is_initialised_has_the_right_bytes(
-    home: outofcore.OpenHome, tmp_path: Path, change: str
-) -> None:
+def test_changed_or_initialised_weights_are_exact(home: outofcore.OpenHome, tmp_path: Path, change: str) -> None:
     weights = saved(tmp_path)
     if change == "its module lacks something":
         del weights["1.bias"]
@@ -188,7 +186,7 @@ def _write(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [_cut, _touch, _write])
-def test_a_file_that_is_changed_meanwhile_is_noticed(
+def test_change_of_the_file_between_steps_is_noticed(
     home: outofcore.OpenHome, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     saved(tmp_path)
@@ -201,7 +199,7 @@ def test_a_file_that_is_changed_meanwhile_is_noticed(
             compiled(x)
 
 
-def test_a_file_that_has_another_name_by_now_is_read_on(home: outofcore.OpenHome, tmp_path: Path) -> None:
+def test_renamed_file_is_still_read(home: outofcore.OpenHome, tmp_path: Path) -> None:
     weights = saved(tmp_path)
     model = read_in_place(tmp_path, home).requires_grad_(False)
     (tmp_path / "model.safetensors").rename(tmp_path / "other")
@@ -226,7 +224,7 @@ def mapped(folder: Path, how: str) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("how", ["safetensors", "torch.load"])
-def test_what_is_mapped_already_is_not_copied(home: outofcore.OpenHome, tmp_path: Path, how: str) -> None:
+def test_mapped_weights_are_not_copied(home: outofcore.OpenHome, tmp_path: Path, how: str) -> None:
     model = mapped(tmp_path, how)
     expected = {name: tensor.clone() for name, tensor in model.named_parameters()}
     x = torch.ones(2, WIDTH)
@@ -244,7 +242,7 @@ def test_what_is_mapped_already_is_not_copied(home: outofcore.OpenHome, tmp_path
     assert torch.equal(load_file(tmp_path / "model.safetensors")["1.weight"], expected["1.weight"])
 
 
-def test_after_a_step_without_a_home_of_others_mapped_weights_are_still_mapped(tmp_path: Path) -> None:
+def test_weights_stay_mapped_after_a_step_with_its_own_home(tmp_path: Path) -> None:
     model = mapped(tmp_path, "safetensors")
     expected = {name: tensor.clone() for name, tensor in model.named_parameters()}
     x = torch.ones(2, WIDTH)
@@ -260,7 +258,7 @@ def test_after_a_step_without_a_home_of_others_mapped_weights_are_still_mapped(t
 
 
 @pytest.mark.parametrize("why", ["it was written", "shared", "another file has its name", "it is gone"])
-def test_what_is_not_the_bytes_of_a_file_is_copied(home: outofcore.OpenHome, tmp_path: Path, why: str) -> None:
+def test_mapped_weights_unlike_their_file_are_copied(home: outofcore.OpenHome, tmp_path: Path, why: str) -> None:
     model = mapped(tmp_path, "safetensors")
     if why == "it was written":
         for layer in model:
@@ -281,7 +279,7 @@ def test_what_is_not_the_bytes_of_a_file_is_copied(home: outofcore.OpenHome, tmp
         assert_has(model, expected)
 
 
-def test_a_model_that_its_constructor_maps_is_built_in_place(home: outofcore.OpenHome, tmp_path: Path) -> None:
+def test_model_mapped_by_its_constructor_is_built_in_place(home: outofcore.OpenHome, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     shape: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 500}
     config = transformers.LlamaConfig(**shape, num_attention_heads=4, tie_word_embeddings=True)
@@ -297,7 +295,7 @@ def test_a_model_that_its_constructor_maps_is_built_in_place(home: outofcore.Ope
     assert_has(model, dict(plain.named_parameters()))
 
 
-def test_what_a_constructor_leaves_on_the_meta_device_is_refused(home: outofcore.OpenHome) -> None:
+def test_meta_tensors_left_by_a_constructor_are_refused(home: outofcore.OpenHome) -> None:
     def make() -> nn.Module:
         with torch.device("meta"):
             return model_of()
@@ -306,7 +304,7 @@ def test_what_a_constructor_leaves_on_the_meta_device_is_refused(home: outofcore
         outofcore.build(make, home=home)
 
 
-def test_a_file_that_is_replaced_before_it_is_opened_is_refused(tmp_path: Path) -> None:
+def test_file_changed_before_opening_is_refused(tmp_path: Path) -> None:
     saved(tmp_path)
     file = read_header(tmp_path / "model.safetensors")
     os.utime(tmp_path / "model.safetensors", ns=(7, 7))
@@ -314,7 +312,7 @@ def test_a_file_that_is_replaced_before_it_is_opened_is_refused(tmp_path: Path) 
         ReadFile(file.path, file.stamp)
 
 
-def test_any_bytes_come_wherever_they_begin_and_go(tmp_path: Path) -> None:
+def test_unaligned_reads_return_the_right_bytes(tmp_path: Path) -> None:
     draw = random.Random(3)
     data = draw.randbytes(5 * MIB + 1234)
     path = tmp_path / "data"

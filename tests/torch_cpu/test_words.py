@@ -70,7 +70,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], dict[Any, Any]], Cal
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_items_of_dicts(name: str) -> None:
+def test_word_changes_with_a_dict_item(name: str) -> None:
     make, dict_of, change = CHANGES[name]
     held = make()
     address = word_of(Kind.ITEM, dict_of(held), "x")
@@ -88,7 +88,7 @@ def test_items_of_dicts(name: str) -> None:
             held.train()
 
 
-def test_sizes_types_and_cells() -> None:
+def test_words_follow_sizes_types_and_cells() -> None:
     held = {"x": 1}
     size = word_of(Kind.SIZE, held, None)
     assert size is not None and word_at(size) == 1
@@ -113,7 +113,7 @@ def test_sizes_types_and_cells() -> None:
     assert word_at(cell) == id(number)
 
 
-def test_empty_sets() -> None:
+def test_word_follows_the_size_of_an_empty_set() -> None:
     for item in (1, "name", None):
         held: set[Any] = set()
         address = word_of(Kind.CALL, held, None)
@@ -130,7 +130,7 @@ class Failure(Exception):  # noqa: N818 - what matters is that it keeps its attr
 
 
 @pytest.mark.parametrize("make", [Plain, Failure, type("Items", (dict,), {}), nn.Identity])
-def test_all_attributes(make: Callable[[], Any]) -> None:
+def test_word_changes_when_the_attribute_dict_is_replaced(make: Callable[[], Any]) -> None:
     held = make()
     before = vars(held)
     address = word_of(Kind.ATTRIBUTE, held, "__dict__")
@@ -142,7 +142,7 @@ def test_all_attributes(make: Callable[[], Any]) -> None:
 @pytest.mark.parametrize(
     "of", [torch.zeros(3, requires_grad=True), nn.Parameter(torch.zeros(3))], ids=["tensor", "parameter"]
 )
-def test_hooks_of_tensors(of: torch.Tensor) -> None:
+def test_words_follow_hooks_of_tensors(of: torch.Tensor) -> None:
     names = "_backward_hooks", "_post_accumulate_grad_hooks"
     before = [word_of(Kind.ATTRIBUTE, of, name) for name in names]
     assert None not in before and before[0] != before[1]
@@ -154,7 +154,7 @@ def test_hooks_of_tensors(of: torch.Tensor) -> None:
         assert word_at(address) == id(getattr(of, name))
 
 
-def test_what_has_no_word() -> None:
+def test_unsupported_objects_have_no_word() -> None:
     class Own(torch.Tensor):
         pass
 
