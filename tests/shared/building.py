@@ -1,4 +1,4 @@
-"""Native code that workers need is built by one of them, and each has a cache of its own."""
+"""A native build shared by all test workers, and a private cache for each."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from outofcore.planning.remat import compiled as chains
 
 @contextlib.contextmanager
 def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory, load: Iterable[Callable[[], object]]) -> Iterator[None]:
-    """Build native code in the user's cache, once for all sessions, and go on with a copy that has no measurements.
+    """Build native code once in the user's cache; use a copy of it without measurements as the cache.
 
     Args:
         tmp_path_factory: where the copy is made.
-        load: functions that build missing native code; tests that need it report a failed build.
+        load: functions that build native code; a failed build is reported by the tests that need it.
     """
     with _one_at_a_time(tmp_path_factory):
-        for each in (*load, chains.load_library, placement.load_library, load_comparing):
+        for build in (*load, chains.load_library, placement.load_library, load_comparing):
             with contextlib.suppress(StateError):
-                each()
-    cache, built = tmp_path_factory.mktemp("cache"), user_cache_folder()
-    (cache / built.name).mkdir()
-    for library in built.glob("*-*"):
+                build()
+    cache, user_cache = tmp_path_factory.mktemp("cache"), user_cache_folder()
+    (cache / user_cache.name).mkdir()
+    for library in user_cache.glob("*-*"):
         with contextlib.suppress(OSError):  # another worker is building there
-            shutil.copytree(library, cache / built.name / library.name)
+            shutil.copytree(library, cache / user_cache.name / library.name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
         yield
@@ -41,7 +41,7 @@ def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory, load: Iterable[Ca
 
 @contextlib.contextmanager
 def _one_at_a_time(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What one worker builds here the others, which wait for it, then find."""
+    """Let one worker build while the others wait."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     with (shared / "building").open("w") as lock:
