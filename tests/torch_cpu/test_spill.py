@@ -1,4 +1,4 @@
-"""The home on a disk: its one file without a name, and what file systems do to it."""
+"""Tests of the home on a disk: its one unnamed file, and errors of file systems."""
 
 import errno
 import os
@@ -47,7 +47,7 @@ def test_direct_io_is_used_on_a_disk(tmp_path: Path) -> None:
 
 def test_file_is_unnamed_and_private_to_the_user(tmp_path: Path) -> None:
     home = DiskHome(tmp_path)
-    assert opened_in(tmp_path) == []  # not before it is needed
+    assert opened_in(tmp_path) == []  # created when first needed
     home.ensure(3 * MIB)
     assert list(tmp_path.iterdir()) == []
     for status in opened_in(tmp_path):
@@ -209,10 +209,10 @@ def test_failed_write_names_offset_path_and_reason(
 def test_full_disk_and_io_error_give_different_messages(tmp_path: Path, arena: Arena) -> None:
     home = DiskHome(tmp_path)
     home.ensure(MIB)
-    with file_instead(home, "/dev/full"), pytest.raises(TransferError, match="No space left on device; make room"):
+    with replace_file(home, "/dev/full"), pytest.raises(TransferError, match="No space left on device; make room"):
         home.write(0, arena.memory(0, MIB))
     with (
-        file_instead(home, "/proc/self/mem"),  # of which the first pages cannot be read
+        replace_file(home, "/proc/self/mem"),  # its first pages cannot be read
         pytest.raises(TransferError, match=r"could not read 1\.00 MiB at byte 0 .*Input/output error; check that"),
     ):
         home.read(0, arena.memory(0, MIB))
@@ -221,16 +221,16 @@ def test_full_disk_and_io_error_give_different_messages(tmp_path: Path, arena: A
 
 
 @contextmanager
-def file_instead(home: DiskHome, path: str) -> Iterator[None]:
-    descriptor, other = home.locate(0, PAGE_BYTES).descriptor, os.open(path, os.O_RDWR)
-    kept = os.dup(descriptor)
-    os.dup2(other, descriptor)
+def replace_file(home: DiskHome, path: str) -> Iterator[None]:
+    descriptor, replacement = home.locate(0, PAGE_BYTES).descriptor, os.open(path, os.O_RDWR)
+    original = os.dup(descriptor)
+    os.dup2(replacement, descriptor)
     try:
         yield
     finally:
-        os.dup2(kept, descriptor)
-        os.close(kept)
-        os.close(other)
+        os.dup2(original, descriptor)
+        os.close(original)
+        os.close(replacement)
 
 
 def test_read_past_the_end_of_the_file_is_reported(tmp_path: Path, arena: Arena) -> None:
@@ -255,7 +255,7 @@ def test_spill_directory_in_memory_works_with_a_warning(arena: Arena) -> None:
     home.close()
 
 
-# Where the file goes by default.
+# The default directory of the file.
 
 
 def test_default_directory_is_the_first_candidate_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +290,6 @@ def test_file_system_type_is_recognised() -> None:
 
 @pytest.mark.parametrize("policy", ["auto", "offload-all"])
 def test_full_home_raises_spill_error_and_keeps_the_model(policy: str, tmp_path: Path) -> None:
-    """And not as a budget that is too small, with advice to take the policy that was taken."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6)))
     optimizer = torch.optim.AdamW(model.parameters())

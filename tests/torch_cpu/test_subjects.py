@@ -1,4 +1,4 @@
-"""What the commands take as their subject, and what they say of everything else."""
+"""Tests of the subjects that commands accept, and of the errors for all others."""
 
 from __future__ import annotations
 
@@ -148,8 +148,8 @@ def test_zoo_options_are_refused_for_other_subjects(subject: list[str]) -> None:
 
 
 def test_completion_covers_the_models_of_the_zoo() -> None:
-    found = {find_workload(name, {"batch": 1}).name for name in MODELS}
-    assert found == set(zoo.names())
+    completed_names = {find_workload(name, {"batch": 1}).name for name in MODELS}
+    assert completed_names == set(zoo.names())
 
 
 @pytest.mark.parametrize("sizes", [["--batch", "1000000000000000000"], ["--width", "1000000000", "--heads", "2"]])
@@ -162,8 +162,8 @@ def test_impossible_sizes_give_a_one_line_error(sizes: list[str]) -> None:
 
 def test_standard_output_has_only_the_json() -> None:
     arguments = ["plan", "loud.py:build", "--budget", "1MiB", "--json", "--no-curve", "--device", "h100"]
-    done = subprocess.run([sys.executable, "-m", "outofcore", *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["feasible"]
+    run = subprocess.run([sys.executable, "-m", "outofcore", *arguments], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)["feasible"]
     for text in ("from the script", "from native code", "from the function", "from the step"):
-        assert text in done.stderr
+        assert text in run.stderr

@@ -1,4 +1,4 @@
-"""A step that is called with inputs of several shapes: what moves when one takes the place of another."""
+"""Tests of switches between input shapes: the copies and moves when one plan replaces another."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from outofcore.execution.state_moves import move_order
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What goes between the arena and homes outside of a step."""
-    found: list[str] = []
+    """Return a list of copies between the arena and homes outside of steps."""
+    names: list[str] = []
     for name in ("save", "load"):
         original = getattr(Arena, name)
 
-        def counted(self: Arena, *args: Any, name: str = name, original: Any = original) -> None:
-            found.append(name)
+        def record_copy(self: Arena, *args: Any, name: str = name, original: Any = original) -> None:
+            names.append(name)
             original(self, *args)
 
-        monkeypatch.setattr(Arena, name, counted)
-    return found
+        monkeypatch.setattr(Arena, name, record_copy)
+    return names
 
 
 def test_switch_between_known_shapes_copies_no_persistent_state(copies: list[str]) -> None:
@@ -37,7 +37,7 @@ def test_switch_between_known_shapes_copies_no_persistent_state(copies: list[str
             torch.manual_seed(number)
             side.train(batch(number, rows))
         if number == 1:
-            copies.clear()  # the arena was left while the second shape was planned
+            copies.clear()  # planning the second shape emptied the arena
         if number == 2:
             assert copies == []
     assert alike(everything(ours), everything(theirs))
@@ -66,18 +66,18 @@ def test_switches_under_tight_budgets_are_exact(budget: str) -> None:
 
 @st.composite
 def arrangements(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]], list[int]]:
-    """Pieces of one region, and where they are to go."""
+    """Draw blocks of one region and their targets."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=8))
 
-    def laid_out() -> list[int]:
-        order, found, at = draw(st.permutations(range(len(sizes)))), [0] * len(sizes), 0
+    def draw_offsets() -> list[int]:
+        order, offsets, offset = draw(st.permutations(range(len(sizes)))), [0] * len(sizes), 0
         for index in order:
-            at += draw(st.integers(0, 2))
-            found[index] = at
-            at += sizes[index]
-        return found
+            offset += draw(st.integers(0, 2))
+            offsets[index] = offset
+            offset += sizes[index]
+        return offsets
 
-    begins, targets = laid_out(), laid_out()
+    begins, targets = draw_offsets(), draw_offsets()
     return sum(sizes) + 2 * len(sizes), [(b, b + n) for b, n in zip(begins, sizes, strict=True)], targets
 
 

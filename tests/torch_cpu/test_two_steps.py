@@ -1,4 +1,4 @@
-"""Several steps over one model: training and evaluation, by a home that they share or with one each."""
+"""Tests of several steps over one model, such as training and evaluation, with a shared home or one each."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def alternate(model: nn.Module, optimizer: Any, train: Any, evaluate: Any) -> li
 
 def assert_alike(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
     assert len(ours) == len(plain)
-    assert all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))
+    assert all(torch.equal(actual, expected) for actual, expected in zip(ours, plain, strict=True))
 
 
 Compiled = tuple[nn.Module, torch.optim.Optimizer, outofcore.Step, outofcore.Step]
@@ -105,7 +105,7 @@ def test_steps_with_a_shared_home_use_one_arena_at_a_time(pair: Compiled) -> Non
     for k in range(6):
         training(batch(k))
         evaluation(batch(k))
-    # The state of the two large layers, each tensor in one slot; some activations besides.
+    # The state of the two large layers in one slot per tensor, plus some activations.
     assert training.home.bytes < 2 * 6 * 256 * 256 * 4
 
 
@@ -116,7 +116,7 @@ def test_torn_model_is_refused_by_other_steps(monkeypatch: pytest.MonkeyPatch) -
         training(batch(0))
         with monkeypatch.context() as patch:
             patch.setattr(UpdateOn, "__call__", mock.Mock(side_effect=TypeError))
-            with pytest.raises(TypeError):  # as plain PyTorch leaves the model, which is whole
+            with pytest.raises(TypeError):  # the model stays consistent, as in plain PyTorch
                 training(batch(1))
         evaluation(batch(1))
         training(batch(1))

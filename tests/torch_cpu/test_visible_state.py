@@ -1,4 +1,4 @@
-"""Between steps the user sees, changes, saves and restores everything as in plain PyTorch."""
+"""Tests of model and optimizer state between steps: it can be read, changed, saved and restored as in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def batch(number: int) -> torch.Tensor:
 
 @pytest.fixture(params=some_of(["smallest", "halfway", "all"], ["smallest", "all"]))
 def pair(request: pytest.FixtureRequest) -> Any:
-    """(model, optimizer, step) in plain PyTorch, and the same under a budget."""
+    """Return (model, optimizer, step) in plain PyTorch, and the same under a budget."""
     model, optimizer, step = make()
     smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(batch(0),), split="off")
     budget = {"smallest": smallest, "halfway": 2 * smallest, "all": 1 << 30}[request.param]
@@ -126,12 +126,12 @@ def test_replaced_data_is_used_by_the_next_step(pair: Any) -> None:
 
 
 def test_storage_of_a_replaced_parameter_stays_allocated(pair: Any) -> None:
-    """What is put in place of a parameter is known by its address, which must not be given to anything else."""
+    """Replaced parameters are detected by address, so the address must not be reused."""
     train(pair, range(2))
     for parameter in pair[1][0].parameters():
         shown = StorageWeakRef(parameter.untyped_storage())
         parameter.data = parameter.data.clone()
-        # Small ones may lie in memory of their own, where there is nothing to be mistaken.
+        # Small tensors may be outside of the arena, where addresses are not compared.
         assert parameter.nbytes < 64 * KIB or not shown.expired()
     train(pair, range(2, 4))
     assert_alike(pair)
@@ -167,8 +167,8 @@ def test_model_can_be_copied(pair: Any) -> None:
     train(pair, range(2))
     ours, theirs = both(pair, lambda model, optimizer, step: copy.deepcopy(model))
     train(pair, range(2, 3))
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for expected, actual in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(expected, actual)
 
 
 def test_learning_rate_changes_do_not_capture_again(pair: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -228,7 +228,7 @@ def test_garbage_collector_callback_is_not_captured(pair: Any, caplog: pytest.Lo
     caplog.set_level("INFO", logger="outofcore")
     threshold = gc.get_threshold()
     gc.callbacks.append(count_collection)
-    gc.set_threshold(1)  # it would run while the step is captured
+    gc.set_threshold(1)  # so that it runs while the step is captured
     try:
         train(pair, range(4))
     finally:
@@ -261,7 +261,7 @@ def test_reason_for_capturing_again_is_logged(pair: Any, caplog: pytest.LogCaptu
         "capturing again: the settings of an optimizer changed",
         "capturing again: argument 0 changed shape (32, 256) -> (7, 256)",
     ]
-    # Weights are decayed and learnt at other rates without either.
+    # Other learning rates and weight decays do not capture again.
     caplog.clear()
     change(lambda model, optimizer: None)
     change(lambda model, optimizer: optimizer.param_groups[0].update(lr=0.5, betas=(0.5, 0.6), weight_decay=0.3))
@@ -283,10 +283,10 @@ def test_moving_average_can_be_swapped_in(pair: Any) -> None:
         for side, average in zip(pair, averages, strict=True):
             for name, p in side[0].named_parameters():
                 average[name].lerp_(p.detach(), 0.1)
-    kept = []
+    backups = []
     for side, average in zip(pair, averages, strict=True):
         with torch.no_grad():
-            kept.append({name: p.clone() for name, p in side[0].named_parameters()})
+            backups.append({name: p.clone() for name, p in side[0].named_parameters()})
             for name, p in side[0].named_parameters():
                 p.copy_(average[name])
 
@@ -299,9 +299,9 @@ def test_moving_average_can_be_swapped_in(pair: Any) -> None:
 
     ours, theirs = both(pair, evaluate)
     assert torch.equal(ours, theirs)
-    for side, own in zip(pair, kept, strict=True):
+    for side, backup in zip(pair, backups, strict=True):
         for name, p in side[0].named_parameters():
-            p.data = own[name]  # by another way back
+            p.data = backup[name]  # restored by assignment
     train(pair, range(3, 5))
     assert_alike(pair)
 
@@ -322,7 +322,7 @@ def test_step_state_dict_restores_a_step(pair: Any) -> None:
     train(pair, range(2))
     _, (model, optimizer, step) = pair
     state = copy.deepcopy(step.state_dict())
-    kept = copy.deepcopy(state)  # as in plain PyTorch, an optimizer goes on with the tensors that it is given
+    backup = copy.deepcopy(state)  # the optimizer goes on to use the loaded tensors, as in plain PyTorch
     train(pair, range(2, 4))
     expected = [p.detach().clone() for p in model.parameters()]
     step.load_state_dict(state)
@@ -337,7 +337,7 @@ def test_step_state_dict_restores_a_step(pair: Any) -> None:
     with pytest.raises(TypeError):
         step(batch(4))
     optimizer.param_groups[0]["betas"] = (0.9, 0.999)
-    step.load_state_dict(kept)
+    step.load_state_dict(backup)
     torch.manual_seed(99)
     for k in range(2, 4):
         step(batch(k))
@@ -345,10 +345,10 @@ def test_step_state_dict_restores_a_step(pair: Any) -> None:
 
 
 def test_held_results_stay_unchanged(pair: Any) -> None:
-    kept = both(pair, lambda model, optimizer, step: step(batch(0)))
-    values = [float(x) for x in kept]
+    results = both(pair, lambda model, optimizer, step: step(batch(0)))
+    values = [float(x) for x in results]
     train(pair, range(1, 4))
-    assert [float(x) for x in kept] == values
+    assert [float(x) for x in results] == values
 
 
 def test_close_returns_the_model_to_plain_pytorch(pair: Any) -> None:
@@ -375,4 +375,4 @@ def test_step_continues_after_an_optimizer_error_unless_torn() -> None:
     compiled._session.torn = "TransferError: the disk is gone"
     with pytest.raises(StateError, match="half way"):
         compiled(batch(1))
-    compiled.close()  # what is raised refers to it, and would keep its arena beside those of other tests
+    compiled.close()  # the caught exception refers to it, which would keep its arena alive

@@ -15,7 +15,7 @@ from outofcore.zoo.data import image_batches, library_text
 from outofcore.zoo.gpt import GPTShape, shape_for
 from outofcore.zoo.vision import ResNetShape, resnet_shape
 
-# Small enough to train for a step within a second.
+# Small enough to train one step within a second.
 TINY = {
     "resnet": {"batch": 2, "depth": 18, "size": 32},
     "vgg16": {"batch": 2, "size": 32},
@@ -80,10 +80,10 @@ def test_impossible_depth_names_the_nearest_depths(depth: int, nearest: str) -> 
         zoo.workload("resnet", batch=1, depth=depth)
 
 
-@pytest.mark.parametrize("wanted", ["10M", "125M", "350M", "1.3B", "13B"])
-def test_params_option_picks_a_gpt_of_matching_size(wanted: str) -> None:
-    count = zoo.parse_count(wanted)
-    work = zoo.workload("gpt", batch=1, params=wanted)
+@pytest.mark.parametrize("size", ["10M", "125M", "350M", "1.3B", "13B"])
+def test_params_option_picks_a_gpt_of_matching_size(size: str) -> None:
+    count = zoo.parse_count(size)
+    work = zoo.workload("gpt", batch=1, params=size)
     assert abs(work.parameter_count() / count - 1) < 0.05
     assert work.parameter_count() == shape_for(count, 1024, 256, 0.1).parameters
 
@@ -133,12 +133,12 @@ def test_shapes_of_batches_and_results(name: str) -> None:
 @pytest.mark.parametrize("name", zoo.names())
 def test_data_depends_on_the_seed_alone(name: str) -> None:
     first = list(islice(tiny(name, seed=3).batches(), 2))
-    again = list(islice(tiny(name).batches(seed=3), 2))
-    other = list(islice(tiny(name).batches(seed=4), 2))
-    for one, two in zip(first, again, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    repeated = list(islice(tiny(name).batches(seed=3), 2))
+    other_seed = list(islice(tiny(name).batches(seed=4), 2))
+    for expected, actual in zip(first, repeated, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
     assert not torch.equal(first[0][0], first[1][0])
-    assert not torch.equal(first[0][0], other[0][0])
+    assert not torch.equal(first[0][0], other_seed[0][0])
 
 
 @pytest.mark.parametrize("name", zoo.names())
@@ -149,9 +149,9 @@ def test_weights_depend_on_the_seed_alone(name: str) -> None:
     first = work.build().state_dict()
     assert torch.equal(before, torch.get_rng_state())
     torch.manual_seed(12)
-    again, other = work.build().state_dict(), work.build(seed=1).state_dict()
-    assert all(torch.equal(first[key], again[key]) for key in first)
-    assert any(not torch.equal(first[key], other[key]) for key in first)
+    repeated, other_seed = work.build().state_dict(), work.build(seed=1).state_dict()
+    assert all(torch.equal(first[key], repeated[key]) for key in first)
+    assert any(not torch.equal(first[key], other_seed[key]) for key in first)
 
 
 # Deep networks take seconds to build.
@@ -177,7 +177,7 @@ def test_gpt_learns() -> None:
     model = work.build()
     step = work.make_step(model, work.optimizer(model))
     losses = [step(*batch).item() for batch in islice(work.batches(), 40)]
-    # At first no better than guessing among 256 bytes: ln 256 is 5.55.
+    # The first loss is that of guessing among 256 bytes: ln 256 is 5.55.
     assert 5.3 < losses[0] < 5.8
     assert sum(losses[-5:]) / 5 < losses[0] - 1.5
 
@@ -187,9 +187,9 @@ def test_gpt_does_not_see_later_tokens() -> None:
     model, tokens = work.build(), next(work.batches())[0]
     changed = tokens.clone()
     changed[:, 10] = (changed[:, 10] + 1) % 256
-    one, two = model(tokens), model(changed)
-    assert torch.equal(one[:, :10], two[:, :10])
-    assert not torch.equal(one[:, 10:], two[:, 10:])
+    original_output, changed_output = model(tokens), model(changed)
+    assert torch.equal(original_output[:, :10], changed_output[:, :10])
+    assert not torch.equal(original_output[:, 10:], changed_output[:, 10:])
 
 
 def test_gpt_shares_its_embedding() -> None:
@@ -222,10 +222,10 @@ def test_amp_computes_in_bfloat16() -> None:
     for amp in (False, True):
         work = tiny("gpt", amp=amp, dropout=0.0)
         model = work.build()
-        seen: set[torch.dtype] = set()
-        model.get_submodule("head").register_forward_hook(lambda _, __, out, seen=seen: seen.add(out.dtype))
+        dtypes: set[torch.dtype] = set()
+        model.get_submodule("head").register_forward_hook(lambda _, __, out, dtypes=dtypes: dtypes.add(out.dtype))
         losses.append(work.make_step(model, work.optimizer(model))(*batch).item())
-        assert seen == {torch.bfloat16 if amp else torch.float32}
+        assert dtypes == {torch.bfloat16 if amp else torch.float32}
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
     assert losses[0] != losses[1]
 
