@@ -25,7 +25,7 @@ def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory, load: Iterable[Ca
         tmp_path_factory: where the copy is made.
         load: functions that build native code; a failed build is reported by the tests that need it.
     """
-    with _one_at_a_time(tmp_path_factory):
+    with _build_lock(tmp_path_factory):
         for build in (*load, chains.load_library, placement.load_library, load_comparing):
             with contextlib.suppress(StateError):
                 build()
@@ -40,7 +40,7 @@ def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory, load: Iterable[Ca
 
 
 @contextlib.contextmanager
-def _one_at_a_time(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _build_lock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Let one worker build while the others wait."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base

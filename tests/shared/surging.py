@@ -377,7 +377,7 @@ def compare(name: str, budget: int, steps: int, *, cache: Any = False, **setting
         peak = max(peak, arena.resident_bytes() + counters.live_bytes + served_bytes)
         arenas[id(arena)] = arena, counters.beyond, counters.beyond_bytes
 
-    class Measured(DemandEviction):
+    class MeasuredEviction(DemandEviction):
         def _serve(self, count: int, scope: int) -> int:
             answer = super()._serve(count, scope)
             # The pages of the answer are not resident yet.
@@ -390,7 +390,7 @@ def compare(name: str, budget: int, steps: int, *, cache: Any = False, **setting
             super().begin(*args)
 
     with (
-        mock.patch("outofcore.execution.runner.DemandEviction", Measured),
+        mock.patch("outofcore.execution.runner.DemandEviction", MeasuredEviction),
         mock.patch.object(mmap, "MADV_HUGEPAGE", mmap.MADV_NOHUGEPAGE),  # huge pages would count unrequested bytes
         outofcore.compile(step, model, optimizer, budget=budget, cache=cache, **settings) as compiled,
     ):

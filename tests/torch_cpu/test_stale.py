@@ -679,7 +679,7 @@ def test_change_between_two_calls_is_seen(name: str, cache: Path) -> None:
     plain = run_isolated(CASES[name])
     assert run_isolated(CASES[name], cache=cache) == plain
     if name != "state of the optimizer":
-        assert run_isolated(CASES[name], change=False) != plain  # else the case would prove too little
+        assert run_isolated(CASES[name], change=False) != plain  # otherwise the change has no effect to detect
 
 
 def counter_in_a_list(w: World) -> tuple[Callable[..., Any], Any]:

@@ -77,7 +77,7 @@ def test_joined_updates_stay_below_the_byte_limit(monkeypatch: pytest.MonkeyPatc
 def test_foreach_updates_are_joined_on_a_gpu() -> None:
     before = replace(capture_with(torch.optim.AdamW, foreach=True), device=torch.device("cuda"))
     after = together(before)
-    # Joined ops stay below an eighth of the step's peak.
+    # Joined updates stay below an eighth of the step's live bytes.
     assert len(updates(after)) < len(updates(before))
     joined = [sum(m.parameter.numel() * 4 for m in update.members) for update in updates(after)]
     assert max(joined) <= max(4 * MIB, live_bytes(before.graph) // 8)

@@ -131,7 +131,7 @@ def test_storage_of_a_replaced_parameter_stays_allocated(pair: Any) -> None:
     for parameter in pair[1][0].parameters():
         shown = StorageWeakRef(parameter.untyped_storage())
         parameter.data = parameter.data.clone()
-        # Small tensors may be outside of the arena, where addresses are not compared.
+        # Small tensors may be stored outside of the arena, where no mix-up is possible.
         assert parameter.nbytes < 64 * KIB or not shown.expired()
     train(pair, range(2, 4))
     assert_alike(pair)

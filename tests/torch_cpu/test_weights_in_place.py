@@ -344,22 +344,7 @@ def test_damaged_headers_are_refused_with_one_error(tmp_path: Path) -> None:
     good = path.read_bytes()
     length = int.from_bytes(good[:8], "little")
     header, data = json.loads(good[8 : 8 + length]), good[8 + length :]
-    invalid: list[Any] = [
-        -1,
-        1.5,
-        True,
-        None,
-        "1",
-        2**63,
-        10**400,
-        [],
-        {},
-        [[]],
-        "F32",
-        0,
-        float("nan"),
-        float("inf"),
-    ]
+    invalid: list[Any] = [-1, 1.5, True, None, "1", 2**63, 10**400, [], {}, [[]], "F32", 0, float("nan"), float("inf")]
     refused = 0
     for number in range(400):
         changed = bytearray(good)

@@ -97,7 +97,7 @@ def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     return step
 
 
-def accumulating(model: Any, optimizer: torch.optim.Optimizer) -> Any:
+def make_accumulating_step(model: Any, optimizer: torch.optim.Optimizer) -> Any:
     """Make a step of two backward passes with one reduction; gradients persist between steps."""
 
     def step(x: Tensor, y: Tensor) -> Tensor:
@@ -124,7 +124,11 @@ def replicas(rank: int) -> None:
     if dist.get_world_size() > 2:
         return
     settings = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
-    same(train("1GiB", accumulating, rank, **settings)[0], train(None, accumulating, rank, **settings)[0], "sums")
+    same(
+        train("1GiB", make_accumulating_step, rank, **settings)[0],
+        train(None, make_accumulating_step, rank, **settings)[0],
+        "sums",
+    )
     no_sync(rank)
 
 
@@ -315,7 +319,7 @@ def death(rank: int) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return maybe_end(model(maybe_end(x)))
 
-    step = outofcore.compile(plain_of(Around(), model, optimizer), model, optimizer, budget="1GiB", home="host")
+    step = outofcore.compile(make_step_of(Around(), model, optimizer), model, optimizer, budget="1GiB", home="host")
     all_batches = list(batches(rank, 4))
     for batch in all_batches[:3]:
         step(*batch)
@@ -335,7 +339,7 @@ def death(rank: int) -> None:
     same(tensors(model, optimizer), before, "closed after the other process had ended")
 
 
-def plain_of(run: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+def make_step_of(run: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = nn.functional.cross_entropy(run(x), y)
         loss.backward()
