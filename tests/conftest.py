@@ -32,7 +32,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the random seed, which a quiet run omits."""
     seed = getattr(config.option, "randomly_seed", None)
     if seed is not None:
         terminalreporter.write_line(f"random order and numbers: repeat them with --randomly-seed={seed}")

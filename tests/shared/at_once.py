@@ -1,4 +1,4 @@
-"""A planner that plans in the foreground, and fixed costs, so that tests know when each plan is ready."""
+"""A planner that plans in the foreground, and fixed costs, for tests that must not depend on timing."""
 
 from __future__ import annotations
 
@@ -28,10 +28,7 @@ class PlannedAtOnce(BackgroundPlanner[Any]):
 
 
 def reader_with_fixed_costs(link_bytes_per_s: float = 5e8) -> Callable[..., StepRecord]:
-    """Return a ``read_record`` with costs that do not depend on the machine.
-
-    An op takes 10 µs plus its bytes at 10 GB/s. The default link is slow so that copies end no later than planned.
-    """
+    """Return a ``read_record`` with fixed costs: an op takes 10 µs plus its bytes at 10 GB/s."""
 
     def read(*args: Any) -> StepRecord:
         record = read_record(*args)
@@ -40,7 +37,7 @@ def reader_with_fixed_costs(link_bytes_per_s: float = 5e8) -> Callable[..., Step
             replace(cost, seconds=1e-5 + sum(graph.storages[s].bytes for s in op.touched) / 1e10)
             for op, cost in zip(graph.ops, costs.ops, strict=True)
         )
-        (home,) = costs.homes
+        (home,) = costs.homes  # a slow link by default, so that copies end no later than planned
         home = replace(home, bytes_per_s_out=link_bytes_per_s, bytes_per_s_in=link_bytes_per_s)
         return replace(record, costs=replace(costs, ops=ops, homes=(home,)))
 

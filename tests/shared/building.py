@@ -19,15 +19,10 @@ from outofcore.planning.remat import compiled as chains
 
 @contextlib.contextmanager
 def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory, load: Iterable[Callable[[], object]]) -> Iterator[None]:
-    """Build native code once in the user's cache; use a copy of it without measurements as the cache.
-
-    Args:
-        tmp_path_factory: where the copy is made.
-        load: functions that build native code; a failed build is reported by the tests that need it.
-    """
+    """Build native code once in the user's cache, and use a copy without measurements as the cache."""
     with _build_lock(tmp_path_factory):
         for build in (*load, chains.load_library, placement.load_library, load_comparing):
-            with contextlib.suppress(StateError):
+            with contextlib.suppress(StateError):  # tests that need the code report a failed build
                 build()
     cache, user_cache = tmp_path_factory.mktemp("cache"), user_cache_folder()
     (cache / user_cache.name).mkdir()
@@ -41,7 +36,6 @@ def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory, load: Iterable[Ca
 
 @contextlib.contextmanager
 def _build_lock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Let one worker build while the others wait."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     with (shared / "building").open("w") as lock:

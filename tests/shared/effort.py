@@ -49,10 +49,7 @@ def some_of(values: Iterable[Any], keep: Iterable[Any] | Callable[[Any], bool]) 
 
 
 def pairs_of(*factors: Iterable[Any]) -> list[Any]:
-    """Return the product of the factors; mark as exhaustive all but a greedy pairwise cover.
-
-    Source: D. M. Cohen et al., *The AETG System*, IEEE TSE 23(7), 1997.
-    """
+    """Mark as exhaustive all but a pairwise cover of the factors' product (Cohen et al., IEEE TSE 23(7), 1997)."""
     product = list(itertools.product(*factors))
     pairs = [set(itertools.combinations(enumerate(map(repr, values)), 2)) for values in product]
     open_pairs, chosen = set[Any]().union(*pairs), set[int]()

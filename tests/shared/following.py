@@ -32,7 +32,7 @@ class Trained:
     generators: list[Tensor]
 
     def differs_from(self, other: Trained) -> str:
-        """Return a description of the first difference in any bit; empty if there is none."""
+        """Return a description of the first difference in any bit; empty if all are equal."""
         if self.read != other.read:
             return f"read {self.read} and not {other.read}"
         for kind, ours, theirs in (
@@ -57,13 +57,9 @@ def trained(
     prepare: Callable[[outofcore.Loop], object] = lambda run: None,
     **options: Any,
 ) -> tuple[Trained, outofcore.LoopStats | None]:
-    """Train a loop of ``loops`` in plain PyTorch or within a budget; return its results and the run's statistics.
+    """Train in plain PyTorch (``budget`` None) or within a budget in bytes; return results and statistics.
 
-    Args:
-        budget: in bytes; None for plain PyTorch.
-        stress: evict and overwrite all tensors after every op.
-        prepare: called with the ``outofcore.Loop`` before training starts.
-        options: of ``outofcore.budget``.
+    ``stress`` evicts and overwrites all tensors after every op. ``prepare`` is called before training starts.
     """
     torch.manual_seed(0)
     model = model_of()
@@ -86,7 +82,7 @@ def trained(
 
 
 def peak_of(loop: Loop, model_of: Callable[[], nn.Module], share: float = 1.0) -> int:
-    """Return a share of the movable bytes at a loop's peak with ample memory and no plan, plus all small tensors'."""
+    """Return the peak bytes without a plan: a share of the movable ones plus all small tensors'."""
     movable, small = _peaks_of(loop, model_of)
     return int(share * movable) + small
 

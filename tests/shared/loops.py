@@ -1,7 +1,4 @@
-"""Ordinary training loops, without any reference to ``outofcore``.
-
-Each takes a model and a function that makes its optimizer, trains on the model's device, and returns all values read.
-"""
+"""Ordinary training loops: each trains on its model's device and returns all values that it read."""
 
 from __future__ import annotations
 
@@ -113,7 +110,7 @@ def lengths_vary(model: nn.Module, make: Make) -> list[Any]:
 
 
 def rich(model: nn.Module, make: Make) -> list[Any]:
-    """Accumulation, clipping, a schedule, printing, evaluation, skipped updates, both kinds of gradient clearing."""
+    """Accumulation, clipping, a schedule, printing, evaluation, skipped updates, cleared gradients."""
     optimizer, values = make(model), []
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=12)
     for i, (ids, targets) in enumerate(sentences(10, device=device_of(model))):
@@ -170,11 +167,11 @@ def _by_blocks(model: nn.Module, make: Make, through: Callable[[nn.Module, Tenso
     return [*values, optimizer]
 
 
-def checkpointed(model: nn.Module, make: Make) -> list[Any]:
+def checkpointed_loop(model: nn.Module, make: Make) -> list[Any]:
     return _by_blocks(model, make, lambda block, x: checkpoint(block, x, use_reentrant=False))
 
 
-def checkpointed_reentrant(model: nn.Module, make: Make) -> list[Any]:
+def checkpointed_reentrant_loop(model: nn.Module, make: Make) -> list[Any]:
     return _by_blocks(model, make, lambda block, x: checkpoint(block, x, use_reentrant=True))
 
 
@@ -280,7 +277,7 @@ def loaded_by_workers(model: nn.Module, make: Make) -> list[Any]:
     return [*values, optimizer]
 
 
-def ragged(model: nn.Module, make: Make) -> list[Any]:
+def ragged_loop(model: nn.Module, make: Make) -> list[Any]:
     """Packed sequences of different lengths through an LSTM."""
     optimizer, values = make(model), []
     assert isinstance(model, nn.LSTM)
@@ -297,7 +294,6 @@ def ragged(model: nn.Module, make: Make) -> list[Any]:
 
 
 def adversaries(model: nn.Module, make: Make) -> list[Any]:
-    """A generator and a discriminator, each with an optimizer of its own."""
     assert isinstance(model, nn.ModuleDict)
     makes, judges = model["makes"], model["judges"]
     optimizers, values = (make(makes), make(judges)), []
@@ -334,14 +330,14 @@ LOOPS: dict[str, tuple[Loop, Callable[[], nn.Module]]] = {
     "lengths_vary": (lengths_vary, Language),
     "rich": (rich, Language),
     "autocast": (autocast, Language),
-    "checkpointed": (checkpointed, Language),
-    "checkpointed_reentrant": (checkpointed_reentrant, Language),
+    "checkpointed": (checkpointed_loop, Language),
+    "checkpointed_reentrant": (checkpointed_reentrant_loop, Language),
     "custom_function": (custom_function, Language),
     "branches": (branches, Language),
     "gradients_of_gradients": (gradients_of_gradients, Pictures),
     "pictures": (pictures, Pictures),
     "loaded_by_workers": (loaded_by_workers, Pictures),
-    "ragged": (ragged, ragged_model),
+    "ragged": (ragged_loop, ragged_model),
     "adversaries": (adversaries, adversarial_model),
 }
 

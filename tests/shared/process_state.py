@@ -26,7 +26,6 @@ class Setting:
 
 
 def settings() -> list[Setting]:
-    """Return the settings of this process, with PyTorch's if it is imported."""
     torch = sys.modules.get("torch")
     return [*_of_python(), *(_of_torch(torch) if torch is not None and hasattr(torch, "backends") else ())]
 

@@ -1,7 +1,4 @@
-"""Training steps with ops that need more memory in some calls, and their comparison with plain PyTorch.
-
-The optimizers are shortened versions of published ones: they allocate memory and create state as those do.
-"""
+"""Training steps with ops that need more memory in some calls, compared with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ Made = tuple[Callable[[torch.Tensor], torch.Tensor], nn.Module, Optimizer]
 
 
 class Matrixwise(Optimizer):
-    """A base of optimizers that transform the gradient of each matrix; every ``every`` steps the costly way."""
+    """A base of optimizers that transform each matrix's gradient, at a high cost every few steps."""
 
     def __init__(self, params: Any, *, lr: float = 1e-2, every: int = 3) -> None:
         super().__init__(params, {"lr": lr})
@@ -50,11 +47,9 @@ class Matrixwise(Optimizer):
                 parameter.add_(update, alpha=-group["lr"])
 
     def matrix(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
-        """Return the update of a matrix."""
         raise NotImplementedError
 
     def is_due(self, state: dict[str, Any]) -> bool:
-        """Return whether this step computes the costly part."""
         return bool(state["step"] % self.every == 0)
 
 
@@ -193,7 +188,7 @@ OPTIMIZERS: dict[str, type[Matrixwise]] = {
 
 @torch.library.custom_op("outofcore_tests::surge", mutates_args=())
 def surge(x: torch.Tensor, max_share: int) -> torch.Tensor:
-    """Double ``x``; the scratch memory depends on its values and takes 4 to 16 * ``max_share`` times its bytes."""
+    """Double ``x`` with scratch memory of 4 to 16 * ``max_share`` times its bytes, depending on its values."""
     share = min(max(float(x.detach().abs().mean()), 0.25), float(max_share))
     scratch = torch.ones(max(int(share * 16 * x.numel()), 1))
     return x * 2 * scratch[:1]
@@ -224,7 +219,7 @@ surge.register_autograd(
 
 
 class Surging(nn.Module):
-    """A custom operator whose scratch memory depends on values, in the forward and the backward pass."""
+    """A custom operator with scratch memory that depends on values, in both passes."""
 
     def __init__(self, max_share: int) -> None:
         super().__init__()
@@ -282,12 +277,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def names() -> list[str]:
-    """Return the names of all cases: optimizers on a plain model, and models with a plain optimizer."""
     return [*OPTIMIZERS, *MODELS]
 
 
 def make(name: str) -> Made:
-    """Return the step of a case with its model and optimizer, initialised with a fixed seed."""
     torch.manual_seed(0)
     if name in OPTIMIZERS:
         model: nn.Module = nn.Sequential(_mlp(), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
@@ -307,7 +300,6 @@ def make(name: str) -> Made:
 
 
 def batches(count: int) -> Iterator[torch.Tensor]:
-    """Yield batches of growing and falling magnitude."""
     generator = torch.Generator().manual_seed(1)
     for number in range(count):
         yield torch.randn(BATCH, WIDTH, generator=generator) * (0.2, 1.0, 4.0, 12.0)[number % 4]
@@ -327,7 +319,6 @@ def smallest_budget(name: str) -> int:
 
 
 def contents(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return copies of all model and optimizer tensors."""
     tensors = [tensor.clone() for tensor in model.state_dict().values() if isinstance(tensor, torch.Tensor)]
     for parameter in model.parameters():
         state = optimizer.state[parameter]
@@ -337,27 +328,16 @@ def contents(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of running a case within a budget.
+    """The result of running a case within a budget."""
 
-    Attributes:
-        exact: whether all losses and state equal plain PyTorch's bit for bit.
-        peak: the most bytes of physical memory in the arena, its annex and memory served outside of them.
-        off_plan: requests beyond the plan.
-        beyond: number and bytes of the requests that exceeded the budget.
-        evicted: bytes evicted to serve requests.
-        overflow: bytes at a home that ops used directly because they did not fit the budget.
-        followed: why the calls ran as an eager loop; empty if they did not.
-        seconds: total time of all calls.
-    """
-
-    exact: bool
-    peak: int
-    off_plan: int
-    beyond: tuple[int, int]
-    evicted: int
-    overflow: int
-    followed: str
-    seconds: float
+    exact: bool  # losses and state equal plain PyTorch's bit for bit
+    peak: int  # physical bytes of the arena, its annex and memory served outside of them
+    off_plan: int  # requests beyond the plan
+    beyond: tuple[int, int]  # number and bytes of the requests that exceeded the budget
+    evicted: int  # bytes evicted to serve requests
+    overflow: int  # bytes used directly at a home because they did not fit the budget
+    followed: str  # why the calls ran as an eager loop; empty if they did not
+    seconds: float  # total time of all calls
 
 
 def compare(name: str, budget: int, steps: int, *, cache: Any = False, **settings: Any) -> Outcome:

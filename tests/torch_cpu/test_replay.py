@@ -28,7 +28,6 @@ def _always_replay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def op_counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Return a list of the number of ops that each call of native code runs."""
     counts: list[int] = []
     run = replay.Replay.run
 

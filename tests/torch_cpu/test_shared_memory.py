@@ -1,4 +1,4 @@
-"""Tests of tensors in shared memory, such as files: they stay at their address and get plain PyTorch's bytes."""
+"""Tests of tensors in shared memory, such as files: their addresses and contents stay plain PyTorch's."""
 
 from __future__ import annotations
 
@@ -119,7 +119,6 @@ def train_dynamic(model: Model, x: Tensor, optimizers: Optimizers, between: Call
 
 
 def train_and_read(train: Any, place: Place, file: Path, kind: str) -> tuple[list[float], list[Tensor], bytes]:
-    """Return the losses, the final tensors and the bytes of the file."""
     model = Model(place, file, kind)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
     x = torch.linspace(-1, 1, COUNT).view(WIDTH, WIDTH)

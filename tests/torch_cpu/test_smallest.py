@@ -29,11 +29,7 @@ def survey(name: str) -> Subject:
 
 
 def op_need(graph: StepGraph, costs: Costs) -> int:
-    """Return the bytes that the neediest op needs: its storages and workspace, and all that stay resident.
-
-    Constants stay resident. Storages below 64 KiB do so from their first use to their last, or always if they are
-    persistent or outputs.
-    """
+    """Return the bytes of the neediest op: its storages and workspace, plus all storages that stay resident."""
     always_needed = graph.persistent | set(graph.outputs)
     max_bytes = 0
     for op, cost in zip(graph.ops, costs.ops, strict=True):

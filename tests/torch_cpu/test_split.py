@@ -64,8 +64,6 @@ def test_split_steps_are_exact_under_a_size_limit_per_op(name: str, verdicts: Ca
 
 
 class Unet(nn.Module):
-    """Joined 3D convolutions of all kinds."""
-
     def __init__(self) -> None:
         super().__init__()
         self.into = nn.Conv3d(2, 8, 3, padding=1)
@@ -82,8 +80,6 @@ class Unet(nn.Module):
 
 
 class Rows(nn.Module):
-    """Ops on rows, samples and heads, with several views of their results."""
-
     def __init__(self, ignored: int) -> None:
         super().__init__()
         self.ignored = ignored
@@ -257,7 +253,7 @@ def test_split_rules_give_results_close_to_the_whole_op(name: str) -> None:
                         stretch = Stretch(ends[0], ends[-1], tuple(itertools.pairwise(ends)))
                         assert Trial(claim, values, torch.device("cpu"), stretch).holds(is_close), claim.key
                     check_count += 1
-    assert check_count, "nothing could be cut"
+    assert check_count, "no call can be split"
 
 
 def split_backward(call: Call) -> list[Call]:
@@ -285,10 +281,10 @@ def test_mismatch_in_leftover_elements_is_detected() -> None:
     silu = Call(torch.ops.aten.silu.default, (Ref(0),), {}, (1,))
     relu = Call(torch.ops.aten.relu.default, (Ref(0),), {}, (1,))
     claims = [
-        Claim(f"{call.func} {way.name}", call, way, (0, way.extent // 2 + 1, way.extent))
+        Claim(f"{call.func} {split.name}", call, split, (0, split.extent // 2 + 1, split.extent))
         for call in (silu, relu)
-        for way in ways_of(call, [x, y])
-        if way.extent == 144
+        for split in ways_of(call, [x, y])
+        if split.extent == 144
     ]
     assert len(claims) == 2
     data = torch.randn(7 * 1024)
@@ -487,7 +483,6 @@ def test_uncheckable_parts_of_few_channels_count_as_mismatches() -> None:
 
 
 def language_claims() -> tuple[list[Claim], tuple[Value, ...]]:
-    """Return the exactness checks of a split step."""
     model, optimizer, step, batch = language()
     captured = capture_step(step, [model], [optimizer], batch(0), {})
     split = tiled(captured, 4 << 20)

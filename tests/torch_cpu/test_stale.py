@@ -40,8 +40,6 @@ CHOSEN = contextvars.ContextVar("CHOSEN", default=1.0)
 
 
 class Net(nn.Module):
-    """A model with attributes of many kinds."""
-
     temperature = 1.0
 
     def __init__(self) -> None:
@@ -66,8 +64,6 @@ class Net(nn.Module):
 
 
 class World:
-    """A model, its optimizer, and the steps that most cases share."""
-
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.model = Net()
@@ -83,7 +79,7 @@ class World:
     def plain(self, x: torch.Tensor) -> torch.Tensor:
         return self.update(self.model(x).square().mean())
 
-    def scaled(self, read: Callable[[], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def scaled_step(self, read: Callable[[], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda x: self.update(self.model(x).square().mean() * read())
 
 
@@ -155,22 +151,24 @@ def hook_with_state(w: World) -> tuple[Callable[..., Any], Change]:
 
 def namespace(w: World) -> tuple[Callable[..., Any], Change]:
     args = argparse.Namespace(beta=1.0, steps=0)
-    return w.scaled(lambda: args.beta), lambda: setattr(args, "beta", 2.0)
+    return w.scaled_step(lambda: args.beta), lambda: setattr(args, "beta", 2.0)
 
 
 def namespace_as_dict(w: World) -> tuple[Callable[..., Any], Change]:
     args = argparse.Namespace(beta=1.0)
-    return w.scaled(lambda: sum(vars(args).values())), lambda: setattr(args, "beta", 2.0)
+    return w.scaled_step(lambda: sum(vars(args).values())), lambda: setattr(args, "beta", 2.0)
 
 
 def attribute_by_computed_name(w: World) -> tuple[Callable[..., Any], Change]:
     args = types.SimpleNamespace(weight_0=1.0, weight_1=2.0)
-    return w.scaled(lambda: sum(getattr(args, f"weight_{k}") for k in range(2))), lambda: setattr(args, "weight_1", 5.0)
+    return w.scaled_step(lambda: sum(getattr(args, f"weight_{k}") for k in range(2))), lambda: setattr(
+        args, "weight_1", 5.0
+    )
 
 
 def new_attribute(w: World) -> tuple[Callable[..., Any], Change]:
     args = types.SimpleNamespace()
-    return w.scaled(lambda: getattr(args, "beta", 1.0)), lambda: setattr(args, "beta", 2.0)
+    return w.scaled_step(lambda: getattr(args, "beta", 1.0)), lambda: setattr(args, "beta", 2.0)
 
 
 @dataclasses.dataclass
@@ -191,27 +189,27 @@ class Slotted:
 
 def a_dataclass(w: World) -> tuple[Callable[..., Any], Change]:
     weights = Weights()
-    return w.scaled(lambda: weights.kl), lambda: setattr(weights, "kl", 2.0)
+    return w.scaled_step(lambda: weights.kl), lambda: setattr(weights, "kl", 2.0)
 
 
 def fields_of_a_dataclass(w: World) -> tuple[Callable[..., Any], Change]:
     weights = Weights()
-    return w.scaled(lambda: dataclasses.asdict(weights)["kl"]), lambda: setattr(weights, "kl", 2.0)
+    return w.scaled_step(lambda: dataclasses.asdict(weights)["kl"]), lambda: setattr(weights, "kl", 2.0)
 
 
 def list_in_a_dataclass(w: World) -> tuple[Callable[..., Any], Change]:
     weights = Weights()
-    return w.scaled(lambda: sum(weights.inner)), lambda: weights.inner.append(3.0)
+    return w.scaled_step(lambda: sum(weights.inner)), lambda: weights.inner.append(3.0)
 
 
 def all_attributes_replaced(w: World) -> tuple[Callable[..., Any], Change]:
     weights = Weights()
-    return w.scaled(lambda: weights.kl), lambda: setattr(weights, "__dict__", {"kl": 2.0, "inner": []})
+    return w.scaled_step(lambda: weights.kl), lambda: setattr(weights, "__dict__", {"kl": 2.0, "inner": []})
 
 
 def all_attributes_of_a_module_replaced(w: World) -> tuple[Callable[..., Any], Change]:
     drop = w.model.drop
-    return w.scaled(lambda: 1.0), lambda: object.__setattr__(drop, "__dict__", {**vars(drop), "p": 0.5})
+    return w.scaled_step(lambda: 1.0), lambda: object.__setattr__(drop, "__dict__", {**vars(drop), "p": 0.5})
 
 
 class Counted(dict[str, float]):
@@ -223,17 +221,17 @@ class Counted(dict[str, float]):
 
 def dict_of_another_length(w: World) -> tuple[Callable[..., Any], Change]:
     weights = Counted(kl=1.0)
-    return w.scaled(lambda: weights["kl"]), lambda: weights.update(kl=2.0)
+    return w.scaled_step(lambda: weights["kl"]), lambda: weights.update(kl=2.0)
 
 
 def frozen_dataclass_replaced(w: World) -> tuple[Callable[..., Any], Change]:
     holder = types.SimpleNamespace(weights=Fixed())
-    return w.scaled(lambda: holder.weights.kl), lambda: setattr(holder, "weights", Fixed(2.0))
+    return w.scaled_step(lambda: holder.weights.kl), lambda: setattr(holder, "weights", Fixed(2.0))
 
 
 def slots(w: World) -> tuple[Callable[..., Any], Change]:
     weights = Slotted()
-    return w.scaled(lambda: weights.kl), lambda: setattr(weights, "kl", 2.0)
+    return w.scaled_step(lambda: weights.kl), lambda: setattr(weights, "kl", 2.0)
 
 
 class Annealed:
@@ -256,7 +254,7 @@ class Annealed:
 
 def behind_a_property(w: World) -> tuple[Callable[..., Any], Change]:
     annealed = Annealed()
-    return w.scaled(lambda: annealed.beta), lambda: setattr(annealed, "step", 3)
+    return w.scaled_step(lambda: annealed.beta), lambda: setattr(annealed, "step", 3)
 
 
 def callable_object(w: World) -> tuple[Callable[..., Any], Change]:
@@ -339,7 +337,7 @@ def rebound_function(w: World) -> tuple[Callable[..., Any], Change]:
 
 
 def global_number(w: World) -> tuple[Callable[..., Any], Change]:
-    return w.scaled(lambda: FACTOR), lambda: globals().update(FACTOR=2.0)
+    return w.scaled_step(lambda: FACTOR), lambda: globals().update(FACTOR=2.0)
 
 
 def reads_global() -> float:
@@ -347,19 +345,19 @@ def reads_global() -> float:
 
 
 def global_list_of_a_helper(w: World) -> tuple[Callable[..., Any], Change]:
-    return w.scaled(reads_global), lambda: FACTORS.__setitem__(1, 4.0)
+    return w.scaled_step(reads_global), lambda: FACTORS.__setitem__(1, 4.0)
 
 
 def global_namespace_of_a_helper(w: World) -> tuple[Callable[..., Any], Change]:
-    return w.scaled(reads_global), lambda: setattr(SETTINGS, "scale", 4.0)
+    return w.scaled_step(reads_global), lambda: setattr(SETTINGS, "scale", 4.0)
 
 
 def global_of_another_module(w: World) -> tuple[Callable[..., Any], Change]:
-    return w.scaled(lambda: sys.modules[__name__].FACTOR), lambda: globals().update(FACTOR=3.0)
+    return w.scaled_step(lambda: sys.modules[__name__].FACTOR), lambda: globals().update(FACTOR=3.0)
 
 
 def context_variable(w: World) -> tuple[Callable[..., Any], Change]:
-    return w.scaled(CHOSEN.get), lambda: CHOSEN.set(2.0)
+    return w.scaled_step(CHOSEN.get), lambda: CHOSEN.set(2.0)
 
 
 def default_argument(w: World) -> tuple[Callable[..., Any], Change]:
@@ -397,22 +395,22 @@ def partial_argument(w: World) -> tuple[Callable[..., Any], Change]:
 
 def nested_dict(w: World) -> tuple[Callable[..., Any], Change]:
     config = {"loss": {"kl": {"weight": 1.0}}}
-    return w.scaled(lambda: config["loss"]["kl"]["weight"]), lambda: config["loss"]["kl"].update(weight=2.0)
+    return w.scaled_step(lambda: config["loss"]["kl"]["weight"]), lambda: config["loss"]["kl"].update(weight=2.0)
 
 
 def new_key(w: World) -> tuple[Callable[..., Any], Change]:
     config: dict[str, float] = {}
-    return w.scaled(lambda: config.get("kl", 1.0)), lambda: config.update(kl=2.0)
+    return w.scaled_step(lambda: config.get("kl", 1.0)), lambda: config.update(kl=2.0)
 
 
 def all_items_of_a_large_dict(w: World) -> tuple[Callable[..., Any], Change]:
     config = {f"weight{k}": 0.01 for k in range(100)}
-    return w.scaled(lambda: sum(config.values())), lambda: config.update(weight70=2.0)
+    return w.scaled_step(lambda: sum(config.values())), lambda: config.update(weight70=2.0)
 
 
 def numbers_as_keys(w: World) -> tuple[Callable[..., Any], Change]:
     schedule = dict.fromkeys(range(100), 1.0)
-    return w.scaled(lambda: schedule[7]), lambda: schedule.update({7: 2.0})
+    return w.scaled_step(lambda: schedule[7]), lambda: schedule.update({7: 2.0})
 
 
 class AttributeDict(dict):  # type: ignore[type-arg]
@@ -422,28 +420,28 @@ class AttributeDict(dict):  # type: ignore[type-arg]
 
 def items_as_attributes(w: World) -> tuple[Callable[..., Any], Change]:
     config = AttributeDict(kl=1.0, more=AttributeDict(tv=1.0))
-    return w.scaled(lambda: config.kl * config.more.tv), lambda: config.more.update(tv=2.0)
+    return w.scaled_step(lambda: config.kl * config.more.tv), lambda: config.more.update(tv=2.0)
 
 
 def named_tuple(w: World) -> tuple[Callable[..., Any], Change]:
     Pair = collections.namedtuple("Pair", "one other")
     holder = types.SimpleNamespace(pair=Pair(1.0, 2.0))
-    return w.scaled(lambda: holder.pair.other), lambda: setattr(holder, "pair", Pair(1.0, 3.0))
+    return w.scaled_step(lambda: holder.pair.other), lambda: setattr(holder, "pair", Pair(1.0, 3.0))
 
 
 def a_set(w: World) -> tuple[Callable[..., Any], Change]:
     on = {"kl"}
-    return w.scaled(lambda: 2.0 if "tv" in on else 1.0), lambda: on.add("tv")
+    return w.scaled_step(lambda: 2.0 if "tv" in on else 1.0), lambda: on.add("tv")
 
 
 def a_deque(w: World) -> tuple[Callable[..., Any], Change]:
     last = collections.deque([1.0, 2.0], maxlen=2)
-    return w.scaled(lambda: last[0]), lambda: last.append(3.0)
+    return w.scaled_step(lambda: last[0]), lambda: last.append(3.0)
 
 
 def numpy_schedule(w: World) -> tuple[Callable[..., Any], Change]:
     betas = np.linspace(1.0, 2.0, 8)
-    return w.scaled(lambda: float(betas[3])), lambda: betas.__setitem__(3, 5.0)
+    return w.scaled_step(lambda: float(betas[3])), lambda: betas.__setitem__(3, 5.0)
 
 
 class Mode(enum.Enum):
@@ -453,7 +451,7 @@ class Mode(enum.Enum):
 
 def an_enum(w: World) -> tuple[Callable[..., Any], Change]:
     holder = types.SimpleNamespace(mode=Mode.WARM)
-    return w.scaled(lambda: 1.0 if holder.mode is Mode.WARM else 3.0), lambda: setattr(holder, "mode", Mode.HOT)
+    return w.scaled_step(lambda: 1.0 if holder.mode is Mode.WARM else 3.0), lambda: setattr(holder, "mode", Mode.HOT)
 
 
 def not_a_number(w: World) -> tuple[Callable[..., Any], Change]:
@@ -468,7 +466,7 @@ def not_a_number(w: World) -> tuple[Callable[..., Any], Change]:
 
 def learning_rate_in_the_loss(w: World) -> tuple[Callable[..., Any], Change]:
     return (
-        w.scaled(lambda: 1 + w.optimizer.param_groups[0]["lr"]),
+        w.scaled_step(lambda: 1 + w.optimizer.param_groups[0]["lr"]),
         lambda: w.optimizer.param_groups[0].update(lr=0.5),
     )
 
@@ -476,24 +474,24 @@ def learning_rate_in_the_loss(w: World) -> tuple[Callable[..., Any], Change]:
 def custom_setting(w: World) -> tuple[Callable[..., Any], Change]:
     w.optimizer.param_groups[0]["penalty"] = 1.0
     return (
-        w.scaled(lambda: w.optimizer.param_groups[0]["penalty"]),
+        w.scaled_step(lambda: w.optimizer.param_groups[0]["penalty"]),
         lambda: w.optimizer.param_groups[0].update(penalty=2.0),
     )
 
 
 def scheduler(w: World) -> tuple[Callable[..., Any], Change]:
     decay = torch.optim.lr_scheduler.StepLR(w.optimizer, 1, 0.5)
-    return w.scaled(lambda: 1 + decay.last_epoch), decay.step
+    return w.scaled_step(lambda: 1 + decay.last_epoch), decay.step
 
 
 def state_of_the_optimizer(w: World) -> tuple[Callable[..., Any], Change]:
-    return w.scaled(lambda: 2.0 if len(w.optimizer.state) else 1.0), lambda: None
+    return w.scaled_step(lambda: 2.0 if len(w.optimizer.state) else 1.0), lambda: None
 
 
 def patched_function(w: World) -> tuple[Callable[..., Any], Change]:
     mine = types.ModuleType("mine")
     exec("def gain():\n    return 1.0\n", vars(mine))
-    return w.scaled(lambda: mine.gain()), lambda: setattr(mine, "gain", lambda: 2.0)  # noqa: PLW0108 - it is rebound
+    return w.scaled_step(lambda: mine.gain()), lambda: setattr(mine, "gain", lambda: 2.0)  # noqa: PLW0108 - it is rebound
 
 
 def patched_builtin(w: World) -> tuple[Callable[..., Any], Change]:
@@ -521,24 +519,24 @@ def attribute_of_an_adapter(w: World) -> tuple[Callable[..., Any], Change]:
 
 def attribute_of_a_parameter(w: World) -> tuple[Callable[..., Any], Change]:
     w.model.last.weight.gain = 1.0  # type: ignore[attr-defined]
-    return w.scaled(lambda: w.model.last.weight.gain), lambda: setattr(w.model.last.weight, "gain", 2.0)
+    return w.scaled_step(lambda: w.model.last.weight.gain), lambda: setattr(w.model.last.weight, "gain", 2.0)
 
 
 def thread_local(w: World) -> tuple[Callable[..., Any], Change]:
     local = threading.local()
     local.beta = 1.0
-    return w.scaled(lambda: local.beta), lambda: setattr(local, "beta", 2.0)
+    return w.scaled_step(lambda: local.beta), lambda: setattr(local, "beta", 2.0)
 
 
 def environment(w: World) -> tuple[Callable[..., Any], Change]:
     os.environ["SCALE_OF_A_TEST"] = "1.0"
-    return w.scaled(lambda: float(os.environ["SCALE_OF_A_TEST"])), lambda: os.environ.update(SCALE_OF_A_TEST="2.0")
+    return w.scaled_step(lambda: float(os.environ["SCALE_OF_A_TEST"])), lambda: os.environ.update(SCALE_OF_A_TEST="2.0")
 
 
 def chained_maps(w: World) -> tuple[Callable[..., Any], Change]:
     defaults, overrides = {"beta": 1.0}, dict[str, float]()
     config = collections.ChainMap(overrides, defaults)
-    return w.scaled(lambda: config["beta"]), lambda: overrides.update(beta=2.0)
+    return w.scaled_step(lambda: config["beta"]), lambda: overrides.update(beta=2.0)
 
 
 def chosen_by_name(w: World) -> tuple[Callable[..., Any], Change]:
@@ -664,7 +662,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_isolated(case: Case, change: bool = True, cache: Path | None = None) -> list[Any]:
-    """Run a case with this module's globals restored afterwards."""
     before, factors, scale = FACTOR, list(FACTORS), SETTINGS.scale
     CHOSEN.set(1.0)
     try:
@@ -798,7 +795,6 @@ EFFECTS = (
 
 
 def record_effects(effect: Callable[[World], tuple[Callable[..., Any], Any]], cache: Path | None) -> list[Any]:
-    """Return each call's loss and the state of the side effect after it."""
     world = World()
     run_effect, effect_state = effect(world)
 
@@ -826,7 +822,7 @@ def test_python_side_effects_happen_in_each_call(effect: Any, cache: Path) -> No
 def test_step_with_ever_changing_values_runs_as_an_eager_loop(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "outofcore")
     world, args = World(), argparse.Namespace(beta=1.0, steps=0)
-    step = world.scaled(lambda: args.beta)
+    step = world.scaled_step(lambda: args.beta)
     with outofcore.compile(step, world.model, world.optimizer, budget="8MiB", home="host", cache=cache) as compiled:
         for k in range(6):
             args.beta, args.steps = 1.0 + k, k
@@ -838,7 +834,7 @@ def test_step_with_ever_changing_values_runs_as_an_eager_loop(cache: Path, caplo
 
 def test_plan_is_reused_when_only_a_number_changes(cache: Path) -> None:
     world, args = World(), argparse.Namespace(beta=1.0, unread=0)
-    step = world.scaled(lambda: args.beta)
+    step = world.scaled_step(lambda: args.beta)
     with outofcore.compile(step, world.model, world.optimizer, budget="8MiB", home="host", cache=cache) as compiled:
         compiled(world.x)
         captured = compiled.captured
@@ -879,7 +875,7 @@ def test_random_sources_and_iterators_are_refused(draw: str) -> None:
         "generator": (float(k) for k in range(5)).__next__,
     }[draw]
     step = outofcore.compile(
-        world.scaled(source), world.model, world.optimizer, budget="8MiB", home="host", cache=False
+        world.scaled_step(source), world.model, world.optimizer, budget="8MiB", home="host", cache=False
     )
     with pytest.raises(outofcore.CaptureError, match="takes numbers or items from"):
         step(world.x)
@@ -898,7 +894,7 @@ def test_step_with_too_many_readable_values_runs_as_an_eager_loop(cache: Path, m
 
 def test_draws_outside_the_step_do_not_capture_again(cache: Path) -> None:
     world, holder = World(), types.SimpleNamespace(rng=random.Random(0), draws=False)
-    step = world.scaled(lambda: holder.rng.random() if holder.draws else 1.0)
+    step = world.scaled_step(lambda: holder.rng.random() if holder.draws else 1.0)
     with outofcore.compile(step, world.model, world.optimizer, budget="8MiB", home="host", cache=cache) as compiled:
         compiled(world.x)
         captured = compiled.captured

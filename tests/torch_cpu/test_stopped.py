@@ -29,7 +29,6 @@ LIMIT = [float("inf")]
 
 @torch.library.custom_op("outofcore_tests::limited", mutates_args=())
 def check_limit(x: torch.Tensor) -> torch.Tensor:
-    """Copy ``x``; raise for values beyond a limit."""
     if float(x.abs().max()) > LIMIT[0]:
         raise ValueError("a value is beyond the limit")
     return x.clone()
@@ -39,8 +38,6 @@ check_limit.register_fake(torch.empty_like)
 
 
 class Limiting(torch.autograd.Function):
-    """The identity, with a check of its gradient."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.clone()

@@ -1,4 +1,4 @@
-"""Tests that a compiled step with a stored plan starts without planning: same variant, same plan, same bits."""
+"""Tests that a compiled step with a stored plan starts without planning, with the same bits."""
 
 from __future__ import annotations
 
@@ -67,7 +67,6 @@ def compile_step(
 
 
 def run(budget: int, cache: Path, *, rows: int = BATCH, **options: Any) -> tuple[list[float], PlannedStep]:
-    """Train a step as a new process would; return its losses and the planned step."""
     with compile_step(budget, cache, **options) as step:
         losses = train(step, rows=rows)
         return losses, step._session.steps.shown

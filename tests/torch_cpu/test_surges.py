@@ -1,7 +1,4 @@
-"""Tests of ops and optimizers that need more memory than when they were measured.
-
-Every run is compared with plain PyTorch bit for bit. benchmarks/surges.py is a longer version with a table.
-"""
+"""Tests of ops and optimizers with growing memory needs; benchmarks/surges.py is the longer version."""
 
 from __future__ import annotations
 
@@ -46,7 +43,6 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("outofcore_tests::greedy_backward", mutates_args=())
 def greedy_backward(gradient: torch.Tensor) -> torch.Tensor:
-    """Double the gradient, without scratch memory."""
     return gradient * 2
 
 
@@ -66,7 +62,6 @@ def _small_scratch() -> Iterator[None]:
 
 
 def greedy_case(count: int = 6) -> surging.Made:
-    """Return a step over layers of 256 KiB with ``greedy`` in the middle."""
     torch.manual_seed(0)
     sides = [nn.Sequential(*(nn.Linear(ROWS, COLUMNS, bias=False) for _ in range(count // 2))) for _ in range(2)]
     model = nn.ModuleList(sides)

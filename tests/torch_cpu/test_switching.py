@@ -17,7 +17,6 @@ from outofcore.execution.state_moves import move_order
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list of copies between the arena and homes outside of steps."""
     names: list[str] = []
     for name in ("save", "load"):
         original = getattr(Arena, name)
@@ -66,7 +65,6 @@ def test_switches_under_tight_budgets_are_exact(budget: str) -> None:
 
 @st.composite
 def arrangements(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]], list[int]]:
-    """Draw blocks of one region and their targets."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=8))
 
     def draw_offsets() -> list[int]:

@@ -1,4 +1,4 @@
-"""Tests of steps over host memory with its own budget and a disk behind it: exact results within both budgets."""
+"""Tests of steps over host memory with its own budget and a disk behind it."""
 
 from __future__ import annotations
 

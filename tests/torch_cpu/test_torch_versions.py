@@ -49,7 +49,6 @@ def test_patched_replaces_a_c_class_method_in_one_thread() -> None:
 
 
 def load_without(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Load the module with a PyTorch that lacks a private name."""
     resolve = pkgutil.resolve_name
 
     def resolve_or_raise(requested: str) -> Any:

@@ -1,4 +1,4 @@
-"""Tests of model and optimizer state between steps: it can be read, changed, saved and restored as in plain PyTorch."""
+"""Tests of state between steps: it is read, changed, saved and restored as in plain PyTorch."""
 
 from __future__ import annotations
 

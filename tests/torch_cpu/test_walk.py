@@ -199,7 +199,6 @@ ACTIONS: list[Callable[[Side, int], Any]] = [
 
 
 def held_tensors(side: Side) -> dict[str, Any]:
-    """Return the tensors that the user has set aside, which steps must not change."""
     return {name: side.kept[name] for name in ("gradients", "held", "state", "copy") if name in side.kept}
 
 

@@ -1,4 +1,4 @@
-"""Tests of weights read directly from a file: without a copy, without writing to it, and with changes detected."""
+"""Tests of weights read directly from a file, without a copy and without writing to it."""
 
 from __future__ import annotations
 
@@ -211,7 +211,6 @@ def test_renamed_file_is_still_read(home: outofcore.OpenHome, tmp_path: Path) ->
 
 
 def load_mapped(folder: Path, loader: str) -> nn.Sequential:
-    """Return a model in memory that is mapped from a file."""
     weights = save_weights(folder)
     model = model_of()
     if loader == "safetensors":

@@ -68,8 +68,6 @@ def draw_plan(seed: int, options: argparse.Namespace) -> Plan:
 
 
 class Training:
-    """A running program: its loop and its roles."""
-
     def __init__(self, plan: Plan, roles: bool = True) -> None:
         self.plan, self.draw = plan, random.Random(f"{plan.seed} loop")
         torch.manual_seed(plan.seed)
@@ -196,7 +194,7 @@ def in_child(function: Callable[[], Any], seconds: float, verbose: bool = False)
 
 
 def run(plan: Plan, budget: int | None, roles: bool = True) -> tuple[list[list[Any]], Counter[str], int, float]:
-    """Run a program; return results, counts, bytes beyond the budget, and the longest time of a role's action."""
+    """Run a program; return results, counts, bytes beyond the budget and the longest action of a role."""
     sys.setswitchinterval(1e-5 if plan.switching else 0.005)
     Training(plan, roles=False).step(0)  # loads code and libraries, which would count as memory beyond the budget
     training = Training(plan, roles)

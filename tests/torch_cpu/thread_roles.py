@@ -1,7 +1,4 @@
-"""Roles of the threads in random programs: they load, save, log, teach, train, fork and so on.
-
-``thread_programs.py`` draws roles and runs them. Results of a role depend only on its own draws.
-"""
+"""Roles of threads in the programs of ``thread_programs.py``; their results depend only on their own draws."""
 
 from __future__ import annotations
 
@@ -52,8 +49,6 @@ ROWS, ROW = 3, 40_000
 
 @dataclass(frozen=True)
 class Plan:
-    """The parameters of a program, except for the draws of its roles."""
-
     seed: int
     roles: tuple[str, ...]
     width: int
@@ -124,7 +119,6 @@ class Role:
         self.join: Callable[[], object] = int
 
     def prepare_pool(self) -> None:
-        """Start the threads of a pool, if the role uses one."""
         if self._launcher == "futures":
             self._pool = ThreadPoolExecutor(1)
             self._pool.submit(int).result()
@@ -313,8 +307,6 @@ class Writer(Visitor):
 
 
 class Forker(Visitor):
-    """Forks processes that read tensors."""
-
     def visit(self, step: int, shown: list[Tensor]) -> None:
         self.seen += [tensor.sum().item() for tensor in shown[:2]]
         if step % 4 != 1:

@@ -26,8 +26,6 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Normed(nn.Module):
-    """A model with statistics in buffers, dropout and a tied weight, in several buckets of 256 KiB."""
-
     def __init__(self, width: int = 192) -> None:
         super().__init__()
         self.first, self.norm = nn.Linear(64, width), nn.BatchNorm1d(width)
@@ -114,7 +112,6 @@ def make_accumulating_step(model: Any, optimizer: torch.optim.Optimizer) -> Any:
 
 
 def replicas(rank: int) -> None:
-    """Check that DDP models are exact in core and out of core."""
     theirs, _ = train(None, plain, rank)
     ours, peak = train("1GiB", plain, rank)
     same(ours, theirs, "in core")
@@ -133,8 +130,6 @@ def replicas(rank: int) -> None:
 
 
 def no_sync(rank: int) -> None:
-    """Check ``no_sync()`` around calls."""
-
     def run(budget: str | None) -> list[Tensor]:
         model, optimizer = make_ddp_model()
 
@@ -351,7 +346,6 @@ def make_step_of(run: nn.Module, model: nn.Module, optimizer: torch.optim.Optimi
 
 
 def main(*scenarios: Callable[[int], None]) -> None:
-    """Run the scenario that the command line names as one of its processes."""
     scenario, rank, processes, store = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
     dist.init_process_group(
