@@ -235,7 +235,7 @@ def layers() -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
 
 
 @pytest.mark.parametrize("name", [name for name, _ in layers()])
-def test_split_rules_give_results_close_to_the_whole_op(name: str) -> None:
+def test_split_rules_match_the_whole_op(name: str) -> None:
     run = dict(layers())[name]
     with CallRecorder() as recorded:
         loss = run()
