@@ -200,7 +200,7 @@ MUTANTS = (
         "return low * self.scale - self.before, high * self.scale + self.after",
         "return low * self.scale - self.before, self.scale * high",
         "A part of a convolution lacks the rows behind it that its last rows read.",
-        ("tests/torch_cpu/test_split.py::test_rules_tell_the_truth", "tests/torch_cpu/test_split.py"),
+        ("tests/torch_cpu/test_split.py::test_split_rules_match_the_whole_op", "tests/torch_cpu/test_split.py"),
     ),
     # Execution
     Mutant(
@@ -260,7 +260,7 @@ MUTANTS = (
         "and list(map(_STRIDE, tensors)) == [value.stride for value in values]",
         "and len(tensors) == len(values)",
         "A weight that the user has transposed in place is used as it lay before.",
-        ("tests/torch_cpu/test_surgery.py::test_a_weight_that_is_transposed_in_place_is_noticed",),
+        ("tests/torch_cpu/test_surgery.py::test_weight_transposed_in_place_is_noticed",),
     ),
     Mutant(
         "memory-copy-without-last-page",
@@ -499,7 +499,7 @@ MUTANTS = (
         "crc32 = fill_range(target, shard.start, entry, source, faces, buffer, crc32)",
         "crc32 = fill_range(target, 0, entry, source, faces, buffer, crc32)",
         "Each process loads the first range of a parameter that is spread over processes.",
-        ("tests/torch_cpu/test_sharded.py::test_what_is_seen_between_steps_what_is_refused_and_a_process_that_ends",),
+        ("tests/torch_cpu/test_sharded.py::test_states_refusals_and_the_death_of_a_process",),
     ),
     Mutant(
         "trailing-bytes-accepted",

@@ -1,4 +1,4 @@
-"""Plans made in the foreground, and costs that are fixed: tests know in which step a plan is there, and which one."""
+"""A planner that plans in the foreground, and fixed costs, for tests that must not depend on timing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outofcore.follow.records import StepRecord, read_record
 from outofcore.planning.parameters import SearchParams
 from outofcore.policies import Auto
 
-# Nothing is made again.
+# Offload only, without recomputation.
 MOVES = Auto(SearchParams(recompute_changes=0))
 
 
@@ -23,25 +23,21 @@ class PlannedAtOnce(BackgroundPlanner[Any]):
         return True
 
     def poll(self) -> tuple[Any, Answer] | None:
-        done, self.done = self.done, None
-        return done
+        result, self.done = self.done, None
+        return result
 
 
 def reader_with_fixed_costs(link_bytes_per_s: float = 5e8) -> Callable[..., StepRecord]:
-    """Return a ``read_record`` with costs that do not depend on the machine.
+    """Return a ``read_record`` with fixed costs: an op takes 10 µs plus its bytes at 10 GB/s."""
 
-    An op takes 10 µs and the time of its bytes at 10 GB/s. The usual link is slower than a machine's, so that copies
-    end no later than planned.
-    """
-
-    def read(*told: Any) -> StepRecord:
-        record = read_record(*told)
+    def read(*args: Any) -> StepRecord:
+        record = read_record(*args)
         graph, costs = record.graph, record.costs
         ops = tuple(
             replace(cost, seconds=1e-5 + sum(graph.storages[s].bytes for s in op.touched) / 1e10)
             for op, cost in zip(graph.ops, costs.ops, strict=True)
         )
-        (home,) = costs.homes
+        (home,) = costs.homes  # a slow link by default, so that copies end no later than planned
         home = replace(home, bytes_per_s_out=link_bytes_per_s, bytes_per_s_in=link_bytes_per_s)
         return replace(record, costs=replace(costs, ops=ops, homes=(home,)))
 

@@ -1,4 +1,4 @@
-"""Native code that workers need is built by one of them, and each has a cache of its own."""
+"""A native build shared by all test workers, and a private cache for each."""
 
 from __future__ import annotations
 
@@ -19,29 +19,23 @@ from outofcore.planning.remat import compiled as chains
 
 @contextlib.contextmanager
 def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory, load: Iterable[Callable[[], object]]) -> Iterator[None]:
-    """Build native code in the user's cache, once for all sessions, and go on with a copy that has no measurements.
-
-    Args:
-        tmp_path_factory: where the copy is made.
-        load: functions that build missing native code; tests that need it report a failed build.
-    """
-    with _one_at_a_time(tmp_path_factory):
-        for each in (*load, chains.load_library, placement.load_library, load_comparing):
-            with contextlib.suppress(StateError):
-                each()
-    cache, built = tmp_path_factory.mktemp("cache"), user_cache_folder()
-    (cache / built.name).mkdir()
-    for library in built.glob("*-*"):
+    """Build native code once in the user's cache, and use a copy without measurements as the cache."""
+    with _build_lock(tmp_path_factory):
+        for build in (*load, chains.load_library, placement.load_library, load_comparing):
+            with contextlib.suppress(StateError):  # tests that need the code report a failed build
+                build()
+    cache, user_cache = tmp_path_factory.mktemp("cache"), user_cache_folder()
+    (cache / user_cache.name).mkdir()
+    for library in user_cache.glob("*-*"):
         with contextlib.suppress(OSError):  # another worker is building there
-            shutil.copytree(library, cache / built.name / library.name)
+            shutil.copytree(library, cache / user_cache.name / library.name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
         yield
 
 
 @contextlib.contextmanager
-def _one_at_a_time(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What one worker builds here the others, which wait for it, then find."""
+def _build_lock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     with (shared / "building").open("w") as lock:

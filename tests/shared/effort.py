@@ -1,4 +1,4 @@
-"""How much a test proves in `make test`, and how much with ``--exhaustive``, as in `make test-all`."""
+"""How many cases tests run in `make test`, and how many with ``--exhaustive`` (`make test-all`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ except ModuleNotFoundError:  # a machine with a GPU runs tests/cuda, which do wi
 
 
 def register_profiles(*, exhaustive: bool) -> None:
-    """Choose how many examples Hypothesis tries: `max_examples` is a percentage of a test's own count."""
+    """Set Hypothesis' `max_examples`, which tests here read as a percentage of their own count."""
     if settings is not None:
         settings.register_profile("outofcore", max_examples=100 if exhaustive else 20)
         settings.load_profile("outofcore")
@@ -36,32 +36,28 @@ def examples(count: int) -> int:
 
 @contextmanager
 def search_like(params: SearchParams) -> Iterator[None]:
-    """Let ``auto`` search as ``params`` say unless told how."""
+    """Make ``params`` the default search parameters of ``auto``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SearchParams.__init__, "__defaults__", tuple(getattr(params, f.name) for f in fields(params)))
         yield
 
 
 def some_of(values: Iterable[Any], keep: Iterable[Any] | Callable[[Any], bool]) -> list[Any]:
-    """Mark parameters as exhaustive unless ``keep`` has or accepts them."""
-    kept = keep if callable(keep) else list(keep).__contains__
-    return [value if kept(value) else _exhaustive(value) for value in values]
+    """Mark values as exhaustive unless ``keep`` contains or accepts them."""
+    is_kept = keep if callable(keep) else list(keep).__contains__
+    return [value if is_kept(value) else _exhaustive(value) for value in values]
 
 
 def pairs_of(*factors: Iterable[Any]) -> list[Any]:
-    """Return the product of the factors, marked as exhaustive but for combinations that cover every pair of values.
-
-    Combinations are chosen greedily: each is the first that covers the most pairs not covered before (D. M. Cohen et
-    al., *The AETG System*, IEEE TSE 23(7), 1997).
-    """
+    """Mark as exhaustive all but a pairwise cover of the factors' product (Cohen et al., IEEE TSE 23(7), 1997)."""
     product = list(itertools.product(*factors))
     pairs = [set(itertools.combinations(enumerate(map(repr, values)), 2)) for values in product]
-    open_pairs, kept = set[Any]().union(*pairs), set[int]()
+    open_pairs, chosen = set[Any]().union(*pairs), set[int]()
     while open_pairs:
         best = max(range(len(product)), key=lambda index: len(pairs[index] & open_pairs))
-        kept.add(best)
+        chosen.add(best)
         open_pairs -= pairs[best]
-    return [values if index in kept else _exhaustive(values) for index, values in enumerate(product)]
+    return [values if index in chosen else _exhaustive(values) for index, values in enumerate(product)]
 
 
 def _exhaustive(value: Any) -> Any:

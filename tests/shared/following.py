@@ -1,4 +1,4 @@
-"""Loops trained plain and within a budget: what they read, what they leave, and whether that is the same."""
+"""Training loops run in plain PyTorch and within a budget, and the comparison of their results."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ ROOMY = 1 << 30
 
 @dataclass(frozen=True)
 class Trained:
-    """What a loop read, what it left, on the CPU, and where it left the generators."""
+    """The values that a loop read, and copies on the CPU of its final tensors and generator states."""
 
     read: list[Any]
     left: list[Tensor]
     generators: list[Tensor]
 
     def differs_from(self, other: Trained) -> str:
-        """Where it differs by any bit; empty: nowhere."""
+        """Return a description of the first difference in any bit; empty if all are equal."""
         if self.read != other.read:
             return f"read {self.read} and not {other.read}"
-        for what, ours, theirs in (
+        for kind, ours, theirs in (
             ("tensor", self.left, other.left),
             ("generator", self.generators, other.generators),
         ):
             if len(ours) != len(theirs):
-                return f"{len(ours)} and not {len(theirs)} of {what}"
-            wrong = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if not torch.equal(a, b)]
-            if wrong:
-                return f"{what} {wrong} of {len(theirs)} differ"
+                return f"{len(ours)} and not {len(theirs)} of {kind}"
+            different = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if not torch.equal(a, b)]
+            if different:
+                return f"{kind} {different} of {len(theirs)} differ"
         return ""
 
 
@@ -57,16 +57,9 @@ def trained(
     prepare: Callable[[outofcore.Loop], object] = lambda run: None,
     **options: Any,
 ) -> tuple[Trained, outofcore.LoopStats | None]:
-    """Train plain or, with a budget, followed; then with what happened.
+    """Train in plain PyTorch (``budget`` None) or within a budget in bytes; return results and statistics.
 
-    Args:
-        loop: of ``loops`` or like them.
-        model_of: makes its model.
-        make: makes its optimizer.
-        budget: in bytes.
-        stress: everything leaves after every op, and is overwritten.
-        prepare: is called with what follows the loop before it begins.
-        options: of ``outofcore.budget``.
+    ``stress`` evicts and overwrites all tensors after every op. ``prepare`` is called before training starts.
     """
     torch.manual_seed(0)
     model = model_of()
@@ -81,26 +74,26 @@ def trained(
             prepare(run)
             read = loop(model, make)
             stats = run.stats
-    left = [*model.state_dict().values(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    final_tensors = [*model.state_dict().values(), *(p.grad for p in model.parameters() if p.grad is not None)]
     values = [value for value in read if not isinstance(value, Tensor | Optimizer)]
-    copies = [part.detach().cpu().clone() for t in (*left, *tensors_in(read)) for part in parts_of(t)]
+    copies = [part.detach().cpu().clone() for t in (*final_tensors, *tensors_in(read)) for part in parts_of(t)]
     generators = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpu else [])]
     return Trained(values, copies, generators), stats
 
 
 def peak_of(loop: Loop, model_of: Callable[[], nn.Module], share: float = 1.0) -> int:
-    """Peak bytes of a loop with ample room and no plan: a share of those in the arena, all of the small tensors'."""
+    """Return the peak bytes without a plan: a share of the movable ones plus all small tensors'."""
     movable, small = _peaks_of(loop, model_of)
     return int(share * movable) + small
 
 
-def budget_for(tensors: int, device: torch.device) -> int:
-    """The budget on a GPU that leaves room for tensors of so many bytes."""
+def budget_for(tensor_bytes: int, device: torch.device) -> int:
+    """Return the smallest budget on a GPU with at least ``tensor_bytes`` of room for tensors."""
     make_workspaces(device)
-    budget = tensors
+    budget = tensor_bytes
     while True:
         try:
-            missing = tensors - shares_of(budget, device).room
+            missing = tensor_bytes - shares_of(budget, device).room
         except BudgetError as error:
             assert error.smallest_budget is not None
             budget = error.smallest_budget

@@ -1,8 +1,4 @@
-"""Training loops as people write them, for ``outofcore.budget``: none knows that it is followed.
-
-Each takes a model and a function that makes its optimizer, trains where the model is, and returns all that it read on
-the way.
-"""
+"""Ordinary training loops: each trains on its model's device and returns all values that it read."""
 
 from __future__ import annotations
 
@@ -58,7 +54,7 @@ class Language(nn.Module):
 
 
 class Pictures(nn.Module):
-    """Convolutions with batch statistics that are large enough to be moved."""
+    """A convolutional network with batch statistics large enough to be evicted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,8 +86,8 @@ def sentences(count: int, *, vary: bool = False, device: torch.device | str = "c
         yield ids[:, :-1], ids[:, 1:]
 
 
-def loss_of(model: nn.Module, x: Tensor, wanted: Tensor) -> Tensor:
-    return F.cross_entropy(model(x).flatten(0, -2), wanted.flatten())
+def loss_of(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).flatten(0, -2), targets.flatten())
 
 
 def adamw(model: nn.Module) -> Optimizer:
@@ -99,14 +95,14 @@ def adamw(model: nn.Module) -> Optimizer:
 
 
 def plain(model: nn.Module, make: Make, steps: int = 5, *, vary: bool = False) -> list[Any]:
-    optimizer, seen = make(model), []
-    for ids, wanted in sentences(steps, vary=vary, device=device_of(model)):
+    optimizer, values = make(model), []
+    for ids, targets in sentences(steps, vary=vary, device=device_of(model)):
         optimizer.zero_grad()
-        loss = loss_of(model, ids, wanted)
+        loss = loss_of(model, ids, targets)
         loss.backward()
         optimizer.step()
-        seen.append(loss.item())
-    return [*seen, optimizer]
+        values.append(loss.item())
+    return [*values, optimizer]
 
 
 def lengths_vary(model: nn.Module, make: Make) -> list[Any]:
@@ -114,15 +110,15 @@ def lengths_vary(model: nn.Module, make: Make) -> list[Any]:
 
 
 def rich(model: nn.Module, make: Make) -> list[Any]:
-    """Accumulation, clipping, a schedule, printing, evaluations, skipped updates, gradients set to zero or cleared."""
-    optimizer, seen = make(model), []
+    """Accumulation, clipping, a schedule, printing, evaluation, skipped updates, cleared gradients."""
+    optimizer, values = make(model), []
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=12)
-    for i, (ids, wanted) in enumerate(sentences(10, device=device_of(model))):
-        loss = loss_of(model, ids, wanted) / 2
+    for i, (ids, targets) in enumerate(sentences(10, device=device_of(model))):
+        loss = loss_of(model, ids, targets) / 2
         loss.backward()
         with contextlib.redirect_stdout(io.StringIO()) as out:
             print(f"step {i}: {loss:.6f}", loss)
-        seen.append(out.getvalue())
+        values.append(out.getvalue())
         if i % 2 == 0:
             continue
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -130,52 +126,52 @@ def rich(model: nn.Module, make: Make) -> list[Any]:
             optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=i % 4 == 1)
-        seen.append((loss.item(), norm.item()))
+        values.append((loss.item(), norm.item()))
         if i in (3, 7):
             model.eval()
             with torch.no_grad():
-                seen.append((model(ids).argmax(-1) == wanted).float().mean().item())
+                values.append((model(ids).argmax(-1) == targets).float().mean().item())
             model.train()
-    return [*seen, optimizer]
+    return [*values, optimizer]
 
 
 def autocast(model: nn.Module, make: Make) -> list[Any]:
     device = device_of(model)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**30, growth_interval=2)
-    optimizer, seen = make(model), []
-    for ids, wanted in sentences(6, device=device):
+    optimizer, values = make(model), []
+    for ids, targets in sentences(6, device=device):
         optimizer.zero_grad()
         with torch.autocast(device.type, torch.bfloat16):
-            loss = loss_of(model, ids, wanted)
+            loss = loss_of(model, ids, targets)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
-        seen.append((loss.item(), scaler.get_scale()))
-    return [*seen, optimizer]
+        values.append((loss.item(), scaler.get_scale()))
+    return [*values, optimizer]
 
 
 def _by_blocks(model: nn.Module, make: Make, through: Callable[[nn.Module, Tensor], Tensor]) -> list[Any]:
-    optimizer, seen = make(model), []
+    optimizer, values = make(model), []
     assert isinstance(model, Language)
-    for ids, wanted in sentences(4):
+    for ids, targets in sentences(4):
         optimizer.zero_grad()
         x = model.embed(ids)
         for block in model.blocks:
             x = through(block, x)
-        loss = F.cross_entropy(model.head(model.norm(x)).flatten(0, 1), wanted.flatten())
+        loss = F.cross_entropy(model.head(model.norm(x)).flatten(0, 1), targets.flatten())
         loss.backward()
         optimizer.step()
-        seen.append(loss.item())
-    return [*seen, optimizer]
+        values.append(loss.item())
+    return [*values, optimizer]
 
 
-def checkpointed(model: nn.Module, make: Make) -> list[Any]:
+def checkpointed_loop(model: nn.Module, make: Make) -> list[Any]:
     return _by_blocks(model, make, lambda block, x: checkpoint(block, x, use_reentrant=False))
 
 
-def checkpointed_reentrant(model: nn.Module, make: Make) -> list[Any]:
+def checkpointed_reentrant_loop(model: nn.Module, make: Make) -> list[Any]:
     return _by_blocks(model, make, lambda block, x: checkpoint(block, x, use_reentrant=True))
 
 
@@ -199,10 +195,10 @@ def custom_function(model: nn.Module, make: Make) -> list[Any]:
 
 
 def branches(model: nn.Module, make: Make) -> list[Any]:
-    """What is computed depends on values, and on a generator of Python's."""
-    optimizer, seen, draw = make(model), [], random.Random(3)
+    """Ops depend on tensor values and on Python's random generator."""
+    optimizer, values, draw = make(model), [], random.Random(3)
     assert isinstance(model, Language)
-    for ids, wanted in sentences(8):
+    for ids, targets in sentences(8):
         optimizer.zero_grad()
         x = model.embed(ids)
         for block in model.blocks:
@@ -210,17 +206,17 @@ def branches(model: nn.Module, make: Make) -> list[Any]:
                 x = block(x)
             if x.abs().max() > 3.2:
                 x = x * 0.5
-        loss = F.cross_entropy(model.head(model.norm(x)).flatten(0, 1), wanted.flatten())
+        loss = F.cross_entropy(model.head(model.norm(x)).flatten(0, 1), targets.flatten())
         if loss.item() < 7.3:
             loss = loss + sum(p.square().sum() for p in model.parameters()) * 1e-5
         loss.backward()
         optimizer.step()
-        seen.append(loss.item())
-    return [*seen, optimizer]
+        values.append(loss.item())
+    return [*values, optimizer]
 
 
 def gradients_of_gradients(model: nn.Module, make: Make) -> list[Any]:
-    optimizer, seen = make(model), []
+    optimizer, values = make(model), []
     hooks = [p.register_hook(lambda g: g * 0.5) for p in model.parameters()]
     for _ in range(4):
         x = torch.randn(16, 3, 32, 32, requires_grad=True)
@@ -230,15 +226,15 @@ def gradients_of_gradients(model: nn.Module, make: Make) -> list[Any]:
         loss = scores.square().mean() + (slope.flatten(1).norm(dim=1) - 1).square().mean()
         loss.backward()
         optimizer.step()
-        seen.append(loss.item())
+        values.append(loss.item())
     for hook in hooks:
         hook.remove()
-    return [*seen, optimizer]
+    return [*values, optimizer]
 
 
 def pictures(model: nn.Module, make: Make) -> list[Any]:
-    """Channels last, and a copy of the model that follows it slowly (an exponential moving average)."""
-    optimizer, seen = make(model), []
+    """Channels last, and an exponential moving average of the model."""
+    optimizer, values = make(model), []
     model = model.to(memory_format=torch.channels_last)
     average = torch.optim.swa_utils.AveragedModel(
         model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
@@ -250,12 +246,12 @@ def pictures(model: nn.Module, make: Make) -> list[Any]:
         optimizer.step()
         optimizer.zero_grad()
         average.update_parameters(model)
-        seen.append(loss.item())
-    return [*seen, optimizer, *average.state_dict().values()]
+        values.append(loss.item())
+    return [*values, optimizer, *average.state_dict().values()]
 
 
 class Rows(Dataset[tuple[Tensor, Tensor]]):
-    """Rows of one large tensor, which the workers of a loader see by a fork."""
+    """Rows of one large tensor that forked loader workers share."""
 
     def __init__(self) -> None:
         self.x = torch.randn(64, 3, 32, 32, generator=torch.Generator().manual_seed(4))
@@ -268,22 +264,22 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def loaded_by_workers(model: nn.Module, make: Make) -> list[Any]:
-    optimizer, seen, rows = make(model), [], Rows()
+    optimizer, values, rows = make(model), [], Rows()
     for epoch in range(2):
-        for x, wanted in DataLoader(rows, batch_size=16, num_workers=2, shuffle=False):
-            loss = F.cross_entropy(model(x), wanted)
+        for x, targets in DataLoader(rows, batch_size=16, num_workers=2, shuffle=False):
+            loss = F.cross_entropy(model(x), targets)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            seen.append(loss.item())
+            values.append(loss.item())
             if epoch == 0:
-                rows.x.add_(0.125)  # of which workers that run already see nothing
-    return [*seen, optimizer]
+                rows.x.add_(0.125)  # running workers do not see this change
+    return [*values, optimizer]
 
 
-def ragged(model: nn.Module, make: Make) -> list[Any]:
-    """Sequences of different lengths through an LSTM, packed."""
-    optimizer, seen = make(model), []
+def ragged_loop(model: nn.Module, make: Make) -> list[Any]:
+    """Packed sequences of different lengths through an LSTM."""
+    optimizer, values = make(model), []
     assert isinstance(model, nn.LSTM)
     for step in range(5):
         rows = [torch.randn(20 + (7 * i + 5 * step) % 30, 96) for i in range(12)]
@@ -293,15 +289,14 @@ def ragged(model: nn.Module, make: Make) -> list[Any]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        seen.append(loss.item())
-    return [*seen, optimizer]
+        values.append(loss.item())
+    return [*values, optimizer]
 
 
 def adversaries(model: nn.Module, make: Make) -> list[Any]:
-    """A generator and a discriminator, each with an optimizer of its own."""
     assert isinstance(model, nn.ModuleDict)
     makes, judges = model["makes"], model["judges"]
-    optimizers, seen = (make(makes), make(judges)), []
+    optimizers, values = (make(makes), make(judges)), []
     for _ in range(4):
         real, noise = torch.randn(64, 512), torch.randn(64, 256)
         optimizers[1].zero_grad()
@@ -313,8 +308,8 @@ def adversaries(model: nn.Module, make: Make) -> list[Any]:
         fooled = F.softplus(-judges(fake)).mean()
         fooled.backward()
         optimizers[0].step()
-        seen.append((judged.item(), fooled.item()))
-    return [*seen, *optimizers]
+        values.append((judged.item(), fooled.item()))
+    return [*values, *optimizers]
 
 
 def ragged_model() -> nn.Module:
@@ -329,20 +324,20 @@ def adversarial_model() -> nn.Module:
     return nn.ModuleDict({"makes": layers(256, 512, 512, 512), "judges": layers(512, 512, 256, 1)})
 
 
-# By name: the loop, and the model that it trains.
+# The loop and the model that it trains, by name.
 LOOPS: dict[str, tuple[Loop, Callable[[], nn.Module]]] = {
     "plain": (plain, Language),
     "lengths_vary": (lengths_vary, Language),
     "rich": (rich, Language),
     "autocast": (autocast, Language),
-    "checkpointed": (checkpointed, Language),
-    "checkpointed_reentrant": (checkpointed_reentrant, Language),
+    "checkpointed": (checkpointed_loop, Language),
+    "checkpointed_reentrant": (checkpointed_reentrant_loop, Language),
     "custom_function": (custom_function, Language),
     "branches": (branches, Language),
     "gradients_of_gradients": (gradients_of_gradients, Pictures),
     "pictures": (pictures, Pictures),
     "loaded_by_workers": (loaded_by_workers, Pictures),
-    "ragged": (ragged, ragged_model),
+    "ragged": (ragged_loop, ragged_model),
     "adversaries": (adversaries, adversarial_model),
 }
 
@@ -351,10 +346,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Optimizer):
         yield from tensors_in(value.state_dict())
     elif isinstance(value, dict):
-        for one in value.values():
-            yield from tensors_in(one)
+        for item in value.values():
+            yield from tensors_in(item)
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from tensors_in(one)
+        for item in value:
+            yield from tensors_in(item)
     elif isinstance(value, Tensor):
         yield value

@@ -1,4 +1,4 @@
-"""The settings of a process that a test could leave changed: what PyTorch computes by, logging, the environment."""
+"""Process settings that a test could leave changed: PyTorch's numerical settings, logging, the environment."""
 
 from __future__ import annotations
 
@@ -11,20 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Pytest sets one before each test; PyTorch and OpenMP set the others once, and read them later.
+# Set by pytest before each test, and once by PyTorch and OpenMP, which read them later.
 _SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "PYTORCH_NVML_", "KMP_")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGHUP, signal.SIGXFSZ)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a process.
-
-    Attributes:
-        name: of the setting.
-        read: returns its value.
-        restore: takes a value that was read before; None: nothing restores it.
-    """
+    """One setting of a process; ``restore`` is None if it cannot be restored."""
 
     name: str
     read: Callable[[], Any]
@@ -32,7 +26,6 @@ class Setting:
 
 
 def settings() -> list[Setting]:
-    """Return the settings of this process; PyTorch's only where it has been imported."""
     torch = sys.modules.get("torch")
     return [*_of_python(), *(_of_torch(torch) if torch is not None and hasattr(torch, "backends") else ())]
 
@@ -42,16 +35,16 @@ def read(these: list[Setting]) -> dict[str, Any]:
 
 
 def restore(these: list[Setting], before: Mapping[str, Any]) -> list[str]:
-    """Restore what changed since ``before`` was read, and return a line for each setting that cannot be restored."""
-    left = []
+    """Restore settings changed since ``before`` was read; return a line for each that cannot be restored."""
+    unrestored = []
     for setting in these:
-        now = setting.read()
-        if setting.name in before and now != before[setting.name]:
+        value = setting.read()
+        if setting.name in before and value != before[setting.name]:
             if setting.restore is None:
-                left.append(f"{setting.name} from {before[setting.name]!r} to {now!r}")
+                unrestored.append(f"{setting.name} from {before[setting.name]!r} to {value!r}")
             else:
                 setting.restore(before[setting.name])
-    return left
+    return unrestored
 
 
 def _of_python() -> list[Setting]:
@@ -65,8 +58,8 @@ def _of_python() -> list[Setting]:
 
     def levels() -> dict[str, tuple[int, bool, list[logging.Handler]]]:
         names = [name for name in logging.root.manager.loggerDict if name.split(".")[0] == "outofcore"]
-        found = {name: logging.getLogger(name) for name in names}
-        return {n: (it.level, it.propagate, list(it.handlers)) for n, it in found.items() if it.level or it.handlers}
+        loggers = {name: logging.getLogger(name) for name in names}
+        return {n: (it.level, it.propagate, list(it.handlers)) for n, it in loggers.items() if it.level or it.handlers}
 
     def set_levels(values: Mapping[str, tuple[int, bool, list[logging.Handler]]]) -> None:
         for name in levels().keys() | values.keys():
@@ -118,8 +111,8 @@ def _of_torch(torch: Any) -> list[Setting]:
         torch.utils.deterministic.fill_uninitialized_memory = value[2]
 
     def precisions() -> dict[str, str]:
-        found = {"matrices": torch.get_float32_matmul_precision(), "oneDNN": backends.mkldnn.fp32_precision}
-        return found | {op: getattr(backends.mkldnn, op).fp32_precision for op in ("matmul", "conv", "rnn")}
+        values = {"matrices": torch.get_float32_matmul_precision(), "oneDNN": backends.mkldnn.fp32_precision}
+        return values | {op: getattr(backends.mkldnn, op).fp32_precision for op in ("matmul", "conv", "rnn")}
 
     def set_precisions(value: Mapping[str, str]) -> None:
         torch.set_float32_matmul_precision(value["matrices"])

@@ -1,8 +1,4 @@
-"""Training steps whose ops need more memory at some calls than at others, and a comparison of them with plain PyTorch.
-
-The optimizers are short versions of published ones, reduced to when they ask for memory and when they make state. The
-models have ops whose scratch memory depends on values. Sizes are such that a step takes milliseconds.
-"""
+"""Training steps with ops that need more memory in some calls, compared with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -31,12 +27,7 @@ Made = tuple[Callable[[torch.Tensor], torch.Tensor], nn.Module, Optimizer]
 
 
 class Matrixwise(Optimizer):
-    """A base for optimizers that do something to the gradient of each matrix.
-
-    Args:
-        params: of the model.
-        every: how often they do what is dear.
-    """
+    """A base of optimizers that transform each matrix's gradient, at a high cost every few steps."""
 
     def __init__(self, params: Any, *, lr: float = 1e-2, every: int = 3) -> None:
         super().__init__(params, {"lr": lr})
@@ -56,16 +47,14 @@ class Matrixwise(Optimizer):
                 parameter.add_(update, alpha=-group["lr"])
 
     def matrix(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
-        """The update of a matrix."""
         raise NotImplementedError
 
     def is_due(self, state: dict[str, Any]) -> bool:
-        """Whether what is dear is to be done in this step."""
         return bool(state["step"] % self.every == 0)
 
 
 class Shampoo(Matrixwise):
-    """Preconditioners whose roots are taken now and then (Gupta et al., arXiv 1802.09568)."""
+    """Preconditioners with periodically updated roots (Gupta et al., arXiv 1802.09568)."""
 
     def matrix(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
         if "left" not in state:
@@ -79,21 +68,21 @@ class Shampoo(Matrixwise):
 
 
 class GaLore(Matrixwise):
-    """Moments in a space of low rank, found anew now and then (Zhao et al., arXiv 2403.03507)."""
+    """Moments in a low-rank space, recomputed periodically (Zhao et al., arXiv 2403.03507)."""
 
     def matrix(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
         if "basis" not in state or self.is_due(state):
-            left, _, _ = torch.linalg.svd(gradient, full_matrices=True)
-            state["basis"] = left[:, :16].contiguous()
-        low = state["basis"].t() @ gradient
+            left_vectors, _, _ = torch.linalg.svd(gradient, full_matrices=True)
+            state["basis"] = left_vectors[:, :16].contiguous()
+        projected = state["basis"].t() @ gradient
         if "moment" not in state:
-            state["moment"] = torch.zeros_like(low)
-        state["moment"].mul_(0.9).add_(low)
+            state["moment"] = torch.zeros_like(projected)
+        state["moment"].mul_(0.9).add_(projected)
         return state["basis"] @ state["moment"]
 
 
 class Soap(Matrixwise):
-    """Adam in the eigenbasis of a preconditioner, which a QR decomposition renews (Vyas et al., arXiv 2409.11321)."""
+    """Adam in the eigenbasis of a preconditioner, updated by a QR decomposition (Vyas et al., arXiv 2409.11321)."""
 
     def matrix(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
         if "cover" not in state:
@@ -108,23 +97,23 @@ class Soap(Matrixwise):
 
 
 class Muon(Matrixwise):
-    """Momentum made orthogonal by Newton and Schulz, in more steps now and then (Jordan, 2024)."""
+    """Momentum orthogonalized by Newton-Schulz steps, periodically by more of them (Jordan, 2024)."""
 
     def matrix(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(gradient)
         state["momentum"].mul_(0.95).add_(gradient)
         x = state["momentum"] / (state["momentum"].norm() + 1e-7)
-        kept = []
+        squares = []
         for _ in range(5 if self.is_due(state) else 2):
             square = x @ x.t()
-            kept.append(square)
+            squares.append(square)
             x = 1.5 * x - 0.5 * square @ x
-        return x + 1e-6 * sum(kept) @ x if self.is_due(state) else x
+        return x + 1e-6 * sum(squares) @ x if self.is_due(state) else x
 
 
 class Lookahead(Matrixwise):
-    """Slow weights that are made at the first synchronisation (Zhang et al., arXiv 1907.08610)."""
+    """Slow weights, created at the first synchronisation (Zhang et al., arXiv 1907.08610)."""
 
     def matrix(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
         if self.is_due(state):
@@ -154,12 +143,12 @@ class Whitening(Matrixwise):
     def matrix(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
         if not self.is_due(state):
             return gradient
-        left, _, right = torch.linalg.svd(gradient, full_matrices=False)
-        return left @ right
+        left_vectors, _, right_vectors = torch.linalg.svd(gradient, full_matrices=False)
+        return left_vectors @ right_vectors
 
 
 class Kronecker(Matrixwise):
-    """A damped inverse, made anew every third step and first at the third."""
+    """A damped inverse, computed every third step."""
 
     def matrix(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
         if self.is_due(state):
@@ -198,49 +187,50 @@ OPTIMIZERS: dict[str, type[Matrixwise]] = {
 
 
 @torch.library.custom_op("outofcore_tests::surge", mutates_args=())
-def surge(x: torch.Tensor, most: int) -> torch.Tensor:
-    """Doubles, by way of scratch memory that depends on values: from 4 up to 16 * ``most`` times that of ``x``."""
-    share = min(max(float(x.detach().abs().mean()), 0.25), float(most))
+def surge(x: torch.Tensor, max_share: int) -> torch.Tensor:
+    """Double ``x`` with scratch memory of 4 to 16 * ``max_share`` times its bytes, depending on its values."""
+    share = min(max(float(x.detach().abs().mean()), 0.25), float(max_share))
     scratch = torch.ones(max(int(share * 16 * x.numel()), 1))
     return x * 2 * scratch[:1]
 
 
 @surge.register_fake
-def _(x: torch.Tensor, most: int) -> torch.Tensor:
+def _(x: torch.Tensor, max_share: int) -> torch.Tensor:
     return torch.empty_like(x)
 
 
 @torch.library.custom_op("outofcore_tests::surge_backward", mutates_args=())
-def surge_backward(gradient: torch.Tensor, most: int) -> torch.Tensor:
-    """The same for the gradient."""
-    return surge(gradient, most)
+def surge_backward(gradient: torch.Tensor, max_share: int) -> torch.Tensor:
+    return surge(gradient, max_share)
 
 
 @surge_backward.register_fake
-def _(gradient: torch.Tensor, most: int) -> torch.Tensor:
+def _(gradient: torch.Tensor, max_share: int) -> torch.Tensor:
     return torch.empty_like(gradient)
 
 
-def _keep_most(ctx: Any, inputs: Any, output: Any) -> None:
+def _save_max_share(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.most = inputs[1]
 
 
-surge.register_autograd(lambda context, given: (surge_backward(given, context.most), None), setup_context=_keep_most)
+surge.register_autograd(
+    lambda context, gradient: (surge_backward(gradient, context.most), None), setup_context=_save_max_share
+)
 
 
 class Surging(nn.Module):
-    """An operator of the user's whose scratch memory depends on values, in both passes."""
+    """A custom operator with scratch memory that depends on values, in both passes."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_share: int) -> None:
         super().__init__()
-        self.most = most
+        self.most = max_share
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return surge(x, self.most)
 
 
 class Observing(nn.Module):
-    """An observer that keeps a histogram of all values, and passes them on."""
+    """An observer that keeps a histogram of all values and passes them on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,12 +277,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def names() -> list[str]:
-    """All cases: optimizers on a plain model, and models with a plain optimizer."""
     return [*OPTIMIZERS, *MODELS]
 
 
 def make(name: str) -> Made:
-    """A step of a case, with its model and optimizer, always the same."""
     torch.manual_seed(0)
     if name in OPTIMIZERS:
         model: nn.Module = nn.Sequential(_mlp(), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
@@ -312,14 +300,13 @@ def make(name: str) -> Made:
 
 
 def batches(count: int) -> Iterator[torch.Tensor]:
-    """Batches whose values grow and fall."""
     generator = torch.Generator().manual_seed(1)
     for number in range(count):
         yield torch.randn(BATCH, WIDTH, generator=generator) * (0.2, 1.0, 4.0, 12.0)[number % 4]
 
 
 def smallest_budget(name: str) -> int:
-    """What the refusal of a budget that is too small asks for."""
+    """Return the smallest budget that the error for a too small budget names."""
     step, model, optimizer = make(name)
     with outofcore.compile(step, model, optimizer, budget=64 << 10, cache=False) as compiled:
         try:
@@ -332,38 +319,25 @@ def smallest_budget(name: str) -> int:
 
 
 def contents(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:
-    """Copies of all that a step leaves."""
-    found = [tensor.clone() for tensor in model.state_dict().values() if isinstance(tensor, torch.Tensor)]
+    tensors = [tensor.clone() for tensor in model.state_dict().values() if isinstance(tensor, torch.Tensor)]
     for parameter in model.parameters():
         state = optimizer.state[parameter]
-        found += [value.clone() for _, value in sorted(state.items()) if isinstance(value, torch.Tensor)]
-    return found
+        tensors += [value.clone() for _, value in sorted(state.items()) if isinstance(value, torch.Tensor)]
+    return tensors
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case within a budget.
+    """The result of running a case within a budget."""
 
-    Attributes:
-        exact: whether all losses and states are those of plain PyTorch, bit for bit.
-        peak: the most bytes of physical memory that the arena and its annex took with what was served outside of them,
-            when a request beyond the plan was served and between steps.
-        off_plan: requests that no plan foresaw.
-        beyond: of them, those that exceeded the budget, and their bytes.
-        evicted: bytes that left for requests.
-        overflow: bytes of a home that ops worked on since the budget could not hold them.
-        followed: why the calls were run as an eager loop; empty: they were not.
-        seconds: that all calls took.
-    """
-
-    exact: bool
-    peak: int
-    off_plan: int
-    beyond: tuple[int, int]
-    evicted: int
-    overflow: int
-    followed: str
-    seconds: float
+    exact: bool  # losses and state equal plain PyTorch's bit for bit
+    peak: int  # physical bytes of the arena, its annex and memory served outside of them
+    off_plan: int  # requests beyond the plan
+    beyond: tuple[int, int]  # number and bytes of the requests that exceeded the budget
+    evicted: int  # bytes evicted to serve requests
+    overflow: int  # bytes used directly at a home because they did not fit the budget
+    followed: str  # why the calls ran as an eager loop; empty if they did not
+    seconds: float  # total time of all calls
 
 
 def compare(name: str, budget: int, steps: int, *, cache: Any = False, **settings: Any) -> Outcome:
@@ -373,49 +347,49 @@ def compare(name: str, budget: int, steps: int, *, cache: Any = False, **setting
     expected = contents(model, optimizer)
     step, model, optimizer = make(name)
     begin = time.perf_counter()
-    seen: dict[int, DemandEviction] = {}
+    lenders: dict[int, DemandEviction] = {}
     arenas: dict[int, tuple[Arena, int, int]] = {}
     peak = 0
 
-    def measure(arena: Arena, more: int = 0) -> None:
+    def measure(arena: Arena, served_bytes: int = 0) -> None:
         nonlocal peak
         counters = arena.counters()
-        peak = max(peak, arena.resident_bytes() + counters.live_bytes + more)
+        peak = max(peak, arena.resident_bytes() + counters.live_bytes + served_bytes)
         arenas[id(arena)] = arena, counters.beyond, counters.beyond_bytes
 
-    class Measured(DemandEviction):
+    class MeasuredEviction(DemandEviction):
         def _serve(self, count: int, scope: int) -> int:
             answer = super()._serve(count, scope)
-            # Nothing of it has been touched yet.
+            # The pages of the answer are not resident yet.
             is_home = answer in self._faces
             measure(self._arena, 0 if is_home or answer == Answer.REFUSE else round_up(count, PAGE_BYTES))
             return answer
 
         def begin(self, *args: Any) -> None:
-            seen[id(self)] = self
+            lenders[id(self)] = self
             super().begin(*args)
 
     with (
-        mock.patch("outofcore.execution.runner.DemandEviction", Measured),
-        mock.patch.object(mmap, "MADV_HUGEPAGE", mmap.MADV_NOHUGEPAGE),  # bytes that nobody asked for would count
+        mock.patch("outofcore.execution.runner.DemandEviction", MeasuredEviction),
+        mock.patch.object(mmap, "MADV_HUGEPAGE", mmap.MADV_NOHUGEPAGE),  # huge pages would count unrequested bytes
         outofcore.compile(step, model, optimizer, budget=budget, cache=cache, **settings) as compiled,
     ):
-        session, found = compiled._session, []
+        session, results = compiled._session, []
         for x in batches(steps):
-            found.append(compiled(x).item())
+            results.append(compiled(x).item())
             if isinstance(session.steps.arena, Arena):
                 measure(session.steps.arena)
         seconds = time.perf_counter() - begin
-        exact = found == losses
+        exact = results == losses
         exact &= all(map(torch.equal, contents(model, optimizer), expected))
         exact &= len(contents(model, optimizer)) == len(expected)
         return Outcome(
             exact,
             peak,
             session.steps.off_plan,
-            (sum(one[1] for one in arenas.values()), sum(one[2] for one in arenas.values())),
-            sum(lender.evicted_bytes for lender in seen.values()),
-            sum(lender.overflow_bytes for lender in seen.values()),
+            (sum(entry[1] for entry in arenas.values()), sum(entry[2] for entry in arenas.values())),
+            sum(lender.evicted_bytes for lender in lenders.values()),
+            sum(lender.overflow_bytes for lender in lenders.values()),
             session.why_followed,
             seconds,
         )

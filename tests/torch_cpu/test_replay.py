@@ -1,4 +1,4 @@
-"""Ops that native code calls again: the same numbers, the same errors, and Python where it is needed."""
+"""Tests of ops replayed by native code: exact results, the same errors, and a fallback to Python."""
 
 from __future__ import annotations
 
@@ -22,33 +22,32 @@ from outofcore.runtime.native import load_native
 
 
 @pytest.fixture(autouse=True)
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
+def _always_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "is_worth_it", lambda calls, seconds: True)
 
 
 @pytest.fixture
-def replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many ops each call of native code has run."""
+def op_counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     counts: list[int] = []
     run = replay.Replay.run
 
-    def counting(self: replay.Replay, first: int, *args: Any, **kwargs: Any) -> int:
+    def run_and_count(self: replay.Replay, first: int, *args: Any, **kwargs: Any) -> int:
         reached = run(self, first, *args, **kwargs)
         counts.append(reached - first)
         return reached
 
-    monkeypatch.setattr(replay.Replay, "run", counting)
+    monkeypatch.setattr(replay.Replay, "run", run_and_count)
     yield counts
 
 
 @given(st.lists(st.booleans()))
-def test_spans_reach_to_the_next_op_that_was_not_recorded(taken: list[bool]) -> None:
-    until = replay.spans(taken)
-    assert len(until) == len(taken)
-    for at, end in enumerate(until):
-        assert (end > at) == taken[at]
-        assert all(taken[at:end])
-        assert end == at or end == len(taken) or not taken[end]
+def test_spans_end_at_the_next_unrecorded_op(recorded: list[bool]) -> None:
+    ends = replay.spans(recorded)
+    assert len(ends) == len(recorded)
+    for start, end in enumerate(ends):
+        assert (end > start) == recorded[start]
+        assert all(recorded[start:end])
+        assert end == start or end == len(recorded) or not recorded[end]
 
 
 class Net(nn.Module):
@@ -71,8 +70,8 @@ class Net(nn.Module):
 def trainer(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
 
-    def step(x: Tensor, wanted: Tensor) -> Tensor:
-        loss = F.cross_entropy(model(x), wanted)
+    def step(x: Tensor, targets: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -83,27 +82,27 @@ def trainer(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("share", [2.0, 0.6, 0.0])
-def test_steps_that_are_replayed_have_eagers_bits(share: float, replayed: list[int]) -> None:
+def test_replayed_steps_are_exact(share: float, op_counts: list[int]) -> None:
     torch.manual_seed(0)
     model = Net()
-    other = copy.deepcopy(model)
-    x, wanted = torch.randn(4, 3, 16, 16), torch.randint(10, (4,))
-    eager, step = trainer(model), trainer(other)
-    smallest = outofcore.smallest_budget(step, other, step.optimizer, inputs=(x, wanted))  # type: ignore[attr-defined]
+    compiled_model = copy.deepcopy(model)
+    x, targets = torch.randn(4, 3, 16, 16), torch.randint(10, (4,))
+    eager, step = trainer(model), trainer(compiled_model)
+    smallest = outofcore.smallest_budget(step, compiled_model, step.optimizer, inputs=(x, targets))  # type: ignore[attr-defined]
     budget = int(smallest * (1 + share))
     losses = []
-    with outofcore.compile(step, other, step.optimizer, budget=budget, dynamic=False) as compiled:  # type: ignore[attr-defined]
+    with outofcore.compile(step, compiled_model, step.optimizer, budget=budget, dynamic=False) as compiled:  # type: ignore[attr-defined]
         for run in (eager, compiled):
             torch.manual_seed(1)
-            losses.append([run(x, wanted).item() for _ in range(6)])
+            losses.append([run(x, targets).item() for _ in range(6)])
     assert losses[0] == losses[1]
-    for (name, one), two in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
-        assert torch.equal(one, two), name
-    assert sum(replayed) > 5 * 30
+    for (name, expected), actual in zip(model.state_dict().items(), compiled_model.state_dict().values(), strict=True):
+        assert torch.equal(expected, actual), name
+    assert sum(op_counts) > 5 * 30
 
 
-def failing(kind: str) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor]:
-    """A step, what it takes, and what it does not take."""
+def failing_step(kind: str) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor]:
+    """Return a step, a valid argument and an invalid one."""
     good = torch.zeros(8, dtype=torch.long)
     if kind == "index":
         return lambda x: torch.arange(20.0).exp().index_select(0, x), good, good + 99
@@ -113,8 +112,8 @@ def failing(kind: str) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["index", "linalg", "runtime"])
-def test_an_op_that_fails_raises_what_it_raises_in_python(kind: str, replayed: list[int]) -> None:
-    plain, good, bad = failing(kind)
+def test_failing_op_raises_the_same_error_as_in_python(kind: str, op_counts: list[int]) -> None:
+    plain, good, bad = failing_step(kind)
     model = nn.Linear(2, 2)
 
     def step(x: Tensor) -> Tensor:
@@ -126,16 +125,16 @@ def test_an_op_that_fails_raises_what_it_raises_in_python(kind: str, replayed: l
     with outofcore.compile(step, model, budget="8MiB", dynamic=False) as compiled:
         for _ in range(3):
             assert torch.equal(compiled(good), plain(good))
-        assert replayed
-        with pytest.raises(type(expected.value)) as found:
+        assert op_counts
+        with pytest.raises(type(expected.value)) as caught:
             compiled(bad)
-        assert type(found.value) is type(expected.value)
-        assert str(found.value).splitlines()[0] == str(expected.value).splitlines()[0]
+        assert type(caught.value) is type(expected.value)
+        assert str(caught.value).splitlines()[0] == str(expected.value).splitlines()[0]
         assert torch.equal(compiled(good), plain(good))
 
 
-def test_an_op_that_returns_numbers_between_tensors_is_replayed() -> None:
-    # As attention does on a GPU; on the CPU nothing does.
+def test_op_with_numbers_between_its_results_is_replayed() -> None:
+    # Attention on a GPU returns such results; no CPU op does.
     def attend(x: Tensor, *_: Any, **__: Any) -> tuple[Any, ...]:
         return x + 1, x, x, x, 7, 7, x * 2, x, x
 
@@ -157,12 +156,12 @@ def test_an_op_that_returns_numbers_between_tensors_is_replayed() -> None:
     arena.close()
 
 
-def test_a_mode_sees_every_op(replayed: list[int]) -> None:
-    seen: list[str] = []
+def test_dispatch_mode_sees_every_op(op_counts: list[int]) -> None:
+    op_names: list[str] = []
 
-    class Seeing(TorchDispatchMode):
+    class RecordingMode(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func.name())
+            op_names.append(func.name())
             return func(*args, **(kwargs or {}))
 
     model = nn.Linear(64, 64)
@@ -175,17 +174,17 @@ def test_a_mode_sees_every_op(replayed: list[int]) -> None:
     with outofcore.compile(step, model, budget="8MiB", dynamic=False) as compiled:
         for _ in range(3):
             compiled(x)
-        assert replayed
-        replayed.clear()
-        with Seeing():
+        assert op_counts
+        op_counts.clear()
+        with RecordingMode():
             compiled(x)
-        assert not replayed
-        assert "aten::exp" in seen
+        assert not op_counts
+        assert "aten::exp" in op_names
         compiled(x)
-        assert replayed
+        assert op_counts
 
 
-def test_python_calls_ops_where_that_is_asked_for(replayed: list[int]) -> None:
+def test_replay_option_off_leaves_ops_to_python(op_counts: list[int]) -> None:
     model, x = nn.Linear(64, 64), torch.randn(8, 64)
 
     def step(x: Tensor) -> Tensor:
@@ -194,9 +193,9 @@ def test_python_calls_ops_where_that_is_asked_for(replayed: list[int]) -> None:
 
     with outofcore.compile(step, model, budget="8MiB", dynamic=False, replay=False) as compiled:
         assert all(torch.equal(compiled(x), step(x)) for _ in range(3))
-    assert not replayed
+    assert not op_counts
 
 
-def test_native_calls_are_for_steps_of_short_ops_alone() -> None:
+def test_replay_is_worth_it_only_for_short_ops() -> None:
     assert replay.is_worth_it(100, 0.01)
     assert not replay.is_worth_it(100, 1.0)

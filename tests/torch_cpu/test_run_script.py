@@ -1,4 +1,4 @@
-"""``outofcore run``: scripts that nobody edited do what they do with ``python``, within a budget."""
+"""Tests of ``outofcore run``: unmodified scripts behave as with ``python``, within a budget."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def within(folder: Path, *arguments: str, budget: str = BUDGET) -> subprocess.CompletedProcess[str]:
+def run_with_budget(folder: Path, *arguments: str, budget: str = BUDGET) -> subprocess.CompletedProcess[str]:
     return python(folder, "-m", "outofcore.cli", "run", "--budget", budget, *arguments)
 
 
@@ -53,7 +53,7 @@ def write(folder: Path, text: str, name: str = "script.py") -> None:
     (folder / name).write_text(text, encoding="utf-8")
 
 
-def test_a_script_runs_as_with_python(tmp_path: Path) -> None:
+def test_script_runs_as_with_python(tmp_path: Path) -> None:
     write(tmp_path, "value = 5\n", "beside.py")
     write(
         tmp_path,
@@ -73,24 +73,24 @@ if __name__ == "__main__":
 """,
     )
     arguments = ("script.py", "--lr", "3", "-m", "--budget", "--help", "--", "-x")
-    theirs, ours = python(tmp_path, *arguments), within(tmp_path, *arguments)
+    theirs, ours = python(tmp_path, *arguments), run_with_budget(tmp_path, *arguments)
     assert theirs.returncode == 0, theirs.stderr
     assert (ours.returncode, ours.stdout) == (0, theirs.stdout), ours.stderr
     assert re.match(r"outofcore: 3 steps, peak 3\.9\d MiB of 4\.00 MiB, evicted ", ours.stderr)
     assert ours.stderr.count("\n") == 1
-    quiet = within(tmp_path, "--quiet", *arguments)
+    quiet = run_with_budget(tmp_path, "--quiet", *arguments)
     assert (quiet.stdout, quiet.stderr) == (theirs.stdout, "")
 
 
 @pytest.mark.exhaustive
-def test_a_module_runs_as_with_python(tmp_path: Path) -> None:
+def test_module_runs_as_with_python(tmp_path: Path) -> None:
     write(tmp_path, "", "package/__init__.py")
     write(tmp_path, TRAINING, "package/parts.py")
-    shown = "\nprint(sys.argv, sys.path[0], __file__, __spec__.name, __package__, __name__)\ntrain(1)\n"
-    write(tmp_path, "import sys\nfrom .parts import train" + shown, "package/__main__.py")
-    write(tmp_path, "import sys\nfrom package.parts import train" + shown, "package/other.py")
+    body = "\nprint(sys.argv, sys.path[0], __file__, __spec__.name, __package__, __name__)\ntrain(1)\n"
+    write(tmp_path, "import sys\nfrom .parts import train" + body, "package/__main__.py")
+    write(tmp_path, "import sys\nfrom package.parts import train" + body, "package/other.py")
     for target in ("package", "package.other"):
-        theirs, ours = python(tmp_path, "-m", target, "-m", "1"), within(tmp_path, "-m", target, "-m", "1")
+        theirs, ours = python(tmp_path, "-m", target, "-m", "1"), run_with_budget(tmp_path, "-m", target, "-m", "1")
         assert theirs.returncode == 0, theirs.stderr
         assert (ours.returncode, ours.stdout) == (0, theirs.stdout), ours.stderr
         assert "outofcore: 1 step, peak" in ours.stderr
@@ -104,7 +104,7 @@ def test_folders_and_zip_files_run_as_with_python(tmp_path: Path) -> None:
         packed.write(tmp_path / "app/__main__.py", "__main__.py")
         packed.write(tmp_path / "app/beside.py", "beside.py")
     for target in ("app", "app.zip"):
-        theirs, ours = python(tmp_path, target, "1"), within(tmp_path, target, "1")
+        theirs, ours = python(tmp_path, target, "1"), run_with_budget(tmp_path, target, "1")
         assert theirs.returncode == 0, theirs.stderr
         assert (ours.returncode, ours.stdout) == (0, theirs.stdout), ours.stderr
         assert "did not import torch" in ours.stderr
@@ -123,48 +123,48 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("name", some_of(ENDINGS, ["interrupt", "hook"]))
-def test_a_script_ends_as_with_python(name: str, tmp_path: Path) -> None:
+def test_script_ends_as_with_python(name: str, tmp_path: Path) -> None:
     text = f"import os, sys\nimport torch\nprint('begun', flush=True)\n{ENDINGS[name]}\n"
-    write(tmp_path, text.replace("import torch", "pass"))  # which makes no difference to how it ends
+    write(tmp_path, text.replace("import torch", "pass"))  # the import must not change how the script ends
     theirs = python(tmp_path, "script.py")
     write(tmp_path, text)
-    ours = within(tmp_path, "--quiet", "script.py")
+    ours = run_with_budget(tmp_path, "--quiet", "script.py")
     assert (ours.returncode, ours.stdout, ours.stderr) == (theirs.returncode, theirs.stdout, theirs.stderr)
 
 
-def test_code_that_is_no_python(tmp_path: Path) -> None:
+def test_syntax_error_is_reported_as_with_python(tmp_path: Path) -> None:
     write(tmp_path, "import sys\nif:\n")
-    theirs, ours = python(tmp_path, "script.py"), within(tmp_path, "--quiet", "script.py")
+    theirs, ours = python(tmp_path, "script.py"), run_with_budget(tmp_path, "--quiet", "script.py")
     assert (ours.returncode, ours.stderr) == (1, theirs.stderr)
 
 
-def test_what_does_not_fit_is_told_in_our_words(tmp_path: Path) -> None:
+def test_too_small_budget_names_the_line_of_the_script(tmp_path: Path) -> None:
     write(tmp_path, "import torch\nx = torch.ones(1 << 21)\n")
-    done = within(tmp_path, "script.py")
-    assert done.returncode == 1
-    assert done.stderr.startswith("Traceback (most recent call last):\n  File")
-    assert "cli/run.py" not in done.stderr
-    told = f"outofcore: the budget of 4.00 MiB is too small: aten::ones at {tmp_path / 'script.py'}:2 needs 8.00 MiB"
-    assert told in done.stderr
-    assert "Use a budget of at least 8.00 MiB" in done.stderr
+    result = run_with_budget(tmp_path, "script.py")
+    assert result.returncode == 1
+    assert result.stderr.startswith("Traceback (most recent call last):\n  File")
+    assert "cli/run.py" not in result.stderr
+    message = f"outofcore: the budget of 4.00 MiB is too small: aten::ones at {tmp_path / 'script.py'}:2 needs 8.00 MiB"
+    assert message in result.stderr
+    assert "Use a budget of at least 8.00 MiB" in result.stderr
 
 
-def test_what_cannot_be_run_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused_in_one_line(tmp_path: Path) -> None:
     write(tmp_path, "print('begun')\nimport torch\nprint('not reached')\n")
     for arguments, message, begun in (
         (("nothing.py",), "there is no file nothing.py", False),
         (("--budget", "much", "script.py"), "cannot read 'much' as a byte count", False),
         (("--home", "/no/such/folder", "script.py"), "/no/such/folder", True),
     ):
-        done = within(tmp_path, *arguments)
-        assert done.returncode == 2
-        assert done.stdout == ("begun\n" if begun else "")
-        assert done.stderr.startswith("error: ")
-        assert message in done.stderr
-        assert "Traceback" not in done.stderr
-    done = within(tmp_path, "-m", "nothing_of_that_name")
-    assert done.returncode == 1
-    assert done.stderr == "ModuleNotFoundError: No module named 'nothing_of_that_name'\n"
+        result = run_with_budget(tmp_path, *arguments)
+        assert result.returncode == 2
+        assert result.stdout == ("begun\n" if begun else "")
+        assert result.stderr.startswith("error: ")
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr
+    result = run_with_budget(tmp_path, "-m", "nothing_of_that_name")
+    assert result.returncode == 1
+    assert result.stderr == "ModuleNotFoundError: No module named 'nothing_of_that_name'\n"
 
 
 WORKERS = (
@@ -190,26 +190,26 @@ if __name__ == "__main__":
 
 
 @pytest.mark.exhaustive
-def test_processes_of_a_script(tmp_path: Path) -> None:
+def test_worker_processes_of_a_script_run_as_with_python(tmp_path: Path) -> None:
     write(tmp_path, WORKERS.replace('assert "torch" not in sys.modules', ""))
-    theirs, ours = python(tmp_path, "script.py"), within(tmp_path, "script.py", budget="1MiB")
+    theirs, ours = python(tmp_path, "script.py"), run_with_budget(tmp_path, "script.py", budget="1MiB")
     assert theirs.returncode == 0, theirs.stderr
     assert (ours.returncode, ours.stdout) == (0, theirs.stdout), ours.stderr
     assert ours.stderr.count("outofcore: ") == 1
 
 
 @pytest.mark.parametrize("number", some_of([signal.SIGINT, signal.SIGTERM], [signal.SIGTERM]))
-def test_a_signal_from_outside(number: signal.Signals, tmp_path: Path) -> None:
+def test_script_ends_by_the_signal_sent_to_it(number: signal.Signals, tmp_path: Path) -> None:
     write(
         tmp_path,
         TRAINING.replace("print(loss.item().hex())", "print(loss.item().hex(), flush=True)") + "train(1000000)\n",
     )
-    # Where tests run unattended, interrupts are ignored, and children inherit that.
-    heeding = (
+    # Unattended test runs may ignore SIGINT, and child processes inherit that.
+    code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import outofcore.cli as c; c.main()"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", heeding, "run", "--budget", BUDGET, "script.py"],
+        [sys.executable, "-c", code, "run", "--budget", BUDGET, "script.py"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -219,15 +219,15 @@ def test_a_signal_from_outside(number: signal.Signals, tmp_path: Path) -> None:
     assert process.stdout.readline()
     os.kill(process.pid, number)
     try:
-        _, told = process.communicate(timeout=120)
+        _, stderr = process.communicate(timeout=120)
     finally:
         process.kill()
     assert process.returncode == -number
     if number == signal.SIGINT:
-        assert "\nKeyboardInterrupt\n" in told
-        assert told.splitlines()[-1].startswith("outofcore: loop of ")
+        assert "\nKeyboardInterrupt\n" in stderr
+        assert stderr.splitlines()[-1].startswith("outofcore: loop of ")
     else:
-        assert told == ""
+        assert stderr == ""
 
 
 LENGTHS = """
@@ -244,32 +244,32 @@ for rows in (256, 256, 256, 2048):
 """
 
 
-def test_measuring_run_prints_the_budget_that_holds_the_script(tmp_path: Path) -> None:
+def test_measure_option_prints_a_sufficient_smallest_budget(tmp_path: Path) -> None:
     write(tmp_path, LENGTHS)
-    theirs, ours = python(tmp_path, "script.py"), within(tmp_path, "--measure", "script.py")
+    theirs, ours = python(tmp_path, "script.py"), run_with_budget(tmp_path, "--measure", "script.py")
     assert (ours.returncode, ours.stdout) == (0, theirs.stdout), ours.stderr
-    told = re.fullmatch(
+    measured = re.fullmatch(
         r"outofcore: measured 4 steps\n  in core +\S+ MiB \((\d+) bytes\): .*\n"
         r"  smallest budget +\S+ MiB \((\d+) bytes\), which (.*) needs\n(?:  within .*\n){3}outofcore: 4 steps, .*\n",
         ours.stderr,
     )
-    assert told, ours.stderr
-    in_core, smallest = int(told[1]), int(told[2])
+    assert measured, ours.stderr
+    in_core, smallest = int(measured[1]), int(measured[2])
     assert smallest < in_core
-    assert str(tmp_path / "script.py") in told[3]
-    held = within(tmp_path, "script.py", budget=str(smallest))
-    assert (held.returncode, held.stdout) == (0, theirs.stdout), held.stderr
+    assert str(tmp_path / "script.py") in measured[3]
+    within_budget = run_with_budget(tmp_path, "script.py", budget=str(smallest))
+    assert (within_budget.returncode, within_budget.stdout) == (0, theirs.stdout), within_budget.stderr
 
 
-def test_growing_run_goes_on_where_the_budget_is_too_small(tmp_path: Path) -> None:
+def test_grow_option_lets_the_run_exceed_its_budget(tmp_path: Path) -> None:
     write(tmp_path, LENGTHS)
-    theirs, ours = python(tmp_path, "script.py"), within(tmp_path, "--grow", "script.py", budget="2MiB")
+    theirs, ours = python(tmp_path, "script.py"), run_with_budget(tmp_path, "--grow", "script.py", budget="2MiB")
     assert (ours.returncode, ours.stdout) == (0, theirs.stdout), ours.stderr
     assert re.search(r"the budget of 2\.00 MiB was exceeded \d+ times", ours.stderr)
     assert re.search(r"outofcore: 4 steps, peak \S+ MiB of 2\.00 MiB, exceeded by \d+ ops, ", ours.stderr)
 
 
-def test_run_without_a_budget_takes_a_share_and_says_how_much(tmp_path: Path) -> None:
+def test_default_and_relative_budgets_are_printed(tmp_path: Path) -> None:
     write(tmp_path, LENGTHS)
     theirs = python(tmp_path, "script.py")
     for budget in ((), ("--budget", "5%")):

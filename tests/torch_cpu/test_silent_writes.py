@@ -1,4 +1,4 @@
-"""Operators that write arguments unmarked by their schemas: PyTorch has those of the table, and no others."""
+"""Tests that the table of unmarked argument writes matches PyTorch's operators."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ def read_table() -> dict[str, list[str]]:
     return table
 
 
-def test_pytorch_writes_silently_what_the_table_has() -> None:
-    """Takes fifteen seconds, of which most are for the import of PyTorch's tests; with ``--exhaustive``, minutes."""
+def test_silent_writes_of_pytorch_match_the_table() -> None:
+    """Takes 15 s, mostly to import PyTorch's tests; minutes with ``--exhaustive``."""
     script = Path(__file__).with_name("silent_writes.py")
-    part = [] if is_exhaustive() else ["--every", "97", "--start", "3"]
-    ran = subprocess.run(
-        [sys.executable, str(script), *part],
+    options = [] if is_exhaustive() else ["--every", "97", "--start", "3"]
+    result = subprocess.run(
+        [sys.executable, str(script), *options],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    found = json.loads(ran.stdout.splitlines()[-1])
-    assert found["ran"] > 100
-    assert found["silent"] == {name: writes for name, writes in read_table().items() if name in found["operators"]}
-    assert "aten::native_batch_norm" in found["silent"]
+    assert result.returncode == 0, result.stderr[-2000:]
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert report["ran"] > 100
+    assert report["silent"] == {name: writes for name, writes in read_table().items() if name in report["operators"]}
+    assert "aten::native_batch_norm" in report["silent"]
 
 
-def test_table_has_the_silent_writes_of_captured_steps() -> None:
+def test_table_covers_the_hidden_writes_of_captured_steps() -> None:
     table = read_table()
     for operator, (arguments, _) in operators._HIDDEN_WRITES.items():
         assert set(arguments) <= set(table[operator])

@@ -1,4 +1,4 @@
-"""The home on a disk: its one file without a name, and what file systems do to it."""
+"""Tests of the home on a disk: its one unnamed file, and errors of file systems."""
 
 import errno
 import os
@@ -45,9 +45,9 @@ def test_direct_io_is_used_on_a_disk(tmp_path: Path) -> None:
     file.close()
 
 
-def test_the_file_has_no_name_and_is_private_to_the_user(tmp_path: Path) -> None:
+def test_file_is_unnamed_and_private_to_the_user(tmp_path: Path) -> None:
     home = DiskHome(tmp_path)
-    assert opened_in(tmp_path) == []  # not before it is needed
+    assert opened_in(tmp_path) == []  # created when first needed
     home.ensure(3 * MIB)
     assert list(tmp_path.iterdir()) == []
     for status in opened_in(tmp_path):
@@ -63,7 +63,7 @@ def without_unnamed_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spill.os, "O_TMPFILE", os.O_DIRECTORY | os.O_RDWR)  # EISDIR, as on older kernels
 
 
-def test_without_unnamed_files_the_name_is_removed_at_once(
+def test_named_file_is_unlinked_at_once_without_o_tmpfile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arena: Arena
 ) -> None:
     without_unnamed_files(monkeypatch)
@@ -78,7 +78,7 @@ def test_without_unnamed_files_the_name_is_removed_at_once(
 
 
 @pytest.mark.parametrize("unnamed", [True, False])
-def test_a_killed_process_leaves_nothing(tmp_path: Path, unnamed: bool) -> None:
+def test_killed_process_leaves_no_file_behind(tmp_path: Path, unnamed: bool) -> None:
     free = shutil.disk_usage(tmp_path).free
     script = (
         "import os, sys\n"
@@ -104,7 +104,7 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path, unnamed: bool) -> None:
     assert shutil.disk_usage(tmp_path).free > free - (1 << 29)
 
 
-def test_no_descriptor_is_used_per_face(tmp_path: Path) -> None:
+def test_faces_use_no_descriptors(tmp_path: Path) -> None:
     home = DiskHome(tmp_path)
     home.ensure(MIB)
     before = descriptors()
@@ -114,7 +114,7 @@ def test_no_descriptor_is_used_per_face(tmp_path: Path) -> None:
     home.close()
 
 
-def test_dropping_the_cache_gives_physical_memory_back(tmp_path: Path) -> None:
+def test_drop_cache_frees_physical_memory(tmp_path: Path) -> None:
     home = DiskHome(tmp_path)
     home.ensure(32 * MIB)
     face = home.face(0, 32 * MIB)
@@ -127,9 +127,7 @@ def test_dropping_the_cache_gives_physical_memory_back(tmp_path: Path) -> None:
     home.close()
 
 
-def test_a_directory_that_cannot_be_used_is_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unusable_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SpillError, match="does not exist; create it"):
         DiskHome(tmp_path / "missing")
     (tmp_path / "file").write_text("")
@@ -147,13 +145,13 @@ def test_a_directory_that_cannot_be_used_is_refused_before_anything_starts(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_read_only_directory_is_refused(tmp_path: Path) -> None:
+def test_read_only_directory_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(SpillError, match="cannot be written to"):
         DiskHome(tmp_path)
 
 
-def test_a_directory_on_a_read_only_file_system_is_refused() -> None:
+def test_read_only_file_system_is_refused() -> None:
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields = line.split()
         if "ro" in fields[5].split(",") and Path(fields[4]).is_dir():
@@ -163,7 +161,7 @@ def test_a_directory_on_a_read_only_file_system_is_refused() -> None:
     pytest.skip("no read-only file system is mounted")
 
 
-def test_limits_are_kept(tmp_path: Path) -> None:
+def test_homes_enforce_their_limits(tmp_path: Path) -> None:
     home = DiskHome(tmp_path, limit=MIB)
     assert home.capacity == MIB
     home.ensure(MIB)
@@ -177,7 +175,7 @@ def test_limits_are_kept(tmp_path: Path) -> None:
         HostHome(1 << 46).ensure(1 << 46)
 
 
-def test_a_refusal_to_grow_leaves_the_file_as_it_was(tmp_path: Path, arena: Arena) -> None:
+def test_refused_growth_leaves_the_file_unchanged(tmp_path: Path, arena: Arena) -> None:
     home = DiskHome(tmp_path)
     home.ensure(MIB)
     expected = noise(arena.memory(0, MIB), 1)
@@ -192,7 +190,7 @@ def test_a_refusal_to_grow_leaves_the_file_as_it_was(tmp_path: Path, arena: Aren
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_a_failed_write_names_place_and_reason(
+def test_failed_write_names_offset_path_and_reason(
     tmp_path: Path, arena: Arena, direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not direct:
@@ -208,13 +206,13 @@ def test_a_failed_write_names_place_and_reason(
     home.close()
 
 
-def test_a_full_disk_and_a_bad_one_are_told_apart(tmp_path: Path, arena: Arena) -> None:
+def test_full_disk_and_io_error_give_different_messages(tmp_path: Path, arena: Arena) -> None:
     home = DiskHome(tmp_path)
     home.ensure(MIB)
-    with file_instead(home, "/dev/full"), pytest.raises(TransferError, match="No space left on device; make room"):
+    with replace_file(home, "/dev/full"), pytest.raises(TransferError, match="No space left on device; make room"):
         home.write(0, arena.memory(0, MIB))
     with (
-        file_instead(home, "/proc/self/mem"),  # of which the first pages cannot be read
+        replace_file(home, "/proc/self/mem"),  # its first pages cannot be read
         pytest.raises(TransferError, match=r"could not read 1\.00 MiB at byte 0 .*Input/output error; check that"),
     ):
         home.read(0, arena.memory(0, MIB))
@@ -223,19 +221,19 @@ def test_a_full_disk_and_a_bad_one_are_told_apart(tmp_path: Path, arena: Arena) 
 
 
 @contextmanager
-def file_instead(home: DiskHome, path: str) -> Iterator[None]:
-    descriptor, other = home.locate(0, PAGE_BYTES).descriptor, os.open(path, os.O_RDWR)
-    kept = os.dup(descriptor)
-    os.dup2(other, descriptor)
+def replace_file(home: DiskHome, path: str) -> Iterator[None]:
+    descriptor, replacement = home.locate(0, PAGE_BYTES).descriptor, os.open(path, os.O_RDWR)
+    original = os.dup(descriptor)
+    os.dup2(replacement, descriptor)
     try:
         yield
     finally:
-        os.dup2(kept, descriptor)
-        os.close(kept)
-        os.close(other)
+        os.dup2(original, descriptor)
+        os.close(original)
+        os.close(replacement)
 
 
-def test_the_end_of_the_file_is_told(tmp_path: Path, arena: Arena) -> None:
+def test_read_past_the_end_of_the_file_is_reported(tmp_path: Path, arena: Arena) -> None:
     home = DiskHome(tmp_path)
     home.ensure(MIB)
     os.ftruncate(home.locate(0, MIB).descriptor, MIB // 2)
@@ -246,7 +244,7 @@ def test_the_end_of_the_file_is_told(tmp_path: Path, arena: Arena) -> None:
 
 
 @pytest.mark.skipif(not SHARED_MEMORY.is_dir() or not in_memory(SHARED_MEMORY), reason="no tmpfs at /dev/shm")
-def test_a_spill_directory_in_memory_works_with_a_warning(arena: Arena) -> None:
+def test_spill_directory_in_memory_works_with_a_warning(arena: Arena) -> None:
     with pytest.warns(UserWarning, match="kept in memory"):
         home = DiskHome(SHARED_MEMORY)
     home.ensure(MIB)
@@ -257,12 +255,10 @@ def test_a_spill_directory_in_memory_works_with_a_warning(arena: Arena) -> None:
     home.close()
 
 
-# Where the file goes by default.
+# The default directory of the file.
 
 
-def test_the_default_directory_is_the_temporary_folder_unless_that_is_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_default_directory_is_the_first_candidate_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     temporary, cache = tmp_path / "tmp", tmp_path / "cache"
     temporary.mkdir()
     monkeypatch.setattr(folders.tempfile, "gettempdir", lambda: str(temporary))
@@ -279,9 +275,7 @@ def test_the_default_directory_is_the_temporary_folder_unless_that_is_memory(
         assert default_spill_directory() == temporary
 
 
-def test_the_cache_folder_follows_the_environment_only_with_an_absolute_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_folder_ignores_a_relative_xdg_cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert folders.user_cache_folder() == tmp_path / "outofcore"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
@@ -289,14 +283,13 @@ def test_the_cache_folder_follows_the_environment_only_with_an_absolute_path(
     assert folders.user_cache_folder() == Path("/home/someone/.cache/outofcore")
 
 
-def test_the_file_system_is_recognised() -> None:
+def test_file_system_type_is_recognised() -> None:
     assert file_system_of(Path("/proc")) == "proc"
     assert not in_memory(Path("/proc"))
 
 
 @pytest.mark.parametrize("policy", ["auto", "offload-all"])
-def test_a_full_disk_is_told_as_that(policy: str, tmp_path: Path) -> None:
-    """And not as a budget that is too small, with advice to take the policy that was taken."""
+def test_full_home_raises_spill_error_and_keeps_the_model(policy: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6)))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,4 +1,4 @@
-"""Ops that run in parts: the bits of the whole, in a fraction of its memory."""
+"""Tests of split ops: the exact bits of the whole op, in a fraction of its memory."""
 
 from __future__ import annotations
 
@@ -53,20 +53,17 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Cache:
         *some_of(itertools.product(("mlp", "conv_net", "gpt"), (2, 3, 5)), lambda case: case[1] == 5),
     ],
 )
-def test_steps_in_parts_are_exact(name: str, parts: int, verdicts: Cache) -> None:
+def test_split_steps_are_exact(name: str, parts: int, verdicts: Cache) -> None:
     check_exact(CASES[name], functools.partial(in_parts, parts=parts, verdicts=verdicts))
 
 
 @pytest.mark.parametrize("name", ["conv_net", "gpt", "lstm", "mutated_input"])
-def test_steps_are_exact_in_parts_that_copy_little(name: str, verdicts: Cache) -> None:
-    """Where each op may be cut along any of its axes, and each storage has cells along one."""
-    most = 16 << 10
-    check_exact(CASES[name], functools.partial(in_parts, parts=3, verdicts=verdicts, most=most))
+def test_split_steps_are_exact_under_a_size_limit_per_op(name: str, verdicts: Cache) -> None:
+    max_op_bytes = 16 << 10
+    check_exact(CASES[name], functools.partial(in_parts, parts=3, verdicts=verdicts, most=max_op_bytes))
 
 
 class Unet(nn.Module):
-    """Convolutions of all kinds in three dimensions, joined."""
-
     def __init__(self) -> None:
         super().__init__()
         self.into = nn.Conv3d(2, 8, 3, padding=1)
@@ -83,8 +80,6 @@ class Unet(nn.Module):
 
 
 class Rows(nn.Module):
-    """What works on rows, samples and heads, with results that are looked at in several ways."""
-
     def __init__(self, ignored: int) -> None:
         super().__init__()
         self.ignored = ignored
@@ -139,15 +134,15 @@ MORE: dict[str, Callable[[], Case]] = {
 
 
 @pytest.mark.parametrize(("name", "parts"), some_of(itertools.product(MORE, [2, 4]), lambda case: case[1] == 4))
-def test_layers_in_parts_are_exact(name: str, parts: int, verdicts: Cache) -> None:
+def test_split_layers_are_exact(name: str, parts: int, verdicts: Cache) -> None:
     check_exact(MORE[name], functools.partial(in_parts, parts=parts, verdicts=verdicts))
 
 
-# Whether the rules tell the truth: with other parts, close to the whole; and most of them the same to the bit.
+# Split rules with other part sizes: results close to the whole op, mostly bit for bit.
 
 
-class Recorded(TorchDispatchMode):
-    """The calls of operators that can be cut, as captured."""
+class CallRecorder(TorchDispatchMode):
+    """Records calls of operators that can be split, in their captured form."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +155,7 @@ class Recorded(TorchDispatchMode):
             values.append(Value(len(values), tensor.dtype, tuple(tensor.shape), tensor.stride(), 0))
             return Ref(len(values) - 1)
 
-        given = map_leaves((args, kwargs or {}), ref)
+        arguments = map_leaves((args, kwargs or {}), ref)
         out = func(*args, **(kwargs or {}))
         if isinstance(func, OpOverload):
             results: list[int | None] = []
@@ -168,19 +163,25 @@ class Recorded(TorchDispatchMode):
             for leaf in result_leaves(out):
                 fresh = isinstance(leaf, torch.Tensor) and id(leaf.untyped_storage()) not in inputs
                 results.append(ref(leaf).value if fresh else None)
-            self.calls.append((Call(func, *given, tuple(results)), values))
+            self.calls.append((Call(func, *arguments, tuple(results)), values))
         return out
 
 
-def is_close(one: torch.Tensor, other: Any) -> bool:
-    if one.dtype is torch.bool or not (one.is_floating_point() or one.is_complex()):
-        return torch.equal(one.reshape(-1), other.reshape(-1))
-    if not one.numel():
-        return not other.numel()
-    rough = {torch.float16: 2e-2, torch.bfloat16: 1e-1}.get(one.dtype, 1e-4)
-    flat, wide = other.reshape(-1).double(), one.reshape(-1).double()
+def is_close(expected: torch.Tensor, actual: Any) -> bool:
+    if expected.dtype is torch.bool or not (expected.is_floating_point() or expected.is_complex()):
+        return torch.equal(expected.reshape(-1), actual.reshape(-1))
+    if not expected.numel():
+        return not actual.numel()
+    tolerance = {torch.float16: 2e-2, torch.bfloat16: 1e-1}.get(expected.dtype, 1e-4)
+    actual_flat, expected_flat = actual.reshape(-1).double(), expected.reshape(-1).double()
     return bool(
-        torch.allclose(flat, wide, rtol=rough, atol=rough * (1 + wide.nan_to_num().abs().max()), equal_nan=True)
+        torch.allclose(
+            actual_flat,
+            expected_flat,
+            rtol=tolerance,
+            atol=tolerance * (1 + expected_flat.nan_to_num().abs().max()),
+            equal_nan=True,
+        )
     )
 
 
@@ -234,56 +235,56 @@ def layers() -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
 
 
 @pytest.mark.parametrize("name", [name for name, _ in layers()])
-def test_rules_tell_the_truth(name: str) -> None:
+def test_split_rules_match_the_whole_op(name: str) -> None:
     run = dict(layers())[name]
-    with Recorded() as recorded:
+    with CallRecorder() as recorded:
         loss = run()
         (loss.double() * torch.randn(loss.shape, generator=torch.Generator().manual_seed(1)).double()).sum().backward()
-    ways = 0
+    check_count = 0
     for call, values in recorded.calls:
-        for whole in halves(call):
-            for way in ways_of(whole, values):
-                if way.looks_up:  # rows are copied, by ops of its own
+        for whole in split_backward(call):
+            for split in ways_of(whole, values):
+                if split.looks_up:  # its rows are copied by separate ops
                     continue
                 for parts in (2, 3, 5):
-                    ends = way.ends(min(parts, way.extent))
-                    claim = Claim(text(whole, values, way, ends), whole, way, ends)
+                    ends = split.ends(min(parts, split.extent))
+                    claim = Claim(check_key(whole, values, split, ends), whole, split, ends)
                     with torch.no_grad():
                         stretch = Stretch(ends[0], ends[-1], tuple(itertools.pairwise(ends)))
                         assert Trial(claim, values, torch.device("cpu"), stretch).holds(is_close), claim.key
-                    ways += 1
-    assert ways, "nothing could be cut"
+                    check_count += 1
+    assert check_count, "no call can be split"
 
 
-def halves(call: Call) -> list[Call]:
-    """The backward pass of a convolution by itself for what it is asked for, as the passes cut it."""
+def split_backward(call: Call) -> list[Call]:
+    """Return a convolution's backward pass as two calls, split as the passes do it; other calls unchanged."""
     func: Any = call.func
     if func is not torch.ops.aten.convolution_backward.default:
         return [call]
     mask = call.args[10]
-    found = []
-    for wanted in ([mask[0], False, False], [False, mask[1], mask[2]]):
-        if any(wanted):
-            results = tuple(v if w else None for v, w in zip(call.results, wanted, strict=True))
-            found.append(Call(func, (*call.args[:10], wanted), call.kwargs, results))
-    return found
+    calls = []
+    for output_mask in ([mask[0], False, False], [False, mask[1], mask[2]]):
+        if any(output_mask):
+            results = tuple(v if w else None for v, w in zip(call.results, output_mask, strict=True))
+            calls.append(Call(func, (*call.args[:10], output_mask), call.kwargs, results))
+    return calls
 
 
-def text(call: Call, values: list[Value], way: Way, ends: tuple[int, ...]) -> str:
-    return f"{family_text(str(call.func), call.args, call.kwargs, values)} by {way.name} at {list(ends)}"
+def check_key(call: Call, values: list[Value], split: Way, ends: tuple[int, ...]) -> str:
+    return f"{family_text(str(call.func), call.args, call.kwargs, values)} by {split.name} at {list(ends)}"
 
 
-def test_what_rounds_otherwise_in_scraps_is_found() -> None:
-    """A kernel takes some elements at a time, and the exponentials of those left over are another function's."""
+def test_mismatch_in_leftover_elements_is_detected() -> None:
+    """Vectorized kernels compute leftover elements with another exponential function."""
     x = Value(0, torch.float32, (2, 144), (144, 1))
     y = Value(1, torch.float32, (2, 144), (144, 1))
     silu = Call(torch.ops.aten.silu.default, (Ref(0),), {}, (1,))
     relu = Call(torch.ops.aten.relu.default, (Ref(0),), {}, (1,))
     claims = [
-        Claim(f"{call.func} {way.name}", call, way, (0, way.extent // 2 + 1, way.extent))
+        Claim(f"{call.func} {split.name}", call, split, (0, split.extent // 2 + 1, split.extent))
         for call in (silu, relu)
-        for way in ways_of(call, [x, y])
-        if way.extent == 144
+        for split in ways_of(call, [x, y])
+        if split.extent == 144
     ]
     assert len(claims) == 2
     data = torch.randn(7 * 1024)
@@ -291,34 +292,34 @@ def test_what_rounds_otherwise_in_scraps_is_found() -> None:
     assert refuted(claims, [x, y], CpuBackend(), ROOM) == frozenset({claims[0].key} if uneven else set())
 
 
-def test_verdicts_are_kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdicts_are_cached(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = (Value(n, torch.float32, (64, 64), (64, 1)) for n in (0, 1))
     call = Call(torch.ops.aten._softmax.default, (Ref(0), -1, False), {}, (1,))
     claims = [Claim("softmax by rows", call, ways_of(call, [x, y])[0], (0, 32, 64))]
     cache = Cache(tmp_path)
     assert refuted(claims, [x, y], CpuBackend(), ROOM, cache) == frozenset()
     monkeypatch.setattr(Trial, "holds", lambda *_: False)
-    assert refuted(claims, [x, y], CpuBackend(), ROOM, cache) == frozenset()  # not tried again
+    assert refuted(claims, [x, y], CpuBackend(), ROOM, cache) == frozenset()  # cached
     assert refuted(claims, [x, y], CpuBackend(), ROOM) == {claims[0].key}
 
 
 @pytest.mark.parametrize(("rows", "is_seen"), [(2, True), (8192, False)])
-def test_what_makes_few_elements_is_tried_again(rows: int, is_seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of few terms in another order mostly round alike: here the first draw shows nothing, and the second does."""
+def test_ops_with_few_elements_are_checked_twice(rows: int, is_seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first draw can miss a mismatch: reordered sums of few terms often round alike."""
     x, y = (Value(n, torch.float32, (rows, 4), (4, 1)) for n in (0, 1))
     call = Call(torch.ops.aten._softmax.default, (Ref(0), -1, False), {}, (1,))
     claim = Claim("softmax by rows", call, ways_of(call, [x, y])[0], (0, rows // 2, rows))
-    tried: list[torch.Tensor] = []
+    checked: list[torch.Tensor] = []
 
     def holds(trial: Trial, *_: Any) -> bool:
-        (given,) = trial.given.values()
-        tried.append(given)
-        return len(tried) < 2
+        (inputs,) = trial.given.values()
+        checked.append(inputs)
+        return len(checked) < 2
 
     monkeypatch.setattr(Trial, "holds", holds)
     assert refuted([claim], [x, y], CpuBackend(), ROOM) == ({claim.key} if is_seen else set())
-    assert len(tried) == (2 if is_seen else 1)
-    assert not is_seen or not torch.equal(*tried)
+    assert len(checked) == (2 if is_seen else 1)
+    assert not is_seen or not torch.equal(*checked)
 
 
 # Whole steps.
@@ -382,37 +383,36 @@ def labelled_volume() -> tuple[nn.Module, torch.optim.Optimizer, Any, Any]:
     ("make", "share"),
     some_of([(language, 0.5), (volume, 0.9), (labelled_volume, 0.1)], lambda case: case[0] is labelled_volume),
 )
-def test_an_op_larger_than_the_budget_is_trained(make: Callable[[], Any], share: float) -> None:
+def test_op_larger_than_the_budget_is_trained(make: Callable[[], Any], share: float) -> None:
     model, optimizer, step, batch = make()
     whole = outofcore.smallest_budget(step, model, optimizer, inputs=batch(0), split="off")
     parts = outofcore.smallest_budget(step, model, optimizer, inputs=batch(0))
     assert parts <= whole * share
-    with pytest.raises(BudgetError) as refused:
+    with pytest.raises(BudgetError) as caught:
         outofcore.compile(step, model, optimizer, budget=parts, split="off")(*batch(0))
-    assert refused.value.smallest_budget == whole
+    assert caught.value.smallest_budget == whole
     plain, _, eager, _ = make()
     losses = [eager(*batch(k)).item() for k in range(3)]
     for budget in (parts, (parts + whole) // 2) if is_exhaustive() else (parts,):
         ours, optimizer, step, _ = make()
         with outofcore.compile(step, ours, optimizer, budget=budget) as compiled:
             assert [compiled(*batch(k)).item() for k in range(3)] == losses
-        for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(mine, theirs)
+        for actual, expected in zip(ours.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(actual, expected)
 
 
 @pytest.mark.exhaustive
-def test_a_budget_that_parts_do_not_fit_either_is_refused() -> None:
+def test_budget_below_the_smallest_split_is_refused() -> None:
     model, optimizer, step, batch = language()
     before = copy.deepcopy(model.state_dict())
     smallest = outofcore.smallest_budget(step, model, optimizer, inputs=batch(0))
-    with pytest.raises(BudgetError) as refused:
+    with pytest.raises(BudgetError) as caught:
         outofcore.compile(step, model, optimizer, budget=smallest // 2)(*batch(0))
-    assert refused.value.smallest_budget == smallest
+    assert caught.value.smallest_budget == smallest
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
 
-def test_trials_draw_no_random_numbers(verdicts: Cache) -> None:
-    """Not even those of ops that stay whole and find what they read elsewhere."""
+def test_exactness_checks_draw_no_random_numbers(verdicts: Cache) -> None:
     model = nn.Linear(8, 24)
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -428,102 +428,99 @@ def test_trials_draw_no_random_numbers(verdicts: Cache) -> None:
     check_exact(case, functools.partial(in_parts, parts=3, verdicts=verdicts))
 
 
-def test_other_splits_are_refused() -> None:
+def test_unknown_split_option_is_refused() -> None:
     model, optimizer, step, _ = language(100, 8)
     with pytest.raises(InputError, match="there is no split 'halves'; choose 'exact', 'close' or 'off'"):
         outofcore.compile(step, model, optimizer, budget="1MiB", split="halves")  # pyright: ignore[reportArgumentType]
 
 
-def test_the_same_step_gives_the_same_parts() -> None:
+def test_split_is_deterministic() -> None:
     def parts() -> Captured:
         model, optimizer, step, batch = language()
         captured = capture_step(step, [model], [optimizer], batch(0), {})
         return tiled(captured, 8 << 20).captured
 
-    one, other = parts(), parts()
-    assert one.graph == other.graph
-    assert one.values == other.values
+    first, second = parts(), parts()
+    assert first.graph == second.graph
+    assert first.values == second.values
 
 
-def test_named_arguments_are_found() -> None:
+def test_by_name_maps_positional_arguments() -> None:
     call = Call(torch.ops.aten.mm.default, (Ref(0), Ref(1)), {}, (2,))
     assert by_name(torch.ops.aten.mm.default, call.args, call.kwargs) == {"self": Ref(0), "mat2": Ref(1)}
 
 
 def gradient_by_channels(channels: int) -> tuple[Claim, list[Value]]:
-    """A convolution's weight gradient, by parts of two channels."""
+    """Return a convolution's weight gradient split into parts of two channels."""
 
-    def step(x: torch.Tensor, given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        wanted = (False, True, False)
+    def step(x: torch.Tensor, output_gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        output_mask = (False, True, False)
         return torch.ops.aten.convolution_backward(
-            given, x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, wanted
+            output_gradient, x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, output_mask
         )[1]
 
-    x, given = torch.randn(1, channels, 16, 16), torch.randn(1, channels, 16, 16)
-    captured = capture_step(step, [], [], (x, given, torch.randn(channels, channels, 3, 3)), {})
-    found = tiled(captured, 1, parts=channels // 2, least=1)
+    x, output_gradient = torch.randn(1, channels, 16, 16), torch.randn(1, channels, 16, 16)
+    captured = capture_step(step, [], [], (x, output_gradient, torch.randn(channels, channels, 3, 3)), {})
+    split = tiled(captured, 1, parts=channels // 2, least=1)
     return next(
-        (claim, list(found.values))
-        for claim in found.claims
+        (claim, list(split.values))
+        for claim in split.claims
         if claim.way.extent == channels and claim.ends[1] - claim.ends[0] == 2
     )
 
 
 @pytest.fixture
-def no_memory_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(equality, "available_memory_bytes", lambda: 0)
 
 
-@pytest.mark.usefixtures("no_memory_left")
-def test_parts_of_a_few_channels_are_not_trusted_where_the_whole_cannot_be_tried() -> None:
-    """With room for no two parts, halves of one would be compared: one channel with two says nothing of 128."""
+@pytest.mark.usefixtures("no_available_memory")
+def test_uncheckable_parts_of_few_channels_count_as_mismatches() -> None:
+    """Without memory for two parts, a check of one channel would not show that 128 channels are exact."""
     claim, values = gradient_by_channels(128)
     assert stretches_of(claim, values, 1) == ()
     assert claim.key in refuted([claim], values, CpuBackend(), 1)
 
 
-def some_claims() -> tuple[list[Claim], tuple[Value, ...]]:
-    """Of a step in parts."""
+def language_claims() -> tuple[list[Claim], tuple[Value, ...]]:
     model, optimizer, step, batch = language()
     captured = capture_step(step, [model], [optimizer], batch(0), {})
-    found = tiled(captured, 4 << 20)
-    assert len(found.claims) > 5
-    return list(found.claims), found.values
+    split = tiled(captured, 4 << 20)
+    assert len(split.claims) > 5
+    return list(split.claims), split.values
 
 
-def test_what_does_not_fit_here_is_tried_as_a_whole_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    claims, values = some_claims()
-    # Its rows do not add up to what the whole is: nobody cuts so.
-    other, more = gradient_by_channels(8)
-    wrong = dataclasses.replace(other, key="wrong", way=dataclasses.replace(other.way, made={1: Cut((1, 2))}))
-    here = refuted(claims, values, CpuBackend(), 1 << 40), refuted([wrong], more, CpuBackend(), 1 << 40)
-    asked: list[int] = []
-    tried = equality._tried_elsewhere
+def test_large_checks_run_on_the_whole_op_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    claims, values = language_claims()
+    # An invalid split: its rows do not add up to the whole.
+    claim, claim_values = gradient_by_channels(8)
+    wrong = dataclasses.replace(claim, key="wrong", way=dataclasses.replace(claim.way, made={1: Cut((1, 2))}))
+    expected = refuted(claims, values, CpuBackend(), 1 << 40), refuted([wrong], claim_values, CpuBackend(), 1 << 40)
+    claim_counts: list[int] = []
+    check_elsewhere = equality._tried_elsewhere
 
-    def noted(claims: list[Claim], *others: Any) -> dict[str, bool]:
-        asked.append(len(claims))
-        found = tried(claims, *others)
-        assert len(found) == len(claims)
-        return found
+    def record(claims: list[Claim], *args: Any) -> dict[str, bool]:
+        claim_counts.append(len(claims))
+        verdicts = check_elsewhere(claims, *args)
+        assert len(verdicts) == len(claims)
+        return verdicts
 
-    monkeypatch.setattr(equality, "_tried_elsewhere", noted)
-    assert (refuted(claims, values, CpuBackend(), 1), refuted([wrong], more, CpuBackend(), 1)) == here
-    assert asked == [len(claims), 1]
-    assert here[1] == {"wrong"}
+    monkeypatch.setattr(equality, "_tried_elsewhere", record)
+    assert (refuted(claims, values, CpuBackend(), 1), refuted([wrong], claim_values, CpuBackend(), 1)) == expected
+    assert claim_counts == [len(claims), 1]
+    assert expected[1] == {"wrong"}
 
 
-def test_what_another_process_has_tried_meanwhile_is_not_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    claims, values = some_claims()
-    cache, other = Cache(tmp_path / "one"), Cache(tmp_path / "other")
-    assert not refuted(claims, values, CpuBackend(), 1 << 40, other)
+def test_verdicts_of_another_process_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    claims, values = language_claims()
+    cache, other_cache = Cache(tmp_path / "one"), Cache(tmp_path / "other")
+    assert not refuted(claims, values, CpuBackend(), 1 << 40, other_cache)
     turn = Shelf.turn
 
     @contextlib.contextmanager
     def late(shelf: Shelf) -> Iterator[None]:
         with turn(shelf):
-            shelf.write(dict.fromkeys(op_shelf(other, kind="parts").read(), False))
+            shelf.write(dict.fromkeys(op_shelf(other_cache, kind="parts").read(), False))
             yield
 
     monkeypatch.setattr(Shelf, "turn", late)
@@ -532,39 +529,39 @@ def test_what_another_process_has_tried_meanwhile_is_not_tried_again(
 
 
 @pytest.mark.parametrize(
-    ("ends", "told"),
+    ("ends", "verdict_count"),
     [
-        ("print(True, flush=True); os.kill(os.getpid(), signal.SIGKILL)", 2),  # each time at the second that is left
+        ("print(True, flush=True); os.kill(os.getpid(), signal.SIGKILL)", 2),  # each process ends at its second check
         ("sys.exit(1)", 0),
         ("print(None); print(True); print(True)", 2),
     ],
 )
-def test_a_process_that_ends_early_tells_nothing_of_the_claim_that_it_was_at(
-    monkeypatch: pytest.MonkeyPatch, ends: str, told: int
+def test_dying_process_gives_no_verdict_on_its_current_check(
+    monkeypatch: pytest.MonkeyPatch, ends: str, verdict_count: int
 ) -> None:
     def start(main: str, work: bytes, answer: Any) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", f"import os, signal, sys; {ends}"], stdout=answer)
 
     monkeypatch.setattr(equality, "start_process", start)
-    claims, values = some_claims()
-    found = equality._tried_elsewhere(claims[:3], values, torch.device("cpu"))
-    assert len(found) == told
-    assert all(found.values())
+    claims, values = language_claims()
+    verdicts = equality._tried_elsewhere(claims[:3], values, torch.device("cpu"))
+    assert len(verdicts) == verdict_count
+    assert all(verdicts.values())
 
 
-def test_a_process_that_cannot_start_leaves_the_claims_to_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stretches_are_checked_when_the_process_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    claims, values = some_claims()
+    claims, values = language_claims()
     assert equality._tried_elsewhere(claims, values, torch.device("cpu")) == {}
-    # Of these, stretches of a quarter hold as well.
+    # These checks also pass on stretches of a quarter.
     assert not refuted(claims, values, CpuBackend(), 64 << 20)
 
 
-def test_where_the_whole_does_not_fit_a_trial_the_longest_stretch_that_does_is_tried_at_either_end() -> None:
+def test_split_trial_falls_back_to_longest_prefix_and_suffix() -> None:
     claim, values = gradient_by_channels(128)
-    everything = 1 << 30
-    assert stretches_of(claim, values, everything) == (Stretch(0, 128, ((0, 2), (124, 126), (126, 128))),)
-    # What comes in is there as a whole, and the weight's shape.
+    ample_bytes = 1 << 30
+    assert stretches_of(claim, values, ample_bytes) == (Stretch(0, 128, ((0, 2), (124, 126), (126, 128))),)
+    # Inputs are held as a whole, with the weight's shape.
     first, last = stretches_of(claim, values, 1200 << 10)
     assert first.low == 0
     assert last.high == 128
@@ -573,16 +570,15 @@ def test_where_the_whole_does_not_fit_a_trial_the_longest_stretch_that_does_is_t
 
 
 @pytest.mark.parametrize("kib", [60, 90, 110, 150, 200, 300, 400])
-def test_a_trial_keeps_to_its_memory(kib: int) -> None:
-    """Rows of a product: a part and as much beside it as there is room for."""
+def test_split_trial_stays_within_its_memory(kib: int) -> None:
     call = Call(torch.ops.aten.mm.default, (Ref(0), Ref(1)), {}, (2,))
     shapes = (512, 64), (64, 64), (512, 64)
     values = [Value(number, torch.float32, shape, (64, 1)) for number, shape in enumerate(shapes)]
-    way = next(way for way in ways_of(call, values) if way.extent == 512)
-    claim = Claim("", call, way, (0, 128, 256, 384, 512))
+    split = next(split for split in ways_of(call, values) if split.extent == 512)
+    claim = Claim("", call, split, (0, 128, 256, 384, 512))
     row, weight = 2 * 64 * 4, 64 * 64 * 4
     for stretch in stretches_of(claim, values, kib << 10):
         widest = max(high - low for low, high in stretch.parts)
         is_halved = (stretch.low, stretch.high) in itertools.pairwise(claim.ends)
-        # A part that leaves no room beside itself is compared with its halves.
+        # A part without room for another is compared with its halves.
         assert is_halved or (stretch.high - stretch.low + widest) * row + weight <= kib << 10

@@ -1,4 +1,4 @@
-"""A few of PyTorch's samples with every op in parts; all of them: ``make databases``."""
+"""Tests of a few of PyTorch's samples with every op split; ``make databases`` runs all of them."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import pytest
 SCRIPT = Path(__file__).with_name("databases_in_parts.py")
 
 
-def told(*arguments: str) -> dict[str, object]:
+def run_script(*arguments: str) -> dict[str, object]:
     command = [sys.executable, SCRIPT, *arguments]
-    found = subprocess.run(command, cwd=SCRIPT.parent, capture_output=True, text=True, check=False)
-    assert found.stdout, found.stderr
-    return json.loads(found.stdout)
+    result = subprocess.run(command, cwd=SCRIPT.parent, capture_output=True, text=True, check=False)
+    assert result.stdout, result.stderr
+    return json.loads(result.stdout)
 
 
 @pytest.mark.exhaustive
-def test_samples_have_the_same_bits_in_parts() -> None:
-    found = told("modules", "operators", "--first", "1", "--every", "37", "--start", "5")
-    assert found["failed"] == [] and found["otherwise as a whole"] == []
-    assert isinstance(found["steps in parts"], int) and found["steps in parts"] >= 6
+def test_split_samples_are_exact() -> None:
+    report = run_script("modules", "operators", "--first", "1", "--every", "37", "--start", "5")
+    assert report["failed"] == [] and report["otherwise as a whole"] == []
+    assert isinstance(report["steps in parts"], int) and report["steps in parts"] >= 6
 
 
-def test_convolutions_of_few_elements_have_the_same_bits_in_parts() -> None:
-    found = told("operators", "--only", "nn.functional.conv2d", "--first", "2")
-    assert found["failed"] == [] and found["steps in parts"]
+def test_split_convolutions_of_few_elements_are_exact() -> None:
+    report = run_script("operators", "--only", "nn.functional.conv2d", "--first", "2")
+    assert report["failed"] == [] and report["steps in parts"]
 
 
-def test_what_has_no_dimensions_is_left_as_it_is() -> None:
-    found = told("operators", "--only", "sum", "--first", "2")
-    assert found["failed"] == [] and found["samples"] == 2
+def test_samples_without_dimensions_pass() -> None:
+    report = run_script("operators", "--only", "sum", "--first", "2")
+    assert report["failed"] == [] and report["samples"] == 2

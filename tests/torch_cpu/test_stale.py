@@ -1,4 +1,4 @@
-"""What a step reads may change between two calls, in any way that Python has: the numbers stay plain PyTorch's."""
+"""Tests of values read by a step that change between two calls: results stay plain PyTorch's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ import outofcore
 from outofcore.capture import snapshot
 
 Change = Callable[[], object]
-# A step, and what to do between two calls of it.
+# Makes a step, and a function to call between two of its calls.
 Case = Callable[["World"], tuple[Callable[[torch.Tensor], Any], Change]]
 
 FACTOR = 1.0
@@ -40,8 +40,6 @@ CHOSEN = contextvars.ContextVar("CHOSEN", default=1.0)
 
 
 class Net(nn.Module):
-    """Has a bit of everything whose attributes people change."""
-
     temperature = 1.0
 
     def __init__(self) -> None:
@@ -66,8 +64,6 @@ class Net(nn.Module):
 
 
 class World:
-    """A model, its optimizer, and the steps that most cases share."""
-
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.model = Net()
@@ -83,25 +79,25 @@ class World:
     def plain(self, x: torch.Tensor) -> torch.Tensor:
         return self.update(self.model(x).square().mean())
 
-    def scaled(self, read: Callable[[], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def scaled_step(self, read: Callable[[], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda x: self.update(self.model(x).square().mean() * read())
 
 
-def of_the_model(change: Callable[[Net], object]) -> Case:
+def model_change(change: Callable[[Net], object]) -> Case:
     def case(w: World) -> tuple[Callable[..., Any], Change]:
         return w.plain, lambda: change(w.model)
 
     return case
 
 
-def of_the_optimizer(change: Callable[[torch.optim.Optimizer], object]) -> Case:
+def optimizer_change(change: Callable[[torch.optim.Optimizer], object]) -> Case:
     def case(w: World) -> tuple[Callable[..., Any], Change]:
         return w.plain, lambda: change(w.optimizer)
 
     return case
 
 
-def doubled(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+def double_output(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
     return output * 2
 
 
@@ -110,7 +106,7 @@ def set_attribute(path: str, value: Any) -> Case:
         owner, _, name = path.rpartition(".")
         setattr(model.get_submodule(owner), name, value)
 
-    return of_the_model(change)
+    return model_change(change)
 
 
 def new_method(model: Net) -> None:
@@ -130,16 +126,16 @@ def hook_after_accumulation(model: Net) -> None:
 
 
 def backward_hook(model: Net) -> None:
-    model.last.register_full_backward_hook(lambda module, given, taken: (given[0] * 2,))
+    model.last.register_full_backward_hook(lambda module, grad_input, grad_output: (grad_input[0] * 2,))
 
 
 def cleared_hooks(w: World) -> tuple[Callable[..., Any], Change]:
-    handle = w.model.last.register_forward_hook(doubled)
+    handle = w.model.last.register_forward_hook(double_output)
     return w.plain, handle.remove
 
 
 def replaced_hook(w: World) -> tuple[Callable[..., Any], Change]:
-    handle = w.model.last.register_forward_hook(doubled)
+    handle = w.model.last.register_forward_hook(double_output)
 
     def change() -> None:
         w.model.last._forward_hooks[handle.id] = lambda module, args, output: output * 3
@@ -155,22 +151,24 @@ def hook_with_state(w: World) -> tuple[Callable[..., Any], Change]:
 
 def namespace(w: World) -> tuple[Callable[..., Any], Change]:
     args = argparse.Namespace(beta=1.0, steps=0)
-    return w.scaled(lambda: args.beta), lambda: setattr(args, "beta", 2.0)
+    return w.scaled_step(lambda: args.beta), lambda: setattr(args, "beta", 2.0)
 
 
 def namespace_as_dict(w: World) -> tuple[Callable[..., Any], Change]:
     args = argparse.Namespace(beta=1.0)
-    return w.scaled(lambda: sum(vars(args).values())), lambda: setattr(args, "beta", 2.0)
+    return w.scaled_step(lambda: sum(vars(args).values())), lambda: setattr(args, "beta", 2.0)
 
 
-def attribute_by_made_name(w: World) -> tuple[Callable[..., Any], Change]:
+def attribute_by_computed_name(w: World) -> tuple[Callable[..., Any], Change]:
     args = types.SimpleNamespace(weight_0=1.0, weight_1=2.0)
-    return w.scaled(lambda: sum(getattr(args, f"weight_{k}") for k in range(2))), lambda: setattr(args, "weight_1", 5.0)
+    return w.scaled_step(lambda: sum(getattr(args, f"weight_{k}") for k in range(2))), lambda: setattr(
+        args, "weight_1", 5.0
+    )
 
 
-def attribute_that_was_not_there(w: World) -> tuple[Callable[..., Any], Change]:
+def new_attribute(w: World) -> tuple[Callable[..., Any], Change]:
     args = types.SimpleNamespace()
-    return w.scaled(lambda: getattr(args, "beta", 1.0)), lambda: setattr(args, "beta", 2.0)
+    return w.scaled_step(lambda: getattr(args, "beta", 1.0)), lambda: setattr(args, "beta", 2.0)
 
 
 @dataclasses.dataclass
@@ -191,31 +189,31 @@ class Slotted:
 
 def a_dataclass(w: World) -> tuple[Callable[..., Any], Change]:
     weights = Weights()
-    return w.scaled(lambda: weights.kl), lambda: setattr(weights, "kl", 2.0)
+    return w.scaled_step(lambda: weights.kl), lambda: setattr(weights, "kl", 2.0)
 
 
 def fields_of_a_dataclass(w: World) -> tuple[Callable[..., Any], Change]:
     weights = Weights()
-    return w.scaled(lambda: dataclasses.asdict(weights)["kl"]), lambda: setattr(weights, "kl", 2.0)
+    return w.scaled_step(lambda: dataclasses.asdict(weights)["kl"]), lambda: setattr(weights, "kl", 2.0)
 
 
 def list_in_a_dataclass(w: World) -> tuple[Callable[..., Any], Change]:
     weights = Weights()
-    return w.scaled(lambda: sum(weights.inner)), lambda: weights.inner.append(3.0)
+    return w.scaled_step(lambda: sum(weights.inner)), lambda: weights.inner.append(3.0)
 
 
 def all_attributes_replaced(w: World) -> tuple[Callable[..., Any], Change]:
     weights = Weights()
-    return w.scaled(lambda: weights.kl), lambda: setattr(weights, "__dict__", {"kl": 2.0, "inner": []})
+    return w.scaled_step(lambda: weights.kl), lambda: setattr(weights, "__dict__", {"kl": 2.0, "inner": []})
 
 
 def all_attributes_of_a_module_replaced(w: World) -> tuple[Callable[..., Any], Change]:
     drop = w.model.drop
-    return w.scaled(lambda: 1.0), lambda: object.__setattr__(drop, "__dict__", {**vars(drop), "p": 0.5})
+    return w.scaled_step(lambda: 1.0), lambda: object.__setattr__(drop, "__dict__", {**vars(drop), "p": 0.5})
 
 
 class Counted(dict[str, float]):
-    """Says that it has more items than a dict would say."""
+    """A dict with a ``len`` beyond its number of items."""
 
     def __len__(self) -> int:
         return 2 * super().__len__()
@@ -223,17 +221,17 @@ class Counted(dict[str, float]):
 
 def dict_of_another_length(w: World) -> tuple[Callable[..., Any], Change]:
     weights = Counted(kl=1.0)
-    return w.scaled(lambda: weights["kl"]), lambda: weights.update(kl=2.0)
+    return w.scaled_step(lambda: weights["kl"]), lambda: weights.update(kl=2.0)
 
 
 def frozen_dataclass_replaced(w: World) -> tuple[Callable[..., Any], Change]:
     holder = types.SimpleNamespace(weights=Fixed())
-    return w.scaled(lambda: holder.weights.kl), lambda: setattr(holder, "weights", Fixed(2.0))
+    return w.scaled_step(lambda: holder.weights.kl), lambda: setattr(holder, "weights", Fixed(2.0))
 
 
 def slots(w: World) -> tuple[Callable[..., Any], Change]:
     weights = Slotted()
-    return w.scaled(lambda: weights.kl), lambda: setattr(weights, "kl", 2.0)
+    return w.scaled_step(lambda: weights.kl), lambda: setattr(weights, "kl", 2.0)
 
 
 class Annealed:
@@ -256,7 +254,7 @@ class Annealed:
 
 def behind_a_property(w: World) -> tuple[Callable[..., Any], Change]:
     annealed = Annealed()
-    return w.scaled(lambda: annealed.beta), lambda: setattr(annealed, "step", 3)
+    return w.scaled_step(lambda: annealed.beta), lambda: setattr(annealed, "step", 3)
 
 
 def callable_object(w: World) -> tuple[Callable[..., Any], Change]:
@@ -339,7 +337,7 @@ def rebound_function(w: World) -> tuple[Callable[..., Any], Change]:
 
 
 def global_number(w: World) -> tuple[Callable[..., Any], Change]:
-    return w.scaled(lambda: FACTOR), lambda: globals().update(FACTOR=2.0)
+    return w.scaled_step(lambda: FACTOR), lambda: globals().update(FACTOR=2.0)
 
 
 def reads_global() -> float:
@@ -347,19 +345,19 @@ def reads_global() -> float:
 
 
 def global_list_of_a_helper(w: World) -> tuple[Callable[..., Any], Change]:
-    return w.scaled(reads_global), lambda: FACTORS.__setitem__(1, 4.0)
+    return w.scaled_step(reads_global), lambda: FACTORS.__setitem__(1, 4.0)
 
 
 def global_namespace_of_a_helper(w: World) -> tuple[Callable[..., Any], Change]:
-    return w.scaled(reads_global), lambda: setattr(SETTINGS, "scale", 4.0)
+    return w.scaled_step(reads_global), lambda: setattr(SETTINGS, "scale", 4.0)
 
 
 def global_of_another_module(w: World) -> tuple[Callable[..., Any], Change]:
-    return w.scaled(lambda: sys.modules[__name__].FACTOR), lambda: globals().update(FACTOR=3.0)
+    return w.scaled_step(lambda: sys.modules[__name__].FACTOR), lambda: globals().update(FACTOR=3.0)
 
 
 def context_variable(w: World) -> tuple[Callable[..., Any], Change]:
-    return w.scaled(CHOSEN.get), lambda: CHOSEN.set(2.0)
+    return w.scaled_step(CHOSEN.get), lambda: CHOSEN.set(2.0)
 
 
 def default_argument(w: World) -> tuple[Callable[..., Any], Change]:
@@ -397,53 +395,53 @@ def partial_argument(w: World) -> tuple[Callable[..., Any], Change]:
 
 def nested_dict(w: World) -> tuple[Callable[..., Any], Change]:
     config = {"loss": {"kl": {"weight": 1.0}}}
-    return w.scaled(lambda: config["loss"]["kl"]["weight"]), lambda: config["loss"]["kl"].update(weight=2.0)
+    return w.scaled_step(lambda: config["loss"]["kl"]["weight"]), lambda: config["loss"]["kl"].update(weight=2.0)
 
 
-def key_that_was_not_there(w: World) -> tuple[Callable[..., Any], Change]:
+def new_key(w: World) -> tuple[Callable[..., Any], Change]:
     config: dict[str, float] = {}
-    return w.scaled(lambda: config.get("kl", 1.0)), lambda: config.update(kl=2.0)
+    return w.scaled_step(lambda: config.get("kl", 1.0)), lambda: config.update(kl=2.0)
 
 
 def all_items_of_a_large_dict(w: World) -> tuple[Callable[..., Any], Change]:
     config = {f"weight{k}": 0.01 for k in range(100)}
-    return w.scaled(lambda: sum(config.values())), lambda: config.update(weight70=2.0)
+    return w.scaled_step(lambda: sum(config.values())), lambda: config.update(weight70=2.0)
 
 
 def numbers_as_keys(w: World) -> tuple[Callable[..., Any], Change]:
     schedule = dict.fromkeys(range(100), 1.0)
-    return w.scaled(lambda: schedule[7]), lambda: schedule.update({7: 2.0})
+    return w.scaled_step(lambda: schedule[7]), lambda: schedule.update({7: 2.0})
 
 
-class Attributes(dict):  # type: ignore[type-arg]
+class AttributeDict(dict):  # type: ignore[type-arg]
     def __getattr__(self, name: str) -> Any:
         return self[name]
 
 
-def attributes_that_are_items(w: World) -> tuple[Callable[..., Any], Change]:
-    config = Attributes(kl=1.0, more=Attributes(tv=1.0))
-    return w.scaled(lambda: config.kl * config.more.tv), lambda: config.more.update(tv=2.0)
+def items_as_attributes(w: World) -> tuple[Callable[..., Any], Change]:
+    config = AttributeDict(kl=1.0, more=AttributeDict(tv=1.0))
+    return w.scaled_step(lambda: config.kl * config.more.tv), lambda: config.more.update(tv=2.0)
 
 
 def named_tuple(w: World) -> tuple[Callable[..., Any], Change]:
     Pair = collections.namedtuple("Pair", "one other")
     holder = types.SimpleNamespace(pair=Pair(1.0, 2.0))
-    return w.scaled(lambda: holder.pair.other), lambda: setattr(holder, "pair", Pair(1.0, 3.0))
+    return w.scaled_step(lambda: holder.pair.other), lambda: setattr(holder, "pair", Pair(1.0, 3.0))
 
 
 def a_set(w: World) -> tuple[Callable[..., Any], Change]:
     on = {"kl"}
-    return w.scaled(lambda: 2.0 if "tv" in on else 1.0), lambda: on.add("tv")
+    return w.scaled_step(lambda: 2.0 if "tv" in on else 1.0), lambda: on.add("tv")
 
 
 def a_deque(w: World) -> tuple[Callable[..., Any], Change]:
     last = collections.deque([1.0, 2.0], maxlen=2)
-    return w.scaled(lambda: last[0]), lambda: last.append(3.0)
+    return w.scaled_step(lambda: last[0]), lambda: last.append(3.0)
 
 
 def numpy_schedule(w: World) -> tuple[Callable[..., Any], Change]:
     betas = np.linspace(1.0, 2.0, 8)
-    return w.scaled(lambda: float(betas[3])), lambda: betas.__setitem__(3, 5.0)
+    return w.scaled_step(lambda: float(betas[3])), lambda: betas.__setitem__(3, 5.0)
 
 
 class Mode(enum.Enum):
@@ -453,7 +451,7 @@ class Mode(enum.Enum):
 
 def an_enum(w: World) -> tuple[Callable[..., Any], Change]:
     holder = types.SimpleNamespace(mode=Mode.WARM)
-    return w.scaled(lambda: 1.0 if holder.mode is Mode.WARM else 3.0), lambda: setattr(holder, "mode", Mode.HOT)
+    return w.scaled_step(lambda: 1.0 if holder.mode is Mode.WARM else 3.0), lambda: setattr(holder, "mode", Mode.HOT)
 
 
 def not_a_number(w: World) -> tuple[Callable[..., Any], Change]:
@@ -468,32 +466,32 @@ def not_a_number(w: World) -> tuple[Callable[..., Any], Change]:
 
 def learning_rate_in_the_loss(w: World) -> tuple[Callable[..., Any], Change]:
     return (
-        w.scaled(lambda: 1 + w.optimizer.param_groups[0]["lr"]),
+        w.scaled_step(lambda: 1 + w.optimizer.param_groups[0]["lr"]),
         lambda: w.optimizer.param_groups[0].update(lr=0.5),
     )
 
 
-def setting_of_ones_own(w: World) -> tuple[Callable[..., Any], Change]:
+def custom_setting(w: World) -> tuple[Callable[..., Any], Change]:
     w.optimizer.param_groups[0]["penalty"] = 1.0
     return (
-        w.scaled(lambda: w.optimizer.param_groups[0]["penalty"]),
+        w.scaled_step(lambda: w.optimizer.param_groups[0]["penalty"]),
         lambda: w.optimizer.param_groups[0].update(penalty=2.0),
     )
 
 
 def scheduler(w: World) -> tuple[Callable[..., Any], Change]:
     decay = torch.optim.lr_scheduler.StepLR(w.optimizer, 1, 0.5)
-    return w.scaled(lambda: 1 + decay.last_epoch), decay.step
+    return w.scaled_step(lambda: 1 + decay.last_epoch), decay.step
 
 
 def state_of_the_optimizer(w: World) -> tuple[Callable[..., Any], Change]:
-    return w.scaled(lambda: 2.0 if len(w.optimizer.state) else 1.0), lambda: None
+    return w.scaled_step(lambda: 2.0 if len(w.optimizer.state) else 1.0), lambda: None
 
 
 def patched_function(w: World) -> tuple[Callable[..., Any], Change]:
     mine = types.ModuleType("mine")
     exec("def gain():\n    return 1.0\n", vars(mine))
-    return w.scaled(lambda: mine.gain()), lambda: setattr(mine, "gain", lambda: 2.0)  # noqa: PLW0108 - it is rebound
+    return w.scaled_step(lambda: mine.gain()), lambda: setattr(mine, "gain", lambda: 2.0)  # noqa: PLW0108 - it is rebound
 
 
 def patched_builtin(w: World) -> tuple[Callable[..., Any], Change]:
@@ -521,24 +519,24 @@ def attribute_of_an_adapter(w: World) -> tuple[Callable[..., Any], Change]:
 
 def attribute_of_a_parameter(w: World) -> tuple[Callable[..., Any], Change]:
     w.model.last.weight.gain = 1.0  # type: ignore[attr-defined]
-    return w.scaled(lambda: w.model.last.weight.gain), lambda: setattr(w.model.last.weight, "gain", 2.0)
+    return w.scaled_step(lambda: w.model.last.weight.gain), lambda: setattr(w.model.last.weight, "gain", 2.0)
 
 
-def of_this_thread(w: World) -> tuple[Callable[..., Any], Change]:
+def thread_local(w: World) -> tuple[Callable[..., Any], Change]:
     local = threading.local()
     local.beta = 1.0
-    return w.scaled(lambda: local.beta), lambda: setattr(local, "beta", 2.0)
+    return w.scaled_step(lambda: local.beta), lambda: setattr(local, "beta", 2.0)
 
 
 def environment(w: World) -> tuple[Callable[..., Any], Change]:
     os.environ["SCALE_OF_A_TEST"] = "1.0"
-    return w.scaled(lambda: float(os.environ["SCALE_OF_A_TEST"])), lambda: os.environ.update(SCALE_OF_A_TEST="2.0")
+    return w.scaled_step(lambda: float(os.environ["SCALE_OF_A_TEST"])), lambda: os.environ.update(SCALE_OF_A_TEST="2.0")
 
 
 def chained_maps(w: World) -> tuple[Callable[..., Any], Change]:
-    defaults, given = {"beta": 1.0}, dict[str, float]()
-    config = collections.ChainMap(given, defaults)
-    return w.scaled(lambda: config["beta"]), lambda: given.update(beta=2.0)
+    defaults, overrides = {"beta": 1.0}, dict[str, float]()
+    config = collections.ChainMap(overrides, defaults)
+    return w.scaled_step(lambda: config["beta"]), lambda: overrides.update(beta=2.0)
 
 
 def chosen_by_name(w: World) -> tuple[Callable[..., Any], Change]:
@@ -572,7 +570,7 @@ def modules_swapped(w: World) -> tuple[Callable[..., Any], Change]:
     return w.plain, change
 
 
-def decorated(w: World) -> tuple[Callable[..., Any], Change]:
+def decorated_step(w: World) -> tuple[Callable[..., Any], Change]:
     scale = 1.0
 
     @torch.enable_grad()
@@ -607,35 +605,35 @@ CASES: dict[str, Case] = {
     "momentum of norm": set_attribute("norm.momentum", 0.5),
     "eps of norm": set_attribute("norm.eps", 0.1),
     "attribute of the model": set_attribute("scale", 3.0),
-    "list of the model": of_the_model(lambda m: m.weights.__setitem__(0, 2.0)),
-    "dict of the model": of_the_model(lambda m: m.config.update(gain=2.0)),
-    "dict inside": of_the_model(lambda m: m.config["inner"].update(shift=1.0)),
-    "dict replaced": of_the_model(lambda m: setattr(m, "config", {"gain": 3.0, "inner": {"shift": 0.0}})),
+    "list of the model": model_change(lambda m: m.weights.__setitem__(0, 2.0)),
+    "dict of the model": model_change(lambda m: m.config.update(gain=2.0)),
+    "dict inside": model_change(lambda m: m.config["inner"].update(shift=1.0)),
+    "dict replaced": model_change(lambda m: setattr(m, "config", {"gain": 3.0, "inner": {"shift": 0.0}})),
     "attribute that shadows": set_attribute("temperature", 2.0),
-    "method replaced": of_the_model(new_method),
-    "forward replaced": of_the_model(lambda m: setattr(m.drop, "forward", lambda x: x * 2)),
-    "module replaced": of_the_model(lambda m: setattr(m, "act", nn.Tanh())),
-    "forward hook": of_the_model(lambda m: m.last.register_forward_hook(doubled)),
-    "forward pre-hook": of_the_model(lambda m: m.last.register_forward_pre_hook(lambda _, args: (args[0] * 2,))),
-    "backward hook": of_the_model(backward_hook),
-    "hook on a tensor": of_the_model(hook_on_tensor),
-    "hook after accumulation": of_the_model(hook_after_accumulation),
-    "learning rate": of_the_optimizer(lambda o: o.param_groups[0].update(lr=0.1)),
-    "weight decay": of_the_optimizer(lambda o: o.param_groups[0].update(weight_decay=0.3)),
+    "method replaced": model_change(new_method),
+    "forward replaced": model_change(lambda m: setattr(m.drop, "forward", lambda x: x * 2)),
+    "module replaced": model_change(lambda m: setattr(m, "act", nn.Tanh())),
+    "forward hook": model_change(lambda m: m.last.register_forward_hook(double_output)),
+    "forward pre-hook": model_change(lambda m: m.last.register_forward_pre_hook(lambda _, args: (args[0] * 2,))),
+    "backward hook": model_change(backward_hook),
+    "hook on a tensor": model_change(hook_on_tensor),
+    "hook after accumulation": model_change(hook_after_accumulation),
+    "learning rate": optimizer_change(lambda o: o.param_groups[0].update(lr=0.1)),
+    "weight decay": optimizer_change(lambda o: o.param_groups[0].update(weight_decay=0.3)),
     **{
         case.__name__.replace("_", " "): case
         for case in (
-            *(cleared_hooks, replaced_hook, hook_with_state, namespace, namespace_as_dict, attribute_by_made_name),
-            *(attribute_that_was_not_there, a_dataclass, fields_of_a_dataclass, list_in_a_dataclass),
+            *(cleared_hooks, replaced_hook, hook_with_state, namespace, namespace_as_dict, attribute_by_computed_name),
+            *(new_attribute, a_dataclass, fields_of_a_dataclass, list_in_a_dataclass),
             *(frozen_dataclass_replaced, slots, behind_a_property, callable_object, class_attribute),
             *(class_method_replaced, attribute_of_the_models_class, another_class, closure_number),
             *(closure_of_a_helper, rebound_function, global_number, global_list_of_a_helper),
             *(global_namespace_of_a_helper, global_of_another_module, context_variable, default_argument),
-            *(mutable_default, attribute_of_the_step, partial_argument, nested_dict, key_that_was_not_there),
-            *(all_items_of_a_large_dict, numbers_as_keys, attributes_that_are_items, named_tuple, a_set, a_deque),
-            *(numpy_schedule, an_enum, not_a_number, learning_rate_in_the_loss, setting_of_ones_own, scheduler),
+            *(mutable_default, attribute_of_the_step, partial_argument, nested_dict, new_key),
+            *(all_items_of_a_large_dict, numbers_as_keys, items_as_attributes, named_tuple, a_set, a_deque),
+            *(numpy_schedule, an_enum, not_a_number, learning_rate_in_the_loss, custom_setting, scheduler),
             *(state_of_the_optimizer, patched_function, patched_builtin, attribute_of_an_adapter),
-            *(method_of_an_object, decorated, attribute_of_a_parameter, of_this_thread, environment, chained_maps),
+            *(method_of_an_object, decorated_step, attribute_of_a_parameter, thread_local, environment, chained_maps),
             *(all_attributes_replaced, all_attributes_of_a_module_replaced, dict_of_another_length),
             *(chosen_by_name, weights_chosen_by_closure, weights_chosen_by_attribute, modules_swapped),
         )
@@ -643,19 +641,19 @@ CASES: dict[str, Case] = {
 }
 
 
-def trained(case: Case, *, cache: Path | None = None) -> list[Any]:
-    """Losses, and the model in the end; compiled, where there is a cache."""
+def run_case(case: Case, *, cache: Path | None = None) -> list[Any]:
+    """Return four losses with a change after the second, and the final model; compiled if there is a cache."""
     world = World()
     step, change = case(world)
     if cache is not None:
         step = outofcore.compile(step, world.model, world.optimizer, budget="8MiB", home="host", cache=cache)
     torch.manual_seed(1)
-    found: list[Any] = [step(world.x).item() for _ in range(2)]
+    losses: list[Any] = [step(world.x).item() for _ in range(2)]
     change()
-    found += [step(world.x).item() for _ in range(2)]
+    losses += [step(world.x).item() for _ in range(2)]
     if cache is not None:
         step.close()  # type: ignore[attr-defined]
-    return [*found, *(tensor.tolist() for tensor in world.model.state_dict().values())]
+    return [*losses, *(tensor.tolist() for tensor in world.model.state_dict().values())]
 
 
 @pytest.fixture(scope="module")
@@ -663,23 +661,22 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("measured")
 
 
-def as_before(case: Case, change: bool = True, cache: Path | None = None) -> list[Any]:
-    """What comes of a case, with the globals of this file as they are at its beginning."""
+def run_isolated(case: Case, change: bool = True, cache: Path | None = None) -> list[Any]:
     before, factors, scale = FACTOR, list(FACTORS), SETTINGS.scale
     CHOSEN.set(1.0)
     try:
-        return trained(case if change else lambda w: (case(w)[0], lambda: None), cache=cache)
+        return run_case(case if change else lambda w: (case(w)[0], lambda: None), cache=cache)
     finally:
         globals().update(FACTOR=before)
         FACTORS[:], SETTINGS.scale = factors, scale
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_change_between_two_calls_is_seen(name: str, cache: Path) -> None:
-    plain = as_before(CASES[name])
-    assert as_before(CASES[name], cache=cache) == plain
+def test_change_between_two_calls_is_seen(name: str, cache: Path) -> None:
+    plain = run_isolated(CASES[name])
+    assert run_isolated(CASES[name], cache=cache) == plain
     if name != "state of the optimizer":
-        assert as_before(CASES[name], change=False) != plain  # else the case would show nothing
+        assert run_isolated(CASES[name], change=False) != plain  # otherwise the change has no effect to detect
 
 
 def counter_in_a_list(w: World) -> tuple[Callable[..., Any], Any]:
@@ -716,7 +713,7 @@ def counter_on_the_model(w: World) -> tuple[Callable[..., Any], Any]:
     return note, lambda: w.model.calls
 
 
-def counter_that_is_nonlocal(w: World) -> tuple[Callable[..., Any], Any]:
+def nonlocal_counter(w: World) -> tuple[Callable[..., Any], Any]:
     count = 0
 
     def note() -> None:
@@ -729,11 +726,11 @@ def counter_that_is_nonlocal(w: World) -> tuple[Callable[..., Any], Any]:
 COUNT = 0
 
 
-def counter_that_is_global(w: World) -> tuple[Callable[..., Any], Any]:
+def global_counter(w: World) -> tuple[Callable[..., Any], Any]:
     globals().update(COUNT=0)
 
     def note() -> None:
-        global COUNT  # noqa: PLW0603 - it is what the test is about
+        global COUNT  # noqa: PLW0603 - the tested effect
         COUNT += 1
 
     return note, lambda: COUNT
@@ -755,8 +752,8 @@ def growing_list(w: World) -> tuple[Callable[..., Any], Any]:
 
 
 def growing_set(w: World) -> tuple[Callable[..., Any], Any]:
-    seen: set[int] = set()
-    return (lambda: seen.add(len(seen))), seen
+    numbers: set[int] = set()
+    return (lambda: numbers.add(len(numbers))), numbers
 
 
 def full_deque(w: World) -> tuple[Callable[..., Any], Any]:
@@ -781,7 +778,7 @@ def item_set_to_the_same(w: World) -> tuple[Callable[..., Any], Any]:
     return (lambda: last.update(shape=(6, 8), mode="train")), last
 
 
-def attribute_that_is_only_written(w: World) -> tuple[Callable[..., Any], Any]:
+def write_only_attribute(w: World) -> tuple[Callable[..., Any], Any]:
     holder = types.SimpleNamespace()
 
     def note() -> None:
@@ -791,44 +788,41 @@ def attribute_that_is_only_written(w: World) -> tuple[Callable[..., Any], Any]:
 
 
 EFFECTS = (
-    *(counter_in_a_list, counter_in_a_dict, counter_on_an_object, counter_on_the_model, counter_that_is_nonlocal),
-    *(counter_that_is_global, counter_of_a_class, growing_list, growing_set, full_deque, counter_of_the_step_object),
-    *(item_set_to_the_same, attribute_that_is_only_written),
+    *(counter_in_a_list, counter_in_a_dict, counter_on_an_object, counter_on_the_model, nonlocal_counter),
+    *(global_counter, counter_of_a_class, growing_list, growing_set, full_deque, counter_of_the_step_object),
+    *(item_set_to_the_same, write_only_attribute),
 )
 
 
-def noted(effect: Callable[[World], tuple[Callable[..., Any], Any]], cache: Path | None) -> list[Any]:
-    """Losses, and what has become of it, call by call."""
+def record_effects(effect: Callable[[World], tuple[Callable[..., Any], Any]], cache: Path | None) -> list[Any]:
     world = World()
-    note, what = effect(world)
+    run_effect, effect_state = effect(world)
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        note()
+        run_effect()
         return world.plain(x)
 
     run: Any = step
     if cache is not None:
         run = outofcore.compile(step, world.model, world.optimizer, budget="8MiB", home="host", cache=cache)
     torch.manual_seed(1)
-    found: list[Any] = []
+    results: list[Any] = []
     for _ in range(6):
-        found.append((run(world.x).item(), copy.deepcopy(what() if callable(what) else what)))
+        results.append((run(world.x).item(), copy.deepcopy(effect_state() if callable(effect_state) else effect_state)))
     if cache is not None:
         run.close()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("effect", EFFECTS, ids=lambda effect: effect.__name__)
-def test_what_a_step_changes_in_python_is_changed_in_each_call(effect: Any, cache: Path) -> None:
-    assert noted(effect, cache) == noted(effect, None)
+def test_python_side_effects_happen_in_each_call(effect: Any, cache: Path) -> None:
+    assert record_effects(effect, cache) == record_effects(effect, None)
 
 
-def test_a_step_whose_values_change_from_call_to_call_is_followed(
-    cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_step_with_ever_changing_values_runs_as_an_eager_loop(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "outofcore")
     world, args = World(), argparse.Namespace(beta=1.0, steps=0)
-    step = world.scaled(lambda: args.beta)
+    step = world.scaled_step(lambda: args.beta)
     with outofcore.compile(step, world.model, world.optimizer, budget="8MiB", home="host", cache=cache) as compiled:
         for k in range(6):
             args.beta, args.steps = 1.0 + k, k
@@ -838,9 +832,9 @@ def test_a_step_whose_values_change_from_call_to_call_is_followed(
         assert [r.message for r in caplog.records if "running as an eager loop from now on: args.beta" in r.message]
 
 
-def test_a_plan_is_kept_where_only_a_number_changes(cache: Path) -> None:
+def test_plan_is_reused_when_only_a_number_changes(cache: Path) -> None:
     world, args = World(), argparse.Namespace(beta=1.0, unread=0)
-    step = world.scaled(lambda: args.beta)
+    step = world.scaled_step(lambda: args.beta)
     with outofcore.compile(step, world.model, world.optimizer, budget="8MiB", home="host", cache=cache) as compiled:
         compiled(world.x)
         captured = compiled.captured
@@ -853,26 +847,26 @@ def test_a_plan_is_kept_where_only_a_number_changes(cache: Path) -> None:
         assert compiled.planned is planned
         args.beta = 1.0
         compiled(world.x)
-        assert compiled.captured is captured  # as it was before
+        assert compiled.captured is captured  # the first capture, again
         assert not compiled.stats.why_followed
 
 
-def test_a_hook_that_cannot_be_captured_is_followed(cache: Path) -> None:
+def test_step_with_an_uncapturable_hook_is_exact(cache: Path) -> None:
     def run(cache: Path | None) -> list[float]:
-        world, seen = World(), list[float]()
+        world, sums = World(), list[float]()
         step: Any = world.plain
         if cache is not None:
             step = outofcore.compile(step, world.model, world.optimizer, budget="8MiB", home="host", cache=cache)
         torch.manual_seed(1)
         step(world.x)
-        world.model.last.register_forward_hook(lambda module, args, output: seen.append(output.sum().item()))
-        return [step(world.x).item() for _ in range(2)] + seen
+        world.model.last.register_forward_hook(lambda module, args, output: sums.append(output.sum().item()))
+        return [step(world.x).item() for _ in range(2)] + sums
 
     assert run(cache) == run(None)
 
 
 @pytest.mark.parametrize("draw", ["python", "numpy", "iterator", "generator"])
-def test_what_gives_other_numbers_each_time_is_refused(draw: str) -> None:
+def test_random_sources_and_iterators_are_refused(draw: str) -> None:
     world = World()
     source: Any = {
         "python": random.Random(0).random,
@@ -881,7 +875,7 @@ def test_what_gives_other_numbers_each_time_is_refused(draw: str) -> None:
         "generator": (float(k) for k in range(5)).__next__,
     }[draw]
     step = outofcore.compile(
-        world.scaled(source), world.model, world.optimizer, budget="8MiB", home="host", cache=False
+        world.scaled_step(source), world.model, world.optimizer, budget="8MiB", home="host", cache=False
     )
     with pytest.raises(outofcore.CaptureError, match="takes numbers or items from"):
         step(world.x)
@@ -889,7 +883,7 @@ def test_what_gives_other_numbers_each_time_is_refused(draw: str) -> None:
         assert source() == {"python": random.Random(0), "numpy": np.random.default_rng(0)}[draw].random()
 
 
-def test_a_step_that_can_read_too_much_is_followed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_with_too_many_readable_values_runs_as_an_eager_loop(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "_MOST", replace(snapshot._MOST, entries=10))
     world = World()
     with outofcore.compile(world.plain, world.model, world.optimizer, budget="8MiB", home="host", cache=cache) as step:
@@ -898,9 +892,9 @@ def test_a_step_that_can_read_too_much_is_followed(cache: Path, monkeypatch: pyt
         assert "can read more than" in step.stats.why_followed
 
 
-def test_a_generator_that_the_loop_alone_draws_from_changes_nothing(cache: Path) -> None:
+def test_draws_outside_the_step_do_not_capture_again(cache: Path) -> None:
     world, holder = World(), types.SimpleNamespace(rng=random.Random(0), draws=False)
-    step = world.scaled(lambda: holder.rng.random() if holder.draws else 1.0)
+    step = world.scaled_step(lambda: holder.rng.random() if holder.draws else 1.0)
     with outofcore.compile(step, world.model, world.optimizer, budget="8MiB", home="host", cache=cache) as compiled:
         compiled(world.x)
         captured = compiled.captured
@@ -910,7 +904,7 @@ def test_a_generator_that_the_loop_alone_draws_from_changes_nothing(cache: Path)
         assert compiled.captured is captured
 
 
-def test_a_profiler_goes_on_after_a_capture(cache: Path) -> None:
+def test_profiler_stays_active_after_a_failed_capture(cache: Path) -> None:
     events = list[str]()
 
     def note(frame: Any, event: str, arg: Any) -> None:
@@ -921,7 +915,7 @@ def test_a_profiler_goes_on_after_a_capture(cache: Path) -> None:
     sys.setprofile(note)
     try:
         with outofcore.compile(world.plain, world.model, budget="8MiB", home="host", cache=cache) as step:
-            with pytest.raises(outofcore.CaptureError):  # the optimizer was not given
+            with pytest.raises(outofcore.CaptureError):  # the optimizer was not passed
                 step(world.x)
             assert sys.getprofile() is note
     finally:

@@ -1,4 +1,4 @@
-"""Steps that raise in the middle: the model is as before, or as plain PyTorch leaves it there, and never in between."""
+"""Tests of steps that raise midway: the model is as before the step, or as plain PyTorch leaves it."""
 
 from __future__ import annotations
 
@@ -28,34 +28,31 @@ LIMIT = [float("inf")]
 
 
 @torch.library.custom_op("outofcore_tests::limited", mutates_args=())
-def limited(x: torch.Tensor) -> torch.Tensor:
-    """A copy; it raises for values beyond a limit."""
+def check_limit(x: torch.Tensor) -> torch.Tensor:
     if float(x.abs().max()) > LIMIT[0]:
         raise ValueError("a value is beyond the limit")
     return x.clone()
 
 
-limited.register_fake(torch.empty_like)
+check_limit.register_fake(torch.empty_like)
 
 
 class Limiting(torch.autograd.Function):
-    """Passes values on; the gradient is checked."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return limited(gradient)
+        return check_limit(gradient)
 
 
 def linear() -> nn.Module:
     return nn.Linear(WIDTH, WIDTH)
 
 
-def made(kind: str) -> tuple[Callable[..., torch.Tensor], nn.Module, list[torch.optim.Optimizer]]:
-    """A step of two inputs, a batch and indices, that raises for an index that is out of range."""
+def make_case(kind: str) -> tuple[Callable[..., torch.Tensor], nn.Module, list[torch.optim.Optimizer]]:
+    """Return a step of a batch and indices that raises for an index out of range, its model and optimizers."""
     torch.manual_seed(0)
     table = nn.Embedding(WORDS, WIDTH)
     model = nn.ModuleList([linear(), linear(), linear(), table])
@@ -92,35 +89,35 @@ def made(kind: str) -> tuple[Callable[..., torch.Tensor], nn.Module, list[torch.
     return step, model, [first, second]
 
 
-def given(number: int, *, wrong: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def make_inputs(number: int, *, wrong: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(number)
     words = torch.randint(0, WORDS, (32,), generator=generator)
     return torch.randn(32, WIDTH, generator=generator), words + WORDS if wrong else words
 
 
-def everything(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
-    found = {name: value.clone() for name, value in model.state_dict().items()}
+def all_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+    tensors = {name: value.clone() for name, value in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            found[f"{name}.grad"] = parameter.grad.clone()
+            tensors[f"{name}.grad"] = parameter.grad.clone()
         for number, optimizer in enumerate(optimizers):
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    found[f"{name}.{number}.{key}"] = value.clone()
-    return found
+                    tensors[f"{name}.{number}.{key}"] = value.clone()
+    return tensors
 
 
 @functools.cache
 def smallest(kind: str) -> int:
-    step, model, optimizers = made(kind)
+    step, model, optimizers = make_case(kind)
     with outofcore.compile(step, model, optimizers, budget="64KiB", cache=False) as compiled:
-        with pytest.raises(BudgetError) as refused:
-            compiled(*given(0))
-        return int(refused.value.smallest_budget or 0)
+        with pytest.raises(BudgetError) as caught:
+            compiled(*make_inputs(0))
+        return int(caught.value.smallest_budget or 0)
 
 
 @pytest.fixture(autouse=True)
-def _unlimited() -> Any:
+def _reset_limit() -> Any:
     yield
     LIMIT[0] = float("inf")
 
@@ -128,62 +125,62 @@ def _unlimited() -> Any:
 @pytest.mark.parametrize("factor", [1.0, *some_of([1.5, 50.0], lambda f: f == 50)])
 @pytest.mark.parametrize("kind", ["two losses", "accumulating"])
 @pytest.mark.parametrize("early", [True, False])
-def test_step_that_raises_late_stops_as_plain_pytorch(kind: str, factor: float, early: bool) -> None:
-    """An index is out of range after updates, or after gradients were added up; the step goes on from there."""
-    plain, plain_model, plain_optimizers = made(kind)
-    step, model, optimizers = made(kind)
+def test_late_error_leaves_the_state_of_plain_pytorch(kind: str, factor: float, early: bool) -> None:
+    """The index error comes after updates, or after gradients were accumulated; training then continues."""
+    plain, plain_model, plain_optimizers = make_case(kind)
+    step, model, optimizers = make_case(kind)
     budget = int(smallest(kind) * factor)
-    told = []
+    notes = []
     with outofcore.compile(step, model, optimizers, budget=budget, cache=False, policy="offload-all") as compiled:
         for number in range(5):
             wrong = number == (1 if early else 3)
             if not wrong:
-                assert torch.equal(compiled(*given(number)), plain(*given(number)))
+                assert torch.equal(compiled(*make_inputs(number)), plain(*make_inputs(number)))
                 continue
-            for one in (plain, compiled):
+            for run in (plain, compiled):
                 with pytest.raises(IndexError, match="out of range") as caught:
-                    one(*given(number, wrong=True))
-            told = caught.value.__notes__
-            ours, theirs = everything(model, optimizers), everything(plain_model, plain_optimizers)
-            if kind == "two losses":  # gradients that a step leaves are its own, and are gone or there
-                ours, theirs = ({k: v for k, v in one.items() if not k.endswith(".grad")} for one in (ours, theirs))
+                    run(*make_inputs(number, wrong=True))
+            notes = caught.value.__notes__
+            ours, theirs = all_state(model, optimizers), all_state(plain_model, plain_optimizers)
+            if kind == "two losses":  # the step may or may not have freed its own gradients
+                ours, theirs = ({k: v for k, v in state.items() if not k.endswith(".grad")} for state in (ours, theirs))
             assert ours.keys() == theirs.keys()
             assert all(torch.equal(ours[name], theirs[name]) for name in ours)
             assert not compiled._session.torn
-        ours, theirs = everything(model, optimizers), everything(plain_model, plain_optimizers)
+        ours, theirs = all_state(model, optimizers), all_state(plain_model, plain_optimizers)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert any(Outcome.STOPPED.value in note for note in told)
+    assert any(Outcome.STOPPED.value in note for note in notes)
 
 
 @pytest.mark.parametrize("factor", [1.0, *some_of([1.5, 50.0], lambda f: f == 50)])
-def test_updates_do_not_move_before_an_op_that_raises(factor: float) -> None:
-    """The gradient of the first layers raises, when the last layers could have been updated."""
-    plain, plain_model, plain_optimizers = made("in backward")
-    step, model, optimizers = made("in backward")
+def test_updates_do_not_move_before_a_raising_op(factor: float) -> None:
+    """The first layers' gradient raises when the last layers could already be updated."""
+    plain, plain_model, plain_optimizers = make_case("in backward")
+    step, model, optimizers = make_case("in backward")
     budget = int(smallest("in backward") * factor)
     with outofcore.compile(step, model, optimizers, budget=budget, cache=False) as compiled:
         for number in range(2):
-            assert torch.equal(compiled(*given(number)), plain(*given(number)))
-        before = everything(model, optimizers)
+            assert torch.equal(compiled(*make_inputs(number)), plain(*make_inputs(number)))
+        before = all_state(model, optimizers)
         LIMIT[0] = 0.0
         with pytest.raises(ValueError, match="beyond the limit") as caught:
-            compiled(*given(2))
-        told = " ".join(caught.value.__notes__)
-        assert Outcome.UNDONE.value in told or Outcome.STOPPED.value in told  # where gradients had left already
-        after = everything(model, optimizers)
+            compiled(*make_inputs(2))
+        notes = " ".join(caught.value.__notes__)
+        assert Outcome.UNDONE.value in notes or Outcome.STOPPED.value in notes  # STOPPED if gradients were evicted
+        after = all_state(model, optimizers)
         assert all(torch.equal(after[name], before[name]) for name in before if not name.endswith(".grad"))
         LIMIT[0] = float("inf")
         for number in range(2, 4):
-            assert torch.equal(compiled(*given(number)), plain(*given(number)))
-        ours, theirs = everything(model, optimizers), everything(plain_model, plain_optimizers)
+            assert torch.equal(compiled(*make_inputs(number)), plain(*make_inputs(number)))
+        ours, theirs = all_state(model, optimizers), all_state(plain_model, plain_optimizers)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_updates_still_move_up_in_a_step_that_looks_up_words() -> None:
-    """An index that an earlier op had raises no more, so that it stops no update."""
-    step, model, optimizers = made("two losses")
+def test_embedding_does_not_stop_updates_from_moving_up() -> None:
+    """Only the first op on an index can raise for it."""
+    step, model, optimizers = make_case("two losses")
     with outofcore.compile(step, model, optimizers, budget="1GiB", cache=False) as compiled:
-        compiled(*given(0))
+        compiled(*make_inputs(0))
         captured = leanest(compiled.captured)
     names = [op.name for op in captured.graph.ops]
     raising = [names[op] for op in sorted(ops_that_may_raise(captured))]
@@ -193,13 +190,13 @@ def test_updates_still_move_up_in_a_step_that_looks_up_words() -> None:
 
 
 @pytest.mark.parametrize("times", [2, 5])
-def test_ctrl_c_twice_waits_for_updates_that_have_begun(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, plain_model, plain_optimizers = made("in backward")
-    step, model, optimizers = made("in backward")
+def test_repeated_ctrl_c_waits_for_updates_in_progress(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, plain_model, plain_optimizers = make_case("in backward")
+    step, model, optimizers = make_case("in backward")
     noted, calls = threading.Semaphore(0), []
     note, update = Deferred._note, UpdateOn.__call__
 
-    def noting(self: Deferred, *args: Any) -> None:
+    def note_and_signal(self: Deferred, *args: Any) -> None:
         noted.release()
         note(self, *args)
 
@@ -207,19 +204,19 @@ def test_ctrl_c_twice_waits_for_updates_that_have_begun(times: int, monkeypatch:
         update(self, *args)
         calls.append(1)
         if len(calls) == 1:
-            for _ in range(times):  # one after the other: two that come at once are one
+            for _ in range(times):  # one by one: simultaneous signals would merge
                 os.kill(os.getpid(), signal.SIGINT)
                 assert noted.acquire(timeout=60)
 
     with outofcore.compile(step, model, optimizers, budget=smallest("in backward"), cache=False) as compiled:
-        assert torch.equal(compiled(*given(0)), plain(*given(0)))
+        assert torch.equal(compiled(*make_inputs(0)), plain(*make_inputs(0)))
         with monkeypatch.context() as patch:
-            patch.setattr(Deferred, "_note", noting)
+            patch.setattr(Deferred, "_note", note_and_signal)
             patch.setattr(UpdateOn, "__call__", interrupting)
             with pytest.raises(KeyboardInterrupt) as caught:
-                compiled(*given(1))
-        plain(*given(1))
+                compiled(*make_inputs(1))
+        plain(*make_inputs(1))
         assert any(Outcome.MADE.value in note for note in caught.value.__notes__)
-        assert torch.equal(compiled(*given(2)), plain(*given(2)))
-        ours, theirs = everything(model, optimizers), everything(plain_model, plain_optimizers)
+        assert torch.equal(compiled(*make_inputs(2)), plain(*make_inputs(2)))
+        ours, theirs = all_state(model, optimizers), all_state(plain_model, plain_optimizers)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

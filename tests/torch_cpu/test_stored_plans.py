@@ -1,4 +1,4 @@
-"""A compiled step whose plan is stored starts without planning: in the same variant, by the same plan, bit for bit."""
+"""Tests that a compiled step with a stored plan starts without planning, with the same bits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from outofcore.variant import FUSED, Variant
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 WIDTH, BATCH, LAYERS = 192, 512, 3
-# Without the search over placed plans, which takes seconds for steps as short as these.
+# Without the search over placed plans, which takes seconds even for these short steps.
 QUICKLY = "auto:polish_ops=0,tunings=20,further=0"
 Step = Callable[[torch.Tensor], torch.Tensor]
 
@@ -59,16 +59,15 @@ def smallest(split: str, rows: int = BATCH, **kind: Any) -> int:
     return outofcore.smallest_budget(*make(**kind), inputs=(torch.randn(rows, WIDTH),), split=split)
 
 
-def compiled(
+def compile_step(
     budget: int, cache: Path, *, keeps_gradients: bool = False, layers: int = LAYERS, **options: Any
 ) -> AbstractContextManager[Any]:
-    made = make(keeps_gradients=keeps_gradients, layers=layers)
-    return outofcore.compile(*made, budget=budget, cache=cache, **{"policy": QUICKLY, "home": "host", **options})
+    case = make(keeps_gradients=keeps_gradients, layers=layers)
+    return outofcore.compile(*case, budget=budget, cache=cache, **{"policy": QUICKLY, "home": "host", **options})
 
 
 def run(budget: int, cache: Path, *, rows: int = BATCH, **options: Any) -> tuple[list[float], PlannedStep]:
-    """Train in what stands for a process; no better plan is made in the background."""
-    with compiled(budget, cache, **options) as step:
+    with compile_step(budget, cache, **options) as step:
         losses = train(step, rows=rows)
         return losses, step._session.steps.shown
 
@@ -84,7 +83,7 @@ def _without_better_plans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forbid_planning(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
-    """Refuse to plan, to pack and to measure; return the variants that are made."""
+    """Make planning, packing and measuring fail; return a list of the variants that are made."""
 
     def never(*_: object, **__: object) -> Any:
         raise AssertionError("it was measured or planned again")
@@ -95,29 +94,29 @@ def forbid_planning(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
         monkeypatch.setattr(f"outofcore.{name}", never)
     monkeypatch.setattr(links, "measure_link", never)
     monkeypatch.setattr(ops._Bench, "_measured", never)
-    made: list[Variant] = []
+    variants: list[Variant] = []
     make_variant = StepVariants._make
 
-    def noted(self: StepVariants, variant: Variant) -> Any:
-        made.append(variant)
+    def record_variant(self: StepVariants, variant: Variant) -> Any:
+        variants.append(variant)
         return make_variant(self, variant)
 
-    monkeypatch.setattr(StepVariants, "_make", noted)
-    return made
+    monkeypatch.setattr(StepVariants, "_make", record_variant)
+    return variants
 
 
 @pytest.mark.parametrize(
     "kind", ["fused", "low memory", "split", "split, gradients kept", "gradients kept", "by window", "on disk"]
 )
-def test_a_stored_plan_runs_without_planning(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_plan_runs_without_planning(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keeps, is_split = "gradients kept" in kind, "split" in kind
-    monkeypatch.setattr("outofcore.variant._HALVINGS", 2)  # else splits are sought for half a minute
+    monkeypatch.setattr("outofcore.variant._HALVINGS", 2)  # else the search for splits takes half a minute
     step: dict[str, Any] = {"keeps_gradients": keeps, "layers": 1 if is_split else LAYERS}
     rows, split = (8 * BATCH, "exact") if is_split else (BATCH, "off")
-    least = smallest(split, rows, **step)
-    if is_split and least >= smallest("off", rows, **step):
-        pytest.skip("ops in parts give other bits than as a whole on this processor")
-    budget = 1 << 30 if kind == "fused" else least + MIB // 2
+    smallest_bytes = smallest(split, rows, **step)
+    if is_split and smallest_bytes >= smallest("off", rows, **step):
+        pytest.skip("split ops give other bits than whole ops on this processor")
+    budget = 1 << 30 if kind == "fused" else smallest_bytes + MIB // 2
     options: dict[str, Any] = {"rows": rows, "split": split, **step}
     if is_split or kind == "by window":
         options["policy"] = "window"
@@ -129,12 +128,12 @@ def test_a_stored_plan_runs_without_planning(kind: str, tmp_path: Path, monkeypa
     assert (before.variant.op_bytes is not None) == is_split
     assert (before.variant == FUSED) == (kind == "fused")
     stored = files(tmp_path)
-    assert len(stored) == 1 + keeps  # the first call and later ones differ
-    made = forbid_planning(monkeypatch)
+    assert len(stored) == 1 + keeps  # the first call and later ones have different plans
+    variants = forbid_planning(monkeypatch)
     losses, after = run(budget, tmp_path, **options)
     assert losses == expected
-    assert len(set(made)) <= 1 + keeps  # each again if the step is captured again
-    assert made[-1] == before.variant == after.variant
+    assert len(set(variants)) <= 1 + keeps  # made again if the step is captured again
+    assert variants[-1] == before.variant == after.variant
     assert after.planned.program == before.planned.program
     assert after.planned.plan == before.planned.plan
     assert (after.graph, after.is_quick) == (replace(before.graph, ops=after.graph.ops), before.is_quick)
@@ -142,18 +141,18 @@ def test_a_stored_plan_runs_without_planning(kind: str, tmp_path: Path, monkeypa
     assert files(tmp_path) == stored
 
 
-def test_each_thing_that_decides_makes_another_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_planning_input_makes_another_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     budget = smallest("off") + 2 * MIB
     options: dict[str, Any] = {"split": "off"}
     run(budget, tmp_path, **options)
-    known = files(tmp_path)
+    stored = files(tmp_path)
     run(budget, tmp_path, **options)
-    assert files(tmp_path) == known
+    assert files(tmp_path) == stored
 
     def adds_plans(**changed: Any) -> bool:
         before = files(tmp_path)
-        given: dict[str, Any] = {"budget": budget, **options, **changed}
-        run(given.pop("budget"), tmp_path, **given)
+        settings: dict[str, Any] = {"budget": budget, **options, **changed}
+        run(settings.pop("budget"), tmp_path, **settings)
         return before < files(tmp_path)
 
     assert adds_plans(budget=budget + MIB)
@@ -176,7 +175,7 @@ def test_each_thing_that_decides_makes_another_plan(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("damage", ["cut", "foreign", "of another budget", "of an older version"])
-def test_a_damaged_plan_is_made_anew_with_a_warning(
+def test_damaged_plan_is_made_again_with_a_warning(
     damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     budget = smallest("off") + MIB
@@ -188,14 +187,14 @@ def test_a_damaged_plan_is_made_anew_with_a_warning(
     elif damage == "foreign":
         path.write_text('{"format": "outofcore-plan/1"}')
     elif damage == "of an older version":
-        # Kept where nobody looks for it any more, which is no error.
+        # Stored at an obsolete path; ignored without an error.
         path.rename(tmp_path / "plan-00000000000000000000000000000000-quick.json")
         (tmp_path / "loops").mkdir()
         (tmp_path / "loops" / "0.json").write_text("{")
     else:
         run(2 * budget, tmp_path, split="off")
-        (other,) = files(tmp_path) - {name}
-        (tmp_path / other).replace(path)
+        (other_name,) = files(tmp_path) - {name}
+        (tmp_path / other_name).replace(path)
     caplog.clear()
     losses, step = run(budget, tmp_path, split="off")
     assert losses == expected
@@ -206,7 +205,7 @@ def test_a_damaged_plan_is_made_anew_with_a_warning(
     assert "made anew" not in caplog.text
 
 
-def test_a_stored_plan_is_replaced_where_its_costs_are_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_plan_is_replaced_when_its_costs_are_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     budget = smallest("off") + MIB
     expected = train(make()[0], 8)
     _, before = run(budget, tmp_path, split="off", policy="window")
@@ -217,33 +216,33 @@ def test_a_stored_plan_is_replaced_where_its_costs_are_off(tmp_path: Path, monke
         patch.setattr("outofcore.background._CLEARLY", -1e6)
         patch.setattr("outofcore.replanning.is_off", lambda *_: True)
         patch.setattr("outofcore.plan_updates.BackgroundPlanner", PlannedAtOnce)
-        with compiled(budget, tmp_path, split="off", policy="window") as step:
+        with compile_step(budget, tmp_path, split="off", policy="window") as step:
             assert train(step, 8) == expected
             shown = step._session.steps.shown
         assert shown.planned is not before.planned
         assert shown.costs != before.costs
         assert shown.choice == before.choice
-    made = forbid_planning(monkeypatch)
+    variants = forbid_planning(monkeypatch)
     _, after = run(budget, tmp_path, split="off", policy="window")
-    assert made == [after.variant]
+    assert variants == [after.variant]
     assert after.planned.program == shown.planned.program
 
 
-def test_a_quick_plan_does_not_do_for_what_is_prepared(tmp_path: Path) -> None:
+def test_prepare_replaces_a_quick_plan(tmp_path: Path) -> None:
     budget = smallest("off") + MIB
     _, before = run(budget, tmp_path, split="off")
     assert before.is_quick
-    with compiled(budget, tmp_path, split="off") as step:
+    with compile_step(budget, tmp_path, split="off") as step:
         step.prepare(torch.randn(BATCH, WIDTH))
-        (known,) = step._session.steps.known.values()
-        assert not known.step.is_quick
-        assert known.step.planning_seconds > 0
+        (entry,) = step._session.steps.known.values()
+        assert not entry.step.is_quick
+        assert entry.step.planning_seconds > 0
     _, after = run(budget, tmp_path, split="off")
     assert not after.is_quick
     assert after.planning_seconds == 0
 
 
-def test_a_plan_of_a_busy_machine_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_of_a_busy_machine_is_made_again_when_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     budget = smallest("off") + MIB
 
     def plans(*, is_busy: bool) -> bool:
@@ -252,29 +251,29 @@ def test_a_plan_of_a_busy_machine_is_made_again(tmp_path: Path, monkeypatch: pyt
         assert step.costs.is_busy == is_busy
         return step.planning_seconds > 0
 
-    # Nothing is gained by another plan as long as the machine is busy.
+    # Planning again cannot help while the machine is busy.
     assert [plans(is_busy=busy) for busy in (True, True, False, False)] == [True, False, True, False]
 
 
-def test_a_refusal_is_not_stored(tmp_path: Path) -> None:
+def test_refusal_is_not_stored(tmp_path: Path) -> None:
     budget = smallest("off") - 64 * 1024
     for _ in range(2):
-        with pytest.raises(outofcore.BudgetError), compiled(budget, tmp_path, split="off") as step:
+        with pytest.raises(outofcore.BudgetError), compile_step(budget, tmp_path, split="off") as step:
             train(step)
         assert not files(tmp_path)
 
 
-def test_without_a_cache_no_plan_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_are_not_stored_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> Any:
         raise AssertionError("the store was used")
 
     for name in ("find", "keep"):
         monkeypatch.setattr(PlanStore, name, never)
-    with compiled(smallest("off") + MIB, False, split="off") as step:  # type: ignore[arg-type]
+    with compile_step(smallest("off") + MIB, False, split="off") as step:  # type: ignore[arg-type]
         train(step)
 
 
-def test_clearing_the_cache_deletes_plans_of_both_doors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clear_cache_deletes_plans_of_steps_and_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_planner, "BackgroundPlanner", PlannedAtOnce)
     run(smallest("off") + MIB, tmp_path, split="off")
     step, model, _ = make()

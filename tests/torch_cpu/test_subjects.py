@@ -1,4 +1,4 @@
-"""What the commands take as their subject, and what they say of everything else."""
+"""Tests of the subjects that commands accept, and of the errors for all others."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("./bare", "the folder bare has no config.json"),
     ],
 )
-def test_plan_says_what_a_subject_is_not(subject: str, message: str) -> None:
+def test_plan_refuses_unusable_subjects_with_advice(subject: str, message: str) -> None:
     pytest.importorskip("transformers" if "json" in message or "adapter" in message else "torch")
     pytest.importorskip("onnx" if subject == "empty.onnx" else "torch")
     result = outofcore("plan", subject)
@@ -131,7 +131,7 @@ def test_plan_says_what_a_subject_is_not(subject: str, message: str) -> None:
         (["run", "bare"], "has no __main__.py"),
     ],
 )
-def test_other_commands_say_what_they_take(arguments: list[str], message: str) -> None:
+def test_other_commands_refuse_subjects_of_the_wrong_kind(arguments: list[str], message: str) -> None:
     command, subject, *more = arguments
     result = outofcore(command, "--budget", "1GiB", subject, *more)
     assert result.exit_code == 2, result.output
@@ -140,30 +140,30 @@ def test_other_commands_say_what_they_take(arguments: list[str], message: str) -
 
 
 @pytest.mark.parametrize("subject", [["loud.py:build"], ["--graph", "step.json"]])
-def test_options_of_the_zoo_are_refused_for_others(subject: list[str]) -> None:
+def test_zoo_options_are_refused_for_other_subjects(subject: list[str]) -> None:
     for option in (["--layers", "3"], ["--optimizer", "sgd"], ["--batch", "4"]):
         result = outofcore("plan", *subject, *option)
         assert result.exit_code == 2
         assert "only models of the zoo take this option" in " ".join(result.stderr.replace("│", " ").split())
 
 
-def test_completion_knows_the_models_of_the_zoo() -> None:
-    found = {find_workload(name, {"batch": 1}).name for name in MODELS}
-    assert found == set(zoo.names())
+def test_completion_covers_the_models_of_the_zoo() -> None:
+    completed_names = {find_workload(name, {"batch": 1}).name for name in MODELS}
+    assert completed_names == set(zoo.names())
 
 
 @pytest.mark.parametrize("sizes", [["--batch", "1000000000000000000"], ["--width", "1000000000", "--heads", "2"]])
-def test_sizes_that_no_tensor_has_are_one_message(sizes: list[str]) -> None:
+def test_impossible_sizes_give_a_one_line_error(sizes: list[str]) -> None:
     result = outofcore("plan", "gpt", "--layers", "1", "--device", "h100", *sizes)
     assert result.exit_code == 2
     assert result.stderr.startswith("error: there is not enough memory for this command (Storage size")
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_json_is_alone_on_standard_output() -> None:
+def test_standard_output_has_only_the_json() -> None:
     arguments = ["plan", "loud.py:build", "--budget", "1MiB", "--json", "--no-curve", "--device", "h100"]
-    done = subprocess.run([sys.executable, "-m", "outofcore", *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["feasible"]
+    run = subprocess.run([sys.executable, "-m", "outofcore", *arguments], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)["feasible"]
     for text in ("from the script", "from native code", "from the function", "from the step"):
-        assert text in done.stderr
+        assert text in run.stderr

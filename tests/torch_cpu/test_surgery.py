@@ -1,4 +1,4 @@
-"""What users do to a model between steps, in plain PyTorch and under a budget side by side: the same bits come out."""
+"""Tests of changes to a model between steps, with a budget and in plain PyTorch: the same bits."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from torch import nn
 import outofcore
 from outofcore.errors import CaptureError, StateError
 
-WAYS = ["smallest, one home", "smallest, own homes", "all, one home", "all, own homes"]
+SETUPS = ["smallest, one home", "smallest, own homes", "all, one home", "all, own homes"]
 
 
-@pytest.fixture(params=some_of(WAYS, ["smallest, one home", "all, own homes"]))
+@pytest.fixture(params=some_of(SETUPS, ["smallest, one home", "all, own homes"]))
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
     budget, home = request.param.split(", ")
     ours = compiled(0, budget=budget, home="disk", shared=home == "one home")
@@ -30,7 +30,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
         step.close()
 
 
-def test_a_model_of_another_dtype_is_left_as_it_is_when_steps_are_closed(pair: tuple[Side, Side]) -> None:
+def test_close_leaves_a_cast_model_unchanged(pair: tuple[Side, Side]) -> None:
     both(pair, lambda side: side.train(batch(0)))
     both(pair, lambda side: side.model.bfloat16() and None)
     for step in pair[0].steps:
@@ -39,7 +39,7 @@ def test_a_model_of_another_dtype_is_left_as_it_is_when_steps_are_closed(pair: t
     assert alike(everything(pair[0]), everything(pair[1]))
 
 
-def test_data_put_in_place_outlives_a_step_that_is_closed(pair: tuple[Side, Side]) -> None:
+def test_replaced_data_survives_closing_a_step(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
         side.train(batch(0))
         side.weights()[0].data = values(3).t()
@@ -50,7 +50,7 @@ def test_data_put_in_place_outlives_a_step_that_is_closed(pair: tuple[Side, Side
     both(pair, change)
 
 
-def test_a_weight_that_is_transposed_in_place_is_noticed(pair: tuple[Side, Side]) -> None:
+def test_weight_transposed_in_place_is_noticed(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
         side.train(batch(0))
         side.weights()[0].data = side.weights()[0].data.t()
@@ -59,59 +59,59 @@ def test_a_weight_that_is_transposed_in_place_is_noticed(pair: tuple[Side, Side]
     both(pair, change)
 
 
-def _turned(tensor: torch.Tensor) -> torch.Tensor:
+def _with_column_major_strides(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.t().contiguous().t()
 
 
-@pytest.mark.parametrize("which", [0, 1])
-def test_what_is_put_otherwise_into_memory_stays_so(pair: tuple[Side, Side], which: int) -> None:
-    """Kernels go by how tensors lie, and add up in another order: some with few rows, on some processors."""
+@pytest.mark.parametrize("index", [0, 1])
+def test_weight_keeps_changed_strides(pair: tuple[Side, Side], index: int) -> None:
+    """Kernels depend on strides: some add up in another order for few rows, on some processors."""
     rows = 4
 
     def change(side: Side) -> Any:
-        weight = side.weights()[which]
-        found = [side.train(batch(0, rows)), side.gather(batch(1, rows))]
-        weight.data = _turned(weight.data)
-        found += [side.gather(batch(2, rows)), side.train(batch(3, rows)), side.renew(batch(4, rows))]
+        weight = side.weights()[index]
+        results = [side.train(batch(0, rows)), side.gather(batch(1, rows))]
+        weight.data = _with_column_major_strides(weight.data)
+        results += [side.gather(batch(2, rows)), side.train(batch(3, rows)), side.renew(batch(4, rows))]
         assert weight.stride() == (1, len(weight))
-        found.append(side.evaluate(batch(5, rows)))
+        results.append(side.evaluate(batch(5, rows)))
         weight.data = weight.data.contiguous()
-        return [one.detach() for one in (*found, side.train(batch(6, rows)))]
+        return [result.detach() for result in (*results, side.train(batch(6, rows)))]
 
     both(pair, change)
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
-def test_optimizer_state_that_is_put_otherwise_into_memory_stays_so(pair: tuple[Side, Side], name: str) -> None:
+def test_optimizer_state_keeps_changed_strides(pair: tuple[Side, Side], name: str) -> None:
     def change(side: Side) -> Any:
-        found = [side.train(batch(0))]
+        results = [side.train(batch(0))]
         state = side.optimizer.state[side.weights()[0]]
-        state[name] = _turned(state[name])
-        found += [side.train(batch(number)) for number in range(1, 3)]
+        state[name] = _with_column_major_strides(state[name])
+        results += [side.train(batch(number)) for number in range(1, 3)]
         assert state[name].stride() == (1, len(state[name]))
         state[name].data = state[name].data.contiguous()
-        return [one.detach() for one in (*found, side.train(batch(3)))]
+        return [result.detach() for result in (*results, side.train(batch(3)))]
 
     both(pair, change)
 
 
-def test_a_gradient_that_is_put_otherwise_into_memory_stays_so(pair: tuple[Side, Side]) -> None:
+def test_gradient_keeps_changed_strides(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
-        found = []
+        results = []
         for number in range(4):
-            found.append(side.gather(batch(number)).detach())
+            results.append(side.gather(batch(number)).detach())
             gradient = side.weights()[0].grad
             assert gradient is not None
             assert gradient.is_contiguous() == (number in (0, 3))
             if number != 1:
-                side.weights()[0].grad = _turned(gradient) if number == 0 else gradient.contiguous()
-        return found
+                side.weights()[0].grad = _with_column_major_strides(gradient) if number == 0 else gradient.contiguous()
+        return results
 
     both(pair, change)
 
 
-def test_norms_of_gradients_are_added_up_as_they_lie(tmp_path: Path) -> None:
-    found = []
+def test_gradient_norms_are_exact_when_strides_change(tmp_path: Path) -> None:
+    results = []
     for budget in (None, "1MiB"):
         torch.manual_seed(0)
         model = nn.Linear(300, 300)
@@ -122,16 +122,16 @@ def test_norms_of_gradients_are_added_up_as_they_lie(tmp_path: Path) -> None:
 
         ours: Any = step if budget is None else outofcore.compile(step, model, budget=budget, home=tmp_path)
         for number in range(12):
-            found.append(ours(torch.randn(8, 300, generator=torch.Generator().manual_seed(number))))
+            results.append(ours(torch.randn(8, 300, generator=torch.Generator().manual_seed(number))))
             gradient = model.weight.grad
             assert gradient is not None
-            model.weight.grad = _turned(gradient) if number % 2 == 0 else gradient.contiguous()
+            model.weight.grad = _with_column_major_strides(gradient) if number % 2 == 0 else gradient.contiguous()
         if budget is not None:
             ours.close()
-    assert found[:12] == found[12:]
+    assert results[:12] == results[12:]
 
 
-def test_what_has_been_prepared_is_not_captured_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_prepared_steps_are_not_captured_again(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="outofcore")
     side = compiled(0, budget="smallest", home="disk", shared=True)
     for step in side.steps:
@@ -141,7 +141,7 @@ def test_what_has_been_prepared_is_not_captured_again(caplog: pytest.LogCaptureF
     assert not [text for text in caplog.messages if "forgotten" in text or "capturing again" in text]
 
 
-def test_optimizer_state_that_is_put_otherwise_after_a_step_was_prepared_stays_so(pair: tuple[Side, Side]) -> None:
+def test_optimizer_state_keeps_strides_changed_after_prepare(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
         if side.steps:
             side.steps[0].prepare(batch(1))
@@ -149,7 +149,7 @@ def test_optimizer_state_that_is_put_otherwise_after_a_step_was_prepared_stays_s
         side.optimizer.step()
         side.optimizer.zero_grad()
         state = side.optimizer.state[side.weights()[0]]
-        state["exp_avg"] = _turned(state["exp_avg"])
+        state["exp_avg"] = _with_column_major_strides(state["exp_avg"])
         return side.train(batch(1)).detach()
 
     both(pair, change)
@@ -157,136 +157,136 @@ def test_optimizer_state_that_is_put_otherwise_after_a_step_was_prepared_stays_s
 
 @pytest.mark.parametrize("before", ["renew", "evaluate"])
 @pytest.mark.parametrize("after", ["train", "gather"])
-def test_what_is_tied_to_a_parameter_that_is_new_stays_tied(pair: tuple[Side, Side], before: str, after: str) -> None:
+def test_weight_tied_to_a_new_parameter_stays_tied(pair: tuple[Side, Side], before: str, after: str) -> None:
     def change(side: Side) -> Any:
-        found = [getattr(side, before)(batch(0)).detach()]
+        results = [getattr(side, before)(batch(0)).detach()]
         side.model[0].weight = nn.Parameter(values(3))
         side.weights()[1].data = side.weights()[0].data
-        found += [getattr(side, after)(batch(1)).detach(), side.train(batch(2)).detach()]
-        return [*found, side.evaluate(batch(3))]
+        results += [getattr(side, after)(batch(1)).detach(), side.train(batch(2)).detach()]
+        return [*results, side.evaluate(batch(3))]
 
     both(pair, change)
 
 
-def test_parameters_that_come_back_tied_are_tied(pair: tuple[Side, Side]) -> None:
+def test_restored_parameter_can_be_tied(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
-        found = [side.evaluate(batch(0))]
-        own = side.weights()[0]
+        results = [side.evaluate(batch(0))]
+        original = side.weights()[0]
         side.model[0].weight = nn.Parameter(values(3))
-        found.append(side.evaluate(batch(1)))
-        side.model[0].weight = own
-        side.weights()[1].data = own.data
-        found += [side.evaluate(batch(2)), side.train(batch(3)).detach()]
-        return [*found, side.evaluate(batch(4))]
+        results.append(side.evaluate(batch(1)))
+        side.model[0].weight = original
+        side.weights()[1].data = original.data
+        results += [side.evaluate(batch(2)), side.train(batch(3)).detach()]
+        return [*results, side.evaluate(batch(4))]
 
     both(pair, change)
 
 
-def test_parameters_that_come_back_and_lie_otherwise_do_so(pair: tuple[Side, Side]) -> None:
+def test_restored_parameter_keeps_changed_strides(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
-        found = [side.evaluate(batch(0))]
-        own = side.weights()[0]
+        results = [side.evaluate(batch(0))]
+        original = side.weights()[0]
         side.model[0].weight = nn.Parameter(values(3))
-        found.append(side.evaluate(batch(1)))
-        own.data = _turned(own.data)
-        side.model[0].weight = own
-        return [*found, side.evaluate(batch(2)), side.train(batch(3)).detach()]
+        results.append(side.evaluate(batch(1)))
+        original.data = _with_column_major_strides(original.data)
+        side.model[0].weight = original
+        return [*results, side.evaluate(batch(2)), side.train(batch(3)).detach()]
 
     both(pair, change)
 
 
-def test_parameters_that_are_put_back_are_what_they_were(pair: tuple[Side, Side]) -> None:
+def test_restored_parameter_keeps_its_values(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
         side.train(batch(0))
-        own = side.weights()[0]
+        original = side.weights()[0]
         side.model[0].weight = nn.Parameter(values(4))
-        found = [side.evaluate(batch(1)), side.train(batch(2)).detach(), own.detach().clone()]
-        side.model[0].weight = own
-        return [*found, side.train(batch(3)).detach()]
+        results = [side.evaluate(batch(1)), side.train(batch(2)).detach(), original.detach().clone()]
+        side.model[0].weight = original
+        return [*results, side.train(batch(3)).detach()]
 
     both(pair, change)
 
 
-def test_layers_change_places(pair: tuple[Side, Side]) -> None:
+def test_layers_can_be_swapped(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
         side.train(batch(0))
-        found = []
+        results = []
         for number in (1, 2):
             side.model[0], side.model[3] = side.model[3], side.model[0]
-            found += [side.train(batch(number)).detach(), side.evaluate(batch(number))]
-        return found
+            results += [side.train(batch(number)).detach(), side.evaluate(batch(number))]
+        return results
 
     both(pair, change)
 
 
-def test_gradients_that_are_taken_away_stay_as_they_are(pair: tuple[Side, Side]) -> None:
+def test_held_gradients_survive_zero_grad(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
         side.gather(batch(0))
-        taken = [p.grad for p in side.model.parameters()]
+        gradients = [p.grad for p in side.model.parameters()]
         side.model.zero_grad()
         side.gather(batch(1))
-        return taken
+        return gradients
 
     both(pair, change)
 
 
 @pytest.mark.parametrize("leave", ["gather", "backward"])
-def test_gradients_left_before_each_of_several_steps_are_added_to(pair: tuple[Side, Side], leave: str) -> None:
+def test_steps_accumulate_into_existing_gradients(pair: tuple[Side, Side], leave: str) -> None:
     def change(side: Side) -> Any:
-        found = []
+        results = []
         for number in range(3):
             if leave == "gather":
                 side.gather(batch(number))
             else:
                 F.mse_loss(side.model(batch(number)), batch(number)).backward()
-            found.append(side.train(batch(10 + number)).detach())
-        return found
+            results.append(side.train(batch(10 + number)).detach())
+        return results
 
     both(pair, change)
 
 
-def test_gradients_that_a_step_adds_to_and_clears_stay_with_who_holds_them(pair: tuple[Side, Side]) -> None:
+def test_held_gradients_survive_accumulation_and_clearing(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
-        held = []
+        gradients = []
         for number in range(3):
             F.mse_loss(side.model(batch(number)), batch(number)).backward()
-            held.append([p.grad for p in side.model.parameters()])
+            gradients.append([p.grad for p in side.model.parameters()])
             side.train(batch(10 + number))
-        return held
+        return gradients
 
     both(pair, change)
 
 
-def test_gradients_that_the_next_step_makes_anew_stay_with_who_holds_them(pair: tuple[Side, Side]) -> None:
+def test_held_gradients_survive_renewal_by_the_next_step(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
-        held = []
+        gradients = []
         for number in range(4):
             side.renew(batch(number))
-            held.append([p.grad for p in side.model.parameters()])
+            gradients.append([p.grad for p in side.model.parameters()])
         side.evaluate(batch(4))
-        return held
+        return gradients
 
     both(pair, change)
 
 
-def test_gradients_left_are_seen_wherever_they_are(pair: tuple[Side, Side]) -> None:
+def test_gradients_stay_visible_between_steps(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
-        found = []
+        results = []
         for number in range(3):
             side.renew(batch(number))
             side.weights()[0].grad.mul_(0.5)
             side.evaluate(batch(number))
-            found += [p.grad.clone() for p in side.model.parameters()]
-            found.append(side.gather(batch(number)).detach())
-            found += [p.grad.clone() for p in side.model.parameters()]
+            results += [p.grad.clone() for p in side.model.parameters()]
+            results.append(side.gather(batch(number)).detach())
+            results += [p.grad.clone() for p in side.model.parameters()]
         for step in side.steps:
             step.close()
-        return found
+        return results
 
     both(pair, change)
 
 
-def test_optimizer_state_that_is_replaced_stays_as_it_was(pair: tuple[Side, Side]) -> None:
+def test_replaced_optimizer_state_stays_unchanged(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
         side.train(batch(0))
         state = side.optimizer.state[side.weights()[0]]
@@ -297,94 +297,94 @@ def test_optimizer_state_that_is_replaced_stays_as_it_was(pair: tuple[Side, Side
     both(pair, change)
 
 
-def test_parameters_are_tied_and_untied_by_their_data(pair: tuple[Side, Side]) -> None:
+def test_parameters_can_be_tied_and_untied_by_data(pair: tuple[Side, Side]) -> None:
     def tie(side: Side) -> Any:
         side.train(batch(0))
-        one, other = side.weights()
-        other.data = one.data
+        first, second = side.weights()
+        second.data = first.data
         return side.train(batch(1)).detach(), side.train(batch(2)).detach()
 
     def untie(side: Side) -> Any:
-        other = side.weights()[1]
-        other.data = other.data.clone()
+        second = side.weights()[1]
+        second.data = second.data.clone()
         return side.train(batch(3)).detach(), side.train(batch(4)).detach()
 
     both(pair, tie)
     both(pair, untie)
 
 
-@pytest.mark.parametrize("way", ["whole", "lines"])
-def test_parameters_change_places_by_their_data(pair: tuple[Side, Side], way: str) -> None:
+@pytest.mark.parametrize("variant", ["whole", "lines"])
+def test_parameter_data_can_be_swapped(pair: tuple[Side, Side], variant: str) -> None:
     def change(side: Side) -> Any:
         side.train(batch(0))
-        found = []
+        results = []
         for number in (1, 2):
-            one, other = side.weights()
-            first, second = one.data, other.data
-            if way == "lines":  # which begin elsewhere in the other's memory, so that nothing is put aside by chance
+            first_weight, second_weight = side.weights()
+            first, second = first_weight.data, second_weight.data
+            if variant == "lines":  # begins at another address, so that overlap is not handled by chance
                 second = second.flip(0)
-            one.data, other.data = second, first
-            found += [side.train(batch(number)).detach(), side.evaluate(batch(number))]
-        return found
+            first_weight.data, second_weight.data = second, first
+            results += [side.train(batch(number)).detach(), side.evaluate(batch(number))]
+        return results
 
     both(pair, change)
 
 
-def test_optimizer_state_changes_places(pair: tuple[Side, Side]) -> None:
+def test_optimizer_state_can_be_swapped(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
         side.train(batch(0))
-        one, other = (side.optimizer.state[p] for p in side.weights())
-        one["exp_avg"], other["exp_avg"] = other["exp_avg"], one["exp_avg"]
-        found = [side.train(batch(1)).detach()]
-        one["exp_avg"].data, other["exp_avg"].data = other["exp_avg"].data, one["exp_avg"].data
-        return [*found, side.train(batch(2)).detach()]
+        first, second = (side.optimizer.state[p] for p in side.weights())
+        first["exp_avg"], second["exp_avg"] = second["exp_avg"], first["exp_avg"]
+        results = [side.train(batch(1)).detach()]
+        first["exp_avg"].data, second["exp_avg"].data = second["exp_avg"].data, first["exp_avg"].data
+        return [*results, side.train(batch(2)).detach()]
 
     both(pair, change)
 
 
-def test_gradients_change_places(pair: tuple[Side, Side]) -> None:
+def test_gradients_can_be_swapped(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
         side.gather(batch(0))
-        one, other = side.weights()
-        one.grad, other.grad = other.grad, one.grad
+        first, second = side.weights()
+        first.grad, second.grad = second.grad, first.grad
         side.gather(batch(1))
-        assert one.grad is not None
-        assert other.grad is not None
-        one.grad.data, other.grad.data = other.grad.data, one.grad.data
+        assert first.grad is not None
+        assert second.grad is not None
+        first.grad.data, second.grad.data = second.grad.data, first.grad.data
         side.gather(batch(2))
         return side.train(batch(3)).detach()
 
     both(pair, change)
 
 
-def test_parameters_that_are_tied_stay_so_when_steps_are_closed(pair: tuple[Side, Side]) -> None:
+def test_close_keeps_parameters_tied(pair: tuple[Side, Side]) -> None:
     def tie(side: Side) -> Any:
         side.train(batch(0))
-        one, other = side.weights()
-        other.data = one.data
+        first, second = side.weights()
+        second.data = first.data
         for step in side.steps:
             step.close()
         with torch.no_grad():
-            one.mul_(2.0)
+            first.mul_(2.0)
 
     both(pair, tie)
 
 
 def test_steps_may_be_called_in_inference_mode(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
-        found = []
+        results = []
         for number in (0, 1):
             with torch.inference_mode():
-                found.append(side.evaluate(batch(number)).clone())
-            found.append(side.train(batch(number)).detach())
+                results.append(side.evaluate(batch(number)).clone())
+            results.append(side.train(batch(number)).detach())
         with torch.no_grad():
             side.weights()[0].mul_(0.5)
-        return found
+        return results
 
     both(pair, change)
 
 
-def test_an_optimizer_starts_again_without_state(pair: tuple[Side, Side]) -> None:
+def test_optimizer_restarts_after_its_state_is_cleared(pair: tuple[Side, Side]) -> None:
     def change(side: Side) -> Any:
         for number in range(3):
             side.train(batch(number))
@@ -394,7 +394,7 @@ def test_an_optimizer_starts_again_without_state(pair: tuple[Side, Side]) -> Non
     both(pair, change)
 
 
-def test_memory_that_processes_share_is_refused() -> None:
+def test_memory_shared_between_processes_is_refused() -> None:
     side = compiled(0, budget="all", home="disk", shared=True)
     side.train(batch(0))
     before = side.weights()[0].detach().clone()
@@ -407,7 +407,7 @@ def test_memory_that_processes_share_is_refused() -> None:
     assert side.weights()[0].is_shared()
 
 
-def test_a_step_that_nobody_closes_leaves_nothing_behind() -> None:
+def test_unclosed_step_leaves_no_threads_or_open_files() -> None:
     def open_files() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -419,7 +419,7 @@ def test_a_step_that_nobody_closes_leaves_nothing_behind() -> None:
     gc.collect()
     before = threads(), open_files()
     side = plain(0)
-    # Copies to a home, in threads of their own.
+    # Copies to a home run in their own threads.
     step = outofcore.compile(side.train, side.model, side.optimizer, budget="1GiB", policy="offload-all")
     step(batch(0))
     assert threads() > before[0]
@@ -431,7 +431,7 @@ def test_a_step_that_nobody_closes_leaves_nothing_behind() -> None:
     assert torch.equal(weight, expected)
 
 
-def test_a_step_that_reads_old_gradients_and_leaves_new_ones_is_refused() -> None:
+def test_step_reading_old_and_leaving_new_gradients_is_refused() -> None:
     side = plain(0)
 
     def train(x: torch.Tensor) -> torch.Tensor:

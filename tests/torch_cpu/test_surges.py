@@ -1,7 +1,4 @@
-"""Ops and optimizers that need more memory than when they were measured, as normal operation.
-
-Every run is compared with plain PyTorch bit for bit. The longer version, with a table, is benchmarks/surges.py.
-"""
+"""Tests of ops and optimizers with growing memory needs; benchmarks/surges.py is the longer version."""
 
 from __future__ import annotations
 
@@ -27,14 +24,14 @@ from outofcore.profiling.scratch import Contents
 from outofcore.session import Outcome
 from outofcore.units import KIB, MIB
 
-# Bytes of scratch memory that the operator below asks for, and how many pieces of them one after the other.
+# Bytes of each scratch allocation of the operator below, and their number.
 SCRATCH, PIECES = [128 * KIB], [1]
 ROWS, COLUMNS = 256, 256
 
 
 @torch.library.custom_op("outofcore_tests::greedy", mutates_args=())
 def greedy(x: torch.Tensor) -> torch.Tensor:
-    """Doubles, by way of as much scratch memory as it is told to ask for."""
+    """Double ``x``, with ``PIECES`` allocations of ``SCRATCH`` bytes."""
     scratch = [torch.full((SCRATCH[0] // 4,), 2.0) for _ in range(PIECES[0])]
     return x * scratch[-1][: x.shape[-1]]
 
@@ -46,7 +43,6 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("outofcore_tests::greedy_backward", mutates_args=())
 def greedy_backward(gradient: torch.Tensor) -> torch.Tensor:
-    """The same for the gradient, with scratch memory that never changes."""
     return gradient * 2
 
 
@@ -59,14 +55,13 @@ greedy.register_autograd(lambda context, gradient: greedy_backward(gradient))
 
 
 @pytest.fixture(autouse=True)
-def _modest() -> Iterator[None]:
+def _small_scratch() -> Iterator[None]:
     SCRATCH[0], PIECES[0] = 128 * KIB, 1
     yield
     SCRATCH[0], PIECES[0] = 128 * KIB, 1
 
 
-def layers(count: int = 6) -> surging.Made:
-    """Layers of 256 KiB, with the operator in the middle."""
+def greedy_case(count: int = 6) -> surging.Made:
     torch.manual_seed(0)
     sides = [nn.Sequential(*(nn.Linear(ROWS, COLUMNS, bias=False) for _ in range(count // 2))) for _ in range(2)]
     model = nn.ModuleList(sides)
@@ -87,11 +82,11 @@ def inputs(number: int) -> torch.Tensor:
 
 
 def run(step: Any, needs: list[int], pieces: int = 1) -> list[float]:
-    found = []
+    losses = []
     for number, need in enumerate(needs):
         SCRATCH[0], PIECES[0] = need, pieces
-        found.append(step(inputs(number)).item())
-    return found
+        losses.append(step(inputs(number)).item())
+    return losses
 
 
 def used_bytes(session: Any) -> int:
@@ -109,20 +104,20 @@ def test_run_with_surges_is_exact(name: str, factor: float) -> None:
 
 
 @pytest.mark.parametrize("pieces", [1, 4])
-def test_surge_evicts_what_the_op_does_not_touch(
+def test_surge_evicts_storages_unused_by_the_op(
     pieces: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everything is resident by plan, and a request takes most of the budget."""
+    """The plan keeps all storages resident, and a request takes most of the budget."""
     needs = [128 * KIB, 128 * KIB, 3 * MIB // pieces, 128 * KIB, 3 * MIB // pieces]
-    expected, model, optimizer = layers()
+    expected, model, optimizer = greedy_case()
     losses = run(expected, needs, pieces)
     states = surging.contents(model, optimizer)
-    step, model, optimizer = layers()
+    step, model, optimizer = greedy_case()
     with outofcore.compile(step, model, optimizer, budget="8MiB", cache=False) as compiled:
         session = compiled._session
-        found = run(compiled, needs[:2], pieces)
+        results = run(compiled, needs[:2], pieces)
         assert compiled.planned.plan.policy == "keep-all"
-        # No more than its own plan needs, so that there is nothing to spare.
+        # The budget is the plan's own need, without spare memory.
         lender = session.steps.arena.lender
         lender._budget = session.steps.runner.program.arena_bytes
         session.steps.arena.set_reserve(0)
@@ -137,7 +132,7 @@ def test_surge_evicts_what_the_op_does_not_touch(
         monkeypatch.setattr(lender, "_lend", watch)
         for number in (2,):
             SCRATCH[0], PIECES[0] = needs[number], pieces
-            found.append(compiled(inputs(number)).item())
+            results.append(compiled(inputs(number)).item())
         assert lender.evicted_bytes >= 256 * KIB
         assert len(sizes) >= pieces
         assert max(sizes) <= lender._budget
@@ -145,14 +140,14 @@ def test_surge_evicts_what_the_op_does_not_touch(
         assert session.steps.arena.counters().lent_live_bytes == 0
         for number in (3, 4):
             SCRATCH[0], PIECES[0] = needs[number], pieces
-            found.append(compiled(inputs(number)).item())
-        assert found == losses
+            results.append(compiled(inputs(number)).item())
+        assert results == losses
         assert session.kinds == 1
         assert all(map(torch.equal, surging.contents(model, optimizer), states))
 
 
-def exponential() -> surging.Made:
-    """Layers, and a matrix exponential, whose scratch memory depends on how large its argument is."""
+def exponential_case() -> surging.Made:
+    """Return a step with a matrix exponential: its scratch memory depends on the norm of its argument."""
     torch.manual_seed(0)
     model = nn.ParameterList([torch.randn(ROWS, COLUMNS) / ROWS for _ in range(9)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
@@ -171,19 +166,19 @@ def exponential() -> surging.Made:
     return step, model, optimizer
 
 
-def test_surge_of_a_replayed_op_is_settled_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Native code calls the ops from the third step on, and stops behind the one that was lent memory."""
+def test_surge_of_a_replayed_op_is_handled_before_the_next_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native code calls the ops from the third step on, and stops after the op that was lent memory."""
     monkeypatch.setattr(cpu, "is_worth_it", lambda *_: True)
 
-    def modest(contents: Contents, target: torch.Tensor, dtype: torch.dtype) -> None:
+    def fill_with_small_numbers(contents: Contents, target: torch.Tensor, dtype: torch.dtype) -> None:
         target.zero_()
         if dtype.is_floating_point:
             target[: target.numel() // dtype.itemsize * dtype.itemsize].view(dtype).fill_(1e-6)
 
-    monkeypatch.setattr(Contents, "fill_bytes", modest)
+    monkeypatch.setattr(Contents, "fill_bytes", fill_with_small_numbers)
     scales = [1e-3] * 4 + [100.0, 1e-3]
-    plain, plain_model, plain_optimizer = exponential()
-    step, model, optimizer = exponential()
+    plain, plain_model, plain_optimizer = exponential_case()
+    step, model, optimizer = exponential_case()
     with outofcore.compile(step, model, optimizer, budget="16MiB", cache=False) as compiled:
         session = compiled._session
         for number, scale in enumerate(scales):
@@ -201,23 +196,23 @@ def test_surge_of_a_replayed_op_is_settled_before_the_next(monkeypatch: pytest.M
             if number == 4:
                 assert session.steps.arena.counters().lent
                 assert session.steps.arena.counters().beyond == 0
-        mine, other = surging.contents(model, optimizer), surging.contents(plain_model, plain_optimizer)
-        assert all(map(torch.equal, mine, other))
+        actual, expected = surging.contents(model, optimizer), surging.contents(plain_model, plain_optimizer)
+        assert all(map(torch.equal, actual, expected))
 
 
-def test_surge_that_nothing_can_hold_is_followed(caplog: pytest.LogCaptureFixture) -> None:
-    """The call that is refused is undone and run again as an eager loop, within the budget or refused there."""
+def test_unservable_surge_runs_as_an_eager_loop(caplog: pytest.LogCaptureFixture) -> None:
+    """The failed call is undone and runs again as an eager loop, which the budget may also refuse."""
     caplog.set_level(logging.INFO, "outofcore")
     needs = [128 * KIB] * 2 + [3 * MIB] + [128 * KIB] * 2
-    losses = run(layers()[0], needs)
-    step, model, optimizer = layers()
+    losses = run(greedy_case()[0], needs)
+    step, model, optimizer = greedy_case()
     budget = outofcore.smallest_budget(step, model, optimizer, inputs=(inputs(0),), cache=False)
-    step, model, optimizer = layers()
+    step, model, optimizer = greedy_case()
     with outofcore.compile(step, model, optimizer, budget=budget + 3 * MIB - 64 * KIB, cache=False) as compiled:
         assert run(compiled, needs) == losses
-    step, model, optimizer = layers()
+    step, model, optimizer = greedy_case()
     with outofcore.compile(step, model, optimizer, budget=int(budget * 1.1), cache=False) as compiled:
-        found = run(compiled, needs[:2])
+        results = run(compiled, needs[:2])
         SCRATCH[0] = 64 * MIB
         before = surging.contents(model, optimizer)
         for _ in range(2):
@@ -228,13 +223,13 @@ def test_surge_that_nothing_can_hold_is_followed(caplog: pytest.LogCaptureFixtur
         assert all(map(torch.equal, surging.contents(model, optimizer), before))
         assert sum("runs as an eager loop from now on" in r.getMessage() for r in caplog.records) == 1
         SCRATCH[0] = 128 * KIB
-        found += [compiled(inputs(number)).item() for number in range(2, 5)]
-        assert found == losses
+        results += [compiled(inputs(number)).item() for number in range(2, 5)]
+        assert results == losses
 
 
-def test_undone_step_leaves_nothing_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception that refers to frames of the step would keep the old program and its arena."""
-    step, model, optimizer = layers()
+def test_undone_step_releases_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception that refers to frames of the step would keep the old program and its arena alive."""
+    step, model, optimizer = greedy_case()
     budget = outofcore.smallest_budget(step, model, optimizer, inputs=(inputs(0),), cache=False)
     with outofcore.compile(step, model, optimizer, budget=3 * budget, policy="offload-all", cache=False) as compiled:
         session = compiled._session
@@ -253,7 +248,7 @@ def test_undone_step_leaves_nothing_of_its_plan(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_surge_with_a_full_home_is_refused_and_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, model, optimizer = layers()
+    step, model, optimizer = greedy_case()
     with outofcore.compile(
         step, model, optimizer, budget="6MiB", policy="offload-all", home="host", cache=False
     ) as compiled:
@@ -278,13 +273,13 @@ def test_surge_with_a_full_home_is_refused_and_undone(monkeypatch: pytest.Monkey
         run(compiled, [128 * KIB])
 
 
-def test_surge_is_known_to_other_inputs_and_later_processes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_surge_is_remembered_for_other_shapes_and_processes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "outofcore")
 
     def requests(compiled: Any) -> int:
         return compiled._session.steps.off_plan
 
-    def made() -> Any:
+    def compile_step() -> Any:
         torch.manual_seed(0)
         model = nn.Linear(ROWS, COLUMNS)
         scale = nn.Parameter(torch.ones(ROWS, COLUMNS))
@@ -300,18 +295,18 @@ def test_surge_is_known_to_other_inputs_and_later_processes(tmp_path: Path, capl
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         return outofcore.compile(step, model, optimizer, budget="64MiB", cache=tmp_path, dynamic=False)
 
-    with made() as compiled:
+    with compile_step() as compiled:
         compiled(torch.ones(8, ROWS))
         compiled(torch.ones(16, ROWS))
         SCRATCH[0] = MIB
         compiled(torch.ones(8, ROWS))
-        once = requests(compiled)
-        assert once
+        request_count = requests(compiled)
+        assert request_count
         for rows in (16, 24, 8):
             compiled(torch.ones(rows, ROWS))
-        assert requests(compiled) == once
+        assert requests(compiled) == request_count
         assert compiled._session.kinds == 3
-    with made() as compiled:
+    with compile_step() as compiled:
         SCRATCH[0] = MIB
         compiled(torch.ones(8, ROWS))
         assert requests(compiled) == 0
@@ -321,7 +316,7 @@ ARMED = [False]
 
 
 class Raising(Matrixwise):
-    """Raises for the second matrix when it is armed."""
+    """Raises for the second matrix while ``ARMED``."""
 
     def matrix(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
         state["seen"] = state.get("seen", 0) + 1
@@ -330,7 +325,7 @@ class Raising(Matrixwise):
         return gradient
 
 
-def raising() -> surging.Made:
+def raising_case() -> surging.Made:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(ROWS, COLUMNS), nn.Linear(COLUMNS, 2 * ROWS), nn.Linear(2 * ROWS, ROWS))
     optimizer = Raising(model.parameters())
@@ -345,44 +340,44 @@ def raising() -> surging.Made:
     return step, model, optimizer
 
 
-def test_exception_of_an_optimizer_leaves_what_plain_pytorch_leaves() -> None:
-    both = []
+def test_optimizer_exception_leaves_the_state_of_plain_pytorch() -> None:
+    runs = []
     for is_plain in (True, False):
-        step, model, optimizer = raising()
+        step, model, optimizer = raising_case()
         compiled: Any = step
         if not is_plain:
             compiled = outofcore.compile(step, model, optimizer, budget="16MiB", cache=False)
-        found: list[Any] = []
+        results: list[Any] = []
         for number in range(5):
             ARMED[0] = number == 2
             try:
-                found.append(compiled(inputs(number)).item())
+                results.append(compiled(inputs(number)).item())
             except ValueError as error:
-                found.append(str(error))
+                results.append(str(error))
                 if not is_plain:
                     assert Outcome.UPDATE_STOPPED.value in error.__notes__
-            found += surging.contents(model, optimizer)
-        both.append(found)
+            results += surging.contents(model, optimizer)
+        runs.append(results)
         if not is_plain:
             compiled.close()
-    assert len(both[0]) == len(both[1])
-    for plain, ours in zip(*both, strict=True):
+    assert len(runs[0]) == len(runs[1])
+    for plain, ours in zip(*runs, strict=True):
         assert torch.equal(plain, ours) if isinstance(plain, torch.Tensor) else plain == ours
 
 
-def test_state_born_late_is_shown_kept_and_planned_for() -> None:
+def test_late_optimizer_state_is_visible_and_planned() -> None:
     plain, plain_model, plain_optimizer = surging.make("warmup")
     step, model, optimizer = surging.make("warmup")
     with outofcore.compile(step, model, optimizer, budget="16MiB", cache=False) as compiled:
         for number, x in enumerate(surging.batches(8)):
             assert torch.equal(compiled(x), plain(x))
-            for mine, other in zip(model.parameters(), plain_model.parameters(), strict=True):
-                assert optimizer.state[mine].keys() == plain_optimizer.state[other].keys(), number
-                assert list(optimizer.state[mine]) == list(plain_optimizer.state[other])
+            for parameter, plain_parameter in zip(model.parameters(), plain_model.parameters(), strict=True):
+                assert optimizer.state[parameter].keys() == plain_optimizer.state[plain_parameter].keys(), number
+                assert list(optimizer.state[parameter]) == list(plain_optimizer.state[plain_parameter])
             assert all(
                 map(torch.equal, surging.contents(model, optimizer), surging.contents(plain_model, plain_optimizer))
             )
-        # From the fifth call on it is part of the plan.
+        # The plan includes it from the fifth call on.
         names = [binding.key for binding in compiled.captured.states]
         assert any(name.endswith("moment") for name in names)
         assert compiled._session.steps.arena.counters().live_bytes == 0

@@ -1,4 +1,4 @@
-"""A step that is called with inputs of several shapes: what moves when one takes the place of another."""
+"""Tests of switches between input shapes: the copies and moves when one plan replaces another."""
 
 from __future__ import annotations
 
@@ -17,27 +17,26 @@ from outofcore.execution.state_moves import move_order
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What goes between the arena and homes outside of a step."""
-    found: list[str] = []
+    names: list[str] = []
     for name in ("save", "load"):
         original = getattr(Arena, name)
 
-        def counted(self: Arena, *args: Any, name: str = name, original: Any = original) -> None:
-            found.append(name)
+        def record_copy(self: Arena, *args: Any, name: str = name, original: Any = original) -> None:
+            names.append(name)
             original(self, *args)
 
-        monkeypatch.setattr(Arena, name, counted)
-    return found
+        monkeypatch.setattr(Arena, name, record_copy)
+    return names
 
 
-def test_a_switch_between_known_shapes_leaves_what_stays_in_the_arena(copies: list[str]) -> None:
+def test_switch_between_known_shapes_copies_no_persistent_state(copies: list[str]) -> None:
     ours, theirs = compiled(0, budget="all", home="host", shared=False), plain(0)
     for number, rows in enumerate((8, 16, 8, 4, 16)):
         for side in (ours, theirs):
             torch.manual_seed(number)
             side.train(batch(number, rows))
         if number == 1:
-            copies.clear()  # the arena was left while the second shape was planned
+            copies.clear()  # planning the second shape emptied the arena
         if number == 2:
             assert copies == []
     assert alike(everything(ours), everything(theirs))
@@ -66,23 +65,22 @@ def test_switches_under_tight_budgets_are_exact(budget: str) -> None:
 
 @st.composite
 def arrangements(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]], list[int]]:
-    """Pieces of one region, and where they are to go."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=8))
 
-    def laid_out() -> list[int]:
-        order, found, at = draw(st.permutations(range(len(sizes)))), [0] * len(sizes), 0
+    def draw_offsets() -> list[int]:
+        order, offsets, offset = draw(st.permutations(range(len(sizes)))), [0] * len(sizes), 0
         for index in order:
-            at += draw(st.integers(0, 2))
-            found[index] = at
-            at += sizes[index]
-        return found
+            offset += draw(st.integers(0, 2))
+            offsets[index] = offset
+            offset += sizes[index]
+        return offsets
 
-    begins, targets = laid_out(), laid_out()
+    begins, targets = draw_offsets(), draw_offsets()
     return sum(sizes) + 2 * len(sizes), [(b, b + n) for b, n in zip(begins, sizes, strict=True)], targets
 
 
 @given(arrangements())
-def test_moves_write_over_nothing_that_has_yet_to_move(case: tuple[int, list[tuple[int, int]], list[int]]) -> None:
+def test_moves_do_not_overwrite_pending_sources(case: tuple[int, list[tuple[int, int]], list[int]]) -> None:
     total, sources, targets = case
     region: list[int | None] = [None] * total
     for number, (begin, end) in enumerate(sources):
@@ -105,6 +103,6 @@ def test_moves_write_over_nothing_that_has_yet_to_move(case: tuple[int, list[tup
         assert not aside
 
 
-def test_a_cycle_puts_the_smallest_aside() -> None:
+def test_cycle_moves_its_smallest_piece_aside() -> None:
     assert move_order([(0, 4), (4, 6)], [2, 0]) == [~1, 0]
     assert move_order([(0, 4)], [2]) == [0]

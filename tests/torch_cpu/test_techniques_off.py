@@ -1,4 +1,4 @@
-"""Steps compute the bits of plain PyTorch with each technique of the planner and the runtime switched off."""
+"""Tests that steps and loops are exact with each technique of the planner and the runtime switched off."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 3
 NAMES = ("gpt", "gan", "resnet")
 
-# How each technique is switched off: parameters of the search, and options of ``compile``.
+# Search parameters and options of ``compile`` that switch each technique off.
 PLANNER: dict[str, dict[str, Any]] = {
     **{name: fields for name, fields in TECHNIQUES.items() if fields},
 }
@@ -41,14 +41,14 @@ TECHNIQUES_OFF = [*PLANNER, *OPTIONS]
 IN_EACH_CHANGE = {("gan", "replay"), ("gan", "checks")}
 
 
-def results_of(case: Case, step: Callable[..., Any], names: Callable[[], None] = lambda: None) -> list[Any]:
-    """Return the results of some steps and, at the end, all state that a user sees."""
-    found: list[Any] = []
+def results_of(case: Case, step: Callable[..., Any], check: Callable[[], None] = lambda: None) -> list[Any]:
+    """Return the detached results of some steps; call ``check`` after each."""
+    results: list[Any] = []
     for _ in range(STEPS):
         result = step(*case.batch(), **case.kwargs)
-        found.append(pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, result))
-        names()
-    return found
+        results.append(pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, result))
+        check()
+    return results
 
 
 @functools.cache
@@ -67,7 +67,7 @@ def smallest(name: str, split: str) -> int:
     ("name", "technique"),
     some_of([(name, technique) for name in NAMES for technique in TECHNIQUES_OFF], IN_EACH_CHANGE),
 )
-def test_step_has_the_same_bits_without(name: str, technique: str) -> None:
+def test_step_is_exact_without_one_technique(name: str, technique: str) -> None:
     options: dict[str, Any] = {"policy": Auto(SearchParams(**PLANNER.get(technique, {})))}
     options |= OPTIONS.get(technique, {})
     results, state, generator = plain(name)
@@ -83,7 +83,7 @@ def test_step_has_the_same_bits_without(name: str, technique: str) -> None:
                 assert step.planned.program.arena_bytes <= budget
 
             assert_same(results_of(case, step, check), results)
-            # Without parts the GAN's smallest budget is so large that 1.5 times as much holds everything.
+            # Without splits, 1.5 times the GAN's smallest budget holds all its storages.
             assert step.stats.bytes_in > 0 or (name, technique, share) == ("gan", "split", 1.5)
         assert torch.equal(torch.get_rng_state(), generator)
         ours = dict(everything(case))
@@ -99,7 +99,7 @@ LOOP_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("technique", some_of(LOOP_OPTIONS, ["plans"]))
-def test_loop_has_the_same_bits_without(technique: str) -> None:
+def test_loop_is_exact_without_one_technique(technique: str) -> None:
     loop = LOOPS["checkpointed"]
     theirs, _ = trained(*loop)
     roomy, stats = trained(*loop, budget=1 << 30)

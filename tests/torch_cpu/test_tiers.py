@@ -1,4 +1,4 @@
-"""A step over host memory with a budget of its own, and a disk behind it: the bits of plain PyTorch, within budgets."""
+"""Tests of steps over host memory with its own budget and a disk behind it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS = 3
 def train(
     make: Callable[[], Case], budget: int, host_budget: int, folder: Path, policy: str = "auto"
 ) -> tuple[list[Any], Case, set[int]]:
-    """Results, the case, and the homes that were copied to; every program is proved valid."""
+    """Return results, the case and the homes copied to; validate every program."""
     torch.manual_seed(1234)
     case = make()
     used: set[int] = set()
@@ -69,14 +69,14 @@ def in_core(make: Callable[[], Case]) -> tuple[list[Any], dict[str, torch.Tensor
         *[("optimizer_adamw", of_budget, share) for of_budget in (0.0, 0.5) for share in (0.05, 0.2, 1.5)],
     ],
 )
-def test_same_bits_at_several_budgets_and_host_budgets(
+def test_steps_are_exact_at_several_budgets_and_host_budgets(
     name: str, of_budget: float, share: float, tmp_path: Path
 ) -> None:
     theirs, right = in_core(CASES[name])
     smallest, everything_fits = budgets_of(CASES[name])
     budget = smallest + int(of_budget * (everything_fits - smallest))
     host_budget = max(int(share * everything_fits), 3 * 64 * KIB)
-    # At the smallest budget "auto" takes longer to plan.
+    # "auto" plans longer at the smallest budget.
     policy = "offload-all" if name == "gpt" and not of_budget else "auto:polish_ops=0"
     ours, case, used = train(CASES[name], budget, host_budget, tmp_path, policy)
     assert_same(ours, theirs)
@@ -89,7 +89,7 @@ def test_same_bits_at_several_budgets_and_host_budgets(
 @pytest.mark.parametrize(
     "policy", sorted(set(POLICIES) - {"auto", "keep-all", "pooch", "profile-guided", "sqrt-checkpoint"})
 )
-def test_every_policy_runs_over_two_homes(policy: str, tmp_path: Path) -> None:
+def test_every_policy_is_exact_over_two_homes(policy: str, tmp_path: Path) -> None:
     make = CASES["optimizer_adamw"]
     theirs, right = in_core(make)
     smallest, everything_fits = budgets_of(make)
@@ -101,9 +101,9 @@ def test_every_policy_runs_over_two_homes(policy: str, tmp_path: Path) -> None:
 
 
 def test_other_shapes_share_the_host_budget(tmp_path: Path) -> None:
-    """Programs take turns: what one leaves in host memory makes way for the next."""
+    """A program's space in host memory is reused by the next program."""
 
-    def sides() -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., Any]]:
+    def make_step() -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., Any]]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 256))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -118,30 +118,30 @@ def test_other_shapes_share_the_host_budget(tmp_path: Path) -> None:
 
         return model, optimizer, step
 
-    model, optimizer, plain = sides()
-    other, its_optimizer, its_plain = sides()
+    model, optimizer, plain = make_step()
+    compiled_model, compiled_optimizer, uncompiled = make_step()
     smallest = outofcore.smallest_budget(
-        its_plain, other, its_optimizer, inputs=(torch.rand(64, 256), True), split="off"
+        uncompiled, compiled_model, compiled_optimizer, inputs=(torch.rand(64, 256), True), split="off"
     )
     with outofcore.compile(
-        its_plain, other, its_optimizer, budget=smallest, home=tmp_path, host_budget="1200KiB"
+        uncompiled, compiled_model, compiled_optimizer, budget=smallest, home=tmp_path, host_budget="1200KiB"
     ) as step:
         for number, (rows, whole) in enumerate(
             [(64, True), (64, True), (32, False), (16, True), (64, True), (64, False)]
         ):
             x = torch.rand(rows, 256, generator=torch.Generator().manual_seed(number))
             assert torch.equal(step(x, whole), plain(x, whole))
-            for one, its in zip(model.parameters(), other.parameters(), strict=True):
-                assert torch.equal(one, its)
+            for expected, actual in zip(model.parameters(), compiled_model.parameters(), strict=True):
+                assert torch.equal(expected, actual)
             assert step.homes[0].bytes <= 1200 * KIB
-    for one, its in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(one, its)
+    for expected, actual in zip(model.parameters(), compiled_model.parameters(), strict=True):
+        assert torch.equal(expected, actual)
     for key, entries in optimizer.state_dict()["state"].items():
         for name, tensor in entries.items():
-            assert torch.equal(tensor, its_optimizer.state_dict()["state"][key][name])
+            assert torch.equal(tensor, compiled_optimizer.state_dict()["state"][key][name])
 
 
-def test_a_host_budget_that_cannot_hold_the_inputs_is_refused(tmp_path: Path) -> None:
+def test_host_budget_below_the_inputs_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(512, 512)
     step = outofcore.compile(
         lambda x: model(x).sum().backward(), model, budget="3900KiB", home=tmp_path, host_budget="64KiB"
@@ -150,14 +150,14 @@ def test_a_host_budget_that_cannot_hold_the_inputs_is_refused(tmp_path: Path) ->
         step(torch.rand(512, 512))
 
 
-def test_host_budgets_that_are_none() -> None:
+def test_invalid_host_budgets_are_refused() -> None:
     model = nn.Linear(2, 2)
-    for wrong in (0, 100, "many", -5):
+    for host_budget in (0, 100, "many", -5):
         with pytest.raises(InputError):
-            outofcore.compile(lambda: None, model, budget="1MiB", host_budget=wrong)
+            outofcore.compile(lambda: None, model, budget="1MiB", host_budget=host_budget)
 
 
-def test_host_memory_with_a_limit_and_no_disk() -> None:
+def test_host_memory_over_its_limit_is_refused_without_a_disk() -> None:
     make = CASES["optimizer_adamw"]
     smallest, _ = budgets_of(make)
     torch.manual_seed(1234)
@@ -178,23 +178,23 @@ def test_host_memory_with_a_limit_and_no_disk() -> None:
         assert torch.equal(tensor, before[key])
 
 
-def test_slots_are_taken_from_the_lowest_pages_and_given_back() -> None:
+def test_slots_reuse_the_lowest_free_pages() -> None:
     slots = Slots(HostHome(16 * PAGE_BYTES))
     page = PAGE_BYTES
     assert [slots.take(count * page) for count in (4, 3, 2)] == [0, 4 * page, 7 * page]
     slots.give(0, 4 * page)
     assert slots.take(3 * page - 1) == 0  # whole pages
     slots.give(4 * page, 3 * page)
-    assert slots.take(4 * page) == 3 * page  # what lies next to each other is one
+    assert slots.take(4 * page) == 3 * page  # adjacent free slots merge
     slots.give(7 * page, 2 * page)
-    assert slots.take(5 * page) == 7 * page  # up to the end and beyond it
+    assert slots.take(5 * page) == 7 * page  # extends the end
     assert slots.taken == slots.home.bytes == slots.end == 12 * page
     with pytest.raises(SpillError, match="limit"):
         slots.take(5 * page)
     assert slots.take(4 * page) == 12 * page
 
 
-def test_a_full_home_is_filled_in_pieces() -> None:
+def test_full_home_is_filled_in_pieces() -> None:
     slots = Slots(HostHome(8 * PAGE_BYTES))
     page = PAGE_BYTES
     for at in range(0, 8, 2):
@@ -211,7 +211,7 @@ def test_a_full_home_is_filled_in_pieces() -> None:
     assert slots.taken == 8 * page
 
 
-def test_measuring_a_link_takes_no_room_of_the_home(tmp_path: Path) -> None:
+def test_link_measurement_uses_no_space_of_the_home(tmp_path: Path) -> None:
     make = CASES["optimizer_adamw"]
     torch.manual_seed(1234)
     case = make()

@@ -1,4 +1,4 @@
-"""Updates in a row become one op where that takes no more memory."""
+"""Tests of the pass that joins consecutive updates into one op if that takes no more memory."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from outofcore.transforms.passes import delayed, lean, leanest, together
 from outofcore.units import MIB
 
 
-def captured_with(optimizer: type[torch.optim.Optimizer], twice: bool = False, **settings: Any) -> Captured:
+def capture_with(optimizer: type[torch.optim.Optimizer], twice: bool = False, **settings: Any) -> Captured:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(300, 300) for _ in range(4)])
-    made = optimizer(model.parameters(), lr=0.1, **settings)
+    instance = optimizer(model.parameters(), lr=0.1, **settings)
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        made.zero_grad()
+        instance.zero_grad()
         loss = model(x).square().mean()
         loss.backward()
-        made.step()
+        instance.step()
         if twice:
-            made.step()
+            instance.step()
         return loss.detach()
 
-    return capture_step(step, [model], [made], (torch.randn(2, 300),), {})
+    return capture_step(step, [model], [instance], (torch.randn(2, 300),), {})
 
 
 def set_joined_bytes(monkeypatch: pytest.MonkeyPatch, device: str, count: int) -> None:
@@ -44,12 +44,12 @@ def updates(captured: Captured) -> list[OptimizerUpdate]:
 
 
 @pytest.mark.parametrize("settings", [{}, {"foreach": False}, {"fused": True}])
-def test_a_row_of_updates_becomes_one(settings: dict[str, Any]) -> None:
-    before = captured_with(torch.optim.AdamW, **settings)
+def test_consecutive_updates_become_one_op(settings: dict[str, Any]) -> None:
+    before = capture_with(torch.optim.AdamW, **settings)
     after = together(before)
     assert len(updates(before)) > 1
-    (one,) = updates(after)
-    assert [m.parameter for m in one.members] == [m.parameter for u in updates(before) for m in u.members]
+    (update,) = updates(after)
+    assert [m.parameter for m in update.members] == [m.parameter for u in updates(before) for m in u.members]
     old = [op for op, call in zip(before.graph.ops, before.calls, strict=True) if call.func in updates(before)]
     new = after.graph.ops[-1]
     assert set(new.reads) == {s for op in old for s in op.reads}
@@ -57,35 +57,34 @@ def test_a_row_of_updates_becomes_one(settings: dict[str, Any]) -> None:
     assert [op.id for op in after.graph.ops] == list(range(len(after.graph.ops)))
 
 
-def test_updates_that_need_memory_for_all_at_once_stay_apart() -> None:
-    before = captured_with(torch.optim.AdamW, foreach=True)
+def test_foreach_updates_stay_separate() -> None:
+    before = capture_with(torch.optim.AdamW, foreach=True)
     assert len(updates(together(before))) == len(updates(before)) > 1
 
 
-def test_the_second_update_of_a_parameter_stays_the_second() -> None:
-    before = captured_with(torch.optim.SGD, twice=True)
+def test_second_update_of_a_parameter_stays_second() -> None:
+    before = capture_with(torch.optim.SGD, twice=True)
     first, second = updates(together(before))
     assert [m.parameter for m in first.members] == [m.parameter for m in second.members]
 
 
-def test_an_op_of_updates_takes_only_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = captured_with(torch.optim.SGD)
+def test_joined_updates_stay_below_the_byte_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = capture_with(torch.optim.SGD)
     set_joined_bytes(monkeypatch, "_HOST", 2 * (300 * 300 + 300) * 4)
     assert 1 < len(updates(together(before))) < len(updates(before))
 
 
-def test_on_a_device_those_that_go_over_all_at_once_are_joined_as_well() -> None:
-    before = replace(captured_with(torch.optim.AdamW, foreach=True), device=torch.device("cuda"))
+def test_foreach_updates_are_joined_on_a_gpu() -> None:
+    before = replace(capture_with(torch.optim.AdamW, foreach=True), device=torch.device("cuda"))
     after = together(before)
-    # In as much as is a small part of what the step holds at once.
+    # Joined updates stay below an eighth of the step's live bytes.
     assert len(updates(after)) < len(updates(before))
-    joined = [sum(m.parameter.numel() * 4 for m in one.members) for one in updates(after)]
+    joined = [sum(m.parameter.numel() * 4 for m in update.members) for update in updates(after)]
     assert max(joined) <= max(4 * MIB, live_bytes(before.graph) // 8)
 
 
-def test_where_nothing_is_said_the_device_of_the_step_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not where the parameters are when it is captured."""
-    before = captured_with(torch.optim.AdamW)
+def test_default_limit_depends_on_the_device_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = capture_with(torch.optim.AdamW)
     set_joined_bytes(monkeypatch, "_HOST", 1)
     set_joined_bytes(monkeypatch, "_GPU", 1 << 30)
     monkeypatch.setattr("outofcore.transforms.passes._SMALL_PART", 1)
@@ -96,22 +95,24 @@ def test_where_nothing_is_said_the_device_of_the_step_decides(monkeypatch: pytes
 LAYER = (300 * 300 + 300) * 4
 
 
-def test_where_memory_is_short_updates_wait_for_those_that_come_soon() -> None:
-    before = captured_with(torch.optim.AdamW)
-    apart, after = leanest(before), lean(before, 16 * 2 * LAYER)
-    assert 1 < len(updates(after)) < len(updates(apart))
-    assert sum(len(one.members) for one in updates(after)) == sum(len(one.members) for one in updates(apart))
-    sizes = [sum(m.parameter.numel() * 4 for m in one.members) for one in updates(after)]
+def test_lean_joins_updates_within_its_room() -> None:
+    before = capture_with(torch.optim.AdamW)
+    separate, after = leanest(before), lean(before, 16 * 2 * LAYER)
+    assert 1 < len(updates(after)) < len(updates(separate))
+    assert sum(len(update.members) for update in updates(after)) == sum(
+        len(update.members) for update in updates(separate)
+    )
+    sizes = [sum(m.parameter.numel() * 4 for m in update.members) for update in updates(after)]
     assert max(sizes) <= 2 * LAYER
-    assert live_bytes(after.graph) <= live_bytes(apart.graph) + 2 * LAYER
+    assert live_bytes(after.graph) <= live_bytes(separate.graph) + 2 * LAYER
 
 
-def test_with_hardly_any_memory_updates_stay_apart() -> None:
-    before = captured_with(torch.optim.AdamW)
+def test_lean_leaves_updates_separate_without_room() -> None:
+    before = capture_with(torch.optim.AdamW)
     assert len(updates(lean(before, 64))) == len(updates(leanest(before)))
 
 
-def test_what_looks_at_a_parameter_finds_it_updated() -> None:
+def test_delayed_update_precedes_later_reads() -> None:
     torch.manual_seed(0)
     layers = torch.nn.ModuleList(torch.nn.Linear(300, 300) for _ in range(4))
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
@@ -135,5 +136,5 @@ def test_what_looks_at_a_parameter_finds_it_updated() -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "conv_net", "gpt", "gan", "accumulation_across", "llama"])
 @pytest.mark.parametrize("room", [64 << 10, 64 << 20])
-def test_joined_where_memory_is_short_they_are_exact(name: str, room: int) -> None:
+def test_steps_with_joined_updates_are_exact(name: str, room: int) -> None:
     check_exact(CASES[name], functools.partial(lean, room=room))

@@ -1,4 +1,4 @@
-"""What happens with a PyTorch that was not tested, or that lacks a private name on which the library relies."""
+"""Tests with an untested PyTorch, and with one that lacks a private name used by the library."""
 
 from __future__ import annotations
 
@@ -27,42 +27,41 @@ ROOT = Path(__file__).parents[2]
 
 
 class Number(int):
-    """A class that inherits a class method written in C."""
+    """A class that inherits a class method implemented in C."""
 
 
-def test_patched_replaces_a_class_method_of_c_for_this_thread_alone() -> None:
+def test_patched_replaces_a_c_class_method_in_one_thread() -> None:
     plain = class_method(Number, "from_bytes")
 
-    def negated(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def negate(cls: type, *args: Any, **kwargs: Any) -> Any:
         return cls(-plain(cls, *args, **kwargs))
 
-    seen: list[int] = []
-    with patched(Number, "from_bytes", classmethod(negated)):
-        thread = threading.Thread(target=lambda: seen.append(Number.from_bytes(b"\x05", "big")))
+    results: list[int] = []
+    with patched(Number, "from_bytes", classmethod(negate)):
+        thread = threading.Thread(target=lambda: results.append(Number.from_bytes(b"\x05", "big")))
         thread.start()
         thread.join()
         assert Number.from_bytes(b"\x05", "big") == -5
-    assert seen == [5]
-    assert type(seen[0]) is Number
+    assert results == [5]
+    assert type(results[0]) is Number
     assert "from_bytes" not in vars(Number)
     assert Number.from_bytes(b"\x05", "big") == 5
 
 
-def loaded_without(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module, loaded where PyTorch does not have a private name."""
+def load_without(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     resolve = pkgutil.resolve_name
 
-    def resolved(wanted: str) -> Any:
-        if wanted == name:
-            raise AttributeError(wanted)
-        return resolve(wanted)
+    def resolve_or_raise(requested: str) -> Any:
+        if requested == name:
+            raise AttributeError(requested)
+        return resolve(requested)
 
     spec = importlib.util.spec_from_file_location("outofcore._internals_for_a_test", SOURCE)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with monkeypatch.context() as patch:
-        patch.setattr(pkgutil, "resolve_name", resolved)
+        patch.setattr(pkgutil, "resolve_name", resolve_or_raise)
         patch.setitem(sys.modules, spec.name, module)
         spec.loader.exec_module(module)
         for feature in module.Feature:
@@ -70,16 +69,16 @@ def loaded_without(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_each_private_name_that_is_gone_is_reported_for_its_features_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    resolve, asked = pkgutil.resolve_name, []
+def test_missing_private_name_disables_only_its_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve, names_used = pkgutil.resolve_name, []
     with monkeypatch.context() as patch:
-        patch.setattr(pkgutil, "resolve_name", lambda name: asked.append(name) or resolve(name))
-        whole = loaded_without("", monkeypatch)
+        patch.setattr(pkgutil, "resolve_name", lambda name: names_used.append(name) or resolve(name))
+        whole = load_without("", monkeypatch)
     assert not any(whole.missing(feature) for feature in whole.Feature)
-    assert len(asked) > 60
+    assert len(names_used) > 60
     refused: set[str] = set()
-    for name in asked:
-        module = loaded_without(name, monkeypatch)
+    for name in names_used:
+        module = load_without(name, monkeypatch)
         for feature in module.Feature:
             if names := module.missing(feature):
                 assert names == (name,)
@@ -91,8 +90,8 @@ def test_each_private_name_that_is_gone_is_reported_for_its_features_alone(monke
     assert refused == {feature.name for feature in Feature}
 
 
-def test_private_names_are_looked_up_where_they_may_be_missing() -> None:
-    """A plain import or attribute of a private name would end ``import outofcore`` where the name is gone."""
+def test_private_names_are_not_accessed_directly() -> None:
+    """A plain import or attribute access would break ``import outofcore`` if the name is missing."""
     tree = ast.parse(SOURCE.read_text(encoding="utf-8"))
     checked_by_types = next(
         node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
@@ -106,11 +105,11 @@ def test_private_names_are_looked_up_where_they_may_be_missing() -> None:
     names += [
         str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "._" in str(node.module)
     ]
-    # Looked up where it is called, by a measurement of a GPU.
+    # Looked up at its call, in a measurement of a GPU.
     assert set(names) <= {"torch.cuda._sleep"}
 
 
-DOORS = """
+ENTRY_POINTS = """
 import pkgutil, sys
 import torch
 gone = set(sys.argv[2].split(","))
@@ -158,12 +157,16 @@ for name in sys.argv[1].split(","):
 """
 
 
-def doors(names: str, gone: str = "", untested: str = "") -> tuple[list[str], str]:
-    done = subprocess.run(
-        [sys.executable, "-c", DOORS, names, gone, untested], capture_output=True, text=True, check=False, cwd=ROOT
+def try_entry_points(names: str, gone: str = "", untested: str = "") -> tuple[list[str], str]:
+    run = subprocess.run(
+        [sys.executable, "-c", ENTRY_POINTS, names, gone, untested],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines(), done.stderr
+    assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines(), run.stderr
 
 
 @pytest.mark.parametrize(
@@ -174,8 +177,8 @@ def doors(names: str, gone: str = "", untested: str = "") -> tuple[list[str], st
         *some_of([("torch._inductor.compile_fx.compile_fx_inner", {"kernels"})], []),
     ],
 )
-def test_doors_refuse_by_name_what_is_missing_and_the_rest_works(gone: str, refused: set[str]) -> None:
-    lines, _ = doors("compile,budget,kernels" if "inductor" in gone else "compile,budget", gone)
+def test_only_features_with_a_missing_name_are_refused(gone: str, refused: set[str]) -> None:
+    lines, _ = try_entry_points("compile,budget,kernels" if "inductor" in gone else "compile,budget", gone)
     for line in lines:
         name, _, answer = line.partition(" ")
         if name in refused:
@@ -184,8 +187,8 @@ def test_doors_refuse_by_name_what_is_missing_and_the_rest_works(gone: str, refu
             assert answer == "works"
 
 
-def test_untested_torch_is_warned_of_once_with_the_tested_range() -> None:
-    lines, errors = doors("compile,budget", untested="untested")
+def test_untested_torch_gives_one_warning_with_the_tested_range() -> None:
+    lines, errors = try_entry_points("compile,budget", untested="untested")
     assert lines == ["compile works", "budget works"]
     assert errors.count(f"PyTorch {torch.__version__}: ") == errors.count(TESTED_TEXT) == 1
 

@@ -1,4 +1,4 @@
-"""What a stream of a GPU runs to move bytes between a file and host memory, called here as CUDA would call it."""
+"""Tests of the native callback that moves bytes between a file and host memory on a GPU's stream."""
 
 from __future__ import annotations
 
@@ -33,40 +33,40 @@ def memory() -> memoryview:
     return Region(map_anonymous(SIZE), SIZE).memory(0, SIZE)
 
 
-def done(work: Posted) -> Posted:
+def run_transfer(work: Posted) -> Posted:
     LIBRARY.outofcore_transfer(ctypes.byref(work))
     return work
 
 
-def test_bytes_go_to_the_file_and_come_back(home: DiskHome) -> None:
+def test_transfers_write_and_read_the_same_bytes(home: DiskHome) -> None:
     source, target = memory(), memory()
     source[:] = os.urandom(SIZE)
-    out = done(transfer_of(home, 4096, address_of(source), SIZE, writes=True))
+    out = run_transfer(transfer_of(home, 4096, address_of(source), SIZE, writes=True))
     assert (out.failure, out.done) == (0, SIZE)
     home.read(4096, target)
     assert target == source
     target[:] = bytes(SIZE)
-    into = done(transfer_of(home, 4096, address_of(target), SIZE, writes=False))
+    into = run_transfer(transfer_of(home, 4096, address_of(target), SIZE, writes=False))
     assert (into.failure, into.done) == (0, SIZE)
     assert target == source
     check_transfers([out, into])
 
 
-def test_the_end_of_the_file_is_told(home: DiskHome) -> None:
+def test_read_past_the_end_of_the_file_is_reported(home: DiskHome) -> None:
     target = memory()
     work = transfer_of(home, SIZE, address_of(target), SIZE, writes=False)
     os.ftruncate(work.descriptor, SIZE + 8192)
-    done(work)
+    run_transfer(work)
     assert work.done == 8192
     with pytest.raises(TransferError, match="the file ends there") as caught:
         check_transfers([work])
     assert caught.value.errno == errno.EIO
 
 
-def test_what_the_system_refuses_is_told(home: DiskHome) -> None:
+def test_system_errors_are_reported(home: DiskHome) -> None:
     work = transfer_of(home, 0, address_of(memory()), 4096, writes=True)
     work.descriptor = 1_000_000
-    done(work)
+    run_transfer(work)
     with pytest.raises(TransferError, match=r"could not write 4.00 KiB at byte 0 .*Bad file descriptor") as caught:
         check_transfers([work])
     assert caught.value.errno == errno.EBADF

@@ -1,4 +1,4 @@
-"""Several steps over one model: training and evaluation, by a home that they share or with one each."""
+"""Tests of several steps over one model, such as training and evaluation, with a shared home or one each."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def alternate(model: nn.Module, optimizer: Any, train: Any, evaluate: Any) -> li
 
 def assert_alike(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
     assert len(ours) == len(plain)
-    assert all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))
+    assert all(torch.equal(actual, expected) for actual, expected in zip(ours, plain, strict=True))
 
 
 Compiled = tuple[nn.Module, torch.optim.Optimizer, outofcore.Step, outofcore.Step]
@@ -77,11 +77,11 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Compiled]:
         home.close()
 
 
-def test_training_and_evaluation_take_turns(pair: Compiled) -> None:
+def test_alternating_training_and_evaluation_are_exact(pair: Compiled) -> None:
     assert_alike(alternate(*pair), alternate(*make()))
 
 
-def test_they_stay_right_when_one_is_closed(pair: Compiled) -> None:
+def test_closing_one_step_leaves_the_other_exact(pair: Compiled) -> None:
     model, _, training, evaluation = pair
     plain = make()
     ours = alternate(*pair)
@@ -96,7 +96,7 @@ def test_they_stay_right_when_one_is_closed(pair: Compiled) -> None:
     assert_alike([model(batch(9))], [plain[0](batch(9))])
 
 
-def test_steps_that_share_a_home_take_one_arena_at_a_time(pair: Compiled) -> None:
+def test_steps_with_a_shared_home_use_one_arena_at_a_time(pair: Compiled) -> None:
     _, _, training, evaluation = pair
     training(batch(0))
     evaluation(batch(0))
@@ -105,18 +105,18 @@ def test_steps_that_share_a_home_take_one_arena_at_a_time(pair: Compiled) -> Non
     for k in range(6):
         training(batch(k))
         evaluation(batch(k))
-    # The state of the two large layers, each tensor in one slot; some activations besides.
+    # The state of the two large layers in one slot per tensor, plus some activations.
     assert training.home.bytes < 2 * 6 * 256 * 256 * 4
 
 
-def test_a_step_that_failed_keeps_others_from_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torn_model_is_refused_by_other_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, train, evaluate = make()
     with outofcore.compile(train, model, optimizer, budget="1GiB") as training:
         evaluation = outofcore.compile(evaluate, model, budget="1GiB", home=training.home)
         training(batch(0))
         with monkeypatch.context() as patch:
             patch.setattr(UpdateOn, "__call__", mock.Mock(side_effect=TypeError))
-            with pytest.raises(TypeError):  # as plain PyTorch leaves the model, which is whole
+            with pytest.raises(TypeError):  # the model stays consistent, as in plain PyTorch
                 training(batch(1))
         evaluation(batch(1))
         training(batch(1))
@@ -126,7 +126,7 @@ def test_a_step_that_failed_keeps_others_from_its_model(monkeypatch: pytest.Monk
         evaluation.close()
 
 
-def test_a_host_budget_belongs_to_the_home() -> None:
+def test_host_budget_is_refused_with_an_open_home() -> None:
     model, optimizer, train, _ = make()
     with outofcore.open_home() as home, pytest.raises(InputError, match="open_home"):
         outofcore.compile(train, model, optimizer, budget="1GiB", home=home, host_budget="1MiB")

@@ -1,4 +1,4 @@
-"""What torch.compile has wrapped runs in a step as plain PyTorch, and as compiled code outside of it."""
+"""Tests of models wrapped by torch.compile: plain PyTorch inside a step, compiled code outside."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ WIDTH = 144
 
 @dataclass
 class Compiler:
-    """A backend for torch.compile that counts what runs as compiled code, and computes other numbers than PyTorch.
-
-    Other numbers, so that it shows in the losses where compiled code has run.
-    """
+    """A backend for torch.compile that counts calls and doubles all results, so that losses show where it ran."""
 
     ran: list[int] = field(default_factory=list[int])
 
@@ -84,7 +81,7 @@ def batch(number: int) -> torch.Tensor:
     return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(number))
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("outofcore")]
 
 
@@ -100,7 +97,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
         ("loss", ""),
     ],
 )
-def test_a_step_has_the_numbers_of_plain_pytorch(
+def test_step_with_torch_compile_gives_plain_pytorch_results(
     wrapped: str, named: str, before: bool, compiler: Compiler, caplog: pytest.LogCaptureFixture
 ) -> None:
     reference = build()
@@ -134,10 +131,10 @@ def test_a_step_has_the_numbers_of_plain_pytorch(
             assert torch.equal(compiled(batch(k)), plain(batch(k)))
         assert len(compiler.ran) == count
         if named:
-            assert any(text.startswith(f"{named}; in this step it runs as plain PyTorch") for text in said(caplog))
+            assert any(text.startswith(f"{named}; in this step it runs as plain PyTorch") for text in messages(caplog))
         else:
-            assert not said(caplog)
-        # Between steps it is compiled code again, on the parameters as the steps left them.
+            assert not messages(caplog)
+        # Between steps, compiled code runs again, on the parameters that the steps left.
         inner.eval()
         reference.eval()
         with torch.no_grad():
@@ -150,9 +147,9 @@ def test_a_step_has_the_numbers_of_plain_pytorch(
         assert torch.equal(value, expected), name
 
 
-def test_nothing_is_said_where_nothing_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
+def test_plain_models_log_no_message(caplog: pytest.LogCaptureFixture) -> None:
     model = build()
     optimizer, step = make(model, squares)
     with outofcore.compile(step, model, optimizer, budget="1GiB") as compiled:
         compiled(batch(0))
-    assert not said(caplog)
+    assert not messages(caplog)

@@ -1,4 +1,4 @@
-"""Between steps the user sees, changes, saves and restores everything as in plain PyTorch."""
+"""Tests of state between steps: it is read, changed, saved and restored as in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def batch(number: int) -> torch.Tensor:
 
 @pytest.fixture(params=some_of(["smallest", "halfway", "all"], ["smallest", "all"]))
 def pair(request: pytest.FixtureRequest) -> Any:
-    """(model, optimizer, step) in plain PyTorch, and the same under a budget."""
+    """Return (model, optimizer, step) in plain PyTorch, and the same under a budget."""
     model, optimizer, step = make()
     smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(batch(0),), split="off")
     budget = {"smallest": smallest, "halfway": 2 * smallest, "all": 1 << 30}[request.param]
@@ -82,7 +82,7 @@ def test_state_is_up_to_date_after_every_step(pair: Any) -> None:
         assert_alike(pair)
 
 
-def test_evaluation_between_steps(pair: Any) -> None:
+def test_evaluation_between_steps_is_exact(pair: Any) -> None:
     train(pair, range(2))
 
     def evaluate(model: nn.Module, optimizer: Any, step: Any) -> torch.Tensor:
@@ -98,7 +98,7 @@ def test_evaluation_between_steps(pair: Any) -> None:
     assert_alike(pair)
 
 
-def test_changes_in_place_are_seen(pair: Any) -> None:
+def test_in_place_changes_are_seen(pair: Any) -> None:
     train(pair, range(2))
 
     def change(model: Any, optimizer: Any, step: Any) -> None:
@@ -114,7 +114,7 @@ def test_changes_in_place_are_seen(pair: Any) -> None:
     assert_alike(pair)
 
 
-def test_data_put_in_place_is_taken_over(pair: Any) -> None:
+def test_replaced_data_is_used_by_the_next_step(pair: Any) -> None:
     train(pair, range(2))
 
     def change(model: Any, optimizer: Any, step: Any) -> None:
@@ -125,19 +125,19 @@ def test_data_put_in_place_is_taken_over(pair: Any) -> None:
     assert_alike(pair)
 
 
-def test_no_other_tensor_can_be_taken_for_what_was_shown(pair: Any) -> None:
-    """What is put in place of a parameter is known by its address, which must not be given to anything else."""
+def test_storage_of_a_replaced_parameter_stays_allocated(pair: Any) -> None:
+    """Replaced parameters are detected by address, so the address must not be reused."""
     train(pair, range(2))
     for parameter in pair[1][0].parameters():
         shown = StorageWeakRef(parameter.untyped_storage())
         parameter.data = parameter.data.clone()
-        # Small ones may lie in memory of their own, where there is nothing to be mistaken.
+        # Small tensors may be stored outside of the arena, where no mix-up is possible.
         assert parameter.nbytes < 64 * KIB or not shown.expired()
     train(pair, range(2, 4))
     assert_alike(pair)
 
 
-def test_aliases_stay_right_between_steps(pair: Any) -> None:
+def test_aliases_show_the_current_values(pair: Any) -> None:
     train(pair, range(1))
     aliases = [side[0][0].weight.detach() for side in pair]
     train(pair, range(1, 4))
@@ -163,15 +163,15 @@ def test_state_dicts_are_saved_and_loaded(pair: Any) -> None:
     assert_alike(pair)
 
 
-def test_a_model_can_be_copied(pair: Any) -> None:
+def test_model_can_be_copied(pair: Any) -> None:
     train(pair, range(2))
     ours, theirs = both(pair, lambda model, optimizer, step: copy.deepcopy(model))
     train(pair, range(2, 3))
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for expected, actual in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(expected, actual)
 
 
-def test_a_learning_rate_takes_effect_without_capturing_again(pair: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_learning_rate_changes_do_not_capture_again(pair: Any, caplog: pytest.LogCaptureFixture) -> None:
     schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(side[1], T_max=6) for side in pair]
     caplog.set_level("INFO", logger="outofcore")
     for k in range(4):
@@ -182,7 +182,7 @@ def test_a_learning_rate_takes_effect_without_capturing_again(pair: Any, caplog:
     assert not [r for r in caplog.records if "captur" in r.message]
 
 
-def test_eval_and_train_are_noticed(pair: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_eval_and_train_switches_are_noticed(pair: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="outofcore")
     train(pair, range(2))
     for side in pair:
@@ -197,7 +197,7 @@ def test_eval_and_train_are_noticed(pair: Any, caplog: pytest.LogCaptureFixture)
     assert "eval" in captures[0]
 
 
-def test_a_frozen_parameter_is_noticed(pair: Any) -> None:
+def test_frozen_parameter_is_noticed(pair: Any) -> None:
     train(pair, range(2))
     for side in pair:
         side[0][0].weight.requires_grad_(False)
@@ -208,7 +208,7 @@ def test_a_frozen_parameter_is_noticed(pair: Any) -> None:
     assert_alike(pair)
 
 
-def test_a_last_smaller_batch_is_noticed(pair: Any) -> None:
+def test_smaller_last_batch_is_noticed(pair: Any) -> None:
     train(pair, range(2))
     ours, theirs = both(pair, lambda model, optimizer, step: step(batch(5)[:7]))
     assert torch.equal(ours, theirs)
@@ -224,11 +224,11 @@ def count_collection(phase: str, info: dict[str, int]) -> None:
     collected = collected + 1
 
 
-def test_a_callback_of_the_garbage_collector_is_no_part_of_a_step(pair: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_garbage_collector_callback_is_not_captured(pair: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="outofcore")
     threshold = gc.get_threshold()
     gc.callbacks.append(count_collection)
-    gc.set_threshold(1)  # it would run while the step is captured
+    gc.set_threshold(1)  # so that it runs while the step is captured
     try:
         train(pair, range(4))
     finally:
@@ -244,7 +244,7 @@ def messages(caplog: pytest.LogCaptureFixture, start: str) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.getMessage().startswith(start)]
 
 
-def test_what_is_captured_again_is_said_and_why(pair: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_reason_for_capturing_again_is_logged(pair: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="outofcore")
     train(pair, range(1))
 
@@ -261,7 +261,7 @@ def test_what_is_captured_again_is_said_and_why(pair: Any, caplog: pytest.LogCap
         "capturing again: the settings of an optimizer changed",
         "capturing again: argument 0 changed shape (32, 256) -> (7, 256)",
     ]
-    # Weights are decayed and learnt at other rates without either.
+    # Other learning rates and weight decays do not capture again.
     caplog.clear()
     change(lambda model, optimizer: None)
     change(lambda model, optimizer: optimizer.param_groups[0].update(lr=0.5, betas=(0.5, 0.6), weight_decay=0.3))
@@ -274,7 +274,7 @@ def test_what_is_captured_again_is_said_and_why(pair: Any, caplog: pytest.LogCap
     assert_alike(pair)
 
 
-def test_a_moving_average_is_kept_and_put_in_place(pair: Any) -> None:
+def test_moving_average_can_be_swapped_in(pair: Any) -> None:
     averages = []
     for side in pair:
         averages.append({name: p.detach().clone() for name, p in side[0].named_parameters()})
@@ -283,10 +283,10 @@ def test_a_moving_average_is_kept_and_put_in_place(pair: Any) -> None:
         for side, average in zip(pair, averages, strict=True):
             for name, p in side[0].named_parameters():
                 average[name].lerp_(p.detach(), 0.1)
-    kept = []
+    backups = []
     for side, average in zip(pair, averages, strict=True):
         with torch.no_grad():
-            kept.append({name: p.clone() for name, p in side[0].named_parameters()})
+            backups.append({name: p.clone() for name, p in side[0].named_parameters()})
             for name, p in side[0].named_parameters():
                 p.copy_(average[name])
 
@@ -299,14 +299,14 @@ def test_a_moving_average_is_kept_and_put_in_place(pair: Any) -> None:
 
     ours, theirs = both(pair, evaluate)
     assert torch.equal(ours, theirs)
-    for side, own in zip(pair, kept, strict=True):
+    for side, backup in zip(pair, backups, strict=True):
         for name, p in side[0].named_parameters():
-            p.data = own[name]  # by another way back
+            p.data = backup[name]  # restored by assignment
     train(pair, range(3, 5))
     assert_alike(pair)
 
 
-def test_a_replaced_parameter_is_not_lost_when_another_plan_comes(pair: Any) -> None:
+def test_replaced_parameter_survives_a_change_of_plan(pair: Any) -> None:
     train(pair, range(2))
     for side in pair:
         side[0][0].weight.data = torch.full((256, 256), 0.01)
@@ -318,11 +318,11 @@ def test_a_replaced_parameter_is_not_lost_when_another_plan_comes(pair: Any) -> 
     assert_alike(pair)
 
 
-def test_the_state_of_a_step_is_given_and_taken(pair: Any) -> None:
+def test_step_state_dict_restores_a_step(pair: Any) -> None:
     train(pair, range(2))
     _, (model, optimizer, step) = pair
     state = copy.deepcopy(step.state_dict())
-    kept = copy.deepcopy(state)  # as in plain PyTorch, an optimizer goes on with the tensors that it is given
+    backup = copy.deepcopy(state)  # the optimizer goes on to use the loaded tensors, as in plain PyTorch
     train(pair, range(2, 4))
     expected = [p.detach().clone() for p in model.parameters()]
     step.load_state_dict(state)
@@ -337,21 +337,21 @@ def test_the_state_of_a_step_is_given_and_taken(pair: Any) -> None:
     with pytest.raises(TypeError):
         step(batch(4))
     optimizer.param_groups[0]["betas"] = (0.9, 0.999)
-    step.load_state_dict(kept)
+    step.load_state_dict(backup)
     torch.manual_seed(99)
     for k in range(2, 4):
         step(batch(k))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected, strict=True))
 
 
-def test_results_stay_right_however_long_they_are_kept(pair: Any) -> None:
-    kept = both(pair, lambda model, optimizer, step: step(batch(0)))
-    values = [float(x) for x in kept]
+def test_held_results_stay_unchanged(pair: Any) -> None:
+    results = both(pair, lambda model, optimizer, step: step(batch(0)))
+    values = [float(x) for x in results]
     train(pair, range(1, 4))
-    assert [float(x) for x in kept] == values
+    assert [float(x) for x in results] == values
 
 
-def test_after_closing_everything_is_plain_again(pair: Any) -> None:
+def test_close_returns_the_model_to_plain_pytorch(pair: Any) -> None:
     train(pair, range(2))
     _, (model, _, step) = pair
     step.close()
@@ -362,7 +362,7 @@ def test_after_closing_everything_is_plain_again(pair: Any) -> None:
         step(batch(0))
 
 
-def test_a_step_goes_on_whose_optimizer_has_raised_and_refuses_once_it_is_torn() -> None:
+def test_step_continues_after_an_optimizer_error_unless_torn() -> None:
     model, optimizer, step = make()
     compiled = outofcore.compile(step, model, optimizer, budget="1GiB")
     compiled(batch(0))
@@ -375,4 +375,4 @@ def test_a_step_goes_on_whose_optimizer_has_raised_and_refuses_once_it_is_torn()
     compiled._session.torn = "TransferError: the disk is gone"
     with pytest.raises(StateError, match="half way"):
         compiled(batch(1))
-    compiled.close()  # what is raised refers to it, and would keep its arena beside those of other tests
+    compiled.close()  # the caught exception refers to it, which would keep its arena alive

@@ -1,4 +1,4 @@
-"""Random walks through what a user may do between steps: the same bits as plain PyTorch, whatever it is."""
+"""Tests of random user actions between steps: the same bits as plain PyTorch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from outofcore.plan_updates import PlanKeeper
 from outofcore.planned_step import plan
 from outofcore.planning.registry import policy_of
 
-# What a user may do next; each takes a number that says with what.
+# User actions. Each takes a number that selects its data.
 
 
 def _train(side: Side, number: int) -> Any:
@@ -39,12 +39,12 @@ def _gather(side: Side, number: int) -> Any:
 
 def _evaluate(side: Side, number: int) -> Any:
     side.model.train(number % 2 == 0)
-    found = side.evaluate(batch(number))
+    result = side.evaluate(batch(number))
     side.model.train()
-    return found
+    return result
 
 
-def _look(side: Side, number: int) -> Any:
+def _forward(side: Side, number: int) -> Any:
     with torch.no_grad():
         return side.model(batch(number))
 
@@ -56,12 +56,12 @@ def _plain_step(side: Side, number: int) -> Any:
 
 
 def _initialise(side: Side, number: int) -> Any:
-    # Drawn in memory of its own: what is transposed lies otherwise after a step than in plain PyTorch.
+    # Drawn in a new tensor: after a step, a transposed weight has other strides than in plain PyTorch.
     with torch.no_grad():
         side.weights()[number % 2].copy_(nn.init.xavier_normal_(torch.empty(WIDTH, WIDTH)))
 
 
-def _put(side: Side, number: int) -> Any:
+def _replace_data(side: Side, number: int) -> Any:
     new = values(number)
     side.weights()[number % 2].data = (new, new.t(), new.as_strided((WIDTH, WIDTH), (WIDTH, 1)), new.clone())[
         number % 4
@@ -86,11 +86,11 @@ def _untie(side: Side, number: int) -> Any:
 def _replace(side: Side, number: int) -> Any:
     place = 3 * (number % 2)
     key = f"parameter {place}"
-    own, other = side.model[place].weight, side.kept.pop(key, None)
-    if other is None:
-        side.kept[key] = own
-        other = nn.Parameter(values(number))
-    side.model[place].weight = other  # type: ignore[assignment]
+    current, replacement = side.model[place].weight, side.kept.pop(key, None)
+    if replacement is None:
+        side.kept[key] = current
+        replacement = nn.Parameter(values(number))
+    side.model[place].weight = replacement  # type: ignore[assignment]
 
 
 def _swap(side: Side, number: int) -> Any:
@@ -137,7 +137,7 @@ def _edit_state(side: Side, number: int) -> Any:
         side.kept["state"], state["exp_avg"] = state["exp_avg"], values(number)
 
 
-def _lose_state(side: Side, number: int) -> Any:
+def _clear_state(side: Side, number: int) -> Any:
     if number % 2:
         side.optimizer.state.clear()
     else:
@@ -182,14 +182,14 @@ def _fail(side: Side, number: int) -> Any:
 
 ACTIONS: list[Callable[[Side, int], Any]] = [
     *[_train, _renew, _evaluate, _gather] * 4,
-    *(_look, _plain_step, _initialise, _put, _transpose, _tie, _untie, _replace, _swap, _freeze, _group),
+    *(_forward, _plain_step, _initialise, _replace_data, _transpose, _tie, _untie, _replace, _swap, _freeze, _group),
     *(
         _clear_gradients,
         _take_gradients,
         _hold_gradients,
         _edit_gradient,
         _edit_state,
-        _lose_state,
+        _clear_state,
         _remember,
         _recall,
         _copy_model,
@@ -198,13 +198,12 @@ ACTIONS: list[Callable[[Side, int], Any]] = [
 ]
 
 
-def live(side: Side) -> dict[str, Any]:
-    """What the user has put aside and no step may touch."""
+def held_tensors(side: Side) -> dict[str, Any]:
     return {name: side.kept[name] for name in ("gradients", "held", "state", "copy") if name in side.kept}
 
 
 def wander(seed: int, length: int = 16) -> None:
-    """A random walk through what users do; everything is compared after each of it."""
+    """Run random user actions under a budget and in plain PyTorch; compare all state after each."""
     draw = random.Random(seed)
     home = draw.choice(["disk", "host", "tiers"])
     ours = compiled(
@@ -215,23 +214,23 @@ def wander(seed: int, length: int = 16) -> None:
         shared=draw.random() < 0.5,
     )
     theirs = plain(seed)
-    done: list[str] = [home]
+    history: list[str] = [home]
     try:
         for _ in range(length):
             act, number = draw.choice(ACTIONS), draw.randrange(1000)
-            done.append(f"{act.__name__}({number})")
+            history.append(f"{act.__name__}({number})")
             results = []
             for side in (ours, theirs):
                 torch.manual_seed(number)
                 results.append(act(side, number))
-            assert alike(*results), done
-            assert alike(everything(ours), everything(theirs)), done
-            assert alike(list(live(ours).values()), list(live(theirs).values())), done
+            assert alike(*results), history
+            assert alike(everything(ours), everything(theirs)), history
+            assert alike(list(held_tensors(ours).values()), list(held_tensors(theirs).values())), history
         for step in draw.sample(ours.steps, len(ours.steps)):
             step.close()
-            assert alike(everything(ours), everything(theirs)), [*done, "close"]
+            assert alike(everything(ours), everything(theirs)), [*history, "close"]
     except Exception as error:
-        error.add_note(f"seed {seed}: {' '.join(done)}")
+        error.add_note(f"seed {seed}: {' '.join(history)}")
         raise
     finally:
         for step in ours.steps:
@@ -239,32 +238,30 @@ def wander(seed: int, length: int = 16) -> None:
 
 
 @pytest.mark.parametrize("seed", some_of([*range(8), 9, 12, 116, 132, 155, 162], [3, 116, 132, 155]))
-def test_whatever_is_done_between_steps_gives_the_same_bits(seed: int) -> None:
+def test_random_actions_between_steps_are_exact(seed: int) -> None:
     wander(seed)
 
 
 @pytest.mark.parametrize("seed", some_of([1, 7, 10, 132], [1]))
-def test_plans_that_take_each_others_place_meanwhile_give_the_same_bits(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where steps took other times than foretold, at any step."""
-    draw, judge, made = random.Random(seed), PlanKeeper.judge, []
+def test_random_actions_are_exact_when_plans_are_exchanged(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are exchanged at random steps, as after wrong estimates of step times."""
+    draw, judge, policies = random.Random(seed), PlanKeeper.judge, []
 
-    def exchange(keeper: PlanKeeper, known: Any, timeline: Any) -> None:
-        judge(keeper, known, timeline)
-        step = known.step
+    def exchange(keeper: PlanKeeper, entry: Any, timeline: Any) -> None:
+        judge(keeper, entry, timeline)
+        step = entry.step
         if not step.leaves_device or draw.random() < 0.3:
             return
         if draw.random() < 0.5:
             keeper._steps.leave_arena()
         policy = policy_of(draw.choice(["window", "window:reach=3", "offload-all", "auto:polish_ops=0"]))
         try:
-            again = plan(step.captured, step.costs, step.profiles, step.budget, policy, keeper._stores)
+            new_step = plan(step.captured, step.costs, step.profiles, step.budget, policy, keeper._stores)
         except BudgetError:
-            return  # of the smallest budget not every policy makes something
-        keeper._steps.exchange(known, again)
-        made.append(again.planned.plan.policy)
+            return  # some policies have no plan at the smallest budget
+        keeper._steps.exchange(entry, new_step)
+        policies.append(new_step.planned.plan.policy)
 
     monkeypatch.setattr(PlanKeeper, "judge", exchange)
     wander(seed, 40)
-    assert made, "nothing leaves the device in this walk"
+    assert policies, "no tensor leaves the device in this walk"

@@ -1,4 +1,4 @@
-"""Weights that are read where a file has them: without a copy, without being changed, and never damaged in silence."""
+"""Tests of weights read directly from a file, without a copy and without writing to it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from outofcore.units import KIB, MIB, PAGE_BYTES
 WIDTH = 192
 BYTES = WIDTH * WIDTH * 4
 
-pytestmark = pytest.mark.skipif(not writes_are_seen(), reason="the kernel does not tell which pages were written")
+pytestmark = pytest.mark.skipif(not writes_are_seen(), reason="the kernel does not report written pages")
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def model_of(layers: int = 3) -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
 
 
-def saved(folder: Path, seed: int = 5) -> dict[str, torch.Tensor]:
-    """Weights in a file; its tensors begin at bytes that are multiples of no page."""
+def save_weights(folder: Path, seed: int = 5) -> dict[str, torch.Tensor]:
+    """Save weights to a file in which no tensor begins at a multiple of the page size."""
     torch.manual_seed(seed)
     weights = {name: tensor.detach().clone() for name, tensor in model_of().named_parameters()}
     save_file({"0": torch.zeros(3), **weights}, folder / "model.safetensors")
@@ -55,7 +55,7 @@ def read_in_place(folder: Path, home: outofcore.OpenHome) -> nn.Sequential:
     return model
 
 
-def in_file(home: outofcore.OpenHome, tensor: torch.Tensor) -> bool:
+def is_in_file(home: outofcore.OpenHome, tensor: torch.Tensor) -> bool:
     face = home.faces.find(tensor)
     return face is not None and home.faces.slots[face.home].is_in_file(face.offset)
 
@@ -65,33 +65,33 @@ def _forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x)
 
 
-def assert_has(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+def assert_weights(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
     for name, tensor in model.named_parameters():
         assert torch.equal(tensor, weights[name]), name
 
 
-def test_nothing_is_copied_and_nothing_is_written(home: outofcore.OpenHome, tmp_path: Path) -> None:
-    weights = saved(tmp_path)
+def test_weights_in_a_file_are_not_copied_to_the_home(home: outofcore.OpenHome, tmp_path: Path) -> None:
+    weights = save_weights(tmp_path)
     model = read_in_place(tmp_path, home)
     assert home.bytes == 0
-    assert [in_file(home, model[i].weight) for i in range(3)] == [True] * 3
-    assert not in_file(home, model[0].bias)
-    assert_has(model, weights)
+    assert [is_in_file(home, model[i].weight) for i in range(3)] == [True] * 3
+    assert not is_in_file(home, model[0].bias)
+    assert_weights(model, weights)
     outofcore.save(tmp_path / "checkpoint", model)
     (copy,) = (tmp_path / "checkpoint").glob("model-*.safetensors")
     assert all(torch.equal(tensor, weights[name]) for name, tensor in load_file(copy).items())
     assert home.bytes == 0
 
 
-def test_what_is_written_stays_in_the_process_and_is_saved(home: outofcore.OpenHome, tmp_path: Path) -> None:
-    weights = saved(tmp_path)
+def test_changed_weights_stay_private_and_are_saved(home: outofcore.OpenHome, tmp_path: Path) -> None:
+    weights = save_weights(tmp_path)
     before = (tmp_path / "model.safetensors").read_bytes()
     model = read_in_place(tmp_path, home)
     model[1].weight.data[7, 3] = 100.0
     weights["1.weight"][7, 3] = 100.0
-    assert_has(model, weights)
+    assert_weights(model, weights)
     home.faces.drop_cache(model[1].weight)
-    assert_has(model, weights)
+    assert_weights(model, weights)
     outofcore.save(tmp_path / "checkpoint", model)
     (copy,) = (tmp_path / "checkpoint").glob("model-*.safetensors")
     assert torch.equal(load_file(copy)["1.weight"], weights["1.weight"])
@@ -99,12 +99,12 @@ def test_what_is_written_stays_in_the_process_and_is_saved(home: outofcore.OpenH
         for parameter in model.parameters():
             parameter.zero_()
     outofcore.load(tmp_path / "checkpoint", model, home=home)
-    assert_has(model, weights)
+    assert_weights(model, weights)
     assert (tmp_path / "model.safetensors").read_bytes() == before
 
 
-def test_aliases_go_on_showing_what_they_showed(home: outofcore.OpenHome, tmp_path: Path) -> None:
-    saved(tmp_path)
+def test_aliases_keep_showing_the_weights(home: outofcore.OpenHome, tmp_path: Path) -> None:
+    save_weights(tmp_path)
     model = read_in_place(tmp_path, home)
     model.requires_grad_(False)
     alias = model[0].weight.data.view(-1)
@@ -122,21 +122,19 @@ def test_aliases_go_on_showing_what_they_showed(home: outofcore.OpenHome, tmp_pa
             array[5, number] = -float(number)
             assert model[0].weight[0, number] == number
             assert torch.equal(compiled(x), model(x)), number
-            assert in_file(home, model[0].weight) is False
+            assert is_in_file(home, model[0].weight) is False
             assert alias.data_ptr() == model[0].weight.data_ptr() == array.ctypes.data
-        assert in_file(home, model[1].weight)
+        assert is_in_file(home, model[1].weight)
 
 
-def _ones(module: nn.Module) -> None:
+def _init_ones(module: nn.Module) -> None:
     for parameter in module.parameters(recurse=False):
         nn.init.ones_(parameter)
 
 
 @pytest.mark.parametrize("change", ["a step learns it", "another dtype", "init", "its module lacks something"])
-def test_what_changes_or_is_initialised_has_the_right_bytes(
-    home: outofcore.OpenHome, tmp_path: Path, change: str
-) -> None:
-    weights = saved(tmp_path)
+def test_changed_or_initialised_weights_are_exact(home: outofcore.OpenHome, tmp_path: Path, change: str) -> None:
+    weights = save_weights(tmp_path)
     if change == "its module lacks something":
         del weights["1.bias"]
         save_file(weights, tmp_path / "model.safetensors")
@@ -144,32 +142,32 @@ def test_what_changes_or_is_initialised_has_the_right_bytes(
         model = model_of()
     if change == "another dtype":
         model.double()
-    outofcore.materialize(model, home=home, weights=tmp_path, init=_ones if change == "init" else None)
-    assert in_file(home, model[1].weight) == (change != "another dtype")
+    outofcore.materialize(model, home=home, weights=tmp_path, init=_init_ones if change == "init" else None)
+    assert is_in_file(home, model[1].weight) == (change != "another dtype")
     if change != "a step learns it":
         assert all(torch.equal(p, weights[n].to(p.dtype)) for n, p in model.named_parameters() if n in weights)
         return
     plain = model_of()
     plain.load_state_dict(weights)
     results = []
-    for one in (plain, model):
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+    for trained_model in (plain, model):
+        optimizer = torch.optim.SGD(trained_model.parameters(), lr=0.1)
 
-        def step(x: torch.Tensor, one: nn.Module = one, optimizer: Any = optimizer) -> torch.Tensor:
-            loss = (one(x) ** 2).mean()
+        def step(x: torch.Tensor, trained_model: nn.Module = trained_model, optimizer: Any = optimizer) -> torch.Tensor:
+            loss = (trained_model(x) ** 2).mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             return loss
 
         x = torch.ones(2, WIDTH)
-        if one is model:
+        if trained_model is model:
             budget = outofcore.smallest_budget(step, model, optimizer, inputs=(x,))
             step = outofcore.compile(step, model, optimizer, budget=budget, home=home, dynamic=False)
         results.append([step(x).detach().item() for _ in range(3)])
     assert results[0] == results[1]
-    assert_has(model, dict(plain.named_parameters()))
-    assert not in_file(home, model[1].weight)
+    assert_weights(model, dict(plain.named_parameters()))
+    assert not is_in_file(home, model[1].weight)
 
 
 def _cut(path: Path) -> None:
@@ -188,10 +186,10 @@ def _write(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [_cut, _touch, _write])
-def test_a_file_that_is_changed_meanwhile_is_noticed(
+def test_change_of_the_file_between_steps_is_noticed(
     home: outofcore.OpenHome, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
-    saved(tmp_path)
+    save_weights(tmp_path)
     model = read_in_place(tmp_path, home).requires_grad_(False)
     x = torch.ones(2, WIDTH)
     with outofcore.compile(partial(_forward, model), model, budget="1MiB", home=home, dynamic=False) as compiled:
@@ -201,22 +199,21 @@ def test_a_file_that_is_changed_meanwhile_is_noticed(
             compiled(x)
 
 
-def test_a_file_that_has_another_name_by_now_is_read_on(home: outofcore.OpenHome, tmp_path: Path) -> None:
-    weights = saved(tmp_path)
+def test_renamed_file_is_still_read(home: outofcore.OpenHome, tmp_path: Path) -> None:
+    weights = save_weights(tmp_path)
     model = read_in_place(tmp_path, home).requires_grad_(False)
     (tmp_path / "model.safetensors").rename(tmp_path / "other")
-    saved(tmp_path, seed=6)
-    assert_has(model, weights)
+    save_weights(tmp_path, seed=6)
+    assert_weights(model, weights)
     with outofcore.compile(partial(_forward, model), model, budget="1MiB", home=home, dynamic=False) as compiled:
         x = torch.ones(2, WIDTH)
         assert torch.equal(compiled(x), model(x))
 
 
-def mapped(folder: Path, how: str) -> nn.Sequential:
-    """A model in memory that is mapped from a file, as people load one."""
-    weights = saved(folder)
+def load_mapped(folder: Path, loader: str) -> nn.Sequential:
+    weights = save_weights(folder)
     model = model_of()
-    if how == "safetensors":
+    if loader == "safetensors":
         with safe_open(folder / "model.safetensors", "pt") as file:
             model.load_state_dict({name: file.get_tensor(name) for name in weights}, assign=True)
     else:
@@ -225,27 +222,27 @@ def mapped(folder: Path, how: str) -> nn.Sequential:
     return model.requires_grad_(False)
 
 
-@pytest.mark.parametrize("how", ["safetensors", "torch.load"])
-def test_what_is_mapped_already_is_not_copied(home: outofcore.OpenHome, tmp_path: Path, how: str) -> None:
-    model = mapped(tmp_path, how)
+@pytest.mark.parametrize("loader", ["safetensors", "torch.load"])
+def test_mapped_weights_are_not_copied(home: outofcore.OpenHome, tmp_path: Path, loader: str) -> None:
+    model = load_mapped(tmp_path, loader)
     expected = {name: tensor.clone() for name, tensor in model.named_parameters()}
     x = torch.ones(2, WIDTH)
-    wanted = model(x)
+    expected_output = model(x)
     budget = outofcore.smallest_budget(partial(_forward, model), model, inputs=(x,))
     with outofcore.compile(partial(_forward, model), model, budget=budget, home=home, dynamic=False) as compiled:
-        assert torch.equal(compiled(x), wanted)
-        assert all(in_file(home, model[i].weight) for i in range(3))
+        assert torch.equal(compiled(x), expected_output)
+        assert all(is_in_file(home, model[i].weight) for i in range(3))
         assert home.bytes == 0
         model[2].weight.data[0, 0] = expected["2.weight"][0, 0] = 9.0
         assert torch.equal(compiled(x), model(x))
-        assert_has(model, expected)
-        assert [in_file(home, model[i].weight) for i in range(3)] == [True, True, False]
-    assert_has(model, expected)
+        assert_weights(model, expected)
+        assert [is_in_file(home, model[i].weight) for i in range(3)] == [True, True, False]
+    assert_weights(model, expected)
     assert torch.equal(load_file(tmp_path / "model.safetensors")["1.weight"], expected["1.weight"])
 
 
-def test_after_a_step_without_a_home_of_others_mapped_weights_are_still_mapped(tmp_path: Path) -> None:
-    model = mapped(tmp_path, "safetensors")
+def test_weights_stay_mapped_after_a_step_with_its_own_home(tmp_path: Path) -> None:
+    model = load_mapped(tmp_path, "safetensors")
     expected = {name: tensor.clone() for name, tensor in model.named_parameters()}
     x = torch.ones(2, WIDTH)
     budget = outofcore.smallest_budget(partial(_forward, model), model, inputs=(x,))
@@ -253,23 +250,23 @@ def test_after_a_step_without_a_home_of_others_mapped_weights_are_still_mapped(t
         with outofcore.compile(partial(_forward, model), model, budget=budget, home="disk", dynamic=False) as compiled:
             compiled(x)
             model[1].weight.data[0, 0] = expected["1.weight"][0, 0] = 5.0
-        assert_has(model, expected)
+        assert_weights(model, expected)
         addresses = MappedFiles()
         from_file = [addresses.unwritten(model[i].weight.data_ptr(), BYTES) is not None for i in range(3)]
         assert from_file == [True, False, True]
 
 
-@pytest.mark.parametrize("why", ["it was written", "shared", "another file has its name", "it is gone"])
-def test_what_is_not_the_bytes_of_a_file_is_copied(home: outofcore.OpenHome, tmp_path: Path, why: str) -> None:
-    model = mapped(tmp_path, "safetensors")
-    if why == "it was written":
+@pytest.mark.parametrize("reason", ["it was written", "shared", "another file has its name", "it is gone"])
+def test_mapped_weights_unlike_their_file_are_copied(home: outofcore.OpenHome, tmp_path: Path, reason: str) -> None:
+    model = load_mapped(tmp_path, "safetensors")
+    if reason == "it was written":
         for layer in model:
             layer.weight.data[0, 0] = 3.0  # type: ignore[index, union-attr]
-    elif why == "shared":
+    elif reason == "shared":
         model.share_memory()
-    elif why == "another file has its name":
+    elif reason == "another file has its name":
         (tmp_path / "model.safetensors").unlink()
-        saved(tmp_path, seed=6)
+        save_weights(tmp_path, seed=6)
     else:
         (tmp_path / "model.safetensors").unlink()
     expected = {name: tensor.clone() for name, tensor in model.named_parameters()}
@@ -277,11 +274,11 @@ def test_what_is_not_the_bytes_of_a_file_is_copied(home: outofcore.OpenHome, tmp
     budget = outofcore.smallest_budget(partial(_forward, model), model, inputs=(x,))
     with outofcore.compile(partial(_forward, model), model, budget=budget, home=home, dynamic=False) as compiled:
         assert torch.equal(compiled(x), model(x))
-        assert not any(in_file(home, model[i].weight) for i in range(3))
-        assert_has(model, expected)
+        assert not any(is_in_file(home, model[i].weight) for i in range(3))
+        assert_weights(model, expected)
 
 
-def test_a_model_that_its_constructor_maps_is_built_in_place(home: outofcore.OpenHome, tmp_path: Path) -> None:
+def test_model_mapped_by_its_constructor_is_built_in_place(home: outofcore.OpenHome, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     shape: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 500}
     config = transformers.LlamaConfig(**shape, num_attention_heads=4, tie_word_embeddings=True)
@@ -292,12 +289,12 @@ def test_a_model_that_its_constructor_maps_is_built_in_place(home: outofcore.Ope
     assert home.bytes == 0
     large = [tensor for tensor in model.parameters() if tensor.nbytes >= 64 * KIB]
     assert len(large) > 5
-    assert all(in_file(home, tensor) for tensor in large)
+    assert all(is_in_file(home, tensor) for tensor in large)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert_has(model, dict(plain.named_parameters()))
+    assert_weights(model, dict(plain.named_parameters()))
 
 
-def test_what_a_constructor_leaves_on_the_meta_device_is_refused(home: outofcore.OpenHome) -> None:
+def test_meta_tensors_left_by_a_constructor_are_refused(home: outofcore.OpenHome) -> None:
     def make() -> nn.Module:
         with torch.device("meta"):
             return model_of()
@@ -306,15 +303,15 @@ def test_what_a_constructor_leaves_on_the_meta_device_is_refused(home: outofcore
         outofcore.build(make, home=home)
 
 
-def test_a_file_that_is_replaced_before_it_is_opened_is_refused(tmp_path: Path) -> None:
-    saved(tmp_path)
+def test_file_changed_before_opening_is_refused(tmp_path: Path) -> None:
+    save_weights(tmp_path)
     file = read_header(tmp_path / "model.safetensors")
     os.utime(tmp_path / "model.safetensors", ns=(7, 7))
     with pytest.raises(InputError, match="while it was being read"):
         ReadFile(file.path, file.stamp)
 
 
-def test_any_bytes_come_wherever_they_begin_and_go(tmp_path: Path) -> None:
+def test_unaligned_reads_return_the_right_bytes(tmp_path: Path) -> None:
     draw = random.Random(3)
     data = draw.randbytes(5 * MIB + 1234)
     path = tmp_path / "data"
@@ -327,18 +324,18 @@ def test_any_bytes_come_wherever_they_begin_and_go(tmp_path: Path) -> None:
     for _ in range(100):
         begin = draw.randrange(len(data))
         spans.append((begin, draw.randrange(len(data) - begin + 1), draw.choice([0, 8, 512, PAGE_BYTES])))
-    for begin, count, at in spans:
+    for begin, count, offset in spans:
         memory = target.memory(0, 6 * MIB)
-        memory[at : at + count + 1] = b"\xaa" * (count + 1)
-        file.read(begin, memory[at : at + count])
-        assert memory[at : at + count] == data[begin : begin + count], (begin, count, at)
-        assert memory[at + count] == 0xAA, (begin, count, at)
+        memory[offset : offset + count + 1] = b"\xaa" * (count + 1)
+        file.read(begin, memory[offset : offset + count])
+        assert memory[offset : offset + count] == data[begin : begin + count], (begin, count, offset)
+        assert memory[offset + count] == 0xAA, (begin, count, offset)
     with pytest.raises(TransferError, match="ends there"):
         file.read(len(data) - 10, target.memory(0, 11))
 
 
 def test_damaged_headers_are_refused_with_one_error(tmp_path: Path) -> None:
-    """Random damage to a good file: it is refused, or what it tells of lies within it, each byte told of once."""
+    """A damaged file is refused, or its entries cover each byte of the data exactly once."""
     draw = random.Random(11)
     weights = {"a": torch.ones(3, 5), "b": torch.zeros(7, dtype=torch.int8), "c": torch.ones((), dtype=torch.bfloat16)}
     path = tmp_path / "good.safetensors"
@@ -346,7 +343,7 @@ def test_damaged_headers_are_refused_with_one_error(tmp_path: Path) -> None:
     good = path.read_bytes()
     length = int.from_bytes(good[:8], "little")
     header, data = json.loads(good[8 : 8 + length]), good[8 + length :]
-    strange: list[Any] = [-1, 1.5, True, None, "1", 2**63, 10**400, [], {}, [[]], "F32", 0, float("nan"), float("inf")]
+    invalid: list[Any] = [-1, 1.5, True, None, "1", 2**63, 10**400, [], {}, [[]], "F32", 0, float("nan"), float("inf")]
     refused = 0
     for number in range(400):
         changed = bytearray(good)
@@ -359,26 +356,26 @@ def test_damaged_headers_are_refused_with_one_error(tmp_path: Path) -> None:
             case 2:
                 changed += draw.randbytes(draw.randrange(1, 9))
             case _:
-                made = json.loads(json.dumps(header))
-                entry = made[draw.choice("abc")]
+                changed_header = json.loads(json.dumps(header))
+                entry = changed_header[draw.choice("abc")]
                 field = draw.choice(list(entry))
                 if isinstance(entry[field], list) and entry[field] and draw.random() < 0.7:
                     place = draw.randrange(len(entry[field]))
-                    entry[field][place] = draw.choice([*strange, *range(80)])
+                    entry[field][place] = draw.choice([*invalid, *range(80)])
                 elif draw.random() < 0.3:
                     del entry[field]
                 else:
-                    entry[field] = draw.choice(strange)
-                text = json.dumps(made).encode()
+                    entry[field] = draw.choice(invalid)
+                text = json.dumps(changed_header).encode()
                 changed = bytearray(len(text).to_bytes(8, "little") + text + data)
         path.write_bytes(changed)
         try:
-            found = read_header(path)
+            parsed = read_header(path)
         except InputError as error:
             assert "good.safetensors" in str(error) and len(str(error)) < KIB
             refused += 1
             continue
-        spans = sorted((entry.begin, entry.end) for entry in found.entries.values())
+        spans = sorted((entry.begin, entry.end) for entry in parsed.entries.values())
         start = len(changed) - sum(end - begin for begin, end in spans)
         for begin, end in spans:
             assert begin == start <= end

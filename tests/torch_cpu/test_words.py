@@ -1,4 +1,4 @@
-"""A word in memory changes whenever what it stands for does."""
+"""Tests of words in memory that change whenever the values they stand for do."""
 
 from __future__ import annotations
 
@@ -18,62 +18,62 @@ VALUE = 0
 
 
 class Plain:
-    """Few attributes: they may lie in the object itself."""
+    """A class with few attributes, which may be stored in the object itself."""
 
     def __init__(self) -> None:
         self.x = 1
 
 
-def _stored_many_times() -> Plain:
-    """An object of which the interpreter has seen the same attribute set, which it then does in a shorter way."""
+def _make_specialized() -> Plain:
+    """Return an object with an attribute set so often that the interpreter specializes the store."""
     plain = Plain()
     for number in range(1000):
         plain.x = number
     return plain
 
 
-def _set_attribute(held: Any) -> None:
+def _set_attribute(owner: Any) -> None:
     for _ in range(100):
-        held.x = object()
+        owner.x = object()
 
 
 def _set_global(_: Any) -> None:
-    global VALUE  # noqa: PLW0603 - what is tested
+    global VALUE  # noqa: PLW0603 - the tested case
     VALUE += 1
 
 
-# What has a dict, the dict, and how an item of it is changed.
+# Make an object, get its dict, and change an item of it.
 CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], dict[Any, Any]], Callable[[Any], Any]]] = {
-    "attribute": (Plain, vars, lambda held: setattr(held, "x", object())),
-    "attribute often": (_stored_many_times, vars, _set_attribute),
-    "attribute past its class": (Plain, vars, lambda held: object.__setattr__(held, "x", object())),
-    "attribute gone": (Plain, vars, lambda held: delattr(held, "x")),
-    "attribute of a module": (lambda: nn.Dropout(0.5), vars, lambda held: setattr(held, "p", held.p / 2)),
-    "flag of a module": (nn.Identity, vars, lambda held: held.eval()),
+    "attribute": (Plain, vars, lambda owner: setattr(owner, "x", object())),
+    "attribute often": (_make_specialized, vars, _set_attribute),
+    "attribute past its class": (Plain, vars, lambda owner: object.__setattr__(owner, "x", object())),
+    "attribute gone": (Plain, vars, lambda owner: delattr(owner, "x")),
+    "attribute of a module": (lambda: nn.Dropout(0.5), vars, lambda owner: setattr(owner, "p", owner.p / 2)),
+    "flag of a module": (nn.Identity, vars, lambda owner: owner.eval()),
     "attribute of a class": (
         lambda: type("Made", (), {"x": 1}),
-        lambda held: next(d for d in gc.get_referents(vars(held)) if isinstance(d, dict)),
-        lambda held: setattr(held, "x", object()),
+        lambda owner: next(d for d in gc.get_referents(vars(owner)) if isinstance(d, dict)),
+        lambda owner: setattr(owner, "x", object()),
     ),
     "global": (lambda: None, lambda _: globals(), _set_global),
-    "item": (lambda: {"x": 1}, lambda held: held, lambda held: held.__setitem__("x", object())),
-    "update": (lambda: {"x": 1}, lambda held: held, lambda held: held.update(x=object())),
-    "union": (lambda: {"x": 1}, lambda held: held, lambda held: held.__ior__({"x": object()})),
-    "pop": (lambda: {"x": 1}, lambda held: held, lambda held: held.pop("x")),
-    "popitem": (lambda: {"x": 1}, lambda held: held, lambda held: held.popitem()),
-    "clear": (lambda: {"x": 1}, lambda held: held, lambda held: held.clear()),
-    "default": (lambda: defaultdict(object), lambda held: held, lambda held: held["x"]),
-    "ordered": (lambda: OrderedDict(x=1), lambda held: held, lambda held: held.__setitem__("x", object())),
-    "ordered pop": (lambda: OrderedDict(x=1), lambda held: held, lambda held: held.popitem()),
-    "other keys": (lambda: {"x": 1}, lambda held: held, lambda held: held.__setitem__("y", held.pop("x"))),
+    "item": (lambda: {"x": 1}, lambda owner: owner, lambda owner: owner.__setitem__("x", object())),
+    "update": (lambda: {"x": 1}, lambda owner: owner, lambda owner: owner.update(x=object())),
+    "union": (lambda: {"x": 1}, lambda owner: owner, lambda owner: owner.__ior__({"x": object()})),
+    "pop": (lambda: {"x": 1}, lambda owner: owner, lambda owner: owner.pop("x")),
+    "popitem": (lambda: {"x": 1}, lambda owner: owner, lambda owner: owner.popitem()),
+    "clear": (lambda: {"x": 1}, lambda owner: owner, lambda owner: owner.clear()),
+    "default": (lambda: defaultdict(object), lambda owner: owner, lambda owner: owner["x"]),
+    "ordered": (lambda: OrderedDict(x=1), lambda owner: owner, lambda owner: owner.__setitem__("x", object())),
+    "ordered pop": (lambda: OrderedDict(x=1), lambda owner: owner, lambda owner: owner.popitem()),
+    "other keys": (lambda: {"x": 1}, lambda owner: owner, lambda owner: owner.__setitem__("y", owner.pop("x"))),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_items_of_dicts(name: str) -> None:
+def test_word_changes_with_a_dict_item(name: str) -> None:
     make, dict_of, change = CHANGES[name]
-    held = make()
-    address = word_of(Kind.ITEM, dict_of(held), "x")
+    owner = make()
+    address = word_of(Kind.ITEM, dict_of(owner), "x")
     if sys.version_info >= (3, 13):
         assert address is None
         return
@@ -81,18 +81,18 @@ def test_items_of_dicts(name: str) -> None:
     for _ in range(2 if name not in ("attribute gone", "pop", "popitem", "clear", "ordered pop", "other keys") else 1):
         before = word_at(address)
         if name == "default":
-            held.clear()
-        change(held)
+            owner.clear()
+        change(owner)
         assert word_at(address) != before
         if name == "flag of a module":
-            held.train()
+            owner.train()
 
 
-def test_sizes_types_and_cells() -> None:
-    held = {"x": 1}
-    size = word_of(Kind.SIZE, held, None)
+def test_words_follow_sizes_types_and_cells() -> None:
+    owner = {"x": 1}
+    size = word_of(Kind.SIZE, owner, None)
     assert size is not None and word_at(size) == 1
-    held["y"] = 2
+    owner["y"] = 2
     assert word_at(size) == 2
 
     plain = Plain()
@@ -103,46 +103,46 @@ def test_sizes_types_and_cells() -> None:
 
     number = object()
 
-    def closed() -> object:
+    def closure() -> object:
         return number
 
-    assert closed.__closure__ is not None
-    cell = word_of(Kind.CELL, closed.__closure__[0], None)
+    assert closure.__closure__ is not None
+    cell = word_of(Kind.CELL, closure.__closure__[0], None)
     assert cell is not None and word_at(cell) == id(number)
     number = object()
     assert word_at(cell) == id(number)
 
 
-def test_empty_sets() -> None:
+def test_word_follows_the_size_of_an_empty_set() -> None:
     for item in (1, "name", None):
-        held: set[Any] = set()
-        address = word_of(Kind.CALL, held, None)
+        owner: set[Any] = set()
+        address = word_of(Kind.CALL, owner, None)
         assert address is not None and word_at(address) == 0
-        held.add(item)
+        owner.add(item)
         assert word_at(address) == 1
-        held.discard(item)
-        held |= {item, 2}
-        assert word_at(address) == len(held) != 0
+        owner.discard(item)
+        owner |= {item, 2}
+        assert word_at(address) == len(owner) != 0
 
 
-class Failure(Exception):  # noqa: N818 - what matters is that it keeps its attributes elsewhere
+class Failure(Exception):  # noqa: N818 - exceptions store attributes elsewhere
     pass
 
 
 @pytest.mark.parametrize("make", [Plain, Failure, type("Items", (dict,), {}), nn.Identity])
-def test_all_attributes(make: Callable[[], Any]) -> None:
-    held = make()
-    before = vars(held)
-    address = word_of(Kind.ATTRIBUTE, held, "__dict__")
+def test_word_changes_when_the_attribute_dict_is_replaced(make: Callable[[], Any]) -> None:
+    owner = make()
+    before = vars(owner)
+    address = word_of(Kind.ATTRIBUTE, owner, "__dict__")
     assert address is not None and word_at(address) == id(before)
-    object.__setattr__(held, "__dict__", {**before})
+    object.__setattr__(owner, "__dict__", {**before})
     assert word_at(address) != id(before)
 
 
 @pytest.mark.parametrize(
     "of", [torch.zeros(3, requires_grad=True), nn.Parameter(torch.zeros(3))], ids=["tensor", "parameter"]
 )
-def test_hooks_of_tensors(of: torch.Tensor) -> None:
+def test_words_follow_hooks_of_tensors(of: torch.Tensor) -> None:
     names = "_backward_hooks", "_post_accumulate_grad_hooks"
     before = [word_of(Kind.ATTRIBUTE, of, name) for name in names]
     assert None not in before and before[0] != before[1]
@@ -154,7 +154,7 @@ def test_hooks_of_tensors(of: torch.Tensor) -> None:
         assert word_at(address) == id(getattr(of, name))
 
 
-def test_what_has_no_word() -> None:
+def test_unsupported_objects_have_no_word() -> None:
     class Own(torch.Tensor):
         pass
 

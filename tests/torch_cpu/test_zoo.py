@@ -15,7 +15,7 @@ from outofcore.zoo.data import image_batches, library_text
 from outofcore.zoo.gpt import GPTShape, shape_for
 from outofcore.zoo.vision import ResNetShape, resnet_shape
 
-# Small enough to train for a step within a second.
+# Small enough to train one step within a second.
 TINY = {
     "resnet": {"batch": 2, "depth": 18, "size": 32},
     "vgg16": {"batch": 2, "size": 32},
@@ -46,11 +46,11 @@ def test_every_name_has_a_tiny_workload() -> None:
         ("gpt", {"vocab": 50257}, 124_439_808),
     ],
 )
-def test_parameter_count_is_the_published_one(name: str, options: dict[str, int], published: int) -> None:
+def test_parameter_count_matches_the_publication(name: str, options: dict[str, int], published: int) -> None:
     assert zoo.workload(name, batch=1, **options).parameter_count() == published
 
 
-def test_unet3d_has_the_published_parameters_besides_its_normalisations() -> None:
+def test_unet3d_parameters_without_norms_match_the_publication() -> None:
     with torch.device("meta"):
         model = zoo.workload("unet3d", batch=1).network()
     norms = sum(p.numel() for m in model.modules() if isinstance(m, nn.BatchNorm3d) for p in m.parameters())
@@ -75,15 +75,15 @@ def test_deep_networks_grow_in_the_third_stage() -> None:
 
 
 @pytest.mark.parametrize(("depth", "nearest"), [(51, "50 or 53"), (1000, "998 or 1001"), (20, "35 or 38")])
-def test_depth_that_cannot_be_names_the_nearest(depth: int, nearest: str) -> None:
+def test_impossible_depth_names_the_nearest_depths(depth: int, nearest: str) -> None:
     with pytest.raises(InputError, match=nearest):
         zoo.workload("resnet", batch=1, depth=depth)
 
 
-@pytest.mark.parametrize("wanted", ["10M", "125M", "350M", "1.3B", "13B"])
-def test_params_picks_a_gpt_of_that_size(wanted: str) -> None:
-    count = zoo.parse_count(wanted)
-    work = zoo.workload("gpt", batch=1, params=wanted)
+@pytest.mark.parametrize("size", ["10M", "125M", "350M", "1.3B", "13B"])
+def test_params_option_picks_a_gpt_of_matching_size(size: str) -> None:
+    count = zoo.parse_count(size)
+    work = zoo.workload("gpt", batch=1, params=size)
     assert abs(work.parameter_count() / count - 1) < 0.05
     assert work.parameter_count() == shape_for(count, 1024, 256, 0.1).parameters
 
@@ -100,12 +100,12 @@ def test_gpt_counts_its_parameters_by_formula() -> None:
 
 
 @pytest.mark.parametrize(("text", "count"), [("350M", 350_000_000), ("1.3B", 1_300_000_000), (7, 7), (" 2 k ", 2000)])
-def test_parse_count(text: str | int, count: int) -> None:
+def test_parse_count_reads_suffixes(text: str | int, count: int) -> None:
     assert zoo.parse_count(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "M", "-3", "0", "3 GiB", True])
-def test_parse_count_refuses(text: str) -> None:
+def test_parse_count_refuses_invalid_text(text: str) -> None:
     with pytest.raises(InputError, match="number of parameters"):
         zoo.parse_count(text)
 
@@ -133,12 +133,12 @@ def test_shapes_of_batches_and_results(name: str) -> None:
 @pytest.mark.parametrize("name", zoo.names())
 def test_data_depends_on_the_seed_alone(name: str) -> None:
     first = list(islice(tiny(name, seed=3).batches(), 2))
-    again = list(islice(tiny(name).batches(seed=3), 2))
-    other = list(islice(tiny(name).batches(seed=4), 2))
-    for one, two in zip(first, again, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    repeated = list(islice(tiny(name).batches(seed=3), 2))
+    other_seed = list(islice(tiny(name).batches(seed=4), 2))
+    for expected, actual in zip(first, repeated, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
     assert not torch.equal(first[0][0], first[1][0])
-    assert not torch.equal(first[0][0], other[0][0])
+    assert not torch.equal(first[0][0], other_seed[0][0])
 
 
 @pytest.mark.parametrize("name", zoo.names())
@@ -149,9 +149,9 @@ def test_weights_depend_on_the_seed_alone(name: str) -> None:
     first = work.build().state_dict()
     assert torch.equal(before, torch.get_rng_state())
     torch.manual_seed(12)
-    again, other = work.build().state_dict(), work.build(seed=1).state_dict()
-    assert all(torch.equal(first[key], again[key]) for key in first)
-    assert any(not torch.equal(first[key], other[key]) for key in first)
+    repeated, other_seed = work.build().state_dict(), work.build(seed=1).state_dict()
+    assert all(torch.equal(first[key], repeated[key]) for key in first)
+    assert any(not torch.equal(first[key], other_seed[key]) for key in first)
 
 
 # Deep networks take seconds to build.
@@ -159,7 +159,7 @@ QUICKLY_BUILT = [name for name in zoo.names() if name not in ("densenet121", "vg
 
 
 @pytest.mark.parametrize("name", some_of(zoo.names(), QUICKLY_BUILT))
-def test_a_step_trains(name: str) -> None:
+def test_step_changes_the_parameters(name: str) -> None:
     work = tiny(name)
     model = work.build()
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -177,19 +177,19 @@ def test_gpt_learns() -> None:
     model = work.build()
     step = work.make_step(model, work.optimizer(model))
     losses = [step(*batch).item() for batch in islice(work.batches(), 40)]
-    # At first no better than guessing among 256 bytes: ln 256 is 5.55.
+    # The first loss is that of guessing among 256 bytes: ln 256 is 5.55.
     assert 5.3 < losses[0] < 5.8
     assert sum(losses[-5:]) / 5 < losses[0] - 1.5
 
 
-def test_gpt_sees_no_later_token() -> None:
+def test_gpt_does_not_see_later_tokens() -> None:
     work = tiny("gpt", dropout=0.0)
     model, tokens = work.build(), next(work.batches())[0]
     changed = tokens.clone()
     changed[:, 10] = (changed[:, 10] + 1) % 256
-    one, two = model(tokens), model(changed)
-    assert torch.equal(one[:, :10], two[:, :10])
-    assert not torch.equal(one[:, 10:], two[:, 10:])
+    original_output, changed_output = model(tokens), model(changed)
+    assert torch.equal(original_output[:, :10], changed_output[:, :10])
+    assert not torch.equal(original_output[:, 10:], changed_output[:, 10:])
 
 
 def test_gpt_shares_its_embedding() -> None:
@@ -199,7 +199,7 @@ def test_gpt_shares_its_embedding() -> None:
 
 @pytest.mark.parametrize("impl", [None, *zoo.OptimizerImpl])
 @pytest.mark.parametrize("rule", list(zoo.OptimizerName))
-def test_optimizers(rule: zoo.OptimizerName, impl: zoo.OptimizerImpl | None) -> None:
+def test_optimizers_train_with_each_implementation(rule: zoo.OptimizerName, impl: zoo.OptimizerImpl | None) -> None:
     options = {"optimizer": rule.value, "optimizer_impl": impl and impl.value}
     if rule is zoo.OptimizerName.RMSPROP and impl is zoo.OptimizerImpl.FUSED:
         with pytest.raises(InputError, match="no fused rmsprop"):
@@ -222,10 +222,10 @@ def test_amp_computes_in_bfloat16() -> None:
     for amp in (False, True):
         work = tiny("gpt", amp=amp, dropout=0.0)
         model = work.build()
-        seen: set[torch.dtype] = set()
-        model.get_submodule("head").register_forward_hook(lambda _, __, out, seen=seen: seen.add(out.dtype))
+        dtypes: set[torch.dtype] = set()
+        model.get_submodule("head").register_forward_hook(lambda _, __, out, dtypes=dtypes: dtypes.add(out.dtype))
         losses.append(work.make_step(model, work.optimizer(model))(*batch).item())
-        assert seen == {torch.bfloat16 if amp else torch.float32}
+        assert dtypes == {torch.bfloat16 if amp else torch.float32}
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
     assert losses[0] != losses[1]
 
@@ -302,12 +302,12 @@ def test_text_is_the_source_of_the_library() -> None:
         ("unet3d", {"clip": 0.0}, "clip must be above zero"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(name: str, options: dict[str, object], message: str) -> None:
+def test_invalid_options_are_refused(name: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
         zoo.workload(name, **{"batch": 1, **options})
 
 
-def test_describe_names_what_matters() -> None:
+def test_describe_names_the_main_settings() -> None:
     text = zoo.workload("gpt", batch=8, amp=True, clip=1.0, optimizer_impl="fused").describe()
     for part in ("gpt: 12 layers of width 768", "86,039,040 parameters", "batch 8", "adamw at 0.0003 (fused)"):
         assert part in text

@@ -1,9 +1,9 @@
-"""Random programs of several threads, within budgets and in plain PyTorch: every thread gets the same bits.
+"""Random programs of several threads: compare each thread's results within a budget with plain PyTorch's, bit for bit.
 
-A seed draws a training loop and one to three roles, most of which work in a thread of their own: a loader, a saver, a
-teacher and so on. Each thread has its own data and generator. Threads exchange tensors by queues, and nobody writes to
-a tensor that another thread may be reading. So results do not depend on the interleaving, and plain PyTorch gives the
-expected ones. Each program runs in a forked process, because it may hang or crash.
+A seed draws a training loop and one to three roles, most of which run in their own thread: a loader, a saver, a teacher
+and so on. Each thread has its own data and generator. Threads exchange tensors by queues. A thread never writes to
+a tensor that another may be reading, so results do not depend on the interleaving. Each program runs in a forked
+process, because it may hang or crash.
 
     python tests/torch_cpu/thread_programs.py --seconds 60 --threads 2..4
     python tests/torch_cpu/thread_programs.py --roles loader --programs 3 --stress
@@ -35,7 +35,7 @@ import torch
 from thread_roles import ACTIONS, LAUNCHERS, ROLES, Loader, Plan, crc, make_model, make_optimizer, or_exit
 from torch import Tensor, nn
 
-import outofcore.api  # before processes are forked, each of which would import it
+import outofcore.api  # before forking, so that processes need not import it
 from outofcore.follow.native import load_paging
 from outofcore.units import KIB, MIB
 
@@ -45,7 +45,7 @@ CONTEXTS = ("one", "ends", "two")
 def draw_plan(seed: int, options: argparse.Namespace) -> Plan:
     draw = random.Random(seed)
     roles = options.roles or [draw.choice(list(ROLES)) for _ in range(draw.randint(*options.threads) - 1)]
-    # Of some, a second one would have nothing to do, or no partner.
+    # A second role of these kinds would be idle or lack a partner.
     once = {"loader": "loader", "teacher": "teacher", "collective": "gloo", "functional": "gloo"}
     first = {once.get(role, place): role for place, role in reversed(list(enumerate(roles)))}
     return Plan(
@@ -68,8 +68,6 @@ def draw_plan(seed: int, options: argparse.Namespace) -> Plan:
 
 
 class Training:
-    """A program: its loop and its roles."""
-
     def __init__(self, plan: Plan, roles: bool = True) -> None:
         self.plan, self.draw = plan, random.Random(f"{plan.seed} loop")
         torch.manual_seed(plan.seed)
@@ -162,17 +160,17 @@ class Training:
 
 
 def in_child(function: Callable[[], Any], seconds: float, verbose: bool = False) -> tuple[Any, str]:
-    """Call a function in a forked process; return its result and "", or None and the reason why there is none."""
+    """Call a function in a forked process; return (result, ""), or (None, the reason for its failure)."""
     with tempfile.TemporaryDirectory() as folder:
-        result, said = Path(folder) / "result", Path(folder) / "said"
+        result_file, stderr_file = Path(folder) / "result", Path(folder) / "said"
         child = os.fork()
         if child == 0:
             os.setsid()
             tempfile.tempdir = folder
-            os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
+            os.dup2(os.open(stderr_file, os.O_WRONLY | os.O_CREAT), 2)
             faulthandler.enable()
             faulthandler.dump_traceback_later(seconds, exit=True)
-            or_exit(lambda: result.write_bytes(pickle.dumps(function())))
+            or_exit(lambda: result_file.write_bytes(pickle.dumps(function())))
             os._exit(0)
         deadline, status = time.monotonic() + seconds + 15, None
         while status is None:
@@ -182,23 +180,23 @@ def in_child(function: Callable[[], Any], seconds: float, verbose: bool = False)
             ended, code = os.waitpid(child, os.WNOHANG)
             status = code if ended else None
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)  # processes that the child has left
+            os.killpg(child, signal.SIGKILL)  # processes that the child left running
         if status == 0:
-            return pickle.loads(result.read_bytes()), ""
-        text = said.read_text(errors="replace")
+            return pickle.loads(result_file.read_bytes()), ""
+        stderr_text = stderr_file.read_text(errors="replace")
         if verbose:
-            print(text, file=sys.stderr)
-        errors = [line for line in text.splitlines() if line.startswith("error: ")]
-        if os.WIFSIGNALED(status) and "Timeout (" not in text:
+            print(stderr_text, file=sys.stderr)
+        errors = [line for line in stderr_text.splitlines() if line.startswith("error: ")]
+        if os.WIFSIGNALED(status) and "Timeout (" not in stderr_text:
             number = os.WTERMSIG(status)
             return None, "hang" if number == signal.SIGKILL else f"crash by {signal.Signals(number).name}"
-        return None, errors[0][:300] if errors else "hang" if "Timeout (" in text else f"exit status {status}"
+        return None, errors[0][:300] if errors else "hang" if "Timeout (" in stderr_text else f"exit status {status}"
 
 
 def run(plan: Plan, budget: int | None, roles: bool = True) -> tuple[list[list[Any]], Counter[str], int, float]:
-    """Run a program; return its results, counts, bytes beyond the budget and the longest time of a role's action."""
+    """Run a program; return results, counts, bytes beyond the budget and the longest action of a role."""
     sys.setswitchinterval(1e-5 if plan.switching else 0.005)
-    Training(plan, roles=False).step(0)  # touches code and libraries, which would count as memory beyond the budget
+    Training(plan, roles=False).step(0)  # loads code and libraries, which would count as memory beyond the budget
     training = Training(plan, roles)
     if plan.in_thread:
         thread = threading.Thread(target=or_exit, args=(lambda: training.train(budget),))
@@ -211,7 +209,7 @@ def run(plan: Plan, budget: int | None, roles: bool = True) -> tuple[list[list[A
 
 
 def smallest_budget(plan: Plan) -> int:
-    """Return the smallest budget that holds the loop without roles."""
+    """Return the smallest budget in which the loop runs without roles."""
     alone, budget = replace(plan, contexts="one", stress=False, planned=False, in_thread=False), 512 * KIB
     while True:
         try:
@@ -222,31 +220,33 @@ def smallest_budget(plan: Plan) -> int:
 
 
 def budget_of(plan: Plan, smallest: int) -> int:
-    """Return a budget that holds the loop with the largest storage that its roles make it use."""
+    """Return a budget for the loop and the largest storage that its roles make it use."""
     return int(plan.share * (smallest + max(ROLES[name].extra_bytes(plan) for name in plan.roles)))
 
 
 def check(plan: Plan, options: argparse.Namespace) -> tuple[str, Any]:
-    """Compare a program with plain PyTorch; return what is wrong, or "", and what was measured."""
-    smallest, why = in_child(lambda: smallest_budget(plan), options.limit, options.verbose)
-    if why:
-        return f"no smallest budget: {why}", None
-    theirs, why = in_child(lambda: run(plan, None), options.limit, options.verbose)
-    if why:
-        return f"plain PyTorch: {why}", None
+    """Compare a program with plain PyTorch; return the error or "", and the results within the budget."""
+    smallest, error = in_child(lambda: smallest_budget(plan), options.limit, options.verbose)
+    if error:
+        return f"no smallest budget: {error}", None
+    theirs, error = in_child(lambda: run(plan, None), options.limit, options.verbose)
+    if error:
+        return f"plain PyTorch: {error}", None
     budget = None if options.plain else budget_of(plan, smallest)
-    ours, why = in_child(lambda: run(plan, budget), options.limit, options.verbose)
-    if why:
-        return why, None
-    for name, left, right in zip(("loop", *plan.roles), ours[0], theirs[0], strict=True):
-        differ = [
-            place for place, pair in enumerate(itertools.zip_longest(left, right)) if repr(pair[0]) != repr(pair[1])
+    ours, error = in_child(lambda: run(plan, budget), options.limit, options.verbose)
+    if error:
+        return error, None
+    for name, actual, expected in zip(("loop", *plan.roles), ours[0], theirs[0], strict=True):
+        different = [
+            index
+            for index, pair in enumerate(itertools.zip_longest(actual, expected))
+            if repr(pair[0]) != repr(pair[1])
         ]
-        if differ:
-            place = differ[0]
+        if different:
+            index = different[0]
             return (
-                f"{len(differ)} of {len(right)} values of {name} differ, the first at {place}: "
-                f"{str(left[place])[:60]}, not {str(right[place])[:60]}"
+                f"{len(different)} of {len(expected)} values of {name} differ, the first at {index}: "
+                f"{str(actual[index])[:60]}, not {str(expected[index])[:60]}"
             ), ours
     return "", ours
 
@@ -255,7 +255,7 @@ def status_bytes(field: str) -> int:
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * KIB
-    raise ValueError(f"the kernel does not tell {field}")
+    raise ValueError(f"the kernel does not report {field}")
 
 
 def ends_of(text: str, number: Callable[[str], Any]) -> tuple[Any, Any]:
@@ -267,25 +267,25 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description="Run random programs of several threads, and compare with plain PyTorch."
     )
-    parser.add_argument("--seconds", type=float, default=60, help="time after which no program begins; 60")
-    parser.add_argument("--programs", type=int, default=sys.maxsize, help="number of programs at most")
+    parser.add_argument("--seconds", type=float, default=60, help="seconds until the last program starts; 60")
+    parser.add_argument("--programs", type=int, default=sys.maxsize, help="maximum number of programs")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first program; 0")
-    parser.add_argument("--threads", default="2..4", help="number of threads of a program, with the loop's; 2..4")
+    parser.add_argument("--threads", default="2..4", help="number of threads of a program, including the loop's; 2..4")
     parser.add_argument("--roles", nargs="+", choices=ROLES, help="roles of each program; random ones by default")
     parser.add_argument("--contexts", nargs="+", choices=CONTEXTS, default=CONTEXTS, help="when the loop has a budget")
-    parser.add_argument("--launcher", choices=LAUNCHERS, help="how all threads are started; random by default")
+    parser.add_argument("--launcher", choices=LAUNCHERS, help="how threads are started; random by default")
     parser.add_argument("--steps", type=int, help="steps of each loop")
     parser.add_argument("--stress", action="store_true", help="evict everything after each op of the loop")
-    parser.add_argument("--share", default="1.2..3", help="budget over the smallest that holds the loop; 1.2..3")
+    parser.add_argument("--share", default="1.2..3", help="budget as a multiple of the loop's smallest; 1.2..3")
     parser.add_argument("--plain", action="store_true", help="compare plain PyTorch with itself, to check the programs")
-    parser.add_argument("--limit", type=float, default=60, help="seconds after which a program hangs; 60")
-    parser.add_argument("--verbose", action="store_true", help="print what failing programs print")
-    parser.add_argument("--inline", type=int, help="seed of one program, run in this process and not compared")
+    parser.add_argument("--limit", type=float, default=60, help="seconds until a program counts as hanging; 60")
+    parser.add_argument("--verbose", action="store_true", help="print the output of failing programs")
+    parser.add_argument("--inline", type=int, help="seed of one program to run in this process without comparison")
     options = parser.parse_args(arguments)
     options.threads, options.share = ends_of(options.threads, int), ends_of(options.share, float)
     torch.set_num_threads(1)
     load_paging()
-    torch.optim.AdamW([torch.zeros(1)])  # imports what each process would import
+    torch.optim.AdamW([torch.zeros(1)])  # imports modules that each process would import
     if options.inline is not None:
         plan = draw_plan(options.inline, options)
         faulthandler.dump_traceback_later(options.limit, exit=True)
@@ -297,21 +297,21 @@ def main(arguments: list[str]) -> int:
         if time.monotonic() > end:
             break
         plan = draw_plan(seed, options)
-        why, ours = check(plan, options)
+        error, ours = check(plan, options)
         counts["programs"] += 1
-        if why:
+        if error:
             failed += 1
-            print(f"seed {seed} ({' '.join(plan.roles)}, {plan.contexts}): {why}", flush=True)
+            print(f"seed {seed} ({' '.join(plan.roles)}, {plan.contexts}): {error}", flush=True)
         if ours is not None:
             counts.update(ours[1])
             beyond, longest = max(beyond, ours[2]), max(longest, ours[3])
-    told = ", ".join(f"{counts[name]} {name}" for name in ("programs", "ops", "evictions", "fetches"))
-    print(f"{told}, {beyond / MIB:.1f} MiB beyond the budget, longest action {longest:.2f} s, {failed} failed")
+    summary = ", ".join(f"{counts[name]} {name}" for name in ("programs", "ops", "evictions", "fetches"))
+    print(f"{summary}, {beyond / MIB:.1f} MiB beyond the budget, longest action {longest:.2f} s, {failed} failed")
     return failed > 0
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--serve"]:  # a line of arguments each, so that PyTorch is imported once
+    if sys.argv[1:] == ["--serve"]:  # one line of arguments per run, so that PyTorch is imported once
         for line in sys.stdin:
             print(f"exit {int(main(line.split()))}", flush=True)
     else:

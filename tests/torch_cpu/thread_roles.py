@@ -1,7 +1,4 @@
-"""What threads do beside a training loop in random programs: they load, save, log, teach, train, fork and so on.
-
-``thread_programs.py`` draws roles and runs them. Results of a role depend on its own draws alone.
-"""
+"""Roles of threads in the programs of ``thread_programs.py``; their results depend only on their own draws."""
 
 from __future__ import annotations
 
@@ -41,19 +38,17 @@ if TYPE_CHECKING:
     from thread_programs import Training
 
 LAUNCHERS = ("threading", "_thread", "futures", "pool")
-# Of random_loops, those that draw nothing from PyTorch's generator, which belongs to the loop.
+# Actions of random_loops without draws from PyTorch's generator, which belongs to the loop.
 ACTIONS = tuple(
     getattr(random_loops, f"_{name}")
     for name in ("binary", "matmul", "in_place", "out", "free", "read", "resize", "data", "branch")
 )
-# Of the flat buffer that processes sum.
+# Shape of the flat buffer that processes sum.
 ROWS, ROW = 3, 40_000
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A program, apart from what its roles draw."""
-
     seed: int
     roles: tuple[str, ...]
     width: int
@@ -65,10 +60,10 @@ class Plan:
     home: str
     stress: bool
     planned: bool
-    launcher: str | None  # how threads are started; None: each role draws
-    switching: bool  # between threads as often as Python can
-    in_thread: bool  # the loop runs in a thread, too
-    late_joins: bool  # roles are joined after the last context
+    launcher: str | None  # how threads are started; None if each role draws
+    switching: bool  # switch between threads as often as Python can
+    in_thread: bool  # run the loop in a thread, too
+    late_joins: bool  # join roles after the last context
 
     def stretches(self) -> list[tuple[int, int, bool]]:
         """Return ranges of steps, and whether each runs within a budget."""
@@ -98,7 +93,7 @@ def crc(values: Tensor | np.ndarray[Any, Any]) -> int:
 
 
 def or_exit(function: Callable[[], object]) -> None:
-    """Call a function; if it fails, in whichever thread, end the process at once."""
+    """Call a function; end the process at once if it fails in any thread."""
     torch.set_num_threads(1)
     try:
         function()
@@ -109,7 +104,7 @@ def or_exit(function: Callable[[], object]) -> None:
 
 
 class Role:
-    """Work beside the loop. Its thread runs ``work``; the loop's thread calls all other methods."""
+    """Work concurrent with the loop: its thread runs ``work``, and the loop's thread calls all other methods."""
 
     def __init__(self, plan: Plan, draw: random.Random) -> None:
         self.plan, self.draw = plan, draw
@@ -119,12 +114,11 @@ class Role:
         self.kept: list[Tensor] = []
         self.longest = 0.0
         self.generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
-        self.starts = draw.choice((-1, 0))  # before which step; -1: before the first context
+        self.starts = draw.choice((-1, 0))  # the first step; -1 if before the first context
         self._launcher, self._pool = plan.launcher or draw.choice(LAUNCHERS), None
         self.join: Callable[[], object] = int
 
     def prepare_pool(self) -> None:
-        """Start the threads of a pool, if the role uses one."""
         if self._launcher == "futures":
             self._pool = ThreadPoolExecutor(1)
             self._pool.submit(int).result()
@@ -138,9 +132,9 @@ class Role:
         elif self._pool is not None:
             self.join = self._pool.apply_async(body).get
         elif self._launcher == "_thread":
-            done = threading.Event()
-            _thread.start_new_thread(lambda: (body(), done.set()), ())
-            self.join = done.wait
+            finished = threading.Event()
+            _thread.start_new_thread(lambda: (body(), finished.set()), ())
+            self.join = finished.wait
         else:
             thread = threading.Thread(target=body)
             thread.start()
@@ -163,13 +157,13 @@ class Role:
     def work(self) -> None: ...
 
     def before(self, loop: Training, step: int) -> None:
-        """Begin a step."""
+        """Run at the beginning of a step."""
 
     def settle(self, loop: Training, step: int) -> None:
         """Wait until the loop may write to parameters, gradients and optimizer state."""
 
     def after(self, loop: Training, step: int) -> None:
-        """End a step."""
+        """Run at the end of a step."""
 
     def finish(self) -> None:
         self.inbox.put(None)
@@ -177,7 +171,7 @@ class Role:
 
 
 class Loader(Role):
-    """Makes the loop's batches: of random numbers, or slices of a dataset that the loop reads, too."""
+    """Makes the loop's batches: random numbers, or slices of a dataset that the loop also reads."""
 
     def __init__(self, plan: Plan, draw: random.Random) -> None:
         super().__init__(plan, draw)
@@ -213,7 +207,7 @@ class Loader(Role):
 
 
 class Visitor(Role):
-    """Is shown tensors after a step, and looks at them until the loop is about to write to them."""
+    """Reads tensors after a step, until the loop is about to write to them."""
 
     pending = False
 
@@ -246,7 +240,7 @@ class Visitor(Role):
 
 
 class Logger(Visitor):
-    """Looks at parameters, gradients, optimizer state and an activation, which it is the last to hold."""
+    """Reads parameters, gradients, optimizer state and an activation to which it has the last reference."""
 
     def show(self, loop: Training) -> Any:
         return [*loop.tensors(), loop.out]
@@ -280,7 +274,7 @@ class Checkpoint(Visitor):
 
 
 class Saver(Checkpoint):
-    """Writes clones that the loop makes, for which the loop does not wait."""
+    """Writes clones made by the loop, which does not wait for it."""
 
     def show(self, loop: Training) -> Any:
         return [tensor.clone() for tensor in loop.tensors()]
@@ -290,7 +284,7 @@ class Saver(Checkpoint):
 
 
 class Writer(Visitor):
-    """Updates an average of the parameters, and a tensor that the loop made, both of which the loop reads later."""
+    """Updates an average of the parameters and a scratch tensor, both of which the loop reads later."""
 
     def __init__(self, plan: Plan, draw: random.Random) -> None:
         super().__init__(plan, draw)
@@ -313,8 +307,6 @@ class Writer(Visitor):
 
 
 class Forker(Visitor):
-    """Forks processes that read tensors."""
-
     def visit(self, step: int, shown: list[Tensor]) -> None:
         self.seen += [tensor.sum().item() for tensor in shown[:2]]
         if step % 4 != 1:
@@ -343,7 +335,7 @@ def send_sums(pipe: Any, tensors: list[Tensor]) -> None:
 
 
 class Teacher(Role):
-    """A frozen model that answers in a thread, and reads its answers after it has given them."""
+    """A frozen model that answers in a thread and then reads its own answers."""
 
     def __init__(self, plan: Plan, draw: random.Random) -> None:
         super().__init__(plan, draw)
@@ -368,7 +360,7 @@ class Teacher(Role):
 
 
 class Twin(Role):
-    """Trains a model of its own in a thread that was not opened."""
+    """Trains a model of its own in a thread that has not opened the budget."""
 
     def __init__(self, plan: Plan, draw: random.Random) -> None:
         super().__init__(plan, draw)
@@ -393,7 +385,7 @@ class Twin(Role):
 
 
 class Actor(Role):
-    """Does what random loops do: views, in-place ops, frees, branches on values."""
+    """Runs the actions of random loops: views, in-place ops, frees, branches on values."""
 
     def __init__(self, plan: Plan, draw: random.Random) -> None:
         super().__init__(plan, draw)
@@ -421,7 +413,7 @@ class Collective(Role):
         self.style = draw.choice(self.styles)
         store = Path(tempfile.mkdtemp()) / "store"
         readable, self.release = os.pipe()
-        if os.fork() == 0:  # before there are threads
+        if os.fork() == 0:  # before any thread starts
             os.close(self.release)
             or_exit(lambda: self.assist(store, readable))
             os._exit(0)
@@ -431,7 +423,7 @@ class Collective(Role):
         self.work_in_flight: Any = None
 
     def assist(self, store: Path, readable: int) -> None:
-        """Take part, each time once the other process says so."""
+        """Join each all-reduce when the other process writes a byte."""
         join_group(store, 1)
         for step in itertools.count():
             if not os.read(readable, 1):
@@ -457,7 +449,7 @@ class Collective(Role):
             self.inbox.put(row)
         else:
             self.result = self.sum_up(row)
-        self.flat[(step + 1) % ROWS] += 5  # a use of the same storage that has nothing to wait for
+        self.flat[(step + 1) % ROWS] += 5  # uses the same storage but must not wait
 
     def settle(self, loop: Training, step: int) -> None:
         if loop.run is not None and self.plan.stress:

@@ -1,4 +1,4 @@
-"""One of several processes that train together over gloo; fails where anything is not as it should be.
+"""One of several processes that train together over gloo; it fails on any error.
 
 python together.py SCENARIO RANK PROCESSES STORE, where STORE is a file that does not exist yet.
 """
@@ -26,8 +26,6 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Normed(nn.Module):
-    """Statistics in buffers, dropout, and a tied weight, over several buckets of 256 KiB."""
-
     def __init__(self, width: int = 192) -> None:
         super().__init__()
         self.first, self.norm = nn.Linear(64, width), nn.BatchNorm1d(width)
@@ -48,7 +46,7 @@ def batches(rank: int, count: int, size: int = 1024) -> Iterator[Batch]:
         yield torch.randn(size, 64, generator=generator), torch.randint(0, 10, (size,), generator=generator)
 
 
-def wrapped(**settings: Any) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+def make_ddp_model(**settings: Any) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = DistributedDataParallel(Normed(), bucket_cap_mb=0.25, **settings)
     torch.manual_seed(7 + dist.get_rank())  # for dropout
@@ -61,11 +59,11 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [t.detach().clone() for t in (*model.state_dict().values(), *states, *grads, torch.get_rng_state())]
 
 
-def trained(
+def train(
     budget: int | str | None, make: Callable[..., Any], rank: int, steps: int = 4, **settings: Any
 ) -> tuple[list[Tensor], int]:
-    """Losses and all state after some steps, and the peak of the plan; the budget None: in plain PyTorch."""
-    model, optimizer = wrapped(**settings)
+    """Return losses and all state after some steps, and the plan's peak bytes; None as budget is plain PyTorch."""
+    model, optimizer = make_ddp_model(**settings)
     step: Any = make(model, optimizer)
     if budget is not None:
         step = outofcore.compile(step, model, optimizer, budget=budget, home="host", check="full")
@@ -74,15 +72,15 @@ def trained(
     if budget is not None:
         peak = step.planned.program.arena_bytes
         if step._session.updates.background.is_busy:
-            raise AssertionError("a process has a plan of its own made although others train with it")
+            raise AssertionError("a process plans in the background although others train with it")
         step.close()
     return losses + tensors(model, optimizer), peak
 
 
-def same(ours: list[Tensor], theirs: list[Tensor], what: str) -> None:
-    assert len(ours) == len(theirs), what
-    for number, (left, right) in enumerate(zip(ours, theirs, strict=True)):
-        assert torch.equal(left, right), f"rank {dist.get_rank()}, {what}: value {number} differs"
+def same(ours: list[Tensor], theirs: list[Tensor], label: str) -> None:
+    assert len(ours) == len(theirs), label
+    for number, (actual, expected) in enumerate(zip(ours, theirs, strict=True)):
+        assert torch.equal(actual, expected), f"rank {dist.get_rank()}, {label}: value {number} differs"
 
 
 def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
@@ -97,8 +95,8 @@ def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     return step
 
 
-def accumulating(model: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """Two backward passes, of which one is reduced; gradients are there from step to step."""
+def make_accumulating_step(model: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """Make a step of two backward passes with one reduction; gradients persist between steps."""
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         half = len(x) // 2
@@ -114,25 +112,26 @@ def accumulating(model: Any, optimizer: torch.optim.Optimizer) -> Any:
 
 
 def replicas(rank: int) -> None:
-    """Wrapped models give the bits of plain PyTorch, in core and out of core."""
-    theirs, _ = trained(None, plain, rank)
-    ours, peak = trained("1GiB", plain, rank)
+    theirs, _ = train(None, plain, rank)
+    ours, peak = train("1GiB", plain, rank)
     same(ours, theirs, "in core")
-    ours, less = trained(peak * 6 // 10, plain, rank)
+    ours, less = train(peak * 6 // 10, plain, rank)
     assert less <= peak * 6 // 10
     same(ours, theirs, "out of core")
     if dist.get_world_size() > 2:
         return
     settings = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
-    same(trained("1GiB", accumulating, rank, **settings)[0], trained(None, accumulating, rank, **settings)[0], "sums")
-    switching(rank)
+    same(
+        train("1GiB", make_accumulating_step, rank, **settings)[0],
+        train(None, make_accumulating_step, rank, **settings)[0],
+        "sums",
+    )
+    no_sync(rank)
 
 
-def switching(rank: int) -> None:
-    """``no_sync()`` around calls, and calls in which a model is only evaluated."""
-
+def no_sync(rank: int) -> None:
     def run(budget: str | None) -> list[Tensor]:
-        model, optimizer = wrapped()
+        model, optimizer = make_ddp_model()
 
         def gather(x: Tensor, y: Tensor) -> Tensor:
             loss = nn.functional.cross_entropy(model(x), y)
@@ -155,7 +154,7 @@ def switching(rank: int) -> None:
 
 
 def collectives(rank: int) -> None:
-    """Collectives within a step, waited for at once, later, or by the functional forms."""
+    """Check collectives within a step: waited for at once, waited for later, and functional."""
     group = dist.group.WORLD
 
     def run(budget: int | str | None) -> tuple[list[Tensor], int]:
@@ -179,25 +178,25 @@ def collectives(rank: int) -> None:
             gathered, scattered = torch.empty(32), torch.empty(8)
             dist.all_gather_into_tensor(gathered, out.detach().sum(0))
             dist.reduce_scatter_tensor(scattered, out.detach().sum(0))
-            of_one = functional.broadcast(out.detach(), 1, group)
+            broadcasted = functional.broadcast(out.detach(), 1, group)
             optimizer.step()
             optimizer.zero_grad()
             total = loss.detach().clone()
             dist.all_reduce(total)
-            return total, gathered, scattered, of_one
+            return total, gathered, scattered, broadcasted
 
         compiled: Any = step
         if budget is not None:
             compiled = outofcore.compile(step, model, optimizer, budget=budget, home="host")
         generator = torch.Generator().manual_seed(rank)
-        seen = [t.clone() for _ in range(4) for t in compiled(torch.randn(256, 64, generator=generator))]
+        results = [t.clone() for _ in range(4) for t in compiled(torch.randn(256, 64, generator=generator))]
         peak = 0
         if budget is not None:
             ops = compiled.captured.graph.ops
             assert sum(op.communicates for op in ops) == 1 + 24 + 4
             peak = compiled.planned.program.arena_bytes
             compiled.close()
-        return seen + [p.detach().clone() for p in model.parameters()], peak
+        return results + [p.detach().clone() for p in model.parameters()], peak
 
     theirs, _ = run(None)
     ours, peak = run("1GiB")
@@ -211,16 +210,16 @@ def refused(kind: type[Exception], text: str, call: Callable[[], object]) -> Non
     except kind as error:
         assert text in str(error), f"{text!r} is not in {error}"
     else:
-        raise AssertionError(f"nothing was raised that says {text!r}")
+        raise AssertionError(f"no error with {text!r} was raised")
 
 
 def refusals(rank: int) -> None:
-    """What cannot go on together is refused by all, before anything moves; and all can go on with something else."""
+    """Check that all processes refuse an invalid step before any state moves, and can then run another step."""
     batch = next(batches(rank, 1))
     folder = Path(sys.argv[4]).parent
 
     def one(budget: str = "1GiB", **settings: Any) -> Any:
-        model, optimizer = wrapped(**settings)
+        model, optimizer = make_ddp_model(**settings)
         return outofcore.compile(plain(model, optimizer), model, optimizer, budget=budget, home=folder)
 
     refused(InputError, "differ in budget: 768 MiB", lambda: one("1GiB" if rank == 0 else "768MiB")(*batch))
@@ -233,16 +232,16 @@ def refusals(rank: int) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(64, 16 if rank else 8)
 
-    def mixed(x: Tensor) -> Tensor:
+    def reduce_output(x: Tensor) -> Tensor:
         dist.all_reduce(y := layer(x).detach())
         return y
 
-    step = outofcore.compile(mixed, layer, budget="64MiB", home=folder)
+    step = outofcore.compile(reduce_output, layer, budget="64MiB", home=folder)
     refused(InputError, "have different models: model.weight is float32 of shape (16, 64)", lambda: step(batch[0]))
 
     layer = nn.Linear(64, 8)
 
-    def ordered(x: Tensor, first: bool) -> Tensor:
+    def reduce_and_broadcast(x: Tensor, first: bool) -> Tensor:
         y, z = layer(x).detach(), x.clone()
         if first:
             dist.all_reduce(y)
@@ -251,7 +250,7 @@ def refusals(rank: int) -> None:
             dist.all_reduce(y)
         return y + z.sum()
 
-    step = outofcore.compile(ordered, layer, budget="64MiB", home=folder)
+    step = outofcore.compile(reduce_and_broadcast, layer, budget="64MiB", home=folder)
     text = "run different collectives: number 0 is broadcast (from rank 0) of 262144 bytes of float32 among 2 processes"
     refused(StateError, text, lambda: step(batch[0], rank == 0))
     for first in (True, False):
@@ -295,12 +294,12 @@ def refusals(rank: int) -> None:
 
 
 def death(rank: int) -> None:
-    """A process that ends in mid-step ends the others', with the model as it was before the step."""
-    ends = {"now": False}
+    """Check that the death of a process in mid-step ends the step of the others and leaves the model unchanged."""
+    state = {"now": False}
 
     @torch.library.custom_op("together::maybe_end", mutates_args=())
     def maybe_end(x: Tensor) -> Tensor:
-        if ends["now"]:
+        if state["now"]:
             os._exit(3)
         return x.clone()
 
@@ -309,33 +308,33 @@ def death(rank: int) -> None:
         return torch.empty_like(x)
 
     maybe_end.register_autograd(lambda ctx, gradient: maybe_end(gradient))
-    model, optimizer = wrapped()
+    model, optimizer = make_ddp_model()
 
     class Around(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return maybe_end(model(maybe_end(x)))
 
-    step = outofcore.compile(plain_of(Around(), model, optimizer), model, optimizer, budget="1GiB", home="host")
-    found = list(batches(rank, 4))
-    for batch in found[:3]:
+    step = outofcore.compile(make_step_of(Around(), model, optimizer), model, optimizer, budget="1GiB", home="host")
+    all_batches = list(batches(rank, 4))
+    for batch in all_batches[:3]:
         step(*batch)
     before = tensors(model, optimizer)
-    ends["now"] = rank == 1
+    state["now"] = rank == 1
     try:
-        step(*found[3])
+        step(*all_batches[3])
     except CommunicationError as error:
-        told = [str(error), *error.__notes__]
+        messages = [str(error), *error.__notes__]
     else:
-        raise AssertionError("the other process ended, and nothing was raised")
-    assert "all_reduce (sum)" in told[0] or "broadcast" in told[0], told
-    assert any("as they were before this step" in note for note in told[1:]), told
+        raise AssertionError("the other process ended, but no error was raised")
+    assert "all_reduce (sum)" in messages[0] or "broadcast" in messages[0], messages
+    assert any("as they were before this step" in note for note in messages[1:]), messages
     same(tensors(model, optimizer), before, "after the other process had ended")
-    refused(StateError, "out of step with them", lambda: step(*found[3]))
+    refused(StateError, "out of step with them", lambda: step(*all_batches[3]))
     step.close()
     same(tensors(model, optimizer), before, "closed after the other process had ended")
 
 
-def plain_of(run: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+def make_step_of(run: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = nn.functional.cross_entropy(run(x), y)
         loss.backward()
@@ -347,15 +346,14 @@ def plain_of(run: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer)
 
 
 def main(*scenarios: Callable[[int], None]) -> None:
-    """Be one process of the scenario that the command line names."""
     scenario, rank, processes, store = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=processes, timeout=timedelta(seconds=60)
     )
-    {found.__name__: found for found in scenarios}[scenario](rank)
+    {function.__name__: function for function in scenarios}[scenario](rank)
     print("same", flush=True)
-    # Threads of the group may be at work until the interpreter has ended, and then abort it.
+    # Threads of the process group may still run while the interpreter ends, and abort it.
     os._exit(0)
 
 
