@@ -309,7 +309,10 @@ def _sharing_group(shard: ProcessGroup | bool | None, dynamic: bool | None, kern
     if not isinstance(group, torch.distributed.ProcessGroup):
         raise InputError(f"shard must be a process group of torch.distributed or True, not {type(group).__name__}")
     if dynamic or kernels != "eager":
-        raise InputError("processes that share a model follow one plan: with 'shard' leave 'dynamic' and 'kernels' out")
+        raise InputError(
+            "'shard' cannot be combined with 'dynamic' or 'kernels': all processes run one common plan of PyTorch's own "
+            "kernels; leave these options out"
+        )
     return group if group.size() > 1 else None
 
 

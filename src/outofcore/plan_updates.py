@@ -210,7 +210,10 @@ class PlanKeeper:
         return True
 
     def plan_for_surges(self, entry: KnownStep, *, must_grow: bool) -> None:
-        """Plan a step again for surges; raise ``TooSmallError`` if it ``must_grow`` and no plan has room."""
+        """Plan a step again if ops have requested more memory than its plan expects (a surge).
+
+        Raises ``TooSmallError`` if the step ``must_grow`` and no plan had room for its surges.
+        """
         if entry.surges != self._surge_count:
             has_own_surges, entry.surges = entry.surges < 0, self._surge_count
             step = entry.wanted or entry.step

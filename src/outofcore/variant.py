@@ -242,7 +242,10 @@ def _quicker(step: Plans[P], planned: P, room: int) -> P:
 
 
 def _later_refusal(step: Plans[P], planned: P, room: int) -> BudgetError | None:
-    """Return the refusal of later calls; None if they fit in this variant or, if it is whole, in a split."""
+    """Return why later calls will not fit into ``room``; None if they fit.
+
+    They keep the split of this plan. Without one they may use the lowest-memory variant or any split.
+    """
     if planned.arena_bytes + step.added_bytes <= room:
         return None
     # Later calls choose their own variant; if ops are whole, LOWEST_MEMORY is always possible.

@@ -60,7 +60,7 @@ class StepGradients:
             state.lay(binding.key, self._captured.values[binding.value])
 
     def show(self, arena: Memory, results: dict[int, torch.Tensor]) -> None:
-        """Set the user's ``.grad`` after a step; ``results`` has small gradients by storage."""
+        """Set or clear the user's ``.grad`` after a step; ``results`` has small gradients by storage."""
         for index, (parameter, state) in self._left.items():
             value = self._captured.values[index]
             if index in self._staying:

@@ -212,7 +212,7 @@ def open_backend(device: str | torch.device | None, *, replay: Replaying = True)
         return CpuBackend(replay=bool(replay))
     if parsed.type == "cuda":
         return CudaBackend(parsed, replay=replay)
-    raise InputError(f"steps run on the CPU and on CUDA devices, and device={str(parsed)!r} was asked for")
+    raise InputError(f"device={str(parsed)!r} is not supported; use 'cpu' or a CUDA device")
 
 
 def _begin_vector_math() -> None:

@@ -499,7 +499,9 @@ def _schema(package: Any, domain: str, name: str, version: int) -> Any:
 
 def _check_schema(reading: _Reading, node: Node, schema: Any) -> None:
     if schema.deprecated:
-        raise InputError(f"{node} was removed from the standard; convert the model with onnx.version_converter")
+        raise InputError(
+            f"{node}: ONNX has removed this operator; convert the model to a newer opset with onnx.version_converter"
+        )
     for name, value in node.attributes.items():
         if name not in schema.attributes:
             if node.domain == "":

@@ -92,7 +92,10 @@ class Attempts:
 
 
 def _stuck(program: Program, budget: int, n: int) -> _Stuck:
-    """Return the op ranges of blocks above the budget, the excess, and the storage (-1: a small part)."""
+    """Return, for each block that ends above the budget, its ops, the bytes above the budget, and its storage.
+
+    The storage is -1 unless the block is large and sticks out by most of its own size.
+    """
     op_at: list[int] = []  # for each instruction, the op that runs first at it or after it
     upcoming = n
     for instruction in reversed(program.instructions):

@@ -421,7 +421,7 @@ Same = Callable[[torch.Tensor, Any], bool]
 
 
 class Trial:
-    """A range of an op and its parts on the same random numbers, which differ in each draw."""
+    """Runs a range of an op as a whole and in parts, on equal random inputs; each draw makes new ones."""
 
     def __init__(
         self, check: Claim, values: Sequence[Value], device: torch.device, stretch: Stretch, draw: int = 0

@@ -284,6 +284,7 @@ class _Bench:
             return workspace_layout(recorder.events, pointers, captured.alignment)
 
     def _check(self, op: Op, leaves: Sequence[object]) -> None:
+        """Refuse an op whose kernel returned other tensors than the capture recorded."""
         for difference in differences(self._captured, op, leaves):
             if difference.survived:
                 _log.info(

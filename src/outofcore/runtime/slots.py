@@ -227,5 +227,7 @@ def needed_bytes(graph: StepGraph, costs: Costs, program: Program) -> list[int]:
 def _turns(graph: StepGraph, costs: Costs, program: Program) -> list[Turn]:
     order = turns(graph, costs, program)
     if order is None:
-        raise GraphError("the program copies more to a home than it holds; send less there, or give it more bytes")
+        raise GraphError(
+            "the plan needs more bytes at a home than its capacity; give the home more bytes, or plan fewer evictions to it"
+        )
     return order

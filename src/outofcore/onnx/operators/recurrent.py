@@ -115,6 +115,7 @@ class Recurrence:
     linear_before_reset: int = 0
 
     def functions(self, count: int) -> list[list[Callable[[Tensor], Tensor]]]:
+        """Return the activation functions of each of ``count`` directions."""
         defaults = _CELLS[self.op].activations
         alpha, beta = list(self.activation_alpha), list(self.activation_beta)
         functions: list[Callable[[Tensor], Tensor]] = []
