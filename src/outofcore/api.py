@@ -310,8 +310,8 @@ def _sharing_group(shard: ProcessGroup | bool | None, dynamic: bool | None, kern
         raise InputError(f"shard must be a process group of torch.distributed or True, not {type(group).__name__}")
     if dynamic or kernels != "eager":
         raise InputError(
-            "'shard' cannot be combined with 'dynamic' or 'kernels': all processes run one common plan of PyTorch's own "
-            "kernels; leave these options out"
+            "shard= cannot be combined with dynamic= or kernels=: all processes run one plan of PyTorch's own kernels; "
+            "leave these options out"
         )
     return group if group.size() > 1 else None
 

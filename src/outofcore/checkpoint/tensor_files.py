@@ -125,8 +125,8 @@ def read_header(path: Path) -> TensorFile:
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.begin != end or entry.end - entry.begin != math.prod(entry.shape) * entry.dtype.itemsize:
             raise InputError(
-                f"{path} is damaged: {entry.name} has bytes {entry.begin} to {entry.end}, which do not follow the previous "
-                f"tensor or do not match the shape {list(entry.shape)}; use another copy of the file"
+                f"{path} is damaged: {entry.name} has bytes {entry.begin} to {entry.end}, which do not follow the "
+                f"previous tensor or do not match the shape {list(entry.shape)}; use another copy of the file"
             )
         end = entry.end
     if end != total:

@@ -78,7 +78,8 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
     room = room_at_homes(graph, costs, program) if costs is not None else {}
     if room is None:
         raise GraphError(
-            "the plan needs more bytes at a home than its capacity; give the home more bytes, or plan fewer evictions to it"
+            "the plan needs more bytes at a home than its capacity; give the home more bytes, or plan fewer evictions "
+            "to it"
         )
     lanes = _lanes(program)
     numbers = {lane: number for number, lane in enumerate(lanes)}

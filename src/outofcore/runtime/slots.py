@@ -228,6 +228,7 @@ def _turns(graph: StepGraph, costs: Costs, program: Program) -> list[Turn]:
     order = turns(graph, costs, program)
     if order is None:
         raise GraphError(
-            "the plan needs more bytes at a home than its capacity; give the home more bytes, or plan fewer evictions to it"
+            "the plan needs more bytes at a home than its capacity; give the home more bytes, or plan fewer evictions "
+            "to it"
         )
     return order
