@@ -98,8 +98,8 @@ def swept(model: str, graph: StepGraph, costs: Costs, count: int) -> None:
 
 
 def main(
-    model: Annotated[list[str] | None, typer.Option(help="May be given several times.")] = None,
-    graphs: Annotated[Path | None, typer.Option(help="A folder that keeps the graph files.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable. [default: all]")] = None,
+    graphs: Annotated[Path | None, typer.Option(help="Folder for graph files, written and reused.")] = None,
     sweep: Annotated[int, typer.Option(help="Budgets to plan at; 0: compare policies instead.")] = 0,
 ) -> None:
     """Print for each step its ops and smallest budget, then steps and planning's processor time; or sweep."""

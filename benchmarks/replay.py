@@ -121,8 +121,10 @@ def _measure(name: str, rounds: int) -> dict[str, Any]:
 
 
 def main(
-    rounds: Annotated[int, typer.Option(min=10, help="in which each way runs a step")] = 400,
-    date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
+    rounds: Annotated[
+        int, typer.Option(min=10, help="Number of rounds; each contender runs one step per round.")
+    ] = 400,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
 ) -> None:
     """Measure, print a table, and write the numbers to benchmarks/results/replay.json."""
     rows = [_measure(name, rounds) for name in ("mlp", "cnn", *_GPTS)]

@@ -147,7 +147,7 @@ def main(
     *,
     steps: Annotated[int, typer.Option(min=1, help="Of each loop.")] = 40,
     share: Annotated[float, typer.Option(help="Of the peak, as the budget.")] = 0.5,
-    date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
     one: Annotated[str | None, typer.Option(hidden=True)] = None,
     budget: Annotated[int, typer.Option(hidden=True)] = 0,
 ) -> None:

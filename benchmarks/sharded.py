@@ -260,14 +260,16 @@ def _print(rows: Mapping[str, Mapping[str, Any]]) -> None:
 
 def main(
     *,
-    option: Annotated[list[str] | None, typer.Option(help="An option of the zoo, as name=value.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="Model option of the zoo, as name=value; repeatable.")
+    ] = None,
     processes: Annotated[int, typer.Option(min=2, help="How many for each way.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Steps of each.")] = 15,
     share: Annotated[float, typer.Option(help="Of the arena that holds everything, as the budget.")] = 0.5,
-    small: Annotated[bool, typer.Option("--small", help="A tiny model: to see that it runs.")] = False,
+    small: Annotated[bool, typer.Option("--small", help="Run a tiny model, as a smoke test.")] = False,
     without_fsdp2: Annotated[bool, typer.Option("--without-fsdp2", help="Leave the peer out.")] = False,
-    results: Annotated[Path | None, typer.Option(help="A folder for the numbers.")] = None,
-    date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
+    results: Annotated[Path | None, typer.Option(help="Folder for the result file.")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
     one: Annotated[int | None, typer.Option(hidden=True)] = None,
     given: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:

@@ -341,7 +341,9 @@ def compare(policies: Sequence[str]) -> list[dict[str, object]]:
 
 def main(
     again: Annotated[bool, typer.Option("--write", help="Make the instances anew, and find their optima.")] = False,
-    policies: Annotated[str, typer.Option(help="With commas between.")] = "auto,pooch,tflms,superneurons",
+    policies: Annotated[
+        str, typer.Option(help="Planning policies, separated by commas.")
+    ] = "auto,pooch,tflms,superneurons",
 ) -> None:
     """Compare policies with the optimum."""
     console = Console()

@@ -67,7 +67,7 @@ def main(
     context: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 256,
     batch: Annotated[int, typer.Option(help="Sequences in a batch.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Steps to train, half of them after the checkpoint.")] = 6,
-    policy: Annotated[str, typer.Option(help="How to plan.")] = "auto",
+    policy: Annotated[str, typer.Option(help="Planning policy.")] = "auto",
     in_core: Annotated[bool, typer.Option("--in-core", help="Train in plain PyTorch as well, to compare.")] = False,
     name: Annotated[str, typer.Option(help="Of the result.")] = "state",
     date: Annotated[str | None, typer.Option(help="To be written into the result.")] = None,

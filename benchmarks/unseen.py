@@ -155,17 +155,17 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Table:
 
 def main(
     *,
-    model: Annotated[list[str] | None, typer.Option(help="May be given several times; by default all.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable. [default: all]")] = None,
     fraction: Annotated[
         list[float] | None, typer.Option(help="What budgets are parts of, over budget. [default: 2, 4]")
     ] = None,
     of: Annotated[Whole, typer.Option(help="What budgets are parts of.")] = Whole.EAGER,
     policy: Annotated[list[str] | None, typer.Option(help="How to plan. [default: auto]")] = None,
-    rounds: Annotated[int, typer.Option(help="Steps of each process.")] = 55,
+    rounds: Annotated[int, typer.Option(help="Number of steps per process.")] = 55,
     warm_up: Annotated[int, typer.Option(help="Of these, steps that do not count.")] = 35,
-    home: Annotated[str, typer.Option(help="disk, host or a folder on a disk.")] = "disk",
+    home: Annotated[str, typer.Option(help="Home: disk, host, or a folder on a disk.")] = "disk",
     noise: Annotated[bool, typer.Option(help="Keep a core busy now and then, early on.")] = False,
-    date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
 ) -> None:
     """Measure, print a table for each model and the medians, and write results/unseen.json or unseen-noise.json."""
     found: dict[str, Any] = {}

@@ -101,10 +101,10 @@ def _measure(model: str, parts: list[float], rounds: int) -> list[dict[str, Any]
 
 def main(
     *,
-    model: Annotated[list[str] | None, typer.Option(help="May be given several times; by default all.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable. [default: all]")] = None,
     part: Annotated[list[float] | None, typer.Option(help="Budgets are these parts. [default: 2, 4]")] = None,
     rounds: Annotated[int, typer.Option(min=5, help="In which each step runs once.")] = 40,
-    date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
 ) -> None:
     """Measure, print tables, and write the numbers to benchmarks/results/updates.json."""
     found: list[dict[str, Any]] = []
