@@ -208,9 +208,7 @@ def _measure(model: str, options: dict[str, Any], settings: Asked, base: int) ->
                 name = f"{title}, {format_bytes(budget)}"
                 free = available_memory_bytes()
                 if free is not None and free < budget + _BESIDE:
-                    missing[name] = (
-                        f"not run: {format_bytes(free)} of memory are free, less than its budget plus {format_bytes(_BESIDE)}"
-                    )
+                    missing[name] = f"not run: only {format_bytes(free)} of memory are free next to the other processes"
                     return
                 start(Entry(tool, name, replace(spec, mode=OURS, budget=budget, kernels=kernels), None, _OUR_WARM_UP))
 
