@@ -32,7 +32,7 @@ class Fluid:
         limit: bytes for large blocks.
         sizes: placed bytes of each storage; 0 for small and constant storages.
         in_seconds: copy-in seconds of each storage; 0 without homes.
-        out_seconds: copy-out seconds, likewise 0.
+        out_seconds: copy-out seconds of each storage; 0 without homes.
         left: seconds of each op and all later ops.
         next_use: first use of each storage from each op on, or the number of ops.
         gaps: gap by storage and starting op.
