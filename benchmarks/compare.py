@@ -1,7 +1,7 @@
 """Compare every policy on every zoo model at every budget: is ``auto`` ever slower than another policy?
 
-Each model is captured once, in a separate process, as a graph file; ``--graphs`` keeps the files. Nothing is run: costs
-are estimates for the devices of ``outofcore.presets`` (``--gpu``), and the results say so. ``--model`` also accepts
+Each model is captured once, in a separate process, as a graph file; ``--graphs`` keeps the files. No step is run: costs
+are estimates for the devices of ``outofcore.presets`` (``--gpu``), as the results state. ``--model`` also accepts
 bert, gpt2, llama, qwen, t5 and vit of ``_transformers.py``. The budgets are those of ``outofcore plan --compare``.
 """
 

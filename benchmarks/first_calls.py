@@ -129,14 +129,14 @@ def _timed_captures(compiled: outofcore.Step[..., Any]) -> list[tuple[float, flo
     planner, times = compiled._session.planner, []
     capture = planner.capture
 
-    def timed(*call: Any) -> Any:
+    def capture_timed(*call: Any) -> Any:
         start, processor = time.perf_counter(), time.process_time()
         try:
             return capture(*call)
         finally:
             times.append((time.perf_counter() - start, time.process_time() - processor))
 
-    planner.capture = timed
+    planner.capture = capture_timed
     return times
 
 

@@ -42,7 +42,7 @@ class Result:
 
 def plan(path: Path, published: float) -> Result:
     """Plan one instance in this process."""
-    from outofcore.errors import ValidationError  # noqa: PLC0415  (the parent plans nothing)
+    from outofcore.errors import ValidationError  # noqa: PLC0415  (not needed in the parent)
     from outofcore.graphfile import read_graph  # noqa: PLC0415
     from outofcore.planning import lower_bound_seconds, plan_step  # noqa: PLC0415
     from outofcore.validator import validate  # noqa: PLC0415

@@ -1,6 +1,6 @@
 """Plan steps without homes, so that evicted storages are recomputed.
 
-Steps are captured once each, in a separate process, with preset device costs; nothing is run. ``--graphs`` keeps the
+Steps are captured once each, in a separate process, with preset device costs; no step is run. ``--graphs`` keeps the
 graph files. Each step is planned at its smallest budget and at fractions of its in-core budget, and every plan is
 validated.
 

@@ -64,18 +64,18 @@ def _measured(name: str, model: str, options: dict[str, Any], rounds: int) -> di
     prototype, stream = work.build(), work.batches()
     batches = [next(stream) for _ in range(2)]
 
-    def made() -> tuple[Callable[..., Any], Any, Any]:
+    def build() -> tuple[Callable[..., Any], Any, Any]:
         network = copy.deepcopy(prototype)
         optimizer = work.optimizer(network)
         return work.make_step(network, optimizer), network, optimizer
 
     split_modes: tuple[Literal["off", "exact"], ...] = ("off", "exact")
-    budgets = {mode: outofcore.smallest_budget(*made(), inputs=batches[0], split=mode) for mode in split_modes}
-    without_ranges = _without_ranges(*made(), inputs=batches[0])
-    contenders: dict[str, Callable[..., Any]] = {"eager": made()[0]}
+    budgets = {mode: outofcore.smallest_budget(*build(), inputs=batches[0], split=mode) for mode in split_modes}
+    without_ranges = _without_ranges(*build(), inputs=batches[0])
+    contenders: dict[str, Callable[..., Any]] = {"eager": build()[0]}
     compiled_steps: dict[str, Any] = {}
     for split in split_modes:
-        step, network, optimizer = made()
+        step, network, optimizer = build()
         compiled_steps[split] = contenders[split] = outofcore.compile(
             step, network, optimizer, budget=budgets[split], split=split, dynamic=False
         )

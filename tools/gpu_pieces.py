@@ -774,7 +774,7 @@ def half(mode: str, small: bool) -> Found:
     return {**result, "say": say if stats.planned_ops else f"ON DEMAND, no plan: {say}"}
 
 
-# Part 11: what kernels return
+# Part 11: results of kernels
 
 
 def fakes(name: str, small: bool) -> Found:
@@ -1024,8 +1024,10 @@ def _bits_with_kernels(name: str, small: bool) -> Found:
     say = (
         f"equal in core and at half, {results['in core']['kernels']} ops of {results['in core']['distinct']} kernels, "
     )
-    say += f"{results['at half']['off_plan']} unplanned requests; "
-    say += f"losses differ by {relative_errors[0]:.0e} to {max(relative_errors):.0e} from PyTorch's kernels; "
+    say += (
+        f"{results['at half']['off_plan']} unplanned requests; "
+        f"losses differ by {relative_errors[0]:.0e} to {max(relative_errors):.0e} from PyTorch's kernels; "
+    )
     durations = ", ".join(
         f"{label_of_run} {results[label_of_run]['seconds']:.0f} s"
         for label_of_run in ("in core", "at half", "own kernels")

@@ -6,7 +6,7 @@
 
 All times are simulated. Op costs are a roofline over a preset's peak rates, and links carry both directions
 concurrently; see ``outofcore.presets``. An optimizer update is one op that reads and writes each of its bytes once.
-Unavailable published figures are not guessed; the cell says so.
+Unavailable published figures are not guessed; their cells state it.
 """
 
 from __future__ import annotations
@@ -479,7 +479,7 @@ _REMEDIES = {
 
 
 def recommend_work(row: dict[str, Any]) -> str:
-    """Return what would have to be built to beat the rival, in a few sentences."""
+    """Recommend work that would beat the rival, in a few sentences."""
     text = _recommend(row)
     bytes_out = row["moved"].get("parameter", (0, 0))[0] if row.get("frozen") and "moved" in row else 0
     if bytes_out > _MUCH * row.get("bytes_out", 0):

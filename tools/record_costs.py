@@ -143,10 +143,11 @@ def _fixed_link(home: HomeStore, **_: object) -> LinkReport:
 
 
 def _judged_as_predicted(judge: Callable[..., None]) -> Callable[..., None]:
-    def judged(self: Any, known_step: Any, _: Any) -> None:
+
+    def judge_predicted(self: Any, known_step: Any, _: Any) -> None:
         judge(self, known_step, known_step.step.planned.timeline)
 
-    return judged
+    return judge_predicted
 
 
 def _fixed_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:

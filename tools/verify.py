@@ -86,7 +86,7 @@ class Side:
 
 
 def mask(line: str) -> str:
-    """Replace what depends on the clock, and temporary folders.
+    """Mask times and temporary folders in a line of output.
 
     >>> mask("iter 5: loss 3.4441, time 17119.93ms, mfu 0.01%")
     'iter 5: loss 3.4441, time Tms, mfu T'

@@ -166,12 +166,12 @@ class Fluid:
         op, history = moment.op, self.history
         current = {s: (s, history.version_at(s, op)) for s in dropped}
 
-        def held(content: Content) -> bool:
+        def is_available(content: Content) -> bool:
             storage, version = content
             is_here = moment.places[storage] is Place.HERE and version == history.version_at(storage, op)
             return is_here or moment.home[storage] == version
 
-        runs = replay(history, [current[s] for s in due], held)
+        runs = replay(history, [current[s] for s in due], is_available)
         created = {content for index in runs for content in history.makes(self.graph.ops[index])}
         byproducts = [s for s in dropped if s not in due and current[s] in created]
         for choice in product((True, False), repeat=len(byproducts)):
