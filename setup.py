@@ -1,8 +1,8 @@
-"""Compile into wheels the C++ that does not need CUDA; everything else is in pyproject.toml.
+"""Compile the C++ that does not need CUDA into wheels; everything else is in pyproject.toml.
 
-What needs PyTorch is compiled if that can be imported here, as where a wheel is built without isolation; only with the
-same version of PyTorch the library is used. Without a compiler a wheel has the sources alone, and an editable
-installation always: they are compiled on first use.
+The library that needs PyTorch is compiled only if PyTorch can be imported, as in a build without isolation, and is used
+only with the same PyTorch version. A wheel built without a compiler, and an editable installation, contain only
+sources, which are compiled on first use.
 """
 
 import importlib
@@ -23,15 +23,15 @@ SOURCES = ("capture/reads.cpp", "planning/placement/placement.cpp", "planning/re
 
 
 class Package(Distribution):
-    """The package, with libraries if there is a compiler."""
+    """A package that contains libraries if there is a compiler."""
 
     def has_ext_modules(self) -> bool:
-        """Whether a wheel is for one platform."""
+        """Return whether the wheel is platform-specific."""
         return any(map(shutil.which, COMPILERS))
 
 
 class BuildLibraries(build_py):
-    """Builds the libraries beside their sources."""
+    """Builds the libraries next to their sources."""
 
     def run(self) -> None:
         """Copy the package and compile."""
@@ -49,7 +49,7 @@ class BuildLibraries(build_py):
 
 
 class PlatformWheel(bdist_wheel):
-    """A wheel for any Python: the libraries are loaded by ctypes."""
+    """A wheel for any Python version: the libraries are loaded with ctypes."""
 
     def get_tag(self) -> tuple[str, str, str]:
         """Return the tags for Python, its ABI and the platform."""

@@ -1,7 +1,7 @@
-"""Workloads that the library's zoo has not, with random weights and data.
+"""Workloads with random weights and data that the library's zoo does not have.
 
-BERT for sequence classification, of Hugging Face's transformers, and ``narrow``: thousands of layers of 64 KiB, a step
-of which is all overhead.
+BERT for sequence classification (Hugging Face), and ``narrow``: thousands of layers of 64 KiB, dominated by overhead
+per op.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LABELS = 2
 
 
 def workload(model: str, options: Mapping[str, Any]) -> Workload:
-    """A workload of the zoo, or one of those here, in ``_texts.py`` or in ``_unseen.py``."""
+    """Return a workload from the zoo, from this file, from ``_texts.py`` or from ``_unseen.py``."""
     if model in TASKS:
         return texts(model, options)
     if model in UNSEEN:
@@ -57,7 +57,7 @@ def _bert(options: ZooOptions) -> Workload:
     dropout = 0.1 if options.dropout is None else options.dropout
 
     def network() -> nn.Module:
-        from transformers import BertConfig, BertForSequenceClassification  # noqa: PLC0415 - slow, and this one's only
+        from transformers import BertConfig, BertForSequenceClassification  # noqa: PLC0415 - slow to import
 
         return BertForSequenceClassification(
             BertConfig(

@@ -1,4 +1,4 @@
-"""What is checkpointed when models are trained in the ways that PyTorch itself offers."""
+"""Activation checkpointing of the benchmarks' models with PyTorch's own tools."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.utils import checkpoint as checkpointing
 
 from outofcore.errors import InputError
 
-# The blocks of the models of the benchmarks: by their class, or by the list that they stand in.
+# Blocks of the benchmarks' models, by class name or by the name of the list that contains them.
 _BLOCKS = frozenset({"BasicBlock", "BertLayer", "Block", "Bottleneck", "T5Block"})
 _LISTS_OF_BLOCKS = frozenset({"down", "merge"})
-# What selective checkpointing keeps: the results of products, which cost most to compute again; of fused attention,
-# those of each kernel that PyTorch chooses from (on recent GPUs that of cuDNN).
+# Selective checkpointing saves the results of matrix products and of fused attention, which are expensive to recompute.
+# PyTorch chooses among several attention kernels (cuDNN's on recent GPUs).
 _ATTENTION = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 _PRODUCTS = tuple(
     getattr(torch.ops.aten, name).default
@@ -25,42 +25,44 @@ _PRODUCTS = tuple(
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The parts of a model that one would checkpoint, each with one tensor as its first argument.
+    """Return the modules to checkpoint, each with one tensor as its first argument.
 
     Raises:
-        InputError: none are known of such a model.
+        InputError: this file lists no block class for the model.
     """
-    found = [
+    blocks = [
         module
         for name, module in model.named_modules()
         if type(module).__name__ in _BLOCKS or name.rpartition(".")[0] in _LISTS_OF_BLOCKS
     ]
-    if not found:
-        raise InputError(f"no blocks are known of a {type(model).__name__}; name their class in benchmarks/_blocks.py")
-    return found
+    if not blocks:
+        raise InputError(
+            f"{type(model).__name__} has no known blocks to checkpoint; add their class to benchmarks/_blocks.py"
+        )
+    return blocks
 
 
 def checkpoint_blocks(model: nn.Module, *, selective: bool = False) -> None:
-    """Let each block keep its input alone, and run once more in the backward pass."""
-    more: dict[str, Any] = {}
+    """Checkpoint each block: save only its input, and run it again in the backward pass."""
+    options: dict[str, Any] = {}
     if selective:
-        more["context_fn"] = functools.partial(checkpointing.create_selective_checkpoint_contexts, list(_PRODUCTS))
+        options["context_fn"] = functools.partial(checkpointing.create_selective_checkpoint_contexts, list(_PRODUCTS))
     for block in blocks_of(model):
-        block.forward = functools.partial(checkpointing.checkpoint, block.forward, use_reentrant=False, **more)
+        block.forward = functools.partial(checkpointing.checkpoint, block.forward, use_reentrant=False, **options)
 
 
 def checkpoint_chains(model: nn.Module, segments: int) -> None:
-    """Run each chain of the model by ``torch.utils.checkpoint.checkpoint_sequential``, in so many segments.
+    """Run each chain of the model in ``segments`` segments with ``checkpoint_sequential``.
 
-    A chain is the longest row of blocks that follow upon each other; where blocks do not (as in a U-Net, with its
-    shortcuts), the layers of each block. The last segment of a chain is never checkpointed: that is PyTorch's rule.
+    A chain is the longest run of consecutive blocks, or the layers of one block where blocks are not consecutive (a
+    U-Net). PyTorch never checkpoints the last segment.
 
     Raises:
-        InputError: no blocks are known of such a model.
+        InputError: the model has no known blocks.
     """
     blocks = set(blocks_of(model))
     chained: set[nn.Module] = set()
-    for module in list(model.modules()):  # those around others come first
+    for module in list(model.modules()):  # outer modules first
         if module in chained:
             continue
         links = _links(module)
@@ -68,8 +70,8 @@ def checkpoint_chains(model: nn.Module, segments: int) -> None:
             chained.update(module.modules())
             module.forward = functools.partial(_run, links, segments)
         elif isinstance(module, nn.ModuleList) and blocks.issuperset(module) and type(module[0]) is not nn.Sequential:
-            # As in models of transformers, which call the layers of a list in a loop, all with the same further
-            # arguments: the list is left with one layer that runs all of them.
+            # transformers models call the layers of a list in a loop with the same extra arguments. One layer that runs
+            # all of them replaces the list's content.
             chained.update(module.modules())
             chain = _Chain(list(module), segments)
             del module[1:]
@@ -77,7 +79,7 @@ def checkpoint_chains(model: nn.Module, segments: int) -> None:
 
 
 def _links(module: nn.Module) -> list[nn.Module]:
-    """The modules of a sequence, those of sequences in it among them."""
+    """Return the modules of a sequence, with nested sequences flattened."""
     if type(module) is not nn.Sequential:
         return [module]
     return [link for child in module for link in _links(child)]
@@ -93,8 +95,8 @@ class _Chain(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.segments = segments
 
-    def forward(self, x: Tensor, *rest: Any, **named: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         def link(layer: nn.Module) -> Callable[[Tensor], Tensor]:
-            return lambda hidden: layer(hidden, *rest, **named)
+            return lambda hidden: layer(hidden, *args, **kwargs)
 
         return _run([link(layer) for layer in self.layers], self.segments, x)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: worker processes that take turns, and the facts that belong to a result."""
+"""Worker processes that take turns, and the machine facts stored with each result."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ _TCMALLOC = "libtcmalloc_minimal.so.4"
 _LIBRARY_FOLDERS = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib")
 
 
-# The smallest model that trains: its process shows what the interpreter and its libraries take.
+# Smallest model that trains: its process measures the memory of the interpreter and its libraries.
 TINY = {"batch": 1, "layers": 1, "width": 64, "heads": 1, "context": 32}
-# What our process takes beyond its budget, at most.
+# Most that an outofcore process may use beyond its budget.
 _SLACK_SHARE, _SLACK_BYTES = 1.02, 64 * MIB
 
 
 class WorkerError(Exception):
-    """A worker could not do what it was told; the message is its own."""
+    """A worker process failed; the message is the worker's."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a worker trains, and how."""
+    """The workload and settings of one worker."""
 
     model: str
     options: Mapping[str, Any]
-    mode: str = "eager"  # or another that ``_worker.py`` knows
+    mode: str = "eager"  # or another mode of ``_worker.py``
     budget: int | None = None
     home: str = "disk"
     policy: str = "auto"
@@ -53,17 +53,17 @@ class Spec:
 
 @dataclass
 class Worker:
-    """A process that runs training steps on demand and otherwise sleeps; a context manager.
+    """A process that runs training steps on demand; a context manager.
 
-    Args:
-        name: for the results.
-        spec: what it trains.
-        preload: a shared library to load before all others.
-        limit: seconds that an answer may take before the process is killed; None: any time.
-        script: that it runs.
+    Attributes:
+        name: label in the results.
+        spec: the workload and settings.
+        preload: shared library for ``LD_PRELOAD``.
+        limit: seconds to wait for an answer before killing the process; None: no limit.
+        script: worker script to run.
 
     Raises:
-        WorkerError: it could not be set up.
+        WorkerError: the worker could not start.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Worker:
         self.close()
 
     def step(self) -> dict[str, Any]:
-        """Run one step and keep what it tells."""
+        """Run one step and record its measurements."""
         self.steps.append(self.ask("step"))
         return self.steps[-1]
 
@@ -120,7 +120,7 @@ class Worker:
         return self._answer()
 
     def close(self) -> None:
-        """Let the process end, and wait for that."""
+        """Close standard input and wait for the process to exit."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         if self._process.stdout is not None:
@@ -128,11 +128,11 @@ class Worker:
         self._process.wait()
 
     def median(self, key: str, skip: int) -> float:
-        """The median over all steps but the first ``skip``."""
+        """Return the median of a measurement, without the first ``skip`` steps."""
         return statistics.median(step[key] for step in self.steps[skip:])
 
     def columns(self) -> dict[str, list[Any]]:
-        """What all steps told, by name."""
+        """Return the measurements of all steps as lists by name."""
         return {key: [step[key] for step in self.steps] for key in self.steps[0]}
 
     def _answer(self) -> dict[str, Any]:
@@ -150,20 +150,20 @@ class Worker:
             raise WorkerError(f"{self.name}: ended with exit status {self._process.wait()}")
         content = json.loads(line)
         if "error" in content:
-            here = f"{RESULTS.parents[1]}{os.sep}"  # of no use to who reads the result
+            here = f"{RESULTS.parents[1]}{os.sep}"  # a path of this machine
             raise WorkerError(f"{self.name}: {content['error'].replace(here, '')}")
         return content
 
 
 def survey(spec: Spec) -> dict[str, Any]:
-    """What the workload needs, from a process of its own: ``in_core_budget`` and ``smallest_budget``, in bytes."""
-    asked = Spec(spec.model, spec.options, "survey", home=spec.home, kernels=spec.kernels)
-    with Worker("survey", asked) as worker:
+    """Return ``in_core_budget`` and ``smallest_budget`` in bytes, measured in a new process."""
+    survey_spec = Spec(spec.model, spec.options, "survey", home=spec.home, kernels=spec.kernels)
+    with Worker("survey", survey_spec) as worker:
         return worker.facts
 
 
 def peak_of(spec: Spec, steps: int) -> int:
-    """Bytes of the peak of a process after some steps."""
+    """Return the peak RSS in bytes of a process after ``steps`` steps."""
     with Worker("alone", spec) as worker:
         for _ in range(steps):
             worker.step()
@@ -171,38 +171,38 @@ def peak_of(spec: Spec, steps: int) -> int:
 
 
 def budget_below(peak: int) -> int:
-    """The budget with which our process stays below so many bytes above the process of a tiny model."""
+    """Return the budget that keeps an outofcore process below ``peak`` bytes above a tiny model's process."""
     return int((peak - _SLACK_BYTES) / _SLACK_SHARE)
 
 
 def take_turns(workers: Sequence[Worker], rounds: int) -> None:
-    """Let each worker run one step, in turn, so often; the one that begins changes from round to round.
+    """Run ``rounds`` steps in each worker, in turns; the first worker of a round rotates.
 
-    What slows the machine down for a while then slows all of them down alike.
+    Temporary slowdowns of the machine then affect all workers alike.
     """
     for number in range(rounds):
         first = number % len(workers)
         for worker in (*workers[first:], *workers[:first]):
             worker.step()
-        told = ", ".join(f"{worker.name} {worker.steps[-1]['seconds']:.3f} s" for worker in workers)
-        print(f"round {number + 1}/{rounds}: {told}", file=sys.stderr, flush=True)
+        progress = ", ".join(f"{worker.name} {worker.steps[-1]['seconds']:.3f} s" for worker in workers)
+        print(f"round {number + 1}/{rounds}: {progress}", file=sys.stderr, flush=True)
 
 
-def round_by_round(seconds: Sequence[float], others: Sequence[float]) -> float:
-    """One process's step time over another's: the median of their ratios in the rounds in which they took turns.
+def round_by_round(seconds: Sequence[float], reference: Sequence[float]) -> float:
+    """Return the median of the step-time ratios of two processes, paired by round.
 
-    A round in which the machine was slow was slow for both, which a ratio of two medians does not know.
+    Pairing cancels rounds in which the machine was slow for both; a ratio of medians would not.
     """
-    return statistics.median(a / b for a, b in zip(seconds, others, strict=True))
+    return statistics.median(a / b for a, b in zip(seconds, reference, strict=True))
 
 
 def console() -> Console:
-    """Standard output; wide enough for our tables where it is not a terminal and has no width of its own."""
+    """Return a console on standard output, 120 columns wide when it is not a terminal."""
     return Console(width=None if sys.stdout.isatty() else 120)
 
 
 def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
-    """Options of the zoo from ``name=value`` texts; values are JSON where they can be."""
+    """Parse ``name=value`` strings into options; values are JSON if they parse, else strings."""
     options: dict[str, Any] = {}
     for pair in pairs:
         name, _, text = pair.partition("=")
@@ -214,26 +214,26 @@ def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def find_tcmalloc() -> Path | None:
-    """The tcmalloc of the system (Debian: libtcmalloc-minimal4), if it is installed."""
+    """Return the path of the system's tcmalloc (Debian: libtcmalloc-minimal4), if installed."""
     for folder in map(Path, _LIBRARY_FOLDERS):
-        found = sorted([*folder.glob(_TCMALLOC), *folder.glob(f"*/{_TCMALLOC}")])
-        if found:
-            return found[0]
+        matches = sorted([*folder.glob(_TCMALLOC), *folder.glob(f"*/{_TCMALLOC}")])
+        if matches:
+            return matches[0]
     return None
 
 
 def circumstances(date: str | None) -> dict[str, Any]:
-    """When, by which command and on what machine something was measured; a folder of that machine is not named."""
-    given = ["FOLDER" if Path(each).is_absolute() else each for each in sys.argv[1:]]
+    """Return the date, command and machine of a measurement, with absolute paths replaced by FOLDER."""
+    args = ["FOLDER" if Path(arg).is_absolute() else arg for arg in sys.argv[1:]]
     return {
         "date": date or datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *given]),
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *args]),
         "machine": asdict(this_machine()),
     }
 
 
 def write_result(name: str, content: Mapping[str, Any], date: str | None, folder: Path = RESULTS) -> Path:
-    """Write a result beside the facts about the machine, as ``benchmarks/results/NAME.json``."""
+    """Write a result with the machine's facts to ``benchmarks/results/NAME.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     path.write_text(json.dumps({**circumstances(date), **content}, indent=1) + "\n", encoding="utf-8")
@@ -241,7 +241,7 @@ def write_result(name: str, content: Mapping[str, Any], date: str | None, folder
 
 
 def write_model(name: str, model: str, content: Mapping[str, Any], date: str | None) -> Path:
-    """Write what was found for one model; what the file holds of others stays, with its date and machine."""
+    """Write the result of one model; results of other models in the file keep their date and machine."""
     path = RESULTS / f"{name}.json"
     models: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")).get("models", {}) if path.exists() else {}
     models[model] = {**circumstances(date), **content}

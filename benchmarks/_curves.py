@@ -1,8 +1,7 @@
-"""Step time against memory as an SVG: a panel for each workload, a curve for each tool.
+"""Draw step time against memory as an SVG: one panel per workload, one curve per tool.
 
-Pure: the same numbers give the same text. It has a paper of its own and follows the reader's light or dark scheme;
-tools differ in colour and in the shape of their points, so that neither alone has to be told apart. Colours are those
-of Okabe and Ito (Color Universal Design, 2008).
+Deterministic. Follows the reader's light or dark scheme. Tools differ in colour and in marker shape. The palette is
+Okabe and Ito's (Color Universal Design, 2008).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from outofcore.units import GIB, MIB, format_bytes, format_seconds
 _WIDTH, _PANEL_HEIGHT, _MARGIN, _GAP = 960, 330, 24, 30
 _HEAD, _LEGEND_ROW, _BELOW_LEGEND = 70, 24, 16
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 68, 44
-# (light, dark), for the curves in their order.
+# (light, dark) for each curve, in order.
 _COLOURS = (
     ("#333333", "#dddddd"),
     ("#8a8a8a", "#9a9a9a"),
@@ -28,12 +27,12 @@ _COLOURS = (
 )
 _SHAPES = ("circle", "ring", "square", "triangle", "diamond", "circle")
 _HINT = "Each point is a process. Further left: less memory. Further down: faster."
-_LOG_FROM = 5.0  # largest over smallest step time from which the axis is logarithmic
+_LOG_FROM = 5.0  # the axis is logarithmic from this ratio of largest to smallest step time
 
 
 @dataclass(frozen=True)
 class Point:
-    """Bytes, seconds, and what ran there."""
+    """A measured run: bytes, seconds and its name."""
 
     x: float
     y: float
@@ -42,7 +41,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """One tool; ``strong`` is drawn thick and above the others."""
+    """The points of one tool; a ``strong`` curve is thick and drawn on top."""
 
     label: str
     points: tuple[Point, ...]
@@ -51,7 +50,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """One workload. All panels of a picture have the same curves in the same order; a curve may have no point."""
+    """One workload. All panels list the same curves in the same order; a curve may be empty."""
 
     title: str
     subtitle: str
@@ -59,11 +58,11 @@ class Panel:
 
 
 def draw(title: str, panels: Sequence[Panel]) -> str:
-    """The picture.
+    """Return the SVG text.
 
     Args:
-        title: in words, also for those who cannot see it.
-        panels: two stand in a row; curves beyond the sixth take the first colours again.
+        title: heading, also the accessible title.
+        panels: two per row; colours repeat after six curves.
     """
     columns = min(2, max(1, len(panels)))
     width = (_WIDTH - 2 * _MARGIN - (columns - 1) * _GAP) / columns
@@ -182,7 +181,7 @@ def _marker(index: int, x: float, y: float, words: str) -> str:
 
 
 def _ticks(end: float) -> list[float]:
-    """Round values from zero to an end, about five."""
+    """Return about five round values from zero to ``end``."""
     rough = end / 5
     power = 10 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough)
@@ -190,19 +189,19 @@ def _ticks(end: float) -> list[float]:
 
 
 def _in_words(panels: Sequence[Panel]) -> str:
-    told: list[str] = []
+    sentences: list[str] = []
     for panel in panels:
         runs = [
             f"{point.name} {format_seconds(point.y)} at {format_bytes(max(0, int(point.x)))}"
             for curve in panel.curves
             for point in curve.points
         ]
-        told.append(f"{panel.title}: {'; '.join(runs)}.")
-    return " ".join(told)
+        sentences.append(f"{panel.title}: {'; '.join(runs)}.")
+    return " ".join(sentences)
 
 
 def _style() -> str:
-    def scheme(which: int, paper: str, ink: str, dim: str, grid: str) -> str:
+    def scheme(index_of_scheme: int, paper: str, ink: str, dim: str, grid: str) -> str:
         rules = [
             f".paper{{fill:{paper}}}",
             f"text{{fill:{ink}}}",
@@ -211,7 +210,7 @@ def _style() -> str:
             f".axis{{stroke:{dim}}}",
         ]
         for index, colours in enumerate(_COLOURS):
-            colour = colours[which]
+            colour = colours[index_of_scheme]
             rules += [
                 f".line.c{index},.ring.c{index}{{stroke:{colour}}}",
                 f".circle.c{index},.point.c{index}{{fill:{colour}}}",

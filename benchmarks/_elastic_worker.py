@@ -1,6 +1,6 @@
-"""One process of an elastic training, started by torchrun: prints what its steps took, as JSON, if it is the first.
+"""Train elastically in one process started by torchrun; rank 0 prints its timings as JSON.
 
-torchrun … _elastic_worker.py OPTIONS, where OPTIONS is JSON.
+Usage: torchrun … _elastic_worker.py OPTIONS, where OPTIONS is JSON.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ def main() -> None:
         home=options["home"],
         update=work.make_update(model, optimizer),
     ) as run:
-        seen: list[dict[str, Any]] = []
+        recorded: list[dict[str, Any]] = []
         for _ in range(options["steps"]):
             batches = list(islice(stream, workers))
             run({worker: batches[worker] for worker in run.workers})
-            seen.append(asdict(run.stats))
-        found = hashlib.sha256()
+            recorded.append(asdict(run.stats))
+        digest = hashlib.sha256()
         for tensor in model.state_dict().values():
-            found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        everywhere = [told[options["warm_up"] :] for told in run._processes.gather(seen)]
+            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        stats_by_process = [steps[options["warm_up"] :] for steps in run._processes.gather(recorded)]
     if run.rank == 0:
-        steady = everywhere[0]
+        steady = stats_by_process[0]
         turns = len(steady[0]["turn_seconds"])
 
-        def slowest(what: Callable[[dict[str, Any]], float]) -> float:
-            """The median of the process in which it is the greatest."""
-            return max(statistics.median(what(one) for one in told) for told in everywhere)
+        def slowest(value_of: Callable[[dict[str, Any]], float]) -> float:
+            """Return the largest of the processes' medians."""
+            return max(statistics.median(value_of(stats) for stats in steps) for steps in stats_by_process)
 
         result = {
-            "step_seconds": statistics.median(one["seconds"] for one in steady),
-            # The first begins with what the update has left where it was, the second finds gradients.
-            "turn_seconds": [statistics.median(one["turn_seconds"][k] for one in steady) for k in range(turns)],
-            # All switches of a step together, in the process that they take longest in.
-            "switch_seconds": slowest(lambda one: one["switch_seconds"]),
-            "switch_share": slowest(lambda one: one["switch_seconds"] / one["seconds"]),
-            "sum_seconds": statistics.median(one["sum_seconds"] for one in steady),
-            "update_seconds": statistics.median(one["update_seconds"] for one in steady),
+            "step_seconds": statistics.median(stats["seconds"] for stats in steady),
+            # The first turn begins with the data that the update left on the device; the second already has gradients.
+            "turn_seconds": [statistics.median(stats["turn_seconds"][k] for stats in steady) for k in range(turns)],
+            # All switches of a step, in the process with the largest sum.
+            "switch_seconds": slowest(lambda stats: stats["switch_seconds"]),
+            "switch_share": slowest(lambda stats: stats["switch_seconds"] / stats["seconds"]),
+            "sum_seconds": statistics.median(stats["sum_seconds"] for stats in steady),
+            "update_seconds": statistics.median(stats["update_seconds"] for stats in steady),
             "gradient_bytes": steady[-1]["gradient_bytes"],
-            "bytes_sent": sum(told[-1]["bytes_sent"] for told in everywhere),
+            "bytes_sent": sum(steps[-1]["bytes_sent"] for steps in stats_by_process),
             "ring_bytes": steady[-1]["least_bytes"] * run.processes,
-            "bits": found.hexdigest(),
+            "bits": digest.hexdigest(),
         }
         print("RESULT " + json.dumps(result), flush=True)
 

@@ -1,4 +1,4 @@
-"""A process of ``generate.py``: writes the checkpoint, or generates text from it in one way."""
+"""Worker of ``generate.py``: writes the checkpoint, or generates text from it with one tool."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _VOCABULARY = 32000
 
 
 def _write(folder: Path, layers: int, width: int) -> None:
-    """A checkpoint, layer by layer, so that making it takes little memory."""
+    """Write a checkpoint layer by layer, to bound peak memory."""
     config = LlamaConfig(
         hidden_size=width,
         intermediate_size=width * 11 // 4,
@@ -63,28 +63,28 @@ def _write(folder: Path, layers: int, width: int) -> None:
 
 
 def _memory() -> dict[str, int]:
-    """Of this process, in KiB, by name."""
+    """Return the memory counters of this process in KiB, by name."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return {name: int(value.split()[0]) for name, value in (line.split(":") for line in lines if " kB" in line)}
 
 
-def _load(way: str, folder: Path, budget: int, scratch: str) -> Any:
+def _load(tool: str, folder: Path, budget: int, scratch: str) -> Any:
     options: dict[str, Any] = {"dtype": torch.bfloat16}
-    if way == "device_map":
+    if tool == "device_map":
         options |= {"device_map": "auto", "max_memory": {"cpu": budget}, "offload_folder": scratch}
     model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
-    if way == "disk_offload":
+    if tool == "disk_offload":
         disk_offload(model, scratch, execution_device=torch.device("cpu"), offload_buffers=True)
-    elif way == "cpu_offload":
+    elif tool == "cpu_offload":
         cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=True)
     return model
 
 
-def _work(way: str, folder: Path, budget: int, tokens: int) -> dict[str, Any]:
-    peak, done = [0], threading.Event()
+def _work(tool: str, folder: Path, budget: int, tokens: int) -> dict[str, Any]:
+    peak, stop = [0], threading.Event()
 
     def watch() -> None:
-        while not done.wait(0.02):
+        while not stop.wait(0.02):
             peak[0] = max(peak[0], _memory()["RssAnon"])
 
     before = _memory()["RssAnon"]
@@ -92,29 +92,31 @@ def _work(way: str, folder: Path, budget: int, tokens: int) -> dict[str, Any]:
     watcher.start()
     moments = [time.perf_counter()]
     with tempfile.TemporaryDirectory() as scratch:
-        model = _load(way, folder, budget, scratch)
+        model = _load(tool, folder, budget, scratch)
         loaded = time.perf_counter() - moments[0]
         model.register_forward_hook(lambda *_: moments.append(time.perf_counter()))
-        context = outofcore.budget(budget, model) if way == "outofcore" else contextlib.nullcontext()
+        context = outofcore.budget(budget, model) if tool == "outofcore" else contextlib.nullcontext()
         read: list[int] = []
         with context as run:
             if run is not None:
                 model.register_forward_hook(lambda *_: read.append(run.stats.fetched_bytes))
             prompt = torch.arange(1, 17)[None]
-            made = model.generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
+            output = model.generate(
+                prompt, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0
+            )
         stats = None if run is None else run.stats
         disk = sum(path.stat().st_size for path in Path(scratch).rglob("*") if path.is_file())
-    done.set()
+    stop.set()
     watcher.join()
-    each = [after - before for before, after in pairwise(moments)]
-    steady = each[_WARM_UP:]
+    token_seconds = [after - before for before, after in pairwise(moments)]
+    steady = token_seconds[_WARM_UP:]
     return {
-        "way": way,
-        "tokens": made[0].tolist(),
+        "way": tool,
+        "tokens": output[0].tolist(),
         "load_seconds": loaded,
-        "first_token_seconds": each[0],
+        "first_token_seconds": token_seconds[0],
         "token_seconds": statistics.median(steady),
-        "token_seconds_all": each,
+        "token_seconds_all": token_seconds,
         "anonymous_bytes": (max(peak[0], _memory()["RssAnon"]) - before) * 1024,
         "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "disk_bytes": disk + (0 if stats is None else stats.peak_home_bytes),
@@ -124,18 +126,18 @@ def _work(way: str, folder: Path, budget: int, tokens: int) -> dict[str, Any]:
 
 
 def main(
-    way: str,
+    tool: str,
     folder: Path,
     budget: Annotated[str, typer.Option()] = "1GiB",
     tokens: Annotated[int, typer.Option()] = 32,
     layers: Annotated[int, typer.Option()] = 22,
     width: Annotated[int, typer.Option()] = 4096,
 ) -> None:
-    """Write the checkpoint (``write``), or generate text in one of the ways and print what it took."""
-    if way == "write":
+    """Write the checkpoint (``write``), or generate text with one tool and print measurements."""
+    if tool == "write":
         _write(folder, layers, width)
     else:
-        print(json.dumps(_work(way, folder, parse_bytes(budget), tokens)))
+        print(json.dumps(_work(tool, folder, parse_bytes(budget), tokens)))
 
 
 if __name__ == "__main__":

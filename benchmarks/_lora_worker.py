@@ -1,8 +1,8 @@
-"""One process of the benchmark of adapters: trains LoRA on all linear layers of a Llama-shaped model, step by step.
+"""Worker of the adapter benchmark: trains LoRA on all linear layers of a Llama-shaped model.
 
-Its argument is JSON, as for ``_worker.py``: ``mode`` is "eager" (PEFT in core), "outofcore" (compiled, with the weights
-read where the files have them) or "followed" (the same loop in ``outofcore.budget``). It answers ``step`` and
-``report``. Called with ``--make FOLDER OPTIONS`` it writes a model of random weights instead.
+The argument is JSON, as for ``_worker.py``: ``mode`` is "eager" (PEFT in core), "outofcore" (compiled step, weights
+read from their files) or "followed" (eager loop in ``outofcore.budget``). Commands are ``step`` and ``report``.
+``--make FOLDER OPTIONS`` writes a model with random weights instead.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from outofcore.errors import OutOfCoreError
 from outofcore.program import CopyIn, CopyOut
 from outofcore.report.machine import peak_memory_bytes, resident_memory_bytes
 
-# Rows whose logits are made at once: with a vocabulary of 32,000 those of a whole batch are larger than the budget.
+# Rows per block of logits: with a vocabulary of 32,000, the logits of a batch exceed the budget.
 _ROWS = 256
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def config_of(options: dict[str, Any]) -> Any:
-    """The shape of the model; by default that of TinyLlama 1.1B."""
+    """Return the model configuration; the default shape is TinyLlama 1.1B's."""
     return LlamaConfig(
         hidden_size=options.get("width", 2048),
         num_hidden_layers=options.get("layers", 22),
@@ -51,7 +51,7 @@ def config_of(options: dict[str, Any]) -> Any:
 
 
 def make(folder: Path, options: dict[str, Any]) -> None:
-    """Write a model of random weights, a file for each layer, where there is none yet."""
+    """Write a model with random weights, one file per layer, unless it exists."""
     if (folder / "model.safetensors.index.json").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,19 +60,19 @@ def make(folder: Path, options: dict[str, Any]) -> None:
         model = LlamaForCausalLM(config)
     files: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in model.state_dict().items():
-        place = name.split(".")[2] if ".layers." in name else name.split(".")[0]
-        files.setdefault(f"model-{place}.safetensors", {})[name] = tensor
+        group = name.split(".")[2] if ".layers." in name else name.split(".")[0]
+        files.setdefault(f"model-{group}.safetensors", {})[name] = tensor
     total = 0
     for number, (file, tensors) in enumerate(files.items()):
-        draw = torch.Generator().manual_seed(number)
-        made = {
+        generator = torch.Generator().manual_seed(number)
+        weights = {
             name: (
-                torch.ones(tensor.shape) if tensor.dim() == 1 else torch.randn(tensor.shape, generator=draw) * 0.02
+                torch.ones(tensor.shape) if tensor.dim() == 1 else torch.randn(tensor.shape, generator=generator) * 0.02
             ).to(_DTYPES[options["dtype"]])
             for name, tensor in tensors.items()
         }
-        total += sum(tensor.nbytes for tensor in made.values())
-        save_file(made, folder / file, {"format": "pt"})
+        total += sum(tensor.nbytes for tensor in weights.values())
+        save_file(weights, folder / file, {"format": "pt"})
     config.save_pretrained(folder)
     index = {
         "metadata": {"total_size": total},
@@ -82,16 +82,16 @@ def make(folder: Path, options: dict[str, Any]) -> None:
 
 
 def _unnamed_bytes() -> int:
-    """Bytes on disks of the files without a name that this process has open."""
-    found: dict[tuple[int, int], int] = {}
+    """Return the disk bytes of unnamed files that this process has open."""
+    bytes_of_file: dict[tuple[int, int], int] = {}
     for opened in Path("/proc/self/fd").iterdir():
         try:
             facts = opened.stat()
         except OSError:
             continue
         if stat.S_ISREG(facts.st_mode) and facts.st_nlink == 0:
-            found[facts.st_dev, facts.st_ino] = 512 * facts.st_blocks
-    return sum(found.values())
+            bytes_of_file[facts.st_dev, facts.st_ino] = 512 * facts.st_blocks
+    return sum(bytes_of_file.values())
 
 
 class _Training:
@@ -109,7 +109,7 @@ class _Training:
             with torch.device("meta"):
                 model = LlamaForCausalLM(config)
             torch.set_default_dtype(before)
-            # Its table is no weight, and no file has it.
+            # The rotary table is not a weight and is in no file.
             model.model.rotary_emb = type(model.model.rotary_emb)(config)
             self._home = outofcore.open_home(spec["home"])
             outofcore.materialize(model, home=self._home, weights=folder)
@@ -121,7 +121,7 @@ class _Training:
         )
         self._model.train()
         if self._options.get("checkpointing", True):
-            # The activations of one batch would take 13 GiB otherwise, and be what is measured.
+            # Without checkpointing, activations (13 GiB per batch) would dominate the measurement.
             self._model.enable_input_require_grads()
             self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         trained = [p for p in self._model.parameters() if p.requires_grad]
@@ -143,12 +143,12 @@ class _Training:
     def _train(self, ids: torch.Tensor) -> torch.Tensor:
         inner: nn.Module = self._model.base_model.model
         hidden = inner.model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
-        wanted = ids[:, 1:].flatten()
+        targets = ids[:, 1:].flatten()
         losses = [
-            F.cross_entropy(inner.lm_head(rows).float(), some, reduction="sum")
-            for rows, some in zip(hidden.split(_ROWS), wanted.split(_ROWS), strict=True)
+            F.cross_entropy(inner.lm_head(rows).float(), labels, reduction="sum")
+            for rows, labels in zip(hidden.split(_ROWS), targets.split(_ROWS), strict=True)
         ]
-        loss = torch.stack(losses).sum() / wanted.numel()
+        loss = torch.stack(losses).sum() / targets.numel()
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -161,17 +161,17 @@ class _Training:
         begin = time.perf_counter()
         loss = self._run(ids)
         seconds = time.perf_counter() - begin
-        found = {"loss": loss.item().hex(), "seconds": seconds, "written_bytes": 0, "fetched_bytes": 0}
+        measurements = {"loss": loss.item().hex(), "seconds": seconds, "written_bytes": 0, "fetched_bytes": 0}
         if self._loop is not None:
-            found |= {key: getattr(self._loop.stats, key) for key in ("written_bytes", "fetched_bytes")}
-        return found
+            measurements |= {key: getattr(self._loop.stats, key) for key in ("written_bytes", "fetched_bytes")}
+        return measurements
 
     def report(self) -> dict[str, Any]:
         digest = hashlib.sha256()
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
                 digest.update(name.encode() + parameter.detach().contiguous().numpy().tobytes())
-        found = {
+        facts = {
             "adapters": digest.hexdigest(),
             "peak_rss": peak_memory_bytes(),
             "rss": resident_memory_bytes(),
@@ -179,16 +179,16 @@ class _Training:
         }
         if self._step is not None:
             graph, program = self._step.captured.graph, self._step.planned.program
-            out = [program.blocks[i.block].storage for i in program.instructions if isinstance(i, CopyOut)]
-            into = [program.blocks[i.block].storage for i in program.instructions if isinstance(i, CopyIn)]
+            written = [program.blocks[i.block].storage for i in program.instructions if isinstance(i, CopyOut)]
+            read = [program.blocks[i.block].storage for i in program.instructions if isinstance(i, CopyIn)]
             size = [storage.bytes for storage in graph.storages]
-            found |= {
-                "frozen_bytes_out": sum(size[s] for s in out if s in graph.frozen),
-                "frozen_bytes_in": sum(size[s] for s in into if s in graph.frozen),
+            facts |= {
+                "frozen_bytes_out": sum(size[s] for s in written if s in graph.frozen),
+                "frozen_bytes_in": sum(size[s] for s in read if s in graph.frozen),
                 "frozen_bytes": sum(size[s] for s in graph.frozen),
-                "bytes_out": sum(size[s] for s in out if s is not None),
+                "bytes_out": sum(size[s] for s in written if s is not None),
             }
-        return found
+        return facts
 
     def close(self) -> None:
         if self._step is not None:
@@ -206,7 +206,7 @@ def main() -> None:
         return
     spec = json.loads(sys.argv[1])
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what else is printed goes to standard error
+    os.dup2(2, 1)  # other output goes to standard error
 
     def answer(content: dict[str, Any]) -> None:
         print(json.dumps(content), file=out, flush=True)

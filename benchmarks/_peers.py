@@ -1,4 +1,4 @@
-"""What the measurements of ``peers.py`` say: who is faster at which peak. Pure functions; the table in Markdown."""
+"""Compare the runs of ``peers.py``: who is faster at which peak, with the tables in Markdown. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,45 +10,44 @@ from outofcore.units import format_bytes, format_seconds
 
 Row = Mapping[str, Any]
 OURS = "outofcore"
-COMPILED = "outofcore-inductor"  # with Inductor's kernels, and so not with the losses of eager PyTorch
+COMPILED = "outofcore-inductor"  # with Inductor's kernels; losses differ from eager PyTorch's
 _BOTH = frozenset({OURS, COMPILED})
 
-# Budgets that are so near to another, above it, are served by that other.
+# A budget at most this factor above another is represented by that other budget.
 _SAME = 1.08
 _NEAR = 1.15
 
 
 def choose_budgets(smallest: int, in_core: int, at_peaks: Iterable[int], parts: Iterable[float]) -> list[int]:
-    """Budgets to run, in bytes, the largest first.
+    """Return the budgets to run in bytes, largest first.
 
-    The smallest, that which holds everything, those at which a peer's peak is kept, and parts of the second. Of several
-    peers' peaks within 8 % the lowest counts: what stays below it stays below all of them. A part is left out where
-    another budget is within 15 %.
+    They are ``smallest``, ``in_core``, budgets matching peers' peaks, and fractions of ``in_core``. Of peaks within 8
+    %, only the lowest is used. A fraction within 15 % of another budget is dropped.
 
     Args:
-        smallest: with which a step can run at all.
-        in_core: that holds everything.
-        at_peaks: budgets with which our process stays below the peak of a peer.
-        parts: of ``in_core``, as divisors.
+        smallest: smallest budget that can run a step.
+        in_core: budget without eviction.
+        at_peaks: budgets that keep our process below a peer's peak.
+        parts: divisors of ``in_core``.
     """
     chosen = [in_core, smallest]
     for budget in sorted(at_peaks):
-        if smallest <= budget < in_core and not any(kept <= budget <= _SAME * kept for kept in chosen):
+        if smallest <= budget < in_core and not any(selected <= budget <= _SAME * selected for selected in chosen):
             chosen.append(budget)
     for budget in (int(in_core / part) for part in parts):
-        near = any(budget <= _NEAR * kept and kept <= _NEAR * budget for kept in chosen)
+        near = any(budget <= _NEAR * selected and selected <= _NEAR * budget for selected in chosen)
         if smallest <= budget < in_core and not near:
             chosen.append(budget)
     return sorted(chosen, reverse=True)
 
 
-def ratio_of(ours: Row, other: Row) -> float:
-    """One row's step time over another's: the median of the ratios of the rounds in which both took a turn.
+def ratio_of(ours: Row, peer: Row) -> float:
+    """Return the median of two rows' step-time ratios, paired by round.
 
-    A round in which the machine was slow was slow for both, which a ratio of two medians does not know.
+    Pairing cancels rounds in which the machine was slow for both; a ratio of medians would not.
     """
-    pairs = zip(_timed(ours), _timed(other), strict=True)
-    return statistics.median(mine / its for mine, its in pairs)
+    pairs = zip(_timed(ours), _timed(peer), strict=True)
+    return statistics.median(mine / theirs for mine, theirs in pairs)
 
 
 def _timed(row: Row) -> Sequence[float]:
@@ -56,14 +55,14 @@ def _timed(row: Row) -> Sequence[float]:
 
 
 def verdicts(rows: Sequence[Row], tool: str = OURS) -> list[dict[str, Any]]:
-    """For each peer: that of our runs whose peak was the next below it, or the same, and whether it was faster.
+    """Compare each peer with our run whose peak is the next at or below the peer's.
 
-    Nothing is interpolated: both are measurements. Not the fastest of all below it: the best of several noisy medians
-    would flatter us. ``ours`` and ``ratio`` (our seconds over the peer's) are None
-    where none of our runs stayed below the peer's peak. ``tool`` says which of our runs count.
+    Both are measurements, without interpolation. Taking the fastest run below the peer's peak would favour us, as the
+    best of noisy medians. ``ours`` and ``ratio`` (our seconds over the peer's) are None where none of our runs stayed
+    below the peer's peak. ``tool`` selects our runs.
     """
     ours = [row for row in rows if row["tool"] == tool]
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for peer in rows:
         if peer["tool"] in _BOTH:
             continue
@@ -71,7 +70,7 @@ def verdicts(rows: Sequence[Row], tool: str = OURS) -> list[dict[str, Any]]:
         best = max(below, key=lambda row: row["peak"], default=None)
         ratio = None if best is None else ratio_of(best, peer)
         half = max((row for row in ours if row["peak"] <= peer["peak"] / 2), key=lambda row: row["peak"], default=None)
-        found.append(
+        results.append(
             {
                 "peer": peer["name"],
                 "peak": peer["peak"],
@@ -82,46 +81,46 @@ def verdicts(rows: Sequence[Row], tool: str = OURS) -> list[dict[str, Any]]:
                 "faster": ratio is not None and ratio < 1,
             }
         )
-    return found
+    return results
 
 
 def below_all_peers(rows: Sequence[Row]) -> list[str]:
-    """The names of our runs with a peak below that of every peer."""
+    """Return the names of our runs whose peak is below every peer's."""
     peers = [row["peak"] for row in rows if row["tool"] not in _BOTH]
     return [row["name"] for row in rows if row["tool"] == OURS and row["peak"] < min(peers, default=0)]
 
 
 def markdown(workloads: Mapping[str, Mapping[str, Any]]) -> str:
-    """The tables, one for each workload."""
+    """Return one Markdown table per workload."""
     lines = [
-        "# Step time against peak memory, beside what PyTorch itself offers",
+        "# Step time and peak memory, compared with PyTorch's own tools",
         "",
-        "By `make bench-peers`. Each row is a process of its own; the processes of a workload take turns step by step.",
-        "*Step*: the median. *Peak*: the most memory (RSS) of the process, above that of plain PyTorch after a step of",
+        "By `make bench-peers`. Each row is a separate process; the processes of a workload take turns, step by step.",
+        "*Step*: the median. *Peak*: the peak memory (RSS) of the process, above that of plain PyTorch after a step of",
         "a tiny model. *Ours over it*: the step time of the outofcore run with the next lower peak, over this one's:",
         "both measured, nothing interpolated, the median of the ratios round by round; so is *over eager*. *Eager's",
-        "losses*: whether they are those of plain PyTorch, bit for bit.",
+        "losses*: whether losses equal plain PyTorch's, bit for bit.",
     ]
-    for name, found in workloads.items():
-        machine = found["machine"]
+    for name, result in workloads.items():
+        machine = result["machine"]
         lines += [
             "",
             f"## {name}",
             "",
-            f"{found['workload']}. {found['date']}, {machine['cores']} cores of {machine['cpu']}, {found['threads']} "
-            f"threads, PyTorch {found['versions']['torch']}, Python {machine['python']}; {found['rounds']} timed steps "
-            f"each; `{found['command']}`.",
+            f"{result['workload']}. {result['date']}, {machine['cores']} cores of {machine['cpu']}, "
+            f"{result['threads']} threads, PyTorch {result['versions']['torch']}, Python {machine['python']}; "
+            f"{result['rounds']} timed steps each; `{result['command']}`.",
             "",
             "| tool | step | over eager | peak | first step | eager's losses | ours over it | Inductor's kernels |",
             "|---|---:|---:|---:|---:|---|---:|---:|",
         ]
-        judged = [
-            {verdict["peer"]: verdict["ratio"] for verdict in found.get(which, ())}
-            for which in ("verdicts", "verdicts_compiled")
+        ratios_by_peer = [
+            {verdict["peer"]: verdict["ratio"] for verdict in result.get(key, ())}
+            for key in ("verdicts", "verdicts_compiled")
         ]
-        for row in sorted(found["rows"], key=lambda row: -row["peak"]):
-            lines.append(f"| {' | '.join(_cells(row, [ratios.get(row['name']) for ratios in judged]))} |")
-        lines += ["", *_sentences(found)]
+        for row in sorted(result["rows"], key=lambda row: -row["peak"]):
+            lines.append(f"| {' | '.join(_cells(row, [ratios.get(row['name']) for ratios in ratios_by_peer]))} |")
+        lines += ["", *_sentences(result)]
     return "\n".join(lines) + "\n"
 
 
@@ -133,53 +132,58 @@ def _cells(row: Row, ratios: Iterable[float | None]) -> list[str]:
     return [name, *times, same, *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios)]
 
 
-def _sentences(found: Mapping[str, Any]) -> list[str]:
-    """What one may say about a workload, and what may not be left out."""
-    judged, tools = found["verdicts"], {row["tool"] for row in found["rows"]}
+def _sentences(result: Mapping[str, Any]) -> list[str]:
+    """Return the conclusions about a workload, favourable or not."""
+    results, tools = result["verdicts"], {row["tool"] for row in result["rows"]}
     lines: list[str] = []
     if OURS in tools:
-        faster = sum(verdict["faster"] for verdict in judged)
-        lines += [f"At {faster} of the {len(judged)} peaks that peers reached, outofcore is faster at that peak."]
-        lines += _slower(found, judged)
+        faster = sum(verdict["faster"] for verdict in results)
+        lines += [f"At {faster} of the {len(results)} peaks that peers reached, outofcore is faster at that peak."]
+        lines += _slower(result, results)
     if COMPILED in tools:
-        compiled = found.get("verdicts_compiled", ())
+        compiled = result.get("verdicts_compiled", ())
         faster = sum(verdict["faster"] for verdict in compiled)
-        lines += [f"With Inductor's kernels it is faster at {faster} of {len(compiled)}.", *_slower(found, compiled)]
+        lines += [f"With Inductor's kernels it is faster at {faster} of {len(compiled)}.", *_slower(result, compiled)]
         lines += [
             f"- within half of the peak of {verdict['peer']} ({verdict['at_half']}): {verdict['ratio_at_half']:.2f} "
             "times its step"
             for verdict in compiled
             if verdict["peer"].startswith("compile") and verdict.get("ratio_at_half") is not None
         ]
-        same = "the same, to the last bit," if found.get("compiled_losses_identical", True) else "not the same"
+        same = "the same, to the last bit," if result.get("compiled_losses_identical", True) else "not the same"
         lines += ["", f"Its losses with Inductor's kernels are {same} at all of its budgets."]
-    lowest = [row for row in found["rows"] if row["name"] in found["below_all_peers"]]
+    lowest = [row for row in result["rows"] if row["name"] in result["below_all_peers"]]
     if lowest:
         low = min(row["peak"] for row in lowest)
-        peers = min(row["peak"] for row in found["rows"] if row["tool"] not in _BOTH)
+        peers = min(row["peak"] for row in result["rows"] if row["tool"] not in _BOTH)
         lines += ["", f"The lowest peak of a peer is {format_bytes(peers)}, of outofcore {format_bytes(low)}."]
     elif OURS in tools:
         lines += ["", "No run of outofcore has a peak below that of every peer."]
-    if not found["losses_identical"]:
-        lines += ["", "The losses of outofcore are not those of eager PyTorch to the last bit."]
-    if found["missing"]:
-        lines += ["", "Without a result:", "", *(f"- {name}: {_line(why)}" for name, why in found["missing"].items())]
+    if not result["losses_identical"]:
+        lines += ["", "The losses of outofcore differ from those of eager PyTorch."]
+    if result["missing"]:
+        lines += [
+            "",
+            "Without a result:",
+            "",
+            *(f"- {name}: {_line(reason)}" for name, reason in result["missing"].items()),
+        ]
     return lines
 
 
-def _slower(found: Mapping[str, Any], judged: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The peaks at which outofcore is not faster."""
-    others = {row["name"] for row in found["rows"] if row["same_losses"] is False}
+def _slower(result: Mapping[str, Any], results: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each peak at which outofcore is not faster."""
+    differing = {row["name"] for row in result["rows"] if row["same_losses"] is False}
     return [
         f"- not at that of {verdict['peer']}: "
         + ("no run stayed below it" if verdict["ratio"] is None else f"{verdict['ratio']:.2f} times its step")
-        + (", with other losses than eager PyTorch's" if verdict["peer"] in others else "")
-        for verdict in judged
+        + (", with other losses than eager PyTorch's" if verdict["peer"] in differing else "")
+        for verdict in results
         if not verdict["faster"]
     ]
 
 
 def _line(text: str) -> str:
-    """The first line of an error, no longer than one reads."""
+    """Return the first line of an error, at most 300 characters."""
     first = text.strip().splitlines()[0]
     return first if len(first) <= 300 else f"{first[:299]}…"

@@ -1,4 +1,4 @@
-"""Steps for ``recompute.py`` that the zoo has not: functions that ``outofcore plan FILE:FUNCTION`` takes."""
+"""Training steps for ``recompute.py`` in the form that ``outofcore plan FILE:FUNCTION`` accepts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Step = tuple[Any, nn.Module, torch.optim.Optimizer, tuple[Tensor, ...]]
 
 
 class Unrolled(nn.Module):
-    """An LSTM cell that is called once for each element of (batch, length, width), and a linear layer on all states."""
+    """An unrolled LSTM cell over (batch, length, width), with a linear layer on the last state."""
 
     def __init__(self, width: int, hidden: int, classes: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Unrolled(nn.Module):
 
 
 class Branches(nn.Module):
-    """Four ways through one block of Szegedy et al., "Going Deeper with Convolutions", with batch norm."""
+    """An Inception block of Szegedy et al., "Going Deeper with Convolutions", with batch norm."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def _convolution(channels: int, width: int, size: int) -> nn.Sequential:
 
 
 class Inception(nn.Module):
-    """A stem, twelve blocks of four branches with two poolings between, and a classifier."""
+    """A stem, twelve ``Branches`` blocks with two poolings, and a classifier."""
 
     def __init__(self, blocks: int = 12, width: int = 64, classes: int = 1000) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Inception(nn.Module):
 
 
 class UNet(nn.Module):
-    """Five levels of two convolutions each way, with batch norm, after arXiv 1505.04597."""
+    """A U-Net with five levels of two convolutions and batch norm, after arXiv 1505.04597."""
 
     def __init__(self, base: int = 32, levels: int = 5, classes: int = 3) -> None:
         super().__init__()
@@ -114,15 +114,15 @@ def _labels(*shape: int) -> Tensor:
 
 
 def lstm() -> Step:
-    """64 steps, batch 256."""
+    """Return a step of 64 time steps, batch 256."""
     return _trained(Unrolled(128, 512, 10), torch.empty(256, 64, 128), _labels(256))
 
 
 def inception() -> Step:
-    """Batch 16."""
+    """Return a step of batch 16."""
     return _trained(Inception(), torch.empty(16, 3, 128, 128), _labels(16))
 
 
 def unet() -> Step:
-    """Batch 8, images of 128 by 128."""
+    """Return a step of batch 8 on 128 x 128 images."""
     return _trained(UNet(), torch.empty(8, 3, 128, 128), _labels(8, 128, 128))

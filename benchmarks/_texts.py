@@ -1,8 +1,8 @@
-"""Training on batches of many lengths: small models with random weights and random data.
+"""Workloads with batches of many lengths: small models with random weights and data.
 
-Three have batches of log-normal lengths: BERT, GPT-2, and a ResNet on images of many sizes. The others are those of
-Liao et al., *Mimose: An Input-Aware Checkpointing Planner for Efficient Training on GPU* (arXiv 2209.02478) in kind,
-batch size and range of lengths, with models that two cores can train.
+Three have log-normal batch lengths: BERT, GPT-2, and a ResNet on images of many sizes. The others follow Liao et al.,
+*Mimose: An Input-Aware Checkpointing Planner for Efficient Training on GPU* (arXiv 2209.02478), in task, batch size and
+length range, with models that two cores can train.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _CLASSES = 10
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained on.
+    """A training task.
 
     Attributes:
-        head: what the model predicts: "class", "choice", "span", "translation", "next" (token) or "image".
-        batch: texts (with "choice" questions, of four texts each) in a batch.
-        shortest, longest: lengths in tokens, or edges in pixels; they are log-normal between these.
-        median: of the lengths.
-        sigma: of their logarithms.
-        together: whether lengths are those of batches, and not of texts, which are padded to the longest of a batch.
-        layers: of the model, where the options do not say.
+        head: prediction target: "class", "choice", "span", "translation", "next" (token) or "image".
+        batch: texts (for "choice": questions of four texts) per batch.
+        shortest, longest: range of the log-normal lengths, in tokens or pixels.
+        median: median length.
+        sigma: standard deviation of the logarithms of lengths.
+        together: whether one length is drawn per batch; otherwise texts are padded to the longest in their batch.
+        layers: default number of layers.
     """
 
     head: str
@@ -58,17 +58,16 @@ TASKS: Mapping[str, Task] = {
 
 
 def texts(name: str, options: Mapping[str, Any]) -> Workload:
-    """A workload on one of ``TASKS``.
+    """Return the workload of one of ``TASKS``.
 
     Args:
-        name: of the task.
-        options: ``layers``, ``width``, and what else the zoo knows; ``padded``: whether every batch has the longest
-            length; ``only``: every batch has this length.
+        name: key of ``TASKS``.
+        options: zoo options; ``padded``: pad every batch to ``longest``; ``only``: length of every batch.
     """
-    task, given = TASKS[name], dict(options)
-    padded, only = given.pop("padded", False), given.pop("only", None)
-    usual = {"batch": task.batch, "layers": task.layers, "width": 256, "vocab": 8192, "optimizer": "adamw"}
-    zoo = ZooOptions(**{**usual, **given})
+    task, zoo_options = TASKS[name], dict(options)
+    padded, only = zoo_options.pop("padded", False), zoo_options.pop("only", None)
+    defaults = {"batch": task.batch, "layers": task.layers, "width": 256, "vocab": 8192, "optimizer": "adamw"}
+    zoo = ZooOptions(**{**defaults, **zoo_options})
     layers, width, words = zoo.layers or task.layers, zoo.width or 256, zoo.vocab or 8192
 
     def stream(batch: int, seed: int) -> Iterator[tuple[Tensor, ...]]:
@@ -83,7 +82,7 @@ def texts(name: str, options: Mapping[str, Any]) -> Workload:
             if task.head == "image":
                 yield torch.rand((batch, 3, longest, longest), generator=draw), answers
                 continue
-            # Drawn alike however far they are padded.
+            # Draw the same tokens regardless of padding.
             tokens = torch.randint(1, words, (rows, task.longest), generator=draw)[:, :longest]
             mask = torch.arange(longest) < lengths[:, None]
             yield tokens * mask, mask.long(), answers
@@ -104,7 +103,7 @@ def texts(name: str, options: Mapping[str, Any]) -> Workload:
 def _model(task: Task, layers: int, width: int, words: int) -> nn.Module:
     if task.head == "image":
         return ResNet(layers, _CLASSES)
-    import transformers as hf  # noqa: PLC0415 - slow
+    import transformers as hf  # noqa: PLC0415 - slow to import
 
     heads = max(1, width // 64)
     if task.head == "next":

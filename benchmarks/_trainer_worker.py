@@ -1,8 +1,8 @@
-"""One process of the benchmark of trainers: fine-tunes GPT-2 with ``transformers.Trainer``, a step at a time.
+"""Worker of the trainer benchmark: fine-tunes GPT-2 with ``transformers.Trainer``, one step per command.
 
-Its argument is JSON, as for ``_worker.py``: ``mode`` is "eager" (the trainer alone) or "followed" (the same trainer in
-``outofcore.budget``). It answers ``step`` with the loss and the time of a step, and ``report`` with a digest of
-the weights and the peak of its memory. Closing standard input ends the training.
+The argument is JSON, as for ``_worker.py``: ``mode`` is "eager" (the trainer alone) or "followed" (the trainer in
+``outofcore.budget``). ``step`` returns the loss and time of a step. ``report`` returns a digest of the weights and the
+peak memory. Closing standard input ends the training.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 import outofcore
 from outofcore.report.machine import peak_memory_bytes
 
-_STEPS = 10_000  # more than anybody asks for
+_STEPS = 10_000  # more than any caller requests
 
 
 class _DoneError(Exception):
-    """The parent wants no more steps; a trainer that is told to stop would run one more."""
+    """Ends training at once; a trainer that is asked to stop would run one more step."""
 
 
 class _Turns(TrainerCallback):
-    """Wait for the parent before each step, and answer after it."""
+    """A callback that waits for the parent before each step and answers after it."""
 
     def __init__(self, answer: Any, model: torch.nn.Module, run: outofcore.Loop | None) -> None:
         self._answer = answer
@@ -60,20 +60,20 @@ class _Turns(TrainerCallback):
         digest = hashlib.sha256()
         for parameter in self._model.parameters():
             digest.update(parameter.detach().numpy().tobytes())
-        found: dict[str, Any] = {"weights": digest.hexdigest(), "peak_rss": peak_memory_bytes()}
+        facts: dict[str, Any] = {"weights": digest.hexdigest(), "peak_rss": peak_memory_bytes()}
         if self._run is not None:
             stats = self._run.stats
-            found |= {"written_bytes": stats.written_bytes, "fetched_bytes": stats.fetched_bytes}
-        return found
+            facts |= {"written_bytes": stats.written_bytes, "fetched_bytes": stats.fetched_bytes}
+        return facts
 
 
 class _Trainer(Trainer):
     turns: _Turns
 
-    def compute_loss(self, *args: Any, **more: Any) -> Any:
-        found = super().compute_loss(*args, **more)
-        self.turns.loss = (found[0] if isinstance(found, tuple) else found).detach()
-        return found
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().compute_loss(*args, **kwargs)
+        self.turns.loss = (output[0] if isinstance(output, tuple) else output).detach()
+        return output
 
 
 def _train(spec: dict[str, Any], answer: Any) -> None:
@@ -108,7 +108,7 @@ def _train(spec: dict[str, Any], answer: Any) -> None:
 def main() -> None:
     """Serve the parent until it closes standard input."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what else is printed goes to standard error
+    os.dup2(2, 1)  # other output goes to standard error
 
     def answer(content: dict[str, Any]) -> None:
         print(json.dumps(content), file=out, flush=True)

@@ -1,6 +1,6 @@
-"""Training steps of models of ``transformers``, as users write them: gradients are cleared when the next step begins.
+"""Training steps of ``transformers`` models in users' style: gradients are cleared at the start of a step.
 
-Weights are random and sizes are the published ones. A batch is 16 texts of 512 tokens, or 32 images.
+Weights are random, sizes are the published ones. A batch is 16 texts of 512 tokens, or 32 images.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers import (
     ViTConfig,
 )
 
-# What ``outofcore plan`` takes: a step, its model, its optimizer and batches.
+# The form that ``outofcore plan`` accepts: a step, its model, its optimizer and batches.
 Step = tuple[Callable[[dict[str, torch.Tensor]], torch.Tensor], torch.nn.Module, torch.optim.Optimizer, list[Any]]
 
 _TOKENS = torch.zeros(16, 512, dtype=torch.int64)
@@ -46,36 +46,36 @@ _QWEN = Qwen2Config(
     dtype="bfloat16",
 )
 _T5 = T5Config(d_model=768, d_ff=3072, num_layers=12, num_heads=12)
-_T5.decoder_start_token_id = 0  # pyright: ignore[reportAttributeAccessIssue] - labels are shifted with it
+_T5.decoder_start_token_id = 0  # pyright: ignore[reportAttributeAccessIssue] - shifts the labels
 
 
 def bert() -> Step:
-    """BERT base, with masked language modelling."""
+    """Return a step of BERT base with masked language modelling."""
     return _step(AutoModelForMaskedLM.from_config(BertConfig()), _TEXT)
 
 
 def gpt2() -> Step:
-    """GPT-2 of 124 million parameters."""
+    """Return a step of GPT-2 with 124 million parameters."""
     return _step(AutoModelForCausalLM.from_config(GPT2Config()), _TEXT)
 
 
 def llama() -> Step:
-    """TinyLlama of 1.1 billion parameters."""
+    """Return a step of TinyLlama with 1.1 billion parameters."""
     return _step(AutoModelForCausalLM.from_config(_LLAMA), _TEXT)
 
 
 def qwen() -> Step:
-    """Qwen2 of half a billion parameters."""
+    """Return a step of Qwen2 with half a billion parameters."""
     return _step(AutoModelForCausalLM.from_config(_QWEN), _TEXT)
 
 
 def t5() -> Step:
-    """T5 base."""
+    """Return a step of T5 base."""
     return _step(AutoModelForSeq2SeqLM.from_config(_T5), _TEXT)
 
 
 def vit() -> Step:
-    """ViT base, for images of 224 by 224."""
+    """Return a step of ViT base on 224 x 224 images."""
     return _step(AutoModelForImageClassification.from_config(ViTConfig()), _IMAGES)
 
 

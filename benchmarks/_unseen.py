@@ -1,6 +1,6 @@
-"""Models of Hugging Face's transformers that no other benchmark uses: random weights, random data, small steps.
+"""Hugging Face models that no other benchmark uses, with random weights and data.
 
-Each is sized so that a step takes about half a second on two cores.
+A step takes about half a second on two cores.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _Draw = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Unseen:
-    """A model and what it trains on.
+    """A model and its random training data.
 
     Attributes:
-        shape: for people.
-        batch: by default.
-        network: makes it.
-        inputs: of a batch size, what a generator draws: inputs and labels.
-        takes: the name by which the model takes its inputs.
+        shape: description for tables.
+        batch: default batch size.
+        network: builds the model.
+        inputs: draws inputs and labels, from a batch size and a generator.
+        takes: name of the model's input argument.
     """
 
     shape: str
@@ -39,7 +39,7 @@ class Unseen:
 
 
 def _tokens(length: int, vocab: int, *, classes: int | None) -> _Draw:
-    """Tokens, and labels: a class for each text, or the tokens themselves."""
+    """Return a function that draws tokens and labels: a class per text, or the tokens if ``classes`` is None."""
 
     def draw(batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         tokens = torch.randint(vocab, (batch, length), generator=generator)
@@ -58,7 +58,7 @@ def _pictures(size: int) -> _Draw:
 
 
 def _bert() -> nn.Module:
-    from transformers import BertConfig, BertForSequenceClassification  # noqa: PLC0415 - slow, and only here
+    from transformers import BertConfig, BertForSequenceClassification  # noqa: PLC0415 - slow to import
 
     return BertForSequenceClassification(
         BertConfig(
@@ -142,12 +142,7 @@ UNSEEN: Mapping[str, Unseen] = {
 
 
 def unseen(name: str, options: Mapping[str, Any]) -> Workload:
-    """One of ``UNSEEN`` as a workload.
-
-    Args:
-        name: of the model.
-        options: what the zoo knows; of them the size of a batch matters.
-    """
+    """Return one of ``UNSEEN`` as a workload; of the zoo's options only the batch size has an effect."""
     model = UNSEEN[name]
     chosen = ZooOptions(**{"batch": model.batch, **options})
 
@@ -156,9 +151,9 @@ def unseen(name: str, options: Mapping[str, Any]) -> Workload:
         while True:
             yield model.inputs(batch, generator)
 
-    def loss(network: nn.Module, given: Tensor, labels: Tensor) -> Tensor:
-        return network(**{model.takes: given, "labels": labels}).loss
+    def loss(network: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+        return network(**{model.takes: inputs, "labels": labels}).loss
 
-    given = next(stream(1, 0))
-    sample = tuple((tuple(one.shape[1:]), one.dtype) for one in given)
+    inputs = next(stream(1, 0))
+    sample = tuple((tuple(tensor.shape[1:]), tensor.dtype) for tensor in inputs)
     return Workload(name, chosen, model.shape, "random data", model.network, loss, stream, sample)

@@ -1,11 +1,12 @@
-"""One process of a benchmark: trains a workload step by step, as its parent says.
+"""Train one workload of a benchmark step by step, on commands from the parent process.
 
-Its argument is JSON: ``model`` (of the zoo, or "bert") and its ``options``; ``mode`` "eager", "checkpoint" (eager, with
-``torch.utils.checkpoint`` around each block), "sequential" (``checkpoint_sequential``, in ``segments``), "compile"
-(``torch.compile`` that may keep a ``share`` of the activations), "outofcore", "followed" (eager, in
-``outofcore.budget``) or "survey"; and for ours ``budget``, ``home``, ``policy`` and ``kernels``. It reads a command a
-line from standard input (``step``, ``report``, ``forget-peak``, ``picture PATH``) and answers each with a line of JSON
-on standard output. What else is printed goes to standard error.
+The argument is JSON: ``model`` (of the zoo, or "bert"), its ``options`` and a ``mode``. Modes are "eager", "checkpoint"
+(``torch.utils.checkpoint`` around each block), "sequential" (``checkpoint_sequential`` in ``segments``), "compile"
+(``torch.compile`` that may save a ``share`` of the activations), "outofcore", "followed" (``outofcore.budget``) and
+"survey". Ours also take ``budget``, ``home``, ``policy`` and ``kernels``.
+
+Each line of standard input is a command (``step``, ``report``, ``forget-peak``, ``picture PATH``), answered with a line
+of JSON on standard output. Other output goes to standard error.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ Answer = dict[str, Any]
 
 
 def _followed(model: torch.nn.Module, spec: dict[str, Any]) -> outofcore.Loop:
-    """Of its ``policy``: "auto"; "moves": nothing is made again; "unplaced": the plan does not say where anything lies;
-    "demand": there is no plan; "late": and nothing is copied before an op asks for it.
+    """Start a loop with one of these policies.
+
+    "auto"; "moves": no recomputation; "unplaced": no planned offsets; "demand": no plan; "late": no plan and no copies
+    ahead of an op.
     """
     policy: Any = "auto"
     match spec["policy"]:
@@ -53,7 +56,7 @@ def _followed(model: torch.nn.Module, spec: dict[str, Any]) -> outofcore.Loop:
             policy = Auto(SearchParams(recompute_changes=0))
         case "unplaced":
             schedule_of = loop_planner.schedule_of
-            loop_planner.schedule_of = lambda *told: dataclasses.replace(schedule_of(*told), offsets=(), scratch=())
+            loop_planner.schedule_of = lambda *args: dataclasses.replace(schedule_of(*args), offsets=(), scratch=())
         case "demand" | "late":
             policy = None
     loop = outofcore.budget(spec["budget"], model, home=spec["home"], policy=policy, cache=False).start()
@@ -65,7 +68,7 @@ def _followed(model: torch.nn.Module, spec: dict[str, Any]) -> outofcore.Loop:
 class _Training:
     def __init__(self, work: Workload, spec: dict[str, Any]) -> None:
         self._work = work
-        open_backend(None)  # prepares MKL: see there why two plain processes would differ in bits
+        open_backend(None)  # prepares MKL; without it, two plain processes would differ in bits
         torch.manual_seed(work.options.seed)  # for dropout, the same in every mode
         self._batches = work.batches()
         model = work.build()
@@ -79,7 +82,7 @@ class _Training:
             case "sequential":
                 checkpoint_chains(model, spec["segments"])
             case "compile":
-                from torch._functorch import config  # noqa: PLC0415 - slow, and for this mode alone
+                from torch._functorch import config  # noqa: PLC0415 - slow to import, used only in this mode
 
                 config.activation_memory_budget = spec["share"]
                 model.compile()
@@ -121,16 +124,16 @@ class _Training:
         answer: Answer = {"rss": resident_memory_bytes(), "peak_rss": peak_memory_bytes()}
         if self._step is not None:
             planned, graph = self._step.planned, self._step.captured.graph
-            told = step_report(graph, planned.plan, planned.program, self._step.timeline, self._step.budget)
-            moved = [{**asdict(m), "kind": m.kind.value} for m in told.moved]
-            answer["plan"] = {**asdict(told), "moved": moved}
+            report = step_report(graph, planned.plan, planned.program, self._step.timeline, self._step.budget)
+            moved = [{**asdict(m), "kind": m.kind.value} for m in report.moved]
+            answer["plan"] = {**asdict(report), "moved": moved}
             arena = self._step._session.steps.arena
             if isinstance(arena, Arena):
                 answer["arena_rss"] = _resident_bytes(arena.address, arena.bytes)
         return answer
 
     def forget_peak(self) -> Answer:
-        """The peak so far; from here on it is counted anew."""
+        """Return the peak RSS so far, and reset it."""
         peak = peak_memory_bytes()
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         return {"peak_rss": peak}
@@ -153,15 +156,15 @@ class _Training:
 
 
 def _resident_bytes(address: int, count: int) -> int:
-    """Physical memory behind a range of addresses, as the kernel counts it."""
+    """Return the resident bytes of an address range from ``/proc/self/smaps``."""
     resident, inside = 0, False
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
-        first, _, rest = line.partition(" ")
+        first, _, tail = line.partition(" ")
         if "-" in first and not first.endswith(":"):
             start, _, end = first.partition("-")
             inside = int(start, 16) < address + count and int(end, 16) > address
         elif inside and first == "Rss:":
-            resident += int(rest.split()[0]) * KIB
+            resident += int(tail.split()[0]) * KIB
     return resident
 
 
@@ -169,14 +172,14 @@ def _serve(spec: dict[str, Any], answer: Callable[[Answer], None]) -> None:
     work = workload(spec["model"], spec["options"])
     facts: Answer = {"workload": work.describe(), "torch": torch.__version__, "threads": torch.get_num_threads()}
     if spec["mode"] == "survey":
-        found = subject_of(plain_step(work), home=spec["home"])
-        smallest = found.smallest_budget
+        subject = subject_of(plain_step(work), home=spec["home"])
+        smallest = subject.smallest_budget
         if spec["kernels"] != "eager":
             model = work.build()
             optimizer = work.optimizer(model)
-            given = {"inputs": next(work.batches()), "kernels": spec["kernels"]}
-            smallest = outofcore.smallest_budget(work.make_step(model, optimizer), model, optimizer, **given)
-        answer({**facts, "in_core_budget": found.in_core_budget, "smallest_budget": smallest})
+            inputs = {"inputs": next(work.batches()), "kernels": spec["kernels"]}
+            smallest = outofcore.smallest_budget(work.make_step(model, optimizer), model, optimizer, **inputs)
+        answer({**facts, "in_core_budget": subject.in_core_budget, "smallest_budget": smallest})
         return
     training = _Training(work, spec)
     answer(facts)
@@ -195,7 +198,7 @@ def _serve(spec: dict[str, Any], answer: Callable[[Answer], None]) -> None:
 
 
 def main() -> None:
-    # The pipe to the parent is for answers alone: whatever a library prints goes to standard error.
+    # The pipe carries only answers; output of libraries goes to standard error.
     pipe: TextIO = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
 
@@ -206,7 +209,7 @@ def main() -> None:
         _serve(json.loads(sys.argv[1]), answer)
     except OutOfCoreError as error:
         answer({"error": f"{type(error).__name__}: {error}"})
-    except Exception as error:  # whatever a compiler may raise: the parent is to write it down
+    except Exception as error:  # compilers may raise any exception; the parent records it
         traceback.print_exc()
         answer({"error": f"{type(error).__name__}: {error}"})
 

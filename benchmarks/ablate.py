@@ -1,15 +1,14 @@
-"""What each technique of the search for plans gives in step time, and what it costs in planning time.
+"""Measure what each technique of the plan search saves in step time and costs in planning time.
 
-Each technique of ``SearchParams`` is switched off in turn; everything else stays as it is. With ``--joint`` techniques
-are removed one after the other and stay off, as long as the steps with all of them off are no more than 0.3 % slower in
-the mean, and none is by more than 1 %: techniques that cover for each other all look useless one at a time. The joint
-run also plans for a slower device with a disk, for a small host memory with a disk behind it, and without a home.
+Each technique of ``SearchParams`` is switched off in turn. ``--joint`` removes techniques one after another and keeps
+them off while steps are at most 0.3 % slower on average and 1 % at worst. Techniques that overlap look useless one at a
+time. The joint run also plans for a slower device with a disk, for little host memory with a disk behind it, and
+without a home.
 
-The steps are those of ``benchmarks/compare.py`` (graph files for a V100; ``--graphs`` names the folder that keeps them)
-at several budgets, and the small ones under ``instances/small``. For each technique the table has, of the ratios of
-predicted step times (switched off over switched on, so above 1 the technique helps): their geometric mean and the
-largest one, over both kinds of steps; in how many cells the time moves by 0.5 % or more, up and down; and the processor
-seconds of planning with and without it.
+The steps are those of ``benchmarks/compare.py`` (graph files for a V100, in the ``--graphs`` folder) at several
+budgets, and those under ``instances/small``. Ratios are the predicted step time without a technique over that with it.
+The table lists their geometric mean and maximum, the number of cells that move by 0.5 % or more, and the planning
+times.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from outofcore.graphfile import read_graph
 from outofcore.planning import SearchParams, in_core_budget, plan_step, smallest_budget
 
 INSTANCES = Path(__file__).with_name("instances") / "small"
-# Each technique with what switches it off, and each effort with a quarter of it.
+# The fields that switch each technique off, or cut its effort to a quarter.
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "everything on": {},
     "relaxations": {"relaxations": 0},
@@ -52,7 +51,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "annealing": {"annealing": 0},
 }
 SHARES = (0.5, 0.25, 0.133)
-# What the joint ablation takes off, in this order: from what gives the least by itself; efforts are lowered, too.
+# Techniques that the joint ablation removes, least useful first; some are only reduced.
 JOINT: dict[str, dict[str, Any]] = {
     "further": {"further": 0},
     "annealing": {"annealing": 0},
@@ -68,42 +67,41 @@ JOINT: dict[str, dict[str, Any]] = {
     "relaxations": {"relaxations": 0},
     "polish": {"polish_ops": 0},
 }
-# How much slower plans may be when they are off: in the mean, and the worst.
+# Allowed slowdown of the steps: mean and worst.
 _MEAN, _WORST = 1.003, 1.01
-# A slower device with a disk, host memory of a quarter of the in-core bytes before it, and no home at all.
+# Further cells: a slower device with a disk, host memory for a quarter of the in-core bytes plus a disk, and no home.
 _DISK = Home("disk", None, 1.2e9, 2.0e9, 1e-4)
 _OTHER_HOMES = {"disk": (0.4, 0.2), "host and disk": (0.25,), "no home": (0.6, 0.45)}
 _SLOWER, _HOST_SHARE = 40, 4
-# A ratio of step times that is further from 1 than this counts.
+# Smallest change of a step time that counts.
 _MOVES = 0.005
 
-Cell = tuple[str, str, int, str]  # name, graph file, budget, homes: those of the file if empty
+Cell = tuple[str, str, int, str]  # name, graph file, budget, homes (empty: the file's)
 Outcome = tuple[float, float]  # predicted seconds of a step, processor seconds of planning
 
 
 def cells(graphs: Path | None, shares: Sequence[float], *, other_homes: bool = False) -> Iterator[Cell]:
-    """The steps that are planned: small ones, and those of the folder at their smallest budgets and at shares of
-    what they need in core."""
+    """Yield the planning problems: the small steps, and the folder's graphs at several budgets."""
     budgets = json.loads((INSTANCES / "optimum.json").read_text(encoding="utf-8"))
-    for name, known in sorted(budgets.items()):
-        for cell in known:
+    for name, entries in sorted(budgets.items()):
+        for cell in entries:
             yield f"small {name} {cell['budget']}", str(INSTANCES / f"{name}.json"), cell["budget"], ""
     for path in sorted(graphs.glob("*.json.gz")) if graphs else ():
         file = read_graph(path)
-        everything, smallest = in_core_budget(file.graph, file.costs), smallest_budget(file.graph, file.costs)
+        in_core, smallest = in_core_budget(file.graph, file.costs), smallest_budget(file.graph, file.costs)
         name = path.name.removesuffix(".json.gz")
-        # Some techniques help at the smallest budget alone: without one of them a step takes twice as long there.
+        # Some techniques matter only at the smallest budget, where they halve the step time.
         yield f"{name} smallest", str(path), smallest, ""
         for share in shares:
-            if everything * share > smallest:
-                yield f"{name} {share:g}", str(path), int(everything * share), ""
+            if in_core * share > smallest:
+                yield f"{name} {share:g}", str(path), int(in_core * share), ""
         for homes, parts in _OTHER_HOMES.items() if other_homes else ():
             for share in parts:
-                yield f"{name} {homes} {share:g}", str(path), int(everything * share), homes
+                yield f"{name} {homes} {share:g}", str(path), int(in_core * share), homes
 
 
 def _costs(graph: StepGraph, costs: Costs, homes: str) -> Costs:
-    """Return the costs with other homes."""
+    """Return the costs with the homes of a cell."""
     if homes == "no home":
         return replace(costs, homes=())
     if homes == "disk":
@@ -115,7 +113,7 @@ def _costs(graph: StepGraph, costs: Costs, homes: str) -> Costs:
 
 
 def planned(cell: Cell, off: Mapping[str, Any]) -> Outcome:
-    """Plan one step with techniques switched off; infinite where no plan is found."""
+    """Plan one cell with techniques switched off; infinite seconds if there is no plan."""
     file = read_graph(Path(cell[1]))
     costs = _costs(file.graph, file.costs, cell[3])
     start = time.process_time()
@@ -128,8 +126,8 @@ def planned(cell: Cell, off: Mapping[str, Any]) -> Outcome:
 
 
 def summary(on: Mapping[str, Outcome], off: Mapping[str, Outcome]) -> dict[str, Any]:
-    """What a technique gives and costs, over cells."""
-    found: dict[str, Any] = {}
+    """Summarize the step-time ratios and planning times of one technique."""
+    by_kind: dict[str, Any] = {}
     for kind, names in (
         ("small", [name for name in on if name.startswith("small ")]),
         ("models", [name for name in on if not name.startswith("small ")]),
@@ -138,7 +136,7 @@ def summary(on: Mapping[str, Outcome], off: Mapping[str, Outcome]) -> dict[str, 
         if not ratios:
             continue
         worst = max(ratios, key=ratios.__getitem__)
-        found[kind] = {
+        by_kind[kind] = {
             "mean": exp(sum(log(ratio) for ratio in ratios.values()) / len(ratios)),
             "largest": ratios[worst],
             "largest_at": worst,
@@ -148,11 +146,11 @@ def summary(on: Mapping[str, Outcome], off: Mapping[str, Outcome]) -> dict[str, 
             "plan_seconds_on": sum(on[name][1] for name in names),
             "plan_seconds_off": sum(off[name][1] for name in names),
         }
-    return found
+    return by_kind
 
 
 def removed_jointly(todo: Sequence[Cell], jobs: int) -> Iterator[dict[str, Any]]:
-    """Remove technique after technique; yield of each whether it stays off, and what that does to the steps."""
+    """Remove techniques one after another; yield whether each stays off and how steps change."""
     with ProcessPoolExecutor(jobs) as pool:
         before = dict(zip(todo, pool.map(planned, todo, [{}] * len(todo)), strict=True))
         order = [cell for cell in todo if before[cell][0] < inf]
@@ -166,14 +164,14 @@ def removed_jointly(todo: Sequence[Cell], jobs: int) -> Iterator[dict[str, Any]]
                 step, took = future.result()
                 ratios[cell], seconds = step / before[cell][0], seconds + took
                 if ratios[cell] > _WORST:
-                    break  # the others are not needed
+                    break  # already too slow
             for future in running.values():
                 future.cancel()
             worst = max(ratios, key=ratios.__getitem__)
             mean = exp(sum(log(ratio) for ratio in ratios.values()) / len(ratios))
             is_off = ratios[worst] <= _WORST and mean <= _MEAN
             off = trial if is_off else off
-            # The next technique meets the cell that decided first.
+            # Try the decisive cell first for the next technique.
             order.sort(key=lambda cell: cell != worst)
             yield {
                 "technique": name,
@@ -188,14 +186,18 @@ def removed_jointly(todo: Sequence[Cell], jobs: int) -> Iterator[dict[str, Any]]
 
 
 def main(
-    graphs: Annotated[Path | None, typer.Option(help="The folder of graph files that compare.py keeps.")] = None,
-    technique: Annotated[list[str] | None, typer.Option(help="May be given several times; by default all.")] = None,
-    only: Annotated[str, typer.Option(help="Steps whose name contains this, such as 'slow' or '0.25'.")] = "",
-    share: Annotated[list[float] | None, typer.Option(help="Of what a model needs in core.")] = None,
-    jobs: Annotated[int, typer.Option(help="Processes that plan at once.")] = os.cpu_count() or 1,
-    joint: Annotated[bool, typer.Option(help="Remove techniques one after the other.")] = False,
+    graphs: Annotated[Path | None, typer.Option(help="Folder of graph files written by compare.py.")] = None,
+    technique: Annotated[
+        list[str] | None, typer.Option(help="Techniques to switch off; repeatable. [default: all]")
+    ] = None,
+    only: Annotated[str, typer.Option(help="Run steps whose name contains this text, e.g. 'slow' or '0.25'.")] = "",
+    share: Annotated[
+        list[float] | None, typer.Option(help="Budgets, as shares of a model's in-core budget; repeatable.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="Number of planning processes.")] = os.cpu_count() or 1,
+    joint: Annotated[bool, typer.Option(help="Remove techniques cumulatively.")] = False,
 ) -> None:
-    """Print the table, and write results/ablate.json, or results/ablate-joint.json."""
+    """Measure, print the table, and write results/ablate.json or results/ablate-joint.json."""
     todo = [cell for cell in cells(graphs, share or SHARES, other_homes=joint) if only in cell[0]]
     if joint:
         removed: list[dict[str, Any]] = []
@@ -204,14 +206,16 @@ def main(
             removed.append(row)
         print(f"written to {write_result('ablate-joint', {'removed': removed}, None)}")
         return
-    asked = ["everything on", *(name for name in technique or TECHNIQUES if name != "everything on")]
+    techniques = ["everything on", *(name for name in technique or TECHNIQUES if name != "everything on")]
     with ProcessPoolExecutor(jobs) as pool:
-        running = {(name, cell[0]): pool.submit(planned, cell, TECHNIQUES[name]) for name in asked for cell in todo}
-        outcomes = {name: {cell[0]: running[name, cell[0]].result() for cell in todo} for name in asked}
-    table = Table(title="Step time without the technique, over step time with it")
+        running = {
+            (name, cell[0]): pool.submit(planned, cell, TECHNIQUES[name]) for name in techniques for cell in todo
+        }
+        outcomes = {name: {cell[0]: running[name, cell[0]].result() for cell in todo} for name in techniques}
+    table = Table(title="Step time without the technique over step time with it")
     for column in ("technique off", "steps", "mean", "largest", "where", "helps", "hurts", "planning s"):
         table.add_column(column, justify="left" if column in ("technique off", "steps", "where") else "right")
-    rows = {name: summary(outcomes["everything on"], outcomes[name]) for name in asked[1:]}
+    rows = {name: summary(outcomes["everything on"], outcomes[name]) for name in techniques[1:]}
     for name, kinds in rows.items():
         for kind, row in kinds.items():
             plan_seconds = f"{row['plan_seconds_off']:.0f} / {row['plan_seconds_on']:.0f}"

@@ -1,9 +1,8 @@
-"""Step times at shrinking budgets, beside plain PyTorch, per-block checkpointing and our own in-core step.
+"""Measure step times at shrinking budgets against plain PyTorch, checkpointing and our in-core step.
 
-All processes of a workload exist at once and take turns step by step, so that all meet the same machine: there must
-be memory for all of them. Medians leave out the first rounds, in which steps are captured, planned and, where the
-prediction was off, planned again. Peaks are those of the whole process (RSS), above that of one after a step of a
-tiny model.
+All processes of a workload run at once and take turns step by step, so the machine needs memory for all of them.
+Medians exclude the first rounds, which capture and plan, possibly twice. Peaks are the RSS of a process above that of a
+process after one step of a tiny model.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from rich.table import Table
 from outofcore.units import format_bytes, format_seconds
 
 _WARM_UP = 5
-_IN_CORE = 1.1  # of what the step needs: a budget that does not pinch
+_IN_CORE = 1.1  # of the in-core budget, so that no eviction is needed
 _PARTS = (2.0, 4.0, 7.5)
 _WORKLOADS: dict[str, dict[str, Any]] = {
     "resnet50": {"batch": 16},
@@ -63,7 +62,7 @@ def _row(worker: Worker, report: dict[str, Any], base: int, eager: list[float], 
         for key in ("predicted_seconds", "compute_seconds", "bytes_out", "bytes_in"):
             row[key] = worker.median(key, _WARM_UP)
         row["predicted_to_measured"] = row["predicted_seconds"] / seconds
-        # What the kernel counts of the arena: whatever else the process holds is no matter of the plan.
+        # Compare with the arena's resident bytes only; the plan does not cover the rest of the process.
         row["arena_rss"] = report["arena_rss"]
         row["predicted_to_arena_rss"] = report["plan"]["peak_bytes"] / report["arena_rss"]
     return row
@@ -103,24 +102,24 @@ def _measure(
     def ours(budget: int) -> Spec:
         return Spec(model, options, "outofcore", budget, home, policy)
 
-    wanted = [("eager", Spec(model, options)), ("in core", ours(int(_IN_CORE * in_core)))]
-    wanted += [(f"1/{part:g}", ours(int(in_core / part))) for part in parts]
+    runs = [("eager", Spec(model, options)), ("in core", ours(int(_IN_CORE * in_core)))]
+    runs += [(f"1/{part:g}", ours(int(in_core / part))) for part in parts]
     checkpointed = Spec(model, options, "checkpoint")
-    refused: dict[str, str] = {}
+    failures: dict[str, str] = {}
     try:
         peak = peak_of(checkpointed, 2) - base
     except WorkerError as error:
-        refused["checkpoint"] = str(error)
+        failures["checkpoint"] = str(error)
     else:
-        wanted += [("checkpoint", checkpointed), ("at its peak", ours(budget_below(peak)))]
+        runs += [("checkpoint", checkpointed), ("at its peak", ours(budget_below(peak)))]
     with contextlib.ExitStack() as stack:
         workers: list[Worker] = []
-        for label, spec in wanted:
+        for label, spec in runs:
             worker = stack.enter_context(Worker(label, spec))
             try:
-                worker.step()  # plans; a budget that cannot hold is refused here
+                worker.step()  # plans; raises if the budget is too small
             except WorkerError as error:
-                refused[label] = str(error)
+                failures[label] = str(error)
                 print(error)
                 continue
             workers.append(worker)
@@ -128,33 +127,35 @@ def _measure(
         reports = [worker.ask("report") for worker in workers]
     seconds = {worker.name: _timed(worker) for worker in workers}
     rows = [_row(w, r, base, seconds["eager"], seconds["in core"]) for w, r in zip(workers, reports, strict=True)]
-    return {**need, "rows": rows, "refused": refused}
+    return {**need, "rows": rows, "refused": failures}
 
 
 def main(
     *,
-    model: Annotated[str | None, typer.Option(help="One of the zoo alone. [default: resnet50, gpt, unet3d]")] = None,
-    option: Annotated[list[str] | None, typer.Option(help="An option of the model, as name=value.")] = None,
-    fraction: Annotated[list[float] | None, typer.Option(help="In-core peak over budget. [default: 2, 4, 7.5]")] = None,
-    rounds: Annotated[int, typer.Option(min=_WARM_UP + 1, help="Steps of each process.")] = 12,
-    home: Annotated[str, typer.Option(help="disk, host or a folder on a disk.")] = "disk",
-    policy: Annotated[str, typer.Option(help="How to plan.")] = "auto",
-    name: Annotated[str, typer.Option(help="Of the file under benchmarks/results.")] = "bench",
-    date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model of the zoo. [default: resnet50, gpt, unet3d]")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="Model option, as name=value; repeatable.")] = None,
+    fraction: Annotated[
+        list[float] | None, typer.Option(help="In-core peak divided by budget; repeatable. [default: 2, 4, 7.5]")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=_WARM_UP + 1, help="Number of steps per process.")] = 12,
+    home: Annotated[str, typer.Option(help="Home: disk, host, or a folder on a disk.")] = "disk",
+    policy: Annotated[str, typer.Option(help="Planning policy.")] = "auto",
+    name: Annotated[str, typer.Option(help="Name of the result file under benchmarks/results.")] = "bench",
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
 ) -> None:
     """Measure, print a table for each model, and write the numbers to benchmarks/results."""
     chosen = _WORKLOADS if model is None else {model: _WORKLOADS.get(model, {"batch": 8})}
     base = peak_of(Spec("gpt", TINY), 1)
-    for which, usual in chosen.items():
-        options = {**usual, **parse_options(option or [])}
-        found = _measure(which, options, fraction or list(_PARTS), rounds, home, policy, base)
-        console().print(_table(f"{which}, {options}, policy {policy}, home {home}", found["rows"]))
-        off = [abs(row["predicted_to_measured"] - 1) for row in found["rows"] if "predicted_seconds" in row]
-        print(f"predicted step times are off by {statistics.median(off):.1%} (median of {len(off)})")
-        peaks = [abs(row["predicted_to_arena_rss"] - 1) for row in found["rows"] if "arena_rss" in row]
+    for workload, defaults in chosen.items():
+        options = {**defaults, **parse_options(option or [])}
+        result = _measure(workload, options, fraction or list(_PARTS), rounds, home, policy, base)
+        console().print(_table(f"{workload}, {options}, policy {policy}, home {home}", result["rows"]))
+        errors = [abs(row["predicted_to_measured"] - 1) for row in result["rows"] if "predicted_seconds" in row]
+        print(f"predicted step times are off by {statistics.median(errors):.1%} (median of {len(errors)})")
+        peaks = [abs(row["predicted_to_arena_rss"] - 1) for row in result["rows"] if "arena_rss" in row]
         print(f"predicted peaks are off by {max(peaks):.2%} at most of the arena's resident memory")
         facts = {"options": options, "policy": policy, "home": home, "rounds": rounds, "tiny_rss": base}
-        print(f"written to {write_model(name, which, {**facts, **found}, date)}")
+        print(f"written to {write_model(name, workload, {**facts, **result}, date)}")
 
 
 if __name__ == "__main__":

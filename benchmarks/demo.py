@@ -1,7 +1,7 @@
-"""Train a GPT that needs several times the budget, with and without outofcore, and show what happened.
+"""Train a GPT that needs several times the budget, with and without outofcore, and compare.
 
-Four processes, one after the other: a tiny model and the model itself, in plain PyTorch and in outofcore. What
-a tiny model leaves resident is what the interpreter and its libraries take; peaks are counted above that.
+Runs four processes in sequence: a tiny model and the GPT, each in plain PyTorch and in outofcore. Peaks are counted
+above the tiny model's resident memory, which is that of the interpreter and its libraries.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from outofcore.units import MIB, format_bytes, format_seconds, parse_bytes
 
 _TINY = {"batch": 1, "layers": 1, "width": 64, "heads": 1, "context": 32}
 _WANTED_RATIO = 2.5  # in-core peak over the budget
-_SLACK_SHARE, _SLACK_BYTES = 1.02, 64 * MIB  # what the process may take above its budget
+_SLACK_SHARE, _SLACK_BYTES = 1.02, 64 * MIB  # allowed overhead of the process above its budget
 
 
 def _train(name: str, spec: Spec, steps: int, picture: Path | None = None) -> tuple[Worker, dict[str, Any]]:
     print(f"{name} …", file=sys.stderr, flush=True)
     with Worker(name, spec) as worker:
         for number in range(1, steps + 1):
-            told = worker.step()
+            result = worker.step()
             if steps > 1:
-                text = f"  step {number}/{steps}: loss {float.fromhex(told['loss']):.4f}, {told['seconds']:.2f} s"
+                text = f"  step {number}/{steps}: loss {float.fromhex(result['loss']):.4f}, {result['seconds']:.2f} s"
                 print(text, file=sys.stderr, flush=True)
         report = worker.ask("report")
         if picture is not None:
@@ -36,18 +36,18 @@ def _train(name: str, spec: Spec, steps: int, picture: Path | None = None) -> tu
 
 def main(
     *,
-    budget: Annotated[str, typer.Option(help="Bytes for all tensors of a step.")] = "400MiB",
-    layers: Annotated[int, typer.Option(help="Blocks of the GPT.")] = 8,
-    width: Annotated[int, typer.Option(help="Channels of the GPT.")] = 512,
-    context: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 256,
-    batch: Annotated[int, typer.Option(help="Sequences in a batch.")] = 8,
-    steps: Annotated[int, typer.Option(min=2, help="Steps to train.")] = 10,
-    home: Annotated[str, typer.Option(help="disk, host or a folder on a disk.")] = "disk",
-    policy: Annotated[str, typer.Option(help="How to plan.")] = "auto",
-    option: Annotated[list[str] | None, typer.Option(help="A further option of the model, as name=value.")] = None,
-    picture: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("out/demo.html"),
+    budget: Annotated[str, typer.Option(help="Memory budget for all tensors of a step, e.g. 400MiB.")] = "400MiB",
+    layers: Annotated[int, typer.Option(help="Number of blocks.")] = 8,
+    width: Annotated[int, typer.Option(help="Width of the model.")] = 512,
+    context: Annotated[int, typer.Option(help="Tokens per sequence.")] = 256,
+    batch: Annotated[int, typer.Option(help="Sequences per batch.")] = 8,
+    steps: Annotated[int, typer.Option(min=2, help="Number of steps to train.")] = 10,
+    home: Annotated[str, typer.Option(help="Home: disk, host, or a folder on a disk.")] = "disk",
+    policy: Annotated[str, typer.Option(help="Planning policy.")] = "auto",
+    option: Annotated[list[str] | None, typer.Option(help="Further model option, as name=value; repeatable.")] = None,
+    picture: Annotated[Path, typer.Option(help="File for the timeline, HTML.")] = Path("out/demo.html"),
 ) -> None:
-    """Exit status 1: one of the three claims at the end does not hold."""
+    """Train with and without outofcore; exit with status 1 if a check at the end fails."""
     limit = parse_bytes(budget)
     options = {"batch": batch, "layers": layers, "width": width, "context": context, "lr": 1e-4}
     options |= parse_options(option or [])

@@ -1,11 +1,13 @@
-"""Processes that train together: eager DistributedDataParallel beside compiled steps and loops within half of a peak.
+"""Compare compiled steps and loops within a budget with DistributedDataParallel in plain PyTorch.
 
-All processes of a workload are started by this one, over gloo, with one thread each. In each of them runs take
-turns, some steps each, each over a model of its own: plain PyTorch, a compiled step with room for everything, and one
-within half of what that takes (or another share of it); then plain PyTorch and a loop, within the same share of the
-peak that a loop has in its first steps where everything fits. Losses and all state are compared bit for bit with those
-of plain PyTorch. What each process sends is compared with the least that its gradients and buffers take on a ring.
-``hidden`` is the share of the collectives' time for which no op waited.
+This process starts all processes of a workload, over gloo with one thread each. In each of them, training runs take
+turns of several steps, each with its own model. First: plain PyTorch, a compiled step without eviction, and a compiled
+step within half (or ``--share``) of that arena. Then: plain PyTorch and a loop within the same share of the loop's
+unconstrained peak.
+
+Losses and all state must equal plain PyTorch's, bit for bit. The bytes that each process sends are compared with the
+minimum for its gradients and buffers on a ring. ``hidden`` is the share of the collectives' time that overlaps with
+ops.
 """
 
 from __future__ import annotations
@@ -45,16 +47,16 @@ _SMALL: dict[str, dict[str, Any]] = {
 }
 _ROOM = 64 * GIB
 _TIMEOUT = timedelta(minutes=5)
-# Steps in a turn. One is too few: a loop copies between its steps too, which turns of others would hide.
+# Steps per turn. A loop also copies between its steps; turns of one step would hide these copies.
 _TURN = 5
-# Steps that are left out of medians: capture and planning happen in them.
+# Steps excluded from medians: they capture and plan.
 _WARM_UP = 2 * _TURN
-# Steps of a loop with room for everything, after which its peak is known.
+# Steps that measure the peak of an unconstrained loop.
 _PEAK_STEPS = 3
 
 
 class _Training:
-    """One model in training: plainly, as a compiled step or in a loop within a budget."""
+    """One training run: plain PyTorch, a compiled step, or a loop within a budget."""
 
     def __init__(self, work: zoo.Workload, rank: int, budget: int | None = None, *, is_loop: bool = False) -> None:
         self.model = DistributedDataParallel(work.build())
@@ -96,8 +98,10 @@ class _Training:
         return self._run
 
     def state(self) -> list[torch.Tensor]:
-        kept = (value for p in self.model.parameters() for value in self.optimizer.state[p].values())
-        return [t.detach() for t in (*self.model.state_dict().values(), *kept) if isinstance(t, torch.Tensor)]
+        optimizer_values = (value for p in self.model.parameters() for value in self.optimizer.state[p].values())
+        return [
+            t.detach() for t in (*self.model.state_dict().values(), *optimizer_values) if isinstance(t, torch.Tensor)
+        ]
 
 
 def _batches(work: zoo.Workload, rank: int, processes: int) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -107,13 +111,15 @@ def _batches(work: zoo.Workload, rank: int, processes: int) -> Iterator[tuple[to
 
 
 def _hidden(step: outofcore.Step[..., Any]) -> tuple[float, float]:
-    """Seconds of the collectives of the last step, and those for which ops waited for them."""
+    """Return the seconds of the last step's collectives, and the seconds that ops waited for them."""
     planned, timeline, graph = step.planned, step.timeline, step.captured.graph
     if timeline is None:
         return 0.0, 0.0
     spans = zip(planned.program.instructions, timeline.starts, timeline.ends, strict=True)
-    taken = sum(end - start for one, start, end in spans if isinstance(one, Run) and one.communicates)
-    return taken, time_spent(graph, planned.program, timeline)[0].for_others
+    communicating = sum(
+        end - start for instruction, start, end in spans if isinstance(instruction, Run) and instruction.communicates
+    )
+    return communicating, time_spent(graph, planned.program, timeline)[0].for_others
 
 
 def _peak_of_loop(work: zoo.Workload, rank: int, batches: Sequence[tuple[torch.Tensor, ...]]) -> int:
@@ -129,47 +135,55 @@ def _peak_of_loop(work: zoo.Workload, rank: int, batches: Sequence[tuple[torch.T
 def _be_one(
     rank: int, processes: int, store: str, name: str, options: Mapping[str, Any], rounds: int, share: float
 ) -> None:
-    """What each process does; the first prints what was found as JSON."""
+    """Run all trainings of one rank; rank 0 prints the results as JSON."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes, timeout=_TIMEOUT)
     work = zoo.workload(name, **options)
     batches = [batch for _, batch in zip(range(rounds), _batches(work, rank, processes), strict=False)]
     turns = [batches[first : first + _TURN] for first in range(0, rounds, _TURN)]
-    eager, roomy = _Training(work, rank), _Training(work, rank, _ROOM)
-    half: _Training | None = None
+    eager, unconstrained = _Training(work, rank), _Training(work, rank, _ROOM)
+    constrained: _Training | None = None
     waits: list[tuple[float, float]] = []
     for turn in turns:
         eager.take_turn(turn)
-        roomy.take_turn(turn)
-        if half is None:
-            half = _Training(work, rank, int(share * roomy.compiled.planned.program.arena_bytes))
-        half.take_turn(turn)
-        waits.append(_hidden(half.compiled))
-    if half is None:
-        raise RuntimeError("no round was run")
-    collectives = collectives_of(half.compiled.captured)
-    planned, budget = half.compiled.planned, half.compiled.budget
-    for run in (roomy, half):
+        unconstrained.take_turn(turn)
+        if constrained is None:
+            constrained = _Training(work, rank, int(share * unconstrained.compiled.planned.program.arena_bytes))
+        constrained.take_turn(turn)
+        waits.append(_hidden(constrained.compiled))
+    if constrained is None:
+        raise RuntimeError("no round has run: --rounds must be at least 1")
+    collectives = collectives_of(constrained.compiled.captured)
+    planned, budget = constrained.compiled.planned, constrained.compiled.budget
+    for run in (unconstrained, constrained):
         run.close()
-    # A loop begins once no compiled step is open.
+    # A loop can start only after all compiled steps are closed.
     loop_budget = int(share * _peak_of_loop(work, rank, batches))
-    again, loop = _Training(work, rank), _Training(work, rank, loop_budget, is_loop=True)
+    second_eager, loop = _Training(work, rank), _Training(work, rank, loop_budget, is_loop=True)
     for turn in turns:
-        again.take_turn(turn)
+        second_eager.take_turn(turn)
         loop.take_turn(turn)
     loop.close()
-    theirs, same = eager.state(), True
-    for run in (roomy, half, again, loop):
+    reference, same = eager.state(), True
+    for run in (unconstrained, constrained, second_eager, loop):
         ours = run.state()
-        same &= run.losses == eager.losses and len(ours) == len(theirs)
-        same &= all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=False))
-    told: list[Any] = [None] * processes
-    dist.all_gather_object(told, same)
+        same &= run.losses == eager.losses and len(ours) == len(reference)
+        same &= all(torch.equal(a, b) for a, b in zip(ours, reference, strict=False))
+    same_bits: list[Any] = [None] * processes
+    dist.all_gather_object(same_bits, same)
     gradients = sum(p.numel() * p.element_size() for p in eager.model.parameters() if p.requires_grad)
     buffers = sum(b.numel() * b.element_size() for b in eager.model.buffers())
-    least = (2 * gradients + buffers) * (processes - 1) // processes
-    ways = {"eager": eager, "in core": roomy, "within": half, "eager beside loop": again, "loop": loop}
-    taken, waited = (statistics.median(column) for column in zip(*waits[_WARM_UP // _TURN :] or waits, strict=True))
+    min_sent_bytes = (2 * gradients + buffers) * (processes - 1) // processes
+    trainings = {
+        "eager": eager,
+        "in core": unconstrained,
+        "within": constrained,
+        "eager beside loop": second_eager,
+        "loop": loop,
+    }
+    communicating, waiting = (
+        statistics.median(column) for column in zip(*waits[_WARM_UP // _TURN :] or waits, strict=True)
+    )
     if not rank:
         print(
             json.dumps(
@@ -180,13 +194,13 @@ def _be_one(
                     "loop_stats": str(loop.loop.stats) if loop.loop is not None else "",
                     "arena": planned.program.arena_bytes,
                     "policy": planned.plan.policy,
-                    "same_bits": told,
-                    "seconds": {way: run.seconds for way, run in ways.items()},
+                    "same_bits": same_bits,
+                    "seconds": {name_of_run: run.seconds for name_of_run, run in trainings.items()},
                     "collectives": len(collectives),
                     "sent_bytes": sum(collective.sent_bytes for collective in collectives),
-                    "least_bytes": least,
-                    "communication_seconds": taken,
-                    "waited_seconds": waited,
+                    "least_bytes": min_sent_bytes,
+                    "communication_seconds": communicating,
+                    "waited_seconds": waiting,
                 }
             )
         )
@@ -195,45 +209,47 @@ def _be_one(
 
 def _measure(name: str, options: Mapping[str, Any], processes: int, rounds: int, share: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        given = json.dumps([processes, str(Path(folder, "store")), name, dict(options), rounds, share])
+        arguments = json.dumps([processes, str(Path(folder, "store")), name, dict(options), rounds, share])
         ranks = [
-            subprocess.Popen([sys.executable, __file__, "--one", str(rank), "--given", given], stdout=subprocess.PIPE)
+            subprocess.Popen(
+                [sys.executable, __file__, "--one", str(rank), "--given", arguments], stdout=subprocess.PIPE
+            )
             for rank in range(processes)
         ]
         try:
-            found = [rank.communicate()[0] for rank in ranks]
+            outputs = [rank.communicate()[0] for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()
         if any(rank.returncode for rank in ranks):
             raise SystemExit(f"{name}: a process failed with {[rank.returncode for rank in ranks]}")
-    return json.loads(found[0].splitlines()[-1])
+    return json.loads(outputs[0].splitlines()[-1])
 
 
-def _ratio(row: Mapping[str, Any], way: str, eager: str = "eager") -> float:
-    pairs = list(zip(row["seconds"][way], row["seconds"][eager], strict=True))
-    return statistics.median(ours / theirs for ours, theirs in pairs[_WARM_UP:] or pairs)
+def _ratio(row: Mapping[str, Any], training: str, eager: str = "eager") -> float:
+    pairs = list(zip(row["seconds"][training], row["seconds"][eager], strict=True))
+    return statistics.median(seconds / reference for seconds, reference in pairs[_WARM_UP:] or pairs)
 
 
 def _print(rows: Mapping[str, Mapping[str, Any]]) -> None:
-    table = Table(title="Processes that train together")
+    table = Table(title="Distributed data parallel training")
     headings = (
         "model",
         "eager step",
         "in core",
-        "within",
+        "within budget",
         "budget",
         "loop",
-        "its budget",
+        "loop budget",
         "same bits",
-        "sent over least",
-        "hidden",
+        "sent over minimum",
+        "overlapped",
     )
     for heading in headings:
         table.add_column(heading, justify="right")
     for name, row in rows.items():
         eager = statistics.median(row["seconds"]["eager"][_WARM_UP:] or row["seconds"]["eager"])
-        taken = row["communication_seconds"]
+        communicating = row["communication_seconds"]
         table.add_row(
             name,
             format_seconds(eager),
@@ -244,23 +260,27 @@ def _print(rows: Mapping[str, Mapping[str, Any]]) -> None:
             format_bytes(row["loop_budget"]),
             "yes" if all(row["same_bits"]) else "no",
             f"{row['sent_bytes'] / row['least_bytes']:.3f}",
-            f"{1 - row['waited_seconds'] / taken:.0%}" if taken else "",
+            f"{1 - row['waited_seconds'] / communicating:.0%}" if communicating else "",
         )
     console().print(table)
 
 
 def main(
     *,
-    workload: Annotated[list[str] | None, typer.Option(help="gpt or resnet. [default: both]")] = None,
-    option: Annotated[list[str] | None, typer.Option(help="An option of the zoo, as name=value.")] = None,
-    processes: Annotated[int, typer.Option(min=2, help="How many.")] = 2,
-    rounds: Annotated[int, typer.Option(min=1, help="Steps of each.")] = 30,
-    share: Annotated[
-        float | None, typer.Option(help="Of the peak, as the budget. [default: 0.5; 0.7 if small]")
+    workload: Annotated[
+        list[str] | None, typer.Option(help="Workload: gpt or resnet; repeatable. [default: both]")
     ] = None,
-    small: Annotated[bool, typer.Option("--small", help="Tiny models: to see that it runs.")] = False,
-    results: Annotated[Path | None, typer.Option(help="A folder for the numbers.")] = None,
-    date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="Model option of the zoo, as name=value; repeatable.")
+    ] = None,
+    processes: Annotated[int, typer.Option(min=2, help="Number of processes.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Steps per training run.")] = 30,
+    share: Annotated[
+        float | None, typer.Option(help="Budget as a share of the peak. [default: 0.5; 0.7 with --small]")
+    ] = None,
+    small: Annotated[bool, typer.Option("--small", help="Run tiny models, as a smoke test.")] = False,
+    results: Annotated[Path | None, typer.Option(help="Folder for the result file.")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
     one: Annotated[int | None, typer.Option(hidden=True)] = None,
     given: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
@@ -269,12 +289,16 @@ def main(
         count, store, name, options, steps, part = json.loads(given)
         _be_one(one, count, store, name, options, steps, part)
         return
-    chosen = _SMALL if small else _WORKLOADS
+    workloads = _SMALL if small else _WORKLOADS
     rows = {
         name: _measure(
-            name, {**chosen[name], **parse_options(option or [])}, processes, rounds, share or (0.7 if small else 0.5)
+            name,
+            {**workloads[name], **parse_options(option or [])},
+            processes,
+            rounds,
+            share or (0.7 if small else 0.5),
         )
-        for name in workload or list(chosen)
+        for name in workload or list(workloads)
     }
     _print(rows)
     if results is not None:
@@ -282,7 +306,7 @@ def main(
     elif not small:
         write_result("distributed", {"processes": processes, "workloads": rows}, date)
     if not all(all(row["same_bits"]) for row in rows.values()):
-        raise SystemExit("bits differ from those of plain PyTorch")
+        raise SystemExit("losses or state differ from plain PyTorch's: same_bits is false in the table above")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Logical workers on 1, 2 and 4 processes: what switching between them takes, and bytes sent against a ring's.
+"""Measure elastic training with 4 logical workers on 1, 2 and 4 processes: switch times and bytes sent.
 
-Each training has four workers and a budget that holds everything, or half of that. All end with the same bits, or this
-fails. Where there are more processes than cores, their step times say nothing, and are written down all the same.
+Each training has four workers and a budget that fits the whole step, or half of it. All must end with the same bits.
+With more processes than cores, step times are recorded but not meaningful.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def _measure(processes: int, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(
-    small: Annotated[bool, typer.Option("--small", help="One tiny model, for a minute.")] = False,
-    steps: Annotated[int, typer.Option(min=2, help="Steps of each training.")] = 8,
-    home: Annotated[str, typer.Option(help="As for outofcore.compile.")] = "disk",
-    threads: Annotated[int, typer.Option(min=1, help="Of each process.")] = 1,
-    save: Annotated[bool, typer.Option("--save", help="Keep the results beside the others.")] = False,
+    small: Annotated[bool, typer.Option("--small", help="Run one tiny model, for about a minute.")] = False,
+    steps: Annotated[int, typer.Option(min=2, help="Number of steps per training.")] = 8,
+    home: Annotated[str, typer.Option(help="Home, as for outofcore.compile.")] = "disk",
+    threads: Annotated[int, typer.Option(min=1, help="Threads per process.")] = 1,
+    save: Annotated[bool, typer.Option("--save", help="Write the results to benchmarks/results.")] = False,
 ) -> None:
-    """Measure."""
+    """Measure elastic training and print a table."""
     table = Table(
-        "training", "budget", "processes", "step", "turns", "all switches", "of a step", "sum", "sent", "a ring sends"
+        "workload", "budget", "processes", "step", "turns", "switches", "share of step", "sum", "sent", "sent by a ring"
     )
     for name, options in (_SMALL if small else _WORKLOADS).items():
         need = survey(Spec(name, options))
@@ -59,7 +59,7 @@ def main(
             budget = int(max(share * need["in_core_budget"], 1.1 * need["smallest_budget"]))
             bits: set[str] = set()
             for processes in (1, 2) if small else (1, 2, 4):
-                given = {
+                settings = {
                     "model": name,
                     "options": options,
                     "workers": _WORKERS,
@@ -69,23 +69,23 @@ def main(
                     "steps": steps,
                     "warm_up": min(3, steps - 1),
                 }
-                found = _measure(processes, given)
-                bits.add(found["bits"])
-                rows.append({"processes": processes, **given, **found})
+                result = _measure(processes, settings)
+                bits.add(result["bits"])
+                rows.append({"processes": processes, **settings, **result})
                 table.add_row(
                     name,
                     format_bytes(budget),
                     str(processes),
-                    format_seconds(found["step_seconds"]),
-                    " ".join(map(format_seconds, found["turn_seconds"])),
-                    format_seconds(found["switch_seconds"]),
-                    f"{found['switch_share']:.1%}",
-                    format_seconds(found["sum_seconds"]),
-                    format_bytes(found["bytes_sent"]),
-                    format_bytes(found["ring_bytes"]),
+                    format_seconds(result["step_seconds"]),
+                    " ".join(map(format_seconds, result["turn_seconds"])),
+                    format_seconds(result["switch_seconds"]),
+                    f"{result['switch_share']:.1%}",
+                    format_seconds(result["sum_seconds"]),
+                    format_bytes(result["bytes_sent"]),
+                    format_bytes(result["ring_bytes"]),
                 )
             if len(bits) > 1:
-                raise SystemExit(f"{name}: the bits depend on the number of processes")
+                raise SystemExit(f"{name}: weights differ between numbers of processes; they must be equal bit for bit")
         if save:
             write_model("elastic", name, {"workers": _WORKERS, "rows": rows}, None)
     console().print(table)

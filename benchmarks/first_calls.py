@@ -1,13 +1,15 @@
-"""What the first calls of a compiled step cost beyond training: capture, measurements, planning, exchanged plans.
+"""Measure what the first calls of a compiled step cost beyond training: capture, profiling, planning, plan exchanges.
 
-Each row is a fresh process that makes its first calls of a step, with an empty cache or with the one that such a
-process has left. ``first`` and ``worst`` are the first call and the slowest later one, in units of the median of the
-last calls. ``beside`` is what the first call took beside capture, in units of a step in plain PyTorch, the median of
-those that the process has made before of a model of its own; with a full cache it should be 1.3 at most. ``beyond``
-is the first call less one and a half of these, in seconds. ``/100`` is what all calls took beyond the
-median of the last, as a share of a hundred steps. Times are of the wall clock, and of the processor: of the process
-itself; ``kids`` are the seconds of processes that it has started, once they have ended. The last line has the seconds
-of importing the library after PyTorch, from modules that Python has compiled before, as those of an installation are.
+Each row is a new process with an empty cache (cold) or with the cache that such a process left (warm). Columns:
+
+- ``first``, ``worst``: the first call and the slowest later call, in medians of the last calls.
+- ``beside``: the first call without capture, in median steps of plain PyTorch; at most 1.3 is expected if warm.
+- ``beyond``: the first call minus 1.5 of these steps, in seconds.
+- ``/100``: time of all calls beyond the median, as a share of a hundred steps.
+- ``kids``: processor seconds of child processes that have ended.
+
+Times are wall-clock and processor time. The last line is the time to import the library after PyTorch, from compiled
+modules as in an installation.
 """
 
 from __future__ import annotations
@@ -43,11 +45,11 @@ _WORKLOADS: dict[str, dict[str, Any]] = {
 }
 _README = "README"
 _README_BUDGET = 64 * MIB
-_MEASURED = 20  # calls at the end, of which the median is a step
+_MEASURED = 20  # last calls, whose median is the step time
 _EAGER = 5  # steps in plain PyTorch
-_ALLOWED = 1.5  # of them that a first call may take
-_ABOVE_LEAST = 1.05  # times the smallest budget, where half of the peak is less
-_IMPORTS = 5  # processes that import the library
+_ALLOWED = 1.5  # allowed time of a first call, in eager steps
+_ABOVE_LEAST = 1.05  # of the smallest budget, if half of the peak is below it
+_IMPORTS = 5  # number of measurements of the import
 _IMPORTING = """
 import time
 import torch
@@ -83,80 +85,80 @@ def _made(name: str) -> tuple[_Step, torch.nn.Module, torch.optim.Optimizer, Ite
 
 
 def _children() -> float:
-    """Processor seconds of ended children."""
+    """Return the processor seconds of child processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def _half(name: str) -> int:
-    """Half of the bytes that a step needs where nothing leaves, or a little more than the least that do."""
+    """Return half of the in-core arena in bytes, but at least slightly more than the smallest budget."""
     step, model, optimizer, batches = _made(name)
     batch = next(batches)
-    least = outofcore.smallest_budget(step, model, optimizer, inputs=batch, cache=False)
+    smallest = outofcore.smallest_budget(step, model, optimizer, inputs=batch, cache=False)
     with outofcore.compile(step, model, optimizer, budget="64GiB", cache=False) as compiled:
         compiled(*batch)
-        return max(compiled.planned.program.arena_bytes // 2, int(_ABOVE_LEAST * least))
+        return max(compiled.planned.program.arena_bytes // 2, int(_ABOVE_LEAST * smallest))
 
 
 def _importing() -> float:
-    """Seconds of importing the library after PyTorch, from compiled modules."""
+    """Return the median seconds to import the library after PyTorch, from compiled modules."""
     with tempfile.TemporaryDirectory() as compiled:
         environment = {**os.environ, "PYTHONPYCACHEPREFIX": compiled}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        taken = [
+        seconds = [
             float(subprocess.check_output([sys.executable, "-c", _IMPORTING], env=environment))
-            for _ in range(1 + _IMPORTS)  # the first compiles
+            for _ in range(1 + _IMPORTS)  # the first import compiles the modules
         ]
-    return statistics.median(taken[1:])
+    return statistics.median(seconds[1:])
 
 
 def _eager(name: str) -> list[tuple[float, float]]:
-    """Seconds of steps in plain PyTorch, of the wall clock and of the processor, after one that warms up."""
+    """Return wall-clock and processor seconds of steps in plain PyTorch, without a warm-up step."""
     step, _, _, batches = _made(name)
-    taken = []
+    times = []
     for _ in range(_EAGER + 1):
         batch = next(batches)
         start, processor = time.perf_counter(), time.process_time()
         step(*batch).item()
-        taken.append((time.perf_counter() - start, time.process_time() - processor))
-    return taken[1:]
+        times.append((time.perf_counter() - start, time.process_time() - processor))
+    return times[1:]
 
 
 def _timed_captures(compiled: outofcore.Step[..., Any]) -> list[tuple[float, float]]:
-    """Have the seconds of each capture listed, of the wall clock and of the processor."""
-    planner, taken = compiled._session.planner, []
+    """Return a list that receives the wall-clock and processor seconds of each capture."""
+    planner, times = compiled._session.planner, []
     capture = planner.capture
 
-    def timed(*call: Any) -> Any:
+    def capture_timed(*call: Any) -> Any:
         start, processor = time.perf_counter(), time.process_time()
         try:
             return capture(*call)
         finally:
-            taken.append((time.perf_counter() - start, time.process_time() - processor))
+            times.append((time.perf_counter() - start, time.process_time() - processor))
 
-    planner.capture = timed
-    return taken
+    planner.capture = capture_timed
+    return times
 
 
 def _calls(name: str, budget: int, cache: Path, count: int, home: str) -> dict[str, Any]:
-    """The times of the first calls of a step."""
+    """Measure the first calls of a step."""
     eager = _eager(name)
     step, model, optimizer, batches = _made(name)
-    wall, own, losses = [], [], []
+    wall, processor_seconds, losses = [], [], []
     begin = _children()
     with outofcore.compile(step, model, optimizer, budget=budget, home=home, cache=cache) as compiled:
-        capturing = _timed_captures(compiled)
+        captures = _timed_captures(compiled)
         for _ in range(count):
             batch = next(batches)
             start, processor = time.perf_counter(), time.process_time()
             losses.append(compiled(*batch).item())
             wall.append(time.perf_counter() - start)
-            own.append(time.process_time() - processor)
+            processor_seconds.append(time.process_time() - processor)
         policy, predicted = compiled.planned.plan.policy, compiled.planned.timeline.step_seconds
     return {
         "wall": wall,
-        "processor": own,
-        "capture": capturing[0],
+        "processor": processor_seconds,
+        "capture": captures[0],
         "eager": eager,
         "children": _children() - begin,
         "losses": [loss.hex() for loss in losses],
@@ -167,29 +169,29 @@ def _calls(name: str, budget: int, cache: Path, count: int, home: str) -> dict[s
 
 def _fresh(*arguments: object) -> Any:
     environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())}
-    done = subprocess.run(
+    worker = subprocess.run(
         [sys.executable, __file__, "--worker", json.dumps([str(a) for a in arguments])],
         check=True,
         stdout=subprocess.PIPE,
         text=True,
         env=environment,
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(worker.stdout.splitlines()[-1])
 
 
-def _summary(found: dict[str, Any]) -> dict[str, float]:
-    """A row of the table: of the wall clock, and of the process' own processor time."""
+def _summary(measured: dict[str, Any]) -> dict[str, float]:
+    """Return a row of the table for wall-clock and for processor time."""
     row: dict[str, float] = {}
     for number, clock in enumerate(("wall", "processor")):
-        times = found[clock]
-        eager = statistics.median(one[number] for one in found["eager"])
+        times = measured[clock]
+        eager = statistics.median(seconds[number] for seconds in measured["eager"])
         median = statistics.median(times[-_MEASURED:])
-        beyond = sum(one - median for one in times)
+        beyond = sum(seconds - median for seconds in times)
         row |= {
             f"{clock} median": median,
             f"{clock} first": times[0] / median,
             f"{clock} eager": eager,
-            f"{clock} beside capture": (times[0] - found["capture"][number]) / eager,
+            f"{clock} beside capture": (times[0] - measured["capture"][number]) / eager,
             f"{clock} beyond": times[0] - _ALLOWED * eager,
             f"{clock} worst later": max(times[1:]) / median,
             f"{clock} over 100 steps": beyond / (100 * median),
@@ -206,34 +208,36 @@ def _work(arguments: list[str]) -> Any:
 
 def main(
     *,
-    model: Annotated[list[str] | None, typer.Option(help="Models to run; by default all.")] = None,
-    calls: Annotated[int, typer.Option(min=_MEASURED + 2, help="Calls of each process.")] = 60,
-    home: Annotated[str, typer.Option(help="disk, host or a folder on a disk.")] = "disk",
-    budgets: Annotated[str, typer.Option(help="By model as JSON; by default half of each peak, if it does.")] = "{}",
-    out: Annotated[Path, typer.Option(help="Where the results go.")] = RESULTS / "first-calls.json",
+    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable. [default: all]")] = None,
+    calls: Annotated[int, typer.Option(min=_MEASURED + 2, help="Number of calls per process.")] = 60,
+    home: Annotated[str, typer.Option(help="Home: disk, host, or a folder on a disk.")] = "disk",
+    budgets: Annotated[
+        str, typer.Option(help="Budgets in bytes by model, as JSON; half of the peak for others.")
+    ] = "{}",
+    out: Annotated[Path, typer.Option(help="Result file.")] = RESULTS / "first-calls.json",
     worker: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Print a table of the first calls of some models, cold and warm."""
+    """Measure the first calls of some models with a cold and a warm cache, and print a table."""
     if worker is not None:
         print(json.dumps(_work(json.loads(worker))))
         return
-    given: dict[str, int] = {_README: _README_BUDGET, **json.loads(budgets)}
+    budget_of: dict[str, int] = {_README: _README_BUDGET, **json.loads(budgets)}
     results: dict[str, Any] = {"command": " ".join(sys.argv), "machine": this_machine(), "rows": {}}
     print(
         f"{'model':<12} {'budget':>9} {'cache':<5} {'clock':<9} {'step':>9} {'eager':>9} {'first':>7} {'beside':>7} "
         f"{'beyond':>8} {'worst':>7} {'/100':>8} kids"
     )
     for name in model or [_README, *_WORKLOADS]:
-        budget = given[name] if name in given else _fresh("half", name)
+        budget = budget_of[name] if name in budget_of else _fresh("half", name)
         losses = None
         with tempfile.TemporaryDirectory() as cache:
             for state in ("cold", "warm"):
-                found = _fresh("calls", name, budget, cache, calls, home)
-                if losses not in (None, found["losses"]):
-                    raise typer.Exit(1)  # the plan changed bits
-                losses = found["losses"]
-                row = {**_summary(found), "children": found["children"], "policy": found["policy"]}
-                results["rows"][f"{name}, {state}"] = {"budget": budget, **row, "calls": found}
+                measured = _fresh("calls", name, budget, cache, calls, home)
+                if losses not in (None, measured["losses"]):
+                    raise typer.Exit(1)  # losses differ between cold and warm cache
+                losses = measured["losses"]
+                row = {**_summary(measured), "children": measured["children"], "policy": measured["policy"]}
+                results["rows"][f"{name}, {state}"] = {"budget": budget, **row, "calls": measured}
                 for clock in ("wall", "processor"):
                     print(
                         f"{name:<12} {format_bytes(budget):>9} {state:<5} {clock:<9} "
@@ -241,7 +245,7 @@ def main(
                         f"{row[f'{clock} first']:>6.1f}x {row[f'{clock} beside capture']:>6.1f}x "
                         f"{row[f'{clock} beyond']:>6.2f} s "
                         f"{row[f'{clock} worst later']:>6.1f}x {row[f'{clock} over 100 steps']:>8.1%} "
-                        f"{found['children']:.1f}",
+                        f"{measured['children']:.1f}",
                         flush=True,
                     )
     results["importing"] = _importing()

@@ -1,8 +1,8 @@
-"""With a budget that holds everything: are we faster than plain PyTorch, on its own malloc and on tcmalloc?
+"""Compare steps that fit in the budget with plain PyTorch on its own malloc and on tcmalloc.
 
-The processes of a workload take turns step by step; ratios are medians over the rounds. The processes are started anew
-several times, for which physical memory one is given makes its steps faster or slower by a few percent as long as it
-lives. tcmalloc is preloaded where the system has it (Debian: libtcmalloc-minimal4).
+The processes of a workload take turns step by step; ratios are medians over the rounds. Processes are restarted several
+times, because the physical memory of a process changes its speed by a few percent. tcmalloc is used if installed
+(Debian: libtcmalloc-minimal4).
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ def _measure(model: str, options: dict[str, Any], rounds: int, launches: int, po
             for worker in workers:
                 steps.setdefault(worker.name, []).extend(worker.steps[_WARM_UP:])
             losses = [[s["loss"] for s in worker.steps] for worker in workers]
-            identical &= all(each == losses[-1] for each in losses)
+            identical &= all(values == losses[-1] for values in losses)
             copied = max([copied, *(step["bytes_out"] + step["bytes_in"] for step in ours.steps[1:])])
             off_plan = max(off_plan, ours.steps[-1]["off_plan"])
-    seconds = {name: [step["seconds"] for step in found] for name, found in steps.items()}
+    seconds = {name: [step["seconds"] for step in rows_of_steps] for name, rows_of_steps in steps.items()}
     rows = [
         {
             "name": name,
             "seconds": statistics.median(seconds[name]),
             "ours_over_it": round_by_round(seconds["outofcore"], seconds[name]),
-            "faults": statistics.median(s["faults"] for s in found),
-            "steps": {key: [s[key] for s in found] for key in found[0]},
+            "faults": statistics.median(s["faults"] for s in rows_of_steps),
+            "steps": {key: [s[key] for s in rows_of_steps] for key in rows_of_steps[0]},
         }
-        for name, found in steps.items()
+        for name, rows_of_steps in steps.items()
     ]
     return {
         **need,
@@ -69,41 +69,41 @@ def _measure(model: str, options: dict[str, Any], rounds: int, launches: int, po
     }
 
 
-def _print(found: dict[str, Any]) -> None:
-    table = Table(title=found["workload"], title_justify="left")
+def _print(result: dict[str, Any]) -> None:
+    table = Table(title=result["workload"], title_justify="left")
     table.add_column("process")
-    for heading in ("median step", "ours over it", "page faults a step"):
+    for heading in ("median step", "outofcore over it", "page faults a step"):
         table.add_column(heading, justify="right")
-    for row in found["rows"]:
+    for row in result["rows"]:
         table.add_row(
             row["name"], format_seconds(row["seconds"]), f"{row['ours_over_it']:.3f}", f"{row['faults']:,.0f}"
         )
     console().print(table)
     print(
-        f"budget {format_bytes(found['budget'])}; bytes copied in a step after the first, at most: "
-        f"{found['bytes_copied_per_step_after_the_first']}; requests off the plan: {found['off_plan']}; "
-        f"losses identical: {'yes' if found['losses_identical'] else 'no'}"
+        f"budget {format_bytes(result['budget'])}; most bytes copied in a step after the first: "
+        f"{result['bytes_copied_per_step_after_the_first']}; requests off the plan: {result['off_plan']}; "
+        f"losses identical: {'yes' if result['losses_identical'] else 'no'}"
     )
-    if found["tcmalloc"] is None:
-        print("tcmalloc was left out: libtcmalloc_minimal.so.4 is not installed (Debian: libtcmalloc-minimal4)")
+    if result["tcmalloc"] is None:
+        print("no tcmalloc row: libtcmalloc_minimal.so.4 is not installed (Debian: apt install libtcmalloc-minimal4)")
 
 
 def main(
     *,
-    model: Annotated[str | None, typer.Option(help="One model of the zoo alone. [default: resnet50 and gpt]")] = None,
-    option: Annotated[list[str] | None, typer.Option(help="An option of the model, as name=value.")] = None,
-    rounds: Annotated[int, typer.Option(min=_WARM_UP + 1, help="Steps of each process.")] = 8,
-    launches: Annotated[int, typer.Option(min=1, help="How often the processes are started.")] = 4,
-    policy: Annotated[str, typer.Option(help="How to plan.")] = "auto",
-    name: Annotated[str, typer.Option(help="Of the file under benchmarks/results.")] = "fit",
-    date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model of the zoo. [default: resnet50 and gpt]")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="Model option, as name=value; repeatable.")] = None,
+    rounds: Annotated[int, typer.Option(min=_WARM_UP + 1, help="Number of steps per process.")] = 8,
+    launches: Annotated[int, typer.Option(min=1, help="Number of process restarts.")] = 4,
+    policy: Annotated[str, typer.Option(help="Planning policy.")] = "auto",
+    name: Annotated[str, typer.Option(help="Name of the result file under benchmarks/results.")] = "fit",
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
 ) -> None:
     """Measure, print tables, and write the numbers to benchmarks/results."""
     chosen = _WORKLOADS if model is None else {model: _WORKLOADS.get(model, {"batch": 8})}
-    for which, usual in chosen.items():
-        found = _measure(which, {**usual, **parse_options(option or [])}, rounds, launches, policy)
-        _print(found)
-        path = write_model(name, which, {"rounds": rounds, "launches": launches, **found}, date)
+    for workload, defaults in chosen.items():
+        result = _measure(workload, {**defaults, **parse_options(option or [])}, rounds, launches, policy)
+        _print(result)
+        path = write_model(name, workload, {"rounds": rounds, "launches": launches, **result}, date)
         print(f"written to {path}")
 
 

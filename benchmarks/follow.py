@@ -1,10 +1,10 @@
-"""A loop that is followed (``outofcore.budget``) beside the same loop in plain PyTorch and as a compiled step.
+"""Compare an eager loop under ``outofcore.budget`` with plain PyTorch and with a compiled step.
 
 The processes of a workload take turns step by step; ratios are medians over the second half of the rounds. Budgets are
-shares of the peak of the followed loop where everything fits. The first step is on demand; from the second on the loop
-is known, and a plan is made beside it.
+shares of the loop's unconstrained peak. The first step runs on demand; later steps follow plans that are made
+concurrently.
 
-With ``--ablate`` instead: loops without one technique or another of those that make them quick.
+``--ablate`` runs loops with one technique switched off instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ROOM = 64 * GIB
 
 
 def _peak(model: str, options: dict[str, Any]) -> int:
-    """Bytes of the arena that the loop uses where everything fits."""
+    """Return the peak arena bytes of the unconstrained loop."""
     with Worker("roomy", Spec(model, options, "followed", _ROOM)) as worker:
         take_turns([worker], 2)
         return worker.steps[-1]["peak_bytes"]
@@ -46,29 +46,32 @@ def _measure(model: str, options: dict[str, Any], share: float, rounds: int, *, 
         facts, peaks = eager.facts, {worker.name: worker.ask("report")["peak_rss"] for worker in workers}
     seconds = {worker.name: [step["seconds"] for step in worker.steps] for worker in workers}
     losses = [[step["loss"] for step in worker.steps] for worker in workers]
-    last, before = ours.steps[-1], ours.steps[-2]
-    half = rounds // 2  # by then there are plans
+    last, second_last = ours.steps[-1], ours.steps[-2]
+    planned_from = rounds // 2  # later steps have plans
     return {
         **facts,
         "share": share,
         "budget": budget,
-        "losses_identical": all(each == losses[0] for each in losses),
+        "losses_identical": all(values == losses[0] for values in losses),
         "first_over_eager": seconds["followed"][0] / seconds["eager"][0],
-        "over_eager": {name: round_by_round(found[half:], seconds["eager"][half:]) for name, found in seconds.items()},
-        "eager_seconds": statistics.median(seconds["eager"][half:]),
+        "over_eager": {
+            name: round_by_round(times[planned_from:], seconds["eager"][planned_from:])
+            for name, times in seconds.items()
+        },
+        "eager_seconds": statistics.median(seconds["eager"][planned_from:]),
         "peak_rss": peaks,
-        "moved_in_last_step": {key: last[key] - before[key] for key in ("fetched_bytes", "written_bytes")},
+        "moved_in_last_step": {key: last[key] - second_last[key] for key in ("fetched_bytes", "written_bytes")},
         "arena_peak": last["peak_bytes"],
         "seconds": seconds,
     }
 
 
 _WITHOUT = {
-    "auto": "nothing",
-    "moves": "nothing made again",
-    "unplaced": "no planned addresses",
-    "demand": "no plan",
-    "late": "no plan, nothing copied ahead",
+    "auto": "(all techniques)",
+    "moves": "recomputation",
+    "unplaced": "planned addresses",
+    "demand": "plans",
+    "late": "plans and copies ahead of ops",
 }
 
 
@@ -79,7 +82,7 @@ def _ablate(model: str, options: dict[str, Any], share: float, rounds: int) -> d
         workers = [stack.enter_context(Worker(name, spec)) for name, spec in specs.items()]
         eager = stack.enter_context(Worker("eager", Spec(model, options)))
         take_turns([eager, *workers], rounds)
-    half = rounds // 2  # by then there are plans
+    half = rounds // 2  # later steps have plans
     seconds = {worker.name: [step["seconds"] for step in worker.steps] for worker in (eager, *workers)}
     return {
         **eager.facts,
@@ -141,26 +144,29 @@ def _print(model: str, rows: list[dict[str, Any]]) -> None:
 
 def main(
     *,
-    model: Annotated[str | None, typer.Option(help="One model of the zoo alone. [default: resnet50 and gpt]")] = None,
-    option: Annotated[list[str] | None, typer.Option(help="An option of the model, as name=value.")] = None,
-    share: Annotated[list[float] | None, typer.Option(help="Of the peak; may be given several times.")] = None,
-    rounds: Annotated[int, typer.Option(min=_WARM_UP + 2, help="Steps of each process.")] = 8,
-    compiled: Annotated[bool, typer.Option(help="Beside outofcore.compile as well.")] = True,
-    ablate: Annotated[bool, typer.Option("--ablate", help="What each technique gives.")] = False,
-    date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model of the zoo. [default: resnet50 and gpt]")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="Model option, as name=value; repeatable.")] = None,
+    share: Annotated[list[float] | None, typer.Option(help="Budgets, as shares of the peak; repeatable.")] = None,
+    rounds: Annotated[int, typer.Option(min=_WARM_UP + 2, help="Number of steps per process.")] = 8,
+    compiled: Annotated[bool, typer.Option(help="Also measure a compiled step.")] = True,
+    ablate: Annotated[bool, typer.Option("--ablate", help="Measure loops with one technique switched off.")] = False,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
 ) -> None:
     """Measure, print tables, and write the numbers to benchmarks/results."""
     chosen = _WORKLOADS if model is None else {model: _WORKLOADS.get(model, {"batch": 8})}
-    for which, usual in chosen.items():
-        options = {**usual, **parse_options(option or [])}
+    for workload, defaults in chosen.items():
+        options = {**defaults, **parse_options(option or [])}
         if ablate:
-            rows = [_ablate(which, options, each, rounds) for each in share or (0.5,)]
+            rows = [_ablate(workload, options, peak_share, rounds) for peak_share in share or (0.5,)]
             _print_ablation(rows)
-            print(f"written to {write_model('follow-ablate', which, {'rounds': rounds, 'rows': rows}, date)}")
+            print(f"written to {write_model('follow-ablate', workload, {'rounds': rounds, 'rows': rows}, date)}")
             continue
-        rows = [_measure(which, options, each, rounds, compiled=compiled) for each in share or (1.1, 0.5, 0.25)]
-        _print(which, rows)
-        print(f"written to {write_model('follow', which, {'rounds': rounds, 'rows': rows}, date)}")
+        rows = [
+            _measure(workload, options, peak_share, rounds, compiled=compiled)
+            for peak_share in share or (1.1, 0.5, 0.25)
+        ]
+        _print(workload, rows)
+        print(f"written to {write_model('follow', workload, {'rounds': rounds, 'rows': rows}, date)}")
 
 
 if __name__ == "__main__":

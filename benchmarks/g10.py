@@ -1,10 +1,9 @@
-"""The five training steps of G10 (Zhang et al., MICRO 2023) at 40 GiB: predicted step over compute seconds.
+"""Plan the five training steps of G10 (Zhang et al., MICRO 2023) at 40 GiB: predicted step over compute seconds.
 
-Usage: python benchmarks/g10.py FOLDER   (the folder of g10_*.json.gz instances, as graph files)
+Usage: python benchmarks/g10.py FOLDER   (the folder of the g10_*.json.gz graph files)
 
-Each is planned in a process of its own, so that its peak memory is its own. Prints a table and writes
-results/g10.json. Nothing is trained: the times are the simulator's, for the kernels and links that the
-instances name.
+Each instance is planned in its own process, to measure its peak memory. Prints a table and writes results/g10.json. No
+step is run: times are simulated, with the instances' kernels and links.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-# Step time over compute time that the paper reports for its own policy.
+# Step time over compute time of the paper's own policy.
 PUBLISHED = {"BERT": 1.004, "VIT": 1.491, "Inception": 1.023, "ResNet": 1.016, "SENet": 1.071}
 BUDGET = 40 << 30
 RESULTS = Path(__file__).parent / "results" / "g10.json"
@@ -29,7 +28,7 @@ RESULTS = Path(__file__).parent / "results" / "g10.json"
 
 @dataclass(frozen=True)
 class Result:
-    """What planning one instance gave."""
+    """The result of planning one instance."""
 
     instance: str
     published: float
@@ -42,8 +41,8 @@ class Result:
 
 
 def plan(path: Path, published: float) -> Result:
-    """Plan one instance, here."""
-    from outofcore.errors import ValidationError  # noqa: PLC0415  (the parent plans nothing)
+    """Plan one instance in this process."""
+    from outofcore.errors import ValidationError  # noqa: PLC0415  (not needed in the parent)
     from outofcore.graphfile import read_graph  # noqa: PLC0415
     from outofcore.planning import lower_bound_seconds, plan_step  # noqa: PLC0415
     from outofcore.validator import validate  # noqa: PLC0415
@@ -66,7 +65,7 @@ def plan(path: Path, published: float) -> Result:
 
 
 def main() -> None:
-    """Plan every instance in the folder and tell what came of it."""
+    """Plan every instance in the folder, print a table and write the results."""
     if len(sys.argv) != 2:
         sys.exit("usage: g10.py FOLDER (make bench-g10 INSTANCES=FOLDER), the folder of the g10_*.json.gz graph files")
     folder = Path(sys.argv[1])
@@ -74,11 +73,11 @@ def main() -> None:
     for key, published in PUBLISHED.items():
         path = next(iter(sorted(folder.glob(f"g10_{key}*.json.gz"))), None)
         if path is None:
-            sys.exit(f"{folder} has no g10_{key}*.json.gz: name the folder of the five graph files")
+            sys.exit(f"{folder} has no g10_{key}*.json.gz; pass the folder that contains the five graph files")
         command = [sys.executable, __file__, "--one", str(path), str(published)]
-        done = subprocess.run(command, check=True, capture_output=True, text=True, env=dict(os.environ))
-        print(done.stderr, end="", file=sys.stderr)
-        results.append(Result(**json.loads(done.stdout)))
+        worker = subprocess.run(command, check=True, capture_output=True, text=True, env=dict(os.environ))
+        print(worker.stderr, end="", file=sys.stderr)
+        results.append(Result(**json.loads(worker.stdout)))
     table = Table(title="G10's training steps at 40 GiB: seconds of a step over seconds of its ops, simulated")
     for column in ("instance", "published", "ours", "lower bound", "CPU s", "peak MiB", "valid"):
         table.add_column(column, justify="left" if column == "instance" else "right")

@@ -1,14 +1,13 @@
-"""Text from a checkpoint that is larger than the memory it may take: a followed loop beside accelerate's offloading.
+"""Generate text from a checkpoint larger than the memory limit: an eager loop compared with accelerate's offloading.
 
-A Llama-shaped model with random weights in bfloat16 is written once, as safetensors (``--folder``). Each way then has
-a process of its own, in turn, that loads it and generates with greedy decoding: as plain PyTorch does, within a budget,
-and as accelerate does it with ``disk_offload``, with ``cpu_offload`` and with ``device_map="auto"`` under the same
-``max_memory``. With ``--ram`` a control group holds each process, with the pages of files that the system keeps for it,
-to so much: the checkpoint then comes from the disk again for each token, as where it is larger than memory.
+A Llama-shaped model with random bfloat16 weights is written once to ``--folder`` as safetensors. Each tool loads it in
+its own process, in turn, and generates with greedy decoding. The tools are plain PyTorch, ``outofcore.budget``, and
+accelerate with ``disk_offload``, ``cpu_offload``, and ``device_map="auto"`` with the same ``max_memory``. ``--ram``
+limits each process and its page cache with a control group, so that every token reads the checkpoint from the disk.
 
-Told are the seconds per token (the median of all but the first three), those to the first token with loading, the
-memory (the kernel's peak of anonymous memory, and with the pages of files), and what a token would take if only the
-bytes were read that came from the files, as fast as they can be read into one buffer.
+Reported are the seconds per token (the median, without the first three) and to the first token including loading.
+Memory is the peak anonymous memory, and the peak with pages of files. The last column compares a token with reading the
+same bytes from the files into one buffer.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ _WORKER = Path(__file__).with_name("_generate_worker.py")
 
 
 def _rate(folder: Path, *, direct: bool) -> float:
-    """Bytes a second at which the checkpoint is read into one buffer: from the disk, or as the system has it now."""
-    region = mmap.mmap(-1, _PIECE)  # begins with a page, as direct reads want it
+    """Return the bytes per second of reading the checkpoint into one buffer, bypassing the page cache if ``direct``."""
+    region = mmap.mmap(-1, _PIECE)  # page-aligned, as direct reads require
     count, start = 0, time.perf_counter()
     for path in sorted(folder.glob("*.safetensors")):
         file = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
         try:
-            while done := os.readv(file, [region]):
-                count += done
+            while read_count := os.readv(file, [region]):
+                count += read_count
         finally:
             os.close(file)
     return count / (time.perf_counter() - start)
@@ -53,7 +52,10 @@ def _rate(folder: Path, *, direct: bool) -> float:
 
 @contextlib.contextmanager
 def _group(limit: int | None) -> Iterator[Callable[[], None] | None]:
-    """What puts a process into a control group with so much memory, which counts what the system keeps of files."""
+    """Yield a function that moves the calling process into a control group limited to ``limit`` bytes.
+
+    The group also counts the page cache.
+    """
     if limit is None:
         yield None
         return
@@ -70,13 +72,13 @@ def _group(limit: int | None) -> Iterator[Callable[[], None] | None]:
 
 
 def _forget_files() -> None:
-    """Have the system let go of what it keeps of files: it is nobody's, and stays otherwise."""
+    """Drop the page cache, which no control group owns."""
     os.sync()
     Path("/proc/sys/vm/drop_caches").write_text("3")
 
 
 def _print(rows: list[dict[str, Any]], rate: float) -> None:
-    table = Table("way", "token", "first token", "memory", "with files", "disk", "read a token", "over reading")
+    table = Table("tool", "token", "first token", "memory", "with files", "disk", "read per token", "over reading")
     for row in rows:
         reading = row["read_bytes"] / rate
         table.add_row(
@@ -93,26 +95,28 @@ def _print(rows: list[dict[str, Any]], rate: float) -> None:
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="where the checkpoint is; made if it is not there")],
-    budget: Annotated[str, typer.Option(help="bytes that the weights and all else may take")] = "1GiB",
-    tokens: Annotated[int, typer.Option(help="to generate")] = 32,
-    layers: Annotated[int, typer.Option(help="of the model, where it is made")] = 22,
-    width: Annotated[int, typer.Option(help="of the model, where it is made: a multiple of 512")] = 4096,
-    ways: Annotated[str, typer.Option(help="which, with commas between")] = ",".join(_WAYS),
-    rounds: Annotated[int, typer.Option(help="how often each way runs, in turn")] = 1,
-    ram: Annotated[str | None, typer.Option(help="a process may take, with pages of files; needs root")] = None,
-    date: Annotated[str | None, typer.Option(help="to write into the result")] = None,
+    folder: Annotated[Path, typer.Option(help="Folder of the checkpoint; written if it does not exist.")],
+    budget: Annotated[str, typer.Option(help="Memory budget for all tensors, e.g. 1GiB.")] = "1GiB",
+    tokens: Annotated[int, typer.Option(help="Number of tokens to generate.")] = 32,
+    layers: Annotated[int, typer.Option(help="Layers of a new checkpoint.")] = 22,
+    width: Annotated[int, typer.Option(help="Width of a new checkpoint, a multiple of 512.")] = 4096,
+    ways: Annotated[str, typer.Option(help="Tools, separated by commas.")] = ",".join(_WAYS),
+    rounds: Annotated[int, typer.Option(help="Runs of each tool, in turns.")] = 1,
+    ram: Annotated[
+        str | None, typer.Option(help="Memory limit per process, including its page cache; needs root.")
+    ] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
 ) -> None:
-    """Generate text from a checkpoint within a budget, in each way."""
+    """Generate text from a checkpoint within a budget, with each tool."""
     if not folder.exists():
-        screen.print("make the checkpoint")
+        screen.print("writing the checkpoint")
         shape = ["--layers", str(layers), "--width", str(width)]
         subprocess.run([sys.executable, str(_WORKER), "write", str(folder), *shape], check=True)
     checkpoint = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     runs: dict[str, list[dict[str, Any]]] = {}
     rates: list[float] = []
     for _ in range(rounds):
-        for way in ways.split(","):
+        for tool in ways.split(","):
             if ram is None:
                 rates.append(_rate(folder, direct=False))
             else:
@@ -120,34 +124,37 @@ def main(
                 _forget_files()
             options = ["--budget", budget, "--tokens", str(tokens)]
             with _group(None if ram is None else parse_bytes(ram)) as enter:
-                told = subprocess.run(
-                    [sys.executable, str(_WORKER), way, str(folder), *options],
+                worker = subprocess.run(
+                    [sys.executable, str(_WORKER), tool, str(folder), *options],
                     stdout=subprocess.PIPE,
                     text=True,
                     check=False,
                     env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
                     preexec_fn=enter,
                 )
-            if told.returncode:
-                screen.print(f"{way} failed with status {told.returncode}")
+            if worker.returncode:
+                screen.print(f"{tool} failed with status {worker.returncode}")
                 continue
-            runs.setdefault(way, []).append(json.loads(told.stdout.splitlines()[-1]))
+            runs.setdefault(tool, []).append(json.loads(worker.stdout.splitlines()[-1]))
     rate = statistics.median(rates)
-    rows = [sorted(found, key=lambda row: row["token_seconds"])[len(found) // 2] for found in runs.values()]
+    rows = [
+        sorted(measurements, key=lambda row: row["token_seconds"])[len(measurements) // 2]
+        for measurements in runs.values()
+    ]
     tokens_of = {row["way"]: row.pop("tokens") for row in rows}
-    same = {way: found == tokens_of[rows[0]["way"]] for way, found in tokens_of.items()}
-    source = "memory that the system keeps of files" if ram is None else f"the disk, with {ram} of memory"
+    tokens_match = {tool: measurements == tokens_of[rows[0]["way"]] for tool, measurements in tokens_of.items()}
+    source = "the page cache" if ram is None else f"the disk, with {ram} of memory"
     screen.print(
         f"checkpoint {format_bytes(checkpoint)}, budget {budget}, read at {format_bytes(int(rate))}/s from {source}"
     )
     _print(rows, rate)
-    screen.print(f"tokens as {rows[0]['way']}: {same}")
+    screen.print(f"same tokens as {rows[0]['way']}: {tokens_match}")
     facts = {
         "checkpoint_bytes": checkpoint,
         "budget": budget,
         "ram": ram,
         "bytes_per_second": rate,
-        "same_tokens": same,
+        "same_tokens": tokens_match,
     }
     write_result("generate" if ram is None else "generate-from-disk", {**facts, "rows": rows}, date)
 

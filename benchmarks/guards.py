@@ -1,8 +1,7 @@
-"""What it costs to compare the Python values that a compiled step has read, before each call.
+"""Measure how long a compiled step compares Python values that it has read, before each call.
 
-Five models of the transformers library (a GPT-2 of 24 layers among them), randomly initialised and narrow, so that
-their steps are short: the share is that of the worst case. Comparisons and steps are timed in turns; each comparison is
-repeated at once, with warm caches.
+Five narrow transformers models with random weights have short steps, so the share is a worst case. Comparisons and
+steps alternate; each comparison is repeated at once with warm caches.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ _ROUNDS = 30
 
 
 def _models() -> dict[str, Any]:
-    usual = {"vocab_size": _WORDS, "hidden_size": _WIDTH, "num_hidden_layers": 12, "num_attention_heads": 4}
+    common = {"vocab_size": _WORDS, "hidden_size": _WIDTH, "num_hidden_layers": 12, "num_attention_heads": 4}
     feed = {"intermediate_size": 2 * _WIDTH}
     return {
         "GPT-2, 24 layers": t.GPT2LMHeadModel(
             t.GPT2Config(vocab_size=_WORDS, n_embd=_WIDTH, n_layer=24, n_head=4, bos_token_id=0, eos_token_id=0)
         ),
-        "Llama, 12 layers": t.LlamaForCausalLM(t.LlamaConfig(**usual, **feed)),
-        "BERT, 12 layers": t.BertForMaskedLM(t.BertConfig(**usual, **feed)),
+        "Llama, 12 layers": t.LlamaForCausalLM(t.LlamaConfig(**common, **feed)),
+        "BERT, 12 layers": t.BertForMaskedLM(t.BertConfig(**common, **feed)),
         "T5, 6 and 6 layers": t.T5ForConditionalGeneration(
             t.T5Config(
                 vocab_size=_WORDS,
@@ -49,7 +48,7 @@ def _models() -> dict[str, Any]:
                 image_size=64,
                 patch_size=8,
                 num_labels=10,
-                **{k: v for k, v in usual.items() if k != "vocab_size"},
+                **{k: v for k, v in common.items() if k != "vocab_size"},
                 **feed,
             )
         ),
@@ -64,11 +63,11 @@ def _batch(name: str) -> dict[str, torch.Tensor]:
 
 
 def main(
-    write: Annotated[bool, typer.Option(help="write benchmarks/results/guards.json")] = False,
-    date: Annotated[str | None, typer.Option(help="of the result")] = None,
+    write: Annotated[bool, typer.Option(help="Write benchmarks/results/guards.json.")] = False,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
 ) -> None:
-    """Measure, and print a table."""
-    table = Table("model", "modules", "values", "compared in", "once more", "a step", "share")
+    """Measure the comparisons and print a table."""
+    table = Table("model", "modules", "values", "comparison", "repeated", "step", "share of step")
     rows: list[dict[str, Any]] = []
     for name, model in _models().items():
         model.train()
@@ -87,7 +86,7 @@ def main(
             session = compiled._session
             (variants,) = session._variants._known.values()
             snapshot = next(reversed(variants.values()))
-            compared, again, steps = list[float](), list[float](), list[float]()
+            compared, repeats, steps = list[float](), list[float](), list[float]()
             for _ in range(_ROUNDS):
                 begin = time.perf_counter()
                 snapshot.change()
@@ -96,14 +95,14 @@ def main(
                 middle = time.perf_counter()
                 compiled(batch)
                 compared.append(second - begin)
-                again.append(middle - second)
+                repeats.append(middle - second)
                 steps.append(time.perf_counter() - middle)
         row = {
             "model": name,
             "modules": sum(1 for _ in model.modules()),
             "values": len(snapshot),
             "compared_seconds": statistics.median(compared),
-            "compared_again_seconds": statistics.median(again),
+            "compared_again_seconds": statistics.median(repeats),
             "step_seconds": statistics.median(steps),
         }
         rows.append(row)

@@ -1,8 +1,8 @@
-"""Steps with Inductor's kernels: what compiling them takes, and that their losses are the same at every budget.
+"""Measure steps with Inductor's kernels: compile times, and equal losses at every budget.
 
-Each row is a process of its own. The first of a model compiles with an empty cache, the others find its kernels there.
-The first step of a process captures, compiles, measures and plans; that with PyTorch's own kernels shows what of it is
-not compiling. Ops were measured before in all of them.
+Each row is a separate process. The first process of a model compiles with an empty cache; later ones load its kernels.
+The first step of a process captures, compiles, profiles and plans; the row with PyTorch's own kernels shows the share
+that is not compiling. Ops are already profiled in all processes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rich.table import Table
 
 from outofcore.units import format_bytes, format_seconds
 
-_IN_CORE = 1.1  # of what the step needs: a budget that does not pinch
-_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # where Inductor keeps what it compiled
+_IN_CORE = 1.1  # of the in-core budget, so that no eviction is needed
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # folder of Inductor's kernel cache
 _WORKLOADS: dict[str, dict[str, Any]] = {
     "resnet50": {"batch": 4, "size": 128},
     "gpt": {"batch": 2, "layers": 6, "width": 384, "context": 256},
@@ -32,83 +32,83 @@ def _run(name: str, spec: Spec, steps: int) -> dict[str, Any]:
     with Worker(name, spec) as worker:
         for _ in range(steps):
             worker.step()
-        found = worker.columns()
-    return {"name": name, "budget": spec.budget, "first_step_s": found["seconds"][0], "losses": found["loss"]}
+        columns = worker.columns()
+    return {"name": name, "budget": spec.budget, "first_step_s": columns["seconds"][0], "losses": columns["loss"]}
 
 
 def _measure(model: str, steps: int) -> dict[str, Any]:
     options = _WORKLOADS.get(model, {})
     compiled = Spec(model, options, "outofcore", kernels="inductor")
-    usual = Spec(model, options, "outofcore")
-    need, least = survey(usual), survey(compiled)["smallest_budget"]
-    in_core = int(_IN_CORE * need["in_core_budget"])
+    eager = Spec(model, options, "outofcore")
+    sizes, smallest = survey(eager), survey(compiled)["smallest_budget"]
+    in_core = int(_IN_CORE * sizes["in_core_budget"])
 
     def at(spec: Spec, budget: int) -> Spec:
         return Spec(spec.model, spec.options, spec.mode, budget, kernels=spec.kernels)
 
-    rows = [_run("PyTorch's own kernels", at(usual, in_core), steps)]
+    rows = [_run("PyTorch's own kernels", at(eager, in_core), steps)]
     with tempfile.TemporaryDirectory() as empty:
         before = os.environ.get(_CACHE)
         os.environ[_CACHE] = empty
         try:
             rows.append(_run("in core, nothing compiled before", at(compiled, in_core), steps))
             rows.append(_run("in core", at(compiled, in_core), steps))
-            half = max(int(need["in_core_budget"] / 2), least)
+            half = max(int(sizes["in_core_budget"] / 2), smallest)
             rows.append(_run("half of that", at(compiled, half), steps))
-            rows.append(_run("the smallest budget", at(compiled, least), steps))
+            rows.append(_run("the smallest budget", at(compiled, smallest), steps))
         finally:
             if before is None:
                 del os.environ[_CACHE]
             else:
                 os.environ[_CACHE] = before
-    own, *others = rows
-    apart = [
-        abs(float.fromhex(ours) - float.fromhex(its)) / max(abs(float.fromhex(its)), 1e-12)
-        for ours, its in zip(others[0]["losses"], own["losses"], strict=True)
+    eager_row, *compiled_rows = rows
+    relative_errors = [
+        abs(float.fromhex(compiled_loss) - float.fromhex(eager_loss)) / max(abs(float.fromhex(eager_loss)), 1e-12)
+        for compiled_loss, eager_loss in zip(compiled_rows[0]["losses"], eager_row["losses"], strict=True)
     ]
     return {
-        **need,
-        "smallest_budget_compiled": least,
+        **sizes,
+        "smallest_budget_compiled": smallest,
         "rows": rows,
-        "same": all(row["losses"] == others[0]["losses"] for row in others),
-        "off_eager": apart,  # of each step, relative: what differs in the last bits grows as training goes on
+        "same": all(row["losses"] == compiled_rows[0]["losses"] for row in compiled_rows),
+        "off_eager": relative_errors,  # relative, per step; rounding differences grow during training
     }
 
 
 def main(
     *,
-    model: Annotated[list[str] | None, typer.Option(help="May be given several times; by default all.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Of each process.")] = 10,
-    date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable. [default: all]")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Number of steps per process.")] = 10,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
 ) -> None:
-    """Measure, print a table, and write the numbers to benchmarks/results/kernels.json; fails where losses differ."""
-    found: dict[str, Any] = {}
+    """Measure, print a table, and write benchmarks/results/kernels.json; fail if losses differ between budgets."""
+    results: dict[str, Any] = {}
     table = Table(
         "model",
         "budgets",
-        "first step: own kernels",
-        "compiled",
-        "from the cache",
+        "first step: PyTorch kernels",
+        "compiling",
+        "cached",
         "losses",
-        "off eager's: first",
-        "last",
+        "first loss, relative error",
+        "last loss",
     )
-    for which in model or [*_WORKLOADS, *UNSEEN]:
-        found[which] = one = _measure(which, steps)
-        own, cold, *cached = one["rows"]
+    for model_name in model or [*_WORKLOADS, *UNSEEN]:
+        results[model_name] = result = _measure(model_name, steps)
+        eager_row, cold, *cached = result["rows"]
         table.add_row(
-            which,
+            model_name,
             ", ".join(format_bytes(row["budget"]) for row in cached),
-            format_seconds(own["first_step_s"]),
+            format_seconds(eager_row["first_step_s"]),
             format_seconds(cold["first_step_s"]),
             format_seconds(cached[0]["first_step_s"]),
-            "the same" if one["same"] else "DIFFER",
-            *(f"{one['off_eager'][step]:.1e}" for step in (0, -1)),
+            "equal" if result["same"] else "DIFFER",
+            *(f"{result['off_eager'][step]:.1e}" for step in (0, -1)),
         )
-        print(f"{which}: losses {'the same' if one['same'] else 'DIFFER'}", flush=True)
+        print(f"{model_name}: losses {'equal' if result['same'] else 'DIFFER'}", flush=True)
     console().print(table)
-    print(f"written to {write_result('kernels', {'steps': steps, 'models': found}, date)}")
-    if not all(one["same"] for one in found.values()):
+    print(f"written to {write_result('kernels', {'steps': steps, 'models': results}, date)}")
+    if not all(result["same"] for result in results.values()):
         raise SystemExit("losses differ between budgets")
 
 

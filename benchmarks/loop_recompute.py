@@ -1,14 +1,13 @@
-"""Step times of loops under ``outofcore.budget`` on GPUs with and without recomputation, predicted without a GPU.
+"""Predict step times of ``outofcore.budget`` loops on GPUs with and without recomputation, without a GPU.
 
-Each loop runs in eager PyTorch on tensors without memory. A recorder notes what ``paging.cpp`` notes: the ops, the
-storages of 64 KiB and more that they touch, and when each storage is freed. Recomputation follows
-``runtime/csrc/follow/recipes.h``: autograd holds a recipe in place of a saved tensor, and its ops run again when a
-backward node asks for the tensor. The ops are those that ``Device::repeats`` in ``runtime/csrc/follow/device_cuda.h``
-allows, their inputs stay alive, and ``worth_making_again`` chooses the tensors, as in a loop. Both records are planned
-alike: a plan offloads or keeps.
+Each loop runs in eager PyTorch on meta tensors. A recorder records what ``paging.cpp`` records: ops, the storages of 64
+KiB and more that they touch, and frees. Recomputation follows ``runtime/csrc/follow/recipes.h``: autograd saves a
+recipe instead of a tensor, and its ops run again when a backward node unpacks it. Only the ops of ``Device::repeats``
+in ``device_cuda.h`` are recomputed, their inputs stay alive, and ``worth_making_again`` chooses the tensors. Both
+records are planned with keep and offload only.
 
-Costs come from ``outofcore.presets``, by a roofline; the host's time for an op is not counted. An optimizer's update is
-one op for each parameter. The last column is the same loop with ``torch.utils.checkpoint`` around each block.
+Op costs are a roofline over ``outofcore.presets``, without host time. An optimizer's update is one op per parameter.
+The last column is the same loop with ``torch.utils.checkpoint`` around each block.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ SHARES = (0.75, 0.5, 0.375, 0.25)
 _DEEPEST = 4  # as in lineage.h
 _MOST_STEPS = 8
 _FOLLOW = Path(outofcore.__file__).parent / "runtime" / "csrc" / "follow"
-# What ``Device::repeats`` lists; besides, ops that work element by element.
+# The list in ``Device::repeats``; elementwise ops can be repeated too.
 _REPEAT = frozenset(
     re.findall(r'"(aten::\w+)"', (_FOLLOW / "device_cuda.h").read_text(encoding="utf-8").partition("bool repeats")[2])
 )
@@ -72,13 +71,13 @@ class Step:
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    inputs: dict[int, Making | None]  # by storage, how it was made, if that is known
+    inputs: dict[int, Making | None]  # by storage; None: not recomputable
     seconds: float
 
 
 @dataclass(frozen=True)
 class Making:
-    """How a storage came about."""
+    """The ops that produced a storage."""
 
     storage: int
     steps: tuple[Step, ...]
@@ -88,7 +87,7 @@ class Making:
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor as an argument: its storage and its geometry."""
+    """A tensor argument: its storage and its geometry."""
 
     storage: int
     version: int
@@ -102,7 +101,7 @@ class Place:
 
 
 class Recipe:
-    """What autograd holds in place of a tensor."""
+    """The object that autograd saves instead of a tensor."""
 
     def __init__(self, making: Making, original: StorageWeakRef | None) -> None:
         self.making, self.original = making, original
@@ -117,18 +116,18 @@ def _strong(weak: StorageWeakRef | None) -> torch.UntypedStorage | None:
 
 @dataclass
 class Recorder(TorchDispatchMode):
-    """Records what ops touch, in the numbers that ``read_record`` takes.
+    """Records the ops of a step as the integers that ``read_record`` parses.
 
-    Args:
-        device: by whose rates ops cost.
-        chosen: storages that autograd gets recipes of, by the order in which they are first used.
+    Attributes:
+        device: cost model.
+        chosen: storages that autograd saves as recipes, in order of first use.
     """
 
     device: Device
     chosen: frozenset[int] = frozenset()
-    ids: dict[int, int] = field(default_factory=dict)  # of living storages, by their addresses
+    ids: dict[int, int] = field(default_factory=dict)  # live storages by address
     weak: dict[int, StorageWeakRef] = field(default_factory=dict)
-    rows: list[list[int]] = field(default_factory=list)  # bytes, freed, created, lasts
+    rows: list[list[int]] = field(default_factory=list)  # bytes, freed, created, persistent
     ops: list[tuple[str, float, list[tuple[int, int, int, int]]]] = field(default_factory=list)
     versions: dict[int, int] = field(default_factory=dict)
     makings: dict[int, Making] = field(default_factory=dict)
@@ -146,42 +145,42 @@ class Recorder(TorchDispatchMode):
                 self.rows[storage][3] = 1
 
     def update(self, parameter: Tensor, states: int) -> None:
-        """Record an op that updates a parameter by its gradient and tensors of state."""
-        if parameter.grad is None or (own := self._id(parameter, created=False)) is None:
+        """Record an op that updates a parameter from its gradient and ``states`` state tensors."""
+        if parameter.grad is None or (parameter_id := self._id(parameter, created=False)) is None:
             return
         gradient = self._id(parameter.grad, created=False)
         self._free()
-        touches = [(1, own, 1, 0), (2, gradient, 0, 0)]
-        for place in range(states):
-            self.rows.append([self.rows[own][0], -1, 0, 1])
-            touches.append((3 + place, len(self.rows) - 1, 1, 0))
-        moved = self.rows[own][0] * (3 + 2 * states)
+        touches = [(1, parameter_id, 1, 0), (2, gradient, 0, 0)]
+        for index in range(states):
+            self.rows.append([self.rows[parameter_id][0], -1, 0, 1])
+            touches.append((3 + index, len(self.rows) - 1, 1, 0))
+        moved = self.rows[parameter_id][0] * (3 + 2 * states)
         self.ops.append(("update", self.device.seconds(Work.STREAMING, Number.FP32, 0.0, moved), touches))
 
     def numbers(self) -> tuple[list[int], list[str]]:
         self._free()
         names = list(dict.fromkeys(name for name, _, _ in self.ops))
-        found = [0, len(self.ops), len(self.rows), 0, 0, 0, 0, 0]
+        encoded = [0, len(self.ops), len(self.rows), 0, 0, 0, 0, 0]
         for row in self.rows:
-            found += row
+            encoded += row
         for name, seconds, touches in self.ops:
-            found += [names.index(name), round(seconds * 1e9), 0, len(touches)]
+            encoded += [names.index(name), round(seconds * 1e9), 0, len(touches)]
             for touch in touches:
-                found += touch
-        return found, names
+                encoded += touch
+        return encoded, names
 
     def made(self) -> list[Made]:
-        """What ``Recipes.noted`` would tell."""
-        found = []
+        """Return the recomputation candidates, as ``Recipes.noted`` does."""
+        candidates = []
         for storage, (count, _, created, _) in enumerate(self.rows):
             making = self.makings.get(storage)
             if making is not None and created:
                 inputs = dict.fromkeys(i for step in making.steps for i in step.inputs if i != storage)
                 seconds = sum(step.seconds for step in making.steps)
-                found.append(Made(storage, count, seconds, tuple(inputs), storage in self.saved))
+                candidates.append(Made(storage, count, seconds, tuple(inputs), storage in self.saved))
             elif created or storage in self.saved:
-                found.append(Made(storage, count, None, (), storage in self.saved))
-        return found
+                candidates.append(Made(storage, count, None, (), storage in self.saved))
+        return candidates
 
     def pack(self, tensor: Tensor) -> Any:
         if tensor.untyped_storage().nbytes() < LARGE:
@@ -201,43 +200,45 @@ class Recorder(TorchDispatchMode):
         recipe, place = packed
         return self._silently(lambda: place.on(self._bytes(recipe)))
 
-    def _recipe(self, making: Making, original: StorageWeakRef | None, deepest: int) -> Recipe | None:
-        if deepest <= 0:
+    def _recipe(self, making: Making, original: StorageWeakRef | None, max_depth: int) -> Recipe | None:
+        if max_depth <= 0:
             return None
-        known = self.recipes.get(making.storage)
-        if known is not None and (live := known()) is not None and original is not None:
+        known_recipe = self.recipes.get(making.storage)
+        if known_recipe is not None and (live := known_recipe()) is not None and original is not None:
             return live
         recipe = Recipe(making, original)
         for step in making.steps:
-            for storage, before in step.inputs.items():
+            for storage, input_lineage in step.inputs.items():
                 if storage == making.storage or storage in recipe.kept or storage in recipe.recipes:
                     continue
-                known = self.recipes.get(storage)
-                inner = None if known is None else known()
-                if inner is None and before is not None and storage in self.chosen:
-                    inner = self._recipe(before, self.weak.get(storage), deepest - 1)
+                known_recipe = self.recipes.get(storage)
+                inner = None if known_recipe is None else known_recipe()
+                if inner is None and input_lineage is not None and storage in self.chosen:
+                    inner = self._recipe(input_lineage, self.weak.get(storage), max_depth - 1)
                 if inner is not None:
                     recipe.recipes[storage] = inner
                     continue
-                kept = self._silently(lambda storage=storage: _strong(self.weak.get(storage)))
-                if kept is None:
+                storage_to_keep = self._silently(lambda storage=storage: _strong(self.weak.get(storage)))
+                if storage_to_keep is None:
                     return None
-                recipe.kept[storage] = kept
+                recipe.kept[storage] = storage_to_keep
         self.recipes[making.storage] = weakref.ref(recipe)
         return recipe
 
     def _bytes(self, recipe: Recipe) -> torch.UntypedStorage:
-        there = _strong(recipe.original) or _strong(recipe.again)
-        if there is not None:
-            return there
-        held = dict(recipe.kept)
+        live = _strong(recipe.original) or _strong(recipe.again)
+        if live is not None:
+            return live
+        storages = dict(recipe.kept)
         for storage, inner in recipe.recipes.items():
-            held[storage] = self._bytes(inner)
+            storages[storage] = self._bytes(inner)
         result: torch.UntypedStorage | None = None
         for step in recipe.making.steps:
             if result is not None:
-                held[recipe.making.storage] = result
-            args, kwargs = tree_map_only(Place, lambda place: place.on(held[place.storage]), (step.args, step.kwargs))
+                storages[recipe.making.storage] = result
+            args, kwargs = tree_map_only(
+                Place, lambda place: place.on(storages[place.storage]), (step.args, step.kwargs)
+            )
             self._quiet = False
             returned = step.func(*args, **kwargs)
             self._quiet = True
@@ -284,14 +285,14 @@ class Recorder(TorchDispatchMode):
         schema = func._schema
         written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
         touches: dict[int, tuple[int, int, int, int]] = {}
-        given: dict[int, int] = {}
-        named = {a.name: i for i, a in enumerate(schema.arguments)}
-        values = [(i, v) for i, v in enumerate(args)] + [(named[n], v) for n, v in kwargs.items()]
+        positions: dict[int, int] = {}
+        position_of = {a.name: i for i, a in enumerate(schema.arguments)}
+        values = [(i, v) for i, v in enumerate(args)] + [(position_of[n], v) for n, v in kwargs.items()]
         for position, value in values:
             for tensor in tree_leaves(value):
                 if not isinstance(tensor, Tensor) or (storage := self._id(tensor, created=False)) is None:
                     continue
-                given[storage] = position
+                positions[storage] = position
                 write = int(written[position]) | (touches[storage][2] if storage in touches else 0)
                 touches[storage] = (len(touches) + 1, storage, write, 0)
         step = self._step(func, schema, written, args, kwargs)
@@ -299,12 +300,12 @@ class Recorder(TorchDispatchMode):
         results = [t for t in tree_leaves(returned) if isinstance(t, Tensor)]
         if func.is_view or (schema.name in ("aten::detach", "aten::_unsafe_view", "aten::alias")):
             return returned
-        everything = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        seconds = self._seconds(func, schema, args, kwargs, everything, results)
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        seconds = self._seconds(func, schema, args, kwargs, inputs, results)
         fresh = []
         for tensor in results:
-            known = tensor.untyped_storage()._cdata in self.ids
-            if (storage := self._id(tensor, created=True)) is None or known:
+            is_known = tensor.untyped_storage()._cdata in self.ids
+            if (storage := self._id(tensor, created=True)) is None or is_known:
                 fresh.append(None)
                 continue
             fresh.append(storage)
@@ -356,15 +357,15 @@ class Recorder(TorchDispatchMode):
                 self.makings[storage] = Making(storage, (step,), result, min(depth, _DEEPEST))
 
     def _seconds(
-        self, func: Any, schema: Any, args: Any, kwargs: Any, given: list[Tensor], results: list[Tensor]
+        self, func: Any, schema: Any, args: Any, kwargs: Any, inputs: list[Tensor], results: list[Tensor]
     ) -> float:
         if schema.name in _ALLOCATE:
             return 0.0
-        tensors = list({id(t): t for t in [*given, *results]}.values())
+        tensors = list({id(t): t for t in [*inputs, *results]}.values())
         numbers = {id(t): i for i, t in enumerate(tensors)}
         values = [SimpleNamespace(dtype=t.dtype, shape=tuple(t.shape), stride=t.stride()) for t in tensors]
-        refs, named = tree_map_only(Tensor, lambda t: Ref(numbers[id(t)]), (tuple(args), kwargs))
-        call = Call(func, refs, named, tuple(numbers[id(t)] for t in results))
+        refs, keyword_refs = tree_map_only(Tensor, lambda t: Ref(numbers[id(t)]), (tuple(args), kwargs))
+        call = Call(func, refs, keyword_refs, tuple(numbers[id(t)] for t in results))
         name = f"aten.{schema.name.partition('::')[2]}"
         work, operations = operations_of(SimpleNamespace(values=values), Op(0, name, (), (), ()), call)
         moved = 0
@@ -381,7 +382,7 @@ class Recorder(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Loop:
-    """A training loop: its model and its inputs are made without memory."""
+    """A training loop whose model and inputs are meta tensors."""
 
     title: str
     make: Callable[[], tuple[nn.Module, Callable[[nn.Module], Tensor]]]
@@ -393,8 +394,8 @@ def _zoo(name: str, dtype: torch.dtype, **options: Any) -> tuple[nn.Module, Call
     work = workload(name, **options)
     model = work.network().to(dtype)
     batch = [
-        torch.empty((options["batch"], *size), dtype=dtype if kind.is_floating_point else kind)
-        for size, kind in work.sample
+        torch.empty((options["batch"], *size), dtype=dtype if element_type.is_floating_point else element_type)
+        for size, element_type in work.sample
     ]
     return model, lambda model: work.loss(model, *batch)
 
@@ -439,7 +440,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0
 def record(
     loop: Loop, device: Device, chosen: frozenset[int] = frozenset(), *, checkpointed: bool = False
 ) -> tuple[StepRecord, Recorder]:
-    """Run one step of a loop without memory, and return what was recorded."""
+    """Record one step of a loop on meta tensors."""
     with torch.device("meta"), mock.patch.object(F, "scaled_dot_product_attention", _attention):
         model, loss_of = loop.make()
         if checkpointed:
@@ -451,8 +452,8 @@ def record(
             for parameter in model.parameters():
                 recorder.update(parameter, loop.states)
             model.zero_grad()
-        found = read_record(*recorder.numbers())
-    return replace(found, costs=replace(found.costs, homes=(device.home(),))), recorder
+        step_record = read_record(*recorder.numbers())
+    return replace(step_record, costs=replace(step_record.costs, homes=(device.home(),))), recorder
 
 
 def _planned(record: StepRecord, budget: int) -> float | None:
@@ -463,13 +464,13 @@ def _planned(record: StepRecord, budget: int) -> float | None:
 
 
 def predict(name: str, key: str) -> dict[str, Any]:
-    """Predict the steps of a loop on a device, at shares of what it needs in core."""
+    """Predict a loop's step times on a device, at shares of its in-core budget."""
     loop, device = LOOPS[name], presets.device(key)
-    began = time.process_time()
+    start = time.process_time()
     plain, recorder = record(loop, device)
-    made, rate = recorder.made(), device.out_bytes_per_s
+    candidates, rate = recorder.made(), device.out_bytes_per_s
     in_core = planning.in_core_budget(plain.graph, plain.costs)
-    by_hand, _ = record(loop, device, checkpointed=True)
+    checkpointed, _ = record(loop, device, checkpointed=True)
     compute = plain.costs.compute_seconds
     rows: list[dict[str, Any]] = []
     for share in SHARES:
@@ -477,15 +478,15 @@ def predict(name: str, key: str) -> dict[str, Any]:
         offloaded = _planned(plain, budget)
         row: dict[str, Any] = {"share": share, "budget": budget, "offloaded_s": offloaded}
         if offloaded is not None:
-            held_up = offloaded - compute
+            stalled = offloaded - compute
             row |= {"recomputed_s": offloaded, "again_s": 0.0}
-            if held_up > WORTH_TRYING * compute:
-                chosen = worth_making_again(made, rate, enough=int(held_up * rate))
-                remade, again = record(loop, device, frozenset(chosen))
+            if stalled > WORTH_TRYING * compute:
+                chosen = worth_making_again(candidates, rate, enough=int(stalled * rate))
+                remade, remade_recorder = record(loop, device, frozenset(chosen))
                 recomputed = _planned(remade, budget)
                 if recomputed is not None and recomputed < offloaded * (1 - WORTH_KEEPING):
-                    row |= {"recomputed_s": recomputed, "again_s": again.again_seconds}
-        row["checkpointed_s"] = _planned(by_hand, budget)
+                    row |= {"recomputed_s": recomputed, "again_s": remade_recorder.again_seconds}
+        row["checkpointed_s"] = _planned(checkpointed, budget)
         rows.append(row)
     return {
         "loop": loop.title,
@@ -493,38 +494,38 @@ def predict(name: str, key: str) -> dict[str, Any]:
         "ops": len(plain.graph.ops),
         "in_core_bytes": in_core,
         "in_core_s": compute,
-        "saved_bytes": sum(one.bytes for one in made if one.saved),
+        "saved_bytes": sum(candidate.bytes for candidate in candidates if candidate.saved),
         "rows": rows,
-        "processor_s": round(time.process_time() - began, 1),
+        "processor_s": round(time.process_time() - start, 1),
     }
 
 
 def render(predictions: Iterable[dict[str, Any]]) -> str:
-    """Return the predictions as a page."""
+    """Return the predictions as a Markdown page."""
     lines = [
         "# Recomputation in loops on GPUs, predicted",
         "",
-        "*Simulated* by `python benchmarks/loop_recompute.py`, without a GPU: its text says what counts.",
+        "*Simulated* by `python benchmarks/loop_recompute.py`, without a GPU; its docstring describes the model.",
         "Step times in ms.",
         "",
-        "| loop | device | budget, of in core | in core | offloads | also recomputes | saves | ops again "
+        "| loop | device | budget, of in core | in core | offload | offload, recompute | saved | recomputed ops "
         "| checkpointed by hand |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for found in predictions:
-        for row in found["rows"]:
+    for prediction in predictions:
+        for row in prediction["rows"]:
             offloaded = row["offloaded_s"]
             cells = [
-                found["loop"],
-                found["device"],
+                prediction["loop"],
+                prediction["device"],
                 f"{row['share']:g} ({format_bytes(row['budget'])})",
-                _milliseconds(found["in_core_s"]),
+                _milliseconds(prediction["in_core_s"]),
                 _milliseconds(offloaded),
                 *("-" if offloaded is None else text for text in _recomputed(row)),
                 _milliseconds(row["checkpointed_s"]),
             ]
             lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "A dash: the budget does not hold the largest op."]
+    lines += ["", "A dash: the budget is too small for the largest op."]
     return "\n".join([*lines, ""])
 
 
@@ -540,14 +541,14 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def main(
-    loops: Annotated[str, typer.Option(help="Keys of loops, with commas.")] = ",".join(LOOPS),
-    devices: Annotated[str, typer.Option(help="Presets, with commas.")] = ",".join(DEVICES),
-    date: Annotated[str | None, typer.Option(help="Date for the result, ISO 8601.")] = None,
+    loops: Annotated[str, typer.Option(help="Keys of loops, separated by commas.")] = ",".join(LOOPS),
+    devices: Annotated[str, typer.Option(help="Device presets, separated by commas.")] = ",".join(DEVICES),
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601.")] = None,
 ) -> None:
     """Predict step times of loops on GPUs with and without recomputation."""
-    found = [predict(name, key) for name in loops.split(",") for key in devices.split(",")]
-    page = render(found)
-    path = write_result("loop-recompute", {"predictions": found}, date)
+    predictions = [predict(name, key) for name in loops.split(",") for key in devices.split(",")]
+    page = render(predictions)
+    path = write_result("loop-recompute", {"predictions": predictions}, date)
     path.with_suffix(".md").write_text(page, encoding="utf-8")
     print(page)
 

@@ -1,18 +1,17 @@
-"""How low do our ways of placing get, how long do they take, and how do they compare with plain first fit?
+"""Compare our placement algorithms with first fit and with other allocators: heights and times.
 
-On the files under ``instances/pack`` or on others in the CSV format of MiniMalloc; with ``--sizes``, on boxes cut
-up at random, whose best height is known, to see how time grows. If omnimalloc (PyPI) is installed, its allocators
-run as rivals: not where rectangles have gaps, which it does not know.
+Input: the files under ``instances/pack`` or other files in MiniMalloc's CSV format; with ``--sizes``, randomly cut
+    boxes of known optimal height, to measure scaling. If omnimalloc (PyPI) is installed, its allocators run too, except
+    on rectangles with gaps, which it does not support.
 
-``--write`` makes the files anew. The traces are training steps made up here, as lowered for our own policies.
+``--write`` regenerates the files; the traces are synthetic training steps, lowered with our own policies.
 
-``--zoo`` packs training steps of the models of the zoo as well, each in core and as ``auto`` plans it for half and a
-quarter of that: all that the arena holds, as requested. Writes ``results/pack.json``. Graphs are those of
-``compare.py --graphs``, in the folder that is named; they are captured where they are not there yet.
+``--zoo`` also packs training steps of the zoo: in core, and planned by ``auto`` for a half and a quarter of that.
+Writes ``results/pack.json``. Graphs are those of ``compare.py --graphs``; missing ones are captured.
 
-``--hard`` asks of each file for a placement within the capacity that its name ends in, and again with each technique of
-the search switched off. Writes ``results/pack-hard.json``. For the hard instances of MiniMalloc, of which the folder
-``benchmarks/challenging`` of its repository has eleven::
+``--hard`` searches a placement within the capacity at the end of each file name, then again with each search technique
+switched off. Writes ``results/pack-hard.json``. MiniMalloc's repository has eleven hard instances in
+``benchmarks/challenging``::
 
     python benchmarks/pack.py --hard minimalloc/*.csv
 """
@@ -54,11 +53,11 @@ from outofcore.validator import Placed, check_packing
 INSTANCES = Path(__file__).with_name("instances") / "pack"
 _RIVALS = ("OmniAllocator", "TelamallocAllocator", "HillClimbAllocator", "SupermallocAllocator")
 _RIVAL_SECONDS = 2.0
-# Of hard instances: after how many seconds the search is given up, and with a technique switched off.
+# Time limits for hard instances: the full search, and with a technique switched off.
 _HARD_SECONDS, _WITHOUT_SECONDS = 60.0, 6.0
-# Of the zoo: on what device, in which parts of the in-core budget, and how far above what is live is close.
+# Zoo steps: the device, shares of the in-core budget, and the largest acceptable height over the live bytes.
 _GPU, _PARTS, _CLOSE = "v100-16gb-pcie3", (0.5, 0.25), 1.01
-# Of them, those that are kept as files; and how many rectangles a box is cut into beside them.
+# Zoo traces committed as files, and the number of rectangles of the cut box that runs with the zoo.
 _COMMITTED, _MANY = ("resnet50-in-core", "resnet50-auto-0.5"), 1000
 
 _Place = Callable[[Sequence[Rectangle]], Sequence[int]]
@@ -67,40 +66,40 @@ _Place = Callable[[Sequence[Rectangle]], Sequence[int]]
 
 
 def cut_up(count: int, width: int, height: int, seed: int) -> list[Rectangle]:
-    """A box cut up at random: ``height`` is the best there is, and hard to find again."""
-    draw = random.Random(seed)
+    """Cut a box at random into rectangles; the optimal height is ``height``, and hard to find."""
+    generator = random.Random(seed)
     boxes = [(0, width, 0, height)]
     while len(boxes) < count:
-        box = max(draw.sample(boxes, min(3, len(boxes))), key=lambda b: (b[1] - b[0]) * (b[3] - b[2]))
+        box = max(generator.sample(boxes, min(3, len(boxes))), key=lambda b: (b[1] - b[0]) * (b[3] - b[2]))
         begin, end, low, high = box
-        across = draw.random() < 0.5
+        across = generator.random() < 0.5
         if (end - begin if across else high - low) < 2:
             continue
         boxes.remove(box)
         if across:
-            cut = draw.randrange(begin + 1, end)
+            cut = generator.randrange(begin + 1, end)
             boxes += [(begin, cut, low, high), (cut, end, low, high)]
         else:
-            cut = draw.randrange(low + 1, high)
+            cut = generator.randrange(low + 1, high)
             boxes += [(begin, end, low, cut), (begin, end, cut, high)]
-    draw.shuffle(boxes)
+    generator.shuffle(boxes)
     return [Rectangle(i, begin, end, high - low) for i, (begin, end, low, high) in enumerate(boxes)]
 
 
 def scattered(count: int, seed: int) -> list[Rectangle]:
-    """Sizes over three orders of magnitude, mostly short lifetimes."""
-    draw = random.Random(seed)
-    found: list[Rectangle] = []
+    """Return rectangles with sizes over three orders of magnitude and mostly short lifetimes."""
+    generator = random.Random(seed)
+    rectangles: list[Rectangle] = []
     for index in range(count):
-        begin = draw.randrange(count)
-        length = max(1, int(count * min(1.0, draw.expovariate(10))))
-        found.append(Rectangle(index, begin, min(begin + length, count), int(2 ** draw.uniform(0, 12))))
-    return found
+        begin = generator.randrange(count)
+        length = max(1, int(count * min(1.0, generator.expovariate(10))))
+        rectangles.append(Rectangle(index, begin, min(begin + length, count), int(2 ** generator.uniform(0, 12))))
+    return rectangles
 
 
 @dataclass
 class _Step:
-    """A training step in the making."""
+    """A builder of a synthetic training step."""
 
     storages: list[Storage] = field(default_factory=list[Storage])
     ops: list[Op] = field(default_factory=list[Op])
@@ -121,10 +120,10 @@ class _Step:
 
 
 def residual_step(blocks: int) -> tuple[StepGraph, Costs]:
-    """A step like that of a ResNet: stages that halve the map and double the channels, skips, norms, momentum."""
+    """Build a step like a ResNet's: stages that halve the map and double the channels, skips, norms and momentum."""
     step = _Step()
     flow = step.new(StorageKind.INPUT, 1200)
-    saved: list[tuple[int, int, list[int]]] = []  # a parameter, its moment, and what backward needs
+    saved: list[tuple[int, int, list[int]]] = []  # a parameter, its moment, and the storages saved for backward
     for index in range(blocks):
         stage = 4 * index // blocks
         size, channels = 6272 / 2**stage, 64 * 2**stage
@@ -145,34 +144,34 @@ def residual_step(blocks: int) -> tuple[StepGraph, Costs]:
     step.op("loss", [flow], [loss])
     gradient = step.like(flow)
     step.op("loss_backward", [flow], [gradient])
-    for parameter, moment, (entered, out, normed) in reversed(saved):
-        through = step.like(out)
-        step.op("norm_backward", [gradient, out, normed], [through])
-        below = step.like(entered)
-        of_parameter = step.like(parameter, StorageKind.GRADIENT)
-        step.op("convolution_backward", [through, entered, parameter], [below, of_parameter])
-        step.op("update", [parameter, moment, of_parameter], mutates=[parameter, moment])
-        gradient = below
+    for parameter, moment, (layer_input, out, normed) in reversed(saved):
+        out_gradient = step.like(out)
+        step.op("norm_backward", [gradient, out, normed], [out_gradient])
+        input_gradient = step.like(layer_input)
+        parameter_gradient = step.like(parameter, StorageKind.GRADIENT)
+        step.op("convolution_backward", [out_gradient, layer_input, parameter], [input_gradient, parameter_gradient])
+        step.op("update", [parameter, moment, parameter_gradient], mutates=[parameter, moment])
+        gradient = input_gradient
     graph = StepGraph(tuple(step.storages), tuple(step.ops), (loss,))
     graph.check()
     return graph, Costs(tuple(step.costs), (Home("disk", None, 2e9, 2e9, 1e-4),))
 
 
 def rectangles_of(program: Program) -> list[Rectangle]:
-    """The large blocks of a program, with the instructions over which they are held."""
+    """Return the large blocks of a program as rectangles over its instructions."""
     end = len(program.instructions)
-    found: list[Rectangle] = []
+    rectangles: list[Rectangle] = []
     for block in program.blocks:
         if not is_large(block.bytes):
             continue
-        begins, ends = (0, end) if block.wraps else (block.born, block.dies)
+        begin, dies = (0, end) if block.wraps else (block.born, block.dies)
         gap = (block.dies, block.born) if block.wraps and block.born > 0 else None
-        found.append(Rectangle(block.id, begins, ends, block.bytes, gap=gap))
-    return found
+        rectangles.append(Rectangle(block.id, begin, dies, block.bytes, gap=gap))
+    return rectangles
 
 
 def traces(blocks: int) -> Iterator[tuple[str, list[Rectangle]]]:
-    """The large blocks of programs: in core, and as two policies plan them for half of that."""
+    """Yield the rectangles of programs: in core, and planned by two policies for half of that."""
     graph, costs = residual_step(blocks)
     half = in_core_budget(graph, costs) // 2
     yield f"residual{len(graph.ops)}-in-core", rectangles_of(lower(graph, costs, keep_all(0)))
@@ -181,29 +180,29 @@ def traces(blocks: int) -> Iterator[tuple[str, list[Rectangle]]]:
 
 
 def write_instances(zoo: Path | None) -> None:
-    """Make the files under ``instances/pack`` anew, each name ends in the bytes live at once."""
+    """Write the files under ``instances/pack``; each name ends in the peak of live bytes."""
     INSTANCES.mkdir(parents=True, exist_ok=True)
-    found = [(f"cut-up{n}", cut_up(n, 2000, 100_000, n)) for n in (40, 100, 300)]
-    found += [("scattered200", scattered(200, 1)), *traces(16)]
-    found += [] if zoo is None else [(name, trace) for name, trace in zoo_traces(zoo) if name in _COMMITTED]
-    for name, rectangles in found:
+    instances = [(f"cut-up{n}", cut_up(n, 2000, 100_000, n)) for n in (40, 100, 300)]
+    instances += [("scattered200", scattered(200, 1)), *traces(16)]
+    instances += [] if zoo is None else [(name, trace) for name, trace in zoo_traces(zoo) if name in _COMMITTED]
+    for name, rectangles in instances:
         write_rectangles(INSTANCES / f"{name}.{peak(rectangles).bytes}.csv", rectangles)
 
 
 def write_rectangles(path: Path, rectangles: Sequence[Rectangle]) -> None:
-    """Write a file in the CSV format of MiniMalloc, with gaps where there are any."""
+    """Write a file in MiniMalloc's CSV format, with a column for gaps if there are any."""
     gaps = any(r.gap for r in rectangles)
     with path.open("w", encoding="utf-8", newline="") as out:
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(["id", "lower", "upper", "size", *(["gaps"] if gaps else [])])
         for r in rectangles:
-            more = ["" if r.gap is None else f"{r.gap[0]}-{r.gap[1]}"] if gaps else []
-            writer.writerow([r.id, r.lower, r.upper, r.size, *more])
+            gap_cells = ["" if r.gap is None else f"{r.gap[0]}-{r.gap[1]}"] if gaps else []
+            writer.writerow([r.id, r.lower, r.upper, r.size, *gap_cells])
 
 
 def zoo_traces(folder: Path) -> Iterator[tuple[str, list[Rectangle]]]:
-    """Training steps of the zoo, for which the graphs are in a folder, or are put there."""
-    from compare import MODELS  # noqa: PLC0415 - all else here needs no planner, and no PyTorch
+    """Yield the rectangles of zoo steps; graphs missing from the folder are captured."""
+    from compare import MODELS  # noqa: PLC0415 - the rest needs neither planner nor PyTorch
 
     folder.mkdir(parents=True, exist_ok=True)
     for model in MODELS:
@@ -226,7 +225,7 @@ def zoo_traces(folder: Path) -> Iterator[tuple[str, list[Rectangle]]]:
 
 
 def ours(effort: int) -> dict[str, _Place]:
-    """Each way of placing by itself, and ``pack`` without and with search."""
+    """Return each placement algorithm by name, and ``pack`` at several efforts."""
 
     def by(order: Callable[[Rectangles], Any]) -> _Place:
         def place(rectangles: Sequence[Rectangle]) -> Sequence[int]:
@@ -247,10 +246,10 @@ def ours(effort: int) -> dict[str, _Place]:
 
 
 def hard(files: Sequence[Path], date: str | None) -> None:
-    """Print and write how long it takes to stay within a capacity, with all techniques and without one of each."""
+    """Print and write the time to place within a capacity, with all techniques and without one of each."""
     switches = ("", "dominance", "lifting", "precedence", "decomposition", "restarts", "canonical")
     table, rows = Table("instance", *(f"no {name}" if name else "pack" for name in switches)), list[dict[str, Any]]()
-    pack([Rectangle(0, 0, 2, 1), Rectangle(1, 1, 3, 1)])  # so that nothing has to be compiled below
+    pack([Rectangle(0, 0, 2, 1), Rectangle(1, 1, 3, 1)])  # compiles the native code before timing
     for path in files:
         rectangles = read_table(path.read_text(encoding="utf-8")).rectangles
         capacity, cells = int(path.name.split(".")[-2]), list[str]()
@@ -258,13 +257,13 @@ def hard(files: Sequence[Path], date: str | None) -> None:
             limit = _WITHOUT_SECONDS if name else _HARD_SECONDS
             params = PlacementParams(effort=EFFORT, seconds=limit, **({name: False} if name else {}))
             begin, clock = time.process_time(), time.perf_counter()
-            found = pack(rectangles, capacity=capacity, params=params)
+            packing = pack(rectangles, capacity=capacity, params=params)
             seconds, elapsed = time.process_time() - begin, time.perf_counter() - clock
-            height = _height(rectangles, found.offsets)
+            height = _height(rectangles, packing.offsets)
             cells.append(f"{seconds:.2f}" if height <= capacity else f"{height / capacity - 1:+.1%}")
             row = {"instance": path.stem, "rectangles": len(rectangles), "capacity": capacity, "without": name}
-            more = {"height": height, "placed": height <= capacity, "cpu_seconds": round(seconds, 3)}
-            rows.append({**row, **more, "seconds": round(elapsed, 3)})
+            result_fields = {"height": height, "placed": height <= capacity, "cpu_seconds": round(seconds, 3)}
+            rows.append({**row, **result_fields, "seconds": round(elapsed, 3)})
         table.add_row(path.stem, *cells)
     Console().print(table)
     result = {"seconds_at_most": _HARD_SECONDS, "seconds_at_most_without": _WITHOUT_SECONDS, "rows": rows}
@@ -272,7 +271,7 @@ def hard(files: Sequence[Path], date: str | None) -> None:
 
 
 def rivals() -> dict[str, _Place]:
-    """The allocators of omnimalloc, if it is there."""
+    """Return omnimalloc's allocators by name, if it is installed."""
     if importlib.util.find_spec("omnimalloc") is None:
         return {}
     library = importlib.import_module("omnimalloc")
@@ -280,13 +279,13 @@ def rivals() -> dict[str, _Place]:
 
     def by(name: str) -> _Place:
         def place(rectangles: Sequence[Rectangle]) -> Sequence[int]:
-            kind = getattr(allocators, name)
-            allocator = kind() if name == "OmniAllocator" else kind(timeout=_RIVAL_SECONDS)
-            asked = [
+            allocator_class = getattr(allocators, name)
+            allocator = allocator_class() if name == "OmniAllocator" else allocator_class(timeout=_RIVAL_SECONDS)
+            allocations = [
                 library.Allocation(id=i, size=r.size, start=r.lower, end=r.upper) for i, r in enumerate(rectangles)
             ]
-            placed = {a.id: a.offset for a in allocator.allocate(tuple(asked))}
-            return [placed[i] for i in range(len(rectangles))]
+            offset_of = {a.id: a.offset for a in allocator.allocate(tuple(allocations))}
+            return [offset_of[i] for i in range(len(rectangles))]
 
         return place
 
@@ -301,28 +300,28 @@ def _height(rectangles: Sequence[Rectangle], offsets: Sequence[int]) -> int:
 
 
 def main(
-    files: Annotated[list[Path] | None, typer.Argument(help="CSV files; by default all instances.")] = None,
-    sizes: Annotated[str, typer.Option(help="Cut up boxes into so many, such as 100,1000,10000.")] = "",
-    effort: Annotated[float, typer.Option(min=0, help="How hard pack searches, as of the command.")] = 0.05,
+    files: Annotated[list[Path] | None, typer.Argument(help="CSV files. [default: all instances]")] = None,
+    sizes: Annotated[str, typer.Option(help="Numbers of rectangles to cut boxes into, e.g. 100,1000,10000.")] = "",
+    effort: Annotated[float, typer.Option(min=0, help="Search effort, as of `outofcore pack`.")] = 0.05,
     hard_ones: Annotated[bool, typer.Option("--hard", help="Stay within the capacity in each file's name.")] = False,
-    write: Annotated[bool, typer.Option("--write", help="Make the instances anew.")] = False,
-    zoo: Annotated[Path | None, typer.Option(help="Pack steps of the zoo; a folder that keeps their graphs.")] = None,
-    date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
+    write: Annotated[bool, typer.Option("--write", help="Regenerate the instances.")] = False,
+    zoo: Annotated[Path | None, typer.Option(help="Also pack zoo steps, with graphs in this folder.")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
 ) -> None:
-    """Print the height, its ratio to the lower bound, and the seconds taken, for each instance and allocator."""
+    """Print height, ratio to the lower bound, and seconds, for each instance and allocator."""
     if hard_ones:
         hard(files or [], date)
         return
     if write:
         write_instances(zoo)
-    found = [(f"cut-up{n}", cut_up(n, 10 * n, 1_000_000, 0)) for n in map(int, filter(None, sizes.split(",")))]
-    if not found:
+    instances = [(f"cut-up{n}", cut_up(n, 10 * n, 1_000_000, 0)) for n in map(int, filter(None, sizes.split(",")))]
+    if not instances:
         paths = files or sorted(INSTANCES.glob("*.csv"))
-        found = [(p.stem, list(read_table(p.read_text(encoding="utf-8")).rectangles)) for p in paths]
+        instances = [(p.stem, list(read_table(p.read_text(encoding="utf-8")).rectangles)) for p in paths]
     if zoo is not None:
-        found += [(f"cut-up{_MANY}", cut_up(_MANY, 10 * _MANY, 1_000_000, 0)), *zoo_traces(zoo)]
+        instances += [(f"cut-up{_MANY}", cut_up(_MANY, 10 * _MANY, 1_000_000, 0)), *zoo_traces(zoo)]
     console, rows = Console(), list[dict[str, Any]]()
-    for name, rectangles in found:
+    for name, rectangles in instances:
         bound = peak(rectangles).bytes
         console.print(f"\n{name}: {len(rectangles)} rectangles, {bound} bytes live at once", highlight=False)
         table = Table("allocator", box=None)
@@ -340,8 +339,8 @@ def main(
             rows.append({**row, "height": height, "over_live": height / bound, "cpu_seconds": round(seconds, 3)})
         console.print(table)
     if zoo is not None:
-        far = [row["trace"] for row in rows if row["allocator"] == "pack" and row["over_live"] > _CLOSE]
-        print(f"written to {write_result('pack', {'above_1_percent': far, 'rows': rows}, date)}")
+        above_close = [row["trace"] for row in rows if row["allocator"] == "pack" and row["over_live"] > _CLOSE]
+        print(f"written to {write_result('pack', {'above_1_percent': above_close, 'rows': rows}, date)}")
 
 
 if __name__ == "__main__":

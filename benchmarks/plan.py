@@ -1,8 +1,8 @@
-"""How long does planning take, in processor time and memory, and how does that grow with the depth of a network?
+"""Measure planning time and memory, and how they grow with the depth of a network.
 
-Residual networks are captured once each, for a device that is not here (a preset, so that nothing is measured), and
-kept as graph files. Each is then planned in a fresh process that never imports PyTorch. With ``--profile`` the steps of
-the pipeline run one by one under cProfile, capture included, and what took longest is printed.
+Residual networks are captured once each as graph files, with preset device costs. Each is planned in a new process that
+never imports PyTorch. ``--profile`` runs the stages of the pipeline under cProfile, including capture, and prints the
+slowest functions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from outofcore.units import format_bytes
 
 _DEPTHS = (50, 101, 200, 500, 1001)
 _GPU = "v100-16gb-pcie3"
-# What is hoped for, in seconds of processor time.
+# Target processor seconds by depth.
 _WISHES = {50: 5.0, 1001: 60.0}
 _TOLD = 25
 
@@ -56,8 +56,8 @@ def _children() -> float:
 
 
 def capture(depth: int, batch: int, path: Path, stats: Path | None) -> None:
-    """Capture a step and write its graph file; tells how long capturing took."""
-    from outofcore.cli.subjects import find_step, subject_of  # noqa: PLC0415 - the one place that needs PyTorch
+    """Capture a step, write its graph file, and print the capture time."""
+    from outofcore.cli.subjects import find_step, subject_of  # noqa: PLC0415 - only this function needs PyTorch
 
     plain = find_step(f"resnet{depth}", {"batch": batch})
     with cProfile.Profile() if stats else _Nothing() as profile:
@@ -79,7 +79,7 @@ class _Nothing:
 
 
 def plan(path: Path, share: float, policy: str) -> None:
-    """Plan for the step in a graph file; tells how long that took, and what came of it."""
+    """Plan the step in a graph file, and print the time and the result."""
     file = read_graph(path)
     in_core = planning.in_core_budget(file.graph, file.costs)
     budget = max(int(share * in_core), planning.smallest_budget(file.graph, file.costs))
@@ -100,7 +100,7 @@ def plan(path: Path, share: float, policy: str) -> None:
 
 
 def profile(path: Path, share: float, policy: str, captured: Path) -> None:
-    """Print where the time goes, stage by stage."""
+    """Print the slowest functions of each stage."""
     print(_longest(str(captured)))
     file = read_graph(path)
     graph, costs = file.graph, file.costs
@@ -113,30 +113,30 @@ def profile(path: Path, share: float, policy: str, captured: Path) -> None:
 
 
 def _staged(name: str, action: Callable[[], Any]) -> Any:
-    with cProfile.Profile() as taken:
+    with cProfile.Profile() as profile_of_action:
         start = time.process_time()
         result = action()
         seconds = time.process_time() - start
-    print(f"\n=== {name}: {seconds:.2f} s under the profiler\n{_longest(taken)}")
+    print(f"\n=== {name}: {seconds:.2f} s under the profiler\n{_longest(profile_of_action)}")
     return result
 
 
-def _longest(taken: cProfile.Profile | str) -> str:
+def _longest(stats: cProfile.Profile | str) -> str:
     text = io.StringIO()
-    pstats.Stats(taken, stream=text).strip_dirs().sort_stats("tottime").print_stats(_TOLD)
+    pstats.Stats(stats, stream=text).strip_dirs().sort_stats("tottime").print_stats(_TOLD)
     return text.getvalue()
 
 
 def _fresh(*arguments: str) -> Answer:
-    """What another process of this program answers."""
-    done = subprocess.run([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(arguments)}: exit status {done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])
+    """Return the answer of a new process of this program."""
+    worker = subprocess.run([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True, check=False)
+    if worker.returncode:
+        raise SystemExit(f"{' '.join(arguments)}: exit status {worker.returncode}")
+    return json.loads(worker.stdout.splitlines()[-1])
 
 
 def _growth(rows: list[Answer], stage: str) -> float | None:
-    """The power of the number of ops with which the time of a stage grows, by least squares of the logarithms."""
+    """Return the power of the number of ops with which a stage's time grows, by a log-log fit."""
     points = [(math.log(r["plan"]["ops"]), math.log(max(r[stage]["seconds"], 1e-3))) for r in rows]
     if len(points) < 2:
         return None
@@ -146,38 +146,38 @@ def _growth(rows: list[Answer], stage: str) -> float | None:
 
 def _print(rows: list[Answer], growth: dict[str, float | None]) -> None:
     table = Table(title="processor seconds and peak memory, each in a fresh process", title_justify="left")
-    for heading in ("network", "ops", "capture", "memory", "plan", "memory", "policy", "step ÷ compute", "wish"):
+    for heading in ("network", "ops", "capture", "memory", "plan", "memory", "policy", "step ÷ compute", "target"):
         table.add_column(heading, justify="left" if heading == "network" else "right")
     for row in rows:
-        captured, planned, wish = row["capture"], row["plan"], _WISHES.get(row["depth"])
-        took = planned["seconds"] + planned["children_seconds"]
+        captured, planned, target = row["capture"], row["plan"], _WISHES.get(row["depth"])
+        seconds = planned["seconds"] + planned["children_seconds"]
         table.add_row(
             f"resnet{row['depth']}",
             f"{planned['ops']:,}",
             f"{captured['seconds']:.1f} s",
             format_bytes(captured["peak_rss"]),
-            f"{took:.1f} s",
+            f"{seconds:.1f} s",
             format_bytes(planned["peak_rss"]),
             planned["policy"],
             f"{planned['predicted_seconds'] / planned['compute_seconds']:.3f}",
-            "" if wish is None else f"{'met' if took <= wish else 'missed'} ({wish:.0f} s)",
+            "" if target is None else f"{'met' if seconds <= target else 'missed'} ({target:.0f} s)",
         )
     console().print(table)
     for stage, power in growth.items():
         if power is not None:
-            print(f"{stage}: grows as ops to the power of {power:.2f}")
+            print(f"{stage}: time grows as ops to the power of {power:.2f}")
 
 
 def main(
     *,
-    depth: Annotated[list[int] | None, typer.Option(help="Layers; may be given several times.")] = None,
-    batch: Annotated[int, typer.Option(help="Samples in a batch.")] = 16,
-    share: Annotated[float, typer.Option(help="Of what the step needs in core, the budget.")] = 0.25,
-    policy: Annotated[str, typer.Option(help="How to plan.")] = "auto",
-    graphs: Annotated[Path | None, typer.Option(help="A folder that keeps the graph files.")] = None,
-    profiled: Annotated[bool, typer.Option("--profile", help="Print where the time goes instead.")] = False,
-    name: Annotated[str, typer.Option(help="Of the file under benchmarks/results.")] = "plan",
-    date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
+    depth: Annotated[list[int] | None, typer.Option(help="Numbers of layers; repeatable.")] = None,
+    batch: Annotated[int, typer.Option(help="Samples per batch.")] = 16,
+    share: Annotated[float, typer.Option(help="Budget, as a share of the in-core budget.")] = 0.25,
+    policy: Annotated[str, typer.Option(help="Planning policy.")] = "auto",
+    graphs: Annotated[Path | None, typer.Option(help="Folder for graph files, written and reused.")] = None,
+    profiled: Annotated[bool, typer.Option("--profile", help="Profile the stages instead.")] = False,
+    name: Annotated[str, typer.Option(help="Name of the result file under benchmarks/results.")] = "plan",
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
 ) -> None:
     """Measure, print a table, and write the numbers to benchmarks/results."""
     with tempfile.TemporaryDirectory() as temporary:

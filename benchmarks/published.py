@@ -1,17 +1,17 @@
-"""Plans for steps that others publish, beside what they found for them.
+"""Plan published training steps and compare with the published results.
 
 Usage: python benchmarks/published.py FOLDER [--only checkmate,googlenet]   (make bench-published FOLDER=...)
 
-FOLDER holds clones of these repositories, bare or not::
+FOLDER contains clones of these repositories, bare or not::
 
     git clone https://github.com/utsaslab/monet-schedules       # checkmate, googlenet
     git clone https://github.com/uwsampl/dtr-prototype          # dtr
     git clone https://github.com/facebookresearch/param         # traces
     git clone https://github.com/cappadokes/idealloc            # packings
 
-Each instance is planned in a process of its own, so that its peak memory is its own. Prints tables and writes
-results/published.json; of that, parts that did not run stay. Nothing is trained: all times are those of the simulator,
-for costs that the instances name. The modules in ``instances/`` describe the instances and what can be compared.
+Each instance is planned in its own process, to measure its peak memory. Prints tables and writes
+results/published.json; parts that did not run keep their results. No step is run: times are simulated with the
+instances' costs. The modules in ``instances/`` describe the instances and their comparisons.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from outofcore.planning.placement import PlacementParams, Rectangle, pack, peak
 from outofcore.units import GIB
 from outofcore.validator import Placed, check_packing, validate
 
-_PACK_SECONDS = 20.0  # of the longer of two searches for addresses
+_PACK_SECONDS = 20.0  # time limit of the longer search
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Part:
     """Instances from one repository.
 
     Attributes:
-        title: of the table.
-        repository: the name of its clone.
+        title: title of the table.
+        repository: name of the clone.
         cases: names of the instances.
-        read: makes an instance, or rectangles to place.
+        read: reads an instance, or rectangles to place.
     """
 
     title: str
@@ -68,25 +68,25 @@ PARTS = {
         checkmate.read_instance,
     ),
     "googlenet": Part(
-        "GoogleNet, batch 320, beside Checkmate where its solver ended, else MONeT; without homes",
+        "GoogleNet, batch 320, compared with Checkmate where its solver finished, else MONeT; without homes",
         checkmate.REPOSITORY,
         checkmate.GOOGLENET_CASES,
         checkmate.read_googlenet,
     ),
     "dtr": Part(
-        "Steps that DTR's prototype logged, beside its simulator with h_DTR; without homes",
+        "Steps logged by DTR's prototype, compared with its simulator with h_DTR; without homes",
         dtr.REPOSITORY,
         dtr.CASES,
         dtr.read_instance,
     ),
     "traces": Part(
-        "PyTorch's execution traces on a simulated V100 with a link of 12 GB/s; ratios are to the seconds of their ops",
+        "PyTorch's execution traces on a simulated V100 with a link of 12 GB/s; ratios to the seconds of their ops",
         execution_traces.REPOSITORY,
         execution_traces.CASES,
         execution_traces.read_instance,
     ),
     "packings": Part(
-        f"Addresses: height over what lives at once, quick and searched for up to {_PACK_SECONDS:.0f} s",
+        f"Addresses: height over peak live bytes, without search and with search up to {_PACK_SECONDS:.0f} s",
         packings.REPOSITORY,
         packings.CASES,
         packings.read_rectangles,
@@ -96,7 +96,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Row:
-    """What planning one instance gave; ``seconds`` is None where there is no plan."""
+    """The result of planning one instance; ``seconds`` is None without a plan."""
 
     instance: str
     budget: int
@@ -111,22 +111,22 @@ class Row:
 
     @property
     def unit(self) -> float:
-        """The step that is published first; where nothing is, the seconds of its ops."""
+        """Return the first published step time, or the seconds of the ops if there is none."""
         return next(iter(self.published.values()), self.op_seconds)
 
     @property
     def ratio(self) -> float | None:
-        """Our step over ``unit``."""
+        """Return our step time over ``unit``."""
         return None if self.seconds is None else self.seconds / self.unit
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The row of a table, below ``COLUMNS``."""
+        """Return the cells of the row, in the order of ``COLUMNS``."""
         return (
             self.instance,
             str(self.ops),
             f"{self.budget / GIB:.3f}",
-            " / ".join(f"{theirs:.5f}" for theirs in self.published.values()) or "-",
+            " / ".join(f"{published:.5f}" for published in self.published.values()) or "-",
             "no plan" if self.seconds is None else f"{self.seconds:.5f}",
             "-" if self.ratio is None else f"{self.ratio:.4f}",
             f"{self.bound_seconds / self.unit:.4f}",
@@ -136,12 +136,12 @@ class Row:
         )
 
 
-COLUMNS = ("instance", "ops", "GiB", "theirs s", "ours s", "ratio", "bound", "planning s", "peak MiB", "valid")
+COLUMNS = ("instance", "ops", "GiB", "published s", "ours s", "ratio", "bound", "planning s", "peak MiB", "valid")
 
 
 @dataclass(frozen=True)
 class PackRow:
-    """How low the rectangles of one instance were placed."""
+    """The heights to which one instance was placed."""
 
     instance: str
     rectangles: int
@@ -154,12 +154,12 @@ class PackRow:
 
     @property
     def ratio(self) -> float:
-        """The height over the bytes that live at once."""
+        """Return the height over the peak of live bytes."""
         return self.height / self.load
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The row of a table, below ``PACK_COLUMNS``."""
+        """Return the cells of the row, in the order of ``PACK_COLUMNS``."""
         quick = (f"{self.quick_height / self.load:.7f}", f"{self.quick_seconds:.2f}")
         searched = (f"{self.ratio:.7f}", f"{self.seconds:.2f}")
         return (self.instance, str(self.rectangles), str(self.load), *quick, *searched, f"{self.peak_mib:.0f}")
@@ -169,7 +169,7 @@ PACK_COLUMNS = ("instance", "rectangles", "load", "quick ratio", "quick s", "rat
 
 
 def plan_instance(instance: Instance) -> Row:
-    """Plan an instance, here."""
+    """Plan an instance in this process."""
     graph, costs, budget = instance.file.graph, instance.file.costs, instance.budget
     begin = time.perf_counter()
     try:
@@ -178,7 +178,7 @@ def plan_instance(instance: Instance) -> Row:
         print(f"{instance.name}: {str(error).splitlines()[-1]}", file=sys.stderr)
         planned = None
     wall = time.perf_counter() - begin
-    most = _measure_peak_mib()
+    peak_mib = _measure_peak_mib()
     valid = planned is not None
     if planned is not None:
         try:
@@ -195,22 +195,22 @@ def plan_instance(instance: Instance) -> Row:
         costs.compute_seconds,
         len(graph.ops),
         wall,
-        most,
+        peak_mib,
         valid,
     )
 
 
 def pack_rectangles(instance: str, rectangles: tuple[Rectangle, ...]) -> PackRow:
-    """Place rectangles quickly and with a search, here, and prove both placements."""
+    """Place rectangles without and with a search, in this process, and check both placements."""
 
     def place(effort: int, seconds: float | None) -> tuple[int, float]:
         begin = time.perf_counter()
-        found = pack(rectangles, params=PlacementParams(effort=effort, seconds=seconds))
+        packing = pack(rectangles, params=PlacementParams(effort=effort, seconds=seconds))
         elapsed = time.perf_counter() - begin
-        held = zip(rectangles, found.offsets, strict=True)
-        return check_packing(Placed(r.id, r.lower, r.upper, r.size, offset) for r, offset in held), elapsed
+        placed = zip(rectangles, packing.offsets, strict=True)
+        return check_packing(Placed(r.id, r.lower, r.upper, r.size, offset) for r, offset in placed), elapsed
 
-    pack(rectangles[:2])  # compiles what is not compiled yet
+    pack(rectangles[:2])  # compiles the native code before timing
     quick, searched = place(0, None), place(EFFORT, _PACK_SECONDS)
     return PackRow(instance, len(rectangles), peak(rectangles).bytes, *quick, *searched, _measure_peak_mib())
 
@@ -220,16 +220,16 @@ def _measure_peak_mib() -> float:
 
 
 def run_part(name: str, part: Part, folder: Path) -> list[Row] | list[PackRow]:
-    """Do all instances of a part, each in its own process, and print a table with the median and the worst ratio."""
-    kind, columns = (PackRow, PACK_COLUMNS) if name == "packings" else (Row, COLUMNS)
+    """Run all instances of a part in separate processes, and print a table with the median and worst ratio."""
+    row_class, columns = (PackRow, PACK_COLUMNS) if name == "packings" else (Row, COLUMNS)
     rows: list[Any] = []
     table = Table(*columns, title=part.title)
     for column in table.columns[1:]:
         column.justify = "right"
     for case in part.cases:
         command = [sys.executable, __file__, str(folder), "--one", f"{name}/{case}"]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        rows.append(kind(**json.loads(done.stdout)))
+        worker = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        rows.append(row_class(**json.loads(worker.stdout)))
         table.add_row(*rows[-1].cells)
     console().print(table)
     ratios = [row.ratio for row in rows if row.ratio is not None]
@@ -239,7 +239,7 @@ def run_part(name: str, part: Part, folder: Path) -> list[Row] | list[PackRow]:
 
 
 def store(name: str, rows: list[dict[str, Any]]) -> None:
-    """Write what came of a part; what the file holds of others stays."""
+    """Write the results of a part; other parts in the file stay."""
     path = RESULTS / "published.json"
     parts = json.loads(path.read_text(encoding="utf-8"))["parts"] if path.exists() else {}
     parts[name] = {**circumstances(None), "rows": rows}
@@ -247,11 +247,11 @@ def store(name: str, rows: list[dict[str, Any]]) -> None:
 
 
 def main(
-    folder: Annotated[Path | None, typer.Argument(help="Folder of the clones.")] = None,
-    only: Annotated[str, typer.Option(help="Parts to run, such as checkmate,dtr.")] = ",".join(PARTS),
+    folder: Annotated[Path | None, typer.Argument(help="Folder with the clones.")] = None,
+    only: Annotated[str, typer.Option(help="Parts to run, e.g. checkmate,dtr.")] = ",".join(PARTS),
     one: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
-    """Plan every published instance and print what came of it."""
+    """Plan every published instance and print the comparison."""
     if folder is None or not set(only.split(",")) <= PARTS.keys():
         sys.exit(f"{__doc__}\nParts: {', '.join(PARTS)}")
     if one:

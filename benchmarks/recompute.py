@@ -1,11 +1,11 @@
-"""Plans without homes, which recompute what does not stay.
+"""Plan steps without homes, so that evicted storages are recomputed.
 
-Steps are captured once each, in a process of their own, for a device that is not here (a preset; nothing is run), and
-kept as graph files if ``--graphs`` names a folder. Each is planned at its smallest budget and at parts of what
-everything takes. Every plan is validated.
+Steps are captured once each, in a separate process, with preset device costs; no step is run. ``--graphs`` keeps the
+graph files. Each step is planned at its smallest budget and at fractions of its in-core budget, and every plan is
+validated.
 
-``--sweep 20`` plans at 20 budgets instead, without homes and with the preset's, and says where a plan is slower than
-the one for the budget before.
+``--sweep 20`` plans at 20 budgets instead, without and with the preset's homes, and reports plans that are slower than
+the plan of the next smaller budget.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _PARTS = (0.2, 0.3, 0.5)
 
 def capture(model: str, path: Path) -> None:
     """Capture a step and write its graph file."""
-    from outofcore.cli.subjects import find_step, subject_of  # noqa: PLC0415 - the one place that needs PyTorch
+    from outofcore.cli.subjects import find_step, subject_of  # noqa: PLC0415 - only this function needs PyTorch
 
     script = Path(__file__).parent / "_recompute_models.py"
     plain = find_step(model, _ZOO[model]) if model in _ZOO else find_step(f"{script}:{model}", {})
@@ -53,7 +53,7 @@ def capture(model: str, path: Path) -> None:
 
 
 def _measured(plan: Callable[[], Planned]) -> tuple[Planned | None, float]:
-    """Return a plan, None if there is none, and the processor seconds of planning."""
+    """Return a plan, or None, and the processor seconds of planning."""
     start = time.process_time()
     with suppress(BudgetError):
         return plan(), time.process_time() - start
@@ -61,62 +61,65 @@ def _measured(plan: Callable[[], Planned]) -> tuple[Planned | None, float]:
 
 
 def compared(model: str, graph: StepGraph, costs: Costs) -> None:
-    """Print the row of one step: steps over their ops, of auto, auto without the walk up, and dtr."""
-    everything = in_core_budget(graph, costs)
+    """Print a row for one step: step over op seconds for auto, auto without annealing, and dtr."""
+    in_core = in_core_budget(graph, costs)
     start = time.process_time()
     smallest = smallest_budget(graph, costs)
-    cells = [f"{smallest / everything:.3f} in {time.process_time() - start:.1f} s"]
-    for budget in (smallest, *(int(everything * part) for part in _PARTS)):
-        told: list[str] = []
+    cells = [f"{smallest / in_core:.3f} in {time.process_time() - start:.1f} s"]
+    for budget in (smallest, *(int(in_core * part) for part in _PARTS)):
+        results: list[str] = []
         for policy in ("auto", "auto:annealing=0", "dtr"):
             planned, took = _measured(lambda policy=policy, budget=budget: plan_step(graph, costs, budget, policy))
             if planned is not None:
                 validate(graph, planned.program, budget, costs)
-                told.append(f"{planned.timeline.step_seconds / costs.compute_seconds:.4f} in {took:.1f} s")
-        cells.append(", ".join(told) or "-")
+                results.append(f"{planned.timeline.step_seconds / costs.compute_seconds:.4f} in {took:.1f} s")
+        cells.append(", ".join(results) or "-")
     console().print(f"| {model} | {len(graph.ops)} | {' | '.join(cells)} |")
 
 
 def swept(model: str, graph: StepGraph, costs: Costs, count: int) -> None:
-    """Print steps over their ops at budgets of equal ratios, and where a larger budget has the slower plan."""
+    """Print step over op seconds at a geometric series of budgets, and plans slower than at a smaller budget."""
     front = None if costs.homes else Front(graph, costs)
     low, high = smallest_budget(graph, costs) if front is None else front.smallest, in_core_budget(graph, costs)
-    where, tell, before = "with a home" if costs.homes else "without homes", console().print, float("inf")
-    shown: list[str] = []
+    label, write, last_seconds = "with a home" if costs.homes else "without homes", console().print, float("inf")
+    ratios: list[str] = []
     for budget in budgets_between(low, high, count):
         planned = plan_step(graph, costs, budget) if front is None else front.plan(budget)
         if planned is None:
-            tell(f"{model} {where}: no plan at {budget / high:.3f}")
+            write(f"{model} {label}: no plan at {budget / high:.3f}")
             continue
         validate(graph, planned.program, budget, costs)
         seconds = planned.timeline.step_seconds
-        if seconds > before:
-            tell(f"{model} {where}: slower at {budget / high:.3f}, {seconds / before:.4f} of the budget before")
-        before = seconds
-        shown.append(f"{budget / high:.3f}: {seconds / costs.compute_seconds:.3f}")
-    tell(f"{model} {where}: {', '.join(shown)}")
+        if seconds > last_seconds:
+            write(
+                f"{model} {label}: slower at {budget / high:.3f}, "
+                f"{seconds / last_seconds:.4f} of the step at the smaller budget"
+            )
+        last_seconds = seconds
+        ratios.append(f"{budget / high:.3f}: {seconds / costs.compute_seconds:.3f}")
+    write(f"{model} {label}: {', '.join(ratios)}")
 
 
 def main(
-    model: Annotated[list[str] | None, typer.Option(help="May be given several times.")] = None,
-    graphs: Annotated[Path | None, typer.Option(help="A folder that keeps the graph files.")] = None,
-    sweep: Annotated[int, typer.Option(help="Budgets to plan at; 0: compare policies instead.")] = 0,
+    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable. [default: all]")] = None,
+    graphs: Annotated[Path | None, typer.Option(help="Folder for graph files, written and reused.")] = None,
+    sweep: Annotated[int, typer.Option(help="Number of budgets to plan at; 0 compares policies instead.")] = 0,
 ) -> None:
-    """Print for each step its ops and smallest budget, then steps and planning's processor time; or sweep."""
+    """Print ops, smallest budget, step times and planning times of each step, or sweep budgets."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = graphs or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        for which in model or (*_ZOO, *_OWN):
-            path = folder / f"{which}.json.gz"
+        for model_name in model or (*_ZOO, *_OWN):
+            path = folder / f"{model_name}.json.gz"
             if not path.exists():
-                subprocess.run([sys.executable, __file__, "capture", which, str(path)], check=True)
+                subprocess.run([sys.executable, __file__, "capture", model_name, str(path)], check=True)
             file = read_graph(path)
-            alone = replace(file.costs, homes=())
+            without_homes = replace(file.costs, homes=())
             if sweep:
-                swept(which, file.graph, alone, sweep)
-                swept(which, file.graph, file.costs, sweep)
+                swept(model_name, file.graph, without_homes, sweep)
+                swept(model_name, file.graph, file.costs, sweep)
             else:
-                compared(which, file.graph, alone)
+                compared(model_name, file.graph, without_homes)
 
 
 if __name__ == "__main__":

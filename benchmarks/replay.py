@@ -1,10 +1,10 @@
-"""Steps of a few milliseconds where everything fits: ops called by native code, ops called by Python, plain PyTorch.
+"""Measure steps of a few milliseconds that fit: ops called by native code, by Python, and in plain PyTorch.
 
-A multilayer perceptron at batch 8, a small convolutional network and a small GPT train in one process, each in three
-ways that take turns step by step; ratios are medians over the rounds. All three have the same losses, or it fails.
+A multilayer perceptron at batch 8, a small convolutional network and a small GPT train in one process. Each has three
+contenders that take turns step by step; ratios are medians over the rounds. All contenders must have the same losses.
 
-A GPT of 124 million parameters has long steps and many ops. There the host's time is told: what a step takes beside its
-ops (of plain PyTorch, beside the ops as native code runs them, which are the same kernels).
+A GPT of 124 million parameters has long steps and many ops. For it, the host time is reported: the step time minus the
+time of the ops. Plain PyTorch uses the op times of native code, which runs the same kernels.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from outofcore.units import GIB, format_seconds
 from outofcore.zoo import workload
 
 _WARM_UP = 20
-_BUDGET = 4 * GIB  # holds each of them
+_BUDGET = 4 * GIB  # fits every step
 _GPTS: dict[str, dict[str, int]] = {
     "gpt": {"batch": 2, "layers": 4, "width": 128, "context": 64},
     "gpt-124m": {"batch": 1, "layers": 12, "width": 768, "heads": 12, "context": 64, "vocab": 50257},
 }
-# A step of it takes a hundred times as long.
+# Its steps take a hundred times as long.
 _FEWER = {"gpt-124m": 20}
 
 
@@ -52,8 +52,8 @@ def _convolutional() -> tuple[nn.Module, tuple[Tensor, ...]]:
 def _supervised(model: nn.Module) -> tuple[Callable[..., Tensor], torch.optim.Optimizer]:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
 
-    def step(x: Tensor, wanted: Tensor) -> Tensor:
-        loss = F.cross_entropy(model(x), wanted)
+    def step(x: Tensor, labels: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), labels)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -70,59 +70,72 @@ def _measure(name: str, rounds: int) -> dict[str, Any]:
     else:
         model, batch = _perceptron() if name == "mlp" else _convolutional()
         work = None
-    ways: dict[str, Callable[..., Any]] = {}
-    opened: list[Any] = []
-    for way in ("eager", "native", "python"):
-        own = copy.deepcopy(model)
+    contenders: dict[str, Callable[..., Any]] = {}
+    compiled_steps: list[Any] = []
+    for name_of_contender in ("eager", "native", "python"):
+        network = copy.deepcopy(model)
         optimizer: torch.optim.Optimizer
         if work is None:
-            step, optimizer = _supervised(own)
+            step, optimizer = _supervised(network)
         else:
-            optimizer = work.optimizer(own)
-            step = work.make_step(own, optimizer)
-        if way != "eager":
+            optimizer = work.optimizer(network)
+            step = work.make_step(network, optimizer)
+        if name_of_contender != "eager":
             step = outofcore.compile(
-                step, own, optimizer, budget=_BUDGET, home="host", dynamic=False, replay=way == "native"
+                step,
+                network,
+                optimizer,
+                budget=_BUDGET,
+                home="host",
+                dynamic=False,
+                replay=name_of_contender == "native",
             )
-            opened.append(step)
-        ways[way] = step
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    kernels: list[float] = []  # what ops take as native code calls them
+            compiled_steps.append(step)
+        contenders[name_of_contender] = step
+    seconds: dict[str, list[float]] = {name_of_contender: [] for name_of_contender in contenders}
+    kernels: list[float] = []  # op seconds when native code calls them
     rounds = max(rounds // _FEWER.get(name, 1), 10)
     warm_up = max(_WARM_UP // _FEWER.get(name, 1), 5)
-    order = list(ways)
+    order = list(contenders)
     for turn in range(warm_up + rounds):
         losses: dict[str, Any] = {}
-        for way in order[turn % 3 :] + order[: turn % 3]:
+        for name_of_contender in order[turn % 3 :] + order[: turn % 3]:
             begin = time.perf_counter()
-            losses[way] = ways[way](*batch)
-            seconds[way].append(time.perf_counter() - begin)
-        kernels.append(ways["native"].stats.compute_seconds)
+            losses[name_of_contender] = contenders[name_of_contender](*batch)
+            seconds[name_of_contender].append(time.perf_counter() - begin)
+        kernels.append(contenders["native"].stats.compute_seconds)
         if not all(torch.equal(loss, losses["eager"]) for loss in losses.values()):
             raise AssertionError(f"{name}: losses differ in round {turn}")
-    instructions = len(opened[0].planned.program.instructions)
-    ops = len(opened[0].captured.graph.ops)
-    for step in opened:
+    instructions = len(compiled_steps[0].planned.program.instructions)
+    ops = len(compiled_steps[0].captured.graph.ops)
+    for step in compiled_steps:
         step.close()
-    steady = {way: found[warm_up:] for way, found in seconds.items()}
-    beside = {
-        way: statistics.median(whole - own for whole, own in zip(found, kernels[warm_up:], strict=True))
-        for way, found in steady.items()
+    steady = {name_of_contender: times[warm_up:] for name_of_contender, times in seconds.items()}
+    host_seconds = {
+        name_of_contender: statistics.median(
+            step_time - network for step_time, network in zip(times, kernels[warm_up:], strict=True)
+        )
+        for name_of_contender, times in steady.items()
     }
     return {
         "name": name,
         "instructions": instructions,
         "ops": ops,
-        "beside_ops": beside,
-        "beside_ops_each": {way: found / ops for way, found in beside.items()},
-        "seconds": {way: statistics.median(found) for way, found in steady.items()},
-        "over_eager": {way: round_by_round(steady[way], steady["eager"]) for way in ("native", "python")},
+        "beside_ops": host_seconds,
+        "beside_ops_each": {name_of_contender: times / ops for name_of_contender, times in host_seconds.items()},
+        "seconds": {name_of_contender: statistics.median(times) for name_of_contender, times in steady.items()},
+        "over_eager": {
+            name_of_contender: round_by_round(steady[name_of_contender], steady["eager"])
+            for name_of_contender in ("native", "python")
+        },
     }
 
 
 def main(
-    rounds: Annotated[int, typer.Option(min=10, help="in which each way runs a step")] = 400,
-    date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
+    rounds: Annotated[
+        int, typer.Option(min=10, help="Number of rounds; each contender runs one step per round.")
+    ] = 400,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
 ) -> None:
     """Measure, print a table, and write the numbers to benchmarks/results/replay.json."""
     rows = [_measure(name, rounds) for name in ("mlp", "cnn", *_GPTS)]
@@ -130,18 +143,21 @@ def main(
         "step",
         "instructions",
         "eager",
-        "native code calls ops",
-        "Python does",
-        "beside an op: eager",
+        "native replay",
+        "Python replay",
+        "host time per op: eager",
         "native",
         "Python",
     )
     for row in rows:
         cells = [
-            f"{format_seconds(row['seconds'][way])} ({row['over_eager'][way]:.3f})" for way in ("native", "python")
+            f"{format_seconds(row['seconds'][contender])} ({row['over_eager'][contender]:.3f})"
+            for contender in ("native", "python")
         ]
-        each = [format_seconds(row["beside_ops_each"][way]) for way in ("eager", "native", "python")]
-        table.add_row(row["name"], str(row["instructions"]), format_seconds(row["seconds"]["eager"]), *cells, *each)
+        host_cells = [format_seconds(row["beside_ops_each"][contender]) for contender in ("eager", "native", "python")]
+        table.add_row(
+            row["name"], str(row["instructions"]), format_seconds(row["seconds"]["eager"]), *cells, *host_cells
+        )
     console().print(table)
     print(f"written to {write_result('replay', {'rows': rows}, date)}")
 

@@ -1,10 +1,9 @@
-"""Physical memory of a process beyond its tensors: loops in plain PyTorch, and within half of their peak.
+"""Measure a process's resident memory beyond its tensors: loops in plain PyTorch and within half of their peak.
 
-Each row is two fresh processes. ``idle`` is what a process has (VmRSS) once a tiny model has been trained for a step,
-before the loop's own is made; in the file, ``imported`` is what it has once PyTorch and this library are imported. What
-it has at the most (VmHWM) beyond ``idle`` is compared with the bytes of the tensors: at their peak in plain PyTorch,
-which a loop with room for everything counts, and the budget in the other process. The parts of that process's memory
-are those at its end, as ``run.stats`` has them.
+Each row is two new processes. ``idle`` is the VmRSS after one training step of a tiny model, before the loop's model is
+built; the file also has ``imported``, the VmRSS after the imports. The peak (VmHWM) beyond ``idle`` is compared with
+the bytes of tensors. These are the peak of an unconstrained loop for plain PyTorch, and the budget for the other
+process. The parts of the process's memory are those of ``run.stats`` at its end.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class _Square(torch.autograd.Function):
 
 
 class _Recurrent(nn.Module):
-    """An LSTM, blocks under checkpoints, and a function of its own."""
+    """An LSTM, checkpointed blocks, and a custom autograd function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,27 +76,29 @@ def _recurrent() -> _Loop:
 
 
 def _gan() -> _Loop:
-    maker = nn.Sequential(nn.Linear(128, 8192), nn.Unflatten(1, (512, 4, 4)))
+    generator = nn.Sequential(nn.Linear(128, 8192), nn.Unflatten(1, (512, 4, 4)))
     for before, after in ((512, 256), (256, 128)):
-        maker.extend([nn.ConvTranspose2d(before, after, 4, 2, 1), nn.BatchNorm2d(after), nn.ReLU()])
-    maker.extend([nn.ConvTranspose2d(128, 3, 4, 2, 1), nn.Tanh()])
-    judge = nn.Sequential()
+        generator.extend([nn.ConvTranspose2d(before, after, 4, 2, 1), nn.BatchNorm2d(after), nn.ReLU()])
+    generator.extend([nn.ConvTranspose2d(128, 3, 4, 2, 1), nn.Tanh()])
+    discriminator = nn.Sequential()
     for before, after in ((3, 128), (128, 256), (256, 512)):
-        judge.extend([nn.Conv2d(before, after, 4, 2, 1), nn.LeakyReLU(0.2)])
-    judge.extend([nn.Flatten(), nn.Linear(8192, 1)])
-    of_maker, of_judge = (torch.optim.Adam(each.parameters(), 1e-4) for each in (maker, judge))
+        discriminator.extend([nn.Conv2d(before, after, 4, 2, 1), nn.LeakyReLU(0.2)])
+    discriminator.extend([nn.Flatten(), nn.Linear(8192, 1)])
+    generator_optimizer, discriminator_optimizer = (
+        torch.optim.Adam(module.parameters(), 1e-4) for module in (generator, discriminator)
+    )
 
     def step() -> None:
-        real, fake = torch.randn(64, 3, 32, 32), maker(torch.randn(64, 128))
-        loss = F.softplus(-judge(real)).mean() + F.softplus(judge(fake.detach())).mean()
-        of_judge.zero_grad()
+        real, fake = torch.randn(64, 3, 32, 32), generator(torch.randn(64, 128))
+        loss = F.softplus(-discriminator(real)).mean() + F.softplus(discriminator(fake.detach())).mean()
+        discriminator_optimizer.zero_grad()
         loss.backward()
-        of_judge.step()
-        of_maker.zero_grad()
-        F.softplus(-judge(fake)).mean().backward()
-        of_maker.step()
+        discriminator_optimizer.step()
+        generator_optimizer.zero_grad()
+        F.softplus(-discriminator(fake)).mean().backward()
+        generator_optimizer.step()
 
-    return nn.ModuleList([maker, judge]), step
+    return nn.ModuleList([generator, discriminator]), step
 
 
 def _gpt() -> _Loop:
@@ -111,7 +112,7 @@ _LOOPS: dict[str, Callable[[], _Loop]] = {"gan": _gan, "recurrent": _recurrent, 
 
 
 def _train_tiny() -> None:
-    """Have PyTorch import what optimizers need, which is as much as half of itself, and read code of its libraries."""
+    """Train a tiny model, so that PyTorch imports its optimizers and pages in library code."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 8))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(4, 3, 8, 8)).sum().backward()
@@ -119,7 +120,7 @@ def _train_tiny() -> None:
 
 
 def _be_one(name: str, budget: int, steps: int) -> None:
-    """What a process does; ``budget`` 0 is plain PyTorch. Prints what it found as JSON."""
+    """Run one loop and print its memory as JSON; ``budget`` 0 is plain PyTorch."""
     torch.manual_seed(0)
     imported = resident_memory_bytes() or 0
     _train_tiny()
@@ -131,10 +132,10 @@ def _be_one(name: str, budget: int, steps: int) -> None:
             step()
         if run is not None:
             stats = run.stats
-    found = {part: getattr(stats, part) for part in _PARTS}
+    parts = {part: getattr(stats, part) for part in _PARTS}
     tensors = stats.peak_bytes + stats.peak_small_bytes
     print(
-        json.dumps({"imported": imported, "idle": idle, "most": peak_memory_bytes() or 0, "tensors": tensors, **found})
+        json.dumps({"imported": imported, "idle": idle, "most": peak_memory_bytes() or 0, "tensors": tensors, **parts})
     )
 
 
@@ -145,9 +146,9 @@ def _measure(name: str, budget: int, steps: int) -> dict[str, int]:
 
 def main(
     *,
-    steps: Annotated[int, typer.Option(min=1, help="Of each loop.")] = 40,
-    share: Annotated[float, typer.Option(help="Of the peak, as the budget.")] = 0.5,
-    date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Number of steps per loop.")] = 40,
+    share: Annotated[float, typer.Option(help="Budget, as a share of the peak.")] = 0.5,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
     one: Annotated[str | None, typer.Option(hidden=True)] = None,
     budget: Annotated[int, typer.Option(hidden=True)] = 0,
 ) -> None:
@@ -155,16 +156,16 @@ def main(
     if one is not None:
         _be_one(one, budget, steps)
         return
-    table = Table(title="memory of a process beyond its tensors")
+    table = Table(title="Memory of a process beyond its tensors")
     for heading in (
         "loop",
         "tensors",
-        "beyond them",
+        "beyond tensors",
         "budget",
-        "beyond it",
+        "beyond budget",
         "arena",
-        "pages of files",
-        "others",
+        "file pages",
+        "other",
         "idle",
     ):
         table.add_column(heading, justify="left" if heading == "loop" else "right")
@@ -173,7 +174,7 @@ def main(
         peak = _measure(name, _ROOM, _ROOMY_STEPS)["tensors"]
         half = int(share * peak)
         plain, ours = _measure(name, 0, steps), _measure(name, half, steps)
-        beyond = [each["most"] - each["idle"] - tensors for each, tensors in ((plain, peak), (ours, half))]
+        beyond = [measured["most"] - measured["idle"] - tensors for measured, tensors in ((plain, peak), (ours, half))]
         rows[name] = {"plain": plain, "ours": ours, "peak": peak, "budget": half, "beyond": beyond}
         numbers = (peak, beyond[0], half, beyond[1], *(ours[part] for part in _PARTS), ours["idle"])
         table.add_row(name, *(format_bytes(number) for number in numbers))

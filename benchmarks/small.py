@@ -1,10 +1,10 @@
-"""How near is a policy to the best plan there is, on steps small enough to know it?
+"""Compare policies with the optimal plan on steps small enough to solve.
 
-On the files under ``instances/small``: training steps of at most 30 ops made up here, each at two budgets, with the
-optimum of ``benchmarks/optimum`` beside them (``optimum.json``). Prints a table, writes ``results/small.json``.
-That is the optimum over the class of schedules that is named there; a ratio below 1 is a plan outside of it.
+Uses the files under ``instances/small``: synthetic training steps of at most 30 ops, each at two budgets, with the
+optimum of ``benchmarks/optimum`` in ``optimum.json``. Prints a table and writes ``results/small.json``. The optimum
+covers the class of schedules defined in ``benchmarks/optimum``; a ratio below 1 is a plan outside this class.
 
-``--write`` makes the files anew, and searches for the optima again.
+``--write`` regenerates the files and searches the optima again.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ INSTANCES = Path(__file__).with_name("instances") / "small"
 OPTIMA = INSTANCES / "optimum.json"
 RESULTS = Path(__file__).with_name("results") / "small.json"
 MIB = 1 << 20
-# Where between the smallest budget and the one that holds everything.
+# Budgets, as shares of the way from the smallest to the in-core budget.
 _SHARES = (0.25, 0.6)
 _EFFORT = 100_000
-# Seconds that a copy takes as a multiple of what making the same bytes takes, about.
+# Approximate seconds to copy bytes over the seconds to compute them.
 _LINKS = {"fast": 0.7, "slow": 6.0, "none": None}
 
 
 class Draft:
-    """A step in the making. Sizes are in MiB, times in milliseconds."""
+    """A builder of a synthetic step. Sizes are in MiB, times in milliseconds."""
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -66,8 +66,8 @@ class Draft:
         workspace: float = 0.0,
         rerunnable: bool = True,
     ) -> None:
-        once = tuple(dict.fromkeys(reads))
-        self.ops.append(Op(len(self.ops), name, once, tuple(mutates), tuple(creates), rerunnable=rerunnable))
+        unique_reads = tuple(dict.fromkeys(reads))
+        self.ops.append(Op(len(self.ops), name, unique_reads, tuple(mutates), tuple(creates), rerunnable=rerunnable))
         seconds = round(millis * self.draw.uniform(0.8, 1.2), 2) / 1000
         self.costs.append(OpCost(seconds, int(workspace * MIB)))
 
@@ -77,14 +77,14 @@ class Draft:
         factor = _LINKS[link]
         homes: tuple[Home, ...] = ()
         if factor is not None:
-            made = sum(self.storages[s].bytes for op in self.ops for s in op.creates)
-            rate = round(made / sum(cost.seconds for cost in self.costs) / factor, -3)
+            created_bytes = sum(self.storages[s].bytes for op in self.ops for s in op.creates)
+            rate = round(created_bytes / sum(cost.seconds for cost in self.costs) / factor, -3)
             homes = (Home("host", None, rate, rate, 1e-5),)
         return graph, Costs(tuple(self.costs), homes)
 
 
 def chain(seed: int, link: str, layers: int = 9, norms: bool = False) -> tuple[StepGraph, Costs]:
-    """Layers one after the other; with norms, cheap ones in between that work in place."""
+    """Build a chain of layers; ``norms`` inserts cheap ops that work in place."""
     draft = Draft(seed)
     flow = [draft.storage(StorageKind.INPUT, draft.draw.choice([2, 4]), "x")]
     for layer in range(layers):
@@ -105,7 +105,7 @@ def chain(seed: int, link: str, layers: int = 9, norms: bool = False) -> tuple[S
 
 
 def unet(seed: int, link: str) -> tuple[StepGraph, Costs]:
-    """Down and up again, with skips from each level to the same level on the way up."""
+    """Build a U-Net with skips between the levels of both halves."""
     draft = Draft(seed)
     levels = 4
     flow = draft.storage(StorageKind.INPUT, 8, "x")
@@ -140,23 +140,23 @@ def unet(seed: int, link: str) -> tuple[StepGraph, Costs]:
 
 
 def residual(seed: int, link: str, blocks: int = 4) -> tuple[StepGraph, Costs]:
-    """Blocks of a heavy op, a cheap one, and an addition in place of what came before."""
+    """Build blocks of a heavy op, a cheap op, and an in-place addition of the skip."""
     draft = Draft(seed)
     flow = draft.storage(StorageKind.INPUT, 4, "x")
-    made: list[tuple[int, int, int]] = []
+    saved: list[tuple[int, int, int]] = []
     for block in range(blocks):
         inner = draft.activation(4, f"conv{block}")
         draft.op(f"conv{block}", [flow], [inner], millis=4, workspace=draft.draw.choice([0, 2]))
         out = draft.activation(4, f"norm{block}")
         draft.op(f"norm{block}", [inner], [out], millis=0.5)
         draft.op(f"add_{block}", [out, flow], mutates=[out], millis=0.4)
-        made.append((flow, inner, out))
+        saved.append((flow, inner, out))
         flow = out
     loss = draft.storage(StorageKind.OUTPUT, 1e-5, "loss")
     draft.op("loss", [flow], [loss], millis=0.1)
     slope = draft.activation(4, "d")
     draft.op("loss_backward", [flow], [slope], millis=0.3)
-    for block, (before, inner, _) in reversed(list(enumerate(made))):
+    for block, (before, inner, _) in reversed(list(enumerate(saved))):
         middle, below = draft.activation(4, f"dn{block}"), draft.activation(4, f"dc{block}")
         draft.op(f"norm_back{block}", [slope, inner], [middle], millis=0.8)
         draft.op(f"conv_back{block}", [middle, before], [below], millis=8, workspace=draft.draw.choice([0, 2]))
@@ -166,7 +166,7 @@ def residual(seed: int, link: str, blocks: int = 4) -> tuple[StepGraph, Costs]:
 
 
 def transformer(seed: int, link: str) -> tuple[StepGraph, Costs]:
-    """One block: attention and feed-forward, with dropout's masks."""
+    """Build one block: attention and feed-forward, with cheap norms."""
     draft = Draft(seed)
     x = draft.storage(StorageKind.INPUT, 2, "x")
     sizes = {
@@ -181,8 +181,8 @@ def transformer(seed: int, link: str) -> tuple[StepGraph, Costs]:
         "down": 2,
         "sum2": 2,
     }
-    at = {name: draft.activation(size, name) for name, size in sizes.items()}
-    at["x"] = x
+    storage_of = {name: draft.activation(size, name) for name, size in sizes.items()}
+    storage_of["x"] = x
     forward = [
         ("norm1", ["x"], 0.3),
         ("qkv", ["norm1"], 3),
@@ -196,11 +196,11 @@ def transformer(seed: int, link: str) -> tuple[StepGraph, Costs]:
         ("sum2", ["sum1", "down"], 0.2),
     ]
     for name, reads, millis in forward:
-        draft.op(name, [at[r] for r in reads], [at[name]], millis=millis)
+        draft.op(name, [storage_of[r] for r in reads], [storage_of[name]], millis=millis)
     loss = draft.storage(StorageKind.OUTPUT, 1e-5, "loss")
-    draft.op("loss", [at["sum2"]], [loss], millis=0.1)
+    draft.op("loss", [storage_of["sum2"]], [loss], millis=0.1)
     slopes = {"sum2": draft.activation(2, "d_sum2")}
-    draft.op("loss_backward", [at["sum2"]], [slopes["sum2"]], millis=0.2)
+    draft.op("loss_backward", [storage_of["sum2"]], [slopes["sum2"]], millis=0.2)
     needs = {
         "down": "gelu",
         "gelu": "up",
@@ -217,17 +217,17 @@ def transformer(seed: int, link: str) -> tuple[StepGraph, Costs]:
     for name, below in order:
         if name in ("sum2", "sum1"):
             continue
-        made = draft.activation(sizes.get(below, 2), f"d_{below}")
-        saved = [at[needs[name]]] if name in needs else [x]
-        draft.op(f"{name}_back", [slope, *saved], [made], millis=millis[name])
+        gradient = draft.activation(sizes.get(below, 2), f"d_{below}")
+        saved = [storage_of[needs[name]]] if name in needs else [x]
+        draft.op(f"{name}_back", [slope, *saved], [gradient], millis=millis[name])
         if name == "norm2":
-            draft.op("sum1_back_", [made, slopes["sum2"]], mutates=[made], millis=0.2)
-        slope = made
+            draft.op("sum1_back_", [gradient, slopes["sum2"]], mutates=[gradient], millis=0.2)
+        slope = gradient
     return draft.done(link, [loss])
 
 
 def updated(seed: int, link: str, layers: int = 3, moments: bool = True) -> tuple[StepGraph, Costs]:
-    """Layers with parameters and optimizer states that are updated when their gradients are there."""
+    """Build layers with parameters and optimizer state that are updated once their gradients exist."""
     draft = Draft(seed)
     weights = [draft.storage(StorageKind.PARAMETER, draft.draw.choice([2, 4]), f"w{i}") for i in range(layers)]
     sizes = [draft.storages[w].bytes / MIB for w in weights]
@@ -245,24 +245,26 @@ def updated(seed: int, link: str, layers: int = 3, moments: bool = True) -> tupl
         gradient = draft.activation(sizes[layer], f"g{layer}")
         draft.op(f"back{layer}", [slope, flow[layer], weights[layer]], [below, gradient], millis=4)
         state = [states[layer]] if moments else []
-        own = [weights[layer], *state]
-        draft.op(f"update{layer}", [*own, gradient], mutates=own, millis=0.6, rerunnable=False)
+        updated_storages = [weights[layer], *state]
+        draft.op(
+            f"update{layer}", [*updated_storages, gradient], mutates=updated_storages, millis=0.6, rerunnable=False
+        )
         slope = below
     return draft.done(link, [loss])
 
 
 def scattered(seed: int, link: str, count: int = 24) -> tuple[StepGraph, Costs]:
-    """Ops that read what earlier ones made, at random."""
+    """Build a random graph of ops that read results of earlier ops."""
     draft = Draft(seed)
-    made = [draft.storage(StorageKind.INPUT, 2, "x")]
+    results = [draft.storage(StorageKind.INPUT, 2, "x")]
     for index in range(count):
-        recent = made[-3:] if draft.draw.random() < 0.6 else made
+        recent = results[-3:] if draft.draw.random() < 0.6 else results
         reads = draft.draw.sample(recent, min(len(recent), draft.draw.choice([1, 2])))
         out = draft.activation(draft.draw.choice([1, 2, 3, 5]), f"a{index}")
         draft.op(f"op{index}", reads, [out], millis=draft.draw.choice([0.5, 1, 2, 5]))
-        made.append(out)
+        results.append(out)
     loss = draft.storage(StorageKind.OUTPUT, 1e-5, "loss")
-    draft.op("loss", made[-2:], [loss], millis=0.1)
+    draft.op("loss", results[-2:], [loss], millis=0.1)
     return draft.done(link, [loss])
 
 
@@ -292,19 +294,19 @@ MAKERS: dict[str, Make] = {
 
 
 def write(console: Console) -> None:
-    """Make the instances and find their optima."""
+    """Write the instances and their optima."""
     INSTANCES.mkdir(parents=True, exist_ok=True)
-    found: dict[str, list[dict[str, object]]] = {}
+    entries_of: dict[str, list[dict[str, object]]] = {}
     for name, make in MAKERS.items():
         graph, costs = make()
         write_graph(INSTANCES / f"{name}.json", GraphFile.of(graph, costs))
-        smallest, everything = smallest_budget(graph, costs), in_core_budget(graph, costs)
+        smallest, in_core = smallest_budget(graph, costs), in_core_budget(graph, costs)
         for share in _SHARES:
-            budget = int(smallest + share * (everything - smallest))
+            budget = int(smallest + share * (in_core - smallest))
             begin = time.process_time()
             best = optimum(graph, costs, budget, effort=_EFFORT)
             if best is None or (best.proved and best.seconds is None):
-                console.print(f"{name} at {budget}: there is no plan; left out")
+                console.print(f"{name} at {budget}: skipped, no plan exists")
                 continue
             placed = [fit_once(graph, costs, budget, plan) for plan in best.plans]
             reached = [p.timeline.step_seconds for p in placed if p is not None]
@@ -315,13 +317,13 @@ def write(console: Console) -> None:
                 "placed_seconds": min(reached, default=None),
                 "looked_at": best.looked_at,
             }
-            found.setdefault(name, []).append(entry)
+            entries_of.setdefault(name, []).append(entry)
             console.print(f"{name}: {len(graph.ops)} ops, {entry}, {time.process_time() - begin:.1f} s")
-    OPTIMA.write_text(json.dumps(found, indent=2) + "\n")
+    OPTIMA.write_text(json.dumps(entries_of, indent=2) + "\n")
 
 
 def compare(policies: Sequence[str]) -> list[dict[str, object]]:
-    """What policies make of each instance, over the optimum."""
+    """Return each policy's step time over the optimum for each instance."""
     rows: list[dict[str, object]] = []
     for name, entries in json.loads(OPTIMA.read_text()).items():
         file = read_graph(INSTANCES / f"{name}.json")
@@ -340,10 +342,12 @@ def compare(policies: Sequence[str]) -> list[dict[str, object]]:
 
 
 def main(
-    again: Annotated[bool, typer.Option("--write", help="Make the instances anew, and find their optima.")] = False,
-    policies: Annotated[str, typer.Option(help="With commas between.")] = "auto,pooch,tflms,superneurons",
+    again: Annotated[bool, typer.Option("--write", help="Regenerate the instances and their optima.")] = False,
+    policies: Annotated[
+        str, typer.Option(help="Planning policies, separated by commas.")
+    ] = "auto,pooch,tflms,superneurons",
 ) -> None:
-    """Compare policies with the optimum."""
+    """Compare policies with the optimum, print a table and write the results."""
     console = Console()
     if again:
         write(console)
@@ -352,17 +356,17 @@ def main(
     table = Table("instance", "budget", "optimum", "linear bound", *names)
     for row in rows:
         ratios = [row["bound"], *(row[name] for name in names)]
-        shown = ["-" if ratio is None else f"{ratio:.3f}" for ratio in ratios]
+        cells = ["-" if ratio is None else f"{ratio:.3f}" for ratio in ratios]
         table.add_row(
-            row["instance"], f"{row['budget'] / MIB:.1f} MiB", f"{row['optimum_seconds'] * 1e3:.2f} ms", *shown
+            row["instance"], f"{row['budget'] / MIB:.1f} MiB", f"{row['optimum_seconds'] * 1e3:.2f} ms", *cells
         )
     summary: dict[str, dict[str, object]] = {}
     for name in names:
-        # What the search leaves out may be better still than what it proves: that does not make up for others.
+        # A plan outside the search's class can beat the optimum; it must not offset worse plans in the mean.
         ratios = [max(row[name], 1.0) for row in rows if row[name] is not None]
         summary[name] = {"mean": mean(ratios), "worst": max(ratios), "without_plan": len(rows) - len(ratios)}
-    for what in ("mean", "worst"):
-        table.add_row(what, "", "", "", *(f"{summary[name][what]:.3f}" for name in names))
+    for statistic in ("mean", "worst"):
+        table.add_row(statistic, "", "", "", *(f"{summary[name][statistic]:.3f}" for name in names))
     table.add_row("without plan", "", "", "", *(str(summary[name]["without_plan"]) for name in names))
     console.print(table)
     RESULTS.write_text(json.dumps({"summary": summary, "rows": rows}, indent=2) + "\n")

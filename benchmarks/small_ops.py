@@ -1,7 +1,7 @@
-"""What an op that touches nothing large costs in a loop that is followed, beyond plain PyTorch.
+"""Measure the overhead of ops on small tensors in an eager loop under ``outofcore.budget``.
 
-One process, one thread: each op runs a thousand times in a row in plain PyTorch and in the loop, in turns. The figures
-are the medians of the rounds' differences.
+One process with one thread runs each op a thousand times in a row, alternating between plain PyTorch and the loop.
+Figures are medians of the rounds' differences.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CALLS = 1000
 def _ops() -> dict[str, Callable[[], object]]:
     torch.manual_seed(0)
     a, b, c = torch.rand(8, 8), torch.rand(8, 8), torch.rand(8, 8)
-    weight, several = torch.rand(8, 8, requires_grad=True), [torch.rand(8) for _ in range(4)]
+    weight, tensors = torch.rand(8, 8, requires_grad=True), [torch.rand(8) for _ in range(4)]
     return {
         "add": lambda: a + b,
         "add_": lambda: c.add_(b),
@@ -40,7 +40,7 @@ def _ops() -> dict[str, Callable[[], object]]:
         "zeros": lambda: torch.zeros(8),
         "item": b[0, 0].item,
         "add, with a gradient": lambda: weight + b,
-        "_foreach_mul_ of four": lambda: torch._foreach_mul_(several, 1.0),
+        "_foreach_mul_ of four": lambda: torch._foreach_mul_(tensors, 1.0),
         "cumprod (no kernel of its own)": lambda: a.cumprod(1),
     }
 
@@ -54,31 +54,31 @@ def _seconds(op: Callable[[], object]) -> float:
 
 def main(
     *,
-    rounds: Annotated[int, typer.Option(min=3, help="Rounds of each op.")] = 30,
-    date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
+    rounds: Annotated[int, typer.Option(min=3, help="Number of rounds per op.")] = 30,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
 ) -> None:
     """Measure, print a table, and write the numbers to benchmarks/results."""
     torch.set_num_threads(1)
     model, ops = nn.Linear(512, 512), _ops()
     plain: dict[str, list[float]] = {name: [] for name in ops}
-    followed: dict[str, list[float]] = {name: [] for name in ops}
+    in_loop: dict[str, list[float]] = {name: [] for name in ops}
     for _ in range(rounds):
         for name, op in ops.items():
             plain[name].append(_seconds(op))
         with outofcore.budget("64MiB", model, cache=False):
-            model(torch.rand(512, 512)).sum().backward()  # which touches something large
+            model(torch.rand(512, 512)).sum().backward()  # an op on a large tensor
             for name, op in ops.items():
-                followed[name].append(_seconds(op))
+                in_loop[name].append(_seconds(op))
     rows = [
         {
             "op": name,
             "plain": statistics.median(plain[name]),
-            "beyond": statistics.median(a - b for a, b in zip(followed[name], plain[name], strict=True)),
+            "beyond": statistics.median(a - b for a, b in zip(in_loop[name], plain[name], strict=True)),
         }
         for name in ops
     ]
-    table = Table(title="Microseconds of an op that touches nothing large", title_justify="left")
-    for heading in ("op", "plain PyTorch", "beyond it in a loop"):
+    table = Table(title="Microseconds per op on small tensors", title_justify="left")
+    for heading in ("op", "plain PyTorch", "overhead in a loop"):
         table.add_column(heading, justify="left" if heading == "op" else "right")
     for row in rows:
         table.add_row(str(row["op"]), f"{1e6 * float(row['plain']):.2f}", f"{1e6 * float(row['beyond']):.2f}")

@@ -1,8 +1,8 @@
-"""Smallest budgets with ops as a whole and in parts, and what a step takes at each.
+"""Measure smallest budgets with whole and with split ops, and the step times at these budgets.
 
-Measured here: plain PyTorch, the step with ops as a whole at its smallest budget, and the step with ops in parts at its
-own, in one process, taking turns step by step; all three have the same losses, or it fails. Worked out for a card that
-is not here: the same budgets for workloads that do not run here; there all parts are taken to be exact.
+Measured: plain PyTorch, the step with whole ops at its smallest budget, and the step with split ops at its own. They
+    run in one process, take turns step by step, and must have the same losses. Estimated: the same budgets for larger
+    workloads on an H100, where all splits are assumed to be exact.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _HERE: dict[str, tuple[str, dict[str, Any]]] = {
         {"batch": 2, "layers": 2, "width": 512, "context": 64, "vocab": 30522},
     ),
     "ResNet-50, batch 4": ("resnet50", {"batch": 4}),
-    # Those of bench.py.
+    # The workloads of bench.py.
     "ResNet-50, batch 16": ("resnet50", {"batch": 16}),
     "GPT, 6 layers of width 512, 8 x 512 tokens": ("gpt", {"batch": 8, "layers": 6, "width": 512, "context": 512}),
     "3D U-Net, 64³": ("unet3d", {"batch": 1, "size": 64}),
@@ -52,7 +52,7 @@ _HERE: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _without_ranges(step: Callable[..., Any], model: Any, optimizer: Any, inputs: tuple[Any, ...]) -> int:
-    """The smallest budget where parameters and optimizer state are on the device as a whole, or not at all."""
+    """Return the smallest budget if parameters and optimizer state are resident as a whole or not at all."""
     capture = partial(capture_step, step, [model], [optimizer], inputs, {})
     variants = StepVariants(capture(), capture, open_backend(None), open_cache(True), Split.EXACT, home_bytes=0)
     return smallest_variant(variants)[1]
@@ -64,47 +64,50 @@ def _measured(name: str, model: str, options: dict[str, Any], rounds: int) -> di
     prototype, stream = work.build(), work.batches()
     batches = [next(stream) for _ in range(2)]
 
-    def made() -> tuple[Callable[..., Any], Any, Any]:
-        own = copy.deepcopy(prototype)
-        optimizer = work.optimizer(own)
-        return work.make_step(own, optimizer), own, optimizer
+    def build() -> tuple[Callable[..., Any], Any, Any]:
+        network = copy.deepcopy(prototype)
+        optimizer = work.optimizer(network)
+        return work.make_step(network, optimizer), network, optimizer
 
-    kinds: tuple[Literal["off", "exact"], ...] = ("off", "exact")
-    budgets = {kind: outofcore.smallest_budget(*made(), inputs=batches[0], split=kind) for kind in kinds}
-    without_ranges = _without_ranges(*made(), inputs=batches[0])
-    ways: dict[str, Callable[..., Any]] = {"eager": made()[0]}
-    opened: dict[str, Any] = {}
-    for split in kinds:
-        step, own, optimizer = made()
-        opened[split] = ways[split] = outofcore.compile(
-            step, own, optimizer, budget=budgets[split], split=split, dynamic=False
+    split_modes: tuple[Literal["off", "exact"], ...] = ("off", "exact")
+    budgets = {mode: outofcore.smallest_budget(*build(), inputs=batches[0], split=mode) for mode in split_modes}
+    without_ranges = _without_ranges(*build(), inputs=batches[0])
+    contenders: dict[str, Callable[..., Any]] = {"eager": build()[0]}
+    compiled_steps: dict[str, Any] = {}
+    for split in split_modes:
+        step, network, optimizer = build()
+        compiled_steps[split] = contenders[split] = outofcore.compile(
+            step, network, optimizer, budget=budgets[split], split=split, dynamic=False
         )
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    order = list(ways)
+    seconds: dict[str, list[float]] = {name_of_contender: [] for name_of_contender in contenders}
+    order = list(contenders)
     for turn in range(_WARM_UP + rounds):
         losses: dict[str, float] = {}
-        for way in order[turn % 3 :] + order[: turn % 3]:
+        for name_of_contender in order[turn % 3 :] + order[: turn % 3]:
             torch.manual_seed(turn)
             begin = time.perf_counter()
-            losses[way] = ways[way](*batches[turn % 2]).item()
-            seconds[way].append(time.perf_counter() - begin)
+            losses[name_of_contender] = contenders[name_of_contender](*batches[turn % 2]).item()
+            seconds[name_of_contender].append(time.perf_counter() - begin)
         if len(set(losses.values())) != 1:
             raise AssertionError(f"{name}: losses differ in round {turn}: {losses}")
     ops = {
         split: sum(type(i).__name__ == "Run" for i in step.planned.program.instructions)
-        for split, step in opened.items()
+        for split, step in compiled_steps.items()
     }
-    for step in opened.values():
+    for step in compiled_steps.values():
         step.close()
-    steady = {way: found[_WARM_UP:] for way, found in seconds.items()}
+    steady = {name_of_contender: times[_WARM_UP:] for name_of_contender, times in seconds.items()}
     return {
         "name": name,
         "budgets": budgets,
         "without_ranges": without_ranges,
         "ops": ops,
-        "first_seconds": {way: found[0] for way, found in seconds.items()},
-        "seconds": {way: statistics.median(found) for way, found in steady.items()},
-        "over_eager": {way: round_by_round(steady[way], steady["eager"]) for way in budgets},
+        "first_seconds": {name_of_contender: times[0] for name_of_contender, times in seconds.items()},
+        "seconds": {name_of_contender: statistics.median(times) for name_of_contender, times in steady.items()},
+        "over_eager": {
+            name_of_contender: round_by_round(steady[name_of_contender], steady["eager"])
+            for name_of_contender in budgets
+        },
     }
 
 
@@ -127,30 +130,34 @@ def _worked_out() -> list[dict[str, Any]]:
         optimizer = make(model.parameters(), lr=0.01)
 
         def step(
-            *given: torch.Tensor, model: Any = model, loss: Any = loss, optimizer: Any = optimizer
+            *inputs_of_step: torch.Tensor, model: Any = model, loss: Any = loss, optimizer: Any = optimizer
         ) -> torch.Tensor:
-            found = loss(model, *given) if loss is not None else F.cross_entropy(model(given[0]), given[1])
-            found.backward()
+            estimate = (
+                loss(model, *inputs_of_step)
+                if loss is not None
+                else F.cross_entropy(model(inputs_of_step[0]), inputs_of_step[1])
+            )
+            estimate.backward()
             optimizer.step()
             optimizer.zero_grad()
-            return found
+            return estimate
 
-        found = outofcore.estimate(step, model, optimizer, inputs=inputs, device="h100")
-        rows.append({"name": name, "budgets": {"off": found.whole_budget, "exact": found.smallest_budget}})
+        estimate = outofcore.estimate(step, model, optimizer, inputs=inputs, device="h100")
+        rows.append({"name": name, "budgets": {"off": estimate.whole_budget, "exact": estimate.smallest_budget}})
     return rows
 
 
 def main(
-    rounds: Annotated[int, typer.Option(min=3, help="in which each way runs a step")] = 8,
-    date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
+    rounds: Annotated[int, typer.Option(min=3, help="Number of rounds; each contender runs one step per round.")] = 8,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
 ) -> None:
     """Measure, print tables, and write the numbers to benchmarks/results/split.json."""
     rows: list[dict[str, Any]] = []
     for name, (model, options) in _HERE.items():
         rows.append(_measured(name, model, options, rounds))
         print(json.dumps(rows[-1]), flush=True)
-    smallest = ("smallest, whole", "in parts", "without ranges")
-    table = Table("step", *smallest, "eager", "whole there", "in parts there", "first call")
+    smallest = ("smallest budget, whole", "split", "split, without ranges")
+    table = Table("step", *smallest, "eager", "whole", "split", "first call")
     for row in rows:
         table.add_row(
             row["name"],
@@ -158,16 +165,18 @@ def main(
             f"{format_bytes(row['budgets']['exact'])} ({row['budgets']['exact'] / row['budgets']['off']:.2f})",
             format_bytes(row["without_ranges"]),
             format_seconds(row["seconds"]["eager"]),
-            *(f"{format_seconds(row['seconds'][way])} ({row['over_eager'][way]:.2f})" for way in ("off", "exact")),
+            *(f"{format_seconds(row['seconds'][mode])} ({row['over_eager'][mode]:.2f})" for mode in ("off", "exact")),
             format_seconds(row["first_seconds"]["exact"]),
         )
     console().print(table)
     worked_out = _worked_out()
-    table = Table("worked out for an H100", "smallest, whole", "in parts")
+    table = Table("estimated for an H100", "smallest budget, whole", "split")
     for row in worked_out:
-        whole, parts = row["budgets"]["off"], row["budgets"]["exact"]
-        share = "" if whole is None else f" ({parts / whole:.2f})"
-        table.add_row(row["name"], "" if whole is None else format_bytes(whole), format_bytes(parts) + share)
+        whole_budget, split_budget = row["budgets"]["off"], row["budgets"]["exact"]
+        share = "" if whole_budget is None else f" ({split_budget / whole_budget:.2f})"
+        table.add_row(
+            row["name"], "" if whole_budget is None else format_bytes(whole_budget), format_bytes(split_budget) + share
+        )
     console().print(table)
     print(f"written to {write_result('split', {'rows': rows, 'worked_out': worked_out}, date)}")
 

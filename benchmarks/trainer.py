@@ -1,8 +1,8 @@
 """Fine-tune GPT-2 (124 million parameters) with ``transformers.Trainer``, alone and in ``outofcore.budget``.
 
-All weights are trained, by the optimizer that the trainer takes by default (AdamW). Weights and tokens are random, so
-nothing is downloaded. The trainings are processes that take turns step by step. Losses, weights, step times and the
-peaks of the processes are compared.
+All weights are trained with the trainer's default optimizer (AdamW). Weights and tokens are random, so no download is
+needed. The trainings are processes that take turns step by step. Losses, weights, step times and peak memory are
+compared.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _SMALL: dict[str, Any] = {
 
 def main(
     *,
-    budget: Annotated[list[str] | None, typer.Option(help="Repeatable. [default: 1GiB]")] = None,
-    rounds: Annotated[int, typer.Option(min=3, help="Steps of each process.")] = 20,
-    small: Annotated[bool, typer.Option("--small", help="A tiny model: to see that it runs.")] = False,
-    date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
+    budget: Annotated[list[str] | None, typer.Option(help="Memory budgets; repeatable. [default: 1GiB]")] = None,
+    rounds: Annotated[int, typer.Option(min=3, help="Number of steps per process.")] = 20,
+    small: Annotated[bool, typer.Option("--small", help="Run a tiny model, as a smoke test.")] = False,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
 ) -> None:
     """Measure, print a table, and write the numbers to benchmarks/results/trainer.json (not with --small)."""
     options = _SMALL if small else _GPT2
@@ -45,21 +45,21 @@ def main(
         reports = [worker.ask("report") for worker in workers]
         steps = [worker.columns() for worker in workers]
         facts = workers[0].facts
-    half = rounds // 2  # by then there is a plan
+    planned_from = rounds // 2  # later steps have a plan
     plain = steps[0]
     table = Table(title=f"GPT-2, {facts['parameters']:,} parameters, Trainer", title_justify="left")
-    for heading in ("budget", "peak of the process", "first step", "later steps", "same bits"):
+    for heading in ("budget", "peak RSS", "first step", "later steps", "same bits"):
         table.add_column(heading, justify="right")
     rows: list[dict[str, Any]] = []
-    for limit, report, found in zip([None, *budgets], reports, steps, strict=True):
+    for limit, report, columns in zip([None, *budgets], reports, steps, strict=True):
         row = {
             "budget": limit,
             "peak_rss": report["peak_rss"],
-            "first_over_eager": found["seconds"][0] / plain["seconds"][0],
-            "over_eager": round_by_round(found["seconds"][half:], plain["seconds"][half:]),
-            "same_bits": found["loss"] == plain["loss"] and report["weights"] == reports[0]["weights"],
+            "first_over_eager": columns["seconds"][0] / plain["seconds"][0],
+            "over_eager": round_by_round(columns["seconds"][planned_from:], plain["seconds"][planned_from:]),
+            "same_bits": columns["loss"] == plain["loss"] and report["weights"] == reports[0]["weights"],
             "report": report,
-            "steps": found,
+            "steps": columns,
         }
         rows.append(row)
         table.add_row(

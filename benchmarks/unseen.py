@@ -1,12 +1,13 @@
-"""Step times of models that no other benchmark uses, at parts of plain PyTorch's peak, beside our own in-core step.
+"""Measure step times of models that no other benchmark uses, at fractions of plain PyTorch's peak.
 
-Models of transformers with random weights (``_unseen.py``). Budgets are parts of the memory that a process of plain
-PyTorch has at its peak above one that trains a tiny model (RSS); with ``--of step`` of what our step needs where all of
-it fits, which is less. All processes of a model exist at once and take turns step by step. The medians of quotients,
-round by round, leave out the first rounds, in which plans are made and exchanged. For machines that are never at rest
-there are beside them: quotients of the quickest fifths of steps, and of processor time, which does not count what other
-processes take but neither counts waits; of these the share is told. With ``--noise`` something else keeps a core busy
-in every other second of the first ten rounds, as when a machine is shared: what is decided then should not stay.
+Models of transformers with random weights (``_unseen.py``). Budgets are fractions of the peak RSS of plain PyTorch
+above that of a tiny model; with ``--of step``, of our in-core budget, which is smaller. All processes of a model run at
+once and take turns step by step. Ratios to our in-core step are medians by round, without the first rounds, which plan
+and replace plans.
+
+Two more ratios suit busy machines: of the quickest fifths of steps, and of processor time. Processor time excludes time
+taken by other processes and also excludes waits, whose share is a column. ``--noise`` keeps a core busy in every other
+second of the first ten rounds; decisions made then should not last.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from rich.table import Table
 
 from outofcore.units import format_bytes, format_seconds
 
-_IN_CORE = 1.1  # of what the step needs: a budget that does not pinch
+_IN_CORE = 1.1  # of the in-core budget, so that no eviction is needed
 _PARTS = (2.0, 4.0)
 _POLICIES = ("auto",)
 _QUOTIENTS = ("to_in_core", "calm_to_in_core", "processor_to_in_core")
 _NOISY_ROUNDS = 10
-_EAGER_STEPS = 4  # its peak is that of the second one or a later one
+_EAGER_STEPS = 4  # the peak is reached in the second or a later step
 # Keeps one core busy in every other second.
 _NOISE = """
 import time
@@ -55,15 +56,15 @@ while True:
 
 
 class Whole(Enum):
-    """What budgets are parts of."""
+    """The bytes that budgets are fractions of."""
 
-    EAGER = "eager"  # the peak of a process of plain PyTorch
-    STEP = "step"  # what our own step needs where all of it fits
+    EAGER = "eager"  # peak memory of plain PyTorch
+    STEP = "step"  # in-core budget of our step
 
 
 @contextlib.contextmanager
-def _noise(wanted: bool) -> Iterator[None]:
-    if not wanted:
+def _noise(is_on: bool) -> Iterator[None]:
+    if not is_on:
         yield
         return
     process = subprocess.Popen([sys.executable, "-c", _NOISE])
@@ -75,34 +76,41 @@ def _noise(wanted: bool) -> Iterator[None]:
 
 
 def _calm(seconds: list[float]) -> float:
-    """The median of the quickest fifth: what else runs on a machine makes steps longer and never shorter."""
+    """Return the median of the quickest fifth; other load makes steps only longer."""
     return statistics.median(sorted(seconds)[: max(len(seconds) // 5, 1)])
 
 
 def _measure(
-    model: str, parts: list[float], policies: list[str], rounds: int, warm_up: int, home: str, noise: bool, of: Whole
+    model: str,
+    parts: list[float],
+    policies: list[str],
+    rounds: int,
+    warm_up: int,
+    home: str,
+    noise: bool,
+    whole_kind: Whole,
 ) -> dict[str, Any]:
-    need = survey(Spec(model, {}, home=home))
+    sizes = survey(Spec(model, {}, home=home))
     eager_peak = peak_of(Spec(model, {}), _EAGER_STEPS) - peak_of(Spec("gpt", TINY), 1)
-    whole = eager_peak if of is Whole.EAGER else need["in_core_budget"]
+    whole = eager_peak if whole_kind is Whole.EAGER else sizes["in_core_budget"]
     print(
-        f"{need['workload']}\nneeds {format_bytes(need['in_core_budget'])}, {format_bytes(need['smallest_budget'])} at "
-        f"the least; plain PyTorch takes {format_bytes(eager_peak)}"
+        f"{sizes['workload']}\nin-core budget {format_bytes(sizes['in_core_budget'])}, "
+        f"smallest {format_bytes(sizes['smallest_budget'])}; plain PyTorch peaks at {format_bytes(eager_peak)}"
     )
-    wanted = [("in core", Spec(model, {}, "outofcore", int(_IN_CORE * need["in_core_budget"]), home))]
+    runs = [("in core", Spec(model, {}, "outofcore", int(_IN_CORE * sizes["in_core_budget"]), home))]
     for part in parts:
         for policy in policies:
             label = f"1/{part:g}, {policy}"
-            wanted.append((label, Spec(model, {}, "outofcore", int(whole / part), home, policy)))
-    refused: dict[str, str] = {}
+            runs.append((label, Spec(model, {}, "outofcore", int(whole / part), home, policy)))
+    failures: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         workers: list[Worker] = []
-        for label, spec in wanted:
+        for label, spec in runs:
             worker = stack.enter_context(Worker(label, spec))
             try:
-                worker.step()  # plans; a budget that cannot hold is refused here
+                worker.step()  # plans; raises if the budget is too small
             except WorkerError as error:
-                refused[label] = str(error)
+                failures[label] = str(error)
                 print(error)
                 continue
             workers.append(worker)
@@ -130,13 +138,13 @@ def _measure(
                 "steps": seconds,
             }
         )
-    return {**need, "eager_peak": eager_peak, "rows": rows, "refused": refused}
+    return {**sizes, "eager_peak": eager_peak, "rows": rows, "refused": failures}
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("process")
-    for heading in ("budget", "step", "predicted", "to in-core", "calm to calm", "processor", "waits", "in"):
+    for heading in ("budget", "step", "predicted", "to in-core", "quickest fifths", "processor", "waits", "in"):
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(
@@ -155,28 +163,28 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Table:
 
 def main(
     *,
-    model: Annotated[list[str] | None, typer.Option(help="May be given several times; by default all.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable. [default: all]")] = None,
     fraction: Annotated[
-        list[float] | None, typer.Option(help="What budgets are parts of, over budget. [default: 2, 4]")
+        list[float] | None, typer.Option(help="Divisors of the bytes chosen by --of; repeatable. [default: 2, 4]")
     ] = None,
-    of: Annotated[Whole, typer.Option(help="What budgets are parts of.")] = Whole.EAGER,
-    policy: Annotated[list[str] | None, typer.Option(help="How to plan. [default: auto]")] = None,
-    rounds: Annotated[int, typer.Option(help="Steps of each process.")] = 55,
-    warm_up: Annotated[int, typer.Option(help="Of these, steps that do not count.")] = 35,
-    home: Annotated[str, typer.Option(help="disk, host or a folder on a disk.")] = "disk",
-    noise: Annotated[bool, typer.Option(help="Keep a core busy now and then, early on.")] = False,
-    date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
+    of: Annotated[Whole, typer.Option(help="Bytes that budgets are fractions of.")] = Whole.EAGER,
+    policy: Annotated[list[str] | None, typer.Option(help="Planning policies; repeatable. [default: auto]")] = None,
+    rounds: Annotated[int, typer.Option(help="Number of steps per process.")] = 55,
+    warm_up: Annotated[int, typer.Option(help="Number of these steps excluded from medians.")] = 35,
+    home: Annotated[str, typer.Option(help="Home: disk, host, or a folder on a disk.")] = "disk",
+    noise: Annotated[bool, typer.Option(help="Keep a core busy in every other second of the first rounds.")] = False,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
 ) -> None:
     """Measure, print a table for each model and the medians, and write results/unseen.json or unseen-noise.json."""
-    found: dict[str, Any] = {}
-    for which in model or list(UNSEEN):
-        found[which] = _measure(
-            which, fraction or list(_PARTS), policy or list(_POLICIES), rounds, warm_up, home, noise, of
+    results: dict[str, Any] = {}
+    for model_name in model or list(UNSEEN):
+        results[model_name] = _measure(
+            model_name, fraction or list(_PARTS), policy or list(_POLICIES), rounds, warm_up, home, noise, of
         )
-        console().print(_table(f"{which}, {UNSEEN[which].shape}", found[which]["rows"]))
+        console().print(_table(f"{model_name}, {UNSEEN[model_name].shape}", results[model_name]["rows"]))
     medians: dict[str, dict[str, float]] = {}
-    for name in dict.fromkeys(row["name"] for one in found.values() for row in one["rows"]):
-        rows = [row for one in found.values() for row in one["rows"] if row["name"] == name]
+    for name in dict.fromkeys(row["name"] for result in results.values() for row in result["rows"]):
+        rows = [row for result in results.values() for row in result["rows"] if row["name"] == name]
         medians[name] = {key: statistics.median(row[key] for row in rows) for key in _QUOTIENTS}
         print(
             f"{name}: {medians[name]['to_in_core']:.3f} of in core round by round (median of {len(rows)} models), "
@@ -185,7 +193,7 @@ def main(
         )
     name = "unseen-noise" if noise else "unseen"
     facts = {"noise": noise, "of": of.value, "home": home, "rounds": rounds, "warm_up": warm_up}
-    print(f"written to {write_result(name, {**facts, 'medians': medians, 'models': found}, date)}")
+    print(f"written to {write_result(name, {**facts, 'medians': medians, 'models': results}, date)}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What it gives to join optimizer updates where memory is short: steps with updates joined in several ways.
+"""Measure joint optimizer updates under small budgets.
 
-Where memory is short, each parameter is updated as soon as its gradient is there, so that the gradient can go. Updates
-whose gradients come soon after one another are made together, up to a share of the room and so many bytes of parameters
-(``transforms.passes.lean``). Here one process holds the step in core and, at parts of plain PyTorch's peak, with other
-shares and bytes; all take turns step by step, and all losses are the same, or it fails. Medians of quotients over the
-step in core, round by round, and quotients of the quickest fifths of steps.
+Under a small budget, each parameter is updated as soon as its gradient exists, so that the gradient can be released.
+Updates whose gradients follow one another are joined, up to a share of the room and a number of parameter bytes
+(``transforms.passes.lean``). One process holds the in-core step and, at fractions of plain PyTorch's peak, steps with
+several limits. All take turns step by step and must have the same losses. Reported are medians by round and quickest
+fifths, over the in-core step.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from outofcore.capture import device_traits
 from outofcore.transforms import passes
 from outofcore.units import MIB, format_bytes, format_seconds
 
-_EAGER_STEPS = 4  # of plain PyTorch, after which its peak is read
-_FIRST = 5  # steps in which plans are made and corrected
-# Share of the room, and bytes of parameters, that updates made together may have.
+_EAGER_STEPS = 4  # steps of plain PyTorch before its peak is read
+_FIRST = 5  # warm-up steps, which plan and replace plans
+# Limits of a joint update: the divisor of the room, and bytes of parameters.
 _WAYS: dict[str, tuple[int, int]] = {
     "apart": (1, 0),
     "a 64th, 4 MiB": (64, 4 * MIB),
@@ -37,17 +37,17 @@ _WAYS: dict[str, tuple[int, int]] = {
 }
 
 
-def _opened(model: str, budget: int, way: tuple[int, int]) -> tuple[Any, list[Any]]:
+def _opened(model: str, budget: int, limits: tuple[int, int]) -> tuple[Any, list[Any]]:
     before = passes.SHARE_OF_UPDATES, device_traits._HOST
-    delayed = replace(before[1].update_bytes, delayed=way[1])
-    passes.SHARE_OF_UPDATES, device_traits._HOST = way[0], replace(before[1], update_bytes=delayed)
+    delayed = replace(before[1].update_bytes, delayed=limits[1])
+    passes.SHARE_OF_UPDATES, device_traits._HOST = limits[0], replace(before[1], update_bytes=delayed)
     try:
         torch.manual_seed(0)
         work = workload(model, {})
-        own = work.build()
-        optimizer = work.optimizer(own)
+        network = work.build()
+        optimizer = work.optimizer(network)
         step = outofcore.compile(
-            work.make_step(own, optimizer), own, optimizer, budget=budget, policy="auto", dynamic=False
+            work.make_step(network, optimizer), network, optimizer, budget=budget, policy="auto", dynamic=False
         )
         stream = work.batches()
         batches = [next(stream) for _ in range(2)]
@@ -65,13 +65,13 @@ def _measure(model: str, parts: list[float], rounds: int) -> list[dict[str, Any]
     for part in parts:
         budget = int(whole / part)
         runs = {"in core": _opened(model, in_core, _WAYS["apart"])}
-        runs |= {name: _opened(model, budget, way) for name, way in _WAYS.items()}
+        runs |= {name: _opened(model, budget, limits) for name, limits in _WAYS.items()}
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         names = list(runs)
         for turn in range(rounds):
-            at = turn % len(names)
+            first = turn % len(names)
             losses: set[float] = set()
-            for name in names[at:] + names[:at]:
+            for name in names[first:] + names[:first]:
                 step, batches = runs[name]
                 torch.manual_seed(turn)  # for dropout
                 begin = time.perf_counter()
@@ -82,7 +82,7 @@ def _measure(model: str, parts: list[float], rounds: int) -> list[dict[str, Any]
         for step, _ in runs.values():
             step.close()
         fifth = max(rounds // 5, 1)
-        quick = {name: statistics.mean(sorted(found)[:fifth]) for name, found in seconds.items()}
+        quick = {name: statistics.mean(sorted(times)[:fifth]) for name, times in seconds.items()}
         rows += [
             {
                 "model": model,
@@ -101,13 +101,15 @@ def _measure(model: str, parts: list[float], rounds: int) -> list[dict[str, Any]
 
 def main(
     *,
-    model: Annotated[list[str] | None, typer.Option(help="May be given several times; by default all.")] = None,
-    part: Annotated[list[float] | None, typer.Option(help="Budgets are these parts. [default: 2, 4]")] = None,
-    rounds: Annotated[int, typer.Option(min=5, help="In which each step runs once.")] = 40,
-    date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable. [default: all]")] = None,
+    part: Annotated[
+        list[float] | None, typer.Option(help="Divisors of plain PyTorch's peak; repeatable. [default: 2, 4]")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=5, help="Number of rounds; each step runs once per round.")] = 40,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
 ) -> None:
     """Measure, print tables, and write the numbers to benchmarks/results/updates.json."""
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for name in model or list(UNSEEN):
         rows = _measure(name, part or [2.0, 4.0], rounds)
         table = Table(name, "budget", "step", "over in core", "quickest fifths")
@@ -121,8 +123,8 @@ def main(
                 f"{row['quickest_over_in_core']:.3f}",
             )
         console().print(table)
-        found += rows
-    console().print(f"written to {write_result('updates', {'rows': found}, date)}")
+        results += rows
+    console().print(f"written to {write_result('updates', {'rows': results}, date)}")
 
 
 if __name__ == "__main__":

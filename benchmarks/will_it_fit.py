@@ -1,10 +1,10 @@
-"""How long ``outofcore plan config.json`` takes, what it answers, and what accelerate says of the same models.
+"""Measure ``outofcore plan config.json``: time, memory and answer, compared with accelerate's estimate.
 
-Each answer comes from a process of its own, whose time and peak memory are measured; nothing is downloaded. Accelerate
-estimates from the sizes of parameters alone (``accelerate estimate-memory``): its own function is called here on a
-model without weights, since its command looks models up in the Hub.
+Each answer comes from a separate process; no file is downloaded. Accelerate estimates from parameter sizes only
+(``accelerate estimate-memory``). Its function is called on a model without weights, because its command reads models
+from the Hub.
 
-With ``--exact`` each step that was made of a few layers is compared with the one that is captured with all of them.
+``--exact`` compares each step built from a few layers with the step captured with all layers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from outofcore.units import format_bytes, format_seconds
 
 HERE = Path(__file__).parent
 NAME = "will-it-fit"
-# What is asked about a folder of ``configs``: flags of ``outofcore plan``. A second question about one says after a
-# colon what it is about.
+# Flags of ``outofcore plan`` for each folder of ``configs``. Text after a colon distinguishes a second entry for the
+# same folder.
 ASKED: dict[str, list[str]] = {
     "llama-3.1-8b: all parameters": ["--batch", "1", "--gpu", "rtx4090-24gb"],
     "llama-3.1-8b": ["--batch", "4", "--sequence", "4096", "--lora", "32", "--gpu", "rtx4090-24gb"],
@@ -47,10 +47,10 @@ def _folder(name: str) -> str:
 
 
 def _asked(name: str) -> dict[str, Any]:
-    """The answer for a configuration, with the time and the memory of the process that gave it."""
+    """Return the answer for a configuration, with the process's time and memory."""
     command = [sys.executable, "-m", "outofcore", "plan", f"configs/{_folder(name)}", *ASKED[name], "--json"]
     start = perf_counter()
-    # From there, so that what is told names no folder of this machine.
+    # Run in this folder, so that the answer contains no absolute path.
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE)
     assert process.stdout is not None
     output = process.stdout.read()
@@ -59,7 +59,7 @@ def _asked(name: str) -> dict[str, Any]:
     code = os.waitstatus_to_exitcode(status)
     if code not in (0, 1):
         raise SystemExit(f"outofcore plan failed for {name} with exit status {code}")
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+    unit = 1 if sys.platform == "darwin" else 1024  # unit of ru_maxrss
     return {
         "flags": ASKED[name],
         "seconds": seconds,
@@ -71,11 +71,11 @@ def _asked(name: str) -> dict[str, Any]:
 
 
 def _accelerate(name: str) -> dict[str, Any]:
-    """What accelerate's own estimate says of the model in the dtype that it is configured in."""
-    found = read_config(str(HERE / "configs" / _folder(name)))
-    dtype = dtype_of(found, Training())
-    # As its command does: from the sizes in float32, whatever the model is configured in.
-    model = configured_step(found, Training(batch=1, dtype="fp32")).user.models[0]
+    """Return accelerate's estimate for the model in its configured dtype."""
+    config = read_config(str(HERE / "configs" / _folder(name)))
+    dtype = dtype_of(config, Training())
+    # Its command also scales from float32 sizes.
+    model = configured_step(config, Training(batch=1, dtype="fp32")).user.models[0]
     total, (largest, _) = calculate_maximum_sizes(model)
     training = estimate_training_usage(total, str(dtype).removeprefix("torch."))
     share = dtype.itemsize / 4
@@ -87,7 +87,7 @@ def _accelerate(name: str) -> dict[str, Any]:
 
 
 def _check(name: str) -> None:
-    """End with an error where the step made of a few layers is not the one captured with all, op by op."""
+    """Exit with an error if the step built from a few layers differs from the fully captured step."""
     flags = dict(zip(ASKED[name], [*ASKED[name][1:], ""], strict=True))
     training = Training(
         batch=int(flags["--batch"]),
@@ -97,27 +97,29 @@ def _check(name: str) -> None:
         checkpointing="--checkpointing" in flags,
         amp="--amp" in flags,
     )
-    found, card = read_config(str(HERE / "configs" / _folder(name))), device(flags["--gpu"])
-    made, exact = (Captures(found, card, repeats=repeats).of(training) for repeats in (None, False))
-    alike = made[0].content(families=False) == exact[0].content(families=False)
-    seconds = [[cost.seconds for cost in costs.ops] for _, costs in (made, exact)]
-    if not alike or any(abs(one - other) > 1e-12 for one, other in zip(*seconds, strict=True)):
-        raise SystemExit(f"{name}: the step made of a few layers is not the one captured with all")
-    console().print(f"{name}: {len(exact[0].ops):,} ops made of a few layers are those captured with all")
+    config, card = read_config(str(HERE / "configs" / _folder(name))), device(flags["--gpu"])
+    from_few_layers, exact = (Captures(config, card, repeats=repeats).of(training) for repeats in (None, False))
+    same_graph = from_few_layers[0].content(families=False) == exact[0].content(families=False)
+    seconds = [[cost.seconds for cost in costs.ops] for _, costs in (from_few_layers, exact)]
+    if not same_graph or any(
+        abs(few_seconds - all_seconds) > 1e-12 for few_seconds, all_seconds in zip(*seconds, strict=True)
+    ):
+        raise SystemExit(f"{name}: the step built from a few layers differs from the step captured with all layers")
+    console().print(f"{name}: {len(exact[0].ops):,} ops built from a few layers equal those captured with all layers")
 
 
 def _table(rows: dict[str, dict[str, Any]]) -> Table:
-    table = Table("model", "took", "processor", "memory", "smallest", "in core", "step", "longest", "accelerate")
+    table = Table("model", "time", "processor", "memory", "smallest", "in core", "step", "longest", "accelerate")
     for name, row in rows.items():
-        told = row["answer"]
-        plan, longest = told["plans"][-1], told["longest_sequence"]
+        answer = row["answer"]
+        plan, longest = answer["plans"][-1], answer["longest_sequence"]
         table.add_row(
             name,
             format_seconds(row["seconds"]),
             format_seconds(row["processor_seconds"]),
             format_bytes(row["peak_memory_bytes"]),
-            format_bytes(told["smallest_budget"]),
-            format_bytes(told["in_core_budget"]),
+            format_bytes(answer["smallest_budget"]),
+            format_bytes(answer["in_core_budget"]),
             "does not fit" if plan["seconds"] is None else format_seconds(plan["seconds"]),
             "-" if longest is None else str(longest["size"]),
             format_bytes(int(row["accelerate"]["training_bytes"])),
@@ -126,20 +128,22 @@ def _table(rows: dict[str, dict[str, Any]]) -> Table:
 
 
 def main(
-    name: Annotated[list[str] | None, typer.Option(help="Which configurations; by default all.")] = None,
-    date: Annotated[str | None, typer.Option(help="When this was measured; by default now.")] = None,
-    exact: Annotated[bool, typer.Option("--exact", help="Compare steps made of a few layers with whole ones.")] = False,
+    name: Annotated[list[str] | None, typer.Option(help="Configurations; repeatable. [default: all]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Compare steps built from a few layers with fully captured ones.")
+    ] = False,
 ) -> None:
-    """Ask about each configuration, and write what comes of it; results of those left out stay."""
+    """Plan each configuration and write the results; results of other configurations stay."""
     if exact:
-        for each in name or list(ASKED):
-            _check(each)
+        for label in name or list(ASKED):
+            _check(label)
         return
     file = RESULTS / f"{NAME}.json"
     rows = json.loads(file.read_text())["models"] if file.exists() else {}
-    for each in name or list(ASKED):
-        rows[each] = _asked(each)
-        # The machine may have had other work: then processor time says more.
+    for label in name or list(ASKED):
+        rows[label] = _asked(label)
+        # With a high load, processor time is more reliable.
         write_result(NAME, {"load": os.getloadavg()[0], "models": rows}, date)
     console().print(_table(rows))
 

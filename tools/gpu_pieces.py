@@ -1,10 +1,10 @@
-"""The measurements of a visit to a GPU: see ``gpu_visit.py``, which runs them in processes of this file.
+"""The measurements of a GPU visit; ``gpu_visit.py`` runs them in processes of this file.
 
     gpu_pieces.py [--small] NAME...
 
-Each measurement is a function that returns what it found, with a sentence under "say", and raises what went wrong. The
-first that fails ends the process: nobody knows in which state the device is then. All run also on a runtime without a
-device (``make gpu-stub ONLY=visit``).
+Each measurement is a function that returns its results, with a sentence under "say", or raises. The first failure ends
+the process, because the device may be in an undefined state. All measurements also run on the CUDA stub (``make
+gpu-stub ONLY=visit``).
 """
 
 from __future__ import annotations
@@ -41,40 +41,39 @@ _UNTIL_PLANNED_S = 45
 
 
 class WrongBitsError(Exception):
-    """What was trained has other bits than in plain PyTorch."""
+    """Training results differ from plain PyTorch's."""
 
 
 class LostWaitError(Exception):
-    """Work of one stream did not wait for that of another."""
+    """Work on one stream did not wait for work on another."""
 
 
 class OverBudgetError(Exception):
-    """More memory of the device was taken than the budget allows."""
+    """Device memory exceeded the budget."""
 
 
 class RefusedError(Exception):
-    """Something that has to work did not."""
+    """An operation that must succeed failed."""
 
 
 def tell(**result: Any) -> None:
-    """Print a result."""
     print(f"{MARK}{json.dumps(result, default=str)}", flush=True)
 
 
 def output_of(*command: str) -> str:
-    """Return what a command prints, or how it failed."""
+    """Return a command's output, or its failure."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{type(error).__name__}: {error}"
-    return (done.stdout + done.stderr).strip()
+    return (process.stdout + process.stderr).strip()
 
 
 # Part 1: the machine
 
 
 def native_code(small: bool) -> Found:
-    """Build the library of a GPU, that of the CPU, and those of the planner, side by side."""
+    """Build the native libraries of the GPU, the CPU and the planner concurrently."""
     begin = time.monotonic()
     import torch
 
@@ -82,7 +81,7 @@ def native_code(small: bool) -> Found:
     from outofcore.planning.remat import compiled as searching
     from outofcore.runtime.native import Flavor, load_native
 
-    found: Found = {"import_s": time.monotonic() - begin, "torch": torch.__version__}
+    result: Found = {"import_s": time.monotonic() - begin, "torch": torch.__version__}
     seconds: dict[str, float] = {}
 
     def build(name: str, load: Callable[[], Any]) -> None:
@@ -97,14 +96,14 @@ def native_code(small: bool) -> Found:
         "remat": searching.load_library,
     }
     with ThreadPoolExecutor(len(jobs)) as pool:
-        for done in [pool.submit(build, name, load) for name, load in jobs.items()]:
-            done.result()
-    told = ", ".join(f"{name} {taken:.0f} s" for name, taken in seconds.items())
-    return {**found, "build_s": seconds, "say": f"import {found['import_s']:.1f} s, then side by side {told}"}
+        for future in [pool.submit(build, name, load) for name, load in jobs.items()]:
+            future.result()
+    times = ", ".join(f"{name} {duration:.0f} s" for name, duration in seconds.items())
+    return {**result, "build_s": seconds, "say": f"import {result['import_s']:.1f} s, then concurrently {times}"}
 
 
 def machine(small: bool) -> Found:
-    """Find out what is here; the details go to the log."""
+    """Describe the machine; details go to the log."""
     import torch
 
     for command in ("nvidia-smi", "nvidia-smi -q", "nvidia-smi topo -m", "lscpu", "free -g", "df -h", "uname -a"):
@@ -113,7 +112,7 @@ def machine(small: bool) -> Found:
     print(output_of(sys.executable, "-m", "pip", "list"), flush=True)
     properties = torch.cuda.get_device_properties(0)
     free, total = torch.cuda.mem_get_info(0)
-    found: Found = {
+    facts: Found = {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
@@ -125,23 +124,23 @@ def machine(small: bool) -> Found:
         "python": sys.version,
     }
     say = f"{properties.name}, {total / GIB:.0f} GiB, of which {(total - free) / MIB:.0f} MiB in use; "
-    return {**found, "say": f"{say}PyTorch {torch.__version__}, cuDNN {found['cudnn']}, {found['cpus']} processors"}
+    return {**facts, "say": f"{say}PyTorch {torch.__version__}, cuDNN {facts['cudnn']}, {facts['cpus']} processors"}
 
 
 def host_memory(small: bool) -> Found:
-    """Touch 8 GiB from several processes: some machines get theirs only as it is used."""
+    """Touch 8 GiB from several processes; some machines allocate host memory only on first use."""
     before, count = _meminfo(), 64 * MIB if small else 8 * GIB
     begin = time.monotonic()
     _touch(count)
-    taken, after = time.monotonic() - begin, _meminfo()
-    say = f"{after['MemTotal'] >> 20} GiB, {after['MemAvailable'] >> 20} GiB of them to be had; "
-    return {"before": before, "after": after, "say": f"{say}{count / GIB:.1f} GiB touched in {taken:.1f} s"}
+    duration, after = time.monotonic() - begin, _meminfo()
+    say = f"{after['MemTotal'] >> 20} GiB, {after['MemAvailable'] >> 20} GiB of them available; "
+    return {"before": before, "after": after, "say": f"{say}{count / GIB:.1f} GiB touched in {duration:.1f} s"}
 
 
 def _meminfo() -> dict[str, int]:
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    wanted = ("MemTotal:", "MemFree:", "MemAvailable:")
-    return {line.split()[0].rstrip(":"): int(line.split()[1]) for line in lines if line.startswith(wanted)}
+    prefixes = ("MemTotal:", "MemFree:", "MemAvailable:")
+    return {line.split()[0].rstrip(":"): int(line.split()[1]) for line in lines if line.startswith(prefixes)}
 
 
 def _touch(count: int) -> None:
@@ -165,7 +164,7 @@ def _driver() -> Any:
 
 @contextlib.contextmanager
 def _home_and_arena(driver: Any, count: int) -> Iterator[tuple[Any, Any]]:
-    """Open a pinned home and an arena of so many bytes."""
+    """Open a pinned home and an arena of ``count`` bytes each."""
     from outofcore.execution.cuda.backend import CudaBackend
 
     home = CudaBackend(driver.device, driver).home(count)
@@ -180,41 +179,41 @@ def _home_and_arena(driver: Any, count: int) -> Iterator[tuple[Any, Any]]:
 
 
 def tape(small: bool) -> Found:
-    """Copy pieces in and out again through one place on the device, by a tape in which each copy waits for the last."""
+    """Copy pieces in and out through one device buffer with a tape in which each copy waits for the previous one."""
 
     from outofcore.execution.cuda.interface import Action, Copy, Record, Stream, Wait
 
     driver, count, piece = _driver(), 32, 256 * KIB
     with _home_and_arena(driver, 2 * count * piece) as (home, opened), driver.step(None):
-        there, into, out = opened.view(0, piece), driver.mark(), driver.mark()
+        device_view, into, out = opened.view(0, piece), driver.mark(), driver.mark()
         hosts = [home.face(number * piece, piece).fill_(number) for number in range(count)]
         backs = [home.face((count + number) * piece, piece).fill_(255) for number in range(count)]
         driver.record(Stream.COPY_OUT, out)
         actions: list[Action] = []
         for number in range(count):
-            actions += [Wait(Stream.COPY_IN, out), Copy(Stream.COPY_IN, 0, there, hosts[number])]
+            actions += [Wait(Stream.COPY_IN, out), Copy(Stream.COPY_IN, 0, device_view, hosts[number])]
             actions += [Record(Stream.COPY_IN, into), Wait(Stream.COPY_OUT, into)]
-            actions += [Copy(Stream.COPY_OUT, 1, backs[number], there), Record(Stream.COPY_OUT, out)]
+            actions += [Copy(Stream.COPY_OUT, 1, backs[number], device_view), Record(Stream.COPY_OUT, out)]
         play = driver.tape(actions)
         for _ in range(3):
             play()
             driver.synchronize()
             for number, (host, back) in enumerate(zip(hosts, backs, strict=True)):
-                wrong = back != host
-                if not wrong.any():
+                mismatch = back != host
+                if not mismatch.any():
                     continue
                 if int(back.min()) == int(back.max()):
-                    raise LostWaitError(f"copy {number} did not wait for the one before it: it has copied other bytes")
+                    raise LostWaitError(f"copy {number} did not wait for the previous copy: it copied other bytes")
                 raise WrongBitsError(
-                    f"{int(wrong.sum())} bytes of copy {number} differ, the first is {int(back[wrong][0])}"
+                    f"{int(mismatch.sum())} bytes of copy {number} differ, the first is {int(back[mismatch][0])}"
                 )
             for back in backs:
                 back.fill_(255)
-    return {"say": f"{3 * count} pieces were copied in and out, each waiting for the last"}
+    return {"say": f"{3 * count} pieces copied in and out, each after the previous one"}
 
 
 def arena(small: bool) -> Found:
-    """Serve a request at its planned place."""
+    """Check that a request is served at its planned offset."""
     import torch
 
     from outofcore.execution.arena import ScopeTable
@@ -222,17 +221,17 @@ def arena(small: bool) -> Found:
     opened = _driver().open_arena(4 * MIB, MIB)
     table = ScopeTable(opened, [[(MIB, 512 * KIB)]])
     table.begin(0)
-    one = torch.empty(MIB, dtype=torch.uint8, device="cuda")
+    tensor = torch.empty(MIB, dtype=torch.uint8, device="cuda")
     table.end()
-    at = one.data_ptr() - opened.address
+    offset = tensor.data_ptr() - opened.address
     opened.close()
-    if at != 512 * KIB:
-        raise RefusedError(f"a request was served at {at} and not at {512 * KIB}")
-    return {"say": "a request was served where it was planned"}
+    if offset != 512 * KIB:
+        raise RefusedError(f"a request was served at offset {offset} instead of {512 * KIB}")
+    return {"say": "a request was served at its planned offset"}
 
 
 def cap(small: bool) -> Found:
-    """Ask for more than ``set_per_process_memory_fraction`` allows."""
+    """Check that an arena beyond ``set_per_process_memory_fraction`` raises."""
     import torch
 
     from outofcore.errors import ArenaError
@@ -244,14 +243,14 @@ def cap(small: bool) -> Found:
     try:
         driver.open_arena(256 * MIB, MIB)
     except ArenaError:
-        return {"say": "an arena beyond the cap is refused"}
+        return {"say": "an arena beyond the cap raises ArenaError"}
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, 0)
-    raise OverBudgetError("an arena beyond the cap was given")
+    raise OverBudgetError("an arena beyond the cap was allocated")
 
 
 def disk(small: bool) -> Found:
-    """Write and read a file by the threads of a driver, one after the other and at once."""
+    """Write and read a file by a driver's threads, in sequence and concurrently."""
     from outofcore.execution.cuda.interface import Stream
     from outofcore.runtime.homes import DiskHome
 
@@ -266,33 +265,33 @@ def disk(small: bool) -> Found:
     with driver.step(None):
         driver.transfer(Stream.WRITE, -1, home, 16 * MIB, memory[8 * MIB :])
         driver.synchronize()
-        for ways in ((Stream.WRITE,), (Stream.READ,), (Stream.WRITE, Stream.READ)):
+        for streams in ((Stream.WRITE,), (Stream.READ,), (Stream.WRITE, Stream.READ)):
             begin = time.monotonic()
             for _ in range(count):
-                for stream in ways:
+                for stream in streams:
                     driver.transfer(stream, -1, home, *halves[stream])
             driver.synchronize()
-            taken = time.monotonic() - begin
-            rates[" and ".join(way.name for way in ways)] = count * len(ways) * 8 * MIB / taken
+            duration = time.monotonic() - begin
+            rates[" and ".join(queue.name for queue in streams)] = count * len(streams) * 8 * MIB / duration
     threads = 0 if driver._lanes is None else len(driver._lanes.of)
     if not int(memory.min()) == int(memory.max()) == 7:
-        raise WrongBitsError("what was read from the disk is not what was written")
+        raise WrongBitsError("bytes read from the disk differ from the bytes written")
     is_direct = home._file is not None and home._file.direct
     home.close()
-    told = ", ".join(f"{name} {rate / 1e9:.2f}" for name, rate in rates.items())
-    say = f"GB/s: {told}; {threads} threads of its own"
+    rate_texts = ", ".join(f"{name} {rate / 1e9:.2f}" for name, rate in rates.items())
+    say = f"GB/s: {rate_texts}; {threads} driver threads"
     return {"bytes_per_s": rates, "direct": is_direct, "threads": threads, "say": say}
 
 
 def copies(small: bool) -> Found:
-    """Measure copies by size, alone and in both directions at once."""
+    """Measure copy rates by size, in one direction and in both concurrently."""
     rates = _copy_rates(_driver(), [64 * KIB, MIB, 16 * MIB, *(() if small else (256 * MIB,))])
-    told = [
+    texts = [
         f"{row['mib']:g} MiB {row['alone_in'] / 1e9:.1f} in, {row['alone_out'] / 1e9:.1f} out, "
         f"{row['both_in'] / 1e9:.1f} and {row['both_out'] / 1e9:.1f} at once"
         for row in rates[::-1]
     ]
-    return {"rates": rates, "say": f"GB/s: {'; '.join(told)}"}
+    return {"rates": rates, "say": f"GB/s: {'; '.join(texts)}"}
 
 
 def _copy_rates(driver: Any, sizes: Sequence[int]) -> list[dict[str, float]]:
@@ -307,56 +306,61 @@ def _copy_rates(driver: Any, sizes: Sequence[int]) -> list[dict[str, float]]:
                 "out": (home.face(0, size), arena.view(0, size)),
                 "in": (arena.view(size, size), home.face(size, size)),
             }
-            for name, ways in (("alone", ("in",)), ("alone", ("out",)), ("both", ("in", "out"))):
-                streams = {way: Stream.COPY_OUT if way == "out" else Stream.COPY_IN for way in ways}
-                marks = {way: (driver.mark(timed=True), driver.mark(timed=True)) for way in ways}
+            for name, directions in (("alone", ("in",)), ("alone", ("out",)), ("both", ("in", "out"))):
+                streams = {
+                    direction: Stream.COPY_OUT if direction == "out" else Stream.COPY_IN for direction in directions
+                }
+                marks = {direction: (driver.mark(timed=True), driver.mark(timed=True)) for direction in directions}
                 count = max(4, min(64, 64 * MIB // size))
-                for way in ways:
-                    driver.record(streams[way], marks[way][0])
+                for direction in directions:
+                    driver.record(streams[direction], marks[direction][0])
                 for _ in range(count):
-                    for way in ways:
-                        driver.copy(streams[way], -1, *pairs[way])
-                for way in ways:
-                    driver.record(streams[way], marks[way][1])
+                    for direction in directions:
+                        driver.copy(streams[direction], -1, *pairs[direction])
+                for direction in directions:
+                    driver.record(streams[direction], marks[direction][1])
                 driver.synchronize()
-                for way in ways:
-                    row[f"{name}_{way}"] = count * size / max(driver.seconds(*marks[way]), 1e-9)
+                for direction in directions:
+                    row[f"{name}_{direction}"] = count * size / max(driver.seconds(*marks[direction]), 1e-9)
     return rows
 
 
 def issue_costs(small: bool) -> Found:
-    """Measure what the host pays for issuing copies, marks and waits, in microseconds."""
+    """Measure the host's microseconds for issuing copies, marks and waits."""
     from outofcore.execution.cuda.interface import Copy, Record, Stream, Wait
 
     driver = _driver()
-    found: dict[str, float] = {}
+    microseconds: dict[str, float] = {}
     with _home_and_arena(driver, MIB) as (home, arena), driver.step(None):
-        host, there, mark = home.face(0, 64 * KIB), arena.view(0, 64 * KIB), driver.mark()
-        many = [Copy(Stream.COPY_IN, -1, there, host), Record(Stream.COPY_IN, mark), Wait(Stream.COMPUTE, mark)]
-        ways: dict[str, tuple[Callable[[], object], int]] = {
-            "copy, by PyTorch": (lambda: driver.copy_callers(Stream.COPY_IN, -1, there, host), 1),
-            "copy": (lambda: driver.copy(Stream.COPY_IN, -1, there, host), 1),
+        host, device_view, mark = home.face(0, 64 * KIB), arena.view(0, 64 * KIB), driver.mark()
+        many = [Copy(Stream.COPY_IN, -1, device_view, host), Record(Stream.COPY_IN, mark), Wait(Stream.COMPUTE, mark)]
+        actions: dict[str, tuple[Callable[[], object], int]] = {
+            "copy, by PyTorch": (lambda: driver.copy_callers(Stream.COPY_IN, -1, device_view, host), 1),
+            "copy": (lambda: driver.copy(Stream.COPY_IN, -1, device_view, host), 1),
             "record": (lambda: driver.record(Stream.COPY_IN, mark), 1),
             "wait": (lambda: driver.wait(Stream.COMPUTE, mark), 1),
             "one of a tape of 30": (driver.tape(many * 10), 30),
         }
-        for name, (way, parts) in ways.items():
+        for name, (action, parts) in actions.items():
             best = float("inf")
             for _ in range(5):
                 driver.synchronize()
                 begin = time.perf_counter()
                 for _ in range(100):
-                    way()
+                    action()
                 best = min(best, (time.perf_counter() - begin) / 100)
-            found[name] = round(best * 1e6 / parts, 2)
-    return {"us": found, "say": f"microseconds: {', '.join(f'{name} {us}' for name, us in found.items())}"}
+            microseconds[name] = round(best * 1e6 / parts, 2)
+    return {
+        "us": microseconds,
+        "say": f"microseconds: {', '.join(f'{name} {us}' for name, us in microseconds.items())}",
+    }
 
 
 _HUGE = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 def pin(kind: str, small: bool) -> Found:
-    """Make pinned memory in one of four ways, and copy from it and to it."""
+    """Allocate pinned memory of one kind and measure copies."""
     import torch
 
     from outofcore.runtime.memory import map_anonymous, populate, unmap
@@ -364,7 +368,7 @@ def pin(kind: str, small: bool) -> Found:
     count = 64 * MIB if small else 8 * GIB
     setting = (_HUGE / "shmem_enabled").read_text(encoding="ascii").strip() if _HUGE.is_dir() else "never"
     if kind == "shared huge" and any(f"[{word}]" in setting for word in ("never", "deny")):
-        return {"say": f"the kernel gives shared memory no huge pages: {setting}"}
+        return {"say": f"the kernel has no huge pages for shared memory: {setting}"}
     begin = time.monotonic()
     runtime: Any = torch.cuda.cudart()
     if kind == "cudaHostAlloc":
@@ -382,25 +386,27 @@ def pin(kind: str, small: bool) -> Found:
         memory = torch.frombuffer((ctypes.c_uint8 * count).from_address(address), dtype=torch.uint8)
     whole_s = time.monotonic() - begin
     piece = min(256 * MIB, count // 2)
-    there = torch.empty(piece, dtype=torch.uint8, device="cuda")
+    device_buffer = torch.empty(piece, dtype=torch.uint8, device="cuda")
     rates: dict[str, float] = {}
-    for way in ("in", "out"):
+    for direction in ("in", "out"):
         marks = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         marks[0].record()
         for number in range(4):
             host = memory[number % 2 * piece : (number % 2 + 1) * piece]
-            there.copy_(host, non_blocking=True) if way == "in" else host.copy_(there, non_blocking=True)
+            device_buffer.copy_(host, non_blocking=True) if direction == "in" else host.copy_(
+                device_buffer, non_blocking=True
+            )
         marks[1].record()
         torch.cuda.synchronize()
-        rates[way] = 4 * piece / (max(marks[0].elapsed_time(marks[1]), 1e-6) / 1e3)
+        rates[direction] = 4 * piece / (max(marks[0].elapsed_time(marks[1]), 1e-6) / 1e3)
     if kind != "cudaHostAlloc":
         del memory, host
         runtime.cudaHostUnregister(address)
         unmap(address, count)
     say = (
-        f"{count / GIB:.2f} GiB in {whole_s:.2f} s, {count / GIB / whole_s:.1f} GiB/s, of which {made_s:.2f} s are the "
+        f"{count / GIB:.2f} GiB in {whole_s:.2f} s, {count / GIB / whole_s:.1f} GiB/s, of which {made_s:.2f} s by the "
     )
-    say += f"system's; copies {rates['in'] / 1e9:.1f} GB/s in, {rates['out'] / 1e9:.1f} out"
+    say += f"system; copies {rates['in'] / 1e9:.1f} GB/s in, {rates['out'] / 1e9:.1f} out"
     return {"whole_s": whole_s, "made_s": made_s, "rates": rates, "shmem_enabled": setting, "say": say}
 
 
@@ -410,14 +416,14 @@ _MADV_NOHUGEPAGE = getattr(mmap, "MADV_NOHUGEPAGE", 15)
 # Parts 3 and 4: bits
 
 _STEPS = 9
-_SETTLED = 3  # steps in which ops and links are measured, which takes memory of its own
+_SETTLED = 3  # first step after profiling, which takes memory of its own
 
 
 def _deterministic() -> Any:
     import torch
 
-    # cuBLAS is deterministic with a workspace of fixed size only. It is set here alone: PyTorch 2.11 parses it with a
-    # regular expression at each call of cuBLAS, which takes longer than the call.
+    # cuBLAS is deterministic only with a workspace of fixed size. Set it here only: PyTorch 2.11 parses the variable
+    # with a regular expression at each call of cuBLAS, which takes longer than the call.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
     gc.collect()
@@ -451,7 +457,7 @@ def _trained_plainly(name: str) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _smallest(name: str, device: Any) -> int:
-    """Return the smallest budget that a refusal names, without what libraries take."""
+    """Return the smallest budget that a BudgetError names, without the memory of libraries."""
     import outofcore
     from outofcore.errors import BudgetError
     from outofcore.execution.cuda.backend import CudaBackend
@@ -467,7 +473,7 @@ def _smallest(name: str, device: Any) -> int:
 
 
 def compiled_bits(case: str, small: bool) -> Found:
-    """Train a compiled step and plain PyTorch on the device, and compare all bits and the memory taken."""
+    """Compare a compiled step with plain PyTorch: all bits, and memory within the budget."""
     torch = _deterministic()
     from worlds import same
 
@@ -482,40 +488,44 @@ def compiled_bits(case: str, small: bool) -> Found:
     gc.collect()
     torch.cuda.empty_cache()
     budget = room + CudaBackend(device, _driver()).beside(128 * MIB, 4, 0)
-    # So little host memory that what leaves goes on to the disk.
+    # With this host budget, evicted tensors reach the disk.
     options: Found = {"home": "disk", "host_budget": 512 * KIB} if disk else {"home": "host"}
     world = _make_world(name, "cpu")
     with outofcore.compile(
         world.step, world.model, world.optimizer, budget=budget, device="cuda", policy=policy, **options
     ) as step:
         torch.manual_seed(1)
-        ours: list[Any] = []
+        losses_of_step: list[Any] = []
         for index in range(_STEPS):
             if index == _SETTLED:
                 torch.cuda.reset_peak_memory_stats()
-            ours.append(step(*world.batch(index)).detach().cpu())
+            losses_of_step.append(step(*world.batch(index)).detach().cpu())
         reserved = torch.cuda.max_memory_reserved()
-        moved = [i for i in step.planned.program.instructions if isinstance(i, CopyIn | CopyOut)]
-        found: Found = {
-            "copies": len(moved),
-            "disk_copies": sum(copy.home == 1 for copy in moved),
+        copies = [i for i in step.planned.program.instructions if isinstance(i, CopyIn | CopyOut)]
+        result: Found = {
+            "copies": len(copies),
+            "disk_copies": sum(copy.home == 1 for copy in copies),
             "off_plan": step.stats.off_plan,
             "step_s": step.stats.seconds,
             "predicted_s": step.stats.predicted_seconds,
             "peak_reserved": reserved,
             "budget": budget,
         }
-        differ = same(world.state(), state)
-    wrong = [index for index, (a, b) in enumerate(zip(ours, losses, strict=True)) if not torch.equal(a, b)]
-    if wrong or differ:
-        told = f"losses of steps {wrong}, {len(differ)} of {len(state)} tensors, first {differ[:3]}"
-        tell(measurement=f"bits: {case}", **found)
-        raise WrongBitsError(f"other bits than plain PyTorch's: {told}")
-    if disk and not found["disk_copies"]:
-        raise RefusedError(f"nothing has been to the disk: {found}")
+        wrong_tensors = same(world.state(), state)
+    wrong_steps = [
+        index for index, (a, b) in enumerate(zip(losses_of_step, losses, strict=True)) if not torch.equal(a, b)
+    ]
+    if wrong_steps or wrong_tensors:
+        summary = (
+            f"losses of steps {wrong_steps}, {len(wrong_tensors)} of {len(state)} tensors, first {wrong_tensors[:3]}"
+        )
+        tell(measurement=f"bits: {case}", **result)
+        raise WrongBitsError(f"bits differ from plain PyTorch's: {summary}")
+    if disk and not result["disk_copies"]:
+        raise RefusedError(f"no copy reached the disk: {result}")
     _check_budget(reserved, budget)
-    say = f"equal, {found['copies']} copies, {found['off_plan']} off the plan, "
-    return {**found, "say": f"{say}{reserved / MIB:.1f} MiB of {budget / MIB:.1f} reserved"}
+    say = f"equal, {result['copies']} copies, {result['off_plan']} unplanned requests, "
+    return {**result, "say": f"{say}{reserved / MIB:.1f} MiB of {budget / MIB:.1f} reserved"}
 
 
 def _check_budget(reserved: int, budget: int) -> None:
@@ -525,7 +535,7 @@ def _check_budget(reserved: int, budget: int) -> None:
 
 @functools.cache
 def _looped_plainly(name: str) -> tuple[Any, int]:
-    """Return what plain PyTorch leaves, and the bytes that the loop has in use where everything fits."""
+    """Return plain PyTorch's results, and the loop's peak bytes without eviction."""
     from following import peak_of, trained
     from gpu_loops import LOOPS
 
@@ -533,7 +543,7 @@ def _looped_plainly(name: str) -> tuple[Any, int]:
 
 
 def followed_bits(case: str, small: bool) -> Found:
-    """Train a loop within a budget and plain, and compare everything that it reads and leaves."""
+    """Compare a loop within a budget with plain PyTorch: all values read and all state."""
     torch = _deterministic()
     from at_once import MOVES, PlannedAtOnce
     from following import budget_for, trained
@@ -542,27 +552,31 @@ def followed_bits(case: str, small: bool) -> Found:
 
     from outofcore.follow import loop_planner
 
-    what, *planned = case.split(", ")
-    name, _, share = what.partition(" at ")
+    loop_text, *policy_text = case.split(", ")
+    name, _, share = loop_text.partition(" at ")
     plain, peak = _looped_plainly(name)
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     budget = budget_for(int(float(share) * peak), torch.device("cuda", 0))
-    policy = MOVES if planned else None
+    policy = MOVES if policy_text else None
     with mock.patch.object(loop_planner, "BackgroundPlanner", PlannedAtOnce):
         ours, stats = trained(*LOOPS[name], adamw, budget, policy=policy, cache=False)
     reserved = torch.cuda.max_memory_reserved()
-    found: Found = {"budget": budget, "peak_reserved": reserved, "loop": asdict(stats)}
+    result: Found = {"budget": budget, "peak_reserved": reserved, "loop": asdict(stats)}
     if differs := ours.differs_from(plain):
-        tell(measurement=f"loop: {case}", **found, differs=differs)
-        read = [number for number, pair in enumerate(zip(ours.read, plain.read, strict=False)) if pair[0] != pair[1]]
-        raise WrongBitsError(f"other bits than plain PyTorch's: {f'values read in steps {read}' if read else differs}")
-    if not stats.evictions or (planned and not stats.planned_ops):
-        raise RefusedError(f"nothing has left, or no plan was followed: {stats}")
+        tell(measurement=f"loop: {case}", **result, differs=differs)
+        steps_read = [
+            number for number, pair in enumerate(zip(ours.read, plain.read, strict=False)) if pair[0] != pair[1]
+        ]
+        raise WrongBitsError(
+            f"bits differ from plain PyTorch's: {f'values read in steps {steps_read}' if steps_read else differs}"
+        )
+    if not stats.evictions or (policy_text and not stats.planned_ops):
+        raise RefusedError(f"no tensor was evicted, or no plan was used: {stats}")
     _check_budget(reserved, budget)
     say = f"equal, {stats.evictions} out, {stats.fetches} in, {stats.plans} plans, {stats.planned_ops} ops planned; "
-    return {**found, "say": f"{say}{reserved / MIB:.1f} MiB reserved, budget {budget / MIB:.1f}"}
+    return {**result, "say": f"{say}{reserved / MIB:.1f} MiB reserved, budget {budget / MIB:.1f}"}
 
 
 # Parts 7 and 8: time
@@ -578,12 +592,12 @@ def _work(name: str, small: bool) -> Any:
         shape = {"layers": 2, "width": 128, "context": 64} if small else {"params": "25M", "context": 256}
         return workload("gpt", batch=4 if small else 32, **shape, optimizer="adamw")
     shape = {"batch": 4, "size": 32} if small else {"batch": 64, "size": 224}
-    # The stub's processors may take ten times as long for half precision.
+    # On the stub's CPU, half precision may take ten times as long.
     return workload("resnet", **shape, images="generated", amp=not small, optimizer="momentum")
 
 
 def _on_device(work: Any) -> tuple[Any, Callable[[], Any]]:
-    """Make a model on the device; returns it and its step."""
+    """Build a model on the device and return it with its step."""
     model = work.build().cuda()
     batch = tuple(t.cuda() for t in next(work.batches()))
     step = work.make_step(model, work.optimizer(model))
@@ -591,7 +605,7 @@ def _on_device(work: Any) -> tuple[Any, Callable[[], Any]]:
 
 
 def _compile(work: Any, mode: str) -> Any:
-    """Compile a step with room for everything, in the way that a mode such as "inductor graphs" names."""
+    """Compile an in-core step in a mode such as "inductor graphs"."""
     import torch
 
     import outofcore
@@ -611,7 +625,7 @@ def _compile(work: Any, mode: str) -> Any:
 
 
 def host_time(case: str, small: bool) -> Found:
-    """Measure the host's time and the whole time of a step, and the share in which a kernel runs."""
+    """Measure host time and total time of a step, and the share in which a kernel runs."""
     import torch
 
     import outofcore
@@ -619,13 +633,13 @@ def host_time(case: str, small: bool) -> Found:
     name, mode = case.split(", ")
     work = _work(name, small)
     total = torch.cuda.get_device_properties(0).total_memory
-    found: Found = {"job": f"{name}, host", "mode": mode}
+    result: Found = {"job": f"{name}, host", "mode": mode}
     with contextlib.ExitStack() as stack:
         if mode in ("plain", "followed"):
             model, step = _on_device(work)
             if mode == "followed":
                 run = stack.enter_context(outofcore.budget(total // 4, model, cache=False))
-                _step_until_planned(run, step)  # to plan takes Python's time
+                _step_until_planned(run, step)  # planning would take Python time
         else:
             compiled = stack.enter_context(_compile(work, mode))
             batch = tuple(t.cuda() for t in next(work.batches()))
@@ -636,15 +650,15 @@ def host_time(case: str, small: bool) -> Found:
         host_s, whole_s = _host_and_whole(step, 10, 6 if small else 12)
         busy, _ = _busy(step)
         if mode not in ("plain", "followed"):
-            found["instructions"] = len(compiled.planned.program.instructions)
-            found["predicted_s"] = compiled.stats.predicted_seconds
-    found |= {"host_s": host_s, "seconds_a_step": whole_s, "busy": busy}
+            result["instructions"] = len(compiled.planned.program.instructions)
+            result["predicted_s"] = compiled.stats.predicted_seconds
+    result |= {"host_s": host_s, "seconds_a_step": whole_s, "busy": busy}
     say = f"host {host_s * 1e3:.2f} ms of {whole_s * 1e3:.2f} ms"
-    return {**found, "say": say + (f", kernels run {busy:.0%} of it" if busy is not None else "")}
+    return {**result, "say": say + (f", kernels run {busy:.0%} of it" if busy is not None else "")}
 
 
 def _step_until_planned(run: Any, step: Callable[[], Any]) -> float:
-    """Run steps until a followed loop follows a plan, or for the time that this may take; returns the seconds."""
+    """Run steps until the loop uses a plan or a time limit ends; return the seconds."""
     import torch
 
     begin = time.monotonic()
@@ -661,18 +675,18 @@ def _host_and_whole(step: Callable[[], Any], warm_up: int, steps: int) -> tuple[
         step()
     torch.cuda.synchronize()
     host: list[float] = []
-    whole: list[float] = []
+    total: list[float] = []
     for _ in range(steps):
         begin, cpu = time.perf_counter(), time.process_time()
         step()
         host.append(time.process_time() - cpu)
         torch.cuda.synchronize()
-        whole.append(time.perf_counter() - begin)
-    return statistics.median(host), statistics.median(whole)
+        total.append(time.perf_counter() - begin)
+    return statistics.median(host), statistics.median(total)
 
 
 def _busy(step: Callable[[], object]) -> tuple[float | None, float | None]:
-    """Profile a step: return the share of it in which a kernel runs, and that of its copies beside kernels."""
+    """Return the share of a step in which kernels run, and the share of copy time that overlaps with kernels."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -681,7 +695,7 @@ def _busy(step: Callable[[], object]) -> tuple[float | None, float | None]:
         begin = time.perf_counter()
         step()
         torch.cuda.synchronize()
-        taken = time.perf_counter() - begin
+        duration = time.perf_counter() - begin
     spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for event in prof.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
@@ -690,13 +704,13 @@ def _busy(step: Callable[[], object]) -> tuple[float | None, float | None]:
     kernels, moves = _union(spans[False]), _union(spans[True])
     if not kernels:
         return None, None
-    both = sum(max(min(a, b) - max(s, t), 0) for s, a in kernels for t, b in moves)
+    overlapped = sum(max(min(a, b) - max(s, t), 0) for s, a in kernels for t, b in moves)
     copied = sum(end - start for start, end in moves)
-    return sum(end - start for start, end in kernels) / 1e6 / taken, both / copied if copied else None
+    return sum(end - start for start, end in kernels) / 1e6 / duration, overlapped / copied if copied else None
 
 
 def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Join spans that overlap."""
+    """Join overlapping spans."""
     joined: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if joined and start <= joined[-1][1]:
@@ -707,7 +721,7 @@ def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _in_use(work: Any) -> int:
-    """Return the bytes that a followed loop has in use where everything fits."""
+    """Return a loop's peak bytes without eviction."""
     import torch
 
     import outofcore
@@ -721,7 +735,7 @@ def _in_use(work: Any) -> int:
 
 
 def half(mode: str, small: bool) -> Found:
-    """Follow a GPT of 25 million parameters at half of what it has in use, once its plan is there."""
+    """Measure a loop over a GPT of 25 million parameters at half of its peak, once it has a plan."""
     import torch
     from following import budget_for
     from gpu_rows import timed
@@ -729,13 +743,13 @@ def half(mode: str, small: bool) -> Found:
     import outofcore
 
     work = _work("25M", small)
-    found: Found = {"job": "GPT, 25M, at half", "mode": mode}
+    result: Found = {"job": "GPT, 25M, at half", "mode": mode}
     steps = 4 if small else 10
     if mode == "plain":
         _, step = _on_device(work)
-        found |= timed(step, 10, steps)
-        return {**found, "say": f"{found['seconds_a_step'] * 1e3:.2f} ms"}
-    # Segments that hold small tensors of the model stay when it leaves the device.
+        result |= timed(step, 10, steps)
+        return {**result, "say": f"{result['seconds_a_step'] * 1e3:.2f} ms"}
+    # Allocator segments with small tensors of the model stay when it leaves the device.
     budget = budget_for(_in_use(work) // 2, torch.device("cuda", 0)) + 4 * MIB
     gc.collect()
     torch.cuda.empty_cache()
@@ -744,27 +758,27 @@ def half(mode: str, small: bool) -> Found:
     model, step = _on_device(work)
     with outofcore.budget(budget, model, cache=False) as run:
         planned_s = _step_until_planned(run, step)
-        found |= timed(step, 10, steps)
+        result |= timed(step, 10, steps)
         _, overlapped = _busy(step)
         stats = run.stats
     reserved = torch.cuda.max_memory_reserved()
     _check_budget(reserved, budget)
-    found |= {"cap": budget, "peak_reserved": reserved, "planned_s": planned_s}
-    found |= {"loop": asdict(stats), "overlapped": overlapped}
-    found.pop("losses")  # of later steps than plain PyTorch's
-    say = f"{found['seconds_a_step'] * 1e3:.2f} ms in {budget / MIB:.0f} MiB, after {planned_s:.0f} s with "
+    result |= {"cap": budget, "peak_reserved": reserved, "planned_s": planned_s}
+    result |= {"loop": asdict(stats), "overlapped": overlapped}
+    result.pop("losses")  # not comparable: other steps than plain PyTorch's
+    say = f"{result['seconds_a_step'] * 1e3:.2f} ms in {budget / MIB:.0f} MiB, after {planned_s:.0f} s with "
     say += f"{stats.plans} plans, {stats.planned_ops} of {stats.ops} ops planned, "
     say += f"{stats.fetches_ahead} of {stats.fetches} fetches ahead"
     if overlapped is not None:
-        say += f"; {overlapped:.0%} of the copies' time beside kernels"
-    return {**found, "say": say if stats.planned_ops else f"ON DEMAND, no plan: {say}"}
+        say += f"; {overlapped:.0%} of the copies' time overlaps with kernels"
+    return {**result, "say": say if stats.planned_ops else f"ON DEMAND, no plan: {say}"}
 
 
-# Part 11: what kernels return
+# Part 11: results of kernels
 
 
 def fakes(name: str, small: bool) -> Found:
-    """Run every family of a model's ops once, and compare what it returns with what it was captured to return."""
+    """Run each op family of a model once and compare the results with the captured ones."""
     import torch
 
     from outofcore import _torch_internals as internals
@@ -782,8 +796,8 @@ def fakes(name: str, small: bool) -> Found:
     step, models, optimizers, batch = _models(small)[name]()
     try:
         captured = leanest(capture_step(step, models, optimizers, batch, {}, backend.device)).aligned(512)
-    except CaptureError as error:  # it says so, and such a step is not run
-        return {"refused": str(error), "say": f"is refused: {error}"}
+    except CaptureError as error:  # the library rejects such a step, too
+        return {"refused": str(error), "say": f"cannot be captured: {error}"}
     families: dict[str, Any] = {}
     for op in captured.graph.ops:
         if op.touched and (op.rerunnable or captured.calls[op.id].rehearse is not None):
@@ -792,7 +806,7 @@ def fakes(name: str, small: bool) -> Found:
     with _Bench(captured, backend) as bench:
         for op in families.values():
             call = captured.calls[op.id]
-            failed = ""
+            failure = ""
             for contents in contents_to_try(captured.device):
                 try:
                     run, *_ = bench._bound(op, Requests((), 0), contents)
@@ -800,25 +814,25 @@ def fakes(name: str, small: bool) -> Found:
                         leaves = internals.result_leaves((call.rehearse or call.func)(*run.args, **run.kwargs))
                         backend.driver.synchronize()
                 except Exception as error:
-                    failed = f"{type(error).__name__}: {error}"[:400]
-                    if "CUDA error" in failed or "device failed" in failed:
+                    failure = f"{type(error).__name__}: {error}"[:400]
+                    if "CUDA error" in failure or "device failed" in failure:
                         raise
                     continue
                 rows += [
                     {"op": op.name, "what": d.what, "real": d.real, "captured": d.captured, "survived": d.survived}
                     for d in differences(captured, op, leaves)
                 ]
-                failed = ""
+                failure = ""
                 del leaves
                 break
-            if failed:
-                rows.append({"op": op.name, "what": "raises", "real": failed})
-    grave = Counter(f"{row['op']} {row['what']}" for row in rows if not row.get("survived"))
-    found: Found = {"families": len(families), "unseen": len(captured.graph.unseen), "differences": rows}
-    if grave:
-        tell(measurement=f"fakes: {name}", **found)
-        raise RefusedError(f"a step would refuse {', '.join(grave)}")
-    return {**found, "say": f"{len(families)} families, {len(rows)} results differ and are copied"}
+            if failure:
+                rows.append({"op": op.name, "what": "raises", "real": failure})
+    failures = Counter(f"{row['op']} {row['what']}" for row in rows if not row.get("survived"))
+    result: Found = {"families": len(families), "unseen": len(captured.graph.unseen), "differences": rows}
+    if failures:
+        tell(measurement=f"fakes: {name}", **result)
+        raise RefusedError(f"a step would raise for {', '.join(failures)}")
+    return {**result, "say": f"{len(families)} families, {len(rows)} results differ in layout and are copied"}
 
 
 _Made = tuple[Callable[..., Any], list[Any], list[Any], tuple[Any, ...]]
@@ -901,7 +915,7 @@ def _models(small: bool) -> dict[str, Callable[[], _Made]]:
         "unet3d": of_zoo("unet3d", batch=1, size=16, base=8, optimizer="adagrad"),
         "unet3d, autocast": of_zoo("unet3d", batch=1, size=16, base=8, amp=True),
         "lstm": plain(lambda: nn.LSTM(32, 48, 2, batch_first=True), lambda: (torch.randn(4, 10, 32),)),
-        # The state of its dropout is drawn on the host by the first call of all, of which capturing cannot know.
+        # Its dropout state is drawn on the host in the first call, which capture cannot see.
         "lstm, dropout": plain(lambda: nn.LSTM(32, 48, 2, dropout=0.1), lambda: (torch.randn(10, 4, 32),)),
         "gru, two ways": plain(lambda: nn.GRU(32, 48, bidirectional=True), lambda: (torch.randn(10, 4, 32),)),
         "channels last": plain(ChannelsLast, lambda: (torch.randn(2, 8, 16, 16),)),
@@ -924,11 +938,11 @@ def _models(small: bool) -> dict[str, Callable[[], _Made]]:
 # Part 12: compiled kernels
 
 _KERNEL_STEPS = 5
-_ALIKE = 0.02  # of losses with Inductor's kernels and PyTorch's own in half precision, relative
+_ALIKE = 0.02  # relative tolerance between losses with Inductor's and PyTorch's kernels in half precision
 
 
 def compiled_kernels(case: str, small: bool) -> Found:
-    """Train with Inductor's kernels: compare bits at two budgets, or measure the time of a step beside others."""
+    """Compare bits of Inductor's kernels at two budgets, or measure step times."""
     import torch
 
     name, mode = case.split(", ")
@@ -938,7 +952,7 @@ def compiled_kernels(case: str, small: bool) -> Found:
         return _bits_with_kernels(name, small)
     finally:
         torch.use_deterministic_algorithms(False)
-        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)  # what follows measures time
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)  # later measurements are timed
 
 
 def _bits_with_kernels(name: str, small: bool) -> Found:
@@ -950,8 +964,8 @@ def _bits_with_kernels(name: str, small: bool) -> Found:
     from outofcore.execution.cuda.backend import CudaBackend
 
     device = torch.device("cuda", 0)
-    much = torch.cuda.get_device_properties(0).total_memory // 2
-    found: Found = {}
+    in_core_budget = torch.cuda.get_device_properties(0).total_memory // 2
+    results: Found = {}
 
     def make_world() -> Any:
         if name != "gpt":
@@ -961,7 +975,7 @@ def _bits_with_kernels(name: str, small: bool) -> Found:
         optimizer = work.optimizer(model)
         return World(model, optimizer, work.make_step(model, optimizer), lambda seed: next(work.batches(seed=seed)))
 
-    def train(what: str, budget: int, **options: Any) -> tuple[list[Any], dict[str, Any], int]:
+    def train(label: str, budget: int, **options: Any) -> tuple[list[Any], dict[str, Any], int]:
         world, begin = make_world(), time.monotonic()
         with outofcore.compile(
             world.step, world.model, world.optimizer, budget=budget, device="cuda", **options
@@ -969,42 +983,56 @@ def _bits_with_kernels(name: str, small: bool) -> Found:
             torch.manual_seed(1)
             losses = [step(*world.batch(index)).detach().cpu() for index in range(_KERNEL_STEPS)]
             arena = step.planned.program.arena_bytes
-            found[what] = {
+            results[label] = {
                 **_about_kernels(step),
                 "seconds": time.monotonic() - begin,
                 "budget": budget,
                 "arena": arena,
             }
-            found[what]["losses"] = [float(loss) for loss in losses]
+            results[label]["losses"] = [float(loss) for loss in losses]
             state = world.state()
         gc.collect()
         torch.cuda.empty_cache()
-        tell(measurement=f"kernels: {name}, bits", **found)
+        tell(measurement=f"kernels: {name}, bits", **results)
         return losses, state, arena
 
-    ours, state, arena = train("in core", much, kernels="inductor")
-    if not found["in core"]["kernels"]:
-        raise RefusedError("no kernel was compiled: see the log")
+    losses_in_core, state, arena = train("in core", in_core_budget, kernels="inductor")
+    if not results["in core"]["kernels"]:
+        raise RefusedError("Inductor compiled no kernel; see the log")
     half = arena // 2 + CudaBackend(device, _driver()).beside(128 * MIB, 4, 0)
     options: Found = {"kernels": "inductor", "policy": "offload-all"}
     try:
-        again, moved, _ = train("at half", half, **options)
-    except BudgetError as error:  # an optimizer that updates all parameters at once may need more
-        again, moved, _ = train("at half", (error.smallest_budget or half) + 512 * KIB, **options)
-    plain, _, _ = train("own kernels", much)
-    wrong = [index for index, (a, b) in enumerate(zip(ours, again, strict=True)) if not torch.equal(a, b)]
-    differ = same(moved, state)
-    if wrong or differ:
-        told = f"losses of steps {wrong}, {len(differ)} of {len(state)} tensors, first {differ[:3]}"
-        raise WrongBitsError(f"other bits at half of the memory than in core: {told}")
-    apart = [abs(float(a) - float(b)) / abs(float(b)) for a, b in zip(ours, plain, strict=True)]
-    found["apart"] = apart
-    if not max(apart) < _ALIKE:
-        raise WrongBitsError(f"losses are {apart} away from those with PyTorch's own kernels, relative to them")
-    say = f"equal in core and at half, {found['in core']['kernels']} ops of {found['in core']['distinct']} kernels, "
-    say += f"{found['at half']['off_plan']} off the plan; losses {apart[0]:.0e} to {max(apart):.0e} from own kernels'; "
-    taken = ", ".join(f"{way} {found[way]['seconds']:.0f} s" for way in ("in core", "at half", "own kernels"))
-    return {**found, "say": f"{say}{taken}"}
+        losses_at_half, state_at_half, _ = train("at half", half, **options)
+    except BudgetError as error:  # an optimizer that updates all parameters jointly may need more
+        losses_at_half, state_at_half, _ = train("at half", (error.smallest_budget or half) + 512 * KIB, **options)
+    plain_losses, _, _ = train("own kernels", in_core_budget)
+    wrong_steps = [
+        index for index, (a, b) in enumerate(zip(losses_in_core, losses_at_half, strict=True)) if not torch.equal(a, b)
+    ]
+    wrong_tensors = same(state_at_half, state)
+    if wrong_steps or wrong_tensors:
+        summary = (
+            f"losses of steps {wrong_steps}, {len(wrong_tensors)} of {len(state)} tensors, first {wrong_tensors[:3]}"
+        )
+        raise WrongBitsError(f"bits at half of the memory differ from those in core: {summary}")
+    relative_errors = [
+        abs(float(a) - float(b)) / abs(float(b)) for a, b in zip(losses_in_core, plain_losses, strict=True)
+    ]
+    results["apart"] = relative_errors
+    if not max(relative_errors) < _ALIKE:
+        raise WrongBitsError(f"losses differ from PyTorch's kernels' by {relative_errors}, relative; limit {_ALIKE}")
+    say = (
+        f"equal in core and at half, {results['in core']['kernels']} ops of {results['in core']['distinct']} kernels, "
+    )
+    say += (
+        f"{results['at half']['off_plan']} unplanned requests; "
+        f"losses differ by {relative_errors[0]:.0e} to {max(relative_errors):.0e} from PyTorch's kernels; "
+    )
+    durations = ", ".join(
+        f"{label_of_run} {results[label_of_run]['seconds']:.0f} s"
+        for label_of_run in ("in core", "at half", "own kernels")
+    )
+    return {**results, "say": f"{say}{durations}"}
 
 
 def _about_kernels(step: Any) -> Found:
@@ -1024,7 +1052,7 @@ def _time_with_kernels(name: str, mode: str, small: bool) -> Found:
     import torch
 
     work = _work(name, small)
-    found: Found = {"job": f"{name}, kernels", "mode": mode}
+    result: Found = {"job": f"{name}, kernels", "mode": mode}
     with contextlib.ExitStack() as stack:
         if mode in ("plain", "torch.compile"):
             model = work.build().cuda()
@@ -1039,29 +1067,29 @@ def _time_with_kernels(name: str, mode: str, small: bool) -> Found:
         begin = time.monotonic()
         losses = [run(*batch).detach().clone()]
         torch.cuda.synchronize()
-        found["first_s"] = time.monotonic() - begin
+        result["first_s"] = time.monotonic() - begin
         if mode not in ("plain", "torch.compile"):
-            found |= _about_kernels(run)
-        tell(measurement=f"kernels: {name}, {mode}", **found)
+            result |= _about_kernels(run)
+        tell(measurement=f"kernels: {name}, {mode}", **result)
         losses += [run(*batch).detach().clone() for _ in range(_KERNEL_STEPS - 1)]
-        # Where a kernel adds up otherwise, later losses of a model in half precision are others altogether.
-        found["losses"] = [float(loss) for loss in (losses if mode in ("plain", "own") else losses[:1])]
+        # With another summation order, later losses in half precision diverge.
+        result["losses"] = [float(loss) for loss in (losses if mode in ("plain", "own") else losses[:1])]
         host_s, whole_s = _host_and_whole(lambda: run(*batch), 8, 4 if small else 12)
-        found |= {"host_s": host_s, "seconds_a_step": whole_s, "peak_reserved": torch.cuda.max_memory_reserved()}
+        result |= {"host_s": host_s, "seconds_a_step": whole_s, "peak_reserved": torch.cuda.max_memory_reserved()}
         busy, _ = _busy(lambda: run(*batch))
-    found["busy"] = busy
+    result["busy"] = busy
     say = f"host {host_s * 1e3:.2f} ms of {whole_s * 1e3:.2f} ms"
     say += f", kernels run {busy:.0%} of it" if busy is not None else ""
-    if found.get("kernels"):
-        say += f"; {found['kernels']} of {found['ops']} ops by {found['distinct']} kernels"
-    return {**found, "say": f"{say}; first step {found['first_s']:.1f} s, {found['peak_reserved'] / MIB:.0f} MiB"}
+    if result.get("kernels"):
+        say += f"; {result['kernels']} of {result['ops']} ops by {result['distinct']} kernels"
+    return {**result, "say": f"{say}; first step {result['first_s']:.1f} s, {result['peak_reserved'] / MIB:.0f} MiB"}
 
 
 def row(name: str, small: bool) -> Found:
-    """Measure a row of ``gpu_rows.py``."""
+    """Measure one row of ``gpu_rows.py``."""
     from gpu_rows import measure
 
-    # Plain PyTorch is to use memory as well as it can; an arena is one segment.
+    # Let plain PyTorch use memory as well as it can; an arena is one segment.
     if not name.endswith("ours"):
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     return measure(name, small)
@@ -1091,27 +1119,27 @@ FAMILIES: dict[str, Callable[[str, bool], Found]] = {
 
 
 def find_measurement(name: str) -> Callable[[bool], Found]:
-    """Return the function that a name means, such as "cap", "pin: shared" or "row 3: ours".
+    """Return the measurement with a name such as "cap", "pin: shared" or "row 3: ours".
 
     Raises:
-        KeyError: there is none.
+        KeyError: there is no such measurement.
     """
     if name in SINGLE:
         return SINGLE[name]
-    family, rest = name.split(" ", 1)
-    return functools.partial(FAMILIES[family.rstrip(":")], rest)
+    family, case = name.split(" ", 1)
+    return functools.partial(FAMILIES[family.rstrip(":")], case)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="+")
     parser.add_argument("--small", action="store_true")
-    given = parser.parse_args()
-    for name in given.names:
+    arguments = parser.parse_args()
+    for name in arguments.names:
         print(f"--- {name}", flush=True)
         begin = time.monotonic()
         try:
-            found = find_measurement(name)(given.small)
+            result = find_measurement(name)(arguments.small)
         except Exception as error:
             traceback.print_exc()
             tell(
@@ -1119,7 +1147,7 @@ def main() -> int:
                 detail=str(error)[:1500],
             )  # fmt: skip
             return 1
-        tell(measurement=name, passed=True, seconds=round(time.monotonic() - begin, 1), **found)
+        tell(measurement=name, passed=True, seconds=round(time.monotonic() - begin, 1), **result)
         gc.collect()
         if "torch" in sys.modules:
             sys.modules["torch"].cuda.empty_cache()

@@ -1,12 +1,12 @@
-"""Jobs whose speed others publish for one card, with the step that the planner predicts for the same job on that card.
+"""Predict the steps of jobs whose speed other systems publish, on the same card.
 
-``make gpu-rivals`` captures each job without memory, plans it within the memory that the other system took, and
-writes ``benchmarks/results/gpu-rivals.json`` and the table ``gpu-rivals.md`` beside it. Every job is a process of its
-own, with a time limit; ``ROWS=key,key`` does a part, and the other rows stay.
+``make gpu-rivals`` captures each job on meta tensors, plans it within the other system's memory, and writes
+``benchmarks/results/gpu-rivals.json`` and ``gpu-rivals.md``. Every job runs in its own process with a time limit;
+``ROWS=key,key`` selects jobs, and other rows stay.
 
-Everything is simulated. Ops cost what a roofline over the peak rates of a preset gives, and links carry both ways at
-once; see ``outofcore.presets``. An optimizer's update counts as one op that reads and writes each of its bytes once. A
-published figure that is not at hand is not guessed: the cell says so.
+All times are simulated. Op costs are a roofline over a preset's peak rates, and links carry both directions
+concurrently; see ``outofcore.presets``. An optimizer update is one op that reads and writes each of its bytes once.
+Unavailable published figures are not guessed; their cells state it.
 """
 
 from __future__ import annotations
@@ -41,38 +41,38 @@ RESULTS = PREDICTIONS.with_name("gpu-rivals.json")
 TABLE = RESULTS.with_suffix(".md")
 _LIMIT_S = 900
 _RANK = 16
-# Steps of more ops are planned by a quick search.
+# Steps with more ops are planned by a quick search.
 _LONG_OPS = 2000
-# A part of the step that is worth building something for.
+# Smallest share of the step that is worth optimizing.
 _MUCH = 0.05
-# What a GPU visit measured of ResNet-50 in core on an H200, in bf16 with images in NCHW, over the roofline's 87.8 ms.
+# Measured by a GPU visit: ResNet-50 in core on an H200, bf16, NCHW images, over the roofline's 87.8 ms.
 RESNET_SLOWDOWN = 251.9 / 87.8
-# By the beginning of their names: ops whose arithmetic is counted. The others are bound by the device's memory.
+# Name prefixes of compute-bound ops; the others are bound by device memory.
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_dot_product", "aten.convolution")
 
 
 @dataclass(frozen=True)
 class Rival:
-    """A job with what another system reaches.
+    """A job with another system's published results.
 
     Attributes:
-        key: by which it is chosen.
-        job: what is trained, in words.
+        key: name for selection.
+        job: description.
         model: the shape; ``kind`` is "decoder", or a workload of the zoo.
-        samples: in a step.
-        unit: of the rate.
+        samples: samples per step.
+        unit: unit of the rate.
         device: a preset.
         who: the other system.
-        source: where its figures stand.
-        cap: GiB of device memory that it took or had; None: all of the card.
-        host: GiB of host memory for what leaves; None: not limited.
-        sequence: tokens of a sample.
-        lora: whether the weights are frozen, with adapters on the linear layers of all blocks.
-        rate: samples or tokens a second that it reaches; None: not at hand.
-        flops: operations a second that it reaches, where that is what is published.
-        share: of its speed with all in core, where that is what is published.
-        slowdown: how much longer ops take than the roofline says, where that was measured.
-        note: what differs between its job and the one that is planned here.
+        source: source of its figures.
+        cap: GiB of device memory that it used; None: the whole card.
+        host: GiB of host memory for evicted tensors; None: unlimited.
+        sequence: tokens per sample.
+        lora: whether the weights are frozen, with adapters on the blocks' linear layers.
+        rate: published samples or tokens per second; None: unavailable.
+        flops: published operations per second.
+        share: published share of its own in-core speed.
+        slowdown: measured op times over the roofline's.
+        note: differences between its job and the planned one.
     """
 
     key: str
@@ -95,7 +95,7 @@ class Rival:
 
     @property
     def size(self) -> int:
-        """Samples or tokens in a step."""
+        """Samples or tokens per step."""
         return self.samples * self.sequence
 
 
@@ -290,21 +290,21 @@ RIVALS = (
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer with an adapter of rank 16 (LoRA; Hu and others, arXiv 2106.09685)."""
+    """A frozen linear layer with a LoRA adapter of rank 16 (Hu et al., arXiv 2106.09685)."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
-        kind = {"dtype": base.weight.dtype, "device": base.weight.device, "bias": False}
+        factory_options = {"dtype": base.weight.dtype, "device": base.weight.device, "bias": False}
         self.base = base.requires_grad_(requires_grad=False)
-        self.down = nn.Linear(base.in_features, _RANK, **kind)
-        self.up = nn.Linear(_RANK, base.out_features, **kind)
+        self.down = nn.Linear(base.in_features, _RANK, **factory_options)
+        self.up = nn.Linear(_RANK, base.out_features, **factory_options)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.up(self.down(x)) * 2.0
 
 
 def adapt(model: Decoder) -> None:
-    """Freeze a decoder, and put an adapter on each linear layer of its blocks."""
+    """Freeze a decoder and add an adapter to each linear layer of its blocks."""
     model.requires_grad_(requires_grad=False)
     for block in model.blocks:
         for parent in (block, block.attention):
@@ -314,7 +314,7 @@ def adapt(model: Decoder) -> None:
 
 
 def make(rival: Rival) -> Job:
-    """Make the job of a rival, without memory."""
+    """Build a rival's job on meta tensors."""
     shape = dict(rival.model)
     kind = shape.pop("kind")
     if kind != "decoder":
@@ -345,20 +345,20 @@ def make(rival: Rival) -> Job:
 
 
 def count_operations(rival: Rival) -> float | None:
-    """Return the additions and multiplications of a decoder's step in products and causal attention, each done once."""
-    m = rival.model
-    if m["kind"] != "decoder":
+    """Return the operations of a decoder's step in products and causal attention, each counted once."""
+    model = rival.model
+    if model["kind"] != "decoder":
         return None
-    inside = m["heads"] * m["head"]
-    block = 2 * m["width"] * (inside + m["groups"] * m["head"]) + 3 * m["width"] * m["inner"]
-    weights = m["layers"] * block + m["width"] * m["vocab"]
-    # Forward, gradients of inputs and, where they are trained, of weights; attention computes its scores again.
+    inside = model["heads"] * model["head"]
+    block = 2 * model["width"] * (inside + model["groups"] * model["head"]) + 3 * model["width"] * model["inner"]
+    weights = model["layers"] * block + model["width"] * model["vocab"]
+    # Forward pass, input gradients and weight gradients (if trained); attention recomputes its scores.
     products = (4 if rival.lora else 6) * weights
-    return float(rival.size * (products + 7 * m["layers"] * rival.sequence * inside))
+    return float(rival.size * (products + 7 * model["layers"] * rival.sequence * inside))
 
 
 def rate_of(rival: Rival) -> float | None:
-    """Return the samples or tokens a second that the other system reaches, or None if that is not known."""
+    """Return the published samples or tokens per second, or None."""
     counted = count_operations(rival)
     if rival.flops is None or counted is None:
         return rival.rate
@@ -366,7 +366,7 @@ def rate_of(rival: Rival) -> float | None:
 
 
 def predict(rival: Rival) -> dict[str, Any]:
-    """Plan the job of a rival on its card, and return what follows from the plan."""
+    """Plan a rival's job on its card and return the predictions."""
     device = presets.device(rival.device)
     with torch.device("meta"):
         job = make(rival)
@@ -378,7 +378,7 @@ def predict(rival: Rival) -> dict[str, Any]:
     name, bytes_of_op = find_largest_op(graph, costs)
     products = sum(c.seconds for op, c in zip(graph.ops, costs.ops, strict=True) if op.name.startswith(_PRODUCTS))
     rate = rate_of(rival)
-    found: dict[str, Any] = {
+    prediction: dict[str, Any] = {
         "size": rival.size,
         "frozen": rival.lora,
         "device": device.name,
@@ -395,34 +395,36 @@ def predict(rival: Rival) -> dict[str, Any]:
         "published_rate": rate,
         "published_s": rival.size / rate if rate else costs.compute_seconds / rival.share if rival.share else None,
     }
-    counted = count_operations(rival)
-    if counted is not None:
+    operations = count_operations(rival)
+    if operations is not None:
         peak = device.flops[Number.HALF]
-        found["in_core_of_peak"] = counted / costs.compute_seconds / peak
+        prediction["in_core_of_peak"] = operations / costs.compute_seconds / peak
         if rate is not None:
-            found["published_of_peak"] = counted / found["published_s"] / peak
-    params, found["search"] = None, "whole"
+            prediction["published_of_peak"] = operations / prediction["published_s"] / peak
+    params, prediction["search"] = None, "whole"
     if len(graph.ops) > _LONG_OPS:
-        params, found["search"] = QUICK, "quick"
+        params, prediction["search"] = QUICK, "quick"
     try:
-        planned = planning.plan_step(graph, costs, found["room"], params=params)
+        planned = planning.plan_step(graph, costs, prediction["room"], params=params)
     except BudgetError as error:
-        found["refused"] = str(error).splitlines()[0][:300]
+        prediction["refused"] = str(error).splitlines()[0][:300]
     else:
-        found |= summarize_plan(graph, costs, planned, found["room"])
-        found["per_s"] = rival.size / found["seconds"]
-        wanted = found["published_s"]
-        if rate is not None and wanted < costs.compute_seconds:
-            faster = wanted / costs.compute_seconds
-            at_theirs = replace(costs, ops=tuple(replace(cost, seconds=cost.seconds * faster) for cost in costs.ops))
-            found["at_their_pace_s"] = simulate(graph, at_theirs, planned.program).step_seconds
+        prediction |= summarize_plan(graph, costs, planned, prediction["room"])
+        prediction["per_s"] = rival.size / prediction["seconds"]
+        published_s = prediction["published_s"]
+        if rate is not None and published_s < costs.compute_seconds:
+            speedup = published_s / costs.compute_seconds
+            scaled_costs = replace(
+                costs, ops=tuple(replace(cost, seconds=cost.seconds * speedup) for cost in costs.ops)
+            )
+            prediction["at_their_pace_s"] = simulate(graph, scaled_costs, planned.program).step_seconds
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    found |= {"processor_s": usage.ru_utime + usage.ru_stime, "peak_rss": usage.ru_maxrss << 10}
-    return found
+    prediction |= {"processor_s": usage.ru_utime + usage.ru_stime, "peak_rss": usage.ru_maxrss << 10}
+    return prediction
 
 
 def summarize_plan(graph: StepGraph, costs: Costs, planned: Planned, room: int) -> dict[str, Any]:
-    """Return what a plan's step takes, moves and waits for."""
+    """Return a plan's step time, copies and waits."""
     program, timeline = planned.program, planned.timeline
     report = step_report(graph, planned.plan, program, timeline, room)
     spent, _ = time_spent(graph, program, timeline)
@@ -432,7 +434,7 @@ def summarize_plan(graph: StepGraph, costs: Costs, planned: Planned, room: int) 
     home = costs.homes[0]
     link = max(report.bytes_out / home.bytes_per_s_out, report.bytes_in / home.bytes_per_s_in)
     seconds = timeline.step_seconds
-    twice = {
+    faster_costs = {
         "ops": replace(costs, ops=tuple(replace(cost, seconds=cost.seconds / 2) for cost in costs.ops)),
         "link": replace(
             costs,
@@ -452,18 +454,20 @@ def summarize_plan(graph: StepGraph, costs: Costs, planned: Planned, room: int) 
         "waits_for_copies_s": spent.for_copies + spent.end,
         "waits_for_room_s": spent.for_room,
         "busy": {"ops": busy[Run] / seconds, "out": busy[CopyOut] / seconds, "in": busy[CopyIn] / seconds},
-        "twice_as_fast_s": {what: simulate(graph, c, program).step_seconds for what, c in twice.items()},
+        "twice_as_fast_s": {
+            resource_name: simulate(graph, c, program).step_seconds for resource_name, c in faster_costs.items()
+        },
     }
 
 
 def find_largest_op(graph: StepGraph, costs: Costs) -> tuple[str, int]:
-    """Return the op that needs the most bytes at once, and how many."""
+    """Return the name and bytes of the op with the largest working set."""
     sizes = [
         sum(graph.storages[s].bytes for s in set(op.touched)) + cost.workspace_bytes
         for op, cost in zip(graph.ops, costs.ops, strict=True)
     ]
-    place = max(range(len(sizes)), key=sizes.__getitem__)
-    return graph.ops[place].name, sizes[place]
+    index = max(range(len(sizes)), key=sizes.__getitem__)
+    return graph.ops[index].name, sizes[index]
 
 
 _REMEDIES = {
@@ -474,91 +478,91 @@ _REMEDIES = {
 }
 
 
-def recommend_work(found: dict[str, Any]) -> str:
-    """Return, in a few sentences, what the figures of a row say has to be built to be first."""
-    text = _recommend(found)
-    out = found["moved"].get("parameter", (0, 0))[0] if found.get("frozen") and "moved" in found else 0
-    if out > _MUCH * found.get("bytes_out", 0):
-        text += f" Frozen weights are copied out ({out / GIB:.0f} GiB): find out on a GPU that nothing wrote to them."
+def recommend_work(row: dict[str, Any]) -> str:
+    """Recommend work that would beat the rival, in a few sentences."""
+    text = _recommend(row)
+    bytes_out = row["moved"].get("parameter", (0, 0))[0] if row.get("frozen") and "moved" in row else 0
+    if bytes_out > _MUCH * row.get("bytes_out", 0):
+        text += (
+            f" Frozen weights are copied out ({bytes_out / GIB:.0f} GiB): find out on a GPU that nothing wrote to them."
+        )
     return text
 
 
-def _recommend(found: dict[str, Any]) -> str:
-    largest = f"{_short(found.get('largest_op', ''))} needs {found.get('largest_op_bytes', 0) / GIB:.1f} GiB at once"
-    if "seconds" not in found:
-        why = f"No plan ({found.get('refused') or found.get('error')})."
-        if "refused" not in found:
-            return why
-        fits = found["smallest_bytes"] <= found["room"]
-        return f"{why} {'Every op fits: search harder for a plan.' if fits else f'{largest}: run it in parts.'}"
-    seconds, in_core, wanted = found["seconds"], found["in_core_s"], found["published_s"]
-    if wanted is not None and in_core > wanted:
-        return _recommend_kernels(found)
-    speed = "speed" if found.get("published_rate") else "share of the speed in core"
-    if wanted is None:
+def _recommend(row: dict[str, Any]) -> str:
+    largest = f"{_short(row.get('largest_op', ''))} needs {row.get('largest_op_bytes', 0) / GIB:.1f} GiB at once"
+    if "seconds" not in row:
+        reason = f"No plan ({row.get('refused') or row.get('error')})."
+        if "refused" not in row:
+            return reason
+        fits = row["smallest_bytes"] <= row["room"]
+        return f"{reason} {'Every op fits: search harder for a plan.' if fits else f'{largest}: run it in parts.'}"
+    seconds, in_core, published_s = row["seconds"], row["in_core_s"], row["published_s"]
+    if published_s is not None and in_core > published_s:
+        return _recommend_kernels(row)
+    speed = "speed" if row.get("published_rate") else "share of the speed in core"
+    if published_s is None:
         lead, goal = "No rate to beat is at hand", in_core
-    elif seconds <= wanted:
-        lead, goal = f"First by these figures, at {wanted / seconds:.2f} of its {speed}", in_core
+    elif seconds <= published_s:
+        lead, goal = f"First by these figures, at {published_s / seconds:.2f} of its {speed}", in_core
     else:
-        lead, goal = f"Behind, at {wanted / seconds:.2f} of its {speed}", wanted
+        lead, goal = f"Behind, at {published_s / seconds:.2f} of its {speed}", published_s
     if seconds <= goal * (1 + _MUCH):
         return f"{lead}. Ops are the limit and the copies hide: prove it on a card."
-    lost = {
-        "copies": found["waits_for_copies_s"],
-        "room": found["waits_for_room_s"],
-        "again": found["again_s"],
+    seconds_lost = {
+        "copies": row["waits_for_copies_s"],
+        "room": row["waits_for_room_s"],
+        "again": row["again_s"],
     }
-    worst = max(lost, key=lambda name: lost[name])
-    moved = {kind: max(both) for kind, both in found["moved"].items()}
-    most = max(moved, key=lambda kind: moved[kind], default="")
-    part = f"{lost[worst] / seconds:.0%} of the step"
-    if found["largest_op_bytes"] > found["room"] / 2:
-        return f"{lead}. {largest}, of {found['room'] / GIB:.1f}, so little can move beside it: run such ops in slices."
-    mostly = f"mostly for {most.replace('_', ' ')}s ({moved.get(most, 0) / GIB:.0f} GiB one way)"
-    if found["link_s"] > goal or worst == "copies":
+    largest_loss = max(seconds_lost, key=lambda name: seconds_lost[name])
+    moved = {kind: max(both) for kind, both in row["moved"].items()}
+    top_kind = max(moved, key=lambda kind: moved[kind], default="")
+    share = f"{seconds_lost[largest_loss] / seconds:.0%} of the step"
+    if row["largest_op_bytes"] > row["room"] / 2:
+        return f"{lead}. {largest}, of {row['room'] / GIB:.1f}, so little can move beside it: run such ops in slices."
+    link_text = f"mostly for {top_kind.replace('_', ' ')}s ({moved.get(top_kind, 0) / GIB:.0f} GiB one way)"
+    if row["link_s"] > goal or largest_loss == "copies":
         return (
-            f"{lead}. Bound by the link: it needs {found['link_s']:.2f} s, {mostly}, and ops wait for {part}: "
-            f"{_REMEDIES.get(most, 'move less')}."
+            f"{lead}. Bound by the link: it needs {row['link_s']:.2f} s, {link_text}, and ops wait for {share}: "
+            f"{_REMEDIES.get(top_kind, 'move less')}."
         )
-    if worst == "again" and found["link_s"] > seconds / 2:
+    if largest_loss == "again" and row["link_s"] > seconds / 2:
         return (
-            f"{lead}. Ops that run again take {part}, since the link is busy for {found['link_s'] / seconds:.0%} of it,"
-            f" {mostly}: {_REMEDIES.get(most, 'move less')}."
+            f"{lead}. Ops that run again take {share}, since the link is busy for {row['link_s'] / seconds:.0%} of it,"
+            f" {link_text}: {_REMEDIES.get(top_kind, 'move less')}."
         )
-    if worst == "again":
-        return f"{lead}. Ops that run again take {part}: {_instead_of_running_again(found)}."
-    return f"{lead}. Copies wait for room, {part}: run the largest ops in slices, of which {largest}."
+    if largest_loss == "again":
+        return f"{lead}. Ops that run again take {share}: {_instead_of_running_again(row)}."
+    return f"{lead}. Copies wait for room, {share}: run the largest ops in slices, of which {largest}."
 
 
-def _instead_of_running_again(found: dict[str, Any]) -> str:
-    if found["link_s"] >= found["seconds"] / 4:
+def _instead_of_running_again(row: dict[str, Any]) -> str:
+    if row["link_s"] >= row["seconds"] / 4:
         return "hold what they make in fewer bytes"
-    idle = f"the link idles for {1 - found['link_s'] / found['seconds']:.0%}, so let the search offload more"
-    return f"{idle}, and run the batch in micro-batches, which take less of the host" if found.get("host") else idle
+    idle = f"the link idles for {1 - row['link_s'] / row['seconds']:.0%}, so let the search offload more"
+    return f"{idle}, and run the batch in micro-batches, which take less of the host" if row.get("host") else idle
 
 
-def _recommend_kernels(found: dict[str, Any]) -> str:
-    """Return what a row needs whose ops alone, with everything in memory, take longer than the rival's step."""
-    in_core, wanted = found["in_core_s"], found["published_s"]
-    text = f"Bound by ops: in core they take {in_core / wanted:.2f} of its step"
-    if found["products_s"] > wanted:
+def _recommend_kernels(row: dict[str, Any]) -> str:
+    """Return recommendations for a row whose in-core op time exceeds the rival's step."""
+    in_core, published_s = row["in_core_s"], row["published_s"]
+    text = f"Bound by ops: in core they take {in_core / published_s:.2f} of its step"
+    if row["products_s"] > published_s:
         text += ", and products alone more than all of it: measure the share of peak that products reach on this card"
     else:
-        text += f", {1 - found['products_s'] / in_core:.0%} of it bound by memory: fuse those"
-    if "at_their_pace_s" not in found:
+        text += f", {1 - row['products_s'] / in_core:.0%} of it bound by memory: fuse those"
+    if "at_their_pace_s" not in row:
         return f"{text}."
-    over = found["at_their_pace_s"] / wanted - 1
-    text += f". With ops sped up to the length of its step, this plan would still add {over:.0%}"
-    if over <= _MUCH:
+    excess = row["at_their_pace_s"] / published_s - 1
+    text += f". With ops sped up to the length of its step, this plan would still add {excess:.0%}"
+    if excess <= _MUCH:
         return f"{text}: moving is not the limit."
-    moved = {kind: max(both) for kind, both in found["moved"].items()}
-    most = max(moved, key=lambda kind: moved[kind], default="")
-    again = found["again_s"] * wanted / in_core
-    if again > (found["at_their_pace_s"] - wanted) / 2:
-        return f"{text}, most of it ops that run again: {_instead_of_running_again(found)}."
-    return (
-        f"{text}, mostly for {most.replace('_', ' ')}s ({moved.get(most, 0) / GIB:.0f} GiB one way): {_REMEDIES[most]}."
-    )
+    moved = {kind: max(both) for kind, both in row["moved"].items()}
+    top = max(moved, key=lambda kind: moved[kind], default="")
+    rerun_seconds = row["again_s"] * published_s / in_core
+    if rerun_seconds > (row["at_their_pace_s"] - published_s) / 2:
+        return f"{text}, most of it ops that run again: {_instead_of_running_again(row)}."
+    return f"{text}, mostly for {top.replace('_', ' ')}s ({moved.get(top, 0) / GIB:.0f} GiB one way): {_REMEDIES[top]}."
 
 
 def _short(op: str) -> str:
@@ -566,7 +570,7 @@ def _short(op: str) -> str:
 
 
 def render_table(results: dict[str, Any]) -> str:
-    """Return the results as a page."""
+    """Return the results page in Markdown."""
     lines = [
         "# Jobs that others publish, as the planner predicts them",
         "",
@@ -576,15 +580,15 @@ def render_table(results: dict[str, Any]) -> str:
         "| busy: ops, out, in | of peak: ours in core, rival |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    known = [(rival, results[rival.key]) for rival in RIVALS if rival.key in results]
-    lines += [_render_row(rival, found) for rival, found in known]
+    rows = [(rival, results[rival.key]) for rival in RIVALS if rival.key in results]
+    lines += [_render_row(rival, prediction) for rival, prediction in rows]
     lines += ["", "## What would have to be built to be first", ""]
-    lines += [f"- **{rival.job}** ({rival.who}): {recommend_work(found)}" for rival, found in known]
+    lines += [f"- **{rival.job}** ({rival.who}): {recommend_work(prediction)}" for rival, prediction in rows]
     lines += ["", "## Sources, and what differs", ""]
-    for rival, found in known:
+    for rival, prediction in rows:
         notes = [rival.source, *([rival.note] if rival.note else [])]
-        if "seconds" in found and found["search"] != "whole":
-            notes.append(f"search: {found['search']}")
+        if "seconds" in prediction and prediction["search"] != "whole":
+            notes.append(f"search: {prediction['search']}")
         lines.append(f"- **{rival.job}** ({rival.who}): {'; '.join(notes)}.")
     return "\n".join([*lines, "", _NOTES, ""])
 
@@ -610,29 +614,33 @@ What rivals do besides moves the comparison as well: 8-bit state, updates on the
 bits than plain PyTorch."""
 
 
-def _render_row(rival: Rival, found: dict[str, Any]) -> str:
+def _render_row(rival: Rival, prediction: dict[str, Any]) -> str:
     card = presets.device(rival.device)
     cap = f"{card.name}, {rival.cap or card.memory_bytes / GIB:.1f} GiB"
     cap += ", host not limited" if rival.host is None else f", {rival.host:.0f} GiB of host"
     rate = rate_of(rival)
-    theirs = (
+    published = (
         f"{rate:,.0f} {rival.unit}/s" if rate else f"{rival.share:.0%} of in core" if rival.share else "not at hand"
     )
-    cells = [rival.job, cap, f"{rival.who}, {theirs}"]
-    if "seconds" not in found:
-        return "| " + " | ".join([*cells, found.get("refused") or found.get("error") or "?", *[""] * 8]) + " |"
-    seconds = found["seconds"]
-    over = f"{found['published_s'] / seconds:.2f}" if found["published_s"] else "-"
-    shares = [f"{found[name]:.0%}" if name in found else "-" for name in ("in_core_of_peak", "published_of_peak")]
-    busy = found["busy"]
+    cells = [rival.job, cap, f"{rival.who}, {published}"]
+    if "seconds" not in prediction:
+        return (
+            "| " + " | ".join([*cells, prediction.get("refused") or prediction.get("error") or "?", *[""] * 8]) + " |"
+        )
+    seconds = prediction["seconds"]
+    ratio = f"{prediction['published_s'] / seconds:.2f}" if prediction["published_s"] else "-"
+    shares = [
+        f"{prediction[name]:.0%}" if name in prediction else "-" for name in ("in_core_of_peak", "published_of_peak")
+    ]
+    busy = prediction["busy"]
     cells += [
         f"{seconds:.2f} s",
-        f"{found['per_s']:,.4g} {rival.unit}/s",
-        over + (" (shares)" if rate is None and rival.share else ""),
-        f"{found['in_core_s']:.2f} s",
-        f"{found['link_s']:.2f} s",
-        f"{found['again_s']:.2f} s",
-        f"{format_bytes(found['largest_op_bytes'])} ({_short(found['largest_op'])})",
+        f"{prediction['per_s']:,.4g} {rival.unit}/s",
+        ratio + (" (shares)" if rate is None and rival.share else ""),
+        f"{prediction['in_core_s']:.2f} s",
+        f"{prediction['link_s']:.2f} s",
+        f"{prediction['again_s']:.2f} s",
+        f"{format_bytes(prediction['largest_op_bytes'])} ({_short(prediction['largest_op'])})",
         f"{busy['ops']:.0%}, {busy['out']:.0%}, {busy['in']:.0%}",
         ", ".join(shares),
     ]
@@ -640,27 +648,27 @@ def _render_row(rival: Rival, found: dict[str, Any]) -> str:
 
 
 def predict_all(keys: Iterable[str]) -> None:
-    """Predict some rows, each in a process of its own, and write all that are known."""
+    """Predict the given rows in separate processes, and write all available rows."""
     results: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     for rival in RIVALS:
         if rival.key not in keys:
             continue
         command = [sys.executable, __file__, "--one", rival.key]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
-            lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-            found = json.loads(lines[-1]) if lines else {"error": done.stderr.strip()[-300:]}
+            process = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+            lines = [line for line in process.stdout.splitlines() if line.startswith("{")]
+            prediction = json.loads(lines[-1]) if lines else {"error": process.stderr.strip()[-300:]}
         except subprocess.TimeoutExpired:
-            found = {"error": f"not planned in {_LIMIT_S} s"}
-        results[rival.key] = {"who": rival.who, "job": rival.job, "source": rival.source, **_rounded(found)}
-        results = {each.key: results[each.key] for each in RIVALS if each.key in results}
+            prediction = {"error": f"not planned in {_LIMIT_S} s"}
+        results[rival.key] = {"who": rival.who, "job": rival.job, "source": rival.source, **_rounded(prediction)}
+        results = {entry.key: results[entry.key] for entry in RIVALS if entry.key in results}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         TABLE.write_text(render_table(results), encoding="utf-8")
-        print(rival.key, found, flush=True)
+        print(rival.key, prediction, flush=True)
 
 
 def _rounded(value: Any) -> Any:
-    """Return a value with its numbers at five digits."""
+    """Return a value with its floats rounded to five digits."""
     if isinstance(value, dict):
         return {name: _rounded(part) for name, part in value.items()}
     return float(f"{value:.5g}") if isinstance(value, float) else value
@@ -672,7 +680,7 @@ def main() -> None:
         rival = next(rival for rival in RIVALS if rival.key == arguments[1])
         try:
             print(json.dumps(predict(rival)), flush=True)
-        except Exception as error:  # a row that cannot be planned is one to know of
+        except Exception as error:  # record the failure as the row's result
             print(json.dumps({"error": f"{type(error).__name__}: {str(error)[:300]}"}), flush=True)
     elif arguments[:1] == ["--table"]:
         TABLE.write_text(render_table(json.loads(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")

@@ -1,14 +1,13 @@
-"""The jobs of a visit to a GPU that are compared with plain PyTorch, each within a cap of device memory.
+"""The jobs of a GPU visit that are compared with plain PyTorch, each within a cap of device memory.
 
-The cap is ``torch.cuda.set_per_process_memory_fraction``: whoever needs more fails. Plain PyTorch runs without it. Data
-is random, and weights are a block of random numbers again and again: drawing each would take a thread half a minute.
+The cap is ``torch.cuda.set_per_process_memory_fraction``; a job that exceeds it fails. Plain PyTorch runs without a
+cap. Data is random. Weights repeat one block of random numbers, because drawing each would take half a minute.
 
-``--predict`` (``make gpu-predictions``) works out what the planner expects of each row, on a machine without a GPU, and
-keeps it in ``benchmarks/results``. A visit takes the caps and the batch from there that follow from plain PyTorch's
-memory, so that it need not measure that first, and prints the predicted times beside the measured ones. A step is
-captured there without memory, with the attention kernel that a GPU would take, and costs what a roofline over the peak
-rates of the preset gives. Plans are not carried along: they would be plans for these estimates, where a visit is to
-measure the plans that the library makes from what it measures.
+``--predict`` (``make gpu-predictions``) predicts each row on a machine without a GPU and writes it to
+``benchmarks/results``. A visit takes caps and batch sizes that depend on plain PyTorch's memory from there, and prints
+predicted next to measured times. The step is captured on meta tensors, with the GPU's attention kernel, and costs are a
+roofline over the preset's peak rates. Plans are not stored: a visit measures the plans that the library makes from its
+own measurements.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ STEPS, WARM_UP = 4, 10
 POLICY = "auto"
 PRESET = "h200"
 PREDICTIONS = ROOT / "benchmarks" / "results" / "gpu-predictions.json"
-_CHUNK = 4096  # tokens whose logits are made at once
+_CHUNK = 4096  # tokens per block of logits
 _BLOCK = 1 << 20
-# What a step on a GPU leaves of its budget to others, as it is asked for there: cuBLAS's workspace, and what the
-# caching allocator takes beside the arena; and a share for what no plan foresees.
+# Memory of a GPU step outside its plan: cuBLAS's workspace, the caching allocator outside the arena, and a share for
+# unplanned requests.
 _BESIDE, _RESERVED_SHARE = 96 << 20, 64
 _PREDICTION_LIMIT_S = 900
 
@@ -49,13 +48,13 @@ class Row:
     """One row of the table.
 
     Attributes:
-        number: by which it is chosen.
-        job: what is trained, in words.
+        number: number for selection.
+        job: description.
         model: arguments of ``make``.
-        cap: bytes of device memory; below 1: the share of what plain PyTorch needs.
-        size: batch, or tokens in a sequence; 0: ``times`` the batch that fits the cap in plain PyTorch.
+        cap: bytes of device memory; below 1: share of plain PyTorch's need.
+        size: batch size, or tokens per sequence; 0: ``times`` the batch that fits the cap in plain PyTorch.
         others: published results of other systems, relative to plain PyTorch.
-        goal: the same for this library.
+        goal: goal of this library, relative to plain PyTorch.
         times: see ``size``.
     """
 
@@ -70,7 +69,7 @@ class Row:
 
     @property
     def key(self) -> str:
-        """Its name among the predictions."""
+        """The key of the row's prediction."""
         return f"{self.number}/{self.size}"
 
 
@@ -88,7 +87,7 @@ class _Attention(nn.Module):
     def __init__(self, width: int, heads: int, groups: int, head: int, *, causal: bool) -> None:
         super().__init__()
         self.heads, self.groups, self.head, self.causal = heads, groups, head, causal
-        self.foretold = False  # whether no kernel runs, and the GPU's is to be captured all the same
+        self.foretold = False  # capture the GPU's flash kernel without running it
         self.q, self.o = nn.Linear(width, heads * head, bias=False), nn.Linear(heads * head, width, bias=False)
         self.k, self.v = nn.Linear(width, groups * head, bias=False), nn.Linear(width, groups * head, bias=False)
 
@@ -107,9 +106,9 @@ class _Attention(nn.Module):
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions (Su and others, arXiv 2104.09864)."""
-    one, other = x.chunk(2, -1)
-    return torch.cat((one * cos - other * sin, one * sin + other * cos), -1)
+    """Apply rotary positions (Su et al., arXiv 2104.09864)."""
+    first_half, second_half = x.chunk(2, -1)
+    return torch.cat((first_half * cos - second_half * sin, first_half * sin + second_half * cos), -1)
 
 
 class _Block(nn.Module):
@@ -128,7 +127,7 @@ class _Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder of the shape of Llama's and Qwen's; its loss makes the logits of a few thousand tokens at once."""
+    """A decoder in the style of Llama and Qwen; its loss computes logits in blocks of tokens."""
 
     def __init__(self, width: int, layers: int, heads: int, groups: int, head: int, inner: int, vocab: int) -> None:
         super().__init__()
@@ -145,21 +144,23 @@ class Decoder(nn.Module):
         turn = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for block in self.blocks:
             x = checkpoint(block, x, turn, use_reentrant=False) if self.again else block(x, turn)
-        hidden, wanted = self.norm(x)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+        hidden, targets = self.norm(x)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
         total = hidden.new_zeros((), dtype=torch.float32)
-        for at in range(0, hidden.shape[0], _CHUNK):
-            part, goal = hidden[at : at + _CHUNK], wanted[at : at + _CHUNK]
+        for start in range(0, hidden.shape[0], _CHUNK):
+            hidden_block, target_block = hidden[start : start + _CHUNK], targets[start : start + _CHUNK]
             total = total + (
-                checkpoint(self._loss, part, goal, use_reentrant=False) if self.again else self._loss(part, goal)
+                checkpoint(self._loss, hidden_block, target_block, use_reentrant=False)
+                if self.again
+                else self._loss(hidden_block, target_block)
             )
         return total / hidden.shape[0]
 
-    def _loss(self, hidden: Tensor, wanted: Tensor) -> Tensor:
-        return F.cross_entropy(self.out(hidden).float(), wanted, reduction="sum")
+    def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.out(hidden).float(), targets, reduction="sum")
 
 
 class Vit(nn.Module):
-    """A vision transformer of the shape of ViT-g/14 (arXiv 2106.04560), for square images."""
+    """A vision transformer with the shape of ViT-g/14 (arXiv 2106.04560), for square images."""
 
     def __init__(
         self, width: int = 1408, layers: int = 40, heads: int = 16, inner: int = 6144, edge: int = 224
@@ -182,7 +183,7 @@ class Vit(nn.Module):
 
 @dataclass
 class Job:
-    """What is trained: the model on the CPU, its optimizer, its step and a batch."""
+    """A training job: the model on the CPU, its optimizer, its step and a batch."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -191,26 +192,26 @@ class Job:
 
 
 def make(model: dict[str, Any], size: int, *, again: bool = False, foretold: bool = False) -> Job:
-    """Make the job of a row.
+    """Build the job of a row.
 
     Args:
         model: of the row.
-        size: of the batch, or of a sequence.
+        size: batch size, or tokens per sequence.
         again: whether blocks are checkpointed.
-        foretold: whether it is captured for a GPU that is not here, without memory.
+        foretold: whether the job is captured for a GPU that is not present, on meta tensors.
     """
     shape = dict(model)
     kind = shape.pop("kind")
     torch.manual_seed(0)
     if kind == "resnet":
-        from outofcore.zoo import workload  # noqa: PLC0415 - of these rows alone
+        from outofcore.zoo import workload  # noqa: PLC0415 - used only by these rows
 
         options = {"batch": size, "size": 224, "depth": 50, **shape}
         work = workload("resnet", **options, images="generated", optimizer="momentum", amp=True)
         net = work.build()
         if again:
             sys.path.insert(0, str(ROOT / "benchmarks"))
-            from _blocks import checkpoint_blocks  # noqa: PLC0415 - of one rival alone
+            from _blocks import checkpoint_blocks  # noqa: PLC0415 - used only by one rival
 
             checkpoint_blocks(net)
         optimizer = work.optimizer(net)
@@ -223,9 +224,9 @@ def make(model: dict[str, Any], size: int, *, again: bool = False, foretold: boo
         torch.set_default_dtype(torch.float32)
     net.again = again
     if foretold:
-        for part in net.modules():
-            if isinstance(part, _Attention):
-                part.foretold = True
+        for module in net.modules():
+            if isinstance(module, _Attention):
+                module.foretold = True
     else:
         fill_weights(net.to_empty(device="cpu"))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-5)
@@ -235,9 +236,9 @@ def make(model: dict[str, Any], size: int, *, again: bool = False, foretold: boo
     else:
         batch = (torch.randint(0, shape["vocab"], (1, size)),)
 
-    def step(*given: Tensor) -> Tensor:
-        out = net(given[0])
-        loss = F.cross_entropy(out.float(), given[1]) if len(given) > 1 else out
+    def step(*inputs: Tensor) -> Tensor:
+        out = net(inputs[0])
+        loss = F.cross_entropy(out.float(), inputs[1]) if len(inputs) > 1 else out
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -247,7 +248,7 @@ def make(model: dict[str, Any], size: int, *, again: bool = False, foretold: boo
 
 
 def fill_weights(model: nn.Module) -> None:
-    """Give every parameter values: a block of random numbers again and again, and vectors, such as of norms, ones."""
+    """Fill matrices with one repeated block of random numbers, and vectors with ones."""
     block = torch.randn(_BLOCK, generator=torch.Generator().manual_seed(0)) * 0.02
     with torch.no_grad():
         for parameter in model.parameters():
@@ -256,26 +257,26 @@ def fill_weights(model: nn.Module) -> None:
                 flat.fill_(1)
                 continue
             block = block.to(flat.dtype)
-            whole = flat.numel() // _BLOCK * _BLOCK
-            flat[:whole].view(-1, _BLOCK).copy_(block)
-            flat[whole:].copy_(block[: flat.numel() - whole])
+            block_elements = flat.numel() // _BLOCK * _BLOCK
+            flat[:block_elements].view(-1, _BLOCK).copy_(block)
+            flat[block_elements:].copy_(block[: flat.numel() - block_elements])
 
 
 def measure(name: str, small: bool) -> dict[str, Any]:
-    """Measure a row in one way, in this process.
+    """Measure a row in this process.
 
     Args:
-        name: such as "3: ours"; the ways are ours, plain and checkpoint.
-        small: a tiny shape, to rehearse it.
+        name: such as "3: ours"; modes are ours, plain and checkpoint.
+        small: whether to rehearse with a tiny shape.
     """
     import outofcore  # noqa: PLC0415 - not needed for predictions
 
     number, _, mode = name.partition(": ")
     row = next(row for row in ROWS if row.number == int(number))
-    foretold = {} if small else json.loads(PREDICTIONS.read_text(encoding="utf-8"))[row.key]
+    prediction = {} if small else json.loads(PREDICTIONS.read_text(encoding="utf-8"))[row.key]
     if small:
         row = shrink(row)
-    size, cap = row.size or foretold["size"], int(row.cap) or foretold["cap"]
+    size, cap = row.size or prediction["size"], int(row.cap) or prediction["cap"]
     if mode != "plain":
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(cap / total, 1.0), 0)
@@ -283,56 +284,58 @@ def measure(name: str, small: bool) -> dict[str, Any]:
     job = make(row.model, size, again=mode == "checkpoint")
     made_s = time.perf_counter() - begin
     with contextlib.ExitStack() as stack:
-        ours = None
+        compiled_step = None
         if mode == "ours":
-            ours = outofcore.compile(job.step, job.model, job.optimizer, budget=cap, device="cuda", policy=POLICY)
-            step: Callable[..., Tensor] = stack.enter_context(ours)
+            compiled_step = outofcore.compile(
+                job.step, job.model, job.optimizer, budget=cap, device="cuda", policy=POLICY
+            )
+            step: Callable[..., Tensor] = stack.enter_context(compiled_step)
             batch = tuple(t.pin_memory() for t in job.batch)
-            ours.prepare(*batch)  # by the whole search, as the row was predicted
+            compiled_step.prepare(*batch)  # with the full search, as in the prediction
         else:
             job.model.cuda()
             step, batch = job.step, tuple(t.cuda() for t in job.batch)
-        found: dict[str, Any] = {"job": row.job, "mode": mode, "size": size, "made_s": made_s}
-        found |= timed(lambda: step(*batch), WARM_UP, STEPS)
-        found["per_s"] = size / found["seconds_a_step"]
-        say = f"{found['seconds_a_step'] * 1e3:.1f} ms, {found['per_s']:.1f}/s, "
-        say += f"peak {found['peak_reserved'] / GIB:.2f} GiB"
+        result: dict[str, Any] = {"job": row.job, "mode": mode, "size": size, "made_s": made_s}
+        result |= timed(lambda: step(*batch), WARM_UP, STEPS)
+        result["per_s"] = size / result["seconds_a_step"]
+        say = f"{result['seconds_a_step'] * 1e3:.1f} ms, {result['per_s']:.1f}/s, "
+        say += f"peak {result['peak_reserved'] / GIB:.2f} GiB"
         if mode != "plain":
-            found["cap"] = cap
+            result["cap"] = cap
             say += f" of {cap / GIB:.2f}"
-        if ours is not None:
-            stats = ours.stats
-            found |= {"policy": POLICY, "predicted_s": stats.predicted_seconds, "bytes_out": stats.bytes_out}
-            found |= {"off_plan": stats.off_plan, "warm_up": WARM_UP, "beforehand": foretold}
-            say += f", predicted {stats.predicted_seconds / found['seconds_a_step']:.2f} of it{_foretell(foretold)}"
+        if compiled_step is not None:
+            stats = compiled_step.stats
+            result |= {"policy": POLICY, "predicted_s": stats.predicted_seconds, "bytes_out": stats.bytes_out}
+            result |= {"off_plan": stats.off_plan, "warm_up": WARM_UP, "beforehand": prediction}
+            say += f", predicted {stats.predicted_seconds / result['seconds_a_step']:.2f} of it{_foretell(prediction)}"
             say += f" ({POLICY}, {WARM_UP} steps before; others {row.others}; goal {row.goal})"
-            if "seconds" in foretold:
-                found["foretold_share"] = foretold["seconds"] / foretold["in_core_s"]
-    return {**found, "say": say}
+            if "seconds" in prediction:
+                result["foretold_share"] = prediction["seconds"] / prediction["in_core_s"]
+    return {**result, "say": say}
 
 
 def timed(step: Callable[[], Tensor], warm_up: int, steps: int) -> dict[str, Any]:
-    """Run a step so often, and return its median time, its first time, two losses and what the device reserved."""
+    """Run a step repeatedly; return its median and first time, two losses and the device's peak reserved bytes."""
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
-    taken, losses = [], []
+    seconds, losses = [], []
     for number in range(warm_up + steps):
         begin = time.perf_counter()
         loss = step()
         torch.cuda.synchronize()
-        taken.append(time.perf_counter() - begin)
+        seconds.append(time.perf_counter() - begin)
         if number in (0, warm_up - 1):
             losses.append(float(loss.detach()))
     return {
-        "seconds_a_step": statistics.median(taken[warm_up:]),
-        "first_s": taken[0],
+        "seconds_a_step": statistics.median(seconds[warm_up:]),
+        "first_s": seconds[0],
         "losses": losses,
         "peak_reserved": torch.cuda.max_memory_reserved(),
     }
 
 
 def shrink(row: Row) -> Row:
-    """Return a row whose model is tiny, within a cap that holds what is taken to measure a link."""
+    """Return a row with a tiny model, and a cap large enough to measure links."""
     tiny: dict[str, dict[str, Any]] = {
         "resnet": {"size": 32, "depth": 18},
         "vit": {"width": 64, "layers": 2, "heads": 2, "inner": 128, "edge": 28},
@@ -343,22 +346,22 @@ def shrink(row: Row) -> Row:
     return replace(row, model={"kind": kind, **tiny[kind]}, cap=512 << 20, size=size)
 
 
-def _foretell(foretold: dict[str, Any]) -> str:
-    """Return what was predicted beforehand, in words."""
-    if not foretold:
+def _foretell(prediction: dict[str, Any]) -> str:
+    """Describe a stored prediction."""
+    if not prediction:
         return ""
-    if "per_s" not in foretold:
-        return f"; beforehand: {foretold.get('refused') or foretold.get('error')}"[:120]
-    return f", beforehand {foretold['per_s']:.4g}/s"
+    if "per_s" not in prediction:
+        return f"; beforehand: {prediction.get('refused') or prediction.get('error')}"[:120]
+    return f", beforehand {prediction['per_s']:.4g}/s"
 
 
 def predict(row: Row) -> dict[str, Any]:
-    """Predict what a row takes on the GPU of the preset, on a machine without one.
+    """Predict a row for the preset's GPU, on a machine without one.
 
-    Where the cap is a share of what plain PyTorch needs, it is that share of the least that holds everything; where the
-    batch follows from the cap, it is extrapolated from two small ones.
+    A relative cap is a share of the predicted in-core bytes. A batch that depends on the cap is extrapolated from two
+    small batches.
     """
-    from outofcore import planning  # noqa: PLC0415 - not needed where a row is measured
+    from outofcore import planning  # noqa: PLC0415 - not needed to measure a row
     from outofcore.errors import BudgetError  # noqa: PLC0415
 
     size = row.size or _fitting(row, lambda small: planning.in_core_budget(*_costed(row, small)))
@@ -367,7 +370,7 @@ def predict(row: Row) -> dict[str, Any]:
     captured = time.process_time()
     in_core, smallest = planning.in_core_budget(graph, costs), planning.smallest_budget(graph, costs)
     cap = int(row.cap if row.cap >= 1 else row.cap * in_core)
-    found: dict[str, Any] = {
+    prediction: dict[str, Any] = {
         "size": size,
         "cap": cap,
         "ops": len(graph.ops),
@@ -378,19 +381,19 @@ def predict(row: Row) -> dict[str, Any]:
     try:
         planned = planning.plan_step(graph, costs, room_of(cap))
     except BudgetError as error:
-        found["refused"] = str(error).splitlines()[0][:300]
+        prediction["refused"] = str(error).splitlines()[0][:300]
     else:
         seconds = planned.timeline.step_seconds
-        found |= {"seconds": round(seconds, 4), "per_s": round(size / seconds, 2), "policy": planned.plan.policy}
-        found["arena_bytes"] = planned.program.arena_bytes
-    took = [round(after - before, 1) for before, after in ((begin, captured), (captured, time.process_time()))]
-    print(f"{took[0]} s of processor time to capture, {took[1]} s to plan", file=sys.stderr, flush=True)
-    return found
+        prediction |= {"seconds": round(seconds, 4), "per_s": round(size / seconds, 2), "policy": planned.plan.policy}
+        prediction["arena_bytes"] = planned.program.arena_bytes
+    durations = [round(after - before, 1) for before, after in ((begin, captured), (captured, time.process_time()))]
+    print(f"{durations[0]} s of processor time to capture, {durations[1]} s to plan", file=sys.stderr, flush=True)
+    return prediction
 
 
 def _costed(row: Row, size: int) -> tuple[Any, Any]:
-    """Return the step of a row with its costs on the GPU of the preset."""
-    from outofcore import presets  # noqa: PLC0415 - not needed where a row is measured
+    """Return a row's captured step with its costs on the preset's GPU."""
+    from outofcore import presets  # noqa: PLC0415 - not needed to measure a row
 
     with torch.device("meta"):
         job = make(row.model, size, foretold=True)
@@ -398,15 +401,15 @@ def _costed(row: Row, size: int) -> tuple[Any, Any]:
 
 
 def costed_job(job: Job, device: Any) -> tuple[Any, Any]:
-    """Return the step of a job, captured without memory, with its costs on a device of ``outofcore.presets``."""
-    from outofcore.estimation.costing import costed  # noqa: PLC0415 - not needed where a row is measured
+    """Return a job's step, captured on meta tensors, with its costs on a device of ``outofcore.presets``."""
+    from outofcore.estimation.costing import costed  # noqa: PLC0415 - not needed to measure a row
     from outofcore.options import UserStep  # noqa: PLC0415
     from outofcore.progress import silent  # noqa: PLC0415
 
     batch = tuple(part.to("meta") for part in job.batch)
     user = UserStep(job.step, [job.model.to("meta")], [job.optimizer])
-    found = costed(user, batch, {}, device, tell=silent)
-    return found.graph, found.costs
+    estimate = costed(user, batch, {}, device, tell=silent)
+    return estimate.graph, estimate.costs
 
 
 def room_of(cap: int) -> int:
@@ -415,48 +418,48 @@ def room_of(cap: int) -> int:
 
 
 def predict_all(file: Path, numbers: set[int]) -> None:
-    """Write the predictions of some rows, each made in a process of its own; those of other rows stay."""
-    from outofcore import presets  # noqa: PLC0415 - not needed where a row is measured
+    """Write predictions of the given rows, each made in a separate process; other rows stay."""
+    from outofcore import presets  # noqa: PLC0415 - not needed to measure a row
 
-    told: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    predictions: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     device = presets.simulated(PRESET)
-    told["device"] = device.describe() if device is not None else PRESET
+    predictions["device"] = device.describe() if device is not None else PRESET
     for row in ROWS:
         if row.number not in numbers:
             continue
         command = [sys.executable, str(Path(__file__)), "--predict-one", str(row.number)]
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 command, capture_output=True, text=True, timeout=_PREDICTION_LIMIT_S, check=False, cwd=ROOT
             )
-            print(done.stderr.strip()[-300:], flush=True)
-            lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-            found = json.loads(lines[-1]) if lines else {"error": done.stderr.strip()[-300:]}
+            print(process.stderr.strip()[-300:], flush=True)
+            lines = [line for line in process.stdout.splitlines() if line.startswith("{")]
+            prediction = json.loads(lines[-1]) if lines else {"error": process.stderr.strip()[-300:]}
         except subprocess.TimeoutExpired:
-            found = {"error": f"not planned in {_PREDICTION_LIMIT_S} s"}
-        told[row.key] = {"job": row.job, **found}
-        told = {key: told[key] for key in ("device", *(row.key for row in ROWS)) if key in told}
-        file.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-        print(row.number, found, flush=True)
+            prediction = {"error": f"not planned in {_PREDICTION_LIMIT_S} s"}
+        predictions[row.key] = {"job": row.job, **prediction}
+        predictions = {key: predictions[key] for key in ("device", *(row.key for row in ROWS)) if key in predictions}
+        file.write_text(json.dumps(predictions, indent=1) + "\n", encoding="utf-8")
+        print(row.number, prediction, flush=True)
 
 
 def _fitting(row: Row, bytes_of: Callable[[int], int]) -> int:
-    """Return so many times the batch that fits the cap in plain PyTorch, by what two small ones take."""
+    """Return ``row.times`` the batch that fits the cap in plain PyTorch, extrapolated from two small batches."""
     small, large = bytes_of(16), bytes_of(48)
-    each = max((large - small) / 32, 1.0)
-    return max(int((row.cap - GIB - small) / each * row.times), 1)
+    bytes_per_sample = max((large - small) / 32, 1.0)
+    return max(int((row.cap - GIB - small) / bytes_per_sample * row.times), 1)
 
 
 def main() -> None:
-    how, *numbers = sys.argv[1:]
-    if how == "--predict":
-        wanted = numbers[0].split(",") if numbers else [row.number for row in ROWS]
-        predict_all(PREDICTIONS, {int(number) for number in wanted})
+    mode, *numbers = sys.argv[1:]
+    if mode == "--predict":
+        chosen = numbers[0].split(",") if numbers else [row.number for row in ROWS]
+        predict_all(PREDICTIONS, {int(number) for number in chosen})
         return
     row = next(row for row in ROWS if row.number == int(numbers[0]))
     try:
         print(json.dumps(predict(row)), flush=True)
-    except Exception as error:  # a row that cannot be planned is one to know of
+    except Exception as error:  # record the failure as the row's result
         print(json.dumps({"error": f"{type(error).__name__}: {str(error)[:300]}"}), flush=True)
 
 

@@ -1,21 +1,21 @@
-"""Visit a machine with a GPU: run everything that needs one, in the order of its worth, within a given time.
+"""Visit a GPU machine: run all GPU measurements, most valuable first, within a time limit.
 
     python3 tools/gpu_visit.py --out FOLDER --seconds 540               # parts 1 to 8
-    python3 tools/gpu_visit.py --out FOLDER --parts 9-11 --seconds 240  # the rest
+    python3 tools/gpu_visit.py --out FOLDER --parts 9-11 --seconds 240  # remaining parts
     python3 tools/gpu_visit.py --out FOLDER --parts 12 --seconds 240    # compiled kernels
 
-It needs Python, PyTorch's CUDA build and g++, and for missing packages the folder ``.gpu-wheels`` (``make gpu-wheels``
-makes it where there is a network). ``PARTS`` below has the parts, their measurements and all deadlines.
+Needs Python, PyTorch's CUDA build and g++; missing packages come from the folder ``.gpu-wheels`` (made by ``make
+gpu-wheels`` on a machine with a network). ``PARTS`` below lists the parts, measurements and deadlines.
 
-Measurements run in processes of ``gpu_pieces.py``, several in a row in one process unless they need a fresh one. A
-measurement that exceeds its deadline, fails or dies ends its process; the next one starts in a new process. A part may
-take the time that the parts before it left over. After a failure in a part that compares bits, its failed measurements
-run again with ``CUDA_LAUNCH_BLOCKING=1``, and the part that looks for the cause comes before all others.
+Measurements run in processes of ``gpu_pieces.py``, several per process unless they need their own. A measurement that
+exceeds its deadline, fails or dies ends its process, and the next one starts a new process. A part may also use time
+that earlier parts left. After a failure in a part that compares bits, its failed measurements run again with
+``CUDA_LAUNCH_BLOCKING=1``, and the part that looks for causes runs next.
 
-FOLDER receives at most 8 files, of at most 8 MiB each: ``results.jsonl``, one line for each result, written as soon as
-the result exists; ``summary.txt``, at most 40 lines for each part; and a log for every two parts.
+FOLDER receives at most 8 files of at most 8 MiB each: ``results.jsonl``, one line per result, written at once;
+``summary.txt``, at most 40 lines per part; and a log for every two parts.
 
-Exit status: 0, everything passed; 1, something did not; 2, there is no GPU: then it prints what it would do.
+Exit status: 0: all passed; 1: a failure; 2: no GPU, and the program only prints its plan.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 WHEELS = ROOT / ".gpu-wheels"
-MARK = "@@"  # begins a line of standard output that is a result
+MARK = "@@"  # prefix of result lines on standard output
 FILE_BYTES = 8 << 20
 SUMMARY_LINES = 40
-_LINE_CHARACTERS = 200  # of a line of the summary
+_LINE_CHARACTERS = 200  # per line of the summary
 _RESULT_CHARACTERS = 64 << 10
-_DUMP_S = 2  # for a process that is aborted to print where it was
-_LEAST_S = 5  # nothing useful runs in less
+_DUMP_S = 2  # for an aborted process to print its stack
+_LEAST_S = 5  # minimum for a useful measurement
 _IMPORT_S = 120
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One thing that is measured.
+    """One measurement.
 
     Attributes:
-        name: its name in ``gpu_pieces.py``.
-        limit: in seconds; that of the first measurement of a process includes starting it.
-        alone: whether it needs a process of its own.
+        name: name in ``gpu_pieces.py``.
+        limit: seconds; the first limit of a process includes its start.
+        alone: whether it needs its own process.
     """
 
     name: str
@@ -71,11 +71,11 @@ class Part:
     """Measurements that answer one question.
 
     Attributes:
-        number: by which a part is chosen.
-        what: its question, in a few words.
-        seconds: what it may take; what is left is for the parts after it.
-        measurements: in their order.
-        bits: whether it compares bits: if it fails, ``SUSPECTS`` comes next.
+        number: number for selection.
+        what: the question, in a few words.
+        seconds: time limit; later parts may use the time left.
+        measurements: in order.
+        bits: whether it compares bits; after a failure, ``SUSPECTS`` runs next.
     """
 
     number: int
@@ -118,25 +118,25 @@ _KERNELS = (
     "kernels: resnet, inductor graphs"
 )
 _OTHERS_KERNELS = "kernels: gpt, torch.compile; kernels: resnet, torch.compile"
-# Ours comes before plain PyTorch, and both before rivals.
+# Ours runs before plain PyTorch, and both before rivals.
 PARTS = (
     Part(1, "the machine and the native code", 80, _each(75, "native code") + _each(25, "machine; host memory")),
     Part(2, "streams, arena and links", 35, _each(15, _LINKS)),
     Part(3, "bits of compiled steps", 85, _each(30, _STEPS), bits=True),
-    Part(4, "bits of followed loops", 60, _each(25, _LOOPS), bits=True),
+    Part(4, "bits of eager loops", 60, _each(25, _LOOPS), bits=True),
     Part(5, "ResNet-50, batch 640, in 16 GiB", 85, _each(70, "row 3: ours; row 3: plain", alone=True)),
     Part(6, "ViT-giant at 0.41 of its memory", 75, _each(60, "row 1: ours; row 1: plain", alone=True)),
-    Part(7, "time of the host", 65, _each(25, _HOST)),
-    Part(8, "a followed loop at half of its memory", 55, _each(75, "half: ours; half: plain", alone=True)),
+    Part(7, "host time", 65, _each(25, _HOST)),
+    Part(8, "an eager loop at half of its memory", 55, _each(75, "half: ours; half: plain", alone=True)),
     Part(9, "Qwen3-0.6B shape at 0.69 of its memory", 70, _each(60, "row 4: ours; row 4: plain", alone=True)),
     Part(10, "ResNet-50 at 7.5 times the batch of 16 GiB", 110, _each(110, "row 2: ours", alone=True)),
     Part(
         11,
-        "what kernels return, and rivals",
+        "results of kernels, and rivals",
         60,
         _each(20, _FAKES) + _each(60, "row 3: checkpoint; row 1: checkpoint", alone=True),
     ),
-    # Compiling takes a second or two for each kernel that Inductor's cache does not have yet.
+    # Each kernel that is missing in Inductor's cache takes a second or two to compile.
     Part(
         12,
         "compiled kernels",
@@ -152,9 +152,9 @@ SUSPECTS = 11
 
 
 def unpack_missing(wheels: Path, folder: Path) -> list[str]:
-    """Unpack the wheels whose packages are not installed, and return their names.
+    """Unpack wheels whose packages are not installed, and return their names.
 
-    A wheel is an archive of what goes on the path, so neither pip nor a network is needed.
+    A wheel is an archive of importable files, so neither pip nor a network is needed.
     """
     unpacked: list[str] = []
     for wheel in sorted(wheels.glob("*.whl")):
@@ -169,32 +169,32 @@ def unpack_missing(wheels: Path, folder: Path) -> list[str]:
 
 
 def environment(site: Path) -> dict[str, str]:
-    """Return the environment of a process: the package itself, the wheels, and what makes crashes print a traceback."""
+    """Return the environment of a process: import paths, and settings that print tracebacks of crashes."""
     paths = [str(ROOT / "src"), str(ROOT / "tools"), str(site), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONFAULTHANDLER": "1",
         "PYTHONUNBUFFERED": "1",
-        # What one process builds and measures, the next ones find, wherever the home folder is.
+        # Later processes reuse builds and measurements of earlier ones, wherever the home folder is.
         "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME") or str(ROOT / "build" / "gpu-visit-cache"),
     }
 
 
 class Log:
-    """A file of bounded size that keeps its beginning and its end.
+    """A file of bounded size that keeps its beginning and end.
 
-    The end is a ring in the file itself, so a process that is killed leaves both; ``close`` puts it in order.
+    The end is a ring in the file, so a killed process leaves both; ``close`` puts it in order.
     """
 
     def __init__(self, path: Path, most: int = FILE_BYTES) -> None:
         self._half = (most - 100) // 2
         self._file = path.open("w+b", buffering=0)
-        self._begun = 0  # bytes of the beginning
-        self._ring = 0  # bytes that were written to the ring, the overwritten ones included
+        self._begun = 0  # bytes kept from the beginning
+        self._ring = 0  # bytes written to the ring, overwritten ones included
 
     def write(self, line: bytes) -> None:
-        """Add a line."""
+        """Append a line."""
         if not self._ring and self._begun + len(line) <= self._half:
             self._file.write(line)
             self._begun += len(line)
@@ -202,26 +202,26 @@ class Log:
         self._ring += max(len(line) - self._half, 0)
         line = line[-self._half :]
         while line:
-            at = self._ring % self._half
-            piece, line = line[: self._half - at], line[self._half - at :]
-            self._file.seek(self._begun + at)
+            offset = self._ring % self._half
+            piece, line = line[: self._half - offset], line[self._half - offset :]
+            self._file.seek(self._begun + offset)
             self._file.write(piece)
             self._ring += len(piece)
 
     def close(self) -> None:
-        """Put the end in order."""
+        """Put the ring in order and close the file."""
         if self._ring > self._half:
             self._file.seek(self._begun)
-            ring, at = self._file.read(self._half), self._ring % self._half
+            ring, offset = self._file.read(self._half), self._ring % self._half
             self._file.seek(self._begun)
             self._file.write(f"\n[... {self._ring - self._half} bytes left out ...]\n".encode())
-            self._file.write(ring[at:] + ring[:at])
+            self._file.write(ring[offset:] + ring[:offset])
         self._file.close()
 
 
 @dataclass
 class Outcome:
-    """How a process ended: its exit status, None where it was killed, its results and the end of its output."""
+    """The end of a process: exit status (None if killed), results and the last output."""
 
     status: int | None
     seconds: float
@@ -233,7 +233,7 @@ _PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
 
 
 def _end_with_parent() -> None:
-    """Have this process killed when its parent dies, so that nobody holds the GPU after a visit that was killed."""
+    """Have the kernel kill this process when its parent dies, so that it releases the GPU."""
     if _PRCTL is not None:
         _PRCTL(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
@@ -245,19 +245,19 @@ def run(
     env: dict[str, str],
     hear: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> Outcome:
-    """Run a process to its end or its deadline, and kill what it leaves running.
+    """Run a process until it ends or its deadline passes, and kill its descendants.
 
     Args:
-        command: what to run.
-        until: returns the deadline on the monotonic clock, which may change while the process runs.
+        command: the command line.
+        until: returns the deadline on the monotonic clock, which may change during the run.
         log: receives all output.
         env: the environment.
-        hear: is called with each result as it comes.
+        hear: called with each result.
     """
     begin = time.monotonic()
     process = subprocess.Popen(
         command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-        preexec_fn=_end_with_parent,  # noqa: PLW1509 - it calls one function that is loaded already
+        preexec_fn=_end_with_parent,  # noqa: PLW1509 - it calls one function that is already loaded
     )  # fmt: skip
     results: list[dict[str, Any]] = []
     tail: list[str] = []
@@ -284,12 +284,12 @@ def run(
             break
         except subprocess.TimeoutExpired:
             if time.monotonic() >= until():
-                process.send_signal(signal.SIGABRT)  # Python's fault handler prints where it was
+                process.send_signal(signal.SIGABRT)  # Python's fault handler prints the stack
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_DUMP_S)
                 break
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # it leads a session of its own
+        os.killpg(process.pid, signal.SIGKILL)  # the process leads its session
     process.wait()
     reader.join(_DUMP_S)
     return Outcome(status, round(time.monotonic() - begin, 1), results, "\n".join(tail))
@@ -310,22 +310,28 @@ print(json.dumps(found))
 
 
 def probe(env: dict[str, str], limit: float = _IMPORT_S) -> dict[str, Any]:
-    """Return which GPU and PyTorch are here and how long the first import took, asked in a process of its own.
+    """Return the GPU, the PyTorch version and the first import's seconds, from a separate process.
 
-    An image that nobody has read yet may need minutes for that import: this is no reason not to go on.
+    The first import may take minutes on a fresh image; a timeout is not an error.
     """
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", _PROBE], env=env, text=True, capture_output=True, check=False, timeout=limit
         )
     except subprocess.TimeoutExpired:
-        return {"slow": f"the first import of torch was not done in {limit:.0f} s; going on without knowing the GPU"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    return json.loads(lines[-1]) if lines else {"error": done.stderr.strip()[-500:] or f"exit status {done.returncode}"}
+        return {
+            "slow": f"the first import of torch was not done in {limit:.0f} s; continuing without checking for a GPU"
+        }
+    lines = [line for line in process.stdout.splitlines() if line.startswith("{")]
+    return (
+        json.loads(lines[-1])
+        if lines
+        else {"error": process.stderr.strip()[-500:] or f"exit status {process.returncode}"}
+    )
 
 
 def choose_parts(text: str) -> list[Part]:
-    """Return the parts that a text such as "1-8" or "3,5" names, in their order.
+    """Return the parts that a text such as "1-8" or "3,5" names, in order.
 
     Raises:
         SystemExit: there is no such part.
@@ -337,72 +343,72 @@ def choose_parts(text: str) -> list[Part]:
             numbers |= set(range(int(first), int(last or first) + 1))
         except ValueError:
             raise SystemExit(f"gpu-visit: {piece!r} names no parts; write 1-8 or 3,5") from None
-    known = {part.number for part in PARTS}
-    if not numbers or numbers - known:
-        raise SystemExit(f"gpu-visit: there is no part {text}; there are {min(known)} to {max(known)}")
+    available = {part.number for part in PARTS}
+    if not numbers or numbers - available:
+        raise SystemExit(f"gpu-visit: there is no part {text}; there are {min(available)} to {max(available)}")
     return [part for part in PARTS if part.number in numbers]
 
 
 def describe(parts: Iterable[Part]) -> str:
-    """Return what would be done, in words."""
+    """Return a description of the plan."""
     lines: list[str] = []
     for part in parts:
         lines.append(f"{part.number:2}  {part.what}, {part.seconds:.0f} s")
-        lines += [f"      {one.name} (at most {one.limit:.0f} s)" for one in part.measurements]
+        lines += [f"      {measurement.name} (at most {measurement.limit:.0f} s)" for measurement in part.measurements]
     return "\n".join(["gpu-visit would do, on a machine with a GPU:", *lines])
 
 
-def page(lines: Sequence[str], most: int = SUMMARY_LINES) -> list[str]:
-    """Return at most so many lines, failures before the rest."""
+def page(lines: Sequence[str], max_lines: int = SUMMARY_LINES) -> list[str]:
+    """Return at most ``most`` lines, failures first."""
     bad = [line[:_LINE_CHARACTERS] for line in lines if line.startswith("!!")]
     good = [line[:_LINE_CHARACTERS] for line in lines if not line.startswith("!!")]
-    kept = [*bad, *good][:most]
-    if len(lines) > most:
-        kept[-1] = f"   ... and {len(lines) - most + 1} lines more in results.jsonl"
-    return kept
+    shown = [*bad, *good][:max_lines]
+    if len(lines) > max_lines:
+        shown[-1] = f"   ... and {len(lines) - max_lines + 1} lines more in results.jsonl"
+    return shown
 
 
 def compare(results: Iterable[dict[str, Any]]) -> list[str]:
-    """Return a line for each job that ran in several ways: their times as shares of plain PyTorch's."""
+    """Return a line for each job that ran in several modes: step times over plain PyTorch's."""
     jobs: dict[str, dict[str, dict[str, Any]]] = {}
-    for one in results:
-        if one.get("passed") and "job" in one and "seconds_a_step" in one:
-            jobs.setdefault(one["job"], {})[one["mode"]] = one
+    for result in results:
+        if result.get("passed") and "job" in result and "seconds_a_step" in result:
+            jobs.setdefault(result["job"], {})[result["mode"]] = result
     lines: list[str] = []
-    for job, ways in jobs.items():
-        plain = ways.pop("plain", None)
-        if plain is None or not ways:
+    for job, results_by_mode in jobs.items():
+        plain = results_by_mode.pop("plain", None)
+        if plain is None or not results_by_mode:
             continue
-        told: list[str] = []
-        for mode, way in ways.items():
-            text = f"{mode} {way['seconds_a_step'] / plain['seconds_a_step']:.2f}x"
-            if "host_s" in way and plain.get("host_s"):
-                text += f" (host {way['host_s'] / plain['host_s']:.2f}x)"
-            if way.get("cap") and plain.get("peak_reserved"):
-                text += f" in {way['cap'] / plain['peak_reserved']:.2f} of its memory"
-            if way.get("foretold_share"):
-                text += f" (beforehand {way['foretold_share']:.2f}x)"
-            pairs = zip(way.get("losses", ()), plain.get("losses", ()), strict=False)
+        texts: list[str] = []
+        for mode, measured in results_by_mode.items():
+            text = f"{mode} {measured['seconds_a_step'] / plain['seconds_a_step']:.2f}x"
+            if "host_s" in measured and plain.get("host_s"):
+                text += f" (host {measured['host_s'] / plain['host_s']:.2f}x)"
+            if measured.get("cap") and plain.get("peak_reserved"):
+                text += f" in {measured['cap'] / plain['peak_reserved']:.2f} of its memory"
+            if measured.get("foretold_share"):
+                text += f" (beforehand {measured['foretold_share']:.2f}x)"
+            pairs = zip(measured.get("losses", ()), plain.get("losses", ()), strict=False)
             if any(abs(a - b) > 0.01 * abs(b) for a, b in pairs):
                 text += " WITH OTHER LOSSES"
-            told.append(text)
-        line = f"{job}: of plain PyTorch's step: {', '.join(told)}"
+            texts.append(text)
+        line = f"{job}: of plain PyTorch's step: {', '.join(texts)}"
         lines.append(f"!! {line}" if "WITH OTHER LOSSES" in line else f"   {line}")
     return lines
 
 
 @dataclass
 class Visit:
-    """Runs parts, and writes what comes of them."""
+    """Runs parts and writes their results."""
 
     out: Path
     env: dict[str, str]
-    end: float  # on the monotonic clock
+    end: float  # deadline on the monotonic clock
     patience: float = 1
     small: bool = False
     begin: float = field(default_factory=time.monotonic)
     results: list[dict[str, Any]] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)  # of all parts
+    lines: list[str] = field(default_factory=list)  # summary lines of all parts
     _written: int = 0
     _logs: dict[int, Log] = field(default_factory=dict)
 
@@ -426,71 +432,79 @@ class Visit:
             file.write(f"{text}\n")
 
     def run_all(self, parts: Sequence[Part]) -> bool:
-        """Run parts one after the other; returns whether everything passed."""
-        todo, due, done = list(parts), time.monotonic(), set[int]()
-        while todo:
-            part = todo.pop(0)
-            done.add(part.number)
+        """Run the parts in order; return whether all measurements passed."""
+        remaining, due, finished = list(parts), time.monotonic(), set[int]()
+        while remaining:
+            part = remaining.pop(0)
+            finished.add(part.number)
             due = min(due + part.seconds * self.patience, self.end)
             failed = self.run_part(part, part.measurements, due)
             if part.bits and failed:
-                again = [one for one in part.measurements if one.name in failed]
-                self.run_part(part, again, due, CUDA_LAUNCH_BLOCKING="1")
-                suspects = [one for one in PARTS if one.number == SUSPECTS and one.number not in done]
-                todo = [*suspects, *(one for one in todo if one.number != SUSPECTS)]
-        passed = all(one["passed"] for one in self.results if "passed" in one)
+                to_repeat = [measurement for measurement in part.measurements if measurement.name in failed]
+                self.run_part(part, to_repeat, due, CUDA_LAUNCH_BLOCKING="1")
+                suspects = [
+                    measurement
+                    for measurement in PARTS
+                    if measurement.number == SUSPECTS and measurement.number not in finished
+                ]
+                remaining = [*suspects, *(measurement for measurement in remaining if measurement.number != SUSPECTS)]
+        passed = all(measurement["passed"] for measurement in self.results if "passed" in measurement)
         self.print_summary(f"== all parts, {time.monotonic() - self.begin:.0f} s", self.lines)
         return passed
 
     def run_part(self, part: Part, measurements: Sequence[Measurement], due: float, **env: str) -> set[str]:
-        """Run measurements of a part until a deadline; returns the names of those that failed, but for memory alone."""
+        """Run measurements of a part until a deadline; return the failed ones, except for budget overruns."""
         begin, first = time.monotonic(), len(self.results)
         todo = list(measurements)
         while todo and due - time.monotonic() >= _LEAST_S:
-            shared = next((n for n, one in enumerate(todo) if one.alone), len(todo))
+            shared = next((n for n, measurement in enumerate(todo) if measurement.alone), len(todo))
             group = todo[: max(shared, 1)]
             todo = todo[self._run_group(part, group, due, env) :]
-        for one in todo if not env else ():
-            self.tell(part=part.number, measurement=one.name, skipped="no time left", passed=False)
+        for measurement in todo if not env else ():
+            self.tell(part=part.number, measurement=measurement.name, skipped="no time left", passed=False)
         lines: list[str] = []
-        found = self.results[first:]
-        for result in found:
+        results = self.results[first:]
+        for result in results:
             if "passed" in result:
                 lines.append(_line(result, env))
-        lines += compare(found)
+        lines += compare(results)
         title = f"== part {part.number}: {part.what}{', again with ' + ' '.join(env) if env else ''}"
         self.print_summary(f"{title}, {time.monotonic() - begin:.0f} s", lines)
         self.lines += lines
-        # A budget that is exceeded is told, and leaves the cause of wrong bits nothing to explain.
+        # An exceeded budget is reported, but cannot explain wrong bits.
         return {
-            one["measurement"]
-            for one in found
-            if not one.get("passed", True) and "skipped" not in one and one.get("error") != "OverBudgetError"
+            measurement["measurement"]
+            for measurement in results
+            if not measurement.get("passed", True)
+            and "skipped" not in measurement
+            and measurement.get("error") != "OverBudgetError"
         }
 
     def _run_group(self, part: Part, group: Sequence[Measurement], due: float, env: dict[str, str]) -> int:
-        """Run measurements in one process until one of them fails; returns how many are done with."""
+        """Run measurements in one process until one fails; return the number that ended."""
         ended = 0
-        began = time.monotonic()
+        start = time.monotonic()
 
         def until() -> float:
             limit = group[min(ended, len(group) - 1)].limit
-            return min(began + limit * self.patience, due)
+            return min(start + limit * self.patience, due)
 
         def hear(result: dict[str, Any]) -> None:
-            nonlocal ended, began
+            nonlocal ended, start
             self.tell(part=part.number, **result, **env)
             if "passed" in result:
-                ended, began = ended + 1, time.monotonic()
+                ended, start = ended + 1, time.monotonic()
 
         command = [sys.executable, "-u", str(ROOT / "tools" / "gpu_pieces.py"), *(["--small"] if self.small else [])]
         outcome = run([*command, *(one.name for one in group)], until, self._log(part), {**self.env, **env}, hear)
         if ended < len(group) and not (ended and not outcome.results[-1].get("passed", True)):
-            seconds = time.monotonic() - began
-            how = f"stopped after {seconds:.0f} s" if outcome.status is None else f"died, exit status {outcome.status}"
+            seconds = time.monotonic() - start
+            failure = (
+                f"stopped after {seconds:.0f} s" if outcome.status is None else f"died, exit status {outcome.status}"
+            )
             name = group[ended].name
             self.tell(
-                part=part.number, measurement=name, passed=False, seconds=round(seconds, 1), error=how,
+                part=part.number, measurement=name, passed=False, seconds=round(seconds, 1), error=failure,
                 tail=outcome.tail[-3000:], **env,
             )  # fmt: skip
             ended += 1
@@ -503,47 +517,51 @@ class Visit:
         return self._logs[number]
 
     def close(self) -> None:
-        """Put the logs in order."""
+        """Close the logs."""
         for log in self._logs.values():
             log.close()
 
 
 def _line(result: dict[str, Any], env: dict[str, str]) -> str:
-    """Return a result in words."""
-    told = result.get("say") or result.get("skipped") or result.get("error") or ""
+    """Format a result as a summary line."""
+    text = result.get("say") or result.get("skipped") or result.get("error") or ""
     if result.get("detail"):
-        told = f"{told}: {str(result['detail']).splitlines()[0]}"
-    again = f", {' '.join(f'{k}={v}' for k, v in env.items())}" if env else ""
+        text = f"{text}: {str(result['detail']).splitlines()[0]}"
+    env_text = f", {' '.join(f'{k}={v}' for k, v in env.items())}" if env else ""
     seconds = f" ({result['seconds']:.1f} s)" if "seconds" in result else ""
-    return f"{'ok' if result['passed'] else '!!'} {result['part']} {result['measurement']}{again}{seconds}: {told}"
+    return f"{'ok' if result['passed'] else '!!'} {result['part']} {result['measurement']}{env_text}{seconds}: {text}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-visit", help="folder for results and logs")
-    parser.add_argument("--parts", default=USUAL, help="such as 9-11 or 3,5; by default %(default)s")
-    parser.add_argument("--seconds", type=float, default=0, help="for everything; 0, the default: the sum of the parts")
-    parser.add_argument("--patience", type=float, default=1, help="factor of all deadlines, for a slow machine")
-    parser.add_argument("--small", action="store_true", help="tiny sizes, to rehearse the visit")
-    given = parser.parse_args(arguments)
+    parser.add_argument("--parts", default=USUAL, help="parts to run, e.g. 9-11 or 3,5 (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=0, help="time limit in seconds; 0: the sum of the parts (default: 0)"
+    )
+    parser.add_argument(
+        "--patience", type=float, default=1, help="factor for all deadlines on a slow machine (default: 1)"
+    )
+    parser.add_argument("--small", action="store_true", help="rehearse the visit with tiny sizes")
+    options = parser.parse_args(arguments)
     begin = time.monotonic()
-    parts = choose_parts(given.parts)
-    # A process that is aborted holds gigabytes: nobody is to write them to a disk.
+    parts = choose_parts(options.parts)
+    # An aborted process holds gigabytes; do not dump them to a disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with tempfile.TemporaryDirectory(prefix="gpu-visit-") as folder:
         site = Path(folder)
         unpacked = unpack_missing(WHEELS, site) if WHEELS.is_dir() else []
         env = environment(site)
-        there = probe(env, min(_IMPORT_S, given.seconds / 2) if given.seconds else _IMPORT_S)
-        if not there.get("gpu") and "slow" not in there:
-            why = there.get("error") or f"PyTorch {there['torch']} sees no CUDA device"
-            print(f"gpu-visit: {why}; nothing has been run.\n{describe(parts)}", flush=True)
+        found = probe(env, min(_IMPORT_S, options.seconds / 2) if options.seconds else _IMPORT_S)
+        if not found.get("gpu") and "slow" not in found:
+            reason = found.get("error") or f"PyTorch {found['torch']} sees no CUDA device"
+            print(f"gpu-visit: {reason}; nothing has been run.\n{describe(parts)}", flush=True)
             return 2
-        given.out.mkdir(parents=True, exist_ok=True)
-        end = begin + given.seconds if given.seconds else float("inf")
-        visit = Visit(given.out, env, end, given.patience, given.small, begin)
-        visit.tell(probe=there, unpacked=unpacked, parts=[part.number for part in parts])
-        print(f"gpu-visit: {there.get('slow') or there}", flush=True)
+        options.out.mkdir(parents=True, exist_ok=True)
+        end = begin + options.seconds if options.seconds else float("inf")
+        visit = Visit(options.out, env, end, options.patience, options.small, begin)
+        visit.tell(probe=found, unpacked=unpacked, parts=[part.number for part in parts])
+        print(f"gpu-visit: {found.get('slow') or found}", flush=True)
         try:
             return 0 if visit.run_all(parts) else 1
         finally:

@@ -1,6 +1,6 @@
-"""Show the examples of docstrings as code in the reference: an extension of Griffe, which mkdocs.yml names.
+"""Griffe extension (named in mkdocs.yml) that shows docstring examples as code in the reference.
 
-An example stands at the end of a docstring as ``>>>`` lines, which Markdown takes for nested quotations.
+Markdown would parse ``>>>`` lines as nested quotations.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _EXAMPLE = re.compile(r"^>>> .*?(?=\n\s*\n(?!>>>)|\Z)", re.MULTILINE | re.DOTALL
 
 
 class Doctests(Extension):
-    """Put a fence around each run of ``>>>`` lines and of what they print."""
+    """Puts a fence around each run of ``>>>`` lines and their output."""
 
     def on_instance(self, *, obj: Object, **_: Any) -> None:
-        """Change the docstring of an object that was loaded."""
+        """Rewrite the docstring of a loaded object."""
         if obj.docstring is not None:
             obj.docstring.value = _EXAMPLE.sub(lambda found: f"```pycon\n{found[0].rstrip()}\n```", obj.docstring.value)

@@ -1,14 +1,13 @@
-"""Whether followed loops keep to their budget over thousands of steps, as the kernel counts.
+"""Check that eager loops keep to their budget over thousands of steps, by the kernel's counters.
 
-Each loop of ``tests/shared/loops.py`` runs again and again in a process of its own, within half of what it takes
-where everything fits, until it has made so many steps. Its resident memory at the most, above that of the same process
-before (with the library loaded and a tiny loop run), may be at most the budget and 80 MB; and the second half of the
-steps may not need more than the first but for a few MB.
+Each loop of ``tests/shared/loops.py`` runs in its own process within half of its unconstrained peak. Peak resident
+memory above the idle process (library loaded, a tiny loop run) may exceed the budget by at most 80 MB. The second half
+of the steps may exceed the first by only a few MB.
 
     python tools/growth.py                          # all loops, 10,000 steps each: hours
     python tools/growth.py --steps 500 --loop plain
 
-Prints a line of JSON for each loop; exits with 1 if one took more.
+Prints a line of JSON per loop; exits with status 1 if a loop exceeds a limit.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "shared"))
 
-from loops import LOOPS, adamw  # noqa: E402 - it lies beside the tests
+from loops import LOOPS, adamw  # noqa: E402 - in tests/shared
 
 import outofcore  # noqa: E402
 from outofcore.units import KIB  # noqa: E402
 
-# Above the budget: pieces below 64 KiB, what libraries keep for the shapes that they have met, the windows of homes.
+# Allowed above the budget: tensors below 64 KiB, libraries' caches for shapes, windows of homes.
 ALLOWED = 80 * 10**6
-# What the second half of the steps may add.
+# Allowed growth in the second half of the steps.
 DRIFT = 8 * 10**6
 
 
 def of_status(field: str) -> int:
-    """A field of ``/proc/self/status`` in bytes."""
+    """Return a field of ``/proc/self/status`` in bytes."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * KIB
-    raise ValueError(f"the kernel does not tell {field}")
+    raise ValueError(f"/proc/self/status has no field {field}")
 
 
 def forget_peak() -> None:
@@ -51,7 +50,7 @@ def forget_peak() -> None:
 
 
 def budget_of(name: str) -> int:
-    """Half of the arena that a loop takes where everything fits; or what its largest op needs."""
+    """Return half of a loop's unconstrained peak, or the bytes of its largest op."""
     loop, model_of = LOOPS[name]
 
     def peak(limit: int) -> int:
@@ -72,10 +71,10 @@ def budget_of(name: str) -> int:
 
 
 def measured(name: str, budget: int, steps: int) -> dict[str, Any]:
-    """Run one loop in this process."""
+    """Run one loop in this process and return its memory."""
     loop, model_of = LOOPS[name]
     with outofcore.budget("2MiB"):
-        # A first step of an optimizer loads PyTorch's compiler, which takes 60 MB.
+        # The first step of an optimizer loads PyTorch's compiler, which takes 60 MB.
         tiny = nn.Linear(8, 8)
         optimizer = adamw(tiny)
         tiny(torch.ones(2, 8)).sum().backward()
@@ -87,14 +86,14 @@ def measured(name: str, budget: int, steps: int) -> dict[str, Any]:
     of_files = of_status("RssFile")
     torch.manual_seed(0)
     model = model_of()
-    done = 0
+    steps_done = 0
     peaks: list[int] = []
     anonymous: list[int] = []
     with outofcore.budget(budget, model) as run:
-        while done < steps:
+        while steps_done < steps:
             before = run.stats.steps
             loop(model, adamw)
-            done += max(run.stats.steps - before, 1)
+            steps_done += max(run.stats.steps - before, 1)
             peaks.append(of_status("VmHWM") - idle)
             anonymous.append(of_status("RssAnon"))
             forget_peak()
@@ -103,7 +102,7 @@ def measured(name: str, budget: int, steps: int) -> dict[str, Any]:
     drift = max(peaks[middle:]) - max(peaks[:middle] or peaks)
     return {
         "loop": name,
-        "steps": done,
+        "steps": steps_done,
         "budget": budget,
         "idle": idle,
         "of_files": of_status("RssFile") - of_files,
@@ -121,18 +120,18 @@ def measured(name: str, budget: int, steps: int) -> dict[str, Any]:
 
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--loop", choices=[*LOOPS], action="append", help="by default all")
+    arguments.add_argument("--loop", choices=[*LOOPS], action="append", help="loop to run; repeatable (default: all)")
     arguments.add_argument("--steps", type=int, default=10_000)
-    arguments.add_argument("--budget", type=int, help="of one loop, which then runs in this process")
-    given = arguments.parse_args()
+    arguments.add_argument("--budget", type=int, help="budget in bytes of one loop, which then runs in this process")
+    options = arguments.parse_args()
     torch.set_num_threads(1)
-    if given.budget is not None:
-        told = measured(given.loop[0], given.budget, given.steps)
-        print(json.dumps(told), flush=True)
-        return 0 if told["within"] else 1
+    if options.budget is not None:
+        result = measured(options.loop[0], options.budget, options.steps)
+        print(json.dumps(result), flush=True)
+        return 0 if result["within"] else 1
     failed = 0
-    for name in given.loop or LOOPS:
-        command = [sys.executable, __file__, "--loop", name, "--steps", str(given.steps)]
+    for name in options.loop or LOOPS:
+        command = [sys.executable, __file__, "--loop", name, "--steps", str(options.steps)]
         failed |= subprocess.run([*command, "--budget", str(budget_of(name))], check=False).returncode
     return failed
 

@@ -1,10 +1,10 @@
-"""Fifty faults for the test suite to find: small replacements in the sources, each of which breaks one property.
+"""Fifty small faults in the sources, each of which breaks one property, for the test suite to find.
 
-``mutants.py`` applies them one at a time and runs tests. A mutant is a replacement of text rather than a line number,
-so that it survives changes elsewhere in its file; ``tests/unit/test_mutants.py`` fails when a text is gone.
+``mutants.py`` applies them one at a time and runs tests. A mutant is a text replacement rather than a line number, so
+it survives other changes of its file; ``tests/unit/test_mutants.py`` fails if its text is missing.
 
-A good mutant breaks one property, imports and compiles, and leaves most of the suite green. One that changes no
-behavior, or that any test notices, says nothing about the tests.
+A good mutant breaks one property, imports and compiles, and leaves most tests green. A mutant that changes no behavior,
+or that any test detects, provides no information about the tests.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class Mutant:
     Attributes:
         name: short, in kebab case.
         file: relative to ``src/outofcore``.
-        old: occurs exactly once in the file.
-        new: takes its place.
-        breaks: what goes wrong, in one sentence.
-        tests: files or node ids that should fail, the cheapest and sharpest first; at most four.
+        old: text that occurs exactly once in the file.
+        new: replacement text.
+        breaks: the resulting fault, in one sentence.
+        tests: files or node ids that should fail, cheapest and most specific first; at most four.
     """
 
     name: str
@@ -72,7 +72,7 @@ MUTANTS = (
         "analysis/fusing.py",
         "before |= {reader for s in writes for reader in since.get(s, ())}",
         "before |= {reader for s in op.creates for reader in since.get(s, ())}",
-        "An op joins a group although another op overwrites what that group has read.",
+        "An op joins a group although another op overwrites an input of that group.",
         ("tests/unit/test_fusing.py",),
     ),
     # Simulation, planning, placement
@@ -121,7 +121,7 @@ MUTANTS = (
         "planning/remat/chains.h",
         "max_bytes = std::max(max_bytes, used + s_.workspace[op]);",
         "max_bytes = std::max(max_bytes, used);",
-        "The native search for recomputation ignores the workspaces of the ops that run again.",
+        "The native search for recomputation ignores the workspaces of rerun ops.",
         ("tests/unit/test_remat_chains.py",),
     ),
     # The validator and the proof
@@ -171,7 +171,7 @@ MUTANTS = (
         "capture/known.py",
         "if not (pending.writes & needed or pending.reads & overwritten):",
         "if not pending.writes & needed:",
-        "A value that is known without data is computed from what a later op has written.",
+        "A value that is known without data is computed from the result of a later op.",
         ("tests/torch_cpu/test_known_values.py",),
     ),
     Mutant(
@@ -199,7 +199,7 @@ MUTANTS = (
         "transforms/split/ways.py",
         "return low * self.scale - self.before, high * self.scale + self.after",
         "return low * self.scale - self.before, self.scale * high",
-        "A part of a convolution lacks the rows behind it that its last rows read.",
+        "A part of a split convolution lacks the following rows, which its last rows read.",
         ("tests/torch_cpu/test_split.py::test_split_rules_match_the_whole_op", "tests/torch_cpu/test_split.py"),
     ),
     # Execution
@@ -232,7 +232,7 @@ MUTANTS = (
         "runtime/csrc/copying.cpp",
         "if (result.code == 0 && sum != nullptr && !copy.writes && sum->bytes == piece.bytes &&",
         "if (result.code == 0 && sum != nullptr && !copy.writes && sum->bytes > piece.bytes &&",
-        "Damaged bytes that come back from a home are used.",
+        "Damaged bytes fetched from a home are used.",
         ("tests/torch_cpu/test_faults.py::test_damaged_slot_is_detected",),
     ),
     Mutant(
@@ -240,7 +240,7 @@ MUTANTS = (
         "runtime/slots.py",
         "spare[home].append(Piece(piece.offset + used, piece.bytes - used))",
         "spare[home].append(Piece(piece.offset + used - PAGE_BYTES, piece.bytes - used))",
-        "Two slots of a home share a page when one takes over a part of another's room.",
+        "Two slots of a home share a page when one reuses a part of another's space.",
         (
             "tests/unit/test_slots.py::test_slots_that_divide_the_room_of_another_share_no_page",
             "tests/torch_cpu/test_tiers.py",
@@ -259,7 +259,7 @@ MUTANTS = (
         "execution/aliases.py",
         "and list(map(_STRIDE, tensors)) == [value.stride for value in values]",
         "and len(tensors) == len(values)",
-        "A weight that the user has transposed in place is used as it lay before.",
+        "A weight that the user has transposed in place is used with its old layout.",
         ("tests/torch_cpu/test_surgery.py::test_weight_transposed_in_place_is_noticed",),
     ),
     Mutant(
@@ -268,7 +268,7 @@ MUTANTS = (
         "std::memcpy(t.writes ? outside : inside, t.writes ? inside : outside, static_cast<size_t>(t.bytes));",
         "std::memcpy(t.writes ? outside : inside, t.writes ? inside : outside,\n"
         "                static_cast<size_t>(t.bytes / kPage * kPage));",
-        "A copy to or from host memory leaves out what does not fill its last page.",
+        "A copy to or from host memory omits a partial last page.",
         ("tests/torch_cpu/test_copying.py",),
     ),
     Mutant(
@@ -287,13 +287,13 @@ MUTANTS = (
         "The arena serves a planned request at bytes that an earlier one still uses.",
         ("tests/torch_cpu/test_arena.py",),
     ),
-    # Followed loops
+    # Eager loops
     Mutant(
         "damage-is-accepted",
         "runtime/csrc/follow/blocks.h",
         "return sums.compared == block.sums.compared;",
         "return block.touched || true;",
-        "An eager loop takes whatever comes from its disk.",
+        "An eager loop does not check bytes read from its disk.",
         ("tests/torch_cpu/test_follow_damage.py",),
     ),
     Mutant(
@@ -301,7 +301,7 @@ MUTANTS = (
         "runtime/csrc/follow/blocks.h",
         "if (is_verified(space, block)) block.touched |=",
         "if (false) block.touched |=",
-        "An eager loop does not ask whether others wrote to what is away.",
+        "An eager loop does not detect other code's writes to evicted tensors.",
         ("tests/torch_cpu/test_follow_damage.py",),
     ),
     Mutant(
@@ -325,7 +325,7 @@ MUTANTS = (
         "runtime/csrc/follow/blocks.h",
         "return block.other_pins > 0 || block.works > 0 || unpinned_ops > 0 ||",
         "return block.other_pins > 0 || unpinned_ops > 0 ||",
-        "What a collective writes to an evicted tensor is lost when that tensor is fetched.",
+        "A collective's write to an evicted tensor is lost when the tensor is fetched.",
         ("tests/torch_cpu/test_follow_together.py",),
     ),
     Mutant(
@@ -333,7 +333,7 @@ MUTANTS = (
         "runtime/csrc/follow/space.h",
         "int64_t room() const { return budget + overrun - spare - small(); }",
         "int64_t room() const { return budget + overrun - spare; }",
-        "Small tensors of a loop take memory beside the budget.",
+        "Small tensors of a loop do not count against the budget.",
         ("tests/torch_cpu/test_follow_memory.py",),
     ),
     Mutant(
@@ -341,7 +341,7 @@ MUTANTS = (
         "runtime/csrc/follow/room.h",
         "if (std::exchange(space.overrun, 0) == 0) return;",
         "if (space.overrun == 0) return;",
-        "A loop that may grow stays above its budget after the op that needed more.",
+        "A loop that may exceed its budget stays above it after the op that needed more.",
         ("tests/torch_cpu/test_follow_measure.py",),
     ),
     Mutant(
@@ -357,7 +357,7 @@ MUTANTS = (
         "runtime/csrc/follow/paging.cpp",
         "(is_copied() || (is_read() && has_time_left()));",
         "is_copied();",
-        "A tensor whose address a thread takes stays in the arena for good, if another thread runs its first op then.",
+        "A tensor whose address one thread reads stays resident forever if another thread runs its first op meanwhile.",
         ("tests/torch_cpu/test_follow_threads.py",),
     ),
     Mutant(
@@ -365,7 +365,7 @@ MUTANTS = (
         "runtime/csrc/follow/paging.cpp",
         "if (living_spaces.load(std::memory_order_relaxed) == 0 || is_opener()) return 0;",
         "if (no_loop_is_open() || is_opener()) return 0;",
-        "A loop that opens takes over what another thread is saving.",
+        "A new loop takes over storages that another thread is saving.",
         ("tests/torch_cpu/test_follow_threads.py",),
     ),
     Mutant(
@@ -373,7 +373,7 @@ MUTANTS = (
         "runtime/csrc/follow/room.h",
         "!wait_for_dying(space) && !wait_for_works(space)",
         "!wait_for_dying(space) && true",
-        "A request is refused while a collective holds what would leave for it.",
+        "A request is refused while a collective holds the storages to evict for it.",
         ("tests/torch_cpu/test_follow_together.py",),
     ),
     Mutant(
@@ -405,7 +405,7 @@ MUTANTS = (
         "runtime/csrc/follow/homes.h",
         "return file_->pages().any_written(window(), bytes_);",
         "return file_->pages().any_written(window(), 0);",
-        "What unseen code writes to a weight that is mapped from a file is lost beyond its first page.",
+        "Untracked writes to a weight mapped from a file are lost beyond its first page.",
         ("tests/torch_cpu/test_follow_files.py::test_unseen_write_to_the_end_of_a_mapped_weight_counts",),
     ),
     Mutant(
@@ -413,7 +413,7 @@ MUTANTS = (
         "runtime/csrc/follow/history.h",
         "std::upper_bound(entry->second.begin(), entry->second.end(), position_)",
         "std::lower_bound(entry->second.begin(), entry->second.end(), position_)",
-        "The history of a loop takes the present use of a storage for its next one.",
+        "The history of a loop counts the current use of a storage as its next use.",
         ("tests/unit/test_follow_native.py",),
     ),
     Mutant(
@@ -421,7 +421,7 @@ MUTANTS = (
         "runtime/csrc/follow/requests.h",
         "request.until > static_cast<int32_t>(later)",
         "request.until > static_cast<int32_t>(later) + 1",
-        "Scratch memory of an op lies in one of its results that is already in use.",
+        "Scratch memory of an op overlaps one of its results that is already in use.",
         ("tests/unit/test_follow_native.py",),
     ),
     Mutant(
@@ -457,7 +457,7 @@ MUTANTS = (
         "logical_workers/ordered_sum.py",
         "for number, gradients in enumerate(process_gradients):",
         "for number, gradients in enumerate(reversed(process_gradients)):",
-        "The gradients of the workers of one process are added up in reverse order.",
+        "The gradients of the workers of one process are summed in reverse order.",
         ("tests/torch_cpu/test_ordered_sum.py",),
     ),
     Mutant(
@@ -465,7 +465,7 @@ MUTANTS = (
         "logical_workers/assignment.py",
         "key=lambda p: ((counts[p] + 1) * seconds[p], p)",
         "key=lambda p: (counts[p] * seconds[p], p)",
-        "A slow process gets a worker although another process would finish it sooner.",
+        "A slow process receives a worker although another process would finish it sooner.",
         ("tests/unit/test_assignment.py",),
     ),
     Mutant(
@@ -482,7 +482,7 @@ MUTANTS = (
         "checkpoint/saving.py",
         "    new = folder / _NEW_INDEX\n",
         "    new = folder / INDEX\n",
-        "A crash while the index of a checkpoint is written loses the checkpoint that was there before.",
+        "A crash while the index of a checkpoint is written loses the previous checkpoint.",
         ("tests/torch_cpu/test_checkpoint.py::test_crash_at_any_call_leaves_a_valid_checkpoint",),
     ),
     Mutant(
@@ -506,7 +506,7 @@ MUTANTS = (
         "checkpoint/tensor_files.py",
         "    if end != total:\n",
         "    if end > total:\n",
-        "A safetensors file with bytes that belong to no tensor is taken for a whole one.",
+        "A safetensors file with bytes that belong to no tensor is accepted.",
         (
             "tests/torch_cpu/test_weights_in_place.py::test_damaged_headers_are_refused_with_one_error",
             "tests/torch_cpu/test_materialization.py",
@@ -526,16 +526,16 @@ MUTANTS = (
         "onnx/operators/networks.py",
         "ceil_mode: int = 0, count_include_pad: int = 0",
         "ceil_mode: int = 0, count_include_pad: int = 1",
-        "ONNX average pooling counts the padding when a model leaves that attribute out.",
+        "ONNX average pooling counts the padding when a model omits that attribute.",
         ("tests/torch_cpu/test_onnx.py",),
     ),
-    # What users write and see
+    # User input and output
     Mutant(
         "gigabytes-read-as-gibibytes",
         "units.py",
         '"GB": 10**9,',
         '"GB": GIB,',
-        "A budget of 6 GB is taken for 6 GiB.",
+        "A budget of 6 GB is parsed as 6 GiB.",
         ("tests/unit/test_units.py",),
     ),
     Mutant(

@@ -1,18 +1,18 @@
-"""Mutation testing: break the sources in one place, and see which test notices.
+"""Mutation testing: change the sources in one place and check which test fails.
 
-Each mutant of ``mutant_list.py`` is applied to a copy of the working tree, never to the tree itself. Its tests then
-run until the first failure. Python sources are imported from the copy; native code is compiled on first use and cached
-by content, so only a mutant's own library is built again.
+Each mutant of ``mutant_list.py`` is applied to a copy of the working tree. Its tests run until the first failure.
+Python sources are imported from the copy. Native code is compiled on first use and cached by content, so only the
+mutated library is rebuilt.
 
     python tools/mutants.py                          # the tests that each mutant names; exit status 1 for a survivor
     python tools/mutants.py --only NAME,NAME
-    python tools/mutants.py --tests suite            # then the whole suite, for those that survive
+    python tools/mutants.py --tests suite            # then the whole suite, for survivors
     python tools/mutants.py --exhaustive             # with exhaustive tests, as in `make test-all`
-    python tools/mutants.py --check                  # the named tests on the sources as they are
+    python tools/mutants.py --check                  # the named tests on the unchanged sources
 
-A mutant is killed when a test fails, when pytest dies of a signal or of Ctrl-C, or when the time limit ends a hang.
-It survives when all tests pass, or when the selection leaves no test to run. It is broken when pytest cannot collect
-the tests: then it shows nothing about them.
+A mutant is killed if a test fails, if pytest dies of a signal or of Ctrl-C, or if the time limit ends a hang. It
+survives if all tests pass or no test is selected. It is broken if pytest cannot collect the tests, which says nothing
+about them.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ NAMED_LIMIT_S, SUITE_LIMIT_S = 600.0, 4 * 3600.0
 _PASSED, _FAILED, _INTERRUPTED, _NO_TESTS = 0, 1, 2, 5
 _SUMMARY = "short test summary info"
 _FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
-# With -v a test's id is printed when it starts, and its outcome when it has ended.
+# With -v, pytest prints a test's id when it starts and its outcome when it ends.
 _STARTED = re.compile(r"^(\S+::\S.*?)(?: (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b.*)? *$", re.MULTILINE)
 _CTRL_C = re.compile(r"^!+ KeyboardInterrupt !+$", re.MULTILINE)
 
 
 class Outcome(Enum):
-    """What the tests made of a mutant."""
+    """The result of the tests for a mutant."""
 
     KILLED = "killed"
     SURVIVED = "survived"
@@ -79,14 +79,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """What happened to one mutant.
+    """The result of one mutant.
 
     Attributes:
         mutant: the mutant.
-        outcome: what the tests made of it.
-        killed_by: the node id of the first failing test, or what else ended the run.
+        outcome: the outcome of its tests.
+        killed_by: node id of the first failing test, or the other cause that ended the run.
         seconds: wall time of all runs.
-        tail: the end of the last run's output unless a test failed.
+        tail: the end of the last run's output, unless a test failed.
     """
 
     mutant: Mutant
@@ -97,7 +97,7 @@ class Result:
 
 
 def judge(run: Run) -> tuple[Outcome, str]:
-    """Return the outcome of a run of pytest with -v, and what killed the mutant or broke the run."""
+    """Return the outcome of a pytest run with -v, and the cause that killed the mutant or broke the run."""
     if run.status is None:
         return Outcome.KILLED, f"time limit after {run.seconds:.0f} s in {_unfinished_test(run.output)}"
     if run.status < 0:
@@ -105,9 +105,9 @@ def judge(run: Run) -> tuple[Outcome, str]:
     if run.status in (_PASSED, _NO_TESTS):
         return Outcome.SURVIVED, ""
     if run.status == _FAILED:
-        found = _FAILURE.search(run.output.rpartition(_SUMMARY)[2])
-        return Outcome.KILLED, found[1] if found else "a failure without a node id"
-    # A collection error has the same exit status as Ctrl-C. Tests raise the signal, so a mutant may let it escape.
+        match = _FAILURE.search(run.output.rpartition(_SUMMARY)[2])
+        return Outcome.KILLED, match[1] if match else "a failure without a node id"
+    # A collection error and Ctrl-C have the same exit status. A mutant may let a test's KeyboardInterrupt escape.
     if run.status == _INTERRUPTED and _CTRL_C.search(run.output):
         return Outcome.KILLED, f"KeyboardInterrupt in {_unfinished_test(run.output)}"
     return Outcome.BROKEN, f"pytest exits with {run.status}"
@@ -122,8 +122,8 @@ class Copy:
     """A copy of the working tree in which mutants are applied one at a time.
 
     Args:
-        folder: empty; gets the files that git tracks or does not ignore, and a repository of its own.
-        cache: a cache folder for native builds, shared by all copies.
+        folder: an empty folder; receives the files that git tracks or does not ignore, and a new repository.
+        cache: cache folder for native builds, shared by all copies.
     """
 
     def __init__(self, folder: Path, cache: Path) -> None:
@@ -134,14 +134,14 @@ class Copy:
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target, follow_symlinks=False)
-        # Some tests ask git which files there are.
+        # Some tests list files with git.
         for command in (("init", "-q"), ("add", "-A"), ("commit", "-q", "--no-verify", "-m", "Copy the working tree")):
             identity = ("-c", "user.name=mutants", "-c", "user.email=mutants@localhost", "-c", "commit.gpgsign=false")
             subprocess.run(["git", *identity, *command], cwd=folder, check=True)
 
     @contextlib.contextmanager
     def with_mutant(self, mutant: Mutant) -> Iterator[None]:
-        """Apply a mutant, and put the source back at the end."""
+        """Apply a mutant, and restore the source at the end."""
         path = self.folder / PACKAGE / mutant.file
         source = path.read_text(encoding="utf-8")
         if source.count(mutant.old) != 1:
@@ -151,18 +151,18 @@ class Copy:
             yield
         finally:
             self._write(path, source)
-            # Failing examples of one mutant are not to be tried on the next.
+            # Do not try failing examples of one mutant on the next.
             shutil.rmtree(self.folder / ".hypothesis", ignore_errors=True)
 
     @staticmethod
     def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
-        # Python trusts a compiled file by the size and the second of its source, and both may be the same.
+        # Python checks a .pyc file only by source size and mtime in seconds; both may be equal.
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
             compiled.unlink()
 
     def pytest(self, arguments: Sequence[str], limit: float) -> Run:
-        """Run pytest on the copy. Whatever it leaves running is killed."""
+        """Run pytest on the copy, and kill processes that it leaves running."""
         environment = os.environ | {"PYTHONPATH": str(self.folder / "src"), "XDG_CACHE_HOME": str(self._cache)}
         command = [sys.executable, "-m", "pytest", "-v", "-rfE", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
         command += ["-p", "no:randomly"]  # the same first failure each time
@@ -189,21 +189,21 @@ class Copy:
             return Run(status, log.read(), time.monotonic() - started)
 
     def kill(self) -> None:
-        """Kill pytest and whatever it has started, if it is running."""
+        """Kill pytest and its child processes, if it is running."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def _files_of(root: Path) -> list[str]:
-    """Return the files that git tracks or does not ignore, as far as they exist."""
+    """Return the existing files that git tracks or does not ignore."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
     return [name for name in dict.fromkeys(listed.split("\0")) if name and (root / name).is_file()]
 
 
 def _copy_native_builds(target: Path) -> None:
-    """Copy the user's native builds: builds of mutants stay out of the user's cache."""
+    """Copy the user's native builds, so that builds of mutants stay out of the user's cache."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     builds = (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "outofcore"
     (target / builds.name).mkdir(parents=True, mode=0o700)
@@ -216,13 +216,13 @@ def run_mutant(copy: Copy, mutant: Mutant, tests: str, selection: Sequence[str],
     """Apply a mutant and run tests until one fails.
 
     Args:
-        copy: is used by nobody else meanwhile.
-        mutant: what to break.
+        copy: used exclusively during the call.
+        mutant: the mutant.
         tests: "named" for the tests that the mutant names; "suite" adds the whole suite.
-        selection: pytest's options that select tests.
-        limits: seconds for each of the named tests and for the whole suite.
+        selection: pytest options that select tests.
+        limits: seconds for each named test and for the whole suite.
     """
-    # One by one: within a run, tests/conftest.py puts tests into an order of its own.
+    # Run the names separately: within a run, tests/conftest.py reorders tests.
     phases = [(name, limits[0]) for name in mutant.tests] + ([("tests", limits[1])] if tests != "named" else [])
     seconds = 0.0
     outcome, killed_by, run = Outcome.SURVIVED, "", Run(_PASSED, "", 0.0)
@@ -240,12 +240,12 @@ def run_mutant(copy: Copy, mutant: Mutant, tests: str, selection: Sequence[str],
 def run_mutants(
     mutants: Sequence[Mutant], tests: str, selection: Sequence[str], limits: tuple[float, float], jobs: int
 ) -> Iterator[Result]:
-    """Test mutants on as many copies as there are jobs; yield results in the order of the mutants."""
+    """Test mutants on ``jobs`` copies; yield results in the order of the mutants."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         _copy_native_builds(Path(folder, "cache"))
-        everyone = [Copy(Path(folder, f"copy-{number}"), Path(folder, "cache")) for number in range(jobs)]
+        all_copies = [Copy(Path(folder, f"copy-{number}"), Path(folder, "cache")) for number in range(jobs)]
         copies: SimpleQueue[Copy] = SimpleQueue()
-        for copy in everyone:
+        for copy in all_copies:
             copies.put(copy)
         stopped = threading.Event()
 
@@ -263,12 +263,12 @@ def run_mutants(
                 yield from (result for result in pool.map(test, mutants) if result is not None)
             finally:
                 stopped.set()
-                for copy in everyone:
+                for copy in all_copies:
                     copy.kill()
 
 
 def check(mutants: Sequence[Mutant], selection: Sequence[str]) -> int:
-    """Run the named tests of all mutants on the sources as they are; return pytest's exit status."""
+    """Run the named tests of all mutants on the unchanged sources; return pytest's exit status."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         _copy_native_builds(Path(folder, "cache"))
         copy = Copy(Path(folder, "copy"), Path(folder, "cache"))
@@ -281,7 +281,7 @@ def check(mutants: Sequence[Mutant], selection: Sequence[str]) -> int:
 
 
 def table(results: Iterable[Result]) -> str:
-    """Return the results as text in columns, survivors and broken mutants first."""
+    """Return the results as a text table, broken mutants and survivors first."""
     rows = [("name", "file", "breaks", "killed by", "seconds")]
     order = (Outcome.BROKEN, Outcome.SURVIVED, Outcome.KILLED)
     for result in sorted(results, key=lambda result: order.index(result.outcome)):
@@ -309,21 +309,25 @@ def write_results(path: Path, results: Iterable[Result]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Break the sources in one place, and see which test notices.")
-    parser.add_argument("--only", default="", metavar="NAME,...", help="mutants to test; all by default")
-    parser.add_argument("--tests", choices=("named", "suite"), default="named", help="named by default")
-    parser.add_argument("--exhaustive", action="store_true", help="run exhaustive tests as well")
-    parser.add_argument("--jobs", type=int, default=1, help="mutants tested at a time; 1 by default")
-    parser.add_argument("--limit", type=float, default=NAMED_LIMIT_S, help="seconds for each named test or file")
-    parser.add_argument("--suite-limit", type=float, default=SUITE_LIMIT_S, help="seconds for the whole suite")
+    parser = argparse.ArgumentParser(description="Change the sources in one place, and check which test fails.")
+    parser.add_argument("--only", default="", metavar="NAME,...", help="mutants to test (default: all)")
+    parser.add_argument("--tests", choices=("named", "suite"), default="named", help="tests to run (default: named)")
+    parser.add_argument("--exhaustive", action="store_true", help="also run exhaustive tests")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants tested concurrently (default: 1)")
+    parser.add_argument(
+        "--limit", type=float, default=NAMED_LIMIT_S, help="seconds for each named test or file (default: 600)"
+    )
+    parser.add_argument(
+        "--suite-limit", type=float, default=SUITE_LIMIT_S, help="seconds for the whole suite (default: 14400)"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file for the results")
     parser.add_argument("--check", action="store_true", help="run the named tests without any mutant")
     options = parser.parse_args(arguments)
-    wanted = [name for name in options.only.split(",") if name]
-    unknown = set(wanted) - {mutant.name for mutant in MUTANTS}
+    chosen_names = [name for name in options.only.split(",") if name]
+    unknown = set(chosen_names) - {mutant.name for mutant in MUTANTS}
     if unknown:
-        parser.error(f"no mutant is called {', '.join(sorted(unknown))}")
-    mutants = [mutant for mutant in MUTANTS if not wanted or mutant.name in wanted]
+        parser.error(f"unknown mutant {', '.join(sorted(unknown))}")
+    mutants = [mutant for mutant in MUTANTS if not chosen_names or mutant.name in chosen_names]
     selection = ("--exhaustive",) if options.exhaustive else ()
     if options.check:
         return check(mutants, selection)

@@ -1,7 +1,6 @@
-"""Run the Python blocks of the README, so that what it shows is what happens.
+"""Run the Python blocks of the README in order, in one namespace and an empty folder.
 
-The blocks run in order, in one namespace and in an empty folder. A block whose fence reads ``python {.no-run}``
-is only compiled. A failure shows the line of the README.
+Blocks with the fence ``python {.no-run}`` are only compiled. Tracebacks show lines of the README.
 
     python tools/readme_blocks.py [FILE...]
 """
@@ -18,12 +17,12 @@ _BLOCK = re.compile(r"^```python(?P<skip> \{\.no-run\})?[ \t]*\n(?P<code>.*?)^``
 
 
 def run_blocks(path: Path) -> int:
-    """Run the blocks of one file and give their number."""
+    """Run the blocks of one file and return their number."""
     text = path.read_text(encoding="utf-8")
     namespace: dict[str, object] = {"__name__": "__main__"}
     count = 0
     for block in _BLOCK.finditer(text):
-        # Empty lines before the code make the line numbers of a traceback those of the file.
+        # Leading empty lines give tracebacks the line numbers of the file.
         before = text.count("\n", 0, block.start("code"))
         code = compile("\n" * before + block["code"], str(path), "exec")
         if not block["skip"]:

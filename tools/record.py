@@ -1,18 +1,18 @@
-"""The record of what the library does: variants, plans, predicted times, smallest budgets and bits of some 40 pairs.
+"""Compare variants, plans, predicted times, smallest budgets and bits of some 40 pairs with a record.
 
     python tools/record.py                    # compare with tests/record; print each difference; exit with 1 if any
-    python tools/record.py --write            # renew the files
+    python tools/record.py --write            # update the files
     python tools/record.py --only gpt --only vit
 
-A pair is a model with a budget (``record_pairs``). ``tests/record`` has a file of JSON for each model. A change of the
-library that is meant to change nothing leaves the record as it is; one that changes plans says by this which ones.
+A pair is a model with a budget (``record_pairs``). ``tests/record`` has a JSON file per model. A refactoring leaves the
+record unchanged; a change of plans shows in its diff.
 
-Each model runs in a process of its own (``record_run``), several at a time, with one thread each. Costs are fixed ones
-(``record_costs``), so that neither the speed of the machine nor what else runs there makes a difference.
+Each model runs in its own process (``record_run``), several concurrently, with one thread each. Costs are fixed
+(``record_costs``), so results do not depend on the machine's speed or load.
 
-Bits depend on the processor and on the version of PyTorch. Where those are not as recorded, digests of bits and losses
-are not compared; that the bits equal those of plain PyTorch in the same run always is. Kernels may also ask for other
-scratch memory there, and then plans differ: ``scratch_bytes`` and ``costs_digest`` say so.
+Bits depend on the processor and the PyTorch version. If these differ from the recorded ones, digests of bits and losses
+are not compared; equality with plain PyTorch in the same run always is. Kernels may then also request other scratch
+memory and change plans: see ``scratch_bytes`` and ``costs_digest``.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from record_pairs import GROUPS
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "record"
-# Of a process that hangs: none takes nearly as long, on any machine.
+# Time limit for a hanging process, far above any normal run.
 SECONDS = 7200.0
-# Fields that depend on the machine and on the version of PyTorch, by these facts.
+# Fields that depend on the machine and the PyTorch version, and the facts that they depend on.
 BITS = ("losses", "losses_digest", "state_digest")
 FACTS_OF_BITS = ("cpu", "cpu_capability", "threads", "torch")
 ABSENT = "absent"
@@ -45,7 +45,7 @@ ABSENT = "absent"
 
 @dataclass(frozen=True)
 class Difference:
-    """A field of a pair that is not as recorded."""
+    """A field of a pair that differs from the record."""
 
     model: str
     pair: str
@@ -58,26 +58,26 @@ class Difference:
 
 
 def differences(model: str, recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """Return what differs between two contents of a file of the record."""
+    """Return the differences between two contents of a record file."""
     before, after = recorded["pairs"], now["pairs"]
-    others = facts_that_differ(recorded, now)
-    skipped = BITS if any(name in FACTS_OF_BITS for name in others) else ()
-    found: list[Difference] = []
+    changed = facts_that_differ(recorded, now)
+    skipped = BITS if any(name in FACTS_OF_BITS for name in changed) else ()
+    differing: list[Difference] = []
     for pair in {**before, **after}:
         if pair not in before or pair not in after:
-            states = ["recorded" if pair in each else ABSENT for each in (before, after)]
-            found.append(Difference(model, pair, "pair", *states))
+            states = ["recorded" if pair in contents else ABSENT for contents in (before, after)]
+            differing.append(Difference(model, pair, "pair", *states))
             continue
         left, right = dict(_fields(before[pair])), dict(_fields(after[pair]))
         for field in {**left, **right}:
             values = left.get(field, ABSENT), right.get(field, ABSENT)
             if values[0] != values[1] and field.rpartition(".")[2] not in skipped:
-                found.append(Difference(model, pair, field, *values))
-    return found
+                differing.append(Difference(model, pair, field, *values))
+    return differing
 
 
 def facts_that_differ(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Return what of the machine and the versions is not as recorded, by name."""
+    """Return the facts of machine and versions that differ from the record, by name."""
     before, after = recorded["recorded_with"], now["recorded_with"]
     names = [name for name in after if before.get(name) != after[name]]
     return {name: f"{name} {before.get(name, ABSENT)} → {after[name]}" for name in names}
@@ -92,21 +92,21 @@ def _fields(entry: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, o
 
 
 def read_record(model: str, folder: Path = FOLDER) -> dict[str, Any]:
-    """Return the file of a model; one without pairs if there is none."""
+    """Return the record of a model, without pairs if there is no file."""
     path = folder / f"{model}.json"
     return json.loads(path.read_text()) if path.exists() else {"recorded_with": {}, "pairs": {}}
 
 
 def text_of(content: Mapping[str, Any]) -> str:
-    """Return a file of the record as text."""
+    """Return the text of a record file."""
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
 def run_model(model: str) -> dict[str, Any]:
-    """Run the pairs of a model in a process of their own, or in several, and return what its file says.
+    """Run the pairs of a model in one or several processes, and return the content of its file.
 
     Raises:
-        RuntimeError: a process failed; with the end of what it wrote.
+        RuntimeError: a process failed; the message is the end of its output.
     """
     script = Path(__file__).with_name("record_run.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -125,26 +125,28 @@ def run_model(model: str) -> dict[str, Any]:
         finally:
             for process in processes:
                 process.kill()
-        failed = [log.read_text(errors="replace") for log, code in zip(logs, codes, strict=True) if code]
-        if failed:
-            raise RuntimeError("\n".join(failed[0].splitlines()[-20:]))
+        failed_logs = [log.read_text(errors="replace") for log, code in zip(logs, codes, strict=True) if code]
+        if failed_logs:
+            raise RuntimeError("\n".join(failed_logs[0].splitlines()[-20:]))
         return json.loads(out.read_text())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare with the record or renew it; return the exit status."""
-    parser = argparse.ArgumentParser(description="Compare the library with its record, or renew the record.")
-    parser.add_argument("--write", action="store_true", help="Renew the files.")
-    parser.add_argument("--jobs", type=int, default=2, help="Processes at a time (default: 2).")
-    parser.add_argument("--only", action="append", choices=list(GROUPS), help="A model; may be given several times.")
+    """Compare with the record or update it; return the exit status."""
+    parser = argparse.ArgumentParser(description="Compare the library with its record, or update the record.")
+    parser.add_argument("--write", action="store_true", help="Update the files.")
+    parser.add_argument("--jobs", type=int, default=2, help="Number of concurrent processes (default: 2).")
+    parser.add_argument(
+        "--only", action="append", choices=list(GROUPS), help="Model to run; repeatable (default: all)."
+    )
     parser.add_argument("--folder", type=Path, default=FOLDER, help="Folder of the record.")
-    asked = parser.parse_args(arguments)
-    models = list(asked.only or GROUPS)
+    options = parser.parse_args(arguments)
+    models = list(options.only or GROUPS)
     begin = time.monotonic()
     changed: list[Difference] = []
-    others: dict[str, str] = {}
+    changed_by_name: dict[str, str] = {}
     pairs, failures = 0, 0
-    with ThreadPoolExecutor(asked.jobs) as pool:
+    with ThreadPoolExecutor(options.jobs) as pool:
         running = {model: pool.submit(run_model, model) for model in models}
         for model, result in running.items():
             try:
@@ -153,34 +155,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{model}: failed: {error}", flush=True)
                 failures += 1
                 continue
-            recorded = read_record(model, asked.folder)
-            found = differences(model, recorded, now)
-            for difference in found:
+            recorded = read_record(model, options.folder)
+            differing = differences(model, recorded, now)
+            for difference in differing:
                 print(difference, flush=True)
             if recorded["pairs"]:
-                others |= facts_that_differ(recorded, now)
-            changed += found
+                changed_by_name |= facts_that_differ(recorded, now)
+            changed += differing
             pairs += len(now["pairs"])
-            if asked.write:
-                asked.folder.mkdir(parents=True, exist_ok=True)
-                (asked.folder / f"{model}.json").write_text(text_of(now))
-    if asked.only is None:
-        stale = [path for path in sorted(asked.folder.glob("*.json")) if path.stem not in GROUPS]
+            if options.write:
+                options.folder.mkdir(parents=True, exist_ok=True)
+                (options.folder / f"{model}.json").write_text(text_of(now))
+    if options.only is None:
+        stale = [path for path in sorted(options.folder.glob("*.json")) if path.stem not in GROUPS]
         for path in stale:
-            if asked.write:
+            if options.write:
                 path.unlink()
             else:
                 print(f"{path.stem}: recorded → {ABSENT}", flush=True)
                 failures += 1
-    if others:
-        print(f"recorded elsewhere: {', '.join(others.values())}. Plans may differ for that reason.")
-    if any(name in FACTS_OF_BITS for name in others):
-        print("Digests of bits are not compared; that bits equal those of plain PyTorch is.")
-    what = "renewed" if asked.write else "compared"
+    if changed_by_name:
+        print(f"recorded with other facts: {', '.join(changed_by_name.values())}. Plans may differ for that reason.")
+    if any(name in FACTS_OF_BITS for name in changed_by_name):
+        print("Digests of bits are not compared; equality with plain PyTorch is.")
+    action = "updated" if options.write else "compared"
     count = "no difference" if not changed else f"{len(changed)} differences"
     failed = f", {failures} failures" if failures else ""
-    print(f"{pairs} pairs of {len(models)} models {what} in {time.monotonic() - begin:.0f} s: {count}{failed}")
-    return int(bool(failures or (changed and not asked.write)))
+    print(f"{pairs} pairs of {len(models)} models {action} in {time.monotonic() - begin:.0f} s: {count}{failed}")
+    return int(bool(failures or (changed and not options.write)))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,17 @@
-"""Fixed costs in place of measured ones, so that plans and predicted times are the same on every machine.
+"""Fixed costs instead of measured ones, so that plans and predicted times are equal on every machine.
 
-``fixed_costs`` replaces, while it is open, each place where the library measures time or free room:
+Inside ``fixed_costs``, these parts of the library use fixed values:
 
-- the seconds of an op: from its operations and bytes on the device ``DEVICE`` (a roofline, as in ``presets``);
+- seconds of an op: a roofline of its operations and bytes on ``DEVICE``, as in ``presets``;
 - the link to a home: ``LINKS``; a disk has ``DISK_BYTES`` free;
-- the collectives of a process group: ``GROUP``;
-- the measured timeline of a step: the predicted one takes its place where the library judges a plan, so no step looks
-  slower than predicted and none is planned again for its times;
-- the seconds of ops and copies in the record of an eager loop, and of ops that could run again there: from bytes;
-- the process that plans an eager loop: it plans at once, in the process of the loop;
-- the quick search for the first plan of a compiled step: it is planned by the whole search at once.
+- collectives of a process group: ``GROUP``;
+- the measured timeline of a step: the predicted one, so that no step is replanned for its times;
+- seconds of ops, copies and reruns in the record of an eager loop: from bytes;
+- the planner of an eager loop: plans at once, in the loop's process;
+- the first plan of a compiled step: found by the full search at once.
 
-Everything else is the library's own: memory of ops is measured, split ops are checked for exactness, steps run. Those
-results depend on the kernels of the machine, never on its speed.
-
-``observed`` also collects the variants of a compiled step and the plans of an eager loop.
+Everything else runs unchanged: memory of ops is measured, split ops get their exactness check, steps run. Those results
+depend on the machine's kernels, not on its speed.
 """
 
 from __future__ import annotations
@@ -46,22 +43,22 @@ from outofcore.runtime.homes import DiskHome, HomeStore
 DEVICE = Device("record", "the device of the record", 1 << 40, {Number.FP32: 1e11}, 1e10, 2e9, 2e9)
 DISK_BYTES = 1 << 40
 GROUP = GroupCost(latency_s=1e-4, bytes_per_s=1e9)
-# Bytes per second to a home and from it.
+# Bytes per second out to a home and in from it.
 LINKS = {"host": Rates(2e9, 2e9), "disk": Rates(6e8, 1.2e9)}
 LATENCY_SECONDS = 2e-5
-# What a copy loses beside one the other way, and an op beside a copy.
+# Slowdown of a copy by one in the other direction, and of an op by a copy.
 CONTENTION, SLOWDOWN = 0.2, 0.05
-# An op of an eager loop, of which only the bytes are known.
+# Cost of an op of an eager loop, whose bytes alone are known.
 LOOP_OP_SECONDS, LOOP_BYTES_PER_S = 5e-6, 8e9
 LOOP_HOME = Home("home", None, 6e8, 1.2e9, LATENCY_SECONDS, 2 * CONTENTION, SLOWDOWN)
 
 
 @dataclass
 class Observed:
-    """What ran while costs were fixed.
+    """Plans collected while costs are fixed.
 
     Attributes:
-        loops: the recorded steps of eager loops with their plans, in order.
+        loops: recorded steps of eager loops with their plans, in order.
     """
 
     loops: list[tuple[StepRecord, Answer]] = field(default_factory=list[tuple[StepRecord, Answer]])
@@ -74,13 +71,13 @@ def variant_of(step: PlannedStep) -> str:
 
 
 def digest(lines: Sequence[object]) -> str:
-    """Return a short digest of things that are written the same in every process."""
+    """Return a short digest of objects whose texts are the same in every process."""
     text = "\n".join(map(str, lines))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def graph_digest(graph: StepGraph) -> str:
-    """Return a digest of the ops and storages of a step: not of names and source lines, which are for people."""
+    """Return a digest of a step's ops and storages, without names and source lines."""
     storages = [(s.bytes, s.kind.value, s.watched) for s in graph.storages]
     steps = [
         (op.name, op.reads, op.mutates, op.creates, op.rerunnable, op.random, op.discards, op.communicates)
@@ -90,7 +87,7 @@ def graph_digest(graph: StepGraph) -> str:
 
 
 def costs_digest(costs: Costs) -> str:
-    """Return a digest of the costs that a plan was made with, without the room at homes."""
+    """Return a digest of the costs of a plan, without the capacity of homes."""
     seconds = [(f"{op.seconds:.12g}", op.workspace_bytes) for op in costs.ops]
     homes = [replace(home, bytes=None) for home in costs.homes]
     return digest([*seconds, *homes])
@@ -98,7 +95,7 @@ def costs_digest(costs: Costs) -> str:
 
 @contextlib.contextmanager
 def fixed_costs() -> Iterator[Observed]:
-    """Replace measured costs by fixed ones, and collect what runs meanwhile."""
+    """Replace measured costs by fixed ones, and collect plans of eager loops."""
     observed = Observed()
     replacements: list[tuple[Any, str, object]] = [
         (ops._Bench, "_time", _op_seconds()),
@@ -118,13 +115,13 @@ def fixed_costs() -> Iterator[Observed]:
 
 
 def _op_seconds() -> Callable[..., float]:
-    """Return a method that takes the place of the measurement of an op."""
-    known: list[tuple[Captured, Costs]] = []  # of the step that is measured now
+    """Return a replacement for the method that measures an op."""
+    cached: list[tuple[Captured, Costs]] = []  # costs of the step that is being profiled
 
     def seconds(bench: Any, op: Op, *_: object) -> float:
-        if not known or known[0][0] is not bench._captured:
-            known[:] = [(bench._captured, estimated_costs(bench._captured, DEVICE))]
-        return known[0][1].ops[op.id].seconds
+        if not cached or cached[0][0] is not bench._captured:
+            cached[:] = [(bench._captured, estimated_costs(bench._captured, DEVICE))]
+        return cached[0][1].ops[op.id].seconds
 
     return seconds
 
@@ -146,10 +143,11 @@ def _fixed_link(home: HomeStore, **_: object) -> LinkReport:
 
 
 def _judged_as_predicted(judge: Callable[..., None]) -> Callable[..., None]:
-    def judged(self: Any, known: Any, _: Any) -> None:
-        judge(self, known, known.step.planned.timeline)
 
-    return judged
+    def judge_predicted(self: Any, known_step: Any, _: Any) -> None:
+        judge(self, known_step, known_step.step.planned.timeline)
+
+    return judge_predicted
 
 
 def _fixed_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
@@ -167,17 +165,19 @@ def _fixed_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
     return replace(record, costs=Costs(tuple(costs), (LOOP_HOME,)))
 
 
-def _fixed_recipes(made: Sequence[Made], *args: Any, **kwargs: Any) -> Any:
+def _fixed_recipes(candidates: Sequence[Made], *args: Any, **kwargs: Any) -> Any:
     fixed = [
-        one if one.seconds is None else replace(one, seconds=LOOP_OP_SECONDS + 2 * one.bytes / LOOP_BYTES_PER_S)
-        for one in made
+        candidate
+        if candidate.seconds is None
+        else replace(candidate, seconds=LOOP_OP_SECONDS + 2 * candidate.bytes / LOOP_BYTES_PER_S)
+        for candidate in candidates
     ]
     return worth_making_again(fixed, *args, **kwargs)
 
 
 def _planner_at_once(observed: Observed) -> type[BackgroundPlanner[StepRecord]]:
     class PlannerAtOnce(BackgroundPlanner[StepRecord]):
-        """Plans when it is asked to, in this process."""
+        """A planner that plans at once, in this process."""
 
         _done: tuple[StepRecord, Answer] | None = None
 
@@ -187,7 +187,7 @@ def _planner_at_once(observed: Observed) -> type[BackgroundPlanner[StepRecord]]:
             return True
 
         def poll(self) -> tuple[StepRecord, Answer] | None:
-            done, self._done = self._done, None
-            return done
+            finished, self._done = self._done, None
+            return finished
 
     return PlannerAtOnce

@@ -1,4 +1,4 @@
-"""The models that the record trains: small ones of the zoo and of transformers, and one for several processes."""
+"""The models of the record: small ones of the zoo and of transformers, and one for several processes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SEED = 1234
 
 @dataclass(frozen=True)
 class Training:
-    """A model with all that a training step of it needs.
+    """A model with its training step.
 
     Attributes:
-        model: with weights drawn from ``SEED``.
-        optimizer: for its parameters.
-        step: plain PyTorch; returns the loss.
-        batches: endless, as tuples of the arguments of the step.
+        model: weights drawn from ``SEED``.
+        optimizer: optimizer of its parameters.
+        step: plain PyTorch step; returns the loss.
+        batches: endless stream of argument tuples.
     """
 
     model: nn.Module
@@ -34,7 +34,7 @@ class Training:
 
 
 def zoo_model(name: str, *, keeps_gradients: bool = False, **options: Any) -> Training:
-    """Make a training of the zoo; with ``keeps_gradients`` a step ends with gradients of zeros, and not without any."""
+    """Build a zoo training; with ``keeps_gradients`` each step ends with zeroed gradients instead of none."""
     work = zoo.workload(name, **options)
     model = work.build(SEED)
     optimizer = work.optimizer(model)
@@ -52,8 +52,8 @@ def zoo_model(name: str, *, keeps_gradients: bool = False, **options: Any) -> Tr
 
 
 def transformers_model(name: str) -> Training:
-    """Make a training of a model of transformers with random weights."""
-    import transformers  # noqa: PLC0415 - slow, and not for the zoo
+    """Build the training of a transformers model with random weights."""
+    import transformers  # noqa: PLC0415 - slow to import, not needed for the zoo
 
     transformers.utils.logging.set_verbosity_error()
     torch.manual_seed(SEED)
@@ -183,7 +183,7 @@ _TRANSFORMERS: dict[str, Callable[[Any], tuple[nn.Module, _Draw]]] = {
 
 
 class Normed(nn.Module):
-    """Statistics in buffers, dropout and a tied weight, for processes that share a model."""
+    """A model with statistics in buffers, dropout and a shared layer, for distributed training."""
 
     def __init__(self, width: int = 301) -> None:
         super().__init__()
@@ -192,7 +192,6 @@ class Normed(nn.Module):
         self.last = nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits of ten classes."""
         x = torch.relu(self.norm(self.first(x)))
         for layer in (*self.hidden, self.hidden[0]):
             x = x + F.dropout(torch.relu(layer(x)), 0.1, self.training)
@@ -200,7 +199,7 @@ class Normed(nn.Module):
 
 
 def shared_model(rank: int, wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> Training:
-    """Make the training of one of several processes; ``wrap`` is called on its model before the optimizer is made."""
+    """Build the training of one of several processes; ``wrap`` wraps the model before its optimizer is created."""
     torch.manual_seed(SEED)
     model = wrap(Normed())
     torch.manual_seed(SEED + rank)  # for dropout

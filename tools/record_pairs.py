@@ -1,4 +1,4 @@
-"""The pairs of model and budget that the record holds, by model."""
+"""The pairs of model and budget in the record, by model."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Door = Literal["compile", "budget", "plan without a home"]
 
 @dataclass(frozen=True)
 class Pair:
-    """A budget for a model, and how its step runs within it.
+    """A budget for a model, and how its step runs.
 
     Attributes:
-        door: how the step comes under the budget.
+        door: how the step is run.
         budget: as text.
-        home: "host", "disk", or "host 4MiB, disk" for so many bytes of host memory before a disk.
-        search: how hard ``auto`` looks for a plan: ``planning.QUICK``, or its defaults.
+        home: "host", "disk", or e.g. "host 4MiB, disk" for a limited host memory before a disk.
+        search: effort of ``auto``: ``planning.QUICK``, or its defaults.
         split: as for ``compile``.
         kernels: as for ``compile``.
-        recompute: whether a loop may compute again what autograd saves.
+        recompute: whether a loop may recompute saved tensors.
     """
 
     door: Door
@@ -37,7 +37,7 @@ class Pair:
 
     @property
     def name(self) -> str:
-        """The pair in words; no other pair of its model has the same."""
+        """The description of the pair, unique within its model."""
         parts = [self.door, self.budget]
         if self.door == "compile":
             parts.append(f"home {self.home}")
@@ -54,12 +54,12 @@ class Pair:
 
 @dataclass(frozen=True)
 class Group:
-    """A model with its pairs: a file of the record.
+    """A model with its pairs; one file of the record.
 
     Attributes:
-        make: makes the training anew; of several processes, given the rank and what wraps the model.
-        pairs: each run on a training of its own.
-        processes: how many share the model.
+        make: builds a new training; for several processes it takes the rank and a wrapper of the model.
+        pairs: each runs on a new training.
+        processes: number of processes that share the model.
     """
 
     make: Callable[..., Training]
@@ -70,7 +70,7 @@ class Group:
 _GPT: dict[str, Any] = {"layers": 2, "width": 128, "heads": 4, "context": 128, "batch": 4}
 _PICTURES: dict[str, Any] = {"classes": 10, "images": "generated"}
 
-# Those that take longest come first, so that none is left when all others are done.
+# Slowest first, so that no long one starts last.
 GROUPS: Mapping[str, Group] = {
     "densenet121": Group(
         partial(zoo_model, "densenet121", size=64, batch=4, optimizer="momentum", **_PICTURES),

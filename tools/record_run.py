@@ -1,7 +1,7 @@
-"""Runs the pairs of a model and writes down what a comparison needs: step, plan, smallest budget, bits.
+"""Run the pairs of a model and record step, plan, smallest budget and bits.
 
-A process of ``record.py``: it writes a JSON object, by pair. Of several processes that share a model, each is started
-with its rank, and rank 0 writes.
+``record.py`` starts this process, which writes a JSON object by pair. Processes that share a model each get a rank, and
+rank 0 writes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from outofcore.report.machine import this_machine
 from outofcore.transforms.passes import leanest
 from outofcore.units import parse_bytes
 
-# Of a compiled step; a loop is recorded, planned and then follows its plan.
+# Steps of a compiled step and of a loop; a loop needs steps to be recorded and planned.
 STEPS, LOOP_STEPS = 3, 6
 PLAIN = "plain PyTorch"
 _PACKAGES = ("torch", "numpy", "highspy", "transformers")
@@ -52,7 +52,7 @@ Entry = dict[str, Any]
 
 
 def facts() -> dict[str, Any]:
-    """Return what bits depend on, and what plans might."""
+    """Return the facts that bits, and possibly plans, depend on."""
     return {
         "cpu": this_machine().cpu,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -64,7 +64,7 @@ def facts() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Bits:
-    """Losses of some steps and all that they leave, as digests."""
+    """Losses of some steps and digests of all resulting state."""
 
     losses: tuple[float, ...]
     losses_digest: str
@@ -76,9 +76,9 @@ class Recorder:
     """Records the pairs of one model.
 
     Attributes:
-        make: makes the training anew.
-        plain: makes that of plain PyTorch.
-        share: of ``compile``.
+        make: builds a new training.
+        plain: builds the training for plain PyTorch.
+        shard: as for ``compile``.
     """
 
     make: Callable[[], Training]
@@ -102,7 +102,7 @@ class Recorder:
         with fixed_costs():
             training = self.make()
             home = pair.home.rpartition(" ")[2]
-            # Host memory without a limit is as much as the machine has.
+            # Without a limit, host memory would depend on the machine.
             host_budget = pair.home.removeprefix("host ").removesuffix(", disk") if "," in pair.home else "1GiB"
             step = outofcore.compile(
                 training.step,
@@ -190,18 +190,20 @@ class Recorder:
         }
 
     def _compared(self, pair: Pair, bits: Bits, steps: int) -> Entry:
-        """Return the bits with what has the same ones: plain PyTorch, unless the pair asks for bits of its own."""
+        """Return the bits, and the run with equal bits: plain PyTorch, or an earlier pair with the same kernels and
+        split.
+        """
         if steps not in self._plain_bits:
             training = self.plain()
             torch.manual_seed(SEED)
             losses = [training.step(*next(training.batches)).detach().clone() for _ in range(steps)]
             self._plain_bits[steps] = bits_of(training, losses)
-        same = PLAIN if bits == self._plain_bits[steps] else "nothing"
-        if same != PLAIN and (pair.kernels != "eager" or pair.split == "close"):
-            first, own = self._own_bits.setdefault((pair.kernels, pair.split), (pair.name, bits))
-            same = "no other pair" if first == pair.name else first if bits == own else "nothing"
+        equal_to = PLAIN if bits == self._plain_bits[steps] else "nothing"
+        if equal_to != PLAIN and (pair.kernels != "eager" or pair.split == "close"):
+            first, own_bits = self._own_bits.setdefault((pair.kernels, pair.split), (pair.name, bits))
+            equal_to = "no other pair" if first == pair.name else first if bits == own_bits else "nothing"
         return {
-            "equal_to": same,
+            "equal_to": equal_to,
             "losses": [round(loss, 6) for loss in bits.losses],
             "losses_digest": bits.losses_digest,
             "state_digest": bits.state_digest,
@@ -209,13 +211,13 @@ class Recorder:
 
 
 def search_of(pair: Pair) -> SearchParams:
-    """Return the search of a pair."""
+    """Return the search parameters of a pair."""
     params = QUICK if pair.search == "quick" else SearchParams()
     return params if pair.door != "budget" or pair.recompute else replace(params, recompute_changes=0)
 
 
 def step_of(graph: StepGraph, costs: Costs) -> Entry:
-    """Return a step as it was planned."""
+    """Return the entries that describe a planned step."""
     return {
         "ops": len(graph.ops),
         "storages": len(graph.storages),
@@ -228,13 +230,13 @@ def step_of(graph: StepGraph, costs: Costs) -> Entry:
 
 
 def plan_of(graph: StepGraph, planned: Planned) -> Entry:
-    """Return a plan in numbers for people and digests for machines."""
+    """Return a plan as readable numbers and digests."""
     plan, program = planned.plan, planned.program
     instructions = program.instructions
-    copies = [one for one in instructions if isinstance(one, CopyOut | CopyIn)]
+    copies = [instruction for instruction in instructions if isinstance(instruction, CopyOut | CopyIn)]
     gaps = sum(len(gaps_of(graph, s.id)) for s in graph.storages if is_large(s.bytes))
-    made = [decision.residency for decision in plan.decisions]
-    offloaded, recomputed = made.count(Residency.OFFLOAD), made.count(Residency.RECOMPUTE)
+    residencies = [decision.residency for decision in plan.decisions]
+    offloaded, recomputed = residencies.count(Residency.OFFLOAD), residencies.count(Residency.RECOMPUTE)
     return {
         "policy": plan.policy,
         "step_seconds": rounded(planned.timeline.step_seconds),
@@ -243,10 +245,10 @@ def plan_of(graph: StepGraph, planned: Planned) -> Entry:
         "gaps_recomputed": recomputed,
         "gradients_staying": len(plan.staying),
         "instructions": len(instructions),
-        "ops_run_again": sum(isinstance(one, Run) and one.again for one in instructions),
-        "copies_out": sum(isinstance(one, CopyOut) for one in copies),
-        "copies_in": sum(isinstance(one, CopyIn) for one in copies),
-        "copied_bytes": sum(program.blocks[one.block].bytes for one in copies),
+        "ops_run_again": sum(isinstance(instruction, Run) and instruction.again for instruction in instructions),
+        "copies_out": sum(isinstance(instruction, CopyOut) for instruction in copies),
+        "copies_in": sum(isinstance(instruction, CopyIn) for instruction in copies),
+        "copied_bytes": sum(program.blocks[instruction.block].bytes for instruction in copies),
         "arena_bytes": program.arena_bytes,
         "decisions_digest": digest(sorted(_decisions(planned))),
         "instructions_digest": digest(_instructions(program)),
@@ -263,31 +265,31 @@ def _decisions(planned: Planned) -> Iterator[str]:
 
 
 def _instructions(program: Program) -> Iterator[str]:
-    for one in program.instructions:
-        waits = [(wait.queue.value, wait.count, wait.home) for wait in one.waits]
-        if isinstance(one, Run):
-            yield f"run {one.op} {one.blocks} {one.workspace} {one.again} {one.communicates} {waits}"
+    for step in program.instructions:
+        waits = [(wait.queue.value, wait.count, wait.home) for wait in step.waits]
+        if isinstance(step, Run):
+            yield f"run {step.op} {step.blocks} {step.workspace} {step.again} {step.communicates} {waits}"
         else:
-            yield f"{type(one).__name__} {one.block} {one.version} {one.home} {waits}"
+            yield f"{type(step).__name__} {step.block} {step.version} {step.home} {waits}"
     for name in ("results", "staying", "clean"):
         yield f"{name} {getattr(program, name)}"
     yield f"lodgings {[(lodging.storage, lodging.home) for lodging in program.lodgings]}"
 
 
 def rounded(seconds: float) -> float:
-    """Return seconds to nine digits."""
+    """Return seconds rounded to nine digits."""
     return float(f"{seconds:.9g}")
 
 
 def bits_of(training: Training, losses: Sequence[torch.Tensor]) -> Bits:
-    """Return digests of losses, and of parameters, buffers, gradients, optimizer state and the random generator."""
+    """Return digests of losses, parameters, buffers, gradients, optimizer state and the random generator."""
     plain = training.model.module if isinstance(training.model, DistributedDataParallel) else training.model
     state: dict[str, torch.Tensor] = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
     state |= {f"gradient of {name}": p.grad for name, p in plain.named_parameters() if p.grad is not None}
     for number, items in training.optimizer.state_dict()["state"].items():
         state |= {f"{name} of parameter {number}": torch.as_tensor(item) for name, item in items.items()}
     state["random generator"] = torch.get_rng_state()
-    if dist.is_initialized():  # buffers are those of each process
+    if dist.is_initialized():  # buffers differ between processes
         state = {name: tensor for name, tensor in state.items() if name not in dict(plain.named_buffers())}
     return Bits(
         tuple(loss.item() for loss in losses),
@@ -297,64 +299,66 @@ def bits_of(training: Training, losses: Sequence[torch.Tensor]) -> Bits:
 
 
 def tensors_digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return a digest of all bytes of some tensors, with their names, types and shapes."""
-    found = hashlib.sha256()
+    """Return a digest of all bytes of tensors, with names, types and shapes."""
+    digest_of_bytes = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy())
-    return found.hexdigest()[:16]
+        digest_of_bytes.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest_of_bytes.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return digest_of_bytes.hexdigest()[:16]
 
 
 def record_group(group: Group, names: Sequence[str] = ()) -> dict[str, Entry]:
-    """Record the pairs of a group that runs in one process, or those with these names."""
+    """Record the pairs of a group that runs in one process; ``names`` selects pairs."""
     recorder = Recorder(group.make, group.make)
     return {pair.name: recorder.record(pair) for pair in group.pairs if not names or pair.name in names}
 
 
 def record_shared(group: Group, rank: int) -> dict[str, Entry]:
-    """Record the pairs of a group as one of its processes; entries have the bits of all of them."""
+    """Record the pairs of a group as one of its processes; entries have the bits of all processes."""
 
     def replica(model: nn.Module) -> nn.Module:
         return DistributedDataParallel(model, bucket_cap_mb=0.25)
 
     recorder = Recorder(partial(group.make, rank), partial(group.make, rank, replica), shard=True)
-    found = {pair.name: recorder.record(pair) for pair in group.pairs}
-    for entry in found.values():
-        everyone: list[Any] = [None] * group.processes
-        dist.all_gather_object(everyone, entry["bits"])
-        entry["bits"] = {f"rank {number}": bits for number, bits in enumerate(everyone)}
-    return found
+    entries = {pair.name: recorder.record(pair) for pair in group.pairs}
+    for entry in entries.values():
+        bits_of_ranks: list[Any] = [None] * group.processes
+        dist.all_gather_object(bits_of_ranks, entry["bits"])
+        entry["bits"] = {f"rank {number}": bits for number, bits in enumerate(bits_of_ranks)}
+    return entries
 
 
 def main() -> None:
-    """Record a group, as the command line says, and write it to a file."""
+    """Record the group named on the command line."""
     parser = argparse.ArgumentParser(description="Record the pairs of one model.")
     parser.add_argument("group", choices=list(GROUPS))
     parser.add_argument("out", type=Path, help="File for the result.")
-    parser.add_argument("--rank", type=int, help="Rank of this process, where several share the model.")
-    parser.add_argument("--store", help="File in which processes meet.")
-    asked = parser.parse_args()
+    parser.add_argument("--rank", type=int, help="Rank of this process, if several share the model.")
+    parser.add_argument("--store", help="File for the rendezvous of the processes.")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    # Inductor takes kernels from its cache that were compiled for other instructions.
-    kind = f"{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(tempfile.gettempdir(), f"outofcore-record-{os.getuid()}-{kind}"))
-    group = GROUPS[asked.group]
-    if asked.rank is None:
-        found = record_group(group)
+    # Inductor's cache may contain kernels for other instruction sets.
+    cache_key = f"{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(
+        Path(tempfile.gettempdir(), f"outofcore-record-{os.getuid()}-{cache_key}")
+    )
+    group = GROUPS[options.group]
+    if options.rank is None:
+        entries = record_group(group)
     else:
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{asked.store}",
-            rank=asked.rank,
+            init_method=f"file://{options.store}",
+            rank=options.rank,
             world_size=group.processes,
             timeout=timedelta(hours=1),
         )
-        found = record_shared(group, asked.rank)
-    if not asked.rank:
-        asked.out.write_text(json.dumps({"recorded_with": facts(), "pairs": found}, indent=2) + "\n")
-    if asked.rank is not None:
-        # Threads of the group may be at work until the interpreter has ended, and then abort it.
+        entries = record_shared(group, options.rank)
+    if not options.rank:
+        options.out.write_text(json.dumps({"recorded_with": facts(), "pairs": entries}, indent=2) + "\n")
+    if options.rank is not None:
+        # Threads of the process group could abort the interpreter at exit.
         os._exit(0)
 
 

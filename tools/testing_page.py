@@ -1,9 +1,9 @@
-"""Write the counts of the page *How outofcore is tested* (docs/testing.md), between its two markers.
+"""Update the counts of docs/testing.md, between its two markers.
 
     python tools/testing_page.py            # print them
     python tools/testing_page.py --write
 
-Counts come from the sources, from what pytest collects, and from the results that are committed beside them.
+Counts come from the sources, from pytest's collection, and from committed results.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FOLDERS = ("tests/unit", "tests/torch_cpu", "tests/cuda")
 
 
 def lines_in(folder: str, *endings: str) -> int:
-    """Count the lines of all files below a folder with one of these endings."""
+    """Count the lines of files with these endings in a folder."""
     paths = [path for ending in endings for path in (ROOT / folder).rglob(f"*{ending}")]
     return sum(path.read_bytes().count(b"\n") for path in paths)
 
@@ -31,8 +31,8 @@ def lines_in(folder: str, *endings: str) -> int:
 def collected(*options: str) -> dict[str, int]:
     """Count the tests that pytest collects, by folder."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *options, "tests"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    names = [line for line in done.stdout.splitlines() if "::" in line]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    names = [line for line in process.stdout.splitlines() if "::" in line]
     return {folder: sum(name.startswith(folder) for name in names) for folder in FOLDERS}
 
 
@@ -41,16 +41,16 @@ def parsed_tests() -> list[ast.Module]:
 
 
 def assertions_in(modules: Iterable[ast.Module]) -> int:
-    """Count `assert` statements and expected errors (`pytest.raises`)."""
+    """Count ``assert`` statements and ``pytest.raises``."""
     nodes = [node for module in modules for node in ast.walk(module)]
     raises = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr == "raises"]
     return sum(isinstance(node, ast.Assert) for node in nodes) + len(raises)
 
 
 def properties_in(modules: Iterable[ast.Module]) -> int:
-    """Count test functions for which Hypothesis draws the arguments."""
+    """Count test functions with arguments drawn by Hypothesis."""
     functions = [node for module in modules for node in ast.walk(module) if isinstance(node, ast.FunctionDef)]
-    return sum(any(ast.unparse(one).startswith("given(") for one in f.decorator_list) for f in functions)
+    return sum(any(ast.unparse(decorator).startswith("given(") for decorator in f.decorator_list) for f in functions)
 
 
 def recorded_pairs() -> int:
@@ -59,49 +59,49 @@ def recorded_pairs() -> int:
 
 
 def result(name: str) -> dict[str, int]:
-    """Return the counts of a committed result, or none."""
+    """Return the counts of a committed result; empty without the file."""
     path = ROOT / "benchmarks" / "results" / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8"))["counts"] if path.exists() else {}
 
 
 def counts() -> list[tuple[str, str]]:
-    brief, everything = collected(), collected("--exhaustive")
+    brief, exhaustive = collected(), collected("--exhaustive")
     modules = parsed_tests()
     python, native = lines_in("src", ".py"), lines_in("src", ".cpp", ".h")
     tests = lines_in("tests", ".py", ".cpp", ".h")
     mutants, faults = result("mutants"), result("faults")
-    found = [
+    rows = [
         ("Lines of the library", f"{python:,} of Python, {native:,} of C++"),
         ("Lines of tests", f"{tests:,}: {tests / (python + native):.2f} for each line of the library"),
         ("Tests that each change waits for (`make test`)", f"{sum(brief.values()):,}"),
-        ("Tests in all (`make test-all`)", f"{sum(everything.values()):,}"),
-        *((f"… in `{folder}`", f"{brief[folder]:,} of {everything[folder]:,}") for folder in FOLDERS),
+        ("Tests in all (`make test-all`)", f"{sum(exhaustive.values()):,}"),
+        *((f"… in `{folder}`", f"{brief[folder]:,} of {exhaustive[folder]:,}") for folder in FOLDERS),
         ("Assertions and expected errors in their sources", f"{assertions_in(modules):,}"),
         ("Properties that Hypothesis tries to refute", f"{properties_in(modules):,}"),
         ("Pairs of model and budget on record (`make record`)", f"{recorded_pairs():,}"),
     ]
     if mutants:
-        found.append(("Mutants that the tests kill (`make mutants`)", f"{mutants['killed']} of {mutants['mutants']}"))
+        rows.append(("Mutants that the tests kill (`make mutants`)", f"{mutants['killed']} of {mutants['mutants']}"))
     if faults:
-        found.append(("Runs with an injected fault", f"{faults['runs']:,}, of which {faults['failures']} went wrong"))
-    return found
+        rows.append(("Runs with an injected fault", f"{faults['runs']:,}, of which {faults['failures']} went wrong"))
+    return rows
 
 
 def table() -> str:
-    rows = "".join(f"| {what} | {count} |\n" for what, count in counts())
+    rows = "".join(f"| {label} | {count} |\n" for label, count in counts())
     return f"\n| | |\n|---|---:|\n{rows}\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="renew the page")
-    written = table()
+    parser.add_argument("--write", action="store_true", help="update the page")
+    new_table = table()
     if not parser.parse_args().write:
-        print(written)
+        print(new_table)
         return
     text = PAGE.read_text(encoding="utf-8")
     before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
-    PAGE.write_text(before + written + after, encoding="utf-8")
+    PAGE.write_text(before + new_table + after, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Run programs of several threads with native code built for ThreadSanitizer, and print the races that it finds.
+"""Run multithreaded programs with native code built for ThreadSanitizer, and print the races found.
 
-The build also checks the order in which threads take our locks (``locks.h``): a program that breaks it ends.
+The build also checks the lock order (``locks.h``): a program that violates it aborts.
 
-PyTorch, Python and gloo are not instrumented. Races inside them are ignored, and what orders their threads is seen as
-far as it goes through pthreads. ``tests/tsan-suppressions.txt`` names what is left out, and why.
+PyTorch, Python and gloo are not instrumented. Races inside them are ignored; only their synchronization through
+pthreads is visible. ``tests/tsan-suppressions.txt`` lists suppressions with reasons.
 
     python tools/tsan.py                                  # programs of four roles, two seeds each: ten minutes
     python tools/tsan.py --seeds 3 4 -- --roles logger    # arguments of tests/torch_cpu/thread_programs.py
 
-Needs Linux, g++ and its libtsan. The library is kept in ``build/tsan``; reports of races go to ``build/tsan/reports``.
+Needs Linux, g++ and its libtsan. Builds go to ``build/tsan``, race reports to ``build/tsan/reports``.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ SUPPRESSIONS = ROOT / "tests" / "tsan-suppressions.txt"
 FOLDER = ROOT / "build" / "tsan"
 FLAGS = ("-fsanitize=thread", "-O1", "-g", "-fno-omit-frame-pointer", "-DOUTOFCORE_CHECK_LOCKS")
 ROLES = (["loader"], ["logger"], ["teacher"], ["twin"])
-# The innermost frame of ours, as in "#1 evict /path/to/runtime/csrc/follow/blocks.h:512 (outofcore-cpu.so+0x1)".
+# Our innermost frame, as in "#1 evict /path/to/runtime/csrc/follow/blocks.h:512 (outofcore-cpu.so+0x1)".
 FRAME = re.compile(r"#\d+ (.+?) \S*/(csrc/[\w./]+:\d+)")
 
 
 def instrument() -> None:
-    """Have this process build and load the instrumented library."""
+    """Make this process build and load the instrumented library."""
     plain = native._defines
     native._defines = lambda flavor: [*plain(flavor), *FLAGS]
     native._OWN_FLAGS.clear()
@@ -52,8 +52,8 @@ def build() -> None:
 
 
 def libtsan() -> str:
-    told = subprocess.run(["g++", "-print-file-name=libtsan.so"], capture_output=True, text=True, check=True)
-    return str(Path(told.stdout.strip()).resolve())
+    process = subprocess.run(["g++", "-print-file-name=libtsan.so"], capture_output=True, text=True, check=True)
+    return str(Path(process.stdout.strip()).resolve())
 
 
 def run(seed: int, arguments: list[str], seconds: int) -> int:
@@ -73,14 +73,14 @@ def run(seed: int, arguments: list[str], seconds: int) -> int:
         "TSAN_OPTIONS": " ".join(f"{name}={value}" for name, value in options.items()),
         "OMP_NUM_THREADS": "1",
     }
-    # Randomised addresses may collide with the shadow memory.
+    # Randomised addresses can collide with the shadow memory.
     command = ["setarch", "-R", sys.executable, __file__, "--inside", PROGRAMS, "--inline", str(seed), *arguments]
     command += ["--limit", str(seconds)]
     return subprocess.run(command, env=environment, check=False).returncode
 
 
 def race_of(report: str) -> str:
-    """Name a report by its kind and the innermost lines of ours."""
+    """Name a report by its kind and our innermost lines."""
     kind = re.search(r"ThreadSanitizer: (.+?) \(pid", report)
     stacks = re.split(r"\n\s*\n", report)
     lines = [f"{m[1].split('(')[0][-40:]} {m[2]}" for m in map(FRAME.search, stacks) if m]
@@ -89,8 +89,8 @@ def race_of(report: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Look for data races in native code.")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="seeds of the programs; 0 1")
-    parser.add_argument("--seconds", type=int, default=240, help="seconds after which a program hangs; 240")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="seeds of the programs (default: 0 1)")
+    parser.add_argument("--seconds", type=int, default=240, help="time limit of a program in seconds (default: 240)")
     parser.add_argument("programs", nargs="*", help="arguments of thread_programs.py, after --")
     options = parser.parse_args()
     os.environ["XDG_CACHE_HOME"] = str(FOLDER)
@@ -101,20 +101,20 @@ def main() -> int:
     for arguments in kinds:
         for seed in options.seeds:
             print(f"seed {seed} {' '.join(arguments)}: exit status {run(seed, arguments, options.seconds)}", flush=True)
-    found: collections.Counter[str] = collections.Counter()
+    races: collections.Counter[str] = collections.Counter()
     for path in (FOLDER / "reports").iterdir():
-        found.update(map(race_of, path.read_text(errors="replace").split("==================\n")[1::2]))
-    for race, count in found.most_common():
+        races.update(map(race_of, path.read_text(errors="replace").split("==================\n")[1::2]))
+    for race, count in races.most_common():
         print(f"{count:4} {race}")
-    print(f"{found.total()} reports of {len(found)} kinds, in {FOLDER / 'reports'}")
-    return bool(found)
+    print(f"{races.total()} reports of {len(races)} kinds, in {FOLDER / 'reports'}")
+    return bool(races)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--inside"]:
         instrument()
         sys.path.insert(0, str(PROGRAMS.parent))
-        import thread_programs  # type: ignore[import-not-found] - it lies beside the tests
+        import thread_programs  # type: ignore[import-not-found] - in tests/torch_cpu
 
         sys.exit(thread_programs.main(sys.argv[3:]))
     sys.exit(main())

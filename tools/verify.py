@@ -1,15 +1,14 @@
-"""Run programs that other people wrote, unedited, within a budget and by plain Python, and compare them bit for bit.
+"""Run other projects' programs unedited, within a budget and by plain Python, and compare them bit for bit.
 
     python tools/verify.py FOLDER                  # every program whose source is in FOLDER
     python tools/verify.py FOLDER --only nanoGPT,trl --rounds 2
 
-Each program runs in a fresh copy of its folder: by ``python``, by ``outofcore run`` with a budget that holds everything
-(for its peak in core), and by ``outofcore run`` with a small budget. Everything that it prints, except times, must be
-the same, and its exit status, and the bytes of the files that it saves. Of a test suite the outcome of each test must
-be the same. A program whose source or packages are missing is skipped; the reason is printed.
+Each program runs in a fresh copy of its folder: by ``python``, by ``outofcore run`` with a large budget (for its
+in-core peak), and by ``outofcore run`` with a small budget. Output except times, exit status and saved files must be
+equal; for a test suite, the outcome of each test. Programs with missing sources or packages are skipped with a reason.
 
-Prints a line for each program, and writes ``verified.json`` and ``verified.md`` to ``benchmarks/results``. Exits with 1
-if any program differs. ``verify_programs.py`` lists the programs.
+Prints a line per program, and writes ``verified.json`` and ``verified.md`` to ``benchmarks/results``. Exits with status
+1 if a program differs. ``verify_programs.py`` lists the programs.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from verify_programs import PROGRAMS, Program
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
-# What differs between two runs of the same program: numbers before or after a unit of time, and temporary folders.
+# Masks for differences between runs of the same program: times, and temporary folders.
 _MASKS = (
     (re.compile(r" *\d+(\.\d+)?(?= ?(ms|s|sec|seconds)\b)"), " T"),
     (re.compile(r"(?<=ms/batch )\s*\d+(\.\d+)?"), "T"),
@@ -64,14 +63,14 @@ _SUMMARY = re.compile(
 
 @dataclass(frozen=True)
 class Side:
-    """What one run of a program did.
+    """One run of a program.
 
     Attributes:
         status: exit status; None if the run exceeded its time limit.
         output: masked standard output.
-        outcomes: of each test of a test suite.
-        files: digests of the files that it saved.
-        peak, out, back: bytes of the summary of ``outofcore run``: in use at most, evicted, fetched.
+        outcomes: outcome of each test of a test suite.
+        files: digests of saved files.
+        peak, out, back: peak, evicted and fetched bytes in the summary of ``outofcore run``.
         error: the end of standard error.
     """
 
@@ -87,7 +86,7 @@ class Side:
 
 
 def mask(line: str) -> str:
-    """Replace what depends on the clock, and temporary folders.
+    """Mask times and temporary folders in a line of output.
 
     >>> mask("iter 5: loss 3.4441, time 17119.93ms, mfu 0.01%")
     'iter 5: loss 3.4441, time Tms, mfu T'
@@ -98,7 +97,7 @@ def mask(line: str) -> str:
 
 
 def outcomes_of(report: str) -> dict[str, str]:
-    """Return the outcome of each test by its name, from a report of pytest as JUnit's XML."""
+    """Return the outcome of each test by name, from a JUnit XML report of pytest."""
     outcomes: dict[str, str] = {}
     for case in ElementTree.fromstring(report).iter("testcase"):
         kinds = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
@@ -107,31 +106,34 @@ def outcomes_of(report: str) -> dict[str, str]:
 
 
 def summary_of(error: str) -> tuple[int, int, int]:
-    """Return peak, evicted and fetched bytes of the summary that ``outofcore run`` prints; zeros without one."""
-    found = _SUMMARY.search(error)
-    texts = found.group("peak", "out", "back") if found else ("0 B", "0 B", "0 B")
+    """Return peak, evicted and fetched bytes of the ``outofcore run`` summary; zeros without one."""
+    match = _SUMMARY.search(error)
+    texts = match.group("peak", "out", "back") if match else ("0 B", "0 B", "0 B")
     peak, out, back = (0 if text == "0 B" else parse_bytes(text) for text in texts)
     return peak, out, back
 
 
 def difference(plain: Side, other: Side) -> str:
-    """Describe the first difference between two runs; empty if they are the same."""
+    """Describe the first difference between two runs; empty if they are equal."""
     if other.status is None:
         return f"no end after {other.seconds:.0f} s"
     for number, (line, text) in enumerate(itertools.zip_longest(plain.output, other.output), start=1):
         if line != text:
             return f"line {number}: {line!r} became {text!r}"
-    for what, ours, theirs in (("test", plain.outcomes, other.outcomes), ("file", plain.files, other.files)):
-        for name in sorted({*ours, *theirs}):
-            if ours.get(name) != theirs.get(name):
-                return f"{what} {name}: {ours.get(name, 'missing')} became {theirs.get(name, 'missing')}"
+    for kind, plain_items, other_items in (
+        ("test", plain.outcomes, other.outcomes),
+        ("file", plain.files, other.files),
+    ):
+        for name in sorted({*plain_items, *other_items}):
+            if plain_items.get(name) != other_items.get(name):
+                return f"{kind} {name}: {plain_items.get(name, 'missing')} became {other_items.get(name, 'missing')}"
     if plain.status != other.status:
         return f"exit status {plain.status} became {other.status}"
     return ""
 
 
 def failure(program: Program, plain: Side) -> str:
-    """Describe why a run by plain Python is nothing to compare with; empty if it is."""
+    """Describe why a run by plain Python is not a valid reference; empty if it is."""
     if plain.status is None:
         return f"plain Python did not end in {plain.seconds:.0f} s"
     if program.lines is not None:
@@ -143,7 +145,7 @@ def failure(program: Program, plain: Side) -> str:
 
 
 def missing(program: Program, folder: Path) -> str:
-    """Return why a program cannot run here and what to do; empty if it can."""
+    """Return the action that a program needs before it can run; empty if it can run."""
     if program.repository and not (folder / program.source / program.folder).is_dir():
         return f"clone github.com/{program.repository} to FOLDER/{program.source}"
     lacking = [name for name in program.packages if importlib.util.find_spec(name) is None]
@@ -151,16 +153,16 @@ def missing(program: Program, folder: Path) -> str:
 
 
 def work_copy(program: Program, folder: Path, place: Path) -> None:
-    """Copy what a program consists of, give it its data, and prepare it; the user's folder stays as it is."""
+    """Copy a program's folder, add its data and prepare it."""
     shutil.rmtree(place, ignore_errors=True)
     if not program.repository:
         place.mkdir()
         return
     shutil.copytree(folder / program.source / program.folder, place, ignore=shutil.ignore_patterns(".git"))
     for target, candidates in program.data.items():
-        found = [folder / each for each in candidates if (folder / each).is_file()]
-        if found and not (place / target).exists():
-            shutil.copyfile(found[0], place / target)
+        existing = [folder / candidate for candidate in candidates if (folder / candidate).is_file()]
+        if existing and not (place / target).exists():
+            shutil.copyfile(existing[0], place / target)
     for command in program.prepare:
         subprocess.run(
             [sys.executable, *command], cwd=place, check=True, capture_output=True, env=_environment(program)
@@ -169,8 +171,8 @@ def work_copy(program: Program, folder: Path, place: Path) -> None:
 
 def _environment(program: Program) -> dict[str, str]:
     paths = [*program.search, *filter(None, [os.environ.get("PYTHONPATH")])]
-    ours = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
-    return {**os.environ, **ours, **program.environment}
+    variables = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **variables, **program.environment}
 
 
 def run(program: Program, place: Path, budget: str | None, limit: float) -> Side:
@@ -178,16 +180,17 @@ def run(program: Program, place: Path, budget: str | None, limit: float) -> Side
     report = place.with_suffix(".xml")
     report.unlink(missing_ok=True)
     tests = [f"--junitxml={report}", "-p", "no:randomly", "-p", "no:cacheprovider"] if program.is_suite else []
-    ours = [] if budget is None else ["-m", "outofcore", "run", "--budget", budget]
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would theirs
-    began = time.perf_counter()
+    launcher = [] if budget is None else ["-m", "outofcore", "run", "--budget", budget]
+    # A background job of a shell ignores SIGINT, and its children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    start = time.perf_counter()
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         process = subprocess.Popen(
-            [sys.executable, *ours, *program.command, *tests],
+            [sys.executable, *launcher, *program.command, *tests],
             cwd=place, env=_environment(program), stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace",
             start_new_session=True,
         )  # fmt: skip
-        deadline = threading.Timer(limit, os.killpg, (process.pid, signal.SIGKILL))  # with the workers of its loaders
+        deadline = threading.Timer(limit, os.killpg, (process.pid, signal.SIGKILL))  # kills loader workers, too
         deadline.start()
         lines: list[str] = []
         assert process.stdout is not None
@@ -202,7 +205,7 @@ def run(program: Program, place: Path, budget: str | None, limit: float) -> Side
             deadline.cancel()
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         errors.seek(0)
         error = errors.read()
     peak, out, back = summary_of(error)
@@ -225,7 +228,7 @@ def run(program: Program, place: Path, budget: str | None, limit: float) -> Side
 
 @dataclass(frozen=True)
 class Verified:
-    """A line of the table. Times are medians; ``ratio`` is the median over rounds of the time within, by plain's."""
+    """A row of the table. Times are medians; ``ratio`` is the median over rounds of budgeted over plain time."""
 
     command: str
     commit: str
@@ -244,44 +247,45 @@ class Verified:
 
 
 def verify(program: Program, folder: Path, rounds: int, limit: float) -> Verified:
-    """Run all sides of a program in turns."""
+    """Run a program in all settings, in turns."""
     commit, load = _commit(folder / program.source) if program.repository else "", os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="outofcore-verify-") as scratch:
         place = Path(scratch) / program.name.replace("/", "-").replace(" ", "-")
         sides: list[Side] = []
-        holding = f"{this_machine().memory_bytes * 3 // 4}B"
-        for budget in (*(None, program.budget) * rounds, holding):
+        large_budget = f"{this_machine().memory_bytes * 3 // 4}B"
+        for budget in (*(None, program.budget) * rounds, large_budget):
             work_copy(program, folder, place)
             sides.append(run(program, place, budget, limit))
             if sides[-1].status is None:
                 break
-    plain, within, held = sides[: 2 * rounds : 2], sides[1 : 2 * rounds : 2], sides[2 * rounds :]
-    found = failure(program, plain[0]) or next(filter(None, (difference(plain[0], side) for side in sides[1:])), "")
-    if found:
+    plain, budgeted, in_core = sides[: 2 * rounds : 2], sides[1 : 2 * rounds : 2], sides[2 * rounds :]
+    mismatch = failure(program, plain[0]) or next(filter(None, (difference(plain[0], side) for side in sides[1:])), "")
+    if mismatch:
         print("\n".join(side.error for side in sides), file=sys.stderr)
     return Verified(
-        command=" ".join(Path(each).name if Path(each).is_absolute() else each for each in program.command),
+        command=" ".join(Path(part).name if Path(part).is_absolute() else part for part in program.command),
         commit=commit,
         budget=parse_bytes(program.budget),
-        in_core_peak=held[0].peak if held else 0,
-        peak=max((side.peak for side in within), default=0),
-        evicted=within[-1].out if within else 0,
-        fetched=within[-1].back if within else 0,
+        in_core_peak=in_core[0].peak if in_core else 0,
+        peak=max((side.peak for side in budgeted), default=0),
+        evicted=budgeted[-1].out if budgeted else 0,
+        fetched=budgeted[-1].back if budgeted else 0,
         plain_seconds=statistics.median(side.seconds for side in plain),
-        seconds=statistics.median([side.seconds for side in within] or [0]),
-        ratio=statistics.median([b.seconds / a.seconds for a, b in zip(plain, within, strict=False)] or [0]),
+        seconds=statistics.median([side.seconds for side in budgeted] or [0]),
+        ratio=statistics.median([b.seconds / a.seconds for a, b in zip(plain, budgeted, strict=False)] or [0]),
         rounds=rounds,
         compared=compared(plain[0]),
-        difference=found,
+        difference=mismatch,
         load=load,
     )
 
 
 def compared(side: Side) -> str:
-    """Say what there was to compare: ``12 lines, 2 files``, or ``40 tests: 38 passed, 2 skipped``."""
+    """Describe the compared items: ``12 lines, 2 files``, or ``40 tests: 38 passed, 2 skipped``."""
     if side.outcomes:
         counts = [
-            (sum(one == kind for one in side.outcomes.values()), kind) for kind in dict.fromkeys(side.outcomes.values())
+            (sum(outcome == kind for outcome in side.outcomes.values()), kind)
+            for kind in dict.fromkeys(side.outcomes.values())
         ]
         return f"{len(side.outcomes)} tests: " + ", ".join(f"{count} {kind}" for count, kind in counts)
     files = f", {len(side.files)} file{'s' * (len(side.files) > 1)}" if side.files else ""
@@ -289,14 +293,14 @@ def compared(side: Side) -> str:
 
 
 def _commit(checkout: Path) -> str:
-    done = subprocess.run(
+    process = subprocess.run(
         ["git", "-C", str(checkout), "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=False
     )
-    return done.stdout.strip()
+    return process.stdout.strip()
 
 
 def line_of(name: str, row: Mapping[str, Any]) -> str:
-    """Return the line that is printed for a program."""
+    """Return the printed line of a program."""
     return (
         f"{name:<24} {format_bytes(row['in_core_peak']):>9} in core, {format_bytes(row['peak']):>9} of "
         f"{format_bytes(row['budget']):>9}, {row['plain_seconds']:6.1f} s plain, {row['ratio']:5.2f} times that; "
@@ -311,21 +315,22 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
-        at = f" at {row['commit']}" if row["commit"] else ""
+        commit = f" at {row['commit']}" if row["commit"] else ""
         lines.append(
-            f"| {name}{at} | `{row['command']}` | {format_bytes(row['in_core_peak'])} → {format_bytes(row['peak'])} "
-            f"({format_bytes(row['budget'])}) | {format_bytes(row['evicted'])}, {format_bytes(row['fetched'])} "
+            f"| {name}{commit} | `{row['command']}` | {format_bytes(row['in_core_peak'])} → "
+            f"{format_bytes(row['peak'])} ({format_bytes(row['budget'])}) "
+            f"| {format_bytes(row['evicted'])}, {format_bytes(row['fetched'])} "
             f"| {row['ratio']:.2f} | {row['compared']} | {row['difference'] or 'same'} |"
         )
     return "\n".join(lines) + "\n"
 
 
 def write(rows: Mapping[str, Verified], folder: Path) -> None:
-    """Write the results; rows of programs that did not run now stay, with their own date and machine."""
+    """Write the results; rows of programs that did not run keep their date and machine."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "verified.json"
-    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    about = {
+    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    circumstances = {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": asdict(this_machine()),
         "versions": {
@@ -334,31 +339,37 @@ def write(rows: Mapping[str, Verified], folder: Path) -> None:
             if importlib.util.find_spec(name)
         },
     }
-    kept |= {name: asdict(row) | about for name, row in rows.items()}
-    kept = {program.name: kept[program.name] for program in PROGRAMS if program.name in kept}
-    path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    results |= {name: asdict(row) | circumstances for name, row in rows.items()}
+    results = {program.name: results[program.name] for program in PROGRAMS if program.name in results}
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     (folder / "verified.md").write_text(
         "# Programs of other people, within a budget\n\n"
-        "Made by `make verify`; see [the page](../../docs/verified.md).\n\n" + table(kept),
+        "Made by `make verify`; see [the page](../../docs/verified.md).\n\n" + table(results),
         encoding="utf-8",
     )
 
 
 def main() -> int:
-    """Run the programs that are here; return the exit status."""
+    """Run the available programs; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "folder", type=Path, nargs="?", default=Path("foreign"), help="where the repositories are cloned"
+        "folder",
+        type=Path,
+        nargs="?",
+        default=Path("foreign"),
+        help="folder with the cloned repositories (default: foreign)",
     )
-    parser.add_argument("--only", default="", help="names of programs, separated by commas; parts of names do")
-    parser.add_argument("--rounds", type=int, default=1, help="runs of each side")
-    parser.add_argument("--limit", type=float, default=1200, help="seconds that one run may take")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder that results are written to")
+    parser.add_argument(
+        "--only", default="", help="programs to run: parts of names, separated by commas (default: all)"
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="number of runs in each setting (default: 1)")
+    parser.add_argument("--limit", type=float, default=1200, help="time limit of one run in seconds (default: 1200)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the results")
     options = parser.parse_args()
-    wanted = [part for part in options.only.split(",") if part]
+    name_parts = [part for part in options.only.split(",") if part]
     rows: dict[str, Verified] = {}
     for program in PROGRAMS:
-        if wanted and not any(part in program.name for part in wanted):
+        if name_parts and not any(part in program.name for part in name_parts):
             continue
         if reason := missing(program, options.folder):
             print(f"{program.name:<24} skipped: {reason}", flush=True)

@@ -1,4 +1,4 @@
-"""The programs of ``verify.py``: commands of other people's projects, with budgets below what they need."""
+"""The programs of ``verify.py``: commands of other projects, with budgets below their need."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _TRAINERS = str(_HERE / "verify_trainers.py")
 
 @dataclass(frozen=True)
 class Program:
-    """A command, what it needs, and what of it is compared.
+    """A command, its requirements, and the items to compare.
 
     Attributes:
-        command: what follows ``python``.
-        budget: for all its tensors.
-        repository: on GitHub; empty for our own script around somebody's package.
-        source: the folder that it is cloned to.
-        folder: the one in it where the command runs, and of which a copy is made.
+        command: arguments of ``python``.
+        budget: memory budget.
+        repository: on GitHub; empty for our own script around a package.
+        source: folder of the clone.
+        folder: folder in the clone that is copied and in which the command runs.
         packages: modules that must be importable.
-        data: files that are copied if the program has none, by their places in the copy.
+        data: candidate source files by target path, copied if the target is missing.
         prepare: commands that run before it, by plain Python.
         search: folders for the module search path.
         environment: further variables.
-        files: patterns of the files that it saves.
-        lines: of standard output after which it is interrupted; None runs it to its end.
+        files: patterns of saved files.
+        lines: number of output lines after which it is interrupted; None: run to the end.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Program:
         return self.command[:2] == ("-m", "pytest")
 
 
-def _example(folder: str, *command: str, budget: str, name: str = "", **more: object) -> Program:
+def _example(folder: str, *command: str, budget: str, name: str = "", **fields: object) -> Program:
     return Program(
         f"examples/{name or folder}",
         command,
@@ -57,7 +57,7 @@ def _example(folder: str, *command: str, budget: str, name: str = "", **more: ob
         "pytorch/examples",
         "examples",
         folder,
-        **more,  # type: ignore[arg-type]
+        **fields,  # type: ignore[arg-type]
     )
 
 
@@ -124,7 +124,7 @@ PROGRAMS = (
         lines=3,
         packages=("matplotlib",),
         prepare=(("generate_sine_wave.py",),),
-        environment={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"},  # it loads an array of NumPy
+        environment={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"},  # it loads a NumPy array
     ),
     _example("reinforcement_learning", "reinforce.py", budget="2MiB", packages=("gymnasium",), lines=8),
     _example(

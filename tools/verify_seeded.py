@@ -1,4 +1,4 @@
-"""Seed every source of chance, and then run a script that does not: ``python verify_seeded.py SCRIPT [ARGUMENTS]``."""
+"""Seed all random generators and run a script: ``python verify_seeded.py SCRIPT [ARGUMENTS]``."""
 
 import random
 import runpy
@@ -16,7 +16,7 @@ try:
 except ImportError:
     pass
 else:
-    monai.utils.set_determinism(0)  # its transforms draw from generators of their own
+    monai.utils.set_determinism(0)  # its transforms use their own generators
 
 del sys.argv[0]
 sys.path[0] = str(Path(sys.argv[0]).resolve().parent)

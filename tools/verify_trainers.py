@@ -1,9 +1,9 @@
-"""Three trainers of other projects, each on a small model, as their own first examples call them: one loop by its name.
+"""Three trainers of other projects on small models, used as in their first examples.
 
     python tools/verify_trainers.py transformers
 
 ``tools/verify.py`` runs them by plain Python and within a budget. They print every logged number exactly, and a digest
-of the trained parameters. Nothing here knows of ``outofcore``.
+of the trained parameters. This file does not use ``outofcore``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORDS = 500
 
 
 def small_gpt() -> Any:
-    """Make a GPT-2 of 15 million parameters."""
+    """Build a GPT-2 with 15 million parameters."""
     import transformers
 
     transformers.set_seed(0)
@@ -37,9 +37,9 @@ def small_gpt() -> Any:
 
 
 def logs_of(trainer: Any) -> list[str]:
-    """Return the logged numbers, without those that depend on the clock."""
-    kept = ("loss", "grad_norm", "eval_loss", "mean_token_accuracy", "entropy")
-    return [f"{name} {entry[name]!r}" for entry in trainer.state.log_history for name in kept if name in entry]
+    """Return the logged numbers, without times and rates."""
+    names = ("loss", "grad_norm", "eval_loss", "mean_token_accuracy", "entropy")
+    return [f"{name} {entry[name]!r}" for entry in trainer.state.log_history for name in names if name in entry]
 
 
 def train_transformers(folder: str) -> tuple[nn.Module, list[str]]:
@@ -66,7 +66,7 @@ def train_transformers(folder: str) -> tuple[nn.Module, list[str]]:
 
 
 def train_trl(folder: str) -> tuple[nn.Module, list[str]]:
-    """Fine-tune with TRL's SFTTrainer on texts of various lengths, each character a token."""
+    """Fine-tune with TRL's SFTTrainer on texts of various lengths, with one token per character."""
     import datasets
     import tokenizers
     import transformers
@@ -95,7 +95,7 @@ def train_trl(folder: str) -> tuple[nn.Module, list[str]]:
 
 
 def train_lightning(folder: str) -> tuple[nn.Module, list[str]]:
-    """Train an autoencoder with Lightning, clipping and accumulating gradients."""
+    """Train an autoencoder with Lightning, with gradient clipping and accumulation."""
     import lightning
 
     class AutoEncoder(lightning.LightningModule):
@@ -132,7 +132,7 @@ TRAINERS: dict[str, Callable[[str], tuple[nn.Module, list[str]]]] = {
 
 
 def digest(model: nn.Module) -> str:
-    """Return a digest of all parameters and buffers, bit for bit."""
+    """Return a digest of all parameters and buffers."""
     hashed = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         hashed.update(name.encode() + tensor.detach().contiguous().numpy().tobytes())

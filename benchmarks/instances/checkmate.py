@@ -1,22 +1,21 @@
-"""Steps with the schedules that Checkmate and MONeT found for them, from the repository ``utsaslab/monet-schedules``.
+"""Steps with Checkmate's and MONeT's published schedules, from the repository ``utsaslab/monet-schedules``.
 
 MONeT's authors (Shah et al., ICLR 2021) ran Checkmate's integer program (Jain et al., MLSys 2020) on five networks for
-up to 24 hours each, on costs measured on a P100 with 16 GB. Checkmate's model of a step is simple enough that our
-planner can solve the very same problem, so that step times can be compared:
+up to 24 hours each, with costs measured on a P100 with 16 GB. Our planner can solve the same problem, because
+Checkmate's model of a step is simple:
 
-* A node is an op that makes one storage; an edge says which storages an op reads. There are no workspaces. Sizes are
-  whole KiB and times whole multiples of 10 µs, as the solver rounded them.
-* Parameters, their gradients and the input are counted beforehand, and taken from the budget.
-* Nothing can be offloaded.
+* A node is an op that creates one storage; an edge is a read. There are no workspaces. The solver rounded sizes to KiB
+and times to multiples of 10 µs.
+* Parameters, their gradients and the input are subtracted from the budget beforehand.
+* Offloading is impossible.
 
-One thing differs: Checkmate adds up bytes, and we find addresses too.
+One thing differs: Checkmate adds up bytes, while our plans also have addresses.
 
-For GoogleNet the schedules themselves are large, so the objectives are read from the solver's logs: it solved four of
-six budgets. MONeT's own solutions for the same network, which may run ReLU in place but use no other implementations
-of operators, stand beside them. The overheads in MONeT's README choose among implementations of convolutions as well,
-which is another problem.
+For GoogleNet, the objectives are read from the solver's logs, which solved four of six budgets. MONeT's own solutions
+for this network are also compared. They may run ReLU in place but use no other operator implementations. The overheads
+in MONeT's README also choose among convolution implementations, which is a different problem.
 
-The files are pickles. They are read without running anything that they name: see ``load_pickle``.
+The files are pickles; ``load_pickle`` reads them without running their code.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.graphfile import GraphFile
 
 REPOSITORY = "monet-schedules"
-# Folders and files of the networks, and the budgets in GiB for which the solver found a schedule.
+# Folder and file of each network, and the budgets in GiB for which the solver found a schedule.
 _NETWORKS = {
     "MobileNetV2": ("mobilenet_272", "mobilenet_v2_272", range(5, 11)),
     "ResNet-50": ("r50_184", "resnet50_184", range(5, 11)),
     "U-Net": ("unet_11", "un_11", range(5, 11)),
     "VGG-16": ("vgg16_176", "vgg16_176", range(8, 11)),
 }
-_TICKS = 100_000  # in a second: the unit of time of the solver
+_TICKS = 100_000  # the solver's time units per second
 _OBJECTIVE = re.compile(r"^Best objective ([0-9.e+]+), best bound ([0-9.e+]+)", re.MULTILINE)
 
 CASES = {f"{network} {gib} GB": (network, gib) for network, (_, _, budgets) in _NETWORKS.items() for gib in budgets}
@@ -52,10 +51,10 @@ GOOGLENET_CASES = {f"GoogleNet {gib} GB": gib for gib in range(5, 11)}
 
 
 class Inert:
-    """What stands in for an object of any foreign class: its state, and nothing that runs."""
+    """A stub for an object of any foreign class: it stores state and has no behaviour."""
 
     def __new__(cls, *_: object) -> Inert:
-        """Take whatever the class would be called with."""
+        """Accept the arguments of any class."""
         return super().__new__(cls)
 
     def __setstate__(self, state: object) -> None:
@@ -64,12 +63,12 @@ class Inert:
 
 
 class _Dtype(Inert):
-    """A type of numbers, such as "f8"."""
+    """A stub for a numpy dtype, such as "f8"."""
 
     def __new__(cls, code: str, *_: object) -> _Dtype:
-        made = object.__new__(cls)
-        made.__dict__["code"] = code
-        return made
+        dtype = object.__new__(cls)
+        dtype.__dict__["code"] = code
+        return dtype
 
 
 def _decode_scalar(dtype: _Dtype, data: bytes) -> float:
@@ -81,7 +80,7 @@ def _make_array(*_: object) -> Inert:
 
 
 def _make_nested(_: type, name: str) -> type[Inert]:
-    """Stand in for ``getattr``, by which pickles name classes within classes."""
+    """Replace ``getattr``, with which pickles look up nested classes."""
     return type(name, (Inert,), {})
 
 
@@ -100,25 +99,25 @@ _FOREIGN = re.compile(r"(monet|checkmate)\.[\w.]+|__main__")
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        known = _HARMLESS.get((module_name, global_name))
-        if known is not None:
-            return known
+        harmless = _HARMLESS.get((module_name, global_name))
+        if harmless is not None:
+            return harmless
         if _FOREIGN.fullmatch(module_name) and global_name.isidentifier():
             return type(global_name, (Inert,), {})
-        raise pickle.UnpicklingError(f"the pickle names {module_name}.{global_name}, which is not read")
+        raise pickle.UnpicklingError(f"the pickle refers to {module_name}.{global_name}, which is not allowed")
 
 
 def load_pickle(data: bytes) -> Any:
-    """Read a pickle of MONeT's without running code of it, its classes or numpy: foreign objects become ``Inert``.
+    """Load a pickle of MONeT's without running its code; foreign objects become ``Inert``.
 
     Raises:
-        pickle.UnpicklingError: it names something other than MONeT's own classes, arrays and plain containers.
+        pickle.UnpicklingError: the pickle refers to anything but MONeT's classes, arrays and plain containers.
     """
     return _Unpickler(io.BytesIO(data)).load()
 
 
 def make_graph(nodes: Mapping[int, Any], edges: Sequence[Sequence[int]], milliseconds: Sequence[float]) -> GraphFile:
-    """Make a graph file of Checkmate's model of a step: what each node takes, and which it reads."""
+    """Return the graph file of Checkmate's model of a step."""
     reads: dict[int, dict[int, None]] = {node: {} for node in nodes}
     for source, node, *_ in edges:
         reads[node][source] = None
@@ -126,36 +125,36 @@ def make_graph(nodes: Mapping[int, Any], edges: Sequence[Sequence[int]], millise
     ops = tuple(Op(k, str(nodes[k].op), tuple(reads[k]), (), (k,)) for k in sorted(nodes))
     graph = StepGraph(storages, ops)
     graph.check()
-    return GraphFile.of(graph, Costs(tuple(OpCost(round(each * 100) / _TICKS) for each in milliseconds)))
+    return GraphFile.of(graph, Costs(tuple(OpCost(round(duration * 100) / _TICKS) for duration in milliseconds)))
 
 
 def _compute_budget(gib: int, nodes: Mapping[int, Any]) -> int:
-    """Return the bytes that the solver leaves for what the ops make."""
+    """Return the bytes that the solver's budget leaves for results of ops."""
     return (gib << 30) - round(nodes[max(nodes)].fixed_mem / 1024) * 1024
 
 
 def read_instance(clone: Clone, case: str) -> Instance:
-    """Read one of ``CASES``, with the step that Checkmate's schedule takes."""
+    """Read one of ``CASES``, with the step time of Checkmate's schedule."""
     network, gib = CASES[case]
     folder, file, _ = _NETWORKS[network]
     name = f"checkmate_{folder}_24hr/checkmate_solution_{file}_normal_{gib}.00.pkl"
     problem, solution = load_pickle(clone.read(name))
     nodes = problem.nodes
-    made = make_graph(nodes, problem.edge_list, [nodes[k].workspace_compute[0] for k in sorted(nodes)])
-    return Instance(case, _compute_budget(gib, nodes), made, {"Checkmate": solution.runtime_expected / _TICKS})
+    graph_file = make_graph(nodes, problem.edge_list, [nodes[k].workspace_compute[0] for k in sorted(nodes)])
+    return Instance(case, _compute_budget(gib, nodes), graph_file, {"Checkmate": solution.runtime_expected / _TICKS})
 
 
 def read_googlenet(clone: Clone, case: str) -> Instance:
-    """Read one of ``GOOGLENET_CASES``: Checkmate's step where its solver found a schedule, and MONeT's."""
+    """Read one of ``GOOGLENET_CASES``, with MONeT's step time, and Checkmate's where it found a schedule."""
     gib = GOOGLENET_CASES[case]
     problem, solution = load_pickle(
         clone.read(f"monet_googlenet_320_24hr/solution_googlenet_320_inplace_normal_{gib}.00.pkl")
     )
     _, milliseconds, *_ = load_pickle(clone.read("cost_googlenet_320_normal.pkl"))
     nodes = problem.nodes
-    made = make_graph(nodes, problem.edge_list, [milliseconds[k][0] for k in sorted(nodes)])
+    graph_file = make_graph(nodes, problem.edge_list, [milliseconds[k][0] for k in sorted(nodes)])
     log = clone.read(f"checkmate_googlenet_320_24hr/checkmate_googlenet_normal_320_{gib:02}").decode()
     solved = _OBJECTIVE.search(log)
     published = {"Checkmate": float(solved[1]) / _TICKS} if solved else {}
     published["MONeT, ReLU in place"] = float(solution.runtime_expected) / _TICKS
-    return replace(Instance(case, _compute_budget(gib, nodes), made), published=published)
+    return replace(Instance(case, _compute_budget(gib, nodes), graph_file), published=published)

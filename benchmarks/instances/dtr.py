@@ -1,16 +1,16 @@
 """Logged training steps of DTR (Kirisame et al., ICLR 2021), from the repository ``uwsampl/dtr-prototype``.
 
-``simrd/logs.zip`` holds eight steps as DTR's prototype logged them on a Titan V: calls with their times, sizes and
-aliases. DTR's simulator runs them within shares of their peak; the paper shows the slowdowns as curves (figure 2), and
-the repository stores no numbers of them. Those in ``SLOWDOWNS`` are what its simulator gives for h_DTR, the paper's
-best heuristic, run as its ``run_pareto_paper`` does at commit eff53cc: ``RuntimeV2EagerOptimized`` with ``DTR()``.
+``simrd/logs.zip`` contains eight steps that DTR's prototype logged on a Titan V: calls with times, sizes and aliases.
+DTR's simulator runs them within shares of their peak. The paper shows the slowdowns as curves (figure 2), and the
+repository has no numbers. ``SLOWDOWNS`` are results of its simulator for h_DTR, the paper's best heuristic, as in
+``run_pareto_paper`` at commit eff53cc: ``RuntimeV2EagerOptimized`` with ``DTR()``.
 
-The graph is the simulator's model of a step: constants stay on the device, an op that mutates makes another storage
-from what it mutates, what still has a reference in the end is there in the end, and nothing can be offloaded. Views,
-which take some microseconds each, are no ops here; so published seconds are the slowdown times the seconds of our ops.
+The graph is the simulator's model of a step. Constants stay on the device, and a mutating op creates a new storage.
+Storages that are still referenced at the end are outputs, and offloading is impossible. Views, which take some
+microseconds each, are not ops; published seconds are the slowdown times the seconds of our ops.
 
-In our favour: a storage is free here after its last use, and there once the program releases it. For the peak this
-makes a difference of 0.1 % in convolutional networks, 1 % in the GAN, 5 % in the Transformer, a quarter in both LSTMs.
+One difference favours us: here a storage is free after its last use, in DTR when the program releases it. The peak
+differs by 0.1 % in convolutional networks, 1 % in the GAN, 5 % in the Transformer, and a quarter in both LSTMs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from outofcore.graphfile import GraphFile
 
 REPOSITORY = "dtr-prototype"
 _SHARES = (0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # of the peak
-# The peak in bytes, and the slowdowns at those of these shares at which the simulator ends within twice the time.
+# Peak in bytes, and the slowdowns at the shares that the simulator completes within twice the time.
 SLOWDOWNS = {
     "DenseNet-121 (84)": (11_020_749_360, (1.10356, 1.14139, 1.17635, 1.27145, 1.44648, 1.67943)),
     "InceptionV4 (64)": (11_245_348_984, (1.04979, 1.06841, 1.09187, 1.13056, 1.21892)),
@@ -49,10 +49,10 @@ CASES = {
 
 
 def convert_log(lines: Iterable[Mapping[str, Any]]) -> GraphFile:
-    """Make a graph of the instructions of a log, from the last mark of a step's start on.
+    """Convert a log to a graph, starting at the last mark of a step's start.
 
     Raises:
-        GraphError: the instructions contradict each other.
+        GraphError: the instructions are inconsistent.
     """
     log = list(lines)
     starts = [i for i, line in enumerate(log) if line.get("ANNOTATION") == "START"]
@@ -83,20 +83,23 @@ def convert_log(lines: Iterable[Mapping[str, Any]]) -> GraphFile:
             case "RELEASE" if line["NAME"] in of_name:
                 references[of_name.pop(line["NAME"])] -= 1
             case "CALL" | "MUTATE":
-                given = [of_name[name] for name in line["ARGS"]]
+                arguments = [of_name[name] for name in line["ARGS"]]
                 if line["INSTRUCTION"] == "MUTATE":
-                    made = {
-                        line["ARGS"][i]: make(storages[given[i]].bytes, StorageKind.ACTIVATION) for i in line["MUTATE"]
+                    created_by_name = {
+                        line["ARGS"][i]: make(storages[arguments[i]].bytes, StorageKind.ACTIVATION)
+                        for i in line["MUTATE"]
                     }
-                    viewed = {}
+                    aliased = {}
                 else:
                     fresh = [name for name in line["RESULT"] if aliases[name] < 0]
-                    made = {name: make(sizes[name], StorageKind.ACTIVATION) for name in fresh}
-                    viewed = {name: given[aliases[name]] for name in line["RESULT"] if aliases[name] >= 0}
-                for name, storage in (made | viewed).items():
+                    created_by_name = {name: make(sizes[name], StorageKind.ACTIVATION) for name in fresh}
+                    aliased = {name: arguments[aliases[name]] for name in line["RESULT"] if aliases[name] >= 0}
+                for name, storage in (created_by_name | aliased).items():
                     point(name, storage)
-                if made:
-                    ops.append(Op(len(ops), line["NAME"], tuple(dict.fromkeys(given)), (), tuple(made.values())))
+                if created_by_name:
+                    ops.append(
+                        Op(len(ops), line["NAME"], tuple(dict.fromkeys(arguments)), (), tuple(created_by_name.values()))
+                    )
                     costs.append(OpCost(int(line["TIME"]) / 1e9))
             case _:
                 pass
@@ -107,7 +110,7 @@ def convert_log(lines: Iterable[Mapping[str, Any]]) -> GraphFile:
 
 
 def read_instance(clone: Clone, case: str) -> Instance:
-    """Read one of ``CASES``, with the step time that DTR's slowdown gives."""
+    """Read one of ``CASES``, with the step time of DTR's slowdown."""
     name, budget, slowdown = CASES[case]
     with zipfile.ZipFile(io.BytesIO(clone.read("simrd/logs.zip"))) as archive:
         models = json.loads(archive.read("logs/manifest.json"))["models"]

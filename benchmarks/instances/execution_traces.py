@@ -1,27 +1,27 @@
 """Training steps from PyTorch's execution traces, such as those in the repository ``facebookresearch/param``.
 
 A trace (``torch.profiler.ExecutionTraceObserver``) lists the calls of one run as a tree, with the storage, offset and
-size of every tensor that they take and return. From it, one step becomes a graph:
+size of every tensor argument and result. One step becomes a graph:
 
-* **Ops** are the lowest calls that compute. A call is left whole if its children only allocate and view, or read less
-  than it does itself; else its children stand for it. Views, allocations and reads of sizes or single values are no
-  ops. What a whole call allocates and does not return is its workspace.
-  Calls in a row that work on lists of tensors, as optimizers make them, become one op for each place in the lists.
-* **Storages** go by the ids of the trace. An id is that of an address, and serves again once its memory is freed: a
-  call that allocates it, or returns it without having been given it, begins another storage. Tensors in host memory
-  are left out. A storage that is first filled in by several ops is created by the first.
-* **Mutation** is what the schema of the operator marks with "!", and the running statistics of batch norm. ``fill_``,
-  ``zero_``, ``copy_`` and ``out=`` overwrite a storage where the tensor covers all of it.
-* **What exists before the step** is told apart by its use: written by the optimizer, and read elsewhere, it is a
-  parameter, else optimizer state; read there, and written elsewhere, a gradient; all else that is written, a buffer.
-  What is only read is an input if it holds integers or its id serves again, else a buffer. Optimizer state that the
-  first step makes is taken as having been there.
+* **Ops** are the lowest calls that compute. A call is one op if its children only allocate and view, or read less than
+the call itself; otherwise its children are the ops. Views, allocations and reads of sizes or scalars are not ops.
+Memory that an op allocates and does not return is its workspace. Consecutive calls on lists of tensors, as in
+optimizers, become one op per list position.
+* **Storages** are the ids of the trace. An id is an address and is reused after a free: a call that allocates it, or
+returns it without receiving it, begins another storage. Tensors in host memory are ignored. A storage that several ops
+fill is created by the first.
+* **Mutations** are the arguments that the operator's schema marks with "!", and running statistics of batch norm.
+``fill_``, ``zero_``, ``copy_`` and ``out=`` overwrite a storage if the tensor covers all of it.
+* **Storages that exist before the step** are classified by use. Written by the optimizer: a parameter if read
+elsewhere, else optimizer state. Written elsewhere: a gradient if the optimizer reads it, else a buffer. Only read: an
+input if it has integers or its id is reused, else a buffer. Optimizer state that the first step creates counts as
+existing.
 
-Limits: the trace says nothing of time, so ops take what a roofline says for a device (``outofcore.presets``).
-Published kernel times are of other runs. Collectives are ordinary ops, and copies from host memory take no longer than
-others. The step is the one that ran: shapes and branches are fixed, and a gradient that lasts until the next step frees
-it is free after its last use. Collectives, updates and copies from host memory do not run again; all other ops may, as
-in a captured step. How large a storage is that exists before the step is known only from its tensors.
+Limits: traces have no times, so ops cost a roofline on a device (``outofcore.presets``). Published kernel times are of
+    other runs. Collectives are ordinary ops; copies from host memory cost the same as others. Shapes and branches are
+    those of the traced step. A gradient that is freed in the next step is free after its last use. Collectives, updates
+    and copies from host memory are not rerunnable; all other ops are. The size of a storage that exists before the step
+    is known only from its tensors.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from outofcore.planning import in_core_budget, smallest_budget
 from outofcore.presets import Device, Number, Work, device
 
 REPOSITORY = "param"
-_DEVICE = "v100-16gb-pcie3"  # whose link carries 12 GB/s each way
+_DEVICE = "v100-16gb-pcie3"  # 12 GB/s in each direction of the link
 _FOLDER = "et_replay/tests/inputs/"
-# Files, and the call that holds one step in the steady state, or nearly so; none: all calls.
+# Files, and the call that contains one step near the steady state; empty: all calls.
 _TRACES = {
     "ResNet-50": ("resnet_et.json.gz", "ProfilerStep#7"),
     "GPT-2": ("hf_GPT2_et.json.tar.gz", "ProfilerStep#0"),
@@ -63,7 +63,7 @@ CASES = {
 }
 
 _ALLOCATIONS = {"aten::empty", "aten::empty_strided", "aten::resize_"}
-# Calls that compute nothing, beyond those whose schema says that they return a view.
+# Calls that do not compute, besides those whose schema returns a view.
 _FREE = _ALLOCATIONS | {
     "aten::_local_scalar_dense",
     "aten::_unsafe_view",
@@ -74,10 +74,10 @@ _FREE = _ALLOCATIONS | {
     "aten::unflatten_dense_tensors",
 }
 _ZEROS = {"aten::zeros", "aten::zeros_like"}
-_LIKE = {"aten::zeros_like", "aten::ones_like", "aten::full_like"}  # what they are given says no more than a shape
+_LIKE = {"aten::zeros_like", "aten::ones_like", "aten::full_like"}  # their input only provides a shape
 _OVERWRITING = {"aten::fill_", "aten::zero_", "aten::copy_"}
 _BATCH_NORMS = {"aten::cudnn_batch_norm", "aten::native_batch_norm", "aten::miopen_batch_norm"}
-_RUNNING = (3, 4)  # which of their arguments are running statistics
+_RUNNING = (3, 4)  # positions of the running statistics in their arguments
 _RANDOM = {"aten::native_dropout", "aten::bernoulli_", "aten::normal_", "aten::uniform_", "aten::random_"}
 _COLLECTIVE = "record_param_comms"
 _PRODUCTS = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "aten::bmm": (0, 1)}
@@ -85,15 +85,15 @@ _CONVOLUTIONS = {"aten::cudnn_convolution", "aten::convolution_overrideable", "a
 
 
 class _Tensor(NamedTuple):
-    """A tensor on the device, as one call names it."""
+    """A tensor on the device, as an argument or result of a call."""
 
     storage: int
-    offset: int  # in elements, as is ``size``
+    offset: int  # in elements, like ``size``
     size: int
-    item: int  # bytes of an element
+    item: int  # bytes per element
     dtype: str
     argument: int
-    place: int  # in the list that is the argument
+    place: int  # index in a list argument
     shape: tuple[int, ...]
 
     @property
@@ -114,14 +114,14 @@ class _Call:
     children: list[_Call] = field(default_factory=list["_Call"])
 
     def below(self) -> Iterator[_Call]:
-        """Yield all calls that it makes, directly or not."""
+        """Yield all calls made by this call, directly or indirectly."""
         for child in self.children:
             yield child
             yield from child.below()
 
     @cached_property
     def written(self) -> frozenset[int]:
-        """Which arguments it writes in place."""
+        """Return the positions of the arguments that the call mutates."""
         if self.name == _COLLECTIVE:
             return frozenset(tensor.argument for tensor in self.inputs)
         marked = frozenset(i for i, text in enumerate(_split_arguments(self.schema)) if "!" in text)
@@ -129,12 +129,12 @@ class _Call:
 
     @property
     def is_upload(self) -> bool:
-        """Whether it copies from host memory."""
+        """Return whether the call copies from host memory."""
         return self.name == "aten::copy_" and len(self.inputs) < 2
 
     @cached_property
     def computes(self) -> bool:
-        """Whether it, or a call below it, computes something on the device."""
+        """Return whether the call computes a result on the device."""
         if self.name == _COLLECTIVE:
             return bool(self.inputs)
         if not self.name.startswith("aten::") or self.name in _FREE or _returns_view(self.schema):
@@ -143,22 +143,22 @@ class _Call:
 
     @cached_property
     def is_op(self) -> bool:
-        """Whether it is an op of the graph: it computes, and its children do not do all of that."""
-        parts = [call for call in self.below() if call.computes]
-        read = {tensor.storage for call in parts for tensor in call.inputs}
+        """Return whether the call is one op of the graph: its children do not do all of its work."""
+        computing_children = [call for call in self.below() if call.computes]
+        read = {tensor.storage for call in computing_children for tensor in call.inputs}
         read |= {tensor.storage for tensor in self.inputs if self.name in _LIKE}
-        return self.computes and (not parts or not {tensor.storage for tensor in self.inputs} <= read)
+        return self.computes and (not computing_children or not {tensor.storage for tensor in self.inputs} <= read)
 
 
 def _is_update(call: _Call, calls: Mapping[int, _Call]) -> bool:
-    """Return whether the optimizer makes a call."""
+    """Return whether a call runs inside an optimizer step."""
     while call.parent in calls and call.parent != call.id and not call.name.startswith("Optimizer.step"):
         call = calls[call.parent]
     return call.name.startswith("Optimizer.step")
 
 
 def _split_arguments(schema: str) -> list[str]:
-    """Split the arguments of an operator's schema, of which types may hold commas in brackets."""
+    """Split the arguments of an operator's schema; types may contain commas in brackets."""
     inside = schema[schema.find("(") + 1 : schema.rfind(") ->")]
     return re.split(r", (?![^\[(]*[\])])", inside.replace("*, ", ""))
 
@@ -169,32 +169,32 @@ def _returns_view(schema: str) -> bool:
 
 
 def _find_tensors(values: Sequence[Any], types: Sequence[str], shapes: Sequence[Any]) -> Iterator[_Tensor]:
-    """Yield the tensors on the device among arguments, lists of tensors taken apart."""
+    """Yield the tensors on the device among arguments, including those in lists."""
     for argument, (value, kind, shape) in enumerate(zip(values, types, shapes, strict=False)):
         if kind.startswith("GenericList[Tensor"):
             kinds = kind[len("GenericList[") : -1].split(",")
-            for each in _find_tensors(value, kinds, shape):
-                yield each._replace(argument=argument, place=each.argument)
+            for tensor in _find_tensors(value, kinds, shape):
+                yield tensor._replace(argument=argument, place=tensor.argument)
         elif kind.startswith("Tensor("):
-            _, storage, offset, size, item, where = value
-            if size and item and where.startswith("cuda"):
+            _, storage, offset, size, item, device_name = value
+            if size and item and device_name.startswith("cuda"):
                 yield _Tensor(storage, offset, size, item, kind[7:-1], argument, 0, tuple(shape))
 
 
 def read_calls(trace: Mapping[str, Any]) -> dict[int, _Call]:
-    """Read the calls of a trace of any version of the format since 1.0.1, with their children in order."""
+    """Read the calls of a trace of format 1.0.1 or later, with their children in order."""
     calls: dict[int, _Call] = {}
     for node in sorted(trace["nodes"], key=lambda node: node["id"]):
         if "attrs" in node:
-            given = {each["name"]: each["value"] for each in node["attrs"]}
-            parent, schema = node["ctrl_deps"], given.get("op_schema", "")
+            attributes = {attribute["name"]: attribute["value"] for attribute in node["attrs"]}
+            parent, schema = node["ctrl_deps"], attributes.get("op_schema", "")
             inputs, outputs = (
-                [node[way][key] for key in ("values", "types", "shapes")] for way in ("inputs", "outputs")
+                [node[direction][key] for key in ("values", "types", "shapes")] for direction in ("inputs", "outputs")
             )
         else:
             parent, schema = node["parent"], node["op_schema"]
             inputs, outputs = (
-                [node[f"{way}{key}"] for key in ("s", "_types", "_shapes")] for way in ("input", "output")
+                [node[f"{direction}{key}"] for key in ("s", "_types", "_shapes")] for direction in ("input", "output")
             )
         call = _Call(node["id"], parent, node["name"], schema, [*_find_tensors(*inputs)], [*_find_tensors(*outputs)])
         calls[call.id] = call
@@ -205,19 +205,19 @@ def read_calls(trace: Mapping[str, Any]) -> dict[int, _Call]:
 
 @dataclass
 class _Lifetime:
-    """A storage in the making."""
+    """A storage under construction."""
 
     bytes: int
     dtype: str
-    exists: bool  # before the step
-    pending: bool = False  # allocated, and nothing written yet
-    reused: bool = False  # the trace gives its id to another one
+    exists: bool  # the storage exists before the step
+    pending: bool = False  # allocated and not yet written
+    reused: bool = False  # its id is reused by another storage
     kind: StorageKind | None = None
-    written: set[bool] = field(default_factory=set[bool])  # whether by the optimizer
-    used: set[bool] = field(default_factory=set[bool])  # likewise
+    written: set[bool] = field(default_factory=set[bool])  # True: by the optimizer; False: elsewhere
+    used: set[bool] = field(default_factory=set[bool])  # as for ``written``
 
     def classify(self) -> StorageKind:
-        """Return the kind that its use speaks for."""
+        """Return the kind that the storage's uses imply."""
         if self.kind is not None or not self.exists:
             return self.kind or StorageKind.ACTIVATION
         if self.reused:
@@ -230,7 +230,7 @@ class _Lifetime:
 
 
 def _join(number: int, ops: Sequence[Op]) -> Op:
-    """Make one op of several in a row."""
+    """Join consecutive ops into one."""
     reads, mutates, creates = dict[int, None](), dict[int, None](), dict[int, None]()
     for op in ops:
         reads |= dict.fromkeys(s for s in op.reads if s not in creates and (s in reads or s not in mutates))
@@ -240,17 +240,17 @@ def _join(number: int, ops: Sequence[Op]) -> Op:
 
 
 class _Builder:
-    """Makes a graph of calls, in the order in which they began."""
+    """Builds a graph from calls in start order."""
 
     def __init__(self, target: Device) -> None:
         self.target = target
         self.lifetimes: list[_Lifetime] = []
-        self.current: dict[int, int] = {}  # the lifetime that an id of the trace stands for
+        self.current: dict[int, int] = {}  # current lifetime of each storage id
         self.ops: list[Op] = []
         self.costs: list[OpCost] = []
 
     def begin(self, tensor: _Tensor, *, exists: bool = False, pending: bool = False) -> int:
-        """Begin another lifetime of a storage's id."""
+        """Begin another lifetime of a storage id."""
         if tensor.storage in self.current:
             self.lifetimes[self.current[tensor.storage]].reused = True
         self.lifetimes.append(_Lifetime(tensor.bytes + tensor.offset * tensor.item, tensor.dtype, exists, pending))
@@ -258,7 +258,7 @@ class _Builder:
         return self.current[tensor.storage]
 
     def find(self, tensor: _Tensor) -> int:
-        """Return the lifetime of a tensor that a call is given."""
+        """Return the lifetime of an argument."""
         if tensor.storage not in self.current:
             return self.begin(tensor, exists=True)
         lifetime = self.lifetimes[self.current[tensor.storage]]
@@ -267,7 +267,7 @@ class _Builder:
         return self.current[tensor.storage]
 
     def build(self, calls: Mapping[int, _Call], first: int, last: float) -> GraphFile:
-        """Make a graph of the calls with ids from ``first`` up to ``last``, in the order in which they began."""
+        """Build a graph of the calls with ids from ``first`` up to ``last``."""
         covered: set[int] = set()
         updates: list[_Call] = []
         for call in calls.values():
@@ -275,7 +275,7 @@ class _Builder:
                 continue
             if call.is_op and call.name.startswith("aten::_foreach_"):
                 updates.append(call)
-                covered |= {each.id for each in call.below()}
+                covered |= {child.id for child in call.below()}
                 continue
             if call.is_op:
                 self.add_updates(updates)
@@ -288,16 +288,16 @@ class _Builder:
             else:
                 self.allocate(call)
                 continue
-            covered |= {each.id for each in call.below()}
+            covered |= {child.id for child in call.below()}
         self.add_updates(updates)
         return self.finish()
 
     def add_updates(self, calls: list[_Call]) -> None:
-        """Add calls in a row that work on lists, as one op for each place in the lists; empties ``calls``."""
-        for place in sorted({tensor.place for call in calls for tensor in call.inputs}):
+        """Add consecutive calls on lists as one op per list position, and clear ``calls``."""
+        for index in sorted({tensor.place for call in calls for tensor in call.inputs}):
             begin = len(self.ops)
             for call in calls:
-                inputs, outputs = ([t for t in way if t.place == place] for way in (call.inputs, call.outputs))
+                inputs, outputs = ([t for t in tensors if t.place == index] for tensors in (call.inputs, call.outputs))
                 if inputs:
                     self.add(replace(call, inputs=inputs, outputs=outputs, children=[]), updating=True)
             ops, costs = self.ops[begin:], self.costs[begin:]
@@ -307,24 +307,24 @@ class _Builder:
         calls.clear()
 
     def allocate(self, call: _Call) -> list[int]:
-        """Begin what a call allocates, if that is all that it does."""
+        """Begin the storages of a call that only allocates."""
         if call.name not in _ALLOCATIONS or call.children:
             return []
-        given = {tensor.storage for tensor in call.inputs}
-        return [self.begin(tensor, pending=True) for tensor in call.outputs if tensor.storage not in given]
+        argument_ids = {tensor.storage for tensor in call.inputs}
+        return [self.begin(tensor, pending=True) for tensor in call.outputs if tensor.storage not in argument_ids]
 
     def add(self, call: _Call, updating: bool) -> None:
         """Add an op."""
-        given = {tensor: self.find(tensor) for tensor in call.inputs}
-        of_id = {tensor.storage: lifetime for tensor, lifetime in given.items()}
-        inner = [lifetime for each in call.below() for lifetime in self.allocate(each)]
+        arguments = {tensor: self.find(tensor) for tensor in call.inputs}
+        of_id = {tensor.storage: lifetime for tensor, lifetime in arguments.items()}
+        inner = [lifetime for child in call.below() for lifetime in self.allocate(child)]
         returned: dict[int, None] = {}
         for tensor in call.outputs:
             if tensor.storage not in of_id:
-                begun = self.current.get(tensor.storage)
-                returned[begun if begun in inner else self.begin(tensor, pending=True)] = None  # type: ignore[index]
+                current_lifetime = self.current.get(tensor.storage)
+                returned[current_lifetime if current_lifetime in inner else self.begin(tensor, pending=True)] = None  # type: ignore[index]
         reads, mutates, discards = dict[int, None](), dict[int, None](), dict[int, None]()
-        for tensor, lifetime in given.items():
+        for tensor, lifetime in arguments.items():
             data = self.lifetimes[lifetime]
             writes = tensor.argument in call.written
             if data.pending:
@@ -357,7 +357,7 @@ class _Builder:
                 discards=tuple(discards),
             )
         )
-        workspace = sum(self.lifetimes[each].bytes for each in inner if each not in returned)
+        workspace = sum(self.lifetimes[child].bytes for child in inner if child not in returned)
         self.costs.append(OpCost(estimate_seconds(call, self.target), workspace))
 
     def finish(self) -> GraphFile:
@@ -369,7 +369,8 @@ class _Builder:
             for index, lifetime in enumerate(touched)
         )
         ops = tuple(
-            replace(op, **{key: tuple(number[each] for each in getattr(op, key)) for key in _FIELDS}) for op in self.ops
+            replace(op, **{key: tuple(number[lifetime_id] for lifetime_id in getattr(op, key)) for key in _FIELDS})
+            for op in self.ops
         )
         graph = StepGraph(storages, ops)
         costs = Costs(tuple(self.costs), (self.target.home(),))
@@ -382,7 +383,7 @@ _FIELDS = ("reads", "mutates", "creates", "discards")
 
 
 def estimate_seconds(call: _Call, target: Device) -> float:
-    """Estimate the seconds of a call on a device, from its bytes and, of products and convolutions, its operations."""
+    """Estimate a call's seconds from its bytes and, for products and convolutions, its operations."""
     moved = sum(t.bytes for t in call.inputs + call.outputs) + sum(
         t.bytes for t in call.inputs if t.argument in call.written
     )
@@ -403,17 +404,17 @@ def estimate_seconds(call: _Call, target: Device) -> float:
 
 
 def convert_trace(trace: Mapping[str, Any], step: str = "", target: str = _DEVICE) -> GraphFile:
-    """Make a graph of one step of a trace.
+    """Convert one step of a trace to a graph.
 
     Args:
         trace: the decoded JSON.
-        step: the name of the call that holds the step; later calls of other threads belong to it, up to the next step.
+        step: name of the call that contains the step; later calls of other threads belong to it, up to the next step.
             Empty: the whole trace.
         target: a device of ``outofcore.presets``, for times and the home.
 
     Raises:
-        GraphError: the calls contradict each other.
-        ValueError: no call has the name.
+        GraphError: the calls are inconsistent.
+        ValueError: no call has this name.
     """
     calls = read_calls(trace)
     first, last = 0, math.inf
@@ -428,7 +429,7 @@ def convert_trace(trace: Mapping[str, Any], step: str = "", target: str = _DEVIC
 
 
 def _decode(name: str, data: bytes) -> Any:
-    """Decode a file that is compressed, and may be an archive of one."""
+    """Decode a gzip file or a tar.gz archive with one JSON file."""
     text = gzip.decompress(data)
     if name.endswith(".tar.gz"):
         with tarfile.open(fileobj=io.BytesIO(text)) as archive:
@@ -440,14 +441,14 @@ def _decode(name: str, data: bytes) -> Any:
 def read_instance(clone: Clone, case: str) -> Instance:
     """Read one of ``CASES``.
 
-    With a home the budget is a share of the peak in core. Without, it lies at that share of the way from the smallest
-    that has a plan up to the peak: what lasts cannot leave then, nor can gradients that wait for the optimizer.
+    With a home, the budget is a share of the in-core peak. Without, it is at that share between the smallest budget and
+    the peak, because persistent state and waiting gradients cannot be evicted.
     """
     name, share, home = CASES[case]
     path, step = _TRACES[name]
     file = convert_trace(_decode(path, clone.read(_FOLDER + path)), step)
-    peak, least = in_core_budget(file.graph, file.costs), 0
+    peak, lower = in_core_budget(file.graph, file.costs), 0
     if not home:
         file = replace(file, costs=replace(file.costs, homes=()))
-        least = smallest_budget(file.graph, file.costs)
-    return Instance(case, int(least + (peak - least) * share), file)
+        lower = smallest_budget(file.graph, file.costs)
+    return Instance(case, int(lower + (peak - lower) * share), file)

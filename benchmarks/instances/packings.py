@@ -1,9 +1,7 @@
-"""Lifetimes of buffers to place, which ``cappadokes/idealloc`` publishes: most are training steps under MindSpore.
+"""Buffer lifetimes published in ``cappadokes/idealloc``, mostly of training steps under MindSpore.
 
-The files are as MiniMalloc's, so that ``outofcore.cli.pack`` reads them as they are; what lasts from ``lower`` until
-``upper`` shares no bytes with what overlaps it by more than a moment. They name no capacity. The bytes that live at
-once, the load, are a bound from below, which not every instance can reach. Some files were removed again later, and are
-read from the commits that had them.
+The files have MiniMalloc's format, which ``outofcore.cli.pack`` reads. They name no capacity. The peak of live bytes is
+a lower bound, which some instances cannot reach. Files that were removed later are read from earlier commits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What converters of published instances share: an instance, and reading files from clones of repositories."""
+"""Published instances, and reading their files from git clones."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from outofcore.graphfile import GraphFile
 
 @dataclass(frozen=True)
 class Instance:
-    """A step from elsewhere, a budget, and what others publish for it.
+    """A published step with a budget and published results.
 
     Attributes:
-        name: for people.
+        name: label in tables.
         budget: bytes.
         file: the step with its costs.
-        published: seconds of a step by who found them; the first is what we compare with.
+        published: step seconds by publisher; the first is the reference.
     """
 
     name: str
@@ -28,18 +28,18 @@ class Instance:
 
 @dataclass(frozen=True)
 class Clone:
-    """A git clone, bare or not, of which files are read as they are committed."""
+    """A git clone, bare or not, whose committed files are read."""
 
     path: Path
 
     def read(self, name: str, commit: str = "HEAD") -> bytes:
-        """Read a file.
+        """Return the content of a file.
 
         Raises:
-            FileNotFoundError: the commit or the file is not there.
+            FileNotFoundError: the commit or the file does not exist.
         """
         command = ["git", "-C", str(self.path), "show", f"{commit}:{name}"]
-        done = subprocess.run(command, capture_output=True, check=False)
-        if done.returncode:
-            raise FileNotFoundError(f"{self.path} has no {name} at {commit}: {done.stderr.decode().strip()}")
-        return done.stdout
+        process = subprocess.run(command, capture_output=True, check=False)
+        if process.returncode:
+            raise FileNotFoundError(f"{self.path} has no {name} at {commit}: {process.stderr.decode().strip()}")
+        return process.stdout

@@ -1,8 +1,8 @@
-"""The best plan of a small step, by exact search: what plans are measured against in ``small.py`` and in tests.
+"""Find the optimal plan of a small step by exact search, as a reference for ``small.py`` and tests.
 
-- ``prices``: a lower bound, and what each choice adds to it at least.
-- ``moment``, ``fluid``: states of the search, and what may follow on each.
-- ``reach``: the states to start from, and the plan that a path stands for.
+- ``prices``: a lower bound, and the minimum cost that each choice adds.
+- ``moment``, ``fluid``: search states and their successors.
+- ``reach``: initial states, and the plan of a finished path.
 - ``exact``: the search.
 """
 

@@ -1,32 +1,30 @@
-"""The best plan for a small graph, proved: a search over all choices and all orders of taking room.
+"""Exact search for the optimal plan of a small graph, over all choices and all orders of allocation.
 
-What a gap's bytes do, and when its copies run, is decided together, op by op, by best-first branch and bound
-(Land & Doig 1960). The model (``fluid``) is that of the simulator with memory as a fluid: a copy or an op starts when
-enough bytes are free, wherever they lie. So a placed program can only be slower than the same choices are there.
+Best-first branch and bound (Land & Doig 1960) decides residencies and copy times together, op by op. The model
+(``fluid``) is the simulator's, with memory as a fluid: a copy or an op starts when enough bytes are free, regardless of
+addresses. A placed program is therefore never faster than the same choices in the model.
 
-A partial schedule is left where another has made the same choices and is nowhere later, or where it cannot beat
-the best known. How good it may still become is bounded by
+A partial schedule is pruned if another schedule with the same choices is nowhere later, or if it cannot beat the best
+known plan. Its lower bound combines:
 
-- the linear program of ``prices``: its least step time, and for each gap and choice the reduced cost, by which
-  any schedule with that choice is at least longer;
-- compute: what is done, and the ops that are left, what was dropped once more among them;
-- the copies-in that are due: in the order of their uses, which is the best for this, each after those before it,
-  and after it the ops from its use on.
+- the linear program of ``prices``: its optimum, plus the reduced cost of each choice made;
+- compute: elapsed time, the remaining ops, and one rerun of each dropped storage's writer;
+- due copies-in, in the order of their uses, each followed by the ops from that use on.
 
-The optimum is one over schedules in which
+The optimum covers schedules in which
 
-- each gap of a large storage is kept, offloaded or recomputed as a whole; from one op to the very next it is kept;
-- values leave right after the use that begins their gap; what is needed later comes back before what is needed
-  sooner only where it can start sooner;
-- what runs again is not preceded by copies-in for it before the op in front of it has started;
-- what is dropped is computed again right before an op that uses it, or on the way to something else that is;
-- what is made again reads from a block that is being copied out only while that copy lasts;
-- while ops run again no copies-in start but those that they read, except during the last of them;
-- gradients that the step leaves go home as all outputs do (see ``planning.resident_gradients``);
-- all goes to the first home, and addresses do not matter.
+- a gap of a large storage is kept, offloaded or recomputed as a whole, and kept if the uses are adjacent ops;
+- values are evicted right after the use that begins their gap, and a later-needed value is fetched first only if its
+  copy can start sooner;
+- copies-in for a rerun start no earlier than the preceding op;
+- a dropped value is recomputed right before an op that uses it, or as an input of another rerun;
+- a rerun reads a block that is being copied out only during that copy;
+- during reruns only their own inputs are copied in, except during the last one;
+- gradients left by the step go home like all outputs (see ``planning.resident_gradients``);
+- the first home is used, and addresses are ignored.
 
-Beyond some 30 ops, or a dozen gaps that compete for room, the search may not end within its limit: then there is still
-a bound that is proved.
+Beyond about 30 ops, or a dozen gaps that compete for room, the search may hit its limit; the result is then a proven
+lower bound.
 """
 
 from __future__ import annotations
@@ -43,21 +41,21 @@ from outofcore.costs import Costs
 from outofcore.graph import StepGraph
 from outofcore.plan import Plan
 
-# Two step times that differ by less than this share are the same.
+# Step times within this relative difference are equal.
 _TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
 class Optimum:
-    """What the search found.
+    """The result of the search.
 
     Attributes:
-        lower_seconds: no schedule of the class takes less.
-        seconds: of the best schedule found, in which addresses do not matter; None: none within what was asked for.
-        plans: plans that do what it does, the literal one first, then with room taken as early as there is some to
-            spare. As placed, they may take longer.
-        proved: whether nothing better is left to be found.
-        looked_at: partial schedules.
+        lower_seconds: lower bound on every schedule of the class.
+        seconds: of the best schedule, ignoring addresses; None if the search found none.
+        plans: plans of that schedule: the literal one, then one with room taken as early as possible. Placed plans may
+            take longer.
+        proved: whether the result is proven optimal.
+        looked_at: number of partial schedules examined.
     """
 
     lower_seconds: float
@@ -70,25 +68,21 @@ class Optimum:
 def optimum(
     graph: StepGraph, costs: Costs, budget: int, *, known: float | None = None, effort: int = 100_000
 ) -> Optimum | None:
-    """Search for the best plan.
+    """Search for the optimal plan.
 
     Args:
-        graph: the step.
-        costs: measured or assumed.
-        budget: bytes of the arena.
-        known: seconds of a plan that is there already; only better ones are looked for.
-        effort: how many partial schedules to look at.
+        known: seconds of a known plan; only faster plans are searched.
+        effort: maximum number of partial schedules to examine.
 
     Returns:
-        None if no plan can hold the step within the budget. With several homes the best plan for the first of them,
-        and no proof.
+        None if no plan fits the budget. With several homes, the best plan for the first home, without a proof.
     """
     priced = prices(graph, costs, budget)
     if priced is None:
         return None
     best = _Search(Fluid.of(graph, costs, budget), priced, known, effort).run(budget)
     if len(costs.homes) > 1:
-        # The links of other homes could be used at the same time.
+        # Using the other homes' links concurrently could be faster.
         return replace(best, lower_seconds=costs.compute_seconds, proved=False)
     return best
 
@@ -104,7 +98,7 @@ class _Search:
         order = count()
         limit = float("inf") if self.known is None else self.known * (1 - _TOLERANCE)
         queue: list[tuple[float, int, int, Moment]] = []
-        seen: dict[tuple[object, ...], list[Moment]] = defaultdict(list)
+        visited: dict[tuple[object, ...], list[Moment]] = defaultdict(list)
         looked_at = 0
 
         def offer(moment: Moment) -> None:
@@ -112,32 +106,32 @@ class _Search:
             if bound >= limit:
                 return
             key = moment.key
-            for other in seen[key]:
-                if other.dominates(moment):
+            for visited_moment in visited[key]:
+                if visited_moment.dominates(moment):
                     return
-            seen[key] = [other for other in seen[key] if not moment.dominates(other)]
-            seen[key].append(moment)
+            visited[key] = [visited_moment for visited_moment in visited[key] if not moment.dominates(visited_moment)]
+            visited[key].append(moment)
             heappush(queue, (bound, -moment.op, next(order), moment))
 
         for moment in starts(self.fluid, self.prices):
             offer(moment)
         while queue:
             bound, _, _, moment = heappop(queue)
-            if all(other is not moment for other in seen[moment.key]):
+            if all(visited_moment is not moment for visited_moment in visited[moment.key]):
                 continue
             if looked_at >= self.effort:
                 return Optimum(bound, self.known, (), False, looked_at)
             looked_at += 1
             if moment.finished:
                 literal = decisions_of(self.fluid, moment)
-                plans = tuple(Plan("exact", budget, made) for made in (literal, spread(self.fluid, literal)))
+                plans = tuple(Plan("exact", budget, decisions) for decisions in (literal, spread(self.fluid, literal)))
                 return Optimum(bound, bound, plans, True, looked_at)
-            for following in self.fluid.following(moment, self.prices):
-                offer(following)
+            for successor in self.fluid.following(moment, self.prices):
+                offer(successor)
         if self.known is None:
             return Optimum(float("inf"), None, (), True, looked_at)
         return Optimum(self.known, self.known, (), True, looked_at)
 
     def _bound(self, moment: Moment) -> float:
-        """Seconds that a step takes at least which begins like this."""
+        """Return a lower bound on steps that begin with this schedule."""
         return max(self.prices.least + moment.penalty, self.fluid.least(moment))

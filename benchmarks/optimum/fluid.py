@@ -1,8 +1,8 @@
-"""Schedules of a step in which memory is a fluid: bytes count, addresses do not.
+"""Schedules of a step with memory as a fluid: bytes count, addresses do not.
 
-A *moment* is a partial schedule: the ops before ``op`` are under way or done. Ops, what runs again, and copies-in take
-room one after the other in time, each as soon as its queue, its inputs and enough free bytes allow; room comes back
-when the last reader, or a copy-out, is done. See ``exact``.
+A ``Moment`` is a partial schedule: the ops before ``op`` have started. Ops, reruns and copies-in allocate in sequence,
+each as soon as its queue, its inputs and enough free bytes allow. Bytes are freed when the last reader or a copy-out
+ends. See ``exact``.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from outofcore.planning.placing import keep_all, small_region_bytes
 
 @dataclass(frozen=True)
 class Fluid:
-    """A step with what the search over its schedules looks up.
+    """A step with precomputed lookups for the search.
 
     Attributes:
         graph: the step.
-        limit: bytes of large blocks.
-        sizes: bytes of each storage as placed; 0 for what is small or constant.
-        in_seconds: of a copy of each storage; 0 without homes.
-        out_seconds: likewise.
-        left: for each op the seconds of it and all after it.
-        next_use: for each storage and op the first use from that op on; the number of ops: none.
-        gaps: the gap of a storage that begins at an op, by both.
+        limit: bytes for large blocks.
+        sizes: placed bytes of each storage; 0 for small and constant storages.
+        in_seconds: copy-in seconds of each storage; 0 without homes.
+        out_seconds: copy-out seconds of each storage; 0 without homes.
+        left: seconds of each op and all later ops.
+        next_use: first use of each storage from each op on, or the number of ops.
+        gaps: gap by storage and starting op.
         again: gaps that can be recomputed.
-        remade_until: for each storage the last op before which something may be made again from an old version of it.
+        remade_until: for each storage, the last op before which a rerun may need an old version of it.
     """
 
     graph: StepGraph
@@ -55,17 +55,17 @@ class Fluid:
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs, budget: int) -> Fluid:
-        """The schedules of a step within a budget in bytes of the arena."""
+        """Return the lookups of a step within ``budget`` bytes of the arena."""
         n = len(graph.ops)
         history = History.of(graph)
         large = [is_large(s.bytes) and s.kind is not StorageKind.CONSTANT for s in graph.storages]
         home = costs.homes[0] if costs.homes else None
-        left = [0.0] * (n + 1)
+        remaining = [0.0] * (n + 1)
         for index in reversed(range(n)):
-            left[index] = left[index + 1] + costs.ops[index].seconds
+            remaining[index] = remaining[index + 1] + costs.ops[index].seconds
         gaps = {(s.id, gap.start): gap for s in graph.storages for gap in gaps_of(graph, s.id)}
         inner = [gap for gap in gaps.values() if gap.start >= 0 and gap.end < n]
-        again = frozenset(gap for gap in inner if can_recompute(history, gap.storage, gap.end))
+        recomputable = frozenset(gap for gap in inner if can_recompute(history, gap.storage, gap.end))
         uses = graph.uses
         ends = [[*uses[s.id], n] for s in graph.storages]
         return Fluid(
@@ -76,22 +76,22 @@ class Fluid:
             tuple(placed_bytes(s.bytes) * large[s.id] for s in graph.storages),
             tuple(home.in_seconds(s.bytes) if home else 0.0 for s in graph.storages),
             tuple(home.out_seconds(s.bytes) if home else 0.0 for s in graph.storages),
-            tuple(left),
-            tuple(tuple(at[bisect_left(uses[s], i)] for i in range(n + 1)) for s, at in enumerate(ends)),
+            tuple(remaining),
+            tuple(tuple(use_list[bisect_left(uses[s], i)] for i in range(n + 1)) for s, use_list in enumerate(ends)),
             gaps,
-            again,
-            _remade_until(history, again),
+            recomputable,
+            _remade_until(history, recomputable),
         )
 
     def following(self, moment: Moment, prices: Prices) -> Iterator[Moment]:
-        """What may happen next: a copy-in, ops that run again, or the next op, with all that may become of its gaps."""
+        """Yield the successors: a copy-in, reruns, or the next op with every choice for its gaps."""
         op = moment.op
         if moment.finished:
             return
-        away = [s for s, place in enumerate(moment.places) if place is Place.AWAY and self._next(s, op) < self._n]
-        if away:
-            yield from self._fetches(moment, away)
-            if any(self._next(storage, op) == op for storage in away):
+        offloaded = [s for s, place in enumerate(moment.places) if place is Place.AWAY and self._next(s, op) < self._n]
+        if offloaded:
+            yield from self._fetches(moment, offloaded)
+            if any(self._next(storage, op) == op for storage in offloaded):
                 return
         dropped = [s for s, place in enumerate(moment.places) if place is Place.DROPPED]
         due = [s for s in dropped if self._next(s, op) == op]
@@ -101,7 +101,7 @@ class Fluid:
             yield from self._run(moment, prices)
 
     def least(self, moment: Moment) -> float:
-        """Seconds that the step takes at least from here."""
+        """Return a lower bound on the step's seconds."""
         op, history = moment.op, self.history
         if moment.finished:
             return max(moment.done, moment.in_free, moment.out_free)
@@ -112,8 +112,8 @@ class Fluid:
         }
         best = moment.done + self.left[op] + sum(self.costs.ops[index].seconds for index in writers)
         arrival = moment.in_free
-        away = [s for s, place in enumerate(moment.places) if place is Place.AWAY and self._next(s, op) < self._n]
-        for storage in sorted(away, key=lambda s: (self._next(s, op), s)):
+        offloaded = [s for s, place in enumerate(moment.places) if place is Place.AWAY and self._next(s, op) < self._n]
+        for storage in sorted(offloaded, key=lambda s: (self._next(s, op), s)):
             arrival += self.in_seconds[storage]
             best = max(best, arrival + self.left[self._next(storage, op)])
         leaving = moment.out_free
@@ -129,13 +129,13 @@ class Fluid:
     def _next(self, storage: int, op: int) -> int:
         return self.next_use[storage][op]
 
-    def _fetches(self, moment: Moment, away: list[int]) -> Iterator[Moment]:
-        """The copy-in that is needed first, and all that can start sooner than that."""
-        first, *others = sorted(away, key=lambda s: (self._next(s, moment.op), s))
+    def _fetches(self, moment: Moment, offloaded: list[int]) -> Iterator[Moment]:
+        """Yield the copy-in that is needed first, and each other one that can start sooner."""
+        first, *later = sorted(offloaded, key=lambda s: (self._next(s, moment.op), s))
         fetched = self._fetch(moment, first)
         if fetched is not None:
             yield fetched
-        for storage in others:
+        for storage in later:
             sooner = self._fetch(moment, storage)
             if sooner is not None and (fetched is None or sooner.last < fetched.last):
                 yield sooner
@@ -162,32 +162,35 @@ class Fluid:
         )
 
     def _again(self, moment: Moment, due: list[int], dropped: list[int]) -> Iterator[Moment]:
-        """Runs that make what is due, and keep some of what they pass."""
+        """Yield reruns that create the due storages, with each choice of byproducts to keep."""
         op, history = moment.op, self.history
         current = {s: (s, history.version_at(s, op)) for s in dropped}
 
-        def held(content: Content) -> bool:
+        def is_available(content: Content) -> bool:
             storage, version = content
             is_here = moment.places[storage] is Place.HERE and version == history.version_at(storage, op)
             return is_here or moment.home[storage] == version
 
-        runs = replay(history, [current[s] for s in due], held)
-        made = {content for index in runs for content in history.makes(self.graph.ops[index])}
-        passed = [s for s in dropped if s not in due and current[s] in made]
-        for choice in product((True, False), repeat=len(passed)):
-            kept = [s for s, is_kept in zip(passed, choice, strict=True) if is_kept]
+        runs = replay(history, [current[s] for s in due], is_available)
+        created = {content for index in runs for content in history.makes(self.graph.ops[index])}
+        byproducts = [s for s in dropped if s not in due and current[s] in created]
+        for choice in product((True, False), repeat=len(byproducts)):
+            kept_byproducts = [s for s, is_kept in zip(byproducts, choice, strict=True) if is_kept]
             pending = any(moment.ready[s] > moment.last for s in {s for i in runs for s in self.graph.ops[i].reads})
             for in_place in (False, True) if pending else (False,):
-                found = self._replay(moment, [*due, *kept], runs, in_place)
-                if found is not None:
-                    yield found
+                successor = self._replay(moment, [*due, *kept_byproducts], runs, in_place)
+                if successor is not None:
+                    yield successor
 
     def _replay(self, moment: Moment, storages: list[int], runs: tuple[int, ...], in_place: bool) -> Moment | None:
-        """Runs that make storages; ``in_place``: what is being copied out is read where it is, and stays so long."""
+        """Run reruns that create storages.
+
+        With ``in_place``, blocks that are being copied out are read in place and stay allocated meanwhile.
+        """
         graph, history, op = self.graph, self.history, moment.op
         targets = {(s, history.version_at(s, op)) for s in storages}
         last_need = {content: index for index in runs for content in history.needs(graph.ops[index])}
-        ready: dict[Content, float] = {}  # what has a block of its own, and from when on it is there
+        ready: dict[Content, float] = {}  # rerun results by the time at which they are ready
         in_free, now = moment.in_free, moment
         pinned: set[int] = set()
 
@@ -198,11 +201,11 @@ class Fluid:
             return is_here and version == history.version_at(storage, op)
 
         for index in runs:
-            again = graph.ops[index]
-            needs, makes = dict(history.needs(again)), dict(history.makes(again))
+            rerun_op = graph.ops[index]
+            needs, makes = dict(history.needs(rerun_op)), dict(history.makes(rerun_op))
             scratch = placed_bytes(self.costs.ops[index].workspace_bytes)
             scratch = scratch if is_large(scratch) else 0
-            earliest, taken = max(now.done, now.last), scratch
+            earliest, allocated = max(now.done, now.last), scratch
             for content in needs.items():
                 storage = content[0]
                 if content in ready:
@@ -214,13 +217,13 @@ class Fluid:
                 else:
                     in_free = max(in_free, moment.ready[storage], moment.last) + self.in_seconds[storage]
                     ready[content] = in_free
-                    earliest, taken = max(earliest, in_free), taken + self.sizes[storage]
-            taken += sum(self.sizes[s] for s in again.touched if s not in needs)
-            start = free_at(now, earliest, self.limit - taken)
+                    earliest, allocated = max(earliest, in_free), allocated + self.sizes[storage]
+            allocated += sum(self.sizes[s] for s in rerun_op.touched if s not in needs)
+            start = free_at(now, earliest, self.limit - allocated)
             if start is None:
                 return None
             end = start + self.costs.ops[index].seconds
-            freed = scratch + sum(self.sizes[s] for s in again.discards)
+            freed = scratch + sum(self.sizes[s] for s in rerun_op.discards)
             for storage in set(needs) & set(makes):
                 ready.pop((storage, needs[storage]), None)
             ready |= dict.fromkeys(makes.items(), end)
@@ -228,18 +231,18 @@ class Fluid:
                 if last_need.get(content, -1) <= index or on_device(content):
                     del ready[content]
                     freed += self.sizes[content[0]]
-            now = advanced(now, start, None, held=now.held + taken, done=end, frees=((end, freed),))
+            now = advanced(now, start, None, held=now.held + allocated, done=end, frees=((end, freed),))
         places, written = list(now.places), list(now.written)
         for storage in storages:
             places[storage], written[storage] = Place.HERE, ready[storage, history.version_at(storage, op)]
         chain = Event(Residency.RECOMPUTE, tuple(sorted(storages)), op, now.last, pinned=frozenset(pinned))
-        held_on = tuple((moment.ready[s], self.sizes[s]) for s in sorted(pinned))
-        left = list(now.frees)
-        for item in held_on:
-            if item not in left:
-                return None  # it was gone before the last run could have read it
-            left.remove(item)
-        now = replace(now, frees=tuple(left), pinned=held_on)
+        pinned_frees = tuple((moment.ready[s], self.sizes[s]) for s in sorted(pinned))
+        remaining_frees = list(now.frees)
+        for item in pinned_frees:
+            if item not in remaining_frees:
+                return None  # it was freed before the last rerun could read it
+            remaining_frees.remove(item)
+        now = replace(now, frees=tuple(remaining_frees), pinned=pinned_frees)
         return advanced(now, now.last, chain, in_free=in_free, places=tuple(places), written=tuple(written), replayed=1)
 
     def _run(self, moment: Moment, prices: Prices) -> Iterator[Moment]:
@@ -247,28 +250,28 @@ class Fluid:
         op = self.graph.ops[index]
         scratch = placed_bytes(self.costs.ops[index].workspace_bytes)
         scratch = scratch if is_large(scratch) else 0
-        taken = scratch + sum(self.sizes[s] for s in op.creates)
+        allocated = scratch + sum(self.sizes[s] for s in op.creates)
         earliest = max([moment.done, moment.last, *(moment.arrive[s] for s in op.touched)])
-        start = free_at(moment, earliest, self.limit - taken)
+        start = free_at(moment, earliest, self.limit - allocated)
         if start is None:
             return
         end = start + self.costs.ops[index].seconds
         gaps = [self.gaps[s, index] for s in op.touched if (s, index) in self.gaps]
         for choices in product(*(self._choices(moment, gap, prices) for gap in gaps)):
-            fate = {gap.storage: found for gap, found in zip(gaps, choices, strict=True)}
-            yield self._after(moment, index, start, end, taken, scratch, fate, prices)
+            fate = {gap.storage: choice for gap, choice in zip(gaps, choices, strict=True)}
+            yield self._after(moment, index, start, end, allocated, scratch, fate, prices)
 
     def _choices(self, moment: Moment, gap: Gap, prices: Prices) -> tuple[Residency, ...]:
         if gap.end >= self._n:
             return (Residency.OFFLOAD,) if gap.storage in moment.begun else (Residency.KEEP,)
         if gap not in prices.penalties:
             return (Residency.KEEP,)
-        found = [Residency.KEEP]
+        choices = [Residency.KEEP]
         if self.costs.homes:
-            found.append(Residency.OFFLOAD)
+            choices.append(Residency.OFFLOAD)
         if gap in self.again:
-            found.append(Residency.RECOMPUTE)
-        return tuple(found)
+            choices.append(Residency.RECOMPUTE)
+        return tuple(choices)
 
     def _after(
         self,
@@ -276,12 +279,12 @@ class Fluid:
         index: int,
         start: float,
         end: float,
-        taken: int,
+        allocated: int,
         scratch: int,
         fate: dict[int, Residency],
         prices: Prices,
     ) -> Moment:
-        """The moment after an op of which it is settled what becomes of the storages that it touches."""
+        """Return the moment after an op, given the fate of each storage that it touches."""
         graph, op = self.graph, self.graph.ops[index]
         places, home = list(moment.places), list(moment.home)
         ready, written = list(moment.ready), list(moment.written)
@@ -303,13 +306,13 @@ class Fluid:
                 frees.append((max(out_free, end), self.sizes[storage]))
             else:
                 frees.append((end, self.sizes[storage]))
-            # What its home holds stays there, and may be what something is made from again.
+            # The copy at home stays valid, as a possible source of reruns.
             places[storage] = Place.NOWHERE
-        leaving = sorted(s for s, found in fate.items() if found is not Residency.KEEP)
-        for storage, found in sorted(fate.items()):
+        leaving = sorted(s for s, residency in fate.items() if residency is not Residency.KEEP)
+        for storage, residency in sorted(fate.items()):
             gap = self.gaps[storage, index]
             if gap.end < self._n and gap in prices.penalties:
-                penalty += prices.penalties[gap][found]
+                penalty += prices.penalties[gap][residency]
         for storage in leaving:
             version = self.history.version_at(storage, index + 1)
             places[storage] = Place.AWAY if fate[storage] is Residency.OFFLOAD else Place.DROPPED
@@ -335,7 +338,7 @@ class Fluid:
             Event(Residency.KEEP, tuple(sorted(fate.items())), index, start, tuple(gone)),
             op=index + 1,
             finished=index + 1 == self._n,
-            held=moment.held + taken,
+            held=moment.held + allocated,
             done=end,
             out_free=out_free,
             places=tuple(places),
@@ -349,18 +352,18 @@ class Fluid:
         )
 
 
-def _remade_until(history: History, again: frozenset[Gap]) -> tuple[int, ...]:
-    """For each storage the latest end of a gap whose bytes may be made again from it, directly or not."""
+def _remade_until(history: History, recomputable: frozenset[Gap]) -> tuple[int, ...]:
+    """Return for each storage the latest gap end whose recomputation may need it, directly or not."""
     latest = [0] * len(history.graph.storages)
-    for gap in again:
+    for gap in recomputable:
         pending = [(gap.storage, history.version_at(gap.storage, gap.end))]
-        seen = set(pending)
+        visited = set(pending)
         while pending:
             storage, version = pending.pop()
             latest[storage] = max(latest[storage], gap.end)
             if version > 0:
                 op = history.graph.ops[history.writes[storage][version - 1]]
-                fresh = set(history.needs(op)) - seen
-                seen |= fresh
+                fresh = set(history.needs(op)) - visited
+                visited |= fresh
                 pending += fresh
     return tuple(latest)

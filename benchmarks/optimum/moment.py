@@ -1,4 +1,4 @@
-"""A partial schedule: where everything is, when the queues and the bytes are free, and how it came about."""
+"""Partial schedules: locations of storages, free times of queues and bytes, and their history."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from outofcore.plan import Residency
 
 
 class Place(IntEnum):
-    """Where the bytes of a storage are."""
+    """The location of a storage's bytes."""
 
-    NOWHERE = 0  # not made yet, or used no more
-    HERE = 1  # on the device, or on the way to it
-    AWAY = 2  # at home, or on the way there
-    DROPPED = 3  # to be computed again
+    NOWHERE = 0  # not yet created, or dead
+    HERE = 1  # resident, or being fetched
+    AWAY = 2  # offloaded, or being evicted
+    DROPPED = 3  # to be recomputed
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that took room.
+    """An action that allocated memory.
 
     Attributes:
-        what: OFFLOAD: a copy-in; RECOMPUTE: runs that make storages again; KEEP: an op.
-        storages: the storage; the storages; of an op, the storages with what becomes of each.
-        op: the op, or that before which it happens.
+        what: OFFLOAD: a copy-in; RECOMPUTE: reruns; KEEP: an op.
+        storages: the fetched storage; the recomputed storages; or pairs of an op's storages and their residencies.
+        op: the op, or the op before which the action happens.
         start: seconds from the start of the step.
-        gone: of an op: when the bytes of which storage have left.
-        pinned: of runs: what they read from where it was being copied out.
+        gone: for an op: pairs of time and storage at which evicted bytes were freed.
+        pinned: for reruns: storages read while being copied out.
     """
 
     what: Residency
@@ -46,24 +46,24 @@ class Moment:
 
     Attributes:
         op: the next op.
-        places: for each storage where it is.
-        home: for each storage the version at its home; -1: none.
-        begun: persistent storages that were at home when the step began, and will be when it ends.
-        last: when room was last taken.
-        done: when the compute queue is free.
-        in_free: when the copy-in queue is free.
-        out_free: when the copy-out queue is free.
-        arrive: for each storage when its copy-in is done.
-        ready: for each storage when its copy-out is done.
-        written: for each storage when its bytes were made that are on the device: from then on they can be copied out.
-        held: bytes taken at ``last``.
-        frees: when how many of them come back, in order.
-        penalty: seconds by which the choices so far are dearer than the linear program's.
-        pinned: bytes that are read where they are copied out from, before the next op: they come back after it.
-        finished: all ops are done.
-        replayed: 1 if ops ran again since the last op.
-        before: how it came about.
-        event: likewise.
+        places: location of each storage.
+        home: version of each storage at home; -1: none.
+        begun: persistent storages that are at home at the start and end of the step.
+        last: time of the last allocation.
+        done: time at which the compute queue is free.
+        in_free: time at which the copy-in queue is free.
+        out_free: time at which the copy-out queue is free.
+        arrive: end of each storage's copy-in.
+        ready: end of each storage's copy-out.
+        written: time at which each storage's resident bytes were created and can be copied out.
+        held: bytes allocated at ``last``.
+        frees: pairs of time and bytes to be freed, in order.
+        penalty: seconds by which the choices exceed the linear program's optimum.
+        pinned: frees that are delayed to the end of the next op, because reruns read these blocks.
+        finished: whether all ops are done.
+        replayed: 1 after reruns since the last op.
+        before: the previous moment.
+        event: the action since then.
     """
 
     op: int
@@ -88,11 +88,11 @@ class Moment:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """The same for moments that differ in nothing but times."""
+        """Return a key that is equal for moments that differ only in times."""
         return (self.op, self.places, self.home, self.begun, len(self.pinned))
 
     def dominates(self, other: Moment) -> bool:
-        """Whether nothing is later than in another moment with the same key."""
+        """Return whether this moment is nowhere later than another moment with the same key."""
         if self.last > other.last or self.done > other.done:
             return False
         if self.in_free > other.in_free or self.out_free > other.out_free:
@@ -108,17 +108,17 @@ class Moment:
 
 
 def _held(moment: Moment, time: float) -> int:
-    return moment.held - sum(count for at, count in moment.frees if at <= time)
+    return moment.held - sum(count for free_time, count in moment.frees if free_time <= time)
 
 
 def free_at(moment: Moment, earliest: float, most: int) -> float | None:
-    """The first time from ``earliest`` on at which at most ``most`` bytes are taken; None: it never comes."""
-    held = moment.held
-    if held <= most:
+    """Return the first time from ``earliest`` at which at most ``most`` bytes are allocated, or None."""
+    allocated = moment.held
+    if allocated <= most:
         return earliest
     for time, count in moment.frees:
-        held -= count
-        if held <= most:
+        allocated -= count
+        if allocated <= most:
             return max(earliest, time)
     return None
 
@@ -126,23 +126,21 @@ def free_at(moment: Moment, earliest: float, most: int) -> float | None:
 def advanced(
     moment: Moment, last: float, event: Event | None, *, frees: Sequence[tuple[float, int]] = (), **changes: Any
 ) -> Moment:
-    """A moment with room taken at ``last``, and what has come back by then forgotten.
+    """Return the moment after an allocation at ``last``, without frees up to then.
 
     Args:
-        moment: the one before.
-        last: when room is taken.
-        event: what took it; None: part of something larger.
-        frees: when how many more bytes come back.
+        event: the allocation; None for a part of a larger one.
+        frees: further pairs of time and bytes to be freed.
         **changes: other fields.
     """
     pending = sorted([*moment.frees, *(item for item in frees if item[1])])
-    held = changes.pop("held", moment.held) - sum(count for time, count in pending if time <= last)
+    allocated = changes.pop("held", moment.held) - sum(count for time, count in pending if time <= last)
     written, out_free = changes.pop("written", moment.written), changes.get("out_free", moment.out_free)
     arrive, ready = changes.pop("arrive", moment.arrive), changes.pop("ready", moment.ready)
     return replace(
         moment,
         last=last,
-        held=held,
+        held=allocated,
         frees=tuple(item for item in pending if item[0] > last),
         arrive=tuple(time if time > last else 0.0 for time in arrive),
         ready=tuple(time if time > last else 0.0 for time in ready),

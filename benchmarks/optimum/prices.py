@@ -1,4 +1,4 @@
-"""What choices cost at least: the lower bound of ``planning.bound`` and its reduced costs."""
+"""Minimum costs of choices: the lower bound of ``planning.bound`` and its reduced costs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from outofcore.planning.problem import Problem
 
 @dataclass(frozen=True)
 class Prices:
-    """What the bound says of single choices.
+    """Lower bounds for single choices.
 
     Attributes:
-        least: the bound in seconds.
-        penalties: for each gap and each choice that there is for it, by how many seconds the step takes longer at
-            least if that is chosen. Penalties of several gaps add up.
+        least: lower bound on the step's seconds.
+        penalties: for each gap and choice, the minimum seconds that the choice adds. Penalties of several gaps add up.
     """
 
     least: float
@@ -28,40 +27,34 @@ class Prices:
 
 
 def prices(graph: StepGraph, costs: Costs, budget: int) -> Prices | None:
-    """The bound with the reduced costs of the linear program, for at most one home.
+    """Return the lower bound and reduced costs of the linear program, for at most one home.
 
-    Args:
-        graph: the step.
-        costs: measured or assumed.
-        budget: bytes of the arena.
-
-    Returns:
-        None if no plan can hold the step within the budget.
+    Returns None if no plan fits the budget (bytes of the arena).
     """
     problem = Problem.of(graph, costs, room_for_large(graph, costs, budget))
     if not problem.is_feasible:
         return None
     bound = Bound(problem)
-    least = bound.seconds_at_least()
-    if least is None:
+    lower_seconds = bound.seconds_at_least()
+    if lower_seconds is None:
         return None
     columns, rows = bound.program.duals()
     penalties: dict[Gap, dict[Residency, float]] = {}
-    for g, kept in bound.kept.items():
-        repeated = bound.repeated.get(g)
-        found = {Residency.KEEP: {kept}, Residency.OFFLOAD: set[int]()}
-        if repeated is not None:
-            found[Residency.RECOMPUTE] = {repeated}
-        own = [column for column in (kept, repeated) if column is not None]
-        # Without homes the row is an equation, and every choice fulfils it.
+    for g, keep_column in bound.kept.items():
+        recompute_column = bound.repeated.get(g)
+        columns_of = {Residency.KEEP: {keep_column}, Residency.OFFLOAD: set[int]()}
+        if recompute_column is not None:
+            columns_of[Residency.RECOMPUTE] = {recompute_column}
+        gap_columns = [column for column in (keep_column, recompute_column) if column is not None]
+        # Without homes the row is an equation that every choice satisfies.
         row = rows[bound.share_rows[g]] if costs.homes and g in bound.share_rows else 0.0
         penalties[problem.gaps[g].gap] = {
-            choice: sum(_beyond(columns[c], float(c in chosen)) for c in own) + _beyond(row, float(len(chosen)))
-            for choice, chosen in found.items()
+            choice: sum(_beyond(columns[c], float(c in chosen)) for c in gap_columns) + _beyond(row, float(len(chosen)))
+            for choice, chosen in columns_of.items()
         }
-    return Prices(least, penalties)
+    return Prices(lower_seconds, penalties)
 
 
 def _beyond(dual: float, value: float) -> float:
-    """What a value in [0, 1] costs beyond the bound at which its dual holds it."""
+    """Return the cost of moving a value in [0, 1] away from the bound that its dual implies."""
     return dual * value if dual > 0 else -dual * (1.0 - value)

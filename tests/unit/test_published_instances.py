@@ -53,7 +53,7 @@ def test_load_pickle_refuses_what_could_run(function: Any) -> None:
         def __reduce__(self) -> tuple[Any, tuple[str]]:
             return function, ("exit 1",)
 
-    with pytest.raises(pickle.UnpicklingError, match="which is not read"):
+    with pytest.raises(pickle.UnpicklingError, match="which is not allowed"):
         checkmate.load_pickle(pickle.dumps(Malicious()))
 
 
