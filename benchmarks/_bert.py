@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from _texts import TASKS, texts
-from _unseen import UNSEEN, unseen
+from _texts import TASKS, text_workload
+from _unseen import UNSEEN, unseen_workload
 from torch import Tensor, nn
 
 from outofcore.cli.subjects import find_workload
@@ -23,9 +23,9 @@ _LABELS = 2
 def workload(model: str, options: Mapping[str, Any]) -> Workload:
     """Return a workload from the zoo, from this file, from ``_texts.py`` or from ``_unseen.py``."""
     if model in TASKS:
-        return texts(model, options)
+        return text_workload(model, options)
     if model in UNSEEN:
-        return unseen(model, options)
+        return unseen_workload(model, options)
     if model == "narrow":
         return _narrow(ZooOptions(**{"batch": 64, "optimizer": "sgd", **options}))
     return _bert(ZooOptions(**{"batch": 8, **options})) if model == "bert" else find_workload(model, options)

@@ -77,7 +77,7 @@ def draw(title: str, panels: Sequence[Panel]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
         'role="img" aria-labelledby="title desc">',
         f'<title id="title">{escape(title)}</title>',
-        f'<desc id="desc">{escape(_in_words(panels))}</desc>',
+        f'<desc id="desc">{escape(_describe_panels(panels))}</desc>',
         f"<style>{_style()}</style>",
         f'<rect class="paper" width="{_WIDTH}" height="{height}" rx="10"/>',
         f'<text class="head" x="{_MARGIN}" y="34">{escape(title)}</text>',
@@ -88,9 +88,9 @@ def draw(title: str, panels: Sequence[Panel]) -> str:
         y = _HEAD + 14 + (place // 3) * _LEGEND_ROW
         strong = panels[0].curves[index].strong
         parts += [
-            f'<path class="line c{index % 6}{" strong" if strong else ""}" d="M{_n(x)} {y}h28"/>',
+            f'<path class="line c{index % 6}{" strong" if strong else ""}" d="M{_number(x)} {y}h28"/>',
             _marker(index, x + 14, y, ""),
-            f'<text class="{"bold" if strong else "label"}" x="{_n(x + 36)}" y="{y + 4}">{escape(label)}</text>',
+            f'<text class="{"bold" if strong else "label"}" x="{_number(x + 36)}" y="{y + 4}">{escape(label)}</text>',
         ]
     for place, panel in enumerate(panels):
         x = _MARGIN + (place % columns) * (width + _GAP)
@@ -102,8 +102,8 @@ def draw(title: str, panels: Sequence[Panel]) -> str:
 def _panel(panel: Panel, left: float, top: float, width: float) -> list[str]:
     points = [point for curve in panel.curves for point in curve.points]
     parts = [
-        f'<text class="title" x="{_n(left)}" y="{_n(top + 16)}">{escape(panel.title)}</text>',
-        f'<text class="dim" x="{_n(left)}" y="{_n(top + 33)}">{escape(panel.subtitle)}</text>',
+        f'<text class="title" x="{_number(left)}" y="{_number(top + 16)}">{escape(panel.title)}</text>',
+        f'<text class="dim" x="{_number(left)}" y="{_number(top + 33)}">{escape(panel.subtitle)}</text>',
     ]
     if not points:
         return parts
@@ -130,22 +130,23 @@ def _panel(panel: Panel, left: float, top: float, width: float) -> list[str]:
         return y0 - (y0 - y1) * share
 
     for tick in y_ticks:
+        y = at_y(tick)
         parts += [
-            f'<line class="grid" x1="{_n(x0)}" y1="{_n(at_y(tick))}" x2="{_n(x1)}" y2="{_n(at_y(tick))}"/>',
-            f'<text class="tick" x="{_n(x0 - 6)}" y="{_n(at_y(tick) + 4)}" text-anchor="end">{tick:g} s</text>',
+            f'<line class="grid" x1="{_number(x0)}" y1="{_number(y)}" x2="{_number(x1)}" y2="{_number(y)}"/>',
+            f'<text class="tick" x="{_number(x0 - 6)}" y="{_number(y + 4)}" text-anchor="end">{tick:g} s</text>',
         ]
     for tick in _ticks(furthest / unit):
         x = at_x(tick * unit)
         parts += [
-            f'<line class="grid" x1="{_n(x)}" y1="{_n(y0)}" x2="{_n(x)}" y2="{_n(y1)}"/>',
-            f'<text class="tick" x="{_n(x)}" y="{_n(y0 + 17)}" text-anchor="middle">{tick:g}</text>',
+            f'<line class="grid" x1="{_number(x)}" y1="{_number(y0)}" x2="{_number(x)}" y2="{_number(y1)}"/>',
+            f'<text class="tick" x="{_number(x)}" y="{_number(y0 + 17)}" text-anchor="middle">{tick:g}</text>',
         ]
     scale = " (logarithmic)" if logarithmic else ""
     parts += [
-        f'<line class="axis" x1="{_n(x0)}" y1="{_n(y0)}" x2="{_n(x1)}" y2="{_n(y0)}"/>',
-        f'<text class="tick" x="{_n((x0 + x1) / 2)}" y="{_n(y0 + 34)}" text-anchor="middle">'
+        f'<line class="axis" x1="{_number(x0)}" y1="{_number(y0)}" x2="{_number(x1)}" y2="{_number(y0)}"/>',
+        f'<text class="tick" x="{_number((x0 + x1) / 2)}" y="{_number(y0 + 34)}" text-anchor="middle">'
         f"peak memory, {unit_name}</text>",
-        f'<text class="tick" x="{_n(left)}" y="{_n(y1 - 10)}">step time{scale}</text>',
+        f'<text class="tick" x="{_number(left)}" y="{_number(y1 - 10)}">step time{scale}</text>',
     ]
     for index, curve in sorted(enumerate(panel.curves), key=lambda item: item[1].strong):
         parts += _curve(index, curve, at_x, at_y)
@@ -155,7 +156,7 @@ def _panel(panel: Panel, left: float, top: float, width: float) -> list[str]:
 def _curve(index: int, curve: Curve, at_x: Callable[[float], float], at_y: Callable[[float], float]) -> list[str]:
     parts: list[str] = []
     if len(curve.points) > 1:
-        path = " ".join(f"{_n(at_x(p.x))},{_n(at_y(p.y))}" for p in curve.points)
+        path = " ".join(f"{_number(at_x(p.x))},{_number(at_y(p.y))}" for p in curve.points)
         parts.append(f'<polyline class="line c{index % 6}{" strong" if curve.strong else ""}" points="{path}"/>')
     for point in curve.points:
         words = f"{point.name}: {format_seconds(point.y)} a step, peak {format_bytes(max(0, int(point.x)))}"
@@ -169,14 +170,14 @@ def _marker(index: int, x: float, y: float, words: str) -> str:
     shape = _SHAPES[index % len(_SHAPES)]
     match shape:
         case "circle" | "ring":
-            return f'<circle class="{shape} {colour}" cx="{_n(x)}" cy="{_n(y)}" r="4.5">{title}</circle>'
+            return f'<circle class="{shape} {colour}" cx="{_number(x)}" cy="{_number(y)}" r="4.5">{title}</circle>'
         case "square":
             corners = ((-4, -4), (4, -4), (4, 4), (-4, 4))
         case "triangle":
             corners = ((0, -5.5), (5, 4), (-5, 4))
         case _:
             corners = ((0, -6), (6, 0), (0, 6), (-6, 0))
-    outline = " ".join(f"{_n(x + dx)},{_n(y + dy)}" for dx, dy in corners)
+    outline = " ".join(f"{_number(x + dx)},{_number(y + dy)}" for dx, dy in corners)
     return f'<polygon class="point {colour}" points="{outline}">{title}</polygon>'
 
 
@@ -188,7 +189,7 @@ def _ticks(end: float) -> list[float]:
     return [round(i * step, 9) for i in range(int(end / step) + 1)]
 
 
-def _in_words(panels: Sequence[Panel]) -> str:
+def _describe_panels(panels: Sequence[Panel]) -> str:
     sentences: list[str] = []
     for panel in panels:
         runs = [
@@ -229,5 +230,5 @@ def _style() -> str:
     return f"{common}{light}@media (prefers-color-scheme:dark){{{dark}}}"
 
 
-def _n(value: float) -> str:
+def _number(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")

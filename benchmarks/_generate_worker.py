@@ -80,7 +80,7 @@ def _load(tool: str, folder: Path, budget: int, scratch: str) -> Any:
     return model
 
 
-def _work(tool: str, folder: Path, budget: int, tokens: int) -> dict[str, Any]:
+def _generate(tool: str, folder: Path, budget: int, tokens: int) -> dict[str, Any]:
     peak, stop = [0], threading.Event()
 
     def watch() -> None:
@@ -137,7 +137,7 @@ def main(
     if tool == "write":
         _write(folder, layers, width)
     else:
-        print(json.dumps(_work(tool, folder, parse_bytes(budget), tokens)))
+        print(json.dumps(_generate(tool, folder, parse_bytes(budget), tokens)))
 
 
 if __name__ == "__main__":

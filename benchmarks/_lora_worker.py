@@ -50,7 +50,7 @@ def config_of(options: dict[str, Any]) -> Any:
     )
 
 
-def make(folder: Path, options: dict[str, Any]) -> None:
+def write_checkpoint(folder: Path, options: dict[str, Any]) -> None:
     """Write a model with random weights, one file per layer, unless it exists."""
     if (folder / "model.safetensors.index.json").exists():
         return
@@ -202,7 +202,7 @@ class _Training:
 def main() -> None:
     """Serve the parent until it closes standard input."""
     if sys.argv[1] == "--make":
-        make(Path(sys.argv[2]), json.loads(sys.argv[3]))
+        write_checkpoint(Path(sys.argv[2]), json.loads(sys.argv[3]))
         return
     spec = json.loads(sys.argv[1])
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")

@@ -46,11 +46,11 @@ def ratio_of(ours: Row, peer: Row) -> float:
 
     Pairing cancels rounds in which the machine was slow for both; a ratio of medians would not.
     """
-    pairs = zip(_timed(ours), _timed(peer), strict=True)
+    pairs = zip(_timed_seconds(ours), _timed_seconds(peer), strict=True)
     return statistics.median(mine / theirs for mine, theirs in pairs)
 
 
-def _timed(row: Row) -> Sequence[float]:
+def _timed_seconds(row: Row) -> Sequence[float]:
     return row["steps"]["seconds"][row["warm_up"] :]
 
 
@@ -139,11 +139,14 @@ def _sentences(result: Mapping[str, Any]) -> list[str]:
     if OURS in tools:
         faster = sum(verdict["faster"] for verdict in results)
         lines += [f"At {faster} of the {len(results)} peaks that peers reached, outofcore is faster at that peak."]
-        lines += _slower(result, results)
+        lines += _lines_of_slower(result, results)
     if COMPILED in tools:
         compiled = result.get("verdicts_compiled", ())
         faster = sum(verdict["faster"] for verdict in compiled)
-        lines += [f"With Inductor's kernels it is faster at {faster} of {len(compiled)}.", *_slower(result, compiled)]
+        lines += [
+            f"With Inductor's kernels it is faster at {faster} of {len(compiled)}.",
+            *_lines_of_slower(result, compiled),
+        ]
         lines += [
             f"- within half of the peak of {verdict['peer']} ({verdict['at_half']}): {verdict['ratio_at_half']:.2f} "
             "times its step"
@@ -171,7 +174,7 @@ def _sentences(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _slower(result: Mapping[str, Any], results: Iterable[Mapping[str, Any]]) -> list[str]:
+def _lines_of_slower(result: Mapping[str, Any], results: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return a line for each peak at which outofcore is not faster."""
     differing = {row["name"] for row in result["rows"] if row["same_losses"] is False}
     return [

@@ -75,10 +75,10 @@ class UNet(nn.Module):
         super().__init__()
         widths = [base << level for level in range(levels)]
         self.down = nn.ModuleList(
-            _twice(before, width) for before, width in zip([3, *widths[:-1]], widths, strict=True)
+            _two_convolutions(before, width) for before, width in zip([3, *widths[:-1]], widths, strict=True)
         )
         self.up = nn.ModuleList(nn.ConvTranspose2d(2 * w, w, 2, stride=2) for w in reversed(widths[:-1]))
-        self.merge = nn.ModuleList(_twice(2 * w, w) for w in reversed(widths[:-1]))
+        self.merge = nn.ModuleList(_two_convolutions(2 * w, w) for w in reversed(widths[:-1]))
         self.head = nn.Conv2d(base, classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,11 +92,11 @@ class UNet(nn.Module):
         return self.head(x)
 
 
-def _twice(channels: int, width: int) -> nn.Sequential:
+def _two_convolutions(channels: int, width: int) -> nn.Sequential:
     return nn.Sequential(_convolution(channels, width, 3), _convolution(width, width, 3))
 
 
-def _trained(model: nn.Module, inputs: Tensor, labels: Tensor) -> Step:
+def _make_step(model: nn.Module, inputs: Tensor, labels: Tensor) -> Step:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(inputs: Tensor, labels: Tensor) -> Tensor:
@@ -115,14 +115,14 @@ def _labels(*shape: int) -> Tensor:
 
 def lstm() -> Step:
     """Return a step of 64 time steps, batch 256."""
-    return _trained(Unrolled(128, 512, 10), torch.empty(256, 64, 128), _labels(256))
+    return _make_step(Unrolled(128, 512, 10), torch.empty(256, 64, 128), _labels(256))
 
 
 def inception() -> Step:
     """Return a step of batch 16."""
-    return _trained(Inception(), torch.empty(16, 3, 128, 128), _labels(16))
+    return _make_step(Inception(), torch.empty(16, 3, 128, 128), _labels(16))
 
 
 def unet() -> Step:
     """Return a step of batch 8 on 128 x 128 images."""
-    return _trained(UNet(), torch.empty(8, 3, 128, 128), _labels(8, 128, 128))
+    return _make_step(UNet(), torch.empty(8, 3, 128, 128), _labels(8, 128, 128))

@@ -57,7 +57,7 @@ TASKS: Mapping[str, Task] = {
 }
 
 
-def texts(name: str, options: Mapping[str, Any]) -> Workload:
+def text_workload(name: str, options: Mapping[str, Any]) -> Workload:
     """Return the workload of one of ``TASKS``.
 
     Args:

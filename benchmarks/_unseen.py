@@ -35,7 +35,7 @@ class Unseen:
     batch: int
     network: Callable[[], nn.Module]
     inputs: _Draw
-    takes: str = "input_ids"
+    input_name: str = "input_ids"
 
 
 def _tokens(length: int, vocab: int, *, classes: int | None) -> _Draw:
@@ -141,7 +141,7 @@ UNSEEN: Mapping[str, Unseen] = {
 }
 
 
-def unseen(name: str, options: Mapping[str, Any]) -> Workload:
+def unseen_workload(name: str, options: Mapping[str, Any]) -> Workload:
     """Return one of ``UNSEEN`` as a workload; of the zoo's options only the batch size has an effect."""
     model = UNSEEN[name]
     chosen = ZooOptions(**{"batch": model.batch, **options})
@@ -152,7 +152,7 @@ def unseen(name: str, options: Mapping[str, Any]) -> Workload:
             yield model.inputs(batch, generator)
 
     def loss(network: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
-        return network(**{model.takes: inputs, "labels": labels}).loss
+        return network(**{model.input_name: inputs, "labels": labels}).loss
 
     inputs = next(stream(1, 0))
     sample = tuple((tuple(tensor.shape[1:]), tensor.dtype) for tensor in inputs)

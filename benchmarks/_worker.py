@@ -44,7 +44,7 @@ from outofcore.zoo import Workload
 Answer = dict[str, Any]
 
 
-def _followed(model: torch.nn.Module, spec: dict[str, Any]) -> outofcore.Loop:
+def _start_loop(model: torch.nn.Module, spec: dict[str, Any]) -> outofcore.Loop:
     """Start a loop with one of these policies.
 
     "auto"; "moves": no recomputation; "unplaced": no planned offsets; "demand": no plan; "late": no plan and no copies
@@ -98,7 +98,7 @@ class _Training:
                 )
                 self._run = self._step
             case "followed":
-                self._loop = _followed(model, spec)
+                self._loop = _start_loop(model, spec)
 
     def step(self) -> Answer:
         batch = next(self._batches)

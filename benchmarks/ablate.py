@@ -112,7 +112,7 @@ def _costs(graph: StepGraph, costs: Costs, homes: str) -> Costs:
     return costs
 
 
-def planned(cell: Cell, off: Mapping[str, Any]) -> Outcome:
+def plan_cell(cell: Cell, off: Mapping[str, Any]) -> Outcome:
     """Plan one cell with techniques switched off; infinite seconds if there is no plan."""
     file = read_graph(Path(cell[1]))
     costs = _costs(file.graph, file.costs, cell[3])
@@ -125,7 +125,7 @@ def planned(cell: Cell, off: Mapping[str, Any]) -> Outcome:
     return seconds, time.process_time() - start
 
 
-def summary(on: Mapping[str, Outcome], off: Mapping[str, Outcome]) -> dict[str, Any]:
+def summarize(on: Mapping[str, Outcome], off: Mapping[str, Outcome]) -> dict[str, Any]:
     """Summarize the step-time ratios and planning times of one technique."""
     by_kind: dict[str, Any] = {}
     for kind, names in (
@@ -149,15 +149,15 @@ def summary(on: Mapping[str, Outcome], off: Mapping[str, Outcome]) -> dict[str, 
     return by_kind
 
 
-def removed_jointly(todo: Sequence[Cell], jobs: int) -> Iterator[dict[str, Any]]:
+def remove_jointly(todo: Sequence[Cell], jobs: int) -> Iterator[dict[str, Any]]:
     """Remove techniques one after another; yield whether each stays off and how steps change."""
     with ProcessPoolExecutor(jobs) as pool:
-        before = dict(zip(todo, pool.map(planned, todo, [{}] * len(todo)), strict=True))
+        before = dict(zip(todo, pool.map(plan_cell, todo, [{}] * len(todo)), strict=True))
         order = [cell for cell in todo if before[cell][0] < inf]
         off: dict[str, Any] = {}
         for name, fields in JOINT.items():
             trial = {**off, **fields}
-            running = {cell: pool.submit(planned, cell, trial) for cell in order}
+            running = {cell: pool.submit(plan_cell, cell, trial) for cell in order}
             ratios: dict[Cell, float] = {}
             seconds = 0.0
             for cell, future in running.items():
@@ -201,7 +201,7 @@ def main(
     todo = [cell for cell in cells(graphs, share or SHARES, other_homes=joint) if only in cell[0]]
     if joint:
         removed: list[dict[str, Any]] = []
-        for row in removed_jointly(todo, jobs):
+        for row in remove_jointly(todo, jobs):
             print(*(f"{value:.4f}" if isinstance(value, float) else value for value in row.values()), flush=True)
             removed.append(row)
         print(f"written to {write_result('ablate-joint', {'removed': removed}, None)}")
@@ -209,13 +209,13 @@ def main(
     techniques = ["everything on", *(name for name in technique or TECHNIQUES if name != "everything on")]
     with ProcessPoolExecutor(jobs) as pool:
         running = {
-            (name, cell[0]): pool.submit(planned, cell, TECHNIQUES[name]) for name in techniques for cell in todo
+            (name, cell[0]): pool.submit(plan_cell, cell, TECHNIQUES[name]) for name in techniques for cell in todo
         }
         outcomes = {name: {cell[0]: running[name, cell[0]].result() for cell in todo} for name in techniques}
     table = Table(title="Step time without the technique over step time with it")
     for column in ("technique off", "steps", "mean", "largest", "where", "helps", "hurts", "planning s"):
         table.add_column(column, justify="left" if column in ("technique off", "steps", "where") else "right")
-    rows = {name: summary(outcomes["everything on"], outcomes[name]) for name in techniques[1:]}
+    rows = {name: summarize(outcomes["everything on"], outcomes[name]) for name in techniques[1:]}
     for name, kinds in rows.items():
         for kind, row in kinds.items():
             plan_seconds = f"{row['plan_seconds_off']:.0f} / {row['plan_seconds_on']:.0f}"

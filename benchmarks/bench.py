@@ -40,7 +40,7 @@ _WORKLOADS: dict[str, dict[str, Any]] = {
 }
 
 
-def _timed(worker: Worker) -> list[float]:
+def _timed_seconds(worker: Worker) -> list[float]:
     return worker.columns()["seconds"][_WARM_UP:]
 
 
@@ -50,8 +50,8 @@ def _row(worker: Worker, report: dict[str, Any], base: int, eager: list[float], 
         "name": worker.name,
         "budget": worker.spec.budget,
         "seconds": seconds,
-        "to_eager": round_by_round(_timed(worker), eager),
-        "to_in_core": round_by_round(_timed(worker), in_core),
+        "to_eager": round_by_round(_timed_seconds(worker), eager),
+        "to_in_core": round_by_round(_timed_seconds(worker), in_core),
         "peak_rss": report["peak_rss"],
         "peak_above_tiny": report["peak_rss"] - base,
         "faults": worker.median("faults", _WARM_UP),
@@ -125,7 +125,7 @@ def _measure(
             workers.append(worker)
         take_turns(workers, rounds - 1)
         reports = [worker.ask("report") for worker in workers]
-    seconds = {worker.name: _timed(worker) for worker in workers}
+    seconds = {worker.name: _timed_seconds(worker) for worker in workers}
     rows = [_row(w, r, base, seconds["eager"], seconds["in core"]) for w, r in zip(workers, reports, strict=True)]
     return {**need, "rows": rows, "refused": failures}
 

@@ -20,7 +20,7 @@ import typer
 from _common import RESULTS, console, write_result
 
 from outofcore import planning
-from outofcore.cli.answer import COMPARED
+from outofcore.cli.answer import COMPARED_FRACTIONS
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph
@@ -60,7 +60,7 @@ class Step:
         """Yield the names and bytes of the budgets to compare, ending with the smallest."""
         in_core = planning.in_core_budget(self.graph, self.costs)
         smallest = planning.smallest_budget(self.graph, self.costs)
-        for name, part in COMPARED.items():
+        for name, part in COMPARED_FRACTIONS.items():
             if (budget := int(in_core * part)) > smallest:
                 yield name, budget
         yield "smallest", smallest
@@ -74,7 +74,7 @@ def capture(model: str, gpu: str, path: Path) -> None:
     write_graph(path, subject_of(find_step(spec, options), device=gpu).file)
 
 
-def compared(step: Step, name: str, budget: int, policies: Sequence[str]) -> Answer:
+def compare_policies(step: Step, name: str, budget: int, policies: Sequence[str]) -> Answer:
     """Plan one step at one budget with each policy, and validate every plan."""
     plans: dict[str, Answer | None] = {}
     for policy in policies:
@@ -89,7 +89,7 @@ def compared(step: Step, name: str, budget: int, policies: Sequence[str]) -> Ans
         entry = {"predicted_seconds": planned.timeline.step_seconds, "plan_cpu_seconds": round(took, 2)}
         plans[policy] = entry | ({"plan_of": planned.plan.policy} if policy == "auto" else {})
         seconds = planned.timeline.step_seconds / step.costs.compute_seconds
-        tell(f"{step.model} {step.gpu} {name} {policy}: {seconds:.4f}, {took:.1f} s")
+        print_progress(f"{step.model} {step.gpu} {name} {policy}: {seconds:.4f}, {took:.1f} s")
     return {
         "model": step.model,
         "gpu": step.gpu,
@@ -107,7 +107,7 @@ def seconds_of(cell: Answer, policy: str) -> float:
     return float("inf") if entry is None else entry["predicted_seconds"]
 
 
-def beaten(cells: Sequence[Answer]) -> list[str]:
+def find_faster_policies(cells: Sequence[Answer]) -> list[str]:
     """Return a line for each cell in which another policy is faster than ``auto``."""
     lines: list[str] = []
     for cell in cells:
@@ -145,11 +145,11 @@ def markdown(cells: Sequence[Answer], policies: Sequence[str], notes: dict[str, 
             label = f"{cell['model']} | {cell['part']} ({format_bytes(cell['budget'])})"
             lines.append(f"| {label} | {' | '.join(cells_of_row)} |")
         lines.append("")
-    lines += beaten(cells) or ["No policy is faster than `auto` in any cell."]
+    lines += find_faster_policies(cells) or ["No policy is faster than `auto` in any cell."]
     return "\n".join(lines) + "\n"
 
 
-def tell(text: str) -> None:
+def print_progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -178,14 +178,19 @@ def main(
                     subprocess.run([sys.executable, __file__, "capture", model_name, key, str(path)], check=True)
                 file = read_graph(path)
                 step = Step(model_name, key, file.graph, file.costs)
-                cells += [compared(step, part, budget, policy_names) for part, budget in step.budgets()]
+                cells += [compare_policies(step, part, budget, policy_names) for part, budget in step.budgets()]
                 # Write after each model: the whole run takes long.
-                content = {"models": MODELS, "simulated": notes, "auto_beaten": beaten(cells), "cells": cells}
+                content = {
+                    "models": MODELS,
+                    "simulated": notes,
+                    "auto_beaten": find_faster_policies(cells),
+                    "cells": cells,
+                }
                 result_path = write_result(name, content, date)
                 (RESULTS / f"{name}.md").write_text(markdown(cells, policy_names, notes), encoding="utf-8")
     console().print(markdown(cells, policy_names, notes), markup=False, highlight=False, soft_wrap=True)
     print(f"written to {result_path}")
-    raise typer.Exit(1 if beaten(cells) else 0)
+    raise typer.Exit(1 if find_faster_policies(cells) else 0)
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def _batches(work: zoo.Workload, rank: int, processes: int) -> Iterator[tuple[to
             yield batch
 
 
-def _hidden(step: outofcore.Step[..., Any]) -> tuple[float, float]:
+def _collective_seconds(step: outofcore.Step[..., Any]) -> tuple[float, float]:
     """Return the seconds of the last step's collectives, and the seconds that ops waited for them."""
     planned, timeline, graph = step.planned, step.timeline, step.captured.graph
     if timeline is None:
@@ -132,7 +132,7 @@ def _peak_of_loop(work: zoo.Workload, rank: int, batches: Sequence[tuple[torch.T
     return max(peaks)
 
 
-def _be_one(
+def _run_rank(
     rank: int, processes: int, store: str, name: str, options: Mapping[str, Any], rounds: int, share: float
 ) -> None:
     """Run all trainings of one rank; rank 0 prints the results as JSON."""
@@ -150,7 +150,7 @@ def _be_one(
         if constrained is None:
             constrained = _Training(work, rank, int(share * unconstrained.compiled.planned.program.arena_bytes))
         constrained.take_turn(turn)
-        waits.append(_hidden(constrained.compiled))
+        waits.append(_collective_seconds(constrained.compiled))
     if constrained is None:
         raise RuntimeError("no round has run: --rounds must be at least 1")
     collectives = collectives_of(constrained.compiled.captured)
@@ -287,7 +287,7 @@ def main(
     """Measure, print a table, and write the numbers to benchmarks/results/distributed.json (not with --small)."""
     if one is not None:
         count, store, name, options, steps, part = json.loads(given)
-        _be_one(one, count, store, name, options, steps, part)
+        _run_rank(one, count, store, name, options, steps, part)
         return
     workloads = _SMALL if small else _WORKLOADS
     rows = {

@@ -61,7 +61,7 @@ print(time.perf_counter() - start)
 _Step = Callable[..., torch.Tensor]
 
 
-def _made(name: str) -> tuple[_Step, torch.nn.Module, torch.optim.Optimizer, Iterator[tuple[torch.Tensor, ...]]]:
+def _build(name: str) -> tuple[_Step, torch.nn.Module, torch.optim.Optimizer, Iterator[tuple[torch.Tensor, ...]]]:
     if name != _README:
         work = zoo.workload(name, **_WORKLOADS[name])
         torch.manual_seed(work.options.seed)
@@ -84,15 +84,15 @@ def _made(name: str) -> tuple[_Step, torch.nn.Module, torch.optim.Optimizer, Ite
     return train_step, chain, adamw, iter(lambda: (batch, batch), None)
 
 
-def _children() -> float:
+def _children_seconds() -> float:
     """Return the processor seconds of child processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
-def _half(name: str) -> int:
+def _half_budget(name: str) -> int:
     """Return half of the in-core arena in bytes, but at least slightly more than the smallest budget."""
-    step, model, optimizer, batches = _made(name)
+    step, model, optimizer, batches = _build(name)
     batch = next(batches)
     smallest = outofcore.smallest_budget(step, model, optimizer, inputs=batch, cache=False)
     with outofcore.compile(step, model, optimizer, budget="64GiB", cache=False) as compiled:
@@ -100,7 +100,7 @@ def _half(name: str) -> int:
         return max(compiled.planned.program.arena_bytes // 2, int(_ABOVE_LEAST * smallest))
 
 
-def _importing() -> float:
+def _measure_import() -> float:
     """Return the median seconds to import the library after PyTorch, from compiled modules."""
     with tempfile.TemporaryDirectory() as compiled:
         environment = {**os.environ, "PYTHONPYCACHEPREFIX": compiled}
@@ -112,9 +112,9 @@ def _importing() -> float:
     return statistics.median(seconds[1:])
 
 
-def _eager(name: str) -> list[tuple[float, float]]:
+def _eager_times(name: str) -> list[tuple[float, float]]:
     """Return wall-clock and processor seconds of steps in plain PyTorch, without a warm-up step."""
-    step, _, _, batches = _made(name)
+    step, _, _, batches = _build(name)
     times = []
     for _ in range(_EAGER + 1):
         batch = next(batches)
@@ -124,7 +124,7 @@ def _eager(name: str) -> list[tuple[float, float]]:
     return times[1:]
 
 
-def _timed_captures(compiled: outofcore.Step[..., Any]) -> list[tuple[float, float]]:
+def _record_captures(compiled: outofcore.Step[..., Any]) -> list[tuple[float, float]]:
     """Return a list that receives the wall-clock and processor seconds of each capture."""
     planner, times = compiled._session.planner, []
     capture = planner.capture
@@ -140,14 +140,14 @@ def _timed_captures(compiled: outofcore.Step[..., Any]) -> list[tuple[float, flo
     return times
 
 
-def _calls(name: str, budget: int, cache: Path, count: int, home: str) -> dict[str, Any]:
+def _measure_calls(name: str, budget: int, cache: Path, count: int, home: str) -> dict[str, Any]:
     """Measure the first calls of a step."""
-    eager = _eager(name)
-    step, model, optimizer, batches = _made(name)
+    eager = _eager_times(name)
+    step, model, optimizer, batches = _build(name)
     wall, processor_seconds, losses = [], [], []
-    begin = _children()
+    begin = _children_seconds()
     with outofcore.compile(step, model, optimizer, budget=budget, home=home, cache=cache) as compiled:
-        captures = _timed_captures(compiled)
+        captures = _record_captures(compiled)
         for _ in range(count):
             batch = next(batches)
             start, processor = time.perf_counter(), time.process_time()
@@ -160,14 +160,14 @@ def _calls(name: str, budget: int, cache: Path, count: int, home: str) -> dict[s
         "processor": processor_seconds,
         "capture": captures[0],
         "eager": eager,
-        "children": _children() - begin,
+        "children": _children_seconds() - begin,
         "losses": [loss.hex() for loss in losses],
         "policy": policy,
         "predicted": predicted,
     }
 
 
-def _fresh(*arguments: object) -> Any:
+def _run_worker(*arguments: object) -> Any:
     environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())}
     worker = subprocess.run(
         [sys.executable, __file__, "--worker", json.dumps([str(a) for a in arguments])],
@@ -179,7 +179,7 @@ def _fresh(*arguments: object) -> Any:
     return json.loads(worker.stdout.splitlines()[-1])
 
 
-def _summary(measured: dict[str, Any]) -> dict[str, float]:
+def _summarize(measured: dict[str, Any]) -> dict[str, float]:
     """Return a row of the table for wall-clock and for processor time."""
     row: dict[str, float] = {}
     for number, clock in enumerate(("wall", "processor")):
@@ -199,11 +199,11 @@ def _summary(measured: dict[str, Any]) -> dict[str, float]:
     return row
 
 
-def _work(arguments: list[str]) -> Any:
+def _run_command(arguments: list[str]) -> Any:
     if arguments[0] == "half":
-        return _half(arguments[1])
+        return _half_budget(arguments[1])
     name, budget, cache, count, home = arguments[1:]
-    return _calls(name, int(budget), Path(cache), int(count), home)
+    return _measure_calls(name, int(budget), Path(cache), int(count), home)
 
 
 def main(
@@ -219,7 +219,7 @@ def main(
 ) -> None:
     """Measure the first calls of some models with a cold and a warm cache, and print a table."""
     if worker is not None:
-        print(json.dumps(_work(json.loads(worker))))
+        print(json.dumps(_run_command(json.loads(worker))))
         return
     budget_of: dict[str, int] = {_README: _README_BUDGET, **json.loads(budgets)}
     results: dict[str, Any] = {"command": " ".join(sys.argv), "machine": this_machine(), "rows": {}}
@@ -228,15 +228,15 @@ def main(
         f"{'beyond':>8} {'worst':>7} {'/100':>8} kids"
     )
     for name in model or [_README, *_WORKLOADS]:
-        budget = budget_of[name] if name in budget_of else _fresh("half", name)
+        budget = budget_of[name] if name in budget_of else _run_worker("half", name)
         losses = None
         with tempfile.TemporaryDirectory() as cache:
             for state in ("cold", "warm"):
-                measured = _fresh("calls", name, budget, cache, calls, home)
+                measured = _run_worker("calls", name, budget, cache, calls, home)
                 if losses not in (None, measured["losses"]):
                     raise typer.Exit(1)  # losses differ between cold and warm cache
                 losses = measured["losses"]
-                row = {**_summary(measured), "children": measured["children"], "policy": measured["policy"]}
+                row = {**_summarize(measured), "children": measured["children"], "policy": measured["policy"]}
                 results["rows"][f"{name}, {state}"] = {"budget": budget, **row, "calls": measured}
                 for clock in ("wall", "processor"):
                     print(
@@ -248,7 +248,7 @@ def main(
                         f"{measured['children']:.1f}",
                         flush=True,
                     )
-    results["importing"] = _importing()
+    results["importing"] = _measure_import()
     print(f"importing outofcore after PyTorch: {format_seconds(results['importing'])}")
     out.parent.mkdir(exist_ok=True, parents=True)
     out.write_text(json.dumps(results, indent=1, default=str), encoding="utf-8")

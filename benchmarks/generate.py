@@ -36,7 +36,7 @@ _PIECE = 8 * MIB
 _WORKER = Path(__file__).with_name("_generate_worker.py")
 
 
-def _rate(folder: Path, *, direct: bool) -> float:
+def _read_rate(folder: Path, *, direct: bool) -> float:
     """Return the bytes per second of reading the checkpoint into one buffer, bypassing the page cache if ``direct``."""
     region = mmap.mmap(-1, _PIECE)  # page-aligned, as direct reads require
     count, start = 0, time.perf_counter()
@@ -51,7 +51,7 @@ def _rate(folder: Path, *, direct: bool) -> float:
 
 
 @contextlib.contextmanager
-def _group(limit: int | None) -> Iterator[Callable[[], None] | None]:
+def _control_group(limit: int | None) -> Iterator[Callable[[], None] | None]:
     """Yield a function that moves the calling process into a control group limited to ``limit`` bytes.
 
     The group also counts the page cache.
@@ -71,7 +71,7 @@ def _group(limit: int | None) -> Iterator[Callable[[], None] | None]:
         group.rmdir()
 
 
-def _forget_files() -> None:
+def _drop_page_cache() -> None:
     """Drop the page cache, which no control group owns."""
     os.sync()
     Path("/proc/sys/vm/drop_caches").write_text("3")
@@ -118,12 +118,12 @@ def main(
     for _ in range(rounds):
         for tool in ways.split(","):
             if ram is None:
-                rates.append(_rate(folder, direct=False))
+                rates.append(_read_rate(folder, direct=False))
             else:
-                rates.append(_rate(folder, direct=True))
-                _forget_files()
+                rates.append(_read_rate(folder, direct=True))
+                _drop_page_cache()
             options = ["--budget", budget, "--tokens", str(tokens)]
-            with _group(None if ram is None else parse_bytes(ram)) as enter:
+            with _control_group(None if ram is None else parse_bytes(ram)) as enter:
                 worker = subprocess.run(
                     [sys.executable, str(_WORKER), tool, str(folder), *options],
                     stdout=subprocess.PIPE,

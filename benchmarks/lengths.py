@@ -25,7 +25,7 @@ from outofcore.units import GIB, format_bytes, format_seconds
 _ROOM = 64 * GIB
 _FIRST = 60  # batches in the first part of the run
 # For each contender: the worker's mode, and its changed options.
-_WAYS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+_CONTENDERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "eager": ("eager", {}),
     "budget": ("followed", {}),
     "compile": ("outofcore", {}),
@@ -48,7 +48,7 @@ def _run(task: str, options: Mapping[str, Any], contenders: Sequence[str], round
     facts: dict[str, Any] = {}
     for _ in range(repeats):
         for name in contenders:
-            mode, extra_options = _WAYS[name]
+            mode, extra_options = _CONTENDERS[name]
             spec = Spec(task, {**options, **extra_options}, mode, None if mode in ("eager", "checkpoint") else budget)
             with Worker(name, spec) as worker:
                 take_turns([worker], rounds)
@@ -89,7 +89,7 @@ def _over_eager(seconds: Mapping[str, Sequence[float]], part: slice) -> dict[str
     return {name: sum(times[part]) / sum(seconds["eager"][part]) for name, times in seconds.items()}
 
 
-def _new_over_known(row: Mapping[str, Any], contender: str) -> float | None:
+def _new_over_repeated_length(row: Mapping[str, Any], contender: str) -> float | None:
     """Return the median first step of a length over the median later step, both over plain PyTorch.
 
     The first length is excluded: its first step is the first of the whole run.
@@ -130,7 +130,7 @@ def _print_batches(row: Mapping[str, Any]) -> None:
 
 def _print_tasks(rows: Mapping[str, Mapping[str, Any]]) -> None:
     table = Table(title="Tasks of Mimose at a small scale: all steps over eager's, and the peak of the process")
-    contenders = [name for name in _WAYS if name != "eager"]
+    contenders = [name for name in _CONTENDERS if name != "eager"]
     for heading in ("task", "budget", "eager", *contenders):
         table.add_column(heading, justify="right")
     for task, row in rows.items():
@@ -166,12 +166,14 @@ def main(
             continue
         shape = {"batch": 2} if small and TASKS[name].head == "image" else options
         row = _run(name, shape, contenders, 12 if small else batches, 1 if small else repeats)
-        row["new_over_known"] = {contender: _new_over_known(row, contender) for contender in contenders}
+        row["new_over_known"] = {contender: _new_over_repeated_length(row, contender) for contender in contenders}
         content["batches"][name] = row
         _print_batches(row)
     mimose_tasks = [name for name in tasks if not TASKS[name].together]
     if mimose_tasks:
-        content["tasks"] = {name: _run(name, options, tuple(_WAYS), 3 if small else rounds, 1) for name in mimose_tasks}
+        content["tasks"] = {
+            name: _run(name, options, tuple(_CONTENDERS), 3 if small else rounds, 1) for name in mimose_tasks
+        }
         _print_tasks(content["tasks"])
     if not small:
         print(f"written to {write_result('lengths', content, date)}")

@@ -38,10 +38,10 @@ import outofcore
 from outofcore import planning, presets
 from outofcore.capture.captured import Call, Ref
 from outofcore.errors import BudgetError
-from outofcore.estimation.costing import operations_of
-from outofcore.follow.recompute_trial import WORTH_KEEPING, WORTH_TRYING
+from outofcore.estimation.costing import count_operations
+from outofcore.follow.recompute_trial import MIN_DELAY, MIN_SPEEDUP
 from outofcore.follow.records import StepRecord, read_record
-from outofcore.follow.remaking import Made, worth_making_again
+from outofcore.follow.remaking import ComputedStorage, choose_recomputed
 from outofcore.graph import Op
 from outofcore.planning import QUICK
 from outofcore.presets import Device, Number, Work
@@ -65,28 +65,28 @@ _ALLOCATE = frozenset({"aten::empty", "aten::empty_strided", "aten::empty_like",
 
 
 @dataclass(frozen=True)
-class Step:
+class RepeatableOp:
     """An op that can run again."""
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    inputs: dict[int, Making | None]  # by storage; None: not recomputable
+    inputs: dict[int, Lineage | None]  # by storage; None: not recomputable
     seconds: float
 
 
 @dataclass(frozen=True)
-class Making:
+class Lineage:
     """The ops that produced a storage."""
 
     storage: int
-    steps: tuple[Step, ...]
+    steps: tuple[RepeatableOp, ...]
     result: int
     depth: int
 
 
 @dataclass(frozen=True)
-class Place:
+class ArgumentView:
     """A tensor argument: its storage and its geometry."""
 
     storage: int
@@ -103,10 +103,10 @@ class Place:
 class Recipe:
     """The object that autograd saves instead of a tensor."""
 
-    def __init__(self, making: Making, original: StorageWeakRef | None) -> None:
-        self.making, self.original = making, original
-        self.again: StorageWeakRef | None = None
-        self.kept: dict[int, torch.UntypedStorage] = {}
+    def __init__(self, making: Lineage, original: StorageWeakRef | None) -> None:
+        self.lineage, self.original = making, original
+        self.rerun_storage: StorageWeakRef | None = None
+        self.inputs: dict[int, torch.UntypedStorage] = {}
         self.recipes: dict[int, Recipe] = {}
 
 
@@ -130,16 +130,16 @@ class Recorder(TorchDispatchMode):
     rows: list[list[int]] = field(default_factory=list)  # bytes, freed, created, persistent
     ops: list[tuple[str, float, list[tuple[int, int, int, int]]]] = field(default_factory=list)
     versions: dict[int, int] = field(default_factory=dict)
-    makings: dict[int, Making] = field(default_factory=dict)
+    lineages: dict[int, Lineage] = field(default_factory=dict)
     saved: set[int] = field(default_factory=set)
     recipes: dict[int, weakref.ref[Recipe]] = field(default_factory=dict)
-    again_seconds: float = 0.0
+    recompute_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         super().__init__()
         self._quiet = False
 
-    def lasting(self, tensors: Iterable[Tensor]) -> None:
+    def mark_persistent(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             if (storage := self._id(tensor, created=False)) is not None:
                 self.rows[storage][3] = 1
@@ -157,7 +157,7 @@ class Recorder(TorchDispatchMode):
         moved = self.rows[parameter_id][0] * (3 + 2 * states)
         self.ops.append(("update", self.device.seconds(Work.STREAMING, Number.FP32, 0.0, moved), touches))
 
-    def numbers(self) -> tuple[list[int], list[str]]:
+    def encode(self) -> tuple[list[int], list[str]]:
         self._free()
         names = list(dict.fromkeys(name for name, _, _ in self.ops))
         encoded = [0, len(self.ops), len(self.rows), 0, 0, 0, 0, 0]
@@ -169,17 +169,17 @@ class Recorder(TorchDispatchMode):
                 encoded += touch
         return encoded, names
 
-    def made(self) -> list[Made]:
+    def recompute_candidates(self) -> list[ComputedStorage]:
         """Return the recomputation candidates, as ``Recipes.noted`` does."""
         candidates = []
         for storage, (count, _, created, _) in enumerate(self.rows):
-            making = self.makings.get(storage)
+            making = self.lineages.get(storage)
             if making is not None and created:
                 inputs = dict.fromkeys(i for step in making.steps for i in step.inputs if i != storage)
                 seconds = sum(step.seconds for step in making.steps)
-                candidates.append(Made(storage, count, seconds, tuple(inputs), storage in self.saved))
+                candidates.append(ComputedStorage(storage, count, seconds, tuple(inputs), storage in self.saved))
             elif created or storage in self.saved:
-                candidates.append(Made(storage, count, None, (), storage in self.saved))
+                candidates.append(ComputedStorage(storage, count, None, (), storage in self.saved))
         return candidates
 
     def pack(self, tensor: Tensor) -> Any:
@@ -189,18 +189,18 @@ class Recorder(TorchDispatchMode):
         if storage is None:
             return tensor
         self.saved.add(storage)
-        if storage not in self.chosen or storage not in self.makings or (tensor.is_leaf and tensor.requires_grad):
+        if storage not in self.chosen or storage not in self.lineages or (tensor.is_leaf and tensor.requires_grad):
             return tensor
-        recipe = self._recipe(self.makings[storage], self.weak[storage], _DEEPEST)
+        recipe = self._recipe(self.lineages[storage], self.weak[storage], _DEEPEST)
         return tensor if recipe is None else (recipe, self._place(tensor, storage))
 
     def unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         recipe, place = packed
-        return self._silently(lambda: place.on(self._bytes(recipe)))
+        return self._without_recording(lambda: place.on(self._bytes(recipe)))
 
-    def _recipe(self, making: Making, original: StorageWeakRef | None, max_depth: int) -> Recipe | None:
+    def _recipe(self, making: Lineage, original: StorageWeakRef | None, max_depth: int) -> Recipe | None:
         if max_depth <= 0:
             return None
         known_recipe = self.recipes.get(making.storage)
@@ -209,7 +209,7 @@ class Recorder(TorchDispatchMode):
         recipe = Recipe(making, original)
         for step in making.steps:
             for storage, input_lineage in step.inputs.items():
-                if storage == making.storage or storage in recipe.kept or storage in recipe.recipes:
+                if storage == making.storage or storage in recipe.inputs or storage in recipe.recipes:
                     continue
                 known_recipe = self.recipes.get(storage)
                 inner = None if known_recipe is None else known_recipe()
@@ -218,38 +218,38 @@ class Recorder(TorchDispatchMode):
                 if inner is not None:
                     recipe.recipes[storage] = inner
                     continue
-                storage_to_keep = self._silently(lambda storage=storage: _strong(self.weak.get(storage)))
+                storage_to_keep = self._without_recording(lambda storage=storage: _strong(self.weak.get(storage)))
                 if storage_to_keep is None:
                     return None
-                recipe.kept[storage] = storage_to_keep
+                recipe.inputs[storage] = storage_to_keep
         self.recipes[making.storage] = weakref.ref(recipe)
         return recipe
 
     def _bytes(self, recipe: Recipe) -> torch.UntypedStorage:
-        live = _strong(recipe.original) or _strong(recipe.again)
+        live = _strong(recipe.original) or _strong(recipe.rerun_storage)
         if live is not None:
             return live
-        storages = dict(recipe.kept)
+        storages = dict(recipe.inputs)
         for storage, inner in recipe.recipes.items():
             storages[storage] = self._bytes(inner)
         result: torch.UntypedStorage | None = None
-        for step in recipe.making.steps:
+        for step in recipe.lineage.steps:
             if result is not None:
-                storages[recipe.making.storage] = result
+                storages[recipe.lineage.storage] = result
             args, kwargs = tree_map_only(
-                Place, lambda place: place.on(storages[place.storage]), (step.args, step.kwargs)
+                ArgumentView, lambda place: place.on(storages[place.storage]), (step.args, step.kwargs)
             )
             self._quiet = False
             returned = step.func(*args, **kwargs)
             self._quiet = True
-            self.again_seconds += step.seconds
+            self.recompute_seconds += step.seconds
             if result is None:
                 fresh = [t.untyped_storage() for t in tree_leaves(returned) if isinstance(t, Tensor)]
-                result = fresh[recipe.making.result]
-        recipe.again = StorageWeakRef(result)
+                result = fresh[recipe.lineage.result]
+        recipe.rerun_storage = StorageWeakRef(result)
         return result
 
-    def _silently(self, action: Callable[[], Any]) -> Any:
+    def _without_recording(self, action: Callable[[], Any]) -> Any:
         before, self._quiet = self._quiet, True
         try:
             return action()
@@ -273,9 +273,9 @@ class Recorder(TorchDispatchMode):
                 self.rows[storage][1] = len(self.ops)
                 del self.ids[address], self.weak[storage]
 
-    def _place(self, tensor: Tensor, storage: int) -> Place:
+    def _place(self, tensor: Tensor, storage: int) -> ArgumentView:
         shape = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-        return Place(storage, self.versions.get(storage, 0), tensor.dtype, *shape)
+        return ArgumentView(storage, self.versions.get(storage, 0), tensor.dtype, *shape)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -315,7 +315,7 @@ class Recorder(TorchDispatchMode):
         self._lineage(step, written, touches, fresh, seconds, schema)
         return returned
 
-    def _step(self, func: Any, schema: Any, written: list[bool], args: Any, kwargs: Any) -> Step | None:
+    def _step(self, func: Any, schema: Any, written: list[bool], args: Any, kwargs: Any) -> RepeatableOp | None:
         if torch.Tag.pointwise not in func.tags and schema.name not in _REPEAT:
             return None
         writes = sum(written)
@@ -324,37 +324,43 @@ class Recorder(TorchDispatchMode):
             return None
         if not writes and any(r.alias_info is not None for r in schema.returns):
             return None
-        inputs: dict[int, Making | None] = {}
+        inputs: dict[int, Lineage | None] = {}
 
         def place(tensor: Tensor) -> Any:
             storage = self._id(tensor, created=False)
             if storage is None:
-                return self._silently(tensor.detach)
-            making = self.makings.get(storage)
+                return self._without_recording(tensor.detach)
+            making = self.lineages.get(storage)
             inputs[storage] = making if making is not None and making.depth < _DEEPEST else None
             return self._place(tensor, storage)
 
         args, kwargs = tree_map_only(Tensor, place, (tuple(args), kwargs))
         if norm:
             args = (*args[:3], None, None, *args[5:]) if args[5] else args
-        return Step(func, args, kwargs, inputs, 0.0)
+        return RepeatableOp(func, args, kwargs, inputs, 0.0)
 
     def _lineage(
-        self, step: Step | None, written: list[bool], touches: Any, fresh: list[int | None], seconds: float, schema: Any
+        self,
+        step: RepeatableOp | None,
+        written: list[bool],
+        touches: Any,
+        fresh: list[int | None],
+        seconds: float,
+        schema: Any,
     ) -> None:
         step = None if step is None else replace(step, seconds=seconds)
         changed = [s for _, s, writes, creates in touches.values() if writes and not creates]
         for storage in changed:
             self.versions[storage] = self.versions.get(storage, 0) + 1
-            before = self.makings.pop(storage, None)
+            before = self.lineages.pop(storage, None)
             if before is not None and step is not None and written[0] and len(before.steps) < _MOST_STEPS:
-                self.makings[storage] = replace(before, steps=(*before.steps, step))
+                self.lineages[storage] = replace(before, steps=(*before.steps, step))
         if changed or step is None:
             return
         for result, storage in enumerate(fresh):
             if storage is not None:
                 depth = max((m.depth + 1 for m in step.inputs.values() if m is not None), default=0)
-                self.makings[storage] = Making(storage, (step,), result, min(depth, _DEEPEST))
+                self.lineages[storage] = Lineage(storage, (step,), result, min(depth, _DEEPEST))
 
     def _seconds(
         self, func: Any, schema: Any, args: Any, kwargs: Any, inputs: list[Tensor], results: list[Tensor]
@@ -367,7 +373,7 @@ class Recorder(TorchDispatchMode):
         refs, keyword_refs = tree_map_only(Tensor, lambda t: Ref(numbers[id(t)]), (tuple(args), kwargs))
         call = Call(func, refs, keyword_refs, tuple(numbers[id(t)] for t in results))
         name = f"aten.{schema.name.partition('::')[2]}"
-        work, operations = operations_of(SimpleNamespace(values=values), Op(0, name, (), (), ()), call)
+        work, operations = count_operations(SimpleNamespace(values=values), Op(0, name, (), (), ()), call)
         moved = 0
         for value in values:
             count = value.dtype.itemsize
@@ -385,12 +391,12 @@ class Loop:
     """A training loop whose model and inputs are meta tensors."""
 
     title: str
-    make: Callable[[], tuple[nn.Module, Callable[[nn.Module], Tensor]]]
+    build: Callable[[], tuple[nn.Module, Callable[[nn.Module], Tensor]]]
     states: int  # tensors of optimizer state for each parameter
-    checkpointed: Callable[[nn.Module], None] = checkpoint_blocks
+    checkpoint: Callable[[nn.Module], None] = checkpoint_blocks
 
 
-def _zoo(name: str, dtype: torch.dtype, **options: Any) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+def _zoo_loop(name: str, dtype: torch.dtype, **options: Any) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     work = workload(name, **options)
     model = work.network().to(dtype)
     batch = [
@@ -400,7 +406,7 @@ def _zoo(name: str, dtype: torch.dtype, **options: Any) -> tuple[nn.Module, Call
     return model, lambda model: work.loss(model, *batch)
 
 
-def _llama(layers: int, tokens: int) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+def _llama_loop(layers: int, tokens: int) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     model = Decoder(width=2048, layers=layers, heads=32, groups=8, head=64, inner=8192, vocab=128256).bfloat16()
     for block in model.blocks:
         block.attention.foretold = True
@@ -412,7 +418,7 @@ def _checkpoint_decoder(model: nn.Module) -> None:
     model.again = True
 
 
-_GPT = partial(_zoo, "gpt", torch.bfloat16, context=1024, vocab=50304)
+_GPT = partial(_zoo_loop, "gpt", torch.bfloat16, context=1024, vocab=50304)
 LOOPS = {
     "gpt-124m": Loop("GPT of 124 million, bf16, 64 x 1,024", partial(_GPT, batch=64, layers=12, width=768), 2),
     "gpt-1b": Loop(
@@ -420,16 +426,16 @@ LOOPS = {
     ),
     "llama": Loop(
         "Llama of 12 layers of Llama-3.2-1B's, bf16, 16 x 2,048",
-        partial(_llama, 12, 32768),
+        partial(_llama_loop, 12, 32768),
         2,
         _checkpoint_decoder,
     ),
     "resnet50": Loop(
         "ResNet-50, bf16, batch 512",
-        partial(_zoo, "resnet", torch.bfloat16, batch=512, size=224, depth=50, images="generated"),
+        partial(_zoo_loop, "resnet", torch.bfloat16, batch=512, size=224, depth=50, images="generated"),
         1,
     ),
-    "unet3d": Loop("3D U-Net, fp32, 4 x 128^3", partial(_zoo, "unet3d", torch.float32, batch=4, size=128), 1),
+    "unet3d": Loop("3D U-Net, fp32, 4 x 128^3", partial(_zoo_loop, "unet3d", torch.float32, batch=4, size=128), 1),
 }
 
 
@@ -442,21 +448,21 @@ def record(
 ) -> tuple[StepRecord, Recorder]:
     """Record one step of a loop on meta tensors."""
     with torch.device("meta"), mock.patch.object(F, "scaled_dot_product_attention", _attention):
-        model, loss_of = loop.make()
+        model, loss_of = loop.build()
         if checkpointed:
-            loop.checkpointed(model)
+            loop.checkpoint(model)
         recorder = Recorder(device, chosen)
-        recorder.lasting([*model.parameters(), *model.buffers()])
+        recorder.mark_persistent([*model.parameters(), *model.buffers()])
         with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
             loss_of(model).backward()
             for parameter in model.parameters():
                 recorder.update(parameter, loop.states)
             model.zero_grad()
-        step_record = read_record(*recorder.numbers())
+        step_record = read_record(*recorder.encode())
     return replace(step_record, costs=replace(step_record.costs, homes=(device.home(),))), recorder
 
 
-def _planned(record: StepRecord, budget: int) -> float | None:
+def _predict_seconds(record: StepRecord, budget: int) -> float | None:
     try:
         return planning.plan_step(record.graph, record.costs, budget, params=QUICK).timeline.step_seconds
     except BudgetError:
@@ -468,25 +474,25 @@ def predict(name: str, key: str) -> dict[str, Any]:
     loop, device = LOOPS[name], presets.device(key)
     start = time.process_time()
     plain, recorder = record(loop, device)
-    candidates, rate = recorder.made(), device.out_bytes_per_s
+    candidates, rate = recorder.recompute_candidates(), device.out_bytes_per_s
     in_core = planning.in_core_budget(plain.graph, plain.costs)
     checkpointed, _ = record(loop, device, checkpointed=True)
     compute = plain.costs.compute_seconds
     rows: list[dict[str, Any]] = []
     for share in SHARES:
         budget = int(in_core * share)
-        offloaded = _planned(plain, budget)
+        offloaded = _predict_seconds(plain, budget)
         row: dict[str, Any] = {"share": share, "budget": budget, "offloaded_s": offloaded}
         if offloaded is not None:
             stalled = offloaded - compute
             row |= {"recomputed_s": offloaded, "again_s": 0.0}
-            if stalled > WORTH_TRYING * compute:
-                chosen = worth_making_again(candidates, rate, enough=int(stalled * rate))
+            if stalled > MIN_DELAY * compute:
+                chosen = choose_recomputed(candidates, rate, target_bytes=int(stalled * rate))
                 remade, remade_recorder = record(loop, device, frozenset(chosen))
-                recomputed = _planned(remade, budget)
-                if recomputed is not None and recomputed < offloaded * (1 - WORTH_KEEPING):
-                    row |= {"recomputed_s": recomputed, "again_s": remade_recorder.again_seconds}
-        row["checkpointed_s"] = _planned(checkpointed, budget)
+                recomputed = _predict_seconds(remade, budget)
+                if recomputed is not None and recomputed < offloaded * (1 - MIN_SPEEDUP):
+                    row |= {"recomputed_s": recomputed, "again_s": remade_recorder.recompute_seconds}
+        row["checkpointed_s"] = _predict_seconds(checkpointed, budget)
         rows.append(row)
     return {
         "loop": loop.title,
@@ -500,7 +506,7 @@ def predict(name: str, key: str) -> dict[str, Any]:
     }
 
 
-def render(predictions: Iterable[dict[str, Any]]) -> str:
+def render_page(predictions: Iterable[dict[str, Any]]) -> str:
     """Return the predictions as a Markdown page."""
     lines = [
         "# Recomputation in loops on GPUs, predicted",
@@ -521,7 +527,7 @@ def render(predictions: Iterable[dict[str, Any]]) -> str:
                 f"{row['share']:g} ({format_bytes(row['budget'])})",
                 _milliseconds(prediction["in_core_s"]),
                 _milliseconds(offloaded),
-                *("-" if offloaded is None else text for text in _recomputed(row)),
+                *("-" if offloaded is None else text for text in _recompute_cells(row)),
                 _milliseconds(row["checkpointed_s"]),
             ]
             lines.append(f"| {' | '.join(cells)} |")
@@ -529,7 +535,7 @@ def render(predictions: Iterable[dict[str, Any]]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _recomputed(row: dict[str, Any]) -> tuple[str, str, str]:
+def _recompute_cells(row: dict[str, Any]) -> tuple[str, str, str]:
     if row["offloaded_s"] is None:
         return "", "", ""
     saved = 1 - row["recomputed_s"] / row["offloaded_s"]
@@ -547,7 +553,7 @@ def main(
 ) -> None:
     """Predict step times of loops on GPUs with and without recomputation."""
     predictions = [predict(name, key) for name in loops.split(",") for key in devices.split(",")]
-    page = render(predictions)
+    page = render_page(predictions)
     path = write_result("loop-recompute", {"predictions": predictions}, date)
     path.with_suffix(".md").write_text(page, encoding="utf-8")
     print(page)

@@ -65,7 +65,7 @@ _Place = Callable[[Sequence[Rectangle]], Sequence[int]]
 # ----------------------------------------------------------------------------------------------- instances
 
 
-def cut_up(count: int, width: int, height: int, seed: int) -> list[Rectangle]:
+def cut_box(count: int, width: int, height: int, seed: int) -> list[Rectangle]:
     """Cut a box at random into rectangles; the optimal height is ``height``, and hard to find."""
     generator = random.Random(seed)
     boxes = [(0, width, 0, height)]
@@ -86,7 +86,7 @@ def cut_up(count: int, width: int, height: int, seed: int) -> list[Rectangle]:
     return [Rectangle(i, begin, end, high - low) for i, (begin, end, low, high) in enumerate(boxes)]
 
 
-def scattered(count: int, seed: int) -> list[Rectangle]:
+def random_rectangles(count: int, seed: int) -> list[Rectangle]:
     """Return rectangles with sizes over three orders of magnitude and mostly short lifetimes."""
     generator = random.Random(seed)
     rectangles: list[Rectangle] = []
@@ -98,7 +98,7 @@ def scattered(count: int, seed: int) -> list[Rectangle]:
 
 
 @dataclass
-class _Step:
+class _StepBuilder:
     """A builder of a synthetic training step."""
 
     storages: list[Storage] = field(default_factory=list[Storage])
@@ -121,7 +121,7 @@ class _Step:
 
 def residual_step(blocks: int) -> tuple[StepGraph, Costs]:
     """Build a step like a ResNet's: stages that halve the map and double the channels, skips, norms and momentum."""
-    step = _Step()
+    step = _StepBuilder()
     flow = step.new(StorageKind.INPUT, 1200)
     saved: list[tuple[int, int, list[int]]] = []  # a parameter, its moment, and the storages saved for backward
     for index in range(blocks):
@@ -182,8 +182,8 @@ def traces(blocks: int) -> Iterator[tuple[str, list[Rectangle]]]:
 def write_instances(zoo: Path | None) -> None:
     """Write the files under ``instances/pack``; each name ends in the peak of live bytes."""
     INSTANCES.mkdir(parents=True, exist_ok=True)
-    instances = [(f"cut-up{n}", cut_up(n, 2000, 100_000, n)) for n in (40, 100, 300)]
-    instances += [("scattered200", scattered(200, 1)), *traces(16)]
+    instances = [(f"cut-up{n}", cut_box(n, 2000, 100_000, n)) for n in (40, 100, 300)]
+    instances += [("scattered200", random_rectangles(200, 1)), *traces(16)]
     instances += [] if zoo is None else [(name, trace) for name, trace in zoo_traces(zoo) if name in _COMMITTED]
     for name, rectangles in instances:
         write_rectangles(INSTANCES / f"{name}.{peak(rectangles).bytes}.csv", rectangles)
@@ -224,7 +224,7 @@ def zoo_traces(folder: Path) -> Iterator[tuple[str, list[Rectangle]]]:
 # ------------------------------------------------------------------------------------------------- contest
 
 
-def ours(effort: int) -> dict[str, _Place]:
+def our_placers(effort: int) -> dict[str, _Place]:
     """Return each placement algorithm by name, and ``pack`` at several efforts."""
 
     def by(order: Callable[[Rectangles], Any]) -> _Place:
@@ -235,8 +235,8 @@ def ours(effort: int) -> dict[str, _Place]:
         return place
 
     return {
-        "first fit: by time": by(lambda r: np.lexsort((-r.sizes, r.begin, r.again > r.slots))),
-        "first fit: longest": by(lambda r: np.argsort(-r.held, kind="stable")),
+        "first fit: by time": by(lambda r: np.lexsort((-r.sizes, r.begin, r.second_begin > r.slots))),
+        "first fit: longest": by(lambda r: np.argsort(-r.lifetimes, kind="stable")),
         "first fit: largest": by(lambda r: np.argsort(-r.sizes, kind="stable")),
         "best fit of PGMO": lambda r: best_fit(r).offsets,
         "pack, quick": lambda r: pack(r, params=PlacementParams(effort=0)).offsets,
@@ -245,7 +245,7 @@ def ours(effort: int) -> dict[str, _Place]:
     }
 
 
-def hard(files: Sequence[Path], date: str | None) -> None:
+def place_within_capacity(files: Sequence[Path], date: str | None) -> None:
     """Print and write the time to place within a capacity, with all techniques and without one of each."""
     switches = ("", "dominance", "lifting", "precedence", "decomposition", "restarts", "canonical")
     table, rows = Table("instance", *(f"no {name}" if name else "pack" for name in switches)), list[dict[str, Any]]()
@@ -270,7 +270,7 @@ def hard(files: Sequence[Path], date: str | None) -> None:
     print(f"written to {write_result('pack-hard', result, date)}")
 
 
-def rivals() -> dict[str, _Place]:
+def rival_placers() -> dict[str, _Place]:
     """Return omnimalloc's allocators by name, if it is installed."""
     if importlib.util.find_spec("omnimalloc") is None:
         return {}
@@ -310,16 +310,16 @@ def main(
 ) -> None:
     """Print height, ratio to the lower bound, and seconds, for each instance and allocator."""
     if hard_ones:
-        hard(files or [], date)
+        place_within_capacity(files or [], date)
         return
     if write:
         write_instances(zoo)
-    instances = [(f"cut-up{n}", cut_up(n, 10 * n, 1_000_000, 0)) for n in map(int, filter(None, sizes.split(",")))]
+    instances = [(f"cut-up{n}", cut_box(n, 10 * n, 1_000_000, 0)) for n in map(int, filter(None, sizes.split(",")))]
     if not instances:
         paths = files or sorted(INSTANCES.glob("*.csv"))
         instances = [(p.stem, list(read_table(p.read_text(encoding="utf-8")).rectangles)) for p in paths]
     if zoo is not None:
-        instances += [(f"cut-up{_MANY}", cut_up(_MANY, 10 * _MANY, 1_000_000, 0)), *zoo_traces(zoo)]
+        instances += [(f"cut-up{_MANY}", cut_box(_MANY, 10 * _MANY, 1_000_000, 0)), *zoo_traces(zoo)]
     console, rows = Console(), list[dict[str, Any]]()
     for name, rectangles in instances:
         bound = peak(rectangles).bytes
@@ -327,7 +327,7 @@ def main(
         table = Table("allocator", box=None)
         for column in ("height", "over live", "seconds"):
             table.add_column(column, justify="right")
-        for allocator, place in (ours(int(effort * EFFORT)) | rivals()).items():
+        for allocator, place in (our_placers(int(effort * EFFORT)) | rival_placers()).items():
             if allocator.startswith("omnimalloc") and any(r.gap for r in rectangles):
                 continue
             begin = time.process_time()

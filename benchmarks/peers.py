@@ -49,7 +49,7 @@ _OUR_WARM_UP = 5  # capture, planning, three measurements, and possibly a second
 _PEERS_WARM_UP = 2
 _IN_CORE = 1.1  # of the in-core budget, so that no eviction is needed
 _HALF = 0.48  # of torch.compile's peak, so that ours stays below half of it
-_BESIDE = GIB // 2  # memory of our process outside its budget: the interpreter and its libraries
+_OUTSIDE_BUDGET = GIB // 2  # memory of our process outside its budget: the interpreter and its libraries
 _WORKLOADS: dict[str, dict[str, Any]] = {
     "resnet50": {"batch": 16},
     "gpt": {"batch": 8, "layers": 6, "width": 384, "context": 512},
@@ -87,7 +87,7 @@ class Entry:
     warm_up: int = _PEERS_WARM_UP
 
 
-def _peers(spec: Spec, tools: Sequence[str], shares: Sequence[float], segments: Sequence[int]) -> list[Entry]:
+def _peer_entries(spec: Spec, tools: Sequence[str], shares: Sequence[float], segments: Sequence[int]) -> list[Entry]:
     entries = [
         Entry("eager", "eager", spec),
         Entry("tcmalloc", "eager, tcmalloc", spec, find_tcmalloc()),
@@ -145,7 +145,7 @@ def _row(entry: Entry, worker: Worker, report: Mapping[str, Any], base: int) -> 
     return row
 
 
-def _rounds(workers: Sequence[Worker], rounds: int, deadline: float) -> int:
+def _take_turns_until(workers: Sequence[Worker], rounds: int, deadline: float) -> int:
     """Take turns until the deadline, but at least three times; return the number of rounds."""
     for number in range(rounds):
         start = time.monotonic()
@@ -161,7 +161,7 @@ def _same_losses(steps: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str
 
 
 @dataclass(frozen=True)
-class Asked:
+class Settings:
     """Settings for each workload."""
 
     tools: tuple[str, ...]
@@ -175,7 +175,7 @@ class Asked:
     policy: str
 
 
-def _measure(model: str, options: dict[str, Any], settings: Asked, base: int) -> dict[str, Any]:
+def _measure(model: str, options: dict[str, Any], settings: Settings, base: int) -> dict[str, Any]:
     deadline = time.monotonic() + settings.seconds
     spec = Spec(model, options, home=settings.home, policy=settings.policy)
     missing: dict[str, str] = {}
@@ -190,7 +190,7 @@ def _measure(model: str, options: dict[str, Any], settings: Asked, base: int) ->
                 missing[entry.name] = str(error)
                 print(error, file=sys.stderr)
 
-        for entry in _peers(spec, settings.tools, settings.shares, settings.segments):
+        for entry in _peer_entries(spec, settings.tools, settings.shares, settings.segments):
             start(entry)
         peaks = [worker.facts["first_peak"] - base for _, worker in pairs]
         # Also run outofcore at half of torch.compile's own peak.
@@ -207,7 +207,7 @@ def _measure(model: str, options: dict[str, Any], settings: Asked, base: int) ->
             def run(budget: int, tool: str = tool, kernels: str = kernels, title: str = title) -> None:
                 name = f"{title}, {format_bytes(budget)}"
                 free = available_memory_bytes()
-                if free is not None and free < budget + _BESIDE:
+                if free is not None and free < budget + _OUTSIDE_BUDGET:
                     missing[name] = f"not run: only {format_bytes(free)} of memory are free next to the other processes"
                     return
                 start(Entry(tool, name, replace(spec, mode=OURS, budget=budget, kernels=kernels), None, _OUR_WARM_UP))
@@ -224,7 +224,7 @@ def _measure(model: str, options: dict[str, Any], settings: Asked, base: int) ->
                     run(budget)
         if not pairs:
             raise typer.BadParameter(f"{model}: no process could run: {missing}")
-        rounds_run = _rounds([worker for _, worker in pairs], settings.rounds, deadline)
+        rounds_run = _take_turns_until([worker for _, worker in pairs], settings.rounds, deadline)
         rows = [_row(entry, worker, worker.ask("report"), base) for entry, worker in pairs]
         plain = next((worker.steps for entry, worker in pairs if entry.tool == "eager"), None)
         compiled = [worker.steps for entry, worker in pairs if entry.tool == COMPILED]
@@ -302,7 +302,7 @@ def main(
     defaults = _SMALL if small else _WORKLOADS
     for workload_name in [tool_name for tool_name in tool or () if tool_name not in _TOOLS]:
         raise typer.BadParameter(f"unknown tool {workload_name!r}; choose from {', '.join(_TOOLS)}")
-    settings = Asked(
+    settings = Settings(
         tuple(tool or _TOOLS),
         tuple(share or (1.0, 0.5, 0.2)),
         tuple(segments or (4,)),

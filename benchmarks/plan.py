@@ -36,13 +36,13 @@ from outofcore.units import format_bytes
 _DEPTHS = (50, 101, 200, 500, 1001)
 _GPU = "v100-16gb-pcie3"
 # Target processor seconds by depth.
-_WISHES = {50: 5.0, 1001: 60.0}
-_TOLD = 25
+_TARGETS = {50: 5.0, 1001: 60.0}
+_PROFILE_LINES = 25
 
 Answer = dict[str, Any]
 
 
-def _say(**answer: Any) -> None:
+def _print_answer(**answer: Any) -> None:
     print(json.dumps(answer), flush=True)
 
 
@@ -50,7 +50,7 @@ def _facts(seconds: float, children: float = 0.0) -> Answer:
     return {"seconds": seconds, "children_seconds": children, "peak_rss": peak_memory_bytes()}
 
 
-def _children() -> float:
+def _children_seconds() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -60,17 +60,17 @@ def capture(depth: int, batch: int, path: Path, stats: Path | None) -> None:
     from outofcore.cli.subjects import find_step, subject_of  # noqa: PLC0415 - only this function needs PyTorch
 
     plain = find_step(f"resnet{depth}", {"batch": batch})
-    with cProfile.Profile() if stats else _Nothing() as profile:
+    with cProfile.Profile() if stats else _NoProfile() as profile:
         start = time.process_time()
         subject = subject_of(plain, device=_GPU)
         facts = _facts(time.process_time() - start)
     if stats is not None and isinstance(profile, cProfile.Profile):
         profile.dump_stats(stats)
     write_graph(path, subject.file)
-    _say(**facts)
+    _print_answer(**facts)
 
 
-class _Nothing:
+class _NoProfile:
     def __enter__(self) -> None:
         return None
 
@@ -83,10 +83,10 @@ def plan(path: Path, share: float, policy: str) -> None:
     file = read_graph(path)
     in_core = planning.in_core_budget(file.graph, file.costs)
     budget = max(int(share * in_core), planning.smallest_budget(file.graph, file.costs))
-    before = time.process_time(), _children()
+    before = time.process_time(), _children_seconds()
     planned = planning.plan_step(file.graph, file.costs, budget, policy)
-    took = time.process_time() - before[0], _children() - before[1]
-    _say(
+    took = time.process_time() - before[0], _children_seconds() - before[1]
+    _print_answer(
         **_facts(*took),
         ops=len(file.graph.ops),
         storages=len(file.graph.storages),
@@ -101,33 +101,33 @@ def plan(path: Path, share: float, policy: str) -> None:
 
 def profile(path: Path, share: float, policy: str, captured: Path) -> None:
     """Print the slowest functions of each stage."""
-    print(_longest(str(captured)))
+    print(_slowest_functions(str(captured)))
     file = read_graph(path)
     graph, costs = file.graph, file.costs
     budget = max(int(share * planning.in_core_budget(graph, costs)), planning.smallest_budget(graph, costs))
-    planned = _staged("plan", lambda: planning.plan_step(graph, costs, budget, policy))
-    program = _staged("lower", lambda: lower(graph, costs, planned.plan))
-    placed = _staged("place", lambda: place(program, budget))
-    wired = _staged("wire", lambda: wire(graph, placed))
-    _staged("simulate", lambda: simulate(graph, costs, wired))
+    planned = _profile_stage("plan", lambda: planning.plan_step(graph, costs, budget, policy))
+    program = _profile_stage("lower", lambda: lower(graph, costs, planned.plan))
+    placed = _profile_stage("place", lambda: place(program, budget))
+    wired = _profile_stage("wire", lambda: wire(graph, placed))
+    _profile_stage("simulate", lambda: simulate(graph, costs, wired))
 
 
-def _staged(name: str, action: Callable[[], Any]) -> Any:
+def _profile_stage(name: str, action: Callable[[], Any]) -> Any:
     with cProfile.Profile() as profile_of_action:
         start = time.process_time()
         result = action()
         seconds = time.process_time() - start
-    print(f"\n=== {name}: {seconds:.2f} s under the profiler\n{_longest(profile_of_action)}")
+    print(f"\n=== {name}: {seconds:.2f} s under the profiler\n{_slowest_functions(profile_of_action)}")
     return result
 
 
-def _longest(stats: cProfile.Profile | str) -> str:
+def _slowest_functions(stats: cProfile.Profile | str) -> str:
     text = io.StringIO()
-    pstats.Stats(stats, stream=text).strip_dirs().sort_stats("tottime").print_stats(_TOLD)
+    pstats.Stats(stats, stream=text).strip_dirs().sort_stats("tottime").print_stats(_PROFILE_LINES)
     return text.getvalue()
 
 
-def _fresh(*arguments: str) -> Answer:
+def _run_worker(*arguments: str) -> Answer:
     """Return the answer of a new process of this program."""
     worker = subprocess.run([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True, check=False)
     if worker.returncode:
@@ -149,7 +149,7 @@ def _print(rows: list[Answer], growth: dict[str, float | None]) -> None:
     for heading in ("network", "ops", "capture", "memory", "plan", "memory", "policy", "step ÷ compute", "target"):
         table.add_column(heading, justify="left" if heading == "network" else "right")
     for row in rows:
-        captured, planned, target = row["capture"], row["plan"], _WISHES.get(row["depth"])
+        captured, planned, target = row["capture"], row["plan"], _TARGETS.get(row["depth"])
         seconds = planned["seconds"] + planned["children_seconds"]
         table.add_row(
             f"resnet{row['depth']}",
@@ -188,13 +188,13 @@ def main(
             path = folder / f"resnet{layers}-{batch}.json.gz"
             stats = folder / f"resnet{layers}.prof"
             extra = [str(stats)] if profiled else []
-            captured = _fresh("capture", str(layers), str(batch), str(path), *extra)
+            captured = _run_worker("capture", str(layers), str(batch), str(path), *extra)
             if profiled:
                 print(f"=== resnet{layers}, capture: {captured['seconds']:.2f} s under the profiler")
                 profile(path, share, policy, stats)
                 continue
             print(f"resnet{layers}: captured in {captured['seconds']:.1f} s", file=sys.stderr, flush=True)
-            planned = _fresh("plan", str(path), str(share), policy)
+            planned = _run_worker("plan", str(path), str(share), policy)
             rows.append({"depth": layers, "capture": captured, "plan": planned})
             print(f"resnet{layers}: planned in {planned['seconds']:.1f} s", file=sys.stderr, flush=True)
     if rows:

@@ -52,7 +52,7 @@ def capture(model: str, path: Path) -> None:
     write_graph(path, subject_of(plain, device=_GPU).file)
 
 
-def _measured(plan: Callable[[], Planned]) -> tuple[Planned | None, float]:
+def _time_planning(plan: Callable[[], Planned]) -> tuple[Planned | None, float]:
     """Return a plan, or None, and the processor seconds of planning."""
     start = time.process_time()
     with suppress(BudgetError):
@@ -60,7 +60,7 @@ def _measured(plan: Callable[[], Planned]) -> tuple[Planned | None, float]:
     return None, time.process_time() - start
 
 
-def compared(model: str, graph: StepGraph, costs: Costs) -> None:
+def print_policies(model: str, graph: StepGraph, costs: Costs) -> None:
     """Print a row for one step: step over op seconds for auto, auto without annealing, and dtr."""
     in_core = in_core_budget(graph, costs)
     start = time.process_time()
@@ -69,7 +69,7 @@ def compared(model: str, graph: StepGraph, costs: Costs) -> None:
     for budget in (smallest, *(int(in_core * part) for part in _PARTS)):
         results: list[str] = []
         for policy in ("auto", "auto:annealing=0", "dtr"):
-            planned, took = _measured(lambda policy=policy, budget=budget: plan_step(graph, costs, budget, policy))
+            planned, took = _time_planning(lambda policy=policy, budget=budget: plan_step(graph, costs, budget, policy))
             if planned is not None:
                 validate(graph, planned.program, budget, costs)
                 results.append(f"{planned.timeline.step_seconds / costs.compute_seconds:.4f} in {took:.1f} s")
@@ -77,7 +77,7 @@ def compared(model: str, graph: StepGraph, costs: Costs) -> None:
     console().print(f"| {model} | {len(graph.ops)} | {' | '.join(cells)} |")
 
 
-def swept(model: str, graph: StepGraph, costs: Costs, count: int) -> None:
+def sweep_budgets(model: str, graph: StepGraph, costs: Costs, count: int) -> None:
     """Print step over op seconds at a geometric series of budgets, and plans slower than at a smaller budget."""
     front = None if costs.homes else Front(graph, costs)
     low, high = smallest_budget(graph, costs) if front is None else front.smallest, in_core_budget(graph, costs)
@@ -116,10 +116,10 @@ def main(
             file = read_graph(path)
             without_homes = replace(file.costs, homes=())
             if sweep:
-                swept(model_name, file.graph, without_homes, sweep)
-                swept(model_name, file.graph, file.costs, sweep)
+                sweep_budgets(model_name, file.graph, without_homes, sweep)
+                sweep_budgets(model_name, file.graph, file.costs, sweep)
             else:
-                compared(model_name, file.graph, without_homes)
+                print_policies(model_name, file.graph, without_homes)
 
 
 if __name__ == "__main__":

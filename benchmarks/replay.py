@@ -49,7 +49,7 @@ def _convolutional() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return model, (torch.randn(8, 3, 32, 32), torch.randint(10, (8,)))
 
 
-def _supervised(model: nn.Module) -> tuple[Callable[..., Tensor], torch.optim.Optimizer]:
+def _supervised_step(model: nn.Module) -> tuple[Callable[..., Tensor], torch.optim.Optimizer]:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
 
     def step(x: Tensor, labels: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def _measure(name: str, rounds: int) -> dict[str, Any]:
         network = copy.deepcopy(model)
         optimizer: torch.optim.Optimizer
         if work is None:
-            step, optimizer = _supervised(network)
+            step, optimizer = _supervised_step(network)
         else:
             optimizer = work.optimizer(network)
             step = work.make_step(network, optimizer)

@@ -119,7 +119,7 @@ def _train_tiny() -> None:
     optimizer.step()
 
 
-def _be_one(name: str, budget: int, steps: int) -> None:
+def _run_loop(name: str, budget: int, steps: int) -> None:
     """Run one loop and print its memory as JSON; ``budget`` 0 is plain PyTorch."""
     torch.manual_seed(0)
     imported = resident_memory_bytes() or 0
@@ -154,7 +154,7 @@ def main(
 ) -> None:
     """Measure, print a table, and write the numbers to benchmarks/results/resident.json."""
     if one is not None:
-        _be_one(one, budget, steps)
+        _run_loop(one, budget, steps)
         return
     table = Table(title="Memory of a process beyond its tensors")
     for heading in (

@@ -40,7 +40,7 @@ from outofcore.units import GIB, format_bytes, format_seconds
 _OPTIONS = {"params": "25M", "batch": 4, "context": 256}
 _SMALL = {"layers": 2, "width": 256, "heads": 4, "context": 64, "batch": 4}
 # The first is the reference for bits, the second the reference for time and memory.
-_WAYS = ("ddp", "fsdp2", "fsdp2, offloaded", "shared", "within")
+_CONTENDERS = ("ddp", "fsdp2", "fsdp2, offloaded", "shared", "within")
 _ROOM = 64 * GIB
 _TIMEOUT = timedelta(minutes=5)
 # Warm-up steps: the first captures and plans, and the plan may be replaced soon after.
@@ -50,13 +50,13 @@ _WARM_UP = 5
 # One process
 
 
-def _memory(name: str) -> int:
+def _memory_counter(name: str) -> int:
     """Return a memory counter of this process in bytes."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def _sharded_by_fsdp(network: nn.Module, processes: int, *, offload: bool) -> nn.Module:
+def _shard_with_fsdp(network: nn.Module, processes: int, *, offload: bool) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - other processes do not need it
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard  # noqa: PLC0415
 
@@ -67,7 +67,7 @@ def _sharded_by_fsdp(network: nn.Module, processes: int, *, offload: bool) -> nn
     return fully_shard(network, mesh=mesh, offload_policy=policy)
 
 
-def _sent(step: outofcore.Step[..., Any]) -> int:
+def _sent_bytes(step: outofcore.Step[..., Any]) -> int:
     """Return the bytes that a process sends per step, computed from the plan, repeated gathers included."""
     captured = step.captured
     runs = [i for i in step.planned.program.instructions if isinstance(i, Run) and i.communicates]
@@ -75,20 +75,20 @@ def _sent(step: outofcore.Step[..., Any]) -> int:
     return sum(captured.calls[run.op].func.sent_bytes for run in runs)
 
 
-def _be_one(
+def _run_rank(
     contender: str, rank: int, processes: int, store: str, options: Mapping[str, Any], budget: int | None
 ) -> None:
     """Run one rank: a step and an answer for each line of standard input."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes, timeout=_TIMEOUT)
     dist.barrier()
-    before = _memory("VmRSS")
+    before = _memory_counter("VmRSS")
     work = zoo.workload("gpt", **options)
     network: Any = work.build()
     if contender == "ddp":
         network = DistributedDataParallel(network)
     elif contender.startswith("fsdp2"):
-        network = _sharded_by_fsdp(network, processes, offload="offloaded" in contender)
+        network = _shard_with_fsdp(network, processes, offload="offloaded" in contender)
     optimizer = work.optimizer(network)
     run: Any = work.make_step(network, optimizer)
     if contender in ("shared", "within"):
@@ -104,7 +104,11 @@ def _be_one(
         begin = time.perf_counter()
         loss = run(*batch)
         seconds = time.perf_counter() - begin
-        answer: dict[str, Any] = {"seconds": seconds, "loss": loss.item().hex(), "memory": _memory("VmHWM") - before}
+        answer: dict[str, Any] = {
+            "seconds": seconds,
+            "loss": loss.item().hex(),
+            "memory": _memory_counter("VmHWM") - before,
+        }
         if isinstance(run, outofcore.Step):
             graph, planned = run.captured.graph, run.planned
             answer |= {
@@ -112,7 +116,7 @@ def _be_one(
                 "budget": run.budget,
                 "policy": planned.plan.policy,
                 "lasting": sum(graph.storages[storage].bytes for storage in graph.persistent),
-                "sent": _sent(run),
+                "sent": _sent_bytes(run),
             }
         print(json.dumps(answer), flush=True)
     os._exit(0)
@@ -121,14 +125,14 @@ def _be_one(
 # All of them
 
 
-def _on_loopback() -> int:
+def _loopback_bytes() -> int:
     """Return the bytes sent on the loopback interface so far."""
     lines = Path("/proc/net/dev").read_text(encoding="ascii").splitlines()
     return next((int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:")), 0)
 
 
 @dataclass
-class _Way:
+class _Contender:
     """The processes of one contender; a context manager."""
 
     name: str
@@ -137,7 +141,9 @@ class _Way:
     error: str = ""
 
     @classmethod
-    def begin(cls, name: str, processes: int, options: Mapping[str, Any], budget: int | None, folder: Path) -> _Way:
+    def begin(
+        cls, name: str, processes: int, options: Mapping[str, Any], budget: int | None, folder: Path
+    ) -> _Contender:
         arguments = json.dumps([name, processes, str(folder / f"store of {name}"), dict(options), budget])
         pipe = subprocess.PIPE
         ranks = [
@@ -161,7 +167,7 @@ class _Way:
     def step(self) -> None:
         if self.error:
             return
-        before = _on_loopback()
+        before = _loopback_bytes()
         for rank in self.ranks:
             if rank.stdin is not None:
                 rank.stdin.write("step\n")
@@ -170,7 +176,7 @@ class _Way:
         if not answers:
             return
         slowest = max(answer["seconds"] for answer in answers)
-        counted = (_on_loopback() - before) // len(answers)
+        counted = (_loopback_bytes() - before) // len(answers)
         max_memory = max(answer["memory"] for answer in answers)
         self.steps.append({**answers[0], "seconds": slowest, "counted": counted, "memory": max_memory})
 
@@ -184,18 +190,18 @@ class _Way:
             answers.append(json.loads(line))
         return answers
 
-    def later(self, key: str) -> list[Any]:
+    def timed(self, key: str) -> list[Any]:
         """Return a measurement of the steps after the warm-up."""
         return [step[key] for step in self.steps[_WARM_UP:] or self.steps]
 
 
-def _measured(
+def _run_contenders(
     processes: int, rounds: int, options: Mapping[str, Any], share: float, names: Sequence[str]
-) -> Iterator[_Way]:
+) -> Iterator[_Contender]:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         contenders = [
-            stack.enter_context(_Way.begin(contender, processes, options, None, folder))
+            stack.enter_context(_Contender.begin(contender, processes, options, None, folder))
             for contender in names
             if contender != "within"
         ]
@@ -204,7 +210,7 @@ def _measured(
         if shared.error:
             raise SystemExit("the in-core step with shard= failed; see its traceback above")
         budget = int(share * shared.steps[0]["arena"])
-        contenders.append(stack.enter_context(_Way.begin("within", processes, options, budget, folder)))
+        contenders.append(stack.enter_context(_Contender.begin("within", processes, options, budget, folder)))
         for number in range(rounds):
             for contender in contenders:
                 if len(contender.steps) <= number:
@@ -212,19 +218,19 @@ def _measured(
         yield from contenders
 
 
-def _row(contender: _Way, contenders: Mapping[str, _Way]) -> dict[str, Any]:
+def _row(contender: _Contender, contenders: Mapping[str, _Contender]) -> dict[str, Any]:
     if contender.error:
         return {"error": contender.error}
-    reference, peer = contenders[_WAYS[0]], contenders.get(_WAYS[1])
+    reference, peer = contenders[_CONTENDERS[0]], contenders.get(_CONTENDERS[1])
     last = contender.steps[-1]
     return {
-        "seconds": contender.later("seconds"),
+        "seconds": contender.timed("seconds"),
         "same_bits": [step["loss"] for step in contender.steps] == [step["loss"] for step in reference.steps],
         "over_fsdp2": None
         if peer is None or peer.error
-        else round_by_round(contender.later("seconds"), peer.later("seconds")),
-        "memory": max(contender.later("memory")),
-        "counted_bytes": statistics.median(contender.later("counted")),
+        else round_by_round(contender.timed("seconds"), peer.timed("seconds")),
+        "memory": max(contender.timed("memory")),
+        "counted_bytes": statistics.median(contender.timed("counted")),
         **{name: last[name] for name in ("sent", "arena", "budget", "policy", "lasting") if name in last},
     }
 
@@ -280,11 +286,11 @@ def main(
     """Measure, print a table, and write the numbers to benchmarks/results/sharded.json (not with --small)."""
     if one is not None:
         contender, count, store, work_options, budget = json.loads(given)
-        _be_one(contender, one, count, store, work_options, budget)
+        _run_rank(contender, one, count, store, work_options, budget)
         return
     options = {**(_SMALL if small else _OPTIONS), **parse_options(option or [])}
-    names = [contender for contender in _WAYS if not (without_fsdp2 and contender.startswith("fsdp2"))]
-    contenders = {contender.name: contender for contender in _measured(processes, rounds, options, share, names)}
+    names = [contender for contender in _CONTENDERS if not (without_fsdp2 and contender.startswith("fsdp2"))]
+    contenders = {contender.name: contender for contender in _run_contenders(processes, rounds, options, share, names)}
     rows = {name: _row(contender, contenders) for name, contender in contenders.items()}
     _print(rows)
     content = {"processes": processes, "options": options, "ways": rows}

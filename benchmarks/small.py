@@ -26,7 +26,7 @@ from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import BudgetError
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.graphfile import GraphFile, read_graph, write_graph
-from outofcore.planning import fit_once, in_core_budget, lower_bound_seconds, plan_step, smallest_budget
+from outofcore.planning import fit_plan, in_core_budget, lower_bound_seconds, plan_step, smallest_budget
 
 INSTANCES = Path(__file__).with_name("instances") / "small"
 OPTIMA = INSTANCES / "optimum.json"
@@ -39,11 +39,11 @@ _EFFORT = 100_000
 _LINKS = {"fast": 0.7, "slow": 6.0, "none": None}
 
 
-class Draft:
+class StepBuilder:
     """A builder of a synthetic step. Sizes are in MiB, times in milliseconds."""
 
     def __init__(self, seed: int) -> None:
-        self.draw = random.Random(seed)
+        self.generator = random.Random(seed)
         self.storages: list[Storage] = []
         self.ops: list[Op] = []
         self.costs: list[OpCost] = []
@@ -68,10 +68,10 @@ class Draft:
     ) -> None:
         unique_reads = tuple(dict.fromkeys(reads))
         self.ops.append(Op(len(self.ops), name, unique_reads, tuple(mutates), tuple(creates), rerunnable=rerunnable))
-        seconds = round(millis * self.draw.uniform(0.8, 1.2), 2) / 1000
+        seconds = round(millis * self.generator.uniform(0.8, 1.2), 2) / 1000
         self.costs.append(OpCost(seconds, int(workspace * MIB)))
 
-    def done(self, link: str, outputs: Sequence[int]) -> tuple[StepGraph, Costs]:
+    def finish(self, link: str, outputs: Sequence[int]) -> tuple[StepGraph, Costs]:
         graph = StepGraph(tuple(self.storages), tuple(self.ops), tuple(outputs))
         graph.check()
         factor = _LINKS[link]
@@ -85,11 +85,11 @@ class Draft:
 
 def chain(seed: int, link: str, layers: int = 9, norms: bool = False) -> tuple[StepGraph, Costs]:
     """Build a chain of layers; ``norms`` inserts cheap ops that work in place."""
-    draft = Draft(seed)
-    flow = [draft.storage(StorageKind.INPUT, draft.draw.choice([2, 4]), "x")]
+    draft = StepBuilder(seed)
+    flow = [draft.storage(StorageKind.INPUT, draft.generator.choice([2, 4]), "x")]
     for layer in range(layers):
-        out = draft.activation(draft.draw.choice([2, 3, 4, 6]), f"a{layer}")
-        draft.op(f"layer{layer}", [flow[-1]], [out], millis=draft.draw.choice([1, 2, 4]))
+        out = draft.activation(draft.generator.choice([2, 3, 4, 6]), f"a{layer}")
+        draft.op(f"layer{layer}", [flow[-1]], [out], millis=draft.generator.choice([1, 2, 4]))
         if norms and layer % 2:
             draft.op(f"relu_{layer}", [out], mutates=[out], millis=0.3)
         flow.append(out)
@@ -99,14 +99,14 @@ def chain(seed: int, link: str, layers: int = 9, norms: bool = False) -> tuple[S
     draft.op("loss_backward", [flow[-1]], [slope], millis=0.3)
     for layer in reversed(range(layers)):
         below = draft.activation(draft.storages[flow[layer]].bytes / MIB, f"d{layer}")
-        draft.op(f"back{layer}", [slope, flow[layer], flow[layer + 1]], [below], millis=draft.draw.choice([2, 4]))
+        draft.op(f"back{layer}", [slope, flow[layer], flow[layer + 1]], [below], millis=draft.generator.choice([2, 4]))
         slope = below
-    return draft.done(link, [loss])
+    return draft.finish(link, [loss])
 
 
 def unet(seed: int, link: str) -> tuple[StepGraph, Costs]:
     """Build a U-Net with skips between the levels of both halves."""
-    draft = Draft(seed)
+    draft = StepBuilder(seed)
     levels = 4
     flow = draft.storage(StorageKind.INPUT, 8, "x")
     saved: list[tuple[int, tuple[int, ...], int]] = []
@@ -136,17 +136,17 @@ def unet(seed: int, link: str) -> tuple[StepGraph, Costs]:
         for read, gradient in zip(reads[1:], extra, strict=True):
             waiting.setdefault(read, []).append(gradient)
         slope = below
-    return draft.done(link, [loss])
+    return draft.finish(link, [loss])
 
 
 def residual(seed: int, link: str, blocks: int = 4) -> tuple[StepGraph, Costs]:
     """Build blocks of a heavy op, a cheap op, and an in-place addition of the skip."""
-    draft = Draft(seed)
+    draft = StepBuilder(seed)
     flow = draft.storage(StorageKind.INPUT, 4, "x")
     saved: list[tuple[int, int, int]] = []
     for block in range(blocks):
         inner = draft.activation(4, f"conv{block}")
-        draft.op(f"conv{block}", [flow], [inner], millis=4, workspace=draft.draw.choice([0, 2]))
+        draft.op(f"conv{block}", [flow], [inner], millis=4, workspace=draft.generator.choice([0, 2]))
         out = draft.activation(4, f"norm{block}")
         draft.op(f"norm{block}", [inner], [out], millis=0.5)
         draft.op(f"add_{block}", [out, flow], mutates=[out], millis=0.4)
@@ -159,15 +159,15 @@ def residual(seed: int, link: str, blocks: int = 4) -> tuple[StepGraph, Costs]:
     for block, (before, inner, _) in reversed(list(enumerate(saved))):
         middle, below = draft.activation(4, f"dn{block}"), draft.activation(4, f"dc{block}")
         draft.op(f"norm_back{block}", [slope, inner], [middle], millis=0.8)
-        draft.op(f"conv_back{block}", [middle, before], [below], millis=8, workspace=draft.draw.choice([0, 2]))
+        draft.op(f"conv_back{block}", [middle, before], [below], millis=8, workspace=draft.generator.choice([0, 2]))
         draft.op(f"add_back_{block}", [below, slope], mutates=[below], millis=0.3)
         slope = below
-    return draft.done(link, [loss])
+    return draft.finish(link, [loss])
 
 
 def transformer(seed: int, link: str) -> tuple[StepGraph, Costs]:
     """Build one block: attention and feed-forward, with cheap norms."""
-    draft = Draft(seed)
+    draft = StepBuilder(seed)
     x = draft.storage(StorageKind.INPUT, 2, "x")
     sizes = {
         "norm1": 2,
@@ -223,18 +223,18 @@ def transformer(seed: int, link: str) -> tuple[StepGraph, Costs]:
         if name == "norm2":
             draft.op("sum1_back_", [gradient, slopes["sum2"]], mutates=[gradient], millis=0.2)
         slope = gradient
-    return draft.done(link, [loss])
+    return draft.finish(link, [loss])
 
 
-def updated(seed: int, link: str, layers: int = 3, moments: bool = True) -> tuple[StepGraph, Costs]:
+def training_step(seed: int, link: str, layers: int = 3, moments: bool = True) -> tuple[StepGraph, Costs]:
     """Build layers with parameters and optimizer state that are updated once their gradients exist."""
-    draft = Draft(seed)
-    weights = [draft.storage(StorageKind.PARAMETER, draft.draw.choice([2, 4]), f"w{i}") for i in range(layers)]
+    draft = StepBuilder(seed)
+    weights = [draft.storage(StorageKind.PARAMETER, draft.generator.choice([2, 4]), f"w{i}") for i in range(layers)]
     sizes = [draft.storages[w].bytes / MIB for w in weights]
     states = [draft.storage(StorageKind.OPTIMIZER_STATE, size, f"m{i}") for i, size in enumerate(sizes) if moments]
     flow = [draft.storage(StorageKind.INPUT, 2, "x")]
     for layer in range(layers):
-        flow.append(draft.activation(draft.draw.choice([2, 4]), f"a{layer}"))
+        flow.append(draft.activation(draft.generator.choice([2, 4]), f"a{layer}"))
         draft.op(f"layer{layer}", [flow[-2], weights[layer]], [flow[-1]], millis=2)
     loss = draft.storage(StorageKind.OUTPUT, 1e-5, "loss")
     draft.op("loss", [flow[-1]], [loss], millis=0.1)
@@ -250,22 +250,22 @@ def updated(seed: int, link: str, layers: int = 3, moments: bool = True) -> tupl
             f"update{layer}", [*updated_storages, gradient], mutates=updated_storages, millis=0.6, rerunnable=False
         )
         slope = below
-    return draft.done(link, [loss])
+    return draft.finish(link, [loss])
 
 
-def scattered(seed: int, link: str, count: int = 24) -> tuple[StepGraph, Costs]:
+def random_graph(seed: int, link: str, count: int = 24) -> tuple[StepGraph, Costs]:
     """Build a random graph of ops that read results of earlier ops."""
-    draft = Draft(seed)
+    draft = StepBuilder(seed)
     results = [draft.storage(StorageKind.INPUT, 2, "x")]
     for index in range(count):
-        recent = results[-3:] if draft.draw.random() < 0.6 else results
-        reads = draft.draw.sample(recent, min(len(recent), draft.draw.choice([1, 2])))
-        out = draft.activation(draft.draw.choice([1, 2, 3, 5]), f"a{index}")
-        draft.op(f"op{index}", reads, [out], millis=draft.draw.choice([0.5, 1, 2, 5]))
+        recent = results[-3:] if draft.generator.random() < 0.6 else results
+        reads = draft.generator.sample(recent, min(len(recent), draft.generator.choice([1, 2])))
+        out = draft.activation(draft.generator.choice([1, 2, 3, 5]), f"a{index}")
+        draft.op(f"op{index}", reads, [out], millis=draft.generator.choice([0.5, 1, 2, 5]))
         results.append(out)
     loss = draft.storage(StorageKind.OUTPUT, 1e-5, "loss")
     draft.op("loss", results[-2:], [loss], millis=0.1)
-    return draft.done(link, [loss])
+    return draft.finish(link, [loss])
 
 
 Make = Callable[[], tuple[StepGraph, Costs]]
@@ -284,16 +284,16 @@ MAKERS: dict[str, Make] = {
     "transformer-fast": lambda: transformer(12, "fast"),
     "transformer-slow": lambda: transformer(13, "slow"),
     "transformer-none": lambda: transformer(14, "none"),
-    "updated-fast": lambda: updated(15, "fast"),
-    "updated-slow": lambda: updated(16, "slow"),
-    "updated-plain-slow": lambda: updated(17, "slow", 4, moments=False),
-    "scattered-fast": lambda: scattered(18, "fast"),
-    "scattered-slow": lambda: scattered(19, "slow"),
-    "scattered-none": lambda: scattered(20, "none"),
+    "updated-fast": lambda: training_step(15, "fast"),
+    "updated-slow": lambda: training_step(16, "slow"),
+    "updated-plain-slow": lambda: training_step(17, "slow", 4, moments=False),
+    "scattered-fast": lambda: random_graph(18, "fast"),
+    "scattered-slow": lambda: random_graph(19, "slow"),
+    "scattered-none": lambda: random_graph(20, "none"),
 }
 
 
-def write(console: Console) -> None:
+def write_instances(console: Console) -> None:
     """Write the instances and their optima."""
     INSTANCES.mkdir(parents=True, exist_ok=True)
     entries_of: dict[str, list[dict[str, object]]] = {}
@@ -308,7 +308,7 @@ def write(console: Console) -> None:
             if best is None or (best.proved and best.seconds is None):
                 console.print(f"{name} at {budget}: skipped, no plan exists")
                 continue
-            placed = [fit_once(graph, costs, budget, plan) for plan in best.plans]
+            placed = [fit_plan(graph, costs, budget, plan) for plan in best.plans]
             reached = [p.timeline.step_seconds for p in placed if p is not None]
             entry = {
                 "budget": budget,
@@ -322,7 +322,7 @@ def write(console: Console) -> None:
     OPTIMA.write_text(json.dumps(entries_of, indent=2) + "\n")
 
 
-def compare(policies: Sequence[str]) -> list[dict[str, object]]:
+def compare_policies(policies: Sequence[str]) -> list[dict[str, object]]:
     """Return each policy's step time over the optimum for each instance."""
     rows: list[dict[str, object]] = []
     for name, entries in json.loads(OPTIMA.read_text()).items():
@@ -350,9 +350,9 @@ def main(
     """Compare policies with the optimum, print a table and write the results."""
     console = Console()
     if again:
-        write(console)
+        write_instances(console)
     names = policies.split(",")
-    rows = compare(names)
+    rows = compare_policies(names)
     table = Table("instance", "budget", "optimum", "linear bound", *names)
     for row in rows:
         ratios = [row["bound"], *(row[name] for name in names)]

@@ -58,7 +58,7 @@ def _without_ranges(step: Callable[..., Any], model: Any, optimizer: Any, inputs
     return smallest_variant(variants)[1]
 
 
-def _measured(name: str, model: str, options: dict[str, Any], rounds: int) -> dict[str, Any]:
+def _measure(name: str, model: str, options: dict[str, Any], rounds: int) -> dict[str, Any]:
     torch.manual_seed(0)
     work = workload(model, options)
     prototype, stream = work.build(), work.batches()
@@ -111,7 +111,7 @@ def _measured(name: str, model: str, options: dict[str, Any], rounds: int) -> di
     }
 
 
-def _worked_out() -> list[dict[str, Any]]:
+def _estimate_splits() -> list[dict[str, Any]]:
     def language(model: torch.nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
@@ -154,7 +154,7 @@ def main(
     """Measure, print tables, and write the numbers to benchmarks/results/split.json."""
     rows: list[dict[str, Any]] = []
     for name, (model, options) in _HERE.items():
-        rows.append(_measured(name, model, options, rounds))
+        rows.append(_measure(name, model, options, rounds))
         print(json.dumps(rows[-1]), flush=True)
     smallest = ("smallest budget, whole", "split", "split, without ranges")
     table = Table("step", *smallest, "eager", "whole", "split", "first call")
@@ -169,7 +169,7 @@ def main(
             format_seconds(row["first_seconds"]["exact"]),
         )
     console().print(table)
-    worked_out = _worked_out()
+    worked_out = _estimate_splits()
     table = Table("estimated for an H100", "smallest budget, whole", "split")
     for row in worked_out:
         whole_budget, split_budget = row["budgets"]["off"], row["budgets"]["exact"]

@@ -37,14 +37,14 @@ finally:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _TrainingRun:
     losses: list[str]
     seconds: list[str]
     rss: int
     peak: int
 
 
-def _train(name: str, arguments: list[str]) -> _Told:
+def _train(name: str, arguments: list[str]) -> _TrainingRun:
     print(f"{name}: outofcore train gpt {' '.join(arguments)}", file=sys.stderr, flush=True)
     command = [sys.executable, "-c", _RUN, "train", "gpt", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -56,7 +56,7 @@ def _train(name: str, arguments: list[str]) -> _Told:
         raise typer.Exit(process.returncode)
     steps = [match for line in lines if (match := re.match(r"step \d+/\d+  loss \S+ \((\S+)\)  (.+?)(  |$)", line))]
     memory = json.loads(lines[-1])
-    return _Told([s[1] for s in steps], [s[2] for s in steps], memory["rss"], memory["peak"])
+    return _TrainingRun([s[1] for s in steps], [s[2] for s in steps], memory["rss"], memory["peak"])
 
 
 def main(

@@ -63,7 +63,7 @@ class Whole(Enum):
 
 
 @contextlib.contextmanager
-def _noise(is_on: bool) -> Iterator[None]:
+def _run_noise(is_on: bool) -> Iterator[None]:
     if not is_on:
         yield
         return
@@ -75,7 +75,7 @@ def _noise(is_on: bool) -> Iterator[None]:
         process.wait()
 
 
-def _calm(seconds: list[float]) -> float:
+def _median_of_quickest(seconds: list[float]) -> float:
     """Return the median of the quickest fifth; other load makes steps only longer."""
     return statistics.median(sorted(seconds)[: max(len(seconds) // 5, 1)])
 
@@ -114,7 +114,7 @@ def _measure(
                 print(error)
                 continue
             workers.append(worker)
-        with _noise(noise):
+        with _run_noise(noise):
             take_turns(workers, min(_NOISY_ROUNDS, rounds - 1))
         take_turns(workers, max(rounds - 1 - _NOISY_ROUNDS, 0))
     in_core, processor_in_core = (workers[0].columns()[key] for key in ("seconds", "processor_seconds"))
@@ -128,7 +128,7 @@ def _measure(
                 "budget": worker.spec.budget,
                 "seconds": statistics.median(seconds[warm_up:]),
                 "to_in_core": round_by_round(seconds[warm_up:], in_core[warm_up:]),
-                "calm_to_in_core": _calm(seconds[warm_up:]) / _calm(in_core[warm_up:]),
+                "calm_to_in_core": _median_of_quickest(seconds[warm_up:]) / _median_of_quickest(in_core[warm_up:]),
                 "processor_to_in_core": round_by_round(processor[warm_up:], processor_in_core[warm_up:]),
                 "waits": statistics.median(
                     1 - step["compute_seconds"] / step["seconds"] for step in worker.steps[warm_up:]

@@ -29,7 +29,7 @@ from outofcore.units import MIB, format_bytes, format_seconds
 _EAGER_STEPS = 4  # steps of plain PyTorch before its peak is read
 _FIRST = 5  # warm-up steps, which plan and replace plans
 # Limits of a joint update: the divisor of the room, and bytes of parameters.
-_WAYS: dict[str, tuple[int, int]] = {
+_LIMITS: dict[str, tuple[int, int]] = {
     "apart": (1, 0),
     "a 64th, 4 MiB": (64, 4 * MIB),
     "a 16th, 16 MiB": (16, 16 * MIB),
@@ -37,7 +37,7 @@ _WAYS: dict[str, tuple[int, int]] = {
 }
 
 
-def _opened(model: str, budget: int, limits: tuple[int, int]) -> tuple[Any, list[Any]]:
+def _open_step(model: str, budget: int, limits: tuple[int, int]) -> tuple[Any, list[Any]]:
     before = passes.SHARE_OF_UPDATES, device_traits._HOST
     delayed = replace(before[1].update_bytes, delayed=limits[1])
     passes.SHARE_OF_UPDATES, device_traits._HOST = limits[0], replace(before[1], update_bytes=delayed)
@@ -64,8 +64,8 @@ def _measure(model: str, parts: list[float], rounds: int) -> list[dict[str, Any]
     rows: list[dict[str, Any]] = []
     for part in parts:
         budget = int(whole / part)
-        runs = {"in core": _opened(model, in_core, _WAYS["apart"])}
-        runs |= {name: _opened(model, budget, limits) for name, limits in _WAYS.items()}
+        runs = {"in core": _open_step(model, in_core, _LIMITS["apart"])}
+        runs |= {name: _open_step(model, budget, limits) for name, limits in _LIMITS.items()}
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         names = list(runs)
         for turn in range(rounds):

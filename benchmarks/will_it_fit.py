@@ -23,7 +23,7 @@ from accelerate.commands.estimate import estimate_training_usage
 from accelerate.utils import calculate_maximum_sizes
 from rich.table import Table
 
-from outofcore.cli.configs import Training, configured_step, dtype_of, read_config
+from outofcore.cli.configs import Training, configured_step, parameter_dtype, read_config
 from outofcore.cli.fit import Captures
 from outofcore.presets import device
 from outofcore.units import format_bytes, format_seconds
@@ -32,7 +32,7 @@ HERE = Path(__file__).parent
 NAME = "will-it-fit"
 # Flags of ``outofcore plan`` for each folder of ``configs``. Text after a colon distinguishes a second entry for the
 # same folder.
-ASKED: dict[str, list[str]] = {
+FLAGS: dict[str, list[str]] = {
     "llama-3.1-8b: all parameters": ["--batch", "1", "--gpu", "rtx4090-24gb"],
     "llama-3.1-8b": ["--batch", "4", "--sequence", "4096", "--lora", "32", "--gpu", "rtx4090-24gb"],
     "qwen3-32b": ["--batch", "1", "--sequence", "4096", "--lora", "16", "--checkpointing", "--gpu", "a100-80gb-pcie4"],
@@ -46,9 +46,9 @@ def _folder(name: str) -> str:
     return name.partition(":")[0]
 
 
-def _asked(name: str) -> dict[str, Any]:
+def _run_plan(name: str) -> dict[str, Any]:
     """Return the answer for a configuration, with the process's time and memory."""
-    command = [sys.executable, "-m", "outofcore", "plan", f"configs/{_folder(name)}", *ASKED[name], "--json"]
+    command = [sys.executable, "-m", "outofcore", "plan", f"configs/{_folder(name)}", *FLAGS[name], "--json"]
     start = perf_counter()
     # Run in this folder, so that the answer contains no absolute path.
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE)
@@ -61,19 +61,19 @@ def _asked(name: str) -> dict[str, Any]:
         raise SystemExit(f"outofcore plan failed for {name} with exit status {code}")
     unit = 1 if sys.platform == "darwin" else 1024  # unit of ru_maxrss
     return {
-        "flags": ASKED[name],
+        "flags": FLAGS[name],
         "seconds": seconds,
         "processor_seconds": used.ru_utime + used.ru_stime,
         "peak_memory_bytes": used.ru_maxrss * unit,
         "answer": json.loads(output),
-        "accelerate": _accelerate(name),
+        "accelerate": _accelerate_estimate(name),
     }
 
 
-def _accelerate(name: str) -> dict[str, Any]:
+def _accelerate_estimate(name: str) -> dict[str, Any]:
     """Return accelerate's estimate for the model in its configured dtype."""
     config = read_config(str(HERE / "configs" / _folder(name)))
-    dtype = dtype_of(config, Training())
+    dtype = parameter_dtype(config, Training())
     # Its command also scales from float32 sizes.
     model = configured_step(config, Training(batch=1, dtype="fp32")).user.models[0]
     total, (largest, _) = calculate_maximum_sizes(model)
@@ -86,9 +86,9 @@ def _accelerate(name: str) -> dict[str, Any]:
     }
 
 
-def _check(name: str) -> None:
+def _check_exact(name: str) -> None:
     """Exit with an error if the step built from a few layers differs from the fully captured step."""
-    flags = dict(zip(ASKED[name], [*ASKED[name][1:], ""], strict=True))
+    flags = dict(zip(FLAGS[name], [*FLAGS[name][1:], ""], strict=True))
     training = Training(
         batch=int(flags["--batch"]),
         sequence=int(flags["--sequence"]) if "--sequence" in flags else None,
@@ -98,7 +98,7 @@ def _check(name: str) -> None:
         amp="--amp" in flags,
     )
     config, card = read_config(str(HERE / "configs" / _folder(name))), device(flags["--gpu"])
-    from_few_layers, exact = (Captures(config, card, repeats=repeats).of(training) for repeats in (None, False))
+    from_few_layers, exact = (Captures(config, card, repeats=repeats).capture(training) for repeats in (None, False))
     same_graph = from_few_layers[0].content(families=False) == exact[0].content(families=False)
     seconds = [[cost.seconds for cost in costs.ops] for _, costs in (from_few_layers, exact)]
     if not same_graph or any(
@@ -136,13 +136,13 @@ def main(
 ) -> None:
     """Plan each configuration and write the results; results of other configurations stay."""
     if exact:
-        for label in name or list(ASKED):
-            _check(label)
+        for label in name or list(FLAGS):
+            _check_exact(label)
         return
     file = RESULTS / f"{NAME}.json"
     rows = json.loads(file.read_text())["models"] if file.exists() else {}
-    for label in name or list(ASKED):
-        rows[label] = _asked(label)
+    for label in name or list(FLAGS):
+        rows[label] = _run_plan(label)
         # With a high load, processor time is more reliable.
         write_result(NAME, {"load": os.getloadavg()[0], "models": rows}, date)
     console().print(_table(rows))

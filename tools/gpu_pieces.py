@@ -36,8 +36,8 @@ from gpu_visit import MARK, ROOT
 sys.path[1:1] = [str(ROOT / "tests" / "cuda"), str(ROOT / "tests" / "shared")]
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-Found = dict[str, Any]
-_UNTIL_PLANNED_S = 45
+Measured = dict[str, Any]
+_PLAN_LIMIT_S = 45
 
 
 class WrongBitsError(Exception):
@@ -56,7 +56,7 @@ class RefusedError(Exception):
     """An operation that must succeed failed."""
 
 
-def tell(**result: Any) -> None:
+def print_result(**result: Any) -> None:
     print(f"{MARK}{json.dumps(result, default=str)}", flush=True)
 
 
@@ -72,7 +72,7 @@ def output_of(*command: str) -> str:
 # Part 1: the machine
 
 
-def native_code(small: bool) -> Found:
+def native_code(small: bool) -> Measured:
     """Build the native libraries of the GPU, the CPU and the planner concurrently."""
     begin = time.monotonic()
     import torch
@@ -81,7 +81,7 @@ def native_code(small: bool) -> Found:
     from outofcore.planning.remat import compiled as searching
     from outofcore.runtime.native import Flavor, load_native
 
-    result: Found = {"import_s": time.monotonic() - begin, "torch": torch.__version__}
+    result: Measured = {"import_s": time.monotonic() - begin, "torch": torch.__version__}
     seconds: dict[str, float] = {}
 
     def build(name: str, load: Callable[[], Any]) -> None:
@@ -102,7 +102,7 @@ def native_code(small: bool) -> Found:
     return {**result, "build_s": seconds, "say": f"import {result['import_s']:.1f} s, then concurrently {times}"}
 
 
-def machine(small: bool) -> Found:
+def machine(small: bool) -> Measured:
     """Describe the machine; details go to the log."""
     import torch
 
@@ -112,7 +112,7 @@ def machine(small: bool) -> Found:
     print(output_of(sys.executable, "-m", "pip", "list"), flush=True)
     properties = torch.cuda.get_device_properties(0)
     free, total = torch.cuda.mem_get_info(0)
-    facts: Found = {
+    facts: Measured = {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
@@ -127,7 +127,7 @@ def machine(small: bool) -> Found:
     return {**facts, "say": f"{say}PyTorch {torch.__version__}, cuDNN {facts['cudnn']}, {facts['cpus']} processors"}
 
 
-def host_memory(small: bool) -> Found:
+def host_memory(small: bool) -> Measured:
     """Touch 8 GiB from several processes; some machines allocate host memory only on first use."""
     before, count = _meminfo(), 64 * MIB if small else 8 * GIB
     begin = time.monotonic()
@@ -178,10 +178,10 @@ def _home_and_arena(driver: Any, count: int) -> Iterator[tuple[Any, Any]]:
         home.close()
 
 
-def tape(small: bool) -> Found:
+def tape(small: bool) -> Measured:
     """Copy pieces in and out through one device buffer with a tape in which each copy waits for the previous one."""
 
-    from outofcore.execution.cuda.interface import Action, Copy, Record, Stream, Wait
+    from outofcore.execution.cuda.interface import Action, DeviceCopy, RecordMark, Stream, WaitForMark
 
     driver, count, piece = _driver(), 32, 256 * KIB
     with _home_and_arena(driver, 2 * count * piece) as (home, opened), driver.step(None):
@@ -191,9 +191,9 @@ def tape(small: bool) -> Found:
         driver.record(Stream.COPY_OUT, out)
         actions: list[Action] = []
         for number in range(count):
-            actions += [Wait(Stream.COPY_IN, out), Copy(Stream.COPY_IN, 0, device_view, hosts[number])]
-            actions += [Record(Stream.COPY_IN, into), Wait(Stream.COPY_OUT, into)]
-            actions += [Copy(Stream.COPY_OUT, 1, backs[number], device_view), Record(Stream.COPY_OUT, out)]
+            actions += [WaitForMark(Stream.COPY_IN, out), DeviceCopy(Stream.COPY_IN, 0, device_view, hosts[number])]
+            actions += [RecordMark(Stream.COPY_IN, into), WaitForMark(Stream.COPY_OUT, into)]
+            actions += [DeviceCopy(Stream.COPY_OUT, 1, backs[number], device_view), RecordMark(Stream.COPY_OUT, out)]
         play = driver.tape(actions)
         for _ in range(3):
             play()
@@ -212,7 +212,7 @@ def tape(small: bool) -> Found:
     return {"say": f"{3 * count} pieces copied in and out, each after the previous one"}
 
 
-def arena(small: bool) -> Found:
+def arena(small: bool) -> Measured:
     """Check that a request is served at its planned offset."""
     import torch
 
@@ -230,7 +230,7 @@ def arena(small: bool) -> Found:
     return {"say": "a request was served at its planned offset"}
 
 
-def cap(small: bool) -> Found:
+def cap(small: bool) -> Measured:
     """Check that an arena beyond ``set_per_process_memory_fraction`` raises."""
     import torch
 
@@ -249,7 +249,7 @@ def cap(small: bool) -> Found:
     raise OverBudgetError("an arena beyond the cap was allocated")
 
 
-def disk(small: bool) -> Found:
+def disk(small: bool) -> Measured:
     """Write and read a file by a driver's threads, in sequence and concurrently."""
     from outofcore.execution.cuda.interface import Stream
     from outofcore.runtime.homes import DiskHome
@@ -257,7 +257,7 @@ def disk(small: bool) -> Found:
     driver = _driver()
     home = DiskHome(tempfile.mkdtemp(prefix="gpu-visit-", dir=os.environ.get("TMPDIR")))
     home.ensure(32 * MIB)
-    memory = driver.staging(16 * MIB)
+    memory = driver.allocate_staging(16 * MIB)
     memory.fill_(7)
     halves = {Stream.WRITE: (0, memory[: 8 * MIB]), Stream.READ: (16 * MIB, memory[8 * MIB :])}
     rates: dict[str, float] = {}
@@ -283,7 +283,7 @@ def disk(small: bool) -> Found:
     return {"bytes_per_s": rates, "direct": is_direct, "threads": threads, "say": say}
 
 
-def copies(small: bool) -> Found:
+def copies(small: bool) -> Measured:
     """Measure copy rates by size, in one direction and in both concurrently."""
     rates = _copy_rates(_driver(), [64 * KIB, MIB, 16 * MIB, *(() if small else (256 * MIB,))])
     texts = [
@@ -325,17 +325,21 @@ def _copy_rates(driver: Any, sizes: Sequence[int]) -> list[dict[str, float]]:
     return rows
 
 
-def issue_costs(small: bool) -> Found:
+def issue_costs(small: bool) -> Measured:
     """Measure the host's microseconds for issuing copies, marks and waits."""
-    from outofcore.execution.cuda.interface import Copy, Record, Stream, Wait
+    from outofcore.execution.cuda.interface import DeviceCopy, RecordMark, Stream, WaitForMark
 
     driver = _driver()
     microseconds: dict[str, float] = {}
     with _home_and_arena(driver, MIB) as (home, arena), driver.step(None):
         host, device_view, mark = home.face(0, 64 * KIB), arena.view(0, 64 * KIB), driver.mark()
-        many = [Copy(Stream.COPY_IN, -1, device_view, host), Record(Stream.COPY_IN, mark), Wait(Stream.COMPUTE, mark)]
+        many = [
+            DeviceCopy(Stream.COPY_IN, -1, device_view, host),
+            RecordMark(Stream.COPY_IN, mark),
+            WaitForMark(Stream.COMPUTE, mark),
+        ]
         actions: dict[str, tuple[Callable[[], object], int]] = {
-            "copy, by PyTorch": (lambda: driver.copy_callers(Stream.COPY_IN, -1, device_view, host), 1),
+            "copy, by PyTorch": (lambda: driver.copy_user_memory(Stream.COPY_IN, -1, device_view, host), 1),
             "copy": (lambda: driver.copy(Stream.COPY_IN, -1, device_view, host), 1),
             "record": (lambda: driver.record(Stream.COPY_IN, mark), 1),
             "wait": (lambda: driver.wait(Stream.COMPUTE, mark), 1),
@@ -359,7 +363,7 @@ def issue_costs(small: bool) -> Found:
 _HUGE = Path("/sys/kernel/mm/transparent_hugepage")
 
 
-def pin(kind: str, small: bool) -> Found:
+def pin(kind: str, small: bool) -> Measured:
     """Allocate pinned memory of one kind and measure copies."""
     import torch
 
@@ -416,10 +420,10 @@ _MADV_NOHUGEPAGE = getattr(mmap, "MADV_NOHUGEPAGE", 15)
 # Parts 3 and 4: bits
 
 _STEPS = 9
-_SETTLED = 3  # first step after profiling, which takes memory of its own
+_FIRST_STEADY_STEP = 3  # first step after profiling, which takes memory of its own
 
 
-def _deterministic() -> Any:
+def _make_deterministic() -> Any:
     import torch
 
     # cuBLAS is deterministic only with a workspace of fixed size. Set it here only: PyTorch 2.11 parses the variable
@@ -449,21 +453,21 @@ def _make_world(name: str, device: Any) -> Any:
 
 
 @functools.cache
-def _trained_plainly(name: str) -> tuple[list[Any], dict[str, Any]]:
+def _train_plainly(name: str) -> tuple[list[Any], dict[str, Any]]:
     import torch
-    from worlds import eager
+    from worlds import train_eagerly
 
-    return eager(_make_world(name, torch.device("cuda", 0)), _STEPS)
+    return train_eagerly(_make_world(name, torch.device("cuda", 0)), _STEPS)
 
 
-def _smallest(name: str, device: Any) -> int:
+def _smallest_room(name: str, device: Any) -> int:
     """Return the smallest budget that a BudgetError names, without the memory of libraries."""
     import outofcore
     from outofcore.errors import BudgetError
     from outofcore.execution.cuda.backend import CudaBackend
 
     world = _make_world(name, "cpu")
-    budget = CudaBackend(device).beside(128 * MIB, 4, 0) + 256 * KIB
+    budget = CudaBackend(device).unavailable_bytes(128 * MIB, 4, 0) + 256 * KIB
     try:
         with outofcore.compile(world.step, world.model, world.optimizer, budget=budget, device=device) as step:
             step(*world.batch(0))
@@ -472,10 +476,10 @@ def _smallest(name: str, device: Any) -> int:
     return MIB
 
 
-def compiled_bits(case: str, small: bool) -> Found:
+def compiled_bits(case: str, small: bool) -> Measured:
     """Compare a compiled step with plain PyTorch: all bits, and memory within the budget."""
-    torch = _deterministic()
-    from worlds import same
+    torch = _make_deterministic()
+    from worlds import differing_tensors
 
     import outofcore
     from outofcore.execution.cuda.backend import CudaBackend
@@ -483,13 +487,13 @@ def compiled_bits(case: str, small: bool) -> Found:
 
     name, policy, *disk = case.split(", ")
     device = torch.device("cuda", 0)
-    losses, state = _trained_plainly(name)
-    room = _smallest(name, device) + (4 * MIB if policy == "auto" else 0)
+    losses, state = _train_plainly(name)
+    room = _smallest_room(name, device) + (4 * MIB if policy == "auto" else 0)
     gc.collect()
     torch.cuda.empty_cache()
-    budget = room + CudaBackend(device, _driver()).beside(128 * MIB, 4, 0)
+    budget = room + CudaBackend(device, _driver()).unavailable_bytes(128 * MIB, 4, 0)
     # With this host budget, evicted tensors reach the disk.
-    options: Found = {"home": "disk", "host_budget": 512 * KIB} if disk else {"home": "host"}
+    options: Measured = {"home": "disk", "host_budget": 512 * KIB} if disk else {"home": "host"}
     world = _make_world(name, "cpu")
     with outofcore.compile(
         world.step, world.model, world.optimizer, budget=budget, device="cuda", policy=policy, **options
@@ -497,12 +501,12 @@ def compiled_bits(case: str, small: bool) -> Found:
         torch.manual_seed(1)
         losses_of_step: list[Any] = []
         for index in range(_STEPS):
-            if index == _SETTLED:
+            if index == _FIRST_STEADY_STEP:
                 torch.cuda.reset_peak_memory_stats()
             losses_of_step.append(step(*world.batch(index)).detach().cpu())
         reserved = torch.cuda.max_memory_reserved()
         copies = [i for i in step.planned.program.instructions if isinstance(i, CopyIn | CopyOut)]
-        result: Found = {
+        result: Measured = {
             "copies": len(copies),
             "disk_copies": sum(copy.home == 1 for copy in copies),
             "off_plan": step.stats.off_plan,
@@ -511,7 +515,7 @@ def compiled_bits(case: str, small: bool) -> Found:
             "peak_reserved": reserved,
             "budget": budget,
         }
-        wrong_tensors = same(world.state(), state)
+        wrong_tensors = differing_tensors(world.state(), state)
     wrong_steps = [
         index for index, (a, b) in enumerate(zip(losses_of_step, losses, strict=True)) if not torch.equal(a, b)
     ]
@@ -519,7 +523,7 @@ def compiled_bits(case: str, small: bool) -> Found:
         summary = (
             f"losses of steps {wrong_steps}, {len(wrong_tensors)} of {len(state)} tensors, first {wrong_tensors[:3]}"
         )
-        tell(measurement=f"bits: {case}", **result)
+        print_result(measurement=f"bits: {case}", **result)
         raise WrongBitsError(f"bits differ from plain PyTorch's: {summary}")
     if disk and not result["disk_copies"]:
         raise RefusedError(f"no copy reached the disk: {result}")
@@ -534,19 +538,19 @@ def _check_budget(reserved: int, budget: int) -> None:
 
 
 @functools.cache
-def _looped_plainly(name: str) -> tuple[Any, int]:
+def _run_loop_plainly(name: str) -> tuple[Any, int]:
     """Return plain PyTorch's results, and the loop's peak bytes without eviction."""
-    from following import peak_of, trained
+    from following import peak_of, train_loop
     from gpu_loops import LOOPS
 
-    return trained(*LOOPS[name])[0], peak_of(*LOOPS[name])
+    return train_loop(*LOOPS[name])[0], peak_of(*LOOPS[name])
 
 
-def followed_bits(case: str, small: bool) -> Found:
+def loop_bits(case: str, small: bool) -> Measured:
     """Compare a loop within a budget with plain PyTorch: all values read and all state."""
-    torch = _deterministic()
-    from at_once import MOVES, PlannedAtOnce
-    from following import budget_for, trained
+    torch = _make_deterministic()
+    from at_once import WITHOUT_RECOMPUTATION, ForegroundPlanner
+    from following import budget_for, train_loop
     from gpu_loops import LOOPS
     from loops import adamw
 
@@ -554,20 +558,20 @@ def followed_bits(case: str, small: bool) -> Found:
 
     loop_text, *policy_text = case.split(", ")
     name, _, share = loop_text.partition(" at ")
-    plain, peak = _looped_plainly(name)
+    plain, peak = _run_loop_plainly(name)
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     budget = budget_for(int(float(share) * peak), torch.device("cuda", 0))
-    policy = MOVES if policy_text else None
-    with mock.patch.object(loop_planner, "BackgroundPlanner", PlannedAtOnce):
-        ours, stats = trained(*LOOPS[name], adamw, budget, policy=policy, cache=False)
+    policy = WITHOUT_RECOMPUTATION if policy_text else None
+    with mock.patch.object(loop_planner, "BackgroundPlanner", ForegroundPlanner):
+        ours, stats = train_loop(*LOOPS[name], adamw, budget, policy=policy, cache=False)
     reserved = torch.cuda.max_memory_reserved()
-    result: Found = {"budget": budget, "peak_reserved": reserved, "loop": asdict(stats)}
+    result: Measured = {"budget": budget, "peak_reserved": reserved, "loop": asdict(stats)}
     if differs := ours.differs_from(plain):
-        tell(measurement=f"loop: {case}", **result, differs=differs)
+        print_result(measurement=f"loop: {case}", **result, differs=differs)
         steps_read = [
-            number for number, pair in enumerate(zip(ours.read, plain.read, strict=False)) if pair[0] != pair[1]
+            number for number, pair in enumerate(zip(ours.read_values, plain.read, strict=False)) if pair[0] != pair[1]
         ]
         raise WrongBitsError(
             f"bits differ from plain PyTorch's: {f'values read in steps {steps_read}' if steps_read else differs}"
@@ -582,7 +586,7 @@ def followed_bits(case: str, small: bool) -> Found:
 # Parts 7 and 8: time
 
 
-def _work(name: str, small: bool) -> Any:
+def _workload(name: str, small: bool) -> Any:
     from outofcore.zoo import workload
 
     if name == "gpt":
@@ -596,7 +600,7 @@ def _work(name: str, small: bool) -> Any:
     return workload("resnet", **shape, images="generated", amp=not small, optimizer="momentum")
 
 
-def _on_device(work: Any) -> tuple[Any, Callable[[], Any]]:
+def _build_on_device(work: Any) -> tuple[Any, Callable[[], Any]]:
     """Build a model on the device and return it with its step."""
     model = work.build().cuda()
     batch = tuple(t.cuda() for t in next(work.batches()))
@@ -624,19 +628,19 @@ def _compile(work: Any, mode: str) -> Any:
     )
 
 
-def host_time(case: str, small: bool) -> Found:
+def host_time(case: str, small: bool) -> Measured:
     """Measure host time and total time of a step, and the share in which a kernel runs."""
     import torch
 
     import outofcore
 
     name, mode = case.split(", ")
-    work = _work(name, small)
+    work = _workload(name, small)
     total = torch.cuda.get_device_properties(0).total_memory
-    result: Found = {"job": f"{name}, host", "mode": mode}
+    result: Measured = {"job": f"{name}, host", "mode": mode}
     with contextlib.ExitStack() as stack:
         if mode in ("plain", "followed"):
-            model, step = _on_device(work)
+            model, step = _build_on_device(work)
             if mode == "followed":
                 run = stack.enter_context(outofcore.budget(total // 4, model, cache=False))
                 _step_until_planned(run, step)  # planning would take Python time
@@ -647,8 +651,8 @@ def host_time(case: str, small: bool) -> Found:
             def step() -> Any:
                 return compiled(*batch)
 
-        host_s, whole_s = _host_and_whole(step, 10, 6 if small else 12)
-        busy, _ = _busy(step)
+        host_s, whole_s = _host_and_total_seconds(step, 10, 6 if small else 12)
+        busy, _ = _kernel_shares(step)
         if mode not in ("plain", "followed"):
             result["instructions"] = len(compiled.planned.program.instructions)
             result["predicted_s"] = compiled.stats.predicted_seconds
@@ -662,13 +666,13 @@ def _step_until_planned(run: Any, step: Callable[[], Any]) -> float:
     import torch
 
     begin = time.monotonic()
-    while not run.stats.planned_ops and time.monotonic() - begin < _UNTIL_PLANNED_S:
+    while not run.stats.planned_ops and time.monotonic() - begin < _PLAN_LIMIT_S:
         step()
         torch.cuda.synchronize()
     return time.monotonic() - begin
 
 
-def _host_and_whole(step: Callable[[], Any], warm_up: int, steps: int) -> tuple[float, float]:
+def _host_and_total_seconds(step: Callable[[], Any], warm_up: int, steps: int) -> tuple[float, float]:
     import torch
 
     for _ in range(warm_up):
@@ -685,7 +689,7 @@ def _host_and_whole(step: Callable[[], Any], warm_up: int, steps: int) -> tuple[
     return statistics.median(host), statistics.median(total)
 
 
-def _busy(step: Callable[[], object]) -> tuple[float | None, float | None]:
+def _kernel_shares(step: Callable[[], object]) -> tuple[float | None, float | None]:
     """Return the share of a step in which kernels run, and the share of copy time that overlaps with kernels."""
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -701,7 +705,7 @@ def _busy(step: Callable[[], object]) -> tuple[float | None, float | None]:
         if event.device_type == torch.autograd.DeviceType.CUDA:
             is_copy = event.name.startswith("Memcpy") and ("HtoD" in event.name or "DtoH" in event.name)
             spans[is_copy].append((event.time_range.start, event.time_range.end))
-    kernels, moves = _union(spans[False]), _union(spans[True])
+    kernels, moves = _join_spans(spans[False]), _join_spans(spans[True])
     if not kernels:
         return None, None
     overlapped = sum(max(min(a, b) - max(s, t), 0) for s, a in kernels for t, b in moves)
@@ -709,7 +713,7 @@ def _busy(step: Callable[[], object]) -> tuple[float | None, float | None]:
     return sum(end - start for start, end in kernels) / 1e6 / duration, overlapped / copied if copied else None
 
 
-def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def _join_spans(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Join overlapping spans."""
     joined: list[tuple[float, float]] = []
     for start, end in sorted(spans):
@@ -720,13 +724,13 @@ def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return joined
 
 
-def _in_use(work: Any) -> int:
+def _peak_in_use(work: Any) -> int:
     """Return a loop's peak bytes without eviction."""
     import torch
 
     import outofcore
 
-    model, step = _on_device(work)
+    model, step = _build_on_device(work)
     total = torch.cuda.get_device_properties(0).total_memory
     with outofcore.budget(total // 4, model, policy=None, cache=False) as run:
         for _ in range(2):
@@ -734,32 +738,32 @@ def _in_use(work: Any) -> int:
         return run.stats.peak_bytes
 
 
-def half(mode: str, small: bool) -> Found:
+def loop_at_half(mode: str, small: bool) -> Measured:
     """Measure a loop over a GPT of 25 million parameters at half of its peak, once it has a plan."""
     import torch
     from following import budget_for
-    from gpu_rows import timed
+    from gpu_rows import time_steps
 
     import outofcore
 
-    work = _work("25M", small)
-    result: Found = {"job": "GPT, 25M, at half", "mode": mode}
+    work = _workload("25M", small)
+    result: Measured = {"job": "GPT, 25M, at half", "mode": mode}
     steps = 4 if small else 10
     if mode == "plain":
-        _, step = _on_device(work)
-        result |= timed(step, 10, steps)
+        _, step = _build_on_device(work)
+        result |= time_steps(step, 10, steps)
         return {**result, "say": f"{result['seconds_a_step'] * 1e3:.2f} ms"}
     # Allocator segments with small tensors of the model stay when it leaves the device.
-    budget = budget_for(_in_use(work) // 2, torch.device("cuda", 0)) + 4 * MIB
+    budget = budget_for(_peak_in_use(work) // 2, torch.device("cuda", 0)) + 4 * MIB
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(0)
-    model, step = _on_device(work)
+    model, step = _build_on_device(work)
     with outofcore.budget(budget, model, cache=False) as run:
         planned_s = _step_until_planned(run, step)
-        result |= timed(step, 10, steps)
-        _, overlapped = _busy(step)
+        result |= time_steps(step, 10, steps)
+        _, overlapped = _kernel_shares(step)
         stats = run.stats
     reserved = torch.cuda.max_memory_reserved()
     _check_budget(reserved, budget)
@@ -777,7 +781,7 @@ def half(mode: str, small: bool) -> Found:
 # Part 11: results of kernels
 
 
-def fakes(name: str, small: bool) -> Found:
+def fakes(name: str, small: bool) -> Measured:
     """Run each op family of a model once and compare the results with the captured ones."""
     import torch
 
@@ -786,30 +790,32 @@ def fakes(name: str, small: bool) -> Found:
     from outofcore.errors import CaptureError
     from outofcore.execution.cuda.backend import CudaBackend
     from outofcore.planning.placement.requests import Requests
-    from outofcore.profiling.faithfulness import differences
-    from outofcore.profiling.ops import _Bench
+    from outofcore.profiling.faithfulness import find_differences
+    from outofcore.profiling.ops import _OpBench
     from outofcore.profiling.scratch import contents_to_try
-    from outofcore.transforms.passes import leanest
+    from outofcore.transforms.passes import rewrite_for_lowest_memory
 
     backend = CudaBackend(torch.device("cuda", 0))
     backend.prepare()
     step, models, optimizers, batch = _models(small)[name]()
     try:
-        captured = leanest(capture_step(step, models, optimizers, batch, {}, backend.device)).aligned(512)
+        captured = rewrite_for_lowest_memory(
+            capture_step(step, models, optimizers, batch, {}, backend.device)
+        ).align_to(512)
     except CaptureError as error:  # the library rejects such a step, too
         return {"refused": str(error), "say": f"cannot be captured: {error}"}
     families: dict[str, Any] = {}
     for op in captured.graph.ops:
         if op.touched and (op.rerunnable or captured.calls[op.id].rehearse is not None):
             families.setdefault(op.family or f"#{op.id}", op)
-    rows: list[Found] = []
-    with _Bench(captured, backend) as bench:
+    rows: list[Measured] = []
+    with _OpBench(captured, backend) as bench:
         for op in families.values():
             call = captured.calls[op.id]
             failure = ""
             for contents in contents_to_try(captured.device):
                 try:
-                    run, *_ = bench._bound(op, Requests((), 0), contents)
+                    run, *_ = bench._bind(op, Requests((), 0), contents)
                     with internals.below_autograd():
                         leaves = internals.result_leaves((call.rehearse or call.func)(*run.args, **run.kwargs))
                         backend.driver.synchronize()
@@ -819,8 +825,8 @@ def fakes(name: str, small: bool) -> Found:
                         raise
                     continue
                 rows += [
-                    {"op": op.name, "what": d.what, "real": d.real, "captured": d.captured, "survived": d.survived}
-                    for d in differences(captured, op, leaves)
+                    {"op": op.name, "what": d.aspect, "real": d.real, "captured": d.captured, "survived": d.is_harmless}
+                    for d in find_differences(captured, op, leaves)
                 ]
                 failure = ""
                 del leaves
@@ -828,25 +834,25 @@ def fakes(name: str, small: bool) -> Found:
             if failure:
                 rows.append({"op": op.name, "what": "raises", "real": failure})
     failures = Counter(f"{row['op']} {row['what']}" for row in rows if not row.get("survived"))
-    result: Found = {"families": len(families), "unseen": len(captured.graph.unseen), "differences": rows}
+    result: Measured = {"families": len(families), "unseen": len(captured.graph.unseen), "differences": rows}
     if failures:
-        tell(measurement=f"fakes: {name}", **result)
+        print_result(measurement=f"fakes: {name}", **result)
         raise RefusedError(f"a step would raise for {', '.join(failures)}")
     return {**result, "say": f"{len(families)} families, {len(rows)} results differ in layout and are copied"}
 
 
-_Made = tuple[Callable[..., Any], list[Any], list[Any], tuple[Any, ...]]
+_TrainingParts = tuple[Callable[..., Any], list[Any], list[Any], tuple[Any, ...]]
 
 
-def _models(small: bool) -> dict[str, Callable[[], _Made]]:
+def _models(small: bool) -> dict[str, Callable[[], _TrainingParts]]:
     import torch
     import torch.nn.functional as F
     from torch import nn
 
     from outofcore.zoo import workload
 
-    def of_zoo(name: str, **options: Any) -> Callable[[], _Made]:
-        def make() -> _Made:
+    def of_zoo(name: str, **options: Any) -> Callable[[], _TrainingParts]:
+        def make() -> _TrainingParts:
             work = workload(name, **options)
             model = work.build()
             optimizer = work.optimizer(model)
@@ -856,8 +862,8 @@ def _models(small: bool) -> dict[str, Callable[[], _Made]]:
 
     def plain(
         model: Callable[[], nn.Module], batch: Callable[[], tuple[Any, ...]], dtype: Any = None
-    ) -> Callable[[], _Made]:
-        def make() -> _Made:
+    ) -> Callable[[], _TrainingParts]:
+        def make() -> _TrainingParts:
             torch.manual_seed(0)
             net = model()
             optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
@@ -938,26 +944,26 @@ def _models(small: bool) -> dict[str, Callable[[], _Made]]:
 # Part 12: compiled kernels
 
 _KERNEL_STEPS = 5
-_ALIKE = 0.02  # relative tolerance between losses with Inductor's and PyTorch's kernels in half precision
+_LOSS_TOLERANCE = 0.02  # relative tolerance between losses with Inductor's and PyTorch's kernels in half precision
 
 
-def compiled_kernels(case: str, small: bool) -> Found:
+def compiled_kernels(case: str, small: bool) -> Measured:
     """Compare bits of Inductor's kernels at two budgets, or measure step times."""
     import torch
 
     name, mode = case.split(", ")
     if mode != "bits":
-        return _time_with_kernels(name, mode, small)
+        return _measure_kernel_times(name, mode, small)
     try:
-        return _bits_with_kernels(name, small)
+        return _compare_kernel_bits(name, small)
     finally:
         torch.use_deterministic_algorithms(False)
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)  # later measurements are timed
 
 
-def _bits_with_kernels(name: str, small: bool) -> Found:
-    torch = _deterministic()
-    from worlds import World, same
+def _compare_kernel_bits(name: str, small: bool) -> Measured:
+    torch = _make_deterministic()
+    from worlds import World, differing_tensors
 
     import outofcore
     from outofcore.errors import BudgetError
@@ -965,12 +971,12 @@ def _bits_with_kernels(name: str, small: bool) -> Found:
 
     device = torch.device("cuda", 0)
     in_core_budget = torch.cuda.get_device_properties(0).total_memory // 2
-    results: Found = {}
+    results: Measured = {}
 
     def make_world() -> Any:
         if name != "gpt":
             return _make_world(name, "cpu")
-        work = _work(name, small)
+        work = _workload(name, small)
         model = work.build()
         optimizer = work.optimizer(model)
         return World(model, optimizer, work.make_step(model, optimizer), lambda seed: next(work.batches(seed=seed)))
@@ -984,7 +990,7 @@ def _bits_with_kernels(name: str, small: bool) -> Found:
             losses = [step(*world.batch(index)).detach().cpu() for index in range(_KERNEL_STEPS)]
             arena = step.planned.program.arena_bytes
             results[label] = {
-                **_about_kernels(step),
+                **_kernel_facts(step),
                 "seconds": time.monotonic() - begin,
                 "budget": budget,
                 "arena": arena,
@@ -993,14 +999,14 @@ def _bits_with_kernels(name: str, small: bool) -> Found:
             state = world.state()
         gc.collect()
         torch.cuda.empty_cache()
-        tell(measurement=f"kernels: {name}, bits", **results)
+        print_result(measurement=f"kernels: {name}, bits", **results)
         return losses, state, arena
 
     losses_in_core, state, arena = train("in core", in_core_budget, kernels="inductor")
     if not results["in core"]["kernels"]:
         raise RefusedError("Inductor compiled no kernel; see the log")
-    half = arena // 2 + CudaBackend(device, _driver()).beside(128 * MIB, 4, 0)
-    options: Found = {"kernels": "inductor", "policy": "offload-all"}
+    half = arena // 2 + CudaBackend(device, _driver()).unavailable_bytes(128 * MIB, 4, 0)
+    options: Measured = {"kernels": "inductor", "policy": "offload-all"}
     try:
         losses_at_half, state_at_half, _ = train("at half", half, **options)
     except BudgetError as error:  # an optimizer that updates all parameters jointly may need more
@@ -1009,7 +1015,7 @@ def _bits_with_kernels(name: str, small: bool) -> Found:
     wrong_steps = [
         index for index, (a, b) in enumerate(zip(losses_in_core, losses_at_half, strict=True)) if not torch.equal(a, b)
     ]
-    wrong_tensors = same(state_at_half, state)
+    wrong_tensors = differing_tensors(state_at_half, state)
     if wrong_steps or wrong_tensors:
         summary = (
             f"losses of steps {wrong_steps}, {len(wrong_tensors)} of {len(state)} tensors, first {wrong_tensors[:3]}"
@@ -1019,8 +1025,10 @@ def _bits_with_kernels(name: str, small: bool) -> Found:
         abs(float(a) - float(b)) / abs(float(b)) for a, b in zip(losses_in_core, plain_losses, strict=True)
     ]
     results["apart"] = relative_errors
-    if not max(relative_errors) < _ALIKE:
-        raise WrongBitsError(f"losses differ from PyTorch's kernels' by {relative_errors}, relative; limit {_ALIKE}")
+    if not max(relative_errors) < _LOSS_TOLERANCE:
+        raise WrongBitsError(
+            f"losses differ from PyTorch's kernels' by {relative_errors}, relative; limit {_LOSS_TOLERANCE}"
+        )
     say = (
         f"equal in core and at half, {results['in core']['kernels']} ops of {results['in core']['distinct']} kernels, "
     )
@@ -1035,7 +1043,7 @@ def _bits_with_kernels(name: str, small: bool) -> Found:
     return {**results, "say": f"{say}{durations}"}
 
 
-def _about_kernels(step: Any) -> Found:
+def _kernel_facts(step: Any) -> Measured:
     from outofcore.transforms.kernels import Kernel
 
     kernels = [call.func for call in step.captured.calls if isinstance(call.func, Kernel)]
@@ -1048,11 +1056,11 @@ def _about_kernels(step: Any) -> Found:
     }
 
 
-def _time_with_kernels(name: str, mode: str, small: bool) -> Found:
+def _measure_kernel_times(name: str, mode: str, small: bool) -> Measured:
     import torch
 
-    work = _work(name, small)
-    result: Found = {"job": f"{name}, kernels", "mode": mode}
+    work = _workload(name, small)
+    result: Measured = {"job": f"{name}, kernels", "mode": mode}
     with contextlib.ExitStack() as stack:
         if mode in ("plain", "torch.compile"):
             model = work.build().cuda()
@@ -1069,14 +1077,14 @@ def _time_with_kernels(name: str, mode: str, small: bool) -> Found:
         torch.cuda.synchronize()
         result["first_s"] = time.monotonic() - begin
         if mode not in ("plain", "torch.compile"):
-            result |= _about_kernels(run)
-        tell(measurement=f"kernels: {name}, {mode}", **result)
+            result |= _kernel_facts(run)
+        print_result(measurement=f"kernels: {name}, {mode}", **result)
         losses += [run(*batch).detach().clone() for _ in range(_KERNEL_STEPS - 1)]
         # With another summation order, later losses in half precision diverge.
         result["losses"] = [float(loss) for loss in (losses if mode in ("plain", "own") else losses[:1])]
-        host_s, whole_s = _host_and_whole(lambda: run(*batch), 8, 4 if small else 12)
+        host_s, whole_s = _host_and_total_seconds(lambda: run(*batch), 8, 4 if small else 12)
         result |= {"host_s": host_s, "seconds_a_step": whole_s, "peak_reserved": torch.cuda.max_memory_reserved()}
-        busy, _ = _busy(lambda: run(*batch))
+        busy, _ = _kernel_shares(lambda: run(*batch))
     result["busy"] = busy
     say = f"host {host_s * 1e3:.2f} ms of {whole_s * 1e3:.2f} ms"
     say += f", kernels run {busy:.0%} of it" if busy is not None else ""
@@ -1085,7 +1093,7 @@ def _time_with_kernels(name: str, mode: str, small: bool) -> Found:
     return {**result, "say": f"{say}; first step {result['first_s']:.1f} s, {result['peak_reserved'] / MIB:.0f} MiB"}
 
 
-def row(name: str, small: bool) -> Found:
+def row(name: str, small: bool) -> Measured:
     """Measure one row of ``gpu_rows.py``."""
     from gpu_rows import measure
 
@@ -1095,7 +1103,7 @@ def row(name: str, small: bool) -> Found:
     return measure(name, small)
 
 
-SINGLE: dict[str, Callable[[bool], Found]] = {
+SINGLE: dict[str, Callable[[bool], Measured]] = {
     "native code": native_code,
     "machine": machine,
     "host memory": host_memory,
@@ -1106,19 +1114,19 @@ SINGLE: dict[str, Callable[[bool], Found]] = {
     "issue costs": issue_costs,
     "disk": disk,
 }
-FAMILIES: dict[str, Callable[[str, bool], Found]] = {
+FAMILIES: dict[str, Callable[[str, bool], Measured]] = {
     "pin": pin,
     "bits": compiled_bits,
-    "loop": followed_bits,
+    "loop": loop_bits,
     "row": row,
     "host": host_time,
-    "half": half,
+    "half": loop_at_half,
     "fakes": fakes,
     "kernels": compiled_kernels,
 }
 
 
-def find_measurement(name: str) -> Callable[[bool], Found]:
+def find_measurement(name: str) -> Callable[[bool], Measured]:
     """Return the measurement with a name such as "cap", "pin: shared" or "row 3: ours".
 
     Raises:
@@ -1142,12 +1150,12 @@ def main() -> int:
             result = find_measurement(name)(arguments.small)
         except Exception as error:
             traceback.print_exc()
-            tell(
+            print_result(
                 measurement=name, passed=False, seconds=round(time.monotonic() - begin, 1), error=type(error).__name__,
                 detail=str(error)[:1500],
             )  # fmt: skip
             return 1
-        tell(measurement=name, passed=True, seconds=round(time.monotonic() - begin, 1), **result)
+        print_result(measurement=name, passed=True, seconds=round(time.monotonic() - begin, 1), **result)
         gc.collect()
         if "torch" in sys.modules:
             sys.modules["torch"].cuda.empty_cache()

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from gpu_rows import GIB, PREDICTIONS, Decoder, Job, costed_job, room_of
+from gpu_rows import GIB, PREDICTIONS, Decoder, Job, capture_with_costs, room_of
 from torch import Tensor, nn
 
 from outofcore import planning, presets
@@ -44,7 +44,7 @@ _RANK = 16
 # Steps with more ops are planned by a quick search.
 _LONG_OPS = 2000
 # Smallest share of the step that is worth optimizing.
-_MUCH = 0.05
+_SIGNIFICANT_SHARE = 0.05
 # Measured by a GPU visit: ResNet-50 in core on an H200, bf16, NCHW images, over the roofline's 87.8 ms.
 RESNET_SLOWDOWN = 251.9 / 87.8
 # Name prefixes of compute-bound ops; the others are bound by device memory.
@@ -81,7 +81,7 @@ class Rival:
     samples: int
     unit: str
     device: str
-    who: str
+    system: str
     source: str
     cap: float | None = None
     host: float | None = None
@@ -289,7 +289,7 @@ RIVALS = (
 )
 
 
-class Adapted(nn.Module):
+class LoraLinear(nn.Module):
     """A frozen linear layer with a LoRA adapter of rank 16 (Hu et al., arXiv 2106.09685)."""
 
     def __init__(self, base: nn.Linear) -> None:
@@ -303,17 +303,17 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x)) * 2.0
 
 
-def adapt(model: Decoder) -> None:
+def add_adapters(model: Decoder) -> None:
     """Freeze a decoder and add an adapter to each linear layer of its blocks."""
     model.requires_grad_(requires_grad=False)
     for block in model.blocks:
         for parent in (block, block.attention):
             for name, layer in list(parent.named_children()):
                 if isinstance(layer, nn.Linear):
-                    setattr(parent, name, Adapted(layer))
+                    setattr(parent, name, LoraLinear(layer))
 
 
-def make(rival: Rival) -> Job:
+def make_job(rival: Rival) -> Job:
     """Build a rival's job on meta tensors."""
     shape = dict(rival.model)
     kind = shape.pop("kind")
@@ -331,7 +331,7 @@ def make(rival: Rival) -> Job:
     for block in model.blocks:
         block.attention.foretold = True
     if rival.lora:
-        adapt(model)
+        add_adapters(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
 
     def step(tokens: Tensor) -> Tensor:
@@ -369,8 +369,8 @@ def predict(rival: Rival) -> dict[str, Any]:
     """Plan a rival's job on its card and return the predictions."""
     device = presets.device(rival.device)
     with torch.device("meta"):
-        job = make(rival)
-    graph, costs = costed_job(job, device)
+        job = make_job(rival)
+    graph, costs = capture_with_costs(job, device)
     ops = tuple(OpCost(cost.seconds * rival.slowdown, cost.workspace_bytes) for cost in costs.ops)
     home = replace(costs.homes[0], bytes=None if rival.host is None else int(rival.host * GIB))
     costs = Costs(ops, (home,))
@@ -482,7 +482,7 @@ def recommend_work(row: dict[str, Any]) -> str:
     """Recommend work that would beat the rival, in a few sentences."""
     text = _recommend(row)
     bytes_out = row["moved"].get("parameter", (0, 0))[0] if row.get("frozen") and "moved" in row else 0
-    if bytes_out > _MUCH * row.get("bytes_out", 0):
+    if bytes_out > _SIGNIFICANT_SHARE * row.get("bytes_out", 0):
         text += (
             f" Frozen weights are copied out ({bytes_out / GIB:.0f} GiB): find out on a GPU that nothing wrote to them."
         )
@@ -490,7 +490,7 @@ def recommend_work(row: dict[str, Any]) -> str:
 
 
 def _recommend(row: dict[str, Any]) -> str:
-    largest = f"{_short(row.get('largest_op', ''))} needs {row.get('largest_op_bytes', 0) / GIB:.1f} GiB at once"
+    largest = f"{_short_name(row.get('largest_op', ''))} needs {row.get('largest_op_bytes', 0) / GIB:.1f} GiB at once"
     if "seconds" not in row:
         reason = f"No plan ({row.get('refused') or row.get('error')})."
         if "refused" not in row:
@@ -507,7 +507,7 @@ def _recommend(row: dict[str, Any]) -> str:
         lead, goal = f"First by these figures, at {published_s / seconds:.2f} of its {speed}", in_core
     else:
         lead, goal = f"Behind, at {published_s / seconds:.2f} of its {speed}", published_s
-    if seconds <= goal * (1 + _MUCH):
+    if seconds <= goal * (1 + _SIGNIFICANT_SHARE):
         return f"{lead}. Ops are the limit and the copies hide: prove it on a card."
     seconds_lost = {
         "copies": row["waits_for_copies_s"],
@@ -532,11 +532,11 @@ def _recommend(row: dict[str, Any]) -> str:
             f" {link_text}: {_REMEDIES.get(top_kind, 'move less')}."
         )
     if largest_loss == "again":
-        return f"{lead}. Ops that run again take {share}: {_instead_of_running_again(row)}."
+        return f"{lead}. Ops that run again take {share}: {_recommend_against_reruns(row)}."
     return f"{lead}. Copies wait for room, {share}: run the largest ops in slices, of which {largest}."
 
 
-def _instead_of_running_again(row: dict[str, Any]) -> str:
+def _recommend_against_reruns(row: dict[str, Any]) -> str:
     if row["link_s"] >= row["seconds"] / 4:
         return "hold what they make in fewer bytes"
     idle = f"the link idles for {1 - row['link_s'] / row['seconds']:.0%}, so let the search offload more"
@@ -555,17 +555,17 @@ def _recommend_kernels(row: dict[str, Any]) -> str:
         return f"{text}."
     excess = row["at_their_pace_s"] / published_s - 1
     text += f". With ops sped up to the length of its step, this plan would still add {excess:.0%}"
-    if excess <= _MUCH:
+    if excess <= _SIGNIFICANT_SHARE:
         return f"{text}: moving is not the limit."
     moved = {kind: max(both) for kind, both in row["moved"].items()}
     top = max(moved, key=lambda kind: moved[kind], default="")
     rerun_seconds = row["again_s"] * published_s / in_core
     if rerun_seconds > (row["at_their_pace_s"] - published_s) / 2:
-        return f"{text}, most of it ops that run again: {_instead_of_running_again(row)}."
+        return f"{text}, most of it ops that run again: {_recommend_against_reruns(row)}."
     return f"{text}, mostly for {top.replace('_', ' ')}s ({moved.get(top, 0) / GIB:.0f} GiB one way): {_REMEDIES[top]}."
 
 
-def _short(op: str) -> str:
+def _short_name(op: str) -> str:
     return op.removeprefix("aten.").removesuffix(".default")
 
 
@@ -583,13 +583,13 @@ def render_table(results: dict[str, Any]) -> str:
     rows = [(rival, results[rival.key]) for rival in RIVALS if rival.key in results]
     lines += [_render_row(rival, prediction) for rival, prediction in rows]
     lines += ["", "## What would have to be built to be first", ""]
-    lines += [f"- **{rival.job}** ({rival.who}): {recommend_work(prediction)}" for rival, prediction in rows]
+    lines += [f"- **{rival.job}** ({rival.system}): {recommend_work(prediction)}" for rival, prediction in rows]
     lines += ["", "## Sources, and what differs", ""]
     for rival, prediction in rows:
         notes = [rival.source, *([rival.note] if rival.note else [])]
         if "seconds" in prediction and prediction["search"] != "whole":
             notes.append(f"search: {prediction['search']}")
-        lines.append(f"- **{rival.job}** ({rival.who}): {'; '.join(notes)}.")
+        lines.append(f"- **{rival.job}** ({rival.system}): {'; '.join(notes)}.")
     return "\n".join([*lines, "", _NOTES, ""])
 
 
@@ -622,7 +622,7 @@ def _render_row(rival: Rival, prediction: dict[str, Any]) -> str:
     published = (
         f"{rate:,.0f} {rival.unit}/s" if rate else f"{rival.share:.0%} of in core" if rival.share else "not at hand"
     )
-    cells = [rival.job, cap, f"{rival.who}, {published}"]
+    cells = [rival.job, cap, f"{rival.system}, {published}"]
     if "seconds" not in prediction:
         return (
             "| " + " | ".join([*cells, prediction.get("refused") or prediction.get("error") or "?", *[""] * 8]) + " |"
@@ -640,7 +640,7 @@ def _render_row(rival: Rival, prediction: dict[str, Any]) -> str:
         f"{prediction['in_core_s']:.2f} s",
         f"{prediction['link_s']:.2f} s",
         f"{prediction['again_s']:.2f} s",
-        f"{format_bytes(prediction['largest_op_bytes'])} ({_short(prediction['largest_op'])})",
+        f"{format_bytes(prediction['largest_op_bytes'])} ({_short_name(prediction['largest_op'])})",
         f"{busy['ops']:.0%}, {busy['out']:.0%}, {busy['in']:.0%}",
         ", ".join(shares),
     ]
@@ -660,17 +660,22 @@ def predict_all(keys: Iterable[str]) -> None:
             prediction = json.loads(lines[-1]) if lines else {"error": process.stderr.strip()[-300:]}
         except subprocess.TimeoutExpired:
             prediction = {"error": f"not planned in {_LIMIT_S} s"}
-        results[rival.key] = {"who": rival.who, "job": rival.job, "source": rival.source, **_rounded(prediction)}
+        results[rival.key] = {
+            "who": rival.system,
+            "job": rival.job,
+            "source": rival.source,
+            **_round_numbers(prediction),
+        }
         results = {entry.key: results[entry.key] for entry in RIVALS if entry.key in results}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         TABLE.write_text(render_table(results), encoding="utf-8")
         print(rival.key, prediction, flush=True)
 
 
-def _rounded(value: Any) -> Any:
+def _round_numbers(value: Any) -> Any:
     """Return a value with its floats rounded to five digits."""
     if isinstance(value, dict):
-        return {name: _rounded(part) for name, part in value.items()}
+        return {name: _round_numbers(part) for name, part in value.items()}
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 

@@ -39,7 +39,7 @@ _CHUNK = 4096  # tokens per block of logits
 _BLOCK = 1 << 20
 # Memory of a GPU step outside its plan: cuBLAS's workspace, the caching allocator outside the arena, and a share for
 # unplanned requests.
-_BESIDE, _RESERVED_SHARE = 96 << 20, 64
+_OUTSIDE_ARENA, _RESERVED_SHARE = 96 << 20, 64
 _PREDICTION_LIMIT_S = 900
 
 
@@ -97,7 +97,7 @@ class _Attention(nn.Module):
         k = self.k(x).view(b, t, self.groups, self.head).transpose(1, 2)
         v = self.v(x).view(b, t, self.groups, self.head).transpose(1, 2)
         if turn is not None:
-            q, k = _turned(q, *turn), _turned(k, *turn)
+            q, k = _rotate(q, *turn), _rotate(k, *turn)
         if self.foretold:
             y = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, self.causal)[0]
         else:
@@ -105,7 +105,7 @@ class _Attention(nn.Module):
         return self.o(y.transpose(1, 2).reshape(b, t, -1))
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary positions (Su et al., arXiv 2104.09864)."""
     first_half, second_half = x.chunk(2, -1)
     return torch.cat((first_half * cos - second_half * sin, first_half * sin + second_half * cos), -1)
@@ -191,7 +191,7 @@ class Job:
     batch: tuple[Tensor, ...]
 
 
-def make(model: dict[str, Any], size: int, *, again: bool = False, foretold: bool = False) -> Job:
+def make(model: dict[str, Any], size: int, *, checkpointed: bool = False, for_capture: bool = False) -> Job:
     """Build the job of a row.
 
     Args:
@@ -209,7 +209,7 @@ def make(model: dict[str, Any], size: int, *, again: bool = False, foretold: boo
         options = {"batch": size, "size": 224, "depth": 50, **shape}
         work = workload("resnet", **options, images="generated", optimizer="momentum", amp=True)
         net = work.build()
-        if again:
+        if checkpointed:
             sys.path.insert(0, str(ROOT / "benchmarks"))
             from _blocks import checkpoint_blocks  # noqa: PLC0415 - used only by one rival
 
@@ -222,8 +222,8 @@ def make(model: dict[str, Any], size: int, *, again: bool = False, foretold: boo
             net = Vit(**shape) if kind == "vit" else Decoder(**shape)
     finally:
         torch.set_default_dtype(torch.float32)
-    net.again = again
-    if foretold:
+    net.again = checkpointed
+    if for_capture:
         for module in net.modules():
             if isinstance(module, _Attention):
                 module.foretold = True
@@ -281,7 +281,7 @@ def measure(name: str, small: bool) -> dict[str, Any]:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(cap / total, 1.0), 0)
     begin = time.perf_counter()
-    job = make(row.model, size, again=mode == "checkpoint")
+    job = make(row.model, size, checkpointed=mode == "checkpoint")
     made_s = time.perf_counter() - begin
     with contextlib.ExitStack() as stack:
         compiled_step = None
@@ -296,7 +296,7 @@ def measure(name: str, small: bool) -> dict[str, Any]:
             job.model.cuda()
             step, batch = job.step, tuple(t.cuda() for t in job.batch)
         result: dict[str, Any] = {"job": row.job, "mode": mode, "size": size, "made_s": made_s}
-        result |= timed(lambda: step(*batch), WARM_UP, STEPS)
+        result |= time_steps(lambda: step(*batch), WARM_UP, STEPS)
         result["per_s"] = size / result["seconds_a_step"]
         say = f"{result['seconds_a_step'] * 1e3:.1f} ms, {result['per_s']:.1f}/s, "
         say += f"peak {result['peak_reserved'] / GIB:.2f} GiB"
@@ -307,14 +307,15 @@ def measure(name: str, small: bool) -> dict[str, Any]:
             stats = compiled_step.stats
             result |= {"policy": POLICY, "predicted_s": stats.predicted_seconds, "bytes_out": stats.bytes_out}
             result |= {"off_plan": stats.off_plan, "warm_up": WARM_UP, "beforehand": prediction}
-            say += f", predicted {stats.predicted_seconds / result['seconds_a_step']:.2f} of it{_foretell(prediction)}"
+            say += f", predicted {stats.predicted_seconds / result['seconds_a_step']:.2f} of it"
+            say += _describe_prediction(prediction)
             say += f" ({POLICY}, {WARM_UP} steps before; others {row.others}; goal {row.goal})"
             if "seconds" in prediction:
                 result["foretold_share"] = prediction["seconds"] / prediction["in_core_s"]
     return {**result, "say": say}
 
 
-def timed(step: Callable[[], Tensor], warm_up: int, steps: int) -> dict[str, Any]:
+def time_steps(step: Callable[[], Tensor], warm_up: int, steps: int) -> dict[str, Any]:
     """Run a step repeatedly; return its median and first time, two losses and the device's peak reserved bytes."""
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
@@ -346,7 +347,7 @@ def shrink(row: Row) -> Row:
     return replace(row, model={"kind": kind, **tiny[kind]}, cap=512 << 20, size=size)
 
 
-def _foretell(prediction: dict[str, Any]) -> str:
+def _describe_prediction(prediction: dict[str, Any]) -> str:
     """Describe a stored prediction."""
     if not prediction:
         return ""
@@ -364,9 +365,9 @@ def predict(row: Row) -> dict[str, Any]:
     from outofcore import planning  # noqa: PLC0415 - not needed to measure a row
     from outofcore.errors import BudgetError  # noqa: PLC0415
 
-    size = row.size or _fitting(row, lambda small: planning.in_core_budget(*_costed(row, small)))
+    size = row.size or _extrapolate_batch(row, lambda small: planning.in_core_budget(*_capture_row(row, small)))
     begin = time.process_time()
-    graph, costs = _costed(row, size)
+    graph, costs = _capture_row(row, size)
     captured = time.process_time()
     in_core, smallest = planning.in_core_budget(graph, costs), planning.smallest_budget(graph, costs)
     cap = int(row.cap if row.cap >= 1 else row.cap * in_core)
@@ -391,30 +392,30 @@ def predict(row: Row) -> dict[str, Any]:
     return prediction
 
 
-def _costed(row: Row, size: int) -> tuple[Any, Any]:
+def _capture_row(row: Row, size: int) -> tuple[Any, Any]:
     """Return a row's captured step with its costs on the preset's GPU."""
     from outofcore import presets  # noqa: PLC0415 - not needed to measure a row
 
     with torch.device("meta"):
-        job = make(row.model, size, foretold=True)
-    return costed_job(job, presets.device(PRESET))
+        job = make(row.model, size, for_capture=True)
+    return capture_with_costs(job, presets.device(PRESET))
 
 
-def costed_job(job: Job, device: Any) -> tuple[Any, Any]:
+def capture_with_costs(job: Job, device: Any) -> tuple[Any, Any]:
     """Return a job's step, captured on meta tensors, with its costs on a device of ``outofcore.presets``."""
-    from outofcore.estimation.costing import costed  # noqa: PLC0415 - not needed to measure a row
+    from outofcore.estimation.costing import cost_step  # noqa: PLC0415 - not needed to measure a row
     from outofcore.options import UserStep  # noqa: PLC0415
-    from outofcore.progress import silent  # noqa: PLC0415
+    from outofcore.progress import ignore_progress  # noqa: PLC0415
 
     batch = tuple(part.to("meta") for part in job.batch)
     user = UserStep(job.step, [job.model.to("meta")], [job.optimizer])
-    estimate = costed(user, batch, {}, device, tell=silent)
+    estimate = cost_step(user, batch, {}, device, tell=ignore_progress)
     return estimate.graph, estimate.costs
 
 
 def room_of(cap: int) -> int:
     """Return the bytes that a plan may use within a cap of device memory."""
-    return cap - _BESIDE - max(cap // _RESERVED_SHARE, 32 << 20)
+    return cap - _OUTSIDE_ARENA - max(cap // _RESERVED_SHARE, 32 << 20)
 
 
 def predict_all(file: Path, numbers: set[int]) -> None:
@@ -443,7 +444,7 @@ def predict_all(file: Path, numbers: set[int]) -> None:
         print(row.number, prediction, flush=True)
 
 
-def _fitting(row: Row, bytes_of: Callable[[int], int]) -> int:
+def _extrapolate_batch(row: Row, bytes_of: Callable[[int], int]) -> int:
     """Return ``row.times`` the batch that fits the cap in plain PyTorch, extrapolated from two small batches."""
     small, large = bytes_of(16), bytes_of(48)
     bytes_per_sample = max((large - small) / 32, 1.0)

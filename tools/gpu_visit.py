@@ -85,7 +85,7 @@ class Part:
     bits: bool = False
 
 
-def _each(limit: float, names: str, *, alone: bool = False) -> tuple[Measurement, ...]:
+def _measurements(limit: float, names: str, *, alone: bool = False) -> tuple[Measurement, ...]:
     return tuple(Measurement(name, limit, alone) for name in names.split("; "))
 
 
@@ -120,31 +120,36 @@ _KERNELS = (
 _OTHERS_KERNELS = "kernels: gpt, torch.compile; kernels: resnet, torch.compile"
 # Ours runs before plain PyTorch, and both before rivals.
 PARTS = (
-    Part(1, "the machine and the native code", 80, _each(75, "native code") + _each(25, "machine; host memory")),
-    Part(2, "streams, arena and links", 35, _each(15, _LINKS)),
-    Part(3, "bits of compiled steps", 85, _each(30, _STEPS), bits=True),
-    Part(4, "bits of eager loops", 60, _each(25, _LOOPS), bits=True),
-    Part(5, "ResNet-50, batch 640, in 16 GiB", 85, _each(70, "row 3: ours; row 3: plain", alone=True)),
-    Part(6, "ViT-giant at 0.41 of its memory", 75, _each(60, "row 1: ours; row 1: plain", alone=True)),
-    Part(7, "host time", 65, _each(25, _HOST)),
-    Part(8, "an eager loop at half of its memory", 55, _each(75, "half: ours; half: plain", alone=True)),
-    Part(9, "Qwen3-0.6B shape at 0.69 of its memory", 70, _each(60, "row 4: ours; row 4: plain", alone=True)),
-    Part(10, "ResNet-50 at 7.5 times the batch of 16 GiB", 110, _each(110, "row 2: ours", alone=True)),
+    Part(
+        1,
+        "the machine and the native code",
+        80,
+        _measurements(75, "native code") + _measurements(25, "machine; host memory"),
+    ),
+    Part(2, "streams, arena and links", 35, _measurements(15, _LINKS)),
+    Part(3, "bits of compiled steps", 85, _measurements(30, _STEPS), bits=True),
+    Part(4, "bits of eager loops", 60, _measurements(25, _LOOPS), bits=True),
+    Part(5, "ResNet-50, batch 640, in 16 GiB", 85, _measurements(70, "row 3: ours; row 3: plain", alone=True)),
+    Part(6, "ViT-giant at 0.41 of its memory", 75, _measurements(60, "row 1: ours; row 1: plain", alone=True)),
+    Part(7, "host time", 65, _measurements(25, _HOST)),
+    Part(8, "an eager loop at half of its memory", 55, _measurements(75, "half: ours; half: plain", alone=True)),
+    Part(9, "Qwen3-0.6B shape at 0.69 of its memory", 70, _measurements(60, "row 4: ours; row 4: plain", alone=True)),
+    Part(10, "ResNet-50 at 7.5 times the batch of 16 GiB", 110, _measurements(110, "row 2: ours", alone=True)),
     Part(
         11,
         "results of kernels, and rivals",
         60,
-        _each(20, _FAKES) + _each(60, "row 3: checkpoint; row 1: checkpoint", alone=True),
+        _measurements(20, _FAKES) + _measurements(60, "row 3: checkpoint; row 1: checkpoint", alone=True),
     ),
     # Each kernel that is missing in Inductor's cache takes a second or two to compile.
     Part(
         12,
         "compiled kernels",
         240,
-        _each(90, "kernels: gpt, bits")
-        + _each(60, _KERNELS)
-        + _each(60, _OTHERS_KERNELS, alone=True)
-        + _each(60, "kernels: convolutional, bits"),
+        _measurements(90, "kernels: gpt, bits")
+        + _measurements(60, _KERNELS)
+        + _measurements(60, _OTHERS_KERNELS, alone=True)
+        + _measurements(60, "kernels: convolutional, bits"),
     ),
 )
 USUAL = "1-8"
@@ -187,8 +192,8 @@ class Log:
     The end is a ring in the file, so a killed process leaves both; ``close`` puts it in order.
     """
 
-    def __init__(self, path: Path, most: int = FILE_BYTES) -> None:
-        self._half = (most - 100) // 2
+    def __init__(self, path: Path, max_bytes: int = FILE_BYTES) -> None:
+        self._half = (max_bytes - 100) // 2
         self._file = path.open("w+b", buffering=0)
         self._begun = 0  # bytes kept from the beginning
         self._ring = 0  # bytes written to the ring, overwritten ones included
@@ -243,7 +248,7 @@ def run(
     until: Callable[[], float],
     log: Log,
     env: dict[str, str],
-    hear: Callable[[dict[str, Any]], None] = lambda result: None,
+    on_result: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> Outcome:
     """Run a process until it ends or its deadline passes, and kill its descendants.
 
@@ -269,7 +274,7 @@ def run(
             if text.startswith(MARK):
                 with contextlib.suppress(ValueError):
                     results.append(json.loads(text[len(MARK) :]))
-                    hear(results[-1])
+                    on_result(results[-1])
                     continue
             if text:
                 tail.append(text)
@@ -412,7 +417,7 @@ class Visit:
     _written: int = 0
     _logs: dict[int, Log] = field(default_factory=dict)
 
-    def tell(self, **result: Any) -> None:
+    def record(self, **result: Any) -> None:
         """Write a result."""
         result = {"at_s": round(time.monotonic() - self.begin, 1), **result}
         self.results.append(result)
@@ -461,7 +466,7 @@ class Visit:
             group = todo[: max(shared, 1)]
             todo = todo[self._run_group(part, group, due, env) :]
         for measurement in todo if not env else ():
-            self.tell(part=part.number, measurement=measurement.name, skipped="no time left", passed=False)
+            self.record(part=part.number, measurement=measurement.name, skipped="no time left", passed=False)
         lines: list[str] = []
         results = self.results[first:]
         for result in results:
@@ -491,7 +496,7 @@ class Visit:
 
         def hear(result: dict[str, Any]) -> None:
             nonlocal ended, start
-            self.tell(part=part.number, **result, **env)
+            self.record(part=part.number, **result, **env)
             if "passed" in result:
                 ended, start = ended + 1, time.monotonic()
 
@@ -503,7 +508,7 @@ class Visit:
                 f"stopped after {seconds:.0f} s" if outcome.status is None else f"died, exit status {outcome.status}"
             )
             name = group[ended].name
-            self.tell(
+            self.record(
                 part=part.number, measurement=name, passed=False, seconds=round(seconds, 1), error=failure,
                 tail=outcome.tail[-3000:], **env,
             )  # fmt: skip
@@ -560,7 +565,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
         end = begin + options.seconds if options.seconds else float("inf")
         visit = Visit(options.out, env, end, options.patience, options.small, begin)
-        visit.tell(probe=found, unpacked=unpacked, parts=[part.number for part in parts])
+        visit.record(probe=found, unpacked=unpacked, parts=[part.number for part in parts])
         print(f"gpu-visit: {found.get('slow') or found}", flush=True)
         try:
             return 0 if visit.run_all(parts) else 1

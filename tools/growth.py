@@ -37,7 +37,7 @@ ALLOWED = 80 * 10**6
 DRIFT = 8 * 10**6
 
 
-def of_status(field: str) -> int:
+def status_bytes(field: str) -> int:
     """Return a field of ``/proc/self/status`` in bytes."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(f"{field}:"):
@@ -45,7 +45,7 @@ def of_status(field: str) -> int:
     raise ValueError(f"/proc/self/status has no field {field}")
 
 
-def forget_peak() -> None:
+def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
@@ -70,7 +70,7 @@ def budget_of(name: str) -> int:
     return half
 
 
-def measured(name: str, budget: int, steps: int) -> dict[str, Any]:
+def measure_loop(name: str, budget: int, steps: int) -> dict[str, Any]:
     """Run one loop in this process and return its memory."""
     loop, model_of = LOOPS[name]
     with outofcore.budget("2MiB"):
@@ -81,9 +81,9 @@ def measured(name: str, budget: int, steps: int) -> dict[str, Any]:
         optimizer.step()
     del tiny, optimizer
     gc.collect()
-    forget_peak()
-    idle = of_status("VmRSS")
-    of_files = of_status("RssFile")
+    reset_peak()
+    idle = status_bytes("VmRSS")
+    of_files = status_bytes("RssFile")
     torch.manual_seed(0)
     model = model_of()
     steps_done = 0
@@ -94,9 +94,9 @@ def measured(name: str, budget: int, steps: int) -> dict[str, Any]:
             before = run.stats.steps
             loop(model, adamw)
             steps_done += max(run.stats.steps - before, 1)
-            peaks.append(of_status("VmHWM") - idle)
-            anonymous.append(of_status("RssAnon"))
-            forget_peak()
+            peaks.append(status_bytes("VmHWM") - idle)
+            anonymous.append(status_bytes("RssAnon"))
+            reset_peak()
         stats = run.stats
     middle = len(peaks) // 2
     drift = max(peaks[middle:]) - max(peaks[:middle] or peaks)
@@ -105,7 +105,7 @@ def measured(name: str, budget: int, steps: int) -> dict[str, Any]:
         "steps": steps_done,
         "budget": budget,
         "idle": idle,
-        "of_files": of_status("RssFile") - of_files,
+        "of_files": status_bytes("RssFile") - of_files,
         "above_idle": max(peaks),
         "over_budget": max(peaks) - budget,
         "drift": drift,
@@ -126,7 +126,7 @@ def main() -> int:
     options = arguments.parse_args()
     torch.set_num_threads(1)
     if options.budget is not None:
-        result = measured(options.loop[0], options.budget, options.steps)
+        result = measure_loop(options.loop[0], options.budget, options.steps)
         print(json.dumps(result), flush=True)
         return 0 if result["within"] else 1
     failed = 0

@@ -280,7 +280,7 @@ def check(mutants: Sequence[Mutant], selection: Sequence[str]) -> int:
     return 1 if run.status is None else abs(run.status)
 
 
-def table(results: Iterable[Result]) -> str:
+def format_table(results: Iterable[Result]) -> str:
     """Return the results as a text table, broken mutants and survivors first."""
     rows = [("name", "file", "breaks", "killed by", "seconds")]
     order = (Outcome.BROKEN, Outcome.SURVIVED, Outcome.KILLED)
@@ -338,7 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{result.mutant.name}: {result.outcome.value} {result.killed_by} ({result.seconds:.0f} s)", flush=True)
         if options.out:
             write_results(options.out, results)
-    print("\n" + table(results))
+    print("\n" + format_table(results))
     counts = {outcome: sum(result.outcome is outcome for result in results) for outcome in Outcome}
     print("\n" + ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items()))
     return 0 if counts[Outcome.KILLED] == len(results) else 1

@@ -60,7 +60,7 @@ class Difference:
 def differences(model: str, recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
     """Return the differences between two contents of a record file."""
     before, after = recorded["pairs"], now["pairs"]
-    changed = facts_that_differ(recorded, now)
+    changed = changed_facts(recorded, now)
     skipped = BITS if any(name in FACTS_OF_BITS for name in changed) else ()
     differing: list[Difference] = []
     for pair in {**before, **after}:
@@ -76,7 +76,7 @@ def differences(model: str, recorded: Mapping[str, Any], now: Mapping[str, Any])
     return differing
 
 
-def facts_that_differ(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+def changed_facts(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
     """Return the facts of machine and versions that differ from the record, by name."""
     before, after = recorded["recorded_with"], now["recorded_with"]
     names = [name for name in after if before.get(name) != after[name]]
@@ -97,7 +97,7 @@ def read_record(model: str, folder: Path = FOLDER) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {"recorded_with": {}, "pairs": {}}
 
 
-def text_of(content: Mapping[str, Any]) -> str:
+def format_record(content: Mapping[str, Any]) -> str:
     """Return the text of a record file."""
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
@@ -160,12 +160,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for difference in differing:
                 print(difference, flush=True)
             if recorded["pairs"]:
-                changed_by_name |= facts_that_differ(recorded, now)
+                changed_by_name |= changed_facts(recorded, now)
             changed += differing
             pairs += len(now["pairs"])
             if options.write:
                 options.folder.mkdir(parents=True, exist_ok=True)
-                (options.folder / f"{model}.json").write_text(text_of(now))
+                (options.folder / f"{model}.json").write_text(format_record(now))
     if options.only is None:
         stale = [path for path in sorted(options.folder.glob("*.json")) if path.stem not in GROUPS]
         for path in stale:

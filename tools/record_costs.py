@@ -24,14 +24,14 @@ from typing import Any
 from unittest import mock
 
 from outofcore import plan_updates, planned_step
-from outofcore.background import Answer, BackgroundPlanner, PlanJob, plan_job
+from outofcore.background import BackgroundPlanner, PlanJob, PlanResult, plan_job
 from outofcore.capture import Captured
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.distributed import agreement
-from outofcore.estimation.costing import estimated_costs
+from outofcore.estimation.costing import estimate_costs
 from outofcore.follow import loop_planner, recompute_trial
 from outofcore.follow.records import FREED, StepRecord, read_record
-from outofcore.follow.remaking import Made, worth_making_again
+from outofcore.follow.remaking import ComputedStorage, choose_recomputed
 from outofcore.graph import Op, StepGraph
 from outofcore.planned_step import PlannedStep
 from outofcore.presets import Device, Number
@@ -54,14 +54,14 @@ LOOP_HOME = Home("home", None, 6e8, 1.2e9, LATENCY_SECONDS, 2 * CONTENTION, SLOW
 
 
 @dataclass
-class Observed:
+class LoopObservations:
     """Plans collected while costs are fixed.
 
     Attributes:
         loops: recorded steps of eager loops with their plans, in order.
     """
 
-    loops: list[tuple[StepRecord, Answer]] = field(default_factory=list[tuple[StepRecord, Answer]])
+    loops: list[tuple[StepRecord, PlanResult]] = field(default_factory=list[tuple[StepRecord, PlanResult]])
 
 
 def variant_of(step: PlannedStep) -> str:
@@ -94,19 +94,19 @@ def costs_digest(costs: Costs) -> str:
 
 
 @contextlib.contextmanager
-def fixed_costs() -> Iterator[Observed]:
+def fixed_costs() -> Iterator[LoopObservations]:
     """Replace measured costs by fixed ones, and collect plans of eager loops."""
-    observed = Observed()
+    observed = LoopObservations()
     replacements: list[tuple[Any, str, object]] = [
-        (ops._Bench, "_time", _op_seconds()),
+        (ops._OpBench, "_time", _fixed_op_seconds()),
         (links, "measure_link", _fixed_link),
         (DiskHome, "capacity", property(lambda _: DISK_BYTES)),
         (agreement, "group_cost", lambda *_: GROUP),
-        (plan_updates.PlanKeeper, "judge", _judged_as_predicted(plan_updates.PlanKeeper.judge)),
+        (plan_updates.PlanUpdater, "judge", _judge_prediction(plan_updates.PlanUpdater.record_run)),
         (loop_planner, "read_record", _fixed_record),
         (loop_planner, "BackgroundPlanner", _planner_at_once(observed)),
         (planned_step, "quick_policy", lambda policy: policy),
-        (recompute_trial, "worth_making_again", _fixed_recipes),
+        (recompute_trial, "choose_recomputed", _fixed_recipes),
     ]
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in replacements:
@@ -114,13 +114,13 @@ def fixed_costs() -> Iterator[Observed]:
         yield observed
 
 
-def _op_seconds() -> Callable[..., float]:
+def _fixed_op_seconds() -> Callable[..., float]:
     """Return a replacement for the method that measures an op."""
     cached: list[tuple[Captured, Costs]] = []  # costs of the step that is being profiled
 
     def seconds(bench: Any, op: Op, *_: object) -> float:
         if not cached or cached[0][0] is not bench._captured:
-            cached[:] = [(bench._captured, estimated_costs(bench._captured, DEVICE))]
+            cached[:] = [(bench._captured, estimate_costs(bench._captured, DEVICE))]
         return cached[0][1].ops[op.id].seconds
 
     return seconds
@@ -142,7 +142,7 @@ def _fixed_link(home: HomeStore, **_: object) -> LinkReport:
     )
 
 
-def _judged_as_predicted(judge: Callable[..., None]) -> Callable[..., None]:
+def _judge_prediction(judge: Callable[..., None]) -> Callable[..., None]:
 
     def judge_predicted(self: Any, known_step: Any, _: Any) -> None:
         judge(self, known_step, known_step.step.planned.timeline)
@@ -165,28 +165,28 @@ def _fixed_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
     return replace(record, costs=Costs(tuple(costs), (LOOP_HOME,)))
 
 
-def _fixed_recipes(candidates: Sequence[Made], *args: Any, **kwargs: Any) -> Any:
+def _fixed_recipes(candidates: Sequence[ComputedStorage], *args: Any, **kwargs: Any) -> Any:
     fixed = [
         candidate
         if candidate.seconds is None
         else replace(candidate, seconds=LOOP_OP_SECONDS + 2 * candidate.bytes / LOOP_BYTES_PER_S)
         for candidate in candidates
     ]
-    return worth_making_again(fixed, *args, **kwargs)
+    return choose_recomputed(fixed, *args, **kwargs)
 
 
-def _planner_at_once(observed: Observed) -> type[BackgroundPlanner[StepRecord]]:
+def _planner_at_once(observed: LoopObservations) -> type[BackgroundPlanner[StepRecord]]:
     class PlannerAtOnce(BackgroundPlanner[StepRecord]):
         """A planner that plans at once, in this process."""
 
-        _done: tuple[StepRecord, Answer] | None = None
+        _done: tuple[StepRecord, PlanResult] | None = None
 
         def start(self, subject: StepRecord, job: PlanJob, niceness: int) -> bool:
             self._done = subject, plan_job(job)
             observed.loops.append(self._done)
             return True
 
-        def poll(self) -> tuple[StepRecord, Answer] | None:
+        def poll(self) -> tuple[StepRecord, PlanResult] | None:
             finished, self._done = self._done, None
             return finished
 

@@ -70,14 +70,14 @@ def transformers_model(name: str) -> Training:
         optimizer.zero_grad()
         return loss
 
-    return Training(model, optimizer, step, _drawn(draw))
+    return Training(model, optimizer, step, _draw_batches(draw))
 
 
 _Draw = Callable[[torch.Generator], dict[str, Tensor]]
 _WORDS = 512
 
 
-def _drawn(draw: _Draw) -> Iterator[tuple[Tensor, ...]]:
+def _draw_batches(draw: _Draw) -> Iterator[tuple[Tensor, ...]]:
     generator = torch.Generator().manual_seed(SEED)
     while True:
         yield tuple(draw(generator).values())

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from record_models import Training, shared_model, transformers_model, zoo_model
 
 # Compiled by ``outofcore.compile``, run as a loop under ``outofcore.budget``, or planned without a home and not run.
-Door = Literal["compile", "budget", "plan without a home"]
+RunMode = Literal["compile", "budget", "plan without a home"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Pair:
         recompute: whether a loop may recompute saved tensors.
     """
 
-    door: Door
+    mode: RunMode
     budget: str
     home: str = "disk"
     search: Literal["quick", "full"] = "quick"
@@ -38,8 +38,8 @@ class Pair:
     @property
     def name(self) -> str:
         """The description of the pair, unique within its model."""
-        parts = [self.door, self.budget]
-        if self.door == "compile":
+        parts = [self.mode, self.budget]
+        if self.mode == "compile":
             parts.append(f"home {self.home}")
         if self.search == "full":
             parts.append("full search")

@@ -40,7 +40,7 @@ from outofcore.policies import Auto
 from outofcore.profiling.ops import profile_ops
 from outofcore.program import CopyIn, CopyOut, Program, Run
 from outofcore.report.machine import this_machine
-from outofcore.transforms.passes import leanest
+from outofcore.transforms.passes import rewrite_for_lowest_memory
 from outofcore.units import parse_bytes
 
 # Steps of a compiled step and of a loop; a loop needs steps to be recorded and planned.
@@ -72,7 +72,7 @@ class Bits:
 
 
 @dataclass
-class Recorder:
+class PairRecorder:
     """Records the pairs of one model.
 
     Attributes:
@@ -90,15 +90,15 @@ class Recorder:
 
     def record(self, pair: Pair) -> Entry:
         """Run a pair and return its entry."""
-        match pair.door:
+        match pair.mode:
             case "compile":
-                return self._compiled(pair)
+                return self._record_compiled(pair)
             case "budget":
-                return self._followed(pair)
+                return self._record_loop(pair)
             case "plan without a home":
-                return self._planned(pair)
+                return self._record_plan(pair)
 
-    def _compiled(self, pair: Pair) -> Entry:
+    def _record_compiled(self, pair: Pair) -> Entry:
         with fixed_costs():
             training = self.make()
             home = pair.home.rpartition(" ")[2]
@@ -119,13 +119,13 @@ class Recorder:
             )
             torch.manual_seed(SEED)
             losses = [step(*next(training.batches)).detach().clone() for _ in range(STEPS)]
-            shown = step._session.steps.shown
+            shown = step._session.steps.last_step
             assert shown is not None
             entry = {
                 "variant": variant_of(shown),
                 **step_of(shown.graph, shown.costs),
                 "plan": plan_of(shown.graph, shown.planned),
-                "input_signatures": step._session.kinds,
+                "input_signatures": step._session.signature_count,
             }
             step.close()
             bits = bits_of(training, losses)
@@ -133,7 +133,7 @@ class Recorder:
                 entry["smallest_budget"] = smallest_budget(shown.graph, shown.costs)
             else:
                 entry["smallest_budget"] = self._smallest_of(pair)
-        entry["bits"] = self._compared(pair, bits, STEPS)
+        entry["bits"] = self._compare_bits(pair, bits, STEPS)
         return entry
 
     def _smallest_of(self, pair: Pair) -> int:
@@ -151,7 +151,7 @@ class Recorder:
             )
         return self._smallest[key]
 
-    def _followed(self, pair: Pair) -> Entry:
+    def _record_loop(self, pair: Pair) -> Entry:
         with fixed_costs() as observed:
             training = self.make()
             policy = Auto(search_of(pair))
@@ -168,28 +168,28 @@ class Recorder:
             "reruns": stats.reruns > 0,
             "smallest_budget": smallest_budget(record.graph, record.costs),
         }
-        entry["bits"] = self._compared(pair, bits, LOOP_STEPS)
+        entry["bits"] = self._compare_bits(pair, bits, LOOP_STEPS)
         return entry
 
-    def _planned(self, pair: Pair) -> Entry:
+    def _record_plan(self, pair: Pair) -> Entry:
         with fixed_costs():
             training = self.make()
-            captured = leanest(
+            captured = rewrite_for_lowest_memory(
                 capture_step(training.step, [training.model], [training.optimizer], next(training.batches), {})
             )
             profiles = profile_ops(captured)
         costs = Costs(tuple(profile.cost for profile in profiles))
         planned = plan_step(captured.graph, costs, parse_bytes(pair.budget), Auto(search_of(pair)))
-        if pair.door not in self._smallest:
-            self._smallest[pair.door] = smallest_budget(captured.graph, costs)
+        if pair.mode not in self._smallest:
+            self._smallest[pair.mode] = smallest_budget(captured.graph, costs)
         return {
             "variant": "lowest memory",
             **step_of(captured.graph, costs),
             "plan": plan_of(captured.graph, planned),
-            "smallest_budget": self._smallest[pair.door],
+            "smallest_budget": self._smallest[pair.mode],
         }
 
-    def _compared(self, pair: Pair, bits: Bits, steps: int) -> Entry:
+    def _compare_bits(self, pair: Pair, bits: Bits, steps: int) -> Entry:
         """Return the bits, and the run with equal bits: plain PyTorch, or an earlier pair with the same kernels and
         split.
         """
@@ -213,7 +213,7 @@ class Recorder:
 def search_of(pair: Pair) -> SearchParams:
     """Return the search parameters of a pair."""
     params = QUICK if pair.search == "quick" else SearchParams()
-    return params if pair.door != "budget" or pair.recompute else replace(params, recompute_changes=0)
+    return params if pair.mode != "budget" or pair.recompute else replace(params, recompute_changes=0)
 
 
 def step_of(graph: StepGraph, costs: Costs) -> Entry:
@@ -223,7 +223,7 @@ def step_of(graph: StepGraph, costs: Costs) -> Entry:
         "storages": len(graph.storages),
         "storage_bytes": sum(storage.bytes for storage in graph.storages),
         "scratch_bytes": sum(cost.workspace_bytes for cost in costs.ops),
-        "ops_seconds": rounded(costs.compute_seconds),
+        "ops_seconds": round_seconds(costs.compute_seconds),
         "graph_digest": graph_digest(graph),
         "costs_digest": costs_digest(costs),
     }
@@ -239,7 +239,7 @@ def plan_of(graph: StepGraph, planned: Planned) -> Entry:
     offloaded, recomputed = residencies.count(Residency.OFFLOAD), residencies.count(Residency.RECOMPUTE)
     return {
         "policy": plan.policy,
-        "step_seconds": rounded(planned.timeline.step_seconds),
+        "step_seconds": round_seconds(planned.timeline.step_seconds),
         "gaps_resident": gaps - offloaded - recomputed,
         "gaps_offloaded": offloaded,
         "gaps_recomputed": recomputed,
@@ -276,7 +276,7 @@ def _instructions(program: Program) -> Iterator[str]:
     yield f"lodgings {[(lodging.storage, lodging.home) for lodging in program.lodgings]}"
 
 
-def rounded(seconds: float) -> float:
+def round_seconds(seconds: float) -> float:
     """Return seconds rounded to nine digits."""
     return float(f"{seconds:.9g}")
 
@@ -310,7 +310,7 @@ def tensors_digest(tensors: Mapping[str, torch.Tensor]) -> str:
 
 def record_group(group: Group, names: Sequence[str] = ()) -> dict[str, Entry]:
     """Record the pairs of a group that runs in one process; ``names`` selects pairs."""
-    recorder = Recorder(group.make, group.make)
+    recorder = PairRecorder(group.make, group.make)
     return {pair.name: recorder.record(pair) for pair in group.pairs if not names or pair.name in names}
 
 
@@ -320,7 +320,7 @@ def record_shared(group: Group, rank: int) -> dict[str, Entry]:
     def replica(model: nn.Module) -> nn.Module:
         return DistributedDataParallel(model, bucket_cap_mb=0.25)
 
-    recorder = Recorder(partial(group.make, rank), partial(group.make, rank, replica), shard=True)
+    recorder = PairRecorder(partial(group.make, rank), partial(group.make, rank, replica), shard=True)
     entries = {pair.name: recorder.record(pair) for pair in group.pairs}
     for entry in entries.values():
         bits_of_ranks: list[Any] = [None] * group.processes

@@ -22,13 +22,13 @@ BEGIN, END = "<!-- counts: tools/testing_page.py --write -->\n", "<!-- end of co
 FOLDERS = ("tests/unit", "tests/torch_cpu", "tests/cuda")
 
 
-def lines_in(folder: str, *endings: str) -> int:
+def count_lines(folder: str, *endings: str) -> int:
     """Count the lines of files with these endings in a folder."""
     paths = [path for ending in endings for path in (ROOT / folder).rglob(f"*{ending}")]
     return sum(path.read_bytes().count(b"\n") for path in paths)
 
 
-def collected(*options: str) -> dict[str, int]:
+def count_tests(*options: str) -> dict[str, int]:
     """Count the tests that pytest collects, by folder."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *options, "tests"]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -36,49 +36,49 @@ def collected(*options: str) -> dict[str, int]:
     return {folder: sum(name.startswith(folder) for name in names) for folder in FOLDERS}
 
 
-def parsed_tests() -> list[ast.Module]:
+def parse_tests() -> list[ast.Module]:
     return [ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "tests").rglob("*.py"))]
 
 
-def assertions_in(modules: Iterable[ast.Module]) -> int:
+def count_assertions(modules: Iterable[ast.Module]) -> int:
     """Count ``assert`` statements and ``pytest.raises``."""
     nodes = [node for module in modules for node in ast.walk(module)]
     raises = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr == "raises"]
     return sum(isinstance(node, ast.Assert) for node in nodes) + len(raises)
 
 
-def properties_in(modules: Iterable[ast.Module]) -> int:
+def count_properties(modules: Iterable[ast.Module]) -> int:
     """Count test functions with arguments drawn by Hypothesis."""
     functions = [node for module in modules for node in ast.walk(module) if isinstance(node, ast.FunctionDef)]
     return sum(any(ast.unparse(decorator).startswith("given(") for decorator in f.decorator_list) for f in functions)
 
 
-def recorded_pairs() -> int:
+def count_recorded_pairs() -> int:
     files = (ROOT / "tests" / "record").glob("*.json")
     return sum(len(json.loads(path.read_text(encoding="utf-8"))["pairs"]) for path in files)
 
 
-def result(name: str) -> dict[str, int]:
+def read_counts(name: str) -> dict[str, int]:
     """Return the counts of a committed result; empty without the file."""
     path = ROOT / "benchmarks" / "results" / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8"))["counts"] if path.exists() else {}
 
 
 def counts() -> list[tuple[str, str]]:
-    brief, exhaustive = collected(), collected("--exhaustive")
-    modules = parsed_tests()
-    python, native = lines_in("src", ".py"), lines_in("src", ".cpp", ".h")
-    tests = lines_in("tests", ".py", ".cpp", ".h")
-    mutants, faults = result("mutants"), result("faults")
+    brief, exhaustive = count_tests(), count_tests("--exhaustive")
+    modules = parse_tests()
+    python, native = count_lines("src", ".py"), count_lines("src", ".cpp", ".h")
+    tests = count_lines("tests", ".py", ".cpp", ".h")
+    mutants, faults = read_counts("mutants"), read_counts("faults")
     rows = [
         ("Lines of the library", f"{python:,} of Python, {native:,} of C++"),
         ("Lines of tests", f"{tests:,}: {tests / (python + native):.2f} for each line of the library"),
         ("Tests that each change waits for (`make test`)", f"{sum(brief.values()):,}"),
         ("Tests in all (`make test-all`)", f"{sum(exhaustive.values()):,}"),
         *((f"… in `{folder}`", f"{brief[folder]:,} of {exhaustive[folder]:,}") for folder in FOLDERS),
-        ("Assertions and expected errors in their sources", f"{assertions_in(modules):,}"),
-        ("Properties that Hypothesis tries to refute", f"{properties_in(modules):,}"),
-        ("Pairs of model and budget on record (`make record`)", f"{recorded_pairs():,}"),
+        ("Assertions and expected errors in their sources", f"{count_assertions(modules):,}"),
+        ("Properties that Hypothesis tries to refute", f"{count_properties(modules):,}"),
+        ("Pairs of model and budget on record (`make record`)", f"{count_recorded_pairs():,}"),
     ]
     if mutants:
         rows.append(("Mutants that the tests kill (`make mutants`)", f"{mutants['killed']} of {mutants['mutants']}"))

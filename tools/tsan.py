@@ -39,7 +39,7 @@ def instrument() -> None:
     """Make this process build and load the instrumented library."""
     plain = native._defines
     native._defines = lambda flavor: [*plain(flavor), *FLAGS]
-    native._OWN_FLAGS.clear()
+    native._EXTRA_FLAGS.clear()
 
 
 def build() -> None:

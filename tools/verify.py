@@ -144,7 +144,7 @@ def failure(program: Program, plain: Side) -> str:
     return ""
 
 
-def missing(program: Program, folder: Path) -> str:
+def missing_requirement(program: Program, folder: Path) -> str:
     """Return the action that a program needs before it can run; empty if it can run."""
     if program.repository and not (folder / program.source / program.folder).is_dir():
         return f"clone github.com/{program.repository} to FOLDER/{program.source}"
@@ -152,7 +152,7 @@ def missing(program: Program, folder: Path) -> str:
     return f"install {', '.join(lacking)}" if lacking else ""
 
 
-def work_copy(program: Program, folder: Path, place: Path) -> None:
+def prepare_copy(program: Program, folder: Path, place: Path) -> None:
     """Copy a program's folder, add its data and prepare it."""
     shutil.rmtree(place, ignore_errors=True)
     if not program.repository:
@@ -227,7 +227,7 @@ def run(program: Program, place: Path, budget: str | None, limit: float) -> Side
 
 
 @dataclass(frozen=True)
-class Verified:
+class Verification:
     """A row of the table. Times are medians; ``ratio`` is the median over rounds of budgeted over plain time."""
 
     command: str
@@ -246,7 +246,7 @@ class Verified:
     load: float
 
 
-def verify(program: Program, folder: Path, rounds: int, limit: float) -> Verified:
+def verify(program: Program, folder: Path, rounds: int, limit: float) -> Verification:
     """Run a program in all settings, in turns."""
     commit, load = _commit(folder / program.source) if program.repository else "", os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="outofcore-verify-") as scratch:
@@ -254,7 +254,7 @@ def verify(program: Program, folder: Path, rounds: int, limit: float) -> Verifie
         sides: list[Side] = []
         large_budget = f"{this_machine().memory_bytes * 3 // 4}B"
         for budget in (*(None, program.budget) * rounds, large_budget):
-            work_copy(program, folder, place)
+            prepare_copy(program, folder, place)
             sides.append(run(program, place, budget, limit))
             if sides[-1].status is None:
                 break
@@ -262,7 +262,7 @@ def verify(program: Program, folder: Path, rounds: int, limit: float) -> Verifie
     mismatch = failure(program, plain[0]) or next(filter(None, (difference(plain[0], side) for side in sides[1:])), "")
     if mismatch:
         print("\n".join(side.error for side in sides), file=sys.stderr)
-    return Verified(
+    return Verification(
         command=" ".join(Path(part).name if Path(part).is_absolute() else part for part in program.command),
         commit=commit,
         budget=parse_bytes(program.budget),
@@ -274,13 +274,13 @@ def verify(program: Program, folder: Path, rounds: int, limit: float) -> Verifie
         seconds=statistics.median([side.seconds for side in budgeted] or [0]),
         ratio=statistics.median([b.seconds / a.seconds for a, b in zip(plain, budgeted, strict=False)] or [0]),
         rounds=rounds,
-        compared=compared(plain[0]),
+        compared=describe_compared(plain[0]),
         difference=mismatch,
         load=load,
     )
 
 
-def compared(side: Side) -> str:
+def describe_compared(side: Side) -> str:
     """Describe the compared items: ``12 lines, 2 files``, or ``40 tests: 38 passed, 2 skipped``."""
     if side.outcomes:
         counts = [
@@ -308,7 +308,7 @@ def line_of(name: str, row: Mapping[str, Any]) -> str:
     )
 
 
-def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+def format_table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the table of ``verified.md``."""
     lines = [
         "| program | command | in core → within (budget) | evicted, fetched | time over plain | compared | result |",
@@ -325,7 +325,7 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(rows: Mapping[str, Verified], folder: Path) -> None:
+def write_results(rows: Mapping[str, Verification], folder: Path) -> None:
     """Write the results; rows of programs that did not run keep their date and machine."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "verified.json"
@@ -344,7 +344,7 @@ def write(rows: Mapping[str, Verified], folder: Path) -> None:
     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     (folder / "verified.md").write_text(
         "# Programs of other people, within a budget\n\n"
-        "Made by `make verify`; see [the page](../../docs/verified.md).\n\n" + table(results),
+        "Made by `make verify`; see [the page](../../docs/verified.md).\n\n" + format_table(results),
         encoding="utf-8",
     )
 
@@ -367,16 +367,16 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the results")
     options = parser.parse_args()
     name_parts = [part for part in options.only.split(",") if part]
-    rows: dict[str, Verified] = {}
+    rows: dict[str, Verification] = {}
     for program in PROGRAMS:
         if name_parts and not any(part in program.name for part in name_parts):
             continue
-        if reason := missing(program, options.folder):
+        if reason := missing_requirement(program, options.folder):
             print(f"{program.name:<24} skipped: {reason}", flush=True)
             continue
         rows[program.name] = verify(program, options.folder.resolve(), options.rounds, options.limit)
         print(line_of(program.name, asdict(rows[program.name])), flush=True)
-        write(rows, options.results)
+        write_results(rows, options.results)
     return int(any(row.difference for row in rows.values()))
 
 

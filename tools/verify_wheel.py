@@ -31,10 +31,10 @@ def repair(wheel: Path) -> Path:
         check=True, capture_output=True, env=os.environ | {"PATH": path},
     )  # fmt: skip
     wheel.unlink()
-    return the_wheel(wheel.parent)
+    return find_wheel(wheel.parent)
 
 
-def the_wheel(folder: Path) -> Path:
+def find_wheel(folder: Path) -> Path:
     """Return the only wheel in a folder."""
     (wheel,) = folder.glob("*.whl")
     return wheel
@@ -64,7 +64,7 @@ def main() -> int:
     """Repair and check the wheel; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder with the one built wheel")
-    wheel = repair(the_wheel(parser.parse_args().folder))
+    wheel = repair(find_wheel(parser.parse_args().folder))
     works = check(wheel)
     print(f"{wheel.name}: {'works without a compiler' if works else 'does NOT work without a compiler'}")
     return int(not works)

@@ -113,11 +113,11 @@ class _Call:
     outputs: list[_Tensor]
     children: list[_Call] = field(default_factory=list["_Call"])
 
-    def below(self) -> Iterator[_Call]:
+    def descendants(self) -> Iterator[_Call]:
         """Yield all calls made by this call, directly or indirectly."""
         for child in self.children:
             yield child
-            yield from child.below()
+            yield from child.descendants()
 
     @cached_property
     def written(self) -> frozenset[int]:
@@ -144,7 +144,7 @@ class _Call:
     @cached_property
     def is_op(self) -> bool:
         """Return whether the call is one op of the graph: its children do not do all of its work."""
-        computing_children = [call for call in self.below() if call.computes]
+        computing_children = [call for call in self.descendants() if call.computes]
         read = {tensor.storage for call in computing_children for tensor in call.inputs}
         read |= {tensor.storage for tensor in self.inputs if self.name in _LIKE}
         return self.computes and (not computing_children or not {tensor.storage for tensor in self.inputs} <= read)
@@ -229,7 +229,7 @@ class _Lifetime:
         return StorageKind.INPUT if self.dtype in ("long", "long int", "int") else StorageKind.BUFFER
 
 
-def _join(number: int, ops: Sequence[Op]) -> Op:
+def _join_ops(number: int, ops: Sequence[Op]) -> Op:
     """Join consecutive ops into one."""
     reads, mutates, creates = dict[int, None](), dict[int, None](), dict[int, None]()
     for op in ops:
@@ -275,7 +275,7 @@ class _Builder:
                 continue
             if call.is_op and call.name.startswith("aten::_foreach_"):
                 updates.append(call)
-                covered |= {child.id for child in call.below()}
+                covered |= {child.id for child in call.descendants()}
                 continue
             if call.is_op:
                 self.add_updates(updates)
@@ -288,7 +288,7 @@ class _Builder:
             else:
                 self.allocate(call)
                 continue
-            covered |= {child.id for child in call.below()}
+            covered |= {child.id for child in call.descendants()}
         self.add_updates(updates)
         return self.finish()
 
@@ -302,7 +302,7 @@ class _Builder:
                     self.add(replace(call, inputs=inputs, outputs=outputs, children=[]), updating=True)
             ops, costs = self.ops[begin:], self.costs[begin:]
             del self.ops[begin:], self.costs[begin:]
-            self.ops.append(_join(begin, ops))
+            self.ops.append(_join_ops(begin, ops))
             self.costs.append(OpCost(sum(c.seconds for c in costs)))
         calls.clear()
 
@@ -317,7 +317,7 @@ class _Builder:
         """Add an op."""
         arguments = {tensor: self.find(tensor) for tensor in call.inputs}
         of_id = {tensor.storage: lifetime for tensor, lifetime in arguments.items()}
-        inner = [lifetime for child in call.below() for lifetime in self.allocate(child)]
+        inner = [lifetime for child in call.descendants() for lifetime in self.allocate(child)]
         returned: dict[int, None] = {}
         for tensor in call.outputs:
             if tensor.storage not in of_id:

@@ -35,8 +35,8 @@ from heapq import heappop, heappush
 from itertools import count
 
 from optimum.fluid import Fluid, Moment
-from optimum.prices import Prices, prices
-from optimum.reach import decisions_of, spread, starts
+from optimum.prices import Prices, price_choices
+from optimum.reach import decisions_of, initial_moments, relax_times
 from outofcore.costs import Costs
 from outofcore.graph import StepGraph
 from outofcore.plan import Plan
@@ -77,10 +77,10 @@ def optimum(
     Returns:
         None if no plan fits the budget. With several homes, the best plan for the first home, without a proof.
     """
-    priced = prices(graph, costs, budget)
+    priced = price_choices(graph, costs, budget)
     if priced is None:
         return None
-    best = _Search(Fluid.of(graph, costs, budget), priced, known, effort).run(budget)
+    best = _ExactSearch(Fluid.of(graph, costs, budget), priced, known, effort).run(budget)
     if len(costs.homes) > 1:
         # Using the other homes' links concurrently could be faster.
         return replace(best, lower_seconds=costs.compute_seconds, proved=False)
@@ -88,7 +88,7 @@ def optimum(
 
 
 @dataclass
-class _Search:
+class _ExactSearch:
     fluid: Fluid
     prices: Prices
     known: float | None
@@ -113,7 +113,7 @@ class _Search:
             visited[key].append(moment)
             heappush(queue, (bound, -moment.op, next(order), moment))
 
-        for moment in starts(self.fluid, self.prices):
+        for moment in initial_moments(self.fluid, self.prices):
             offer(moment)
         while queue:
             bound, _, _, moment = heappop(queue)
@@ -124,9 +124,11 @@ class _Search:
             looked_at += 1
             if moment.finished:
                 literal = decisions_of(self.fluid, moment)
-                plans = tuple(Plan("exact", budget, decisions) for decisions in (literal, spread(self.fluid, literal)))
+                plans = tuple(
+                    Plan("exact", budget, decisions) for decisions in (literal, relax_times(self.fluid, literal))
+                )
                 return Optimum(bound, bound, plans, True, looked_at)
-            for successor in self.fluid.following(moment, self.prices):
+            for successor in self.fluid.successors(moment, self.prices):
                 offer(successor)
         if self.known is None:
             return Optimum(float("inf"), None, (), True, looked_at)
@@ -134,4 +136,4 @@ class _Search:
 
     def _bound(self, moment: Moment) -> float:
         """Return a lower bound on steps that begin with this schedule."""
-        return max(self.prices.least + moment.penalty, self.fluid.least(moment))
+        return max(self.prices.lower_seconds + moment.penalty, self.fluid.lower_bound(moment))

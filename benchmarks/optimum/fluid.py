@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
-from optimum.moment import Event, Moment, Place, advanced, free_at
+from optimum.moment import Event, Location, Moment, advance, free_at
 from optimum.prices import Prices
 from outofcore.analysis.gaps import constant_bytes, gaps_of, is_large, placed_bytes
 from outofcore.analysis.recipes import Content, History, can_recompute, replay
@@ -47,11 +47,11 @@ class Fluid:
     sizes: tuple[int, ...]
     in_seconds: tuple[float, ...]
     out_seconds: tuple[float, ...]
-    left: tuple[float, ...]
+    remaining_seconds: tuple[float, ...]
     next_use: tuple[tuple[int, ...], ...]
     gaps: Mapping[tuple[int, int], Gap]
-    again: frozenset[Gap]
-    remade_until: tuple[int, ...]
+    recomputable: frozenset[Gap]
+    rerun_sources_until: tuple[int, ...]
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs, budget: int) -> Fluid:
@@ -80,27 +80,29 @@ class Fluid:
             tuple(tuple(use_list[bisect_left(uses[s], i)] for i in range(n + 1)) for s, use_list in enumerate(ends)),
             gaps,
             recomputable,
-            _remade_until(history, recomputable),
+            _rerun_source_ends(history, recomputable),
         )
 
-    def following(self, moment: Moment, prices: Prices) -> Iterator[Moment]:
+    def successors(self, moment: Moment, prices: Prices) -> Iterator[Moment]:
         """Yield the successors: a copy-in, reruns, or the next op with every choice for its gaps."""
         op = moment.op
         if moment.finished:
             return
-        offloaded = [s for s, place in enumerate(moment.places) if place is Place.AWAY and self._next(s, op) < self._n]
+        offloaded = [
+            s for s, place in enumerate(moment.places) if place is Location.OFFLOADED and self._next(s, op) < self._n
+        ]
         if offloaded:
             yield from self._fetches(moment, offloaded)
             if any(self._next(storage, op) == op for storage in offloaded):
                 return
-        dropped = [s for s, place in enumerate(moment.places) if place is Place.DROPPED]
+        dropped = [s for s, place in enumerate(moment.places) if place is Location.DROPPED]
         due = [s for s in dropped if self._next(s, op) == op]
         if due:
-            yield from self._again(moment, due, dropped)
+            yield from self._rerun(moment, due, dropped)
         else:
             yield from self._run(moment, prices)
 
-    def least(self, moment: Moment) -> float:
+    def lower_bound(self, moment: Moment) -> float:
         """Return a lower bound on the step's seconds."""
         op, history = moment.op, self.history
         if moment.finished:
@@ -108,17 +110,19 @@ class Fluid:
         writers = {
             history.writes[s][history.version_at(s, op) - 1]
             for s, place in enumerate(moment.places)
-            if place is Place.DROPPED
+            if place is Location.DROPPED
         }
-        best = moment.done + self.left[op] + sum(self.costs.ops[index].seconds for index in writers)
+        best = moment.done + self.remaining_seconds[op] + sum(self.costs.ops[index].seconds for index in writers)
         arrival = moment.in_free
-        offloaded = [s for s, place in enumerate(moment.places) if place is Place.AWAY and self._next(s, op) < self._n]
+        offloaded = [
+            s for s, place in enumerate(moment.places) if place is Location.OFFLOADED and self._next(s, op) < self._n
+        ]
         for storage in sorted(offloaded, key=lambda s: (self._next(s, op), s)):
             arrival += self.in_seconds[storage]
-            best = max(best, arrival + self.left[self._next(storage, op)])
+            best = max(best, arrival + self.remaining_seconds[self._next(storage, op)])
         leaving = moment.out_free
         for storage, writes in enumerate(history.writes):
-            if writes and writes[-1] >= op and (storage in self.graph.outputs or storage in moment.begun):
+            if writes and writes[-1] >= op and (storage in self.graph.outputs or storage in moment.initially_offloaded):
                 leaving += self.out_seconds[storage]
         return max(best, leaving)
 
@@ -150,8 +154,8 @@ class Fluid:
         arrive = list(moment.arrive)
         arrive[storage] = end
         places = list(moment.places)
-        places[storage] = Place.HERE
-        return advanced(
+        places[storage] = Location.RESIDENT
+        return advance(
             moment,
             start,
             Event(Residency.OFFLOAD, storage, moment.op + moment.replayed, start),
@@ -161,14 +165,14 @@ class Fluid:
             places=tuple(places),
         )
 
-    def _again(self, moment: Moment, due: list[int], dropped: list[int]) -> Iterator[Moment]:
+    def _rerun(self, moment: Moment, due: list[int], dropped: list[int]) -> Iterator[Moment]:
         """Yield reruns that create the due storages, with each choice of byproducts to keep."""
         op, history = moment.op, self.history
         current = {s: (s, history.version_at(s, op)) for s in dropped}
 
         def is_available(content: Content) -> bool:
             storage, version = content
-            is_here = moment.places[storage] is Place.HERE and version == history.version_at(storage, op)
+            is_here = moment.places[storage] is Location.RESIDENT and version == history.version_at(storage, op)
             return is_here or moment.home[storage] == version
 
         runs = replay(history, [current[s] for s in due], is_available)
@@ -197,7 +201,9 @@ class Fluid:
         def on_device(content: Content) -> bool:
             storage, version = content
             place = moment.places[storage]
-            is_here = place is Place.HERE or (in_place and place is Place.AWAY and moment.ready[storage] > moment.last)
+            is_here = place is Location.RESIDENT or (
+                in_place and place is Location.OFFLOADED and moment.ready[storage] > moment.last
+            )
             return is_here and version == history.version_at(storage, op)
 
         for index in runs:
@@ -212,7 +218,7 @@ class Fluid:
                     earliest = max(earliest, ready[content])
                 elif on_device(content):
                     earliest = max(earliest, moment.arrive[storage])
-                    if moment.places[storage] is Place.AWAY:
+                    if moment.places[storage] is Location.OFFLOADED:
                         pinned.add(storage)
                 else:
                     in_free = max(in_free, moment.ready[storage], moment.last) + self.in_seconds[storage]
@@ -231,10 +237,10 @@ class Fluid:
                 if last_need.get(content, -1) <= index or on_device(content):
                     del ready[content]
                     freed += self.sizes[content[0]]
-            now = advanced(now, start, None, held=now.held + allocated, done=end, frees=((end, freed),))
+            now = advance(now, start, None, held=now.held + allocated, done=end, frees=((end, freed),))
         places, written = list(now.places), list(now.written)
         for storage in storages:
-            places[storage], written[storage] = Place.HERE, ready[storage, history.version_at(storage, op)]
+            places[storage], written[storage] = Location.RESIDENT, ready[storage, history.version_at(storage, op)]
         chain = Event(Residency.RECOMPUTE, tuple(sorted(storages)), op, now.last, pinned=frozenset(pinned))
         pinned_frees = tuple((moment.ready[s], self.sizes[s]) for s in sorted(pinned))
         remaining_frees = list(now.frees)
@@ -243,7 +249,7 @@ class Fluid:
                 return None  # it was freed before the last rerun could read it
             remaining_frees.remove(item)
         now = replace(now, frees=tuple(remaining_frees), pinned=pinned_frees)
-        return advanced(now, now.last, chain, in_free=in_free, places=tuple(places), written=tuple(written), replayed=1)
+        return advance(now, now.last, chain, in_free=in_free, places=tuple(places), written=tuple(written), replayed=1)
 
     def _run(self, moment: Moment, prices: Prices) -> Iterator[Moment]:
         index = moment.op
@@ -259,21 +265,21 @@ class Fluid:
         gaps = [self.gaps[s, index] for s in op.touched if (s, index) in self.gaps]
         for choices in product(*(self._choices(moment, gap, prices) for gap in gaps)):
             fate = {gap.storage: choice for gap, choice in zip(gaps, choices, strict=True)}
-            yield self._after(moment, index, start, end, allocated, scratch, fate, prices)
+            yield self._moment_after(moment, index, start, end, allocated, scratch, fate, prices)
 
     def _choices(self, moment: Moment, gap: Gap, prices: Prices) -> tuple[Residency, ...]:
         if gap.end >= self._n:
-            return (Residency.OFFLOAD,) if gap.storage in moment.begun else (Residency.KEEP,)
+            return (Residency.OFFLOAD,) if gap.storage in moment.initially_offloaded else (Residency.KEEP,)
         if gap not in prices.penalties:
             return (Residency.KEEP,)
         choices = [Residency.KEEP]
         if self.costs.homes:
             choices.append(Residency.OFFLOAD)
-        if gap in self.again:
+        if gap in self.recomputable:
             choices.append(Residency.RECOMPUTE)
         return tuple(choices)
 
-    def _after(
+    def _moment_after(
         self,
         moment: Moment,
         index: int,
@@ -292,7 +298,7 @@ class Fluid:
         frees += [(max(time, end), count) for time, count in moment.pinned]
         out_free, penalty = moment.out_free, moment.penalty
         for storage in op.creates:
-            places[storage] = Place.HERE
+            places[storage] = Location.RESIDENT
         for storage in op.mutates + op.creates:
             written[storage] = end
         for storage in op.touched:
@@ -307,7 +313,7 @@ class Fluid:
             else:
                 frees.append((end, self.sizes[storage]))
             # The copy at home stays valid, as a possible source of reruns.
-            places[storage] = Place.NOWHERE
+            places[storage] = Location.NOWHERE
         leaving = sorted(s for s, residency in fate.items() if residency is not Residency.KEEP)
         for storage, residency in sorted(fate.items()):
             gap = self.gaps[storage, index]
@@ -315,7 +321,7 @@ class Fluid:
                 penalty += prices.penalties[gap][residency]
         for storage in leaving:
             version = self.history.version_at(storage, index + 1)
-            places[storage] = Place.AWAY if fate[storage] is Residency.OFFLOAD else Place.DROPPED
+            places[storage] = Location.OFFLOADED if fate[storage] is Residency.OFFLOAD else Location.DROPPED
             if fate[storage] is Residency.RECOMPUTE or home[storage] == version:
                 frees.append((end, self.sizes[storage]))
                 gone.append((end, storage))
@@ -326,13 +332,13 @@ class Fluid:
             ready[storage], home[storage] = out_free, version
         if index + 1 == self._n:
             for storage in graph.outputs:
-                if places[storage] is Place.HERE and home[storage] != self.history.version_at(storage, self._n):
+                if places[storage] is Location.RESIDENT and home[storage] != self.history.version_at(storage, self._n):
                     out_free = max(out_free, written[storage]) + self.out_seconds[storage]
-        for storage, until in enumerate(self.remade_until):
-            is_old = places[storage] is Place.NOWHERE or home[storage] != self.history.version_at(storage, index + 1)
+        for storage, until in enumerate(self.rerun_sources_until):
+            is_old = places[storage] is Location.NOWHERE or home[storage] != self.history.version_at(storage, index + 1)
             if is_old and until <= index:
                 home[storage] = -1
-        return advanced(
+        return advance(
             moment,
             start,
             Event(Residency.KEEP, tuple(sorted(fate.items())), index, start, tuple(gone)),
@@ -352,7 +358,7 @@ class Fluid:
         )
 
 
-def _remade_until(history: History, recomputable: frozenset[Gap]) -> tuple[int, ...]:
+def _rerun_source_ends(history: History, recomputable: frozenset[Gap]) -> tuple[int, ...]:
     """Return for each storage the latest gap end whose recomputation may need it, directly or not."""
     latest = [0] * len(history.graph.storages)
     for gap in recomputable:

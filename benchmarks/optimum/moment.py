@@ -10,12 +10,12 @@ from typing import Any
 from outofcore.plan import Residency
 
 
-class Place(IntEnum):
+class Location(IntEnum):
     """The location of a storage's bytes."""
 
     NOWHERE = 0  # not yet created, or dead
-    HERE = 1  # resident, or being fetched
-    AWAY = 2  # offloaded, or being evicted
+    RESIDENT = 1  # resident, or being fetched
+    OFFLOADED = 2  # offloaded, or being evicted
     DROPPED = 3  # to be recomputed
 
 
@@ -32,11 +32,11 @@ class Event:
         pinned: for reruns: storages read while being copied out.
     """
 
-    what: Residency
+    residency: Residency
     storages: Any
     op: int
     start: float
-    gone: tuple[tuple[float, int], ...] = ()
+    freed: tuple[tuple[float, int], ...] = ()
     pinned: frozenset[int] = frozenset()
 
 
@@ -67,9 +67,9 @@ class Moment:
     """
 
     op: int
-    places: tuple[Place, ...]
+    places: tuple[Location, ...]
     home: tuple[int, ...]
-    begun: frozenset[int]
+    initially_offloaded: frozenset[int]
     last: float
     done: float
     in_free: float
@@ -89,7 +89,7 @@ class Moment:
     @property
     def key(self) -> tuple[object, ...]:
         """Return a key that is equal for moments that differ only in times."""
-        return (self.op, self.places, self.home, self.begun, len(self.pinned))
+        return (self.op, self.places, self.home, self.initially_offloaded, len(self.pinned))
 
     def dominates(self, other: Moment) -> bool:
         """Return whether this moment is nowhere later than another moment with the same key."""
@@ -104,26 +104,26 @@ class Moment:
         if any(a > b for a, b in zip(self.written, other.written, strict=True)):
             return False
         times = [other.last, *(time for time, _ in other.frees)]
-        return all(_held(self, time) <= _held(other, time) for time in times)
+        return all(_allocated_at(self, time) <= _allocated_at(other, time) for time in times)
 
 
-def _held(moment: Moment, time: float) -> int:
+def _allocated_at(moment: Moment, time: float) -> int:
     return moment.held - sum(count for free_time, count in moment.frees if free_time <= time)
 
 
-def free_at(moment: Moment, earliest: float, most: int) -> float | None:
+def free_at(moment: Moment, earliest: float, max_bytes: int) -> float | None:
     """Return the first time from ``earliest`` at which at most ``most`` bytes are allocated, or None."""
     allocated = moment.held
-    if allocated <= most:
+    if allocated <= max_bytes:
         return earliest
     for time, count in moment.frees:
         allocated -= count
-        if allocated <= most:
+        if allocated <= max_bytes:
             return max(earliest, time)
     return None
 
 
-def advanced(
+def advance(
     moment: Moment, last: float, event: Event | None, *, frees: Sequence[tuple[float, int]] = (), **changes: Any
 ) -> Moment:
     """Return the moment after an allocation at ``last``, without frees up to then.

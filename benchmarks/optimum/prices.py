@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from outofcore.costs import Costs
 from outofcore.graph import StepGraph
 from outofcore.plan import Gap, Residency
-from outofcore.planning.bound import Bound
+from outofcore.planning.bound import LowerBound
 from outofcore.planning.placing import room_for_large
 from outofcore.planning.problem import Problem
 
@@ -22,11 +22,11 @@ class Prices:
         penalties: for each gap and choice, the minimum seconds that the choice adds. Penalties of several gaps add up.
     """
 
-    least: float
+    lower_seconds: float
     penalties: Mapping[Gap, Mapping[Residency, float]]
 
 
-def prices(graph: StepGraph, costs: Costs, budget: int) -> Prices | None:
+def price_choices(graph: StepGraph, costs: Costs, budget: int) -> Prices | None:
     """Return the lower bound and reduced costs of the linear program, for at most one home.
 
     Returns None if no plan fits the budget (bytes of the arena).
@@ -34,14 +34,14 @@ def prices(graph: StepGraph, costs: Costs, budget: int) -> Prices | None:
     problem = Problem.of(graph, costs, room_for_large(graph, costs, budget))
     if not problem.is_feasible:
         return None
-    bound = Bound(problem)
-    lower_seconds = bound.seconds_at_least()
+    bound = LowerBound(problem)
+    lower_seconds = bound.solve()
     if lower_seconds is None:
         return None
-    columns, rows = bound.program.duals()
+    columns, rows = bound.program.dual_values()
     penalties: dict[Gap, dict[Residency, float]] = {}
-    for g, keep_column in bound.kept.items():
-        recompute_column = bound.repeated.get(g)
+    for g, keep_column in bound.resident.items():
+        recompute_column = bound.recomputed.get(g)
         columns_of = {Residency.KEEP: {keep_column}, Residency.OFFLOAD: set[int]()}
         if recompute_column is not None:
             columns_of[Residency.RECOMPUTE] = {recompute_column}
@@ -49,12 +49,13 @@ def prices(graph: StepGraph, costs: Costs, budget: int) -> Prices | None:
         # Without homes the row is an equation that every choice satisfies.
         row = rows[bound.share_rows[g]] if costs.homes and g in bound.share_rows else 0.0
         penalties[problem.gaps[g].gap] = {
-            choice: sum(_beyond(columns[c], float(c in chosen)) for c in gap_columns) + _beyond(row, float(len(chosen)))
+            choice: sum(_reduced_cost(columns[c], float(c in chosen)) for c in gap_columns)
+            + _reduced_cost(row, float(len(chosen)))
             for choice, chosen in columns_of.items()
         }
     return Prices(lower_seconds, penalties)
 
 
-def _beyond(dual: float, value: float) -> float:
+def _reduced_cost(dual: float, value: float) -> float:
     """Return the cost of moving a value in [0, 1] away from the bound that its dual implies."""
     return dual * value if dual > 0 else -dual * (1.0 - value)

@@ -10,7 +10,7 @@ from itertools import product
 import numpy as np
 
 from optimum.fluid import Fluid
-from optimum.moment import Event, Moment, Place
+from optimum.moment import Event, Location, Moment
 from optimum.prices import Prices
 from outofcore.analysis.gaps import gaps_of
 from outofcore.graph import StorageKind
@@ -18,7 +18,7 @@ from outofcore.plan import Decision, Gap, Residency
 from outofcore.planning.baselines.held import Held
 
 
-def starts(fluid: Fluid, prices: Prices) -> Iterator[Moment]:
+def initial_moments(fluid: Fluid, prices: Prices) -> Iterator[Moment]:
     """Yield a moment for each choice of persistent storages that start at home."""
     graph = fluid.graph
     n, count = len(graph.ops), len(graph.storages)
@@ -26,17 +26,17 @@ def starts(fluid: Fluid, prices: Prices) -> Iterator[Moment]:
     movable = sorted(cyclic)
     for choice in product((False, True), repeat=len(movable)):
         initially_offloaded = frozenset(s for s, is_offloaded in zip(movable, choice, strict=True) if is_offloaded)
-        places = [Place.NOWHERE] * count
+        places = [Location.NOWHERE] * count
         home = [-1] * count
         for storage in graph.storages:
             exists = storage.id not in graph.creator and (
                 graph.uses[storage.id] or storage.kind is StorageKind.CONSTANT
             )
             if (storage.arrives and exists) or storage.id in initially_offloaded:
-                places[storage.id], home[storage.id] = Place.AWAY, 0
+                places[storage.id], home[storage.id] = Location.OFFLOADED, 0
             elif exists:
-                places[storage.id] = Place.HERE
-        allocated = sum(size for size, place in zip(fluid.sizes, places, strict=True) if place is Place.HERE)
+                places[storage.id] = Location.RESIDENT
+        allocated = sum(size for size, place in zip(fluid.sizes, places, strict=True) if place is Location.RESIDENT)
         penalty = sum(
             prices.penalties[cyclic[s]][Residency.OFFLOAD if s in initially_offloaded else Residency.KEEP]
             for s in movable
@@ -72,12 +72,12 @@ def decisions_of(fluid: Fluid, moment: Moment) -> tuple[Decision, ...]:
             events.append(current.event)
         current = current.before
     events.reverse()
-    op_starts = [event.start for event in events if event.what is Residency.KEEP]
+    op_starts = [event.start for event in events if event.residency is Residency.KEEP]
     fetch_op: dict[tuple[int, int], int] = {}  # storage and next use -> op before which it is fetched
     for event in events:
-        if event.what is Residency.KEEP:
+        if event.residency is Residency.KEEP:
             continue
-        storages = (event.storages,) if event.what is Residency.OFFLOAD else event.storages
+        storages = (event.storages,) if event.residency is Residency.OFFLOAD else event.storages
         use_from = event.op
         for storage in storages:
             fetch_op[storage, fluid.next_use[storage][min(use_from, n)]] = event.op
@@ -88,7 +88,7 @@ def decisions_of(fluid: Fluid, moment: Moment) -> tuple[Decision, ...]:
             gap = gaps_of(graph, storage.id)[0]
             decisions.append(Decision(gap, Residency.OFFLOAD, 0, min(fetch_op[storage.id, gap.end], gap.end)))
     for event in events:
-        for storage, fate in event.storages if event.what is Residency.KEEP else ():
+        for storage, fate in event.storages if event.residency is Residency.KEEP else ():
             if fate is Residency.KEEP:
                 continue
             gap = fluid.gaps[storage, event.op]
@@ -112,12 +112,12 @@ def _decision(
     fetch = fetch_op[gap.storage, gap.end % n] + (n if gap.end >= n else 0)
     if fate is Residency.RECOMPUTE:
         return Decision(gap, fate, gap.start + 1, fetch)
-    freed_at = next((time for time, storage in event.gone if storage == gap.storage), event.start)
+    freed_at = next((time for time, storage in event.freed if storage == gap.storage), event.start)
     release = max(bisect_left(op_starts, freed_at), gap.start + 1)
     return Decision(gap, fate, min(release, fetch, n), fetch)
 
 
-def spread(fluid: Fluid, decisions: tuple[Decision, ...]) -> tuple[Decision, ...]:
+def relax_times(fluid: Fluid, decisions: tuple[Decision, ...]) -> tuple[Decision, ...]:
     """Release storages later and fetch them earlier, where room is free.
 
     A placed copy-in waits for the previous contents of its addresses, so spare room should go to long-evicted storages.

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from outofcore.logical_workers.stats import ElasticStats
 
 # Modules of the names that are not in ``api``: these modules import ``api``.
-_ELSEWHERE = {
+_OTHER_MODULES = {
     "Elastic": "outofcore.logical_workers.training",
     "ElasticStats": "outofcore.logical_workers.stats",
     "elastic": "outofcore.logical_workers.entry",
@@ -119,7 +119,7 @@ def __getattr__(name: str) -> Any:
         try:
             if name == "onnx":
                 return import_module("outofcore.onnx")
-            value = getattr(import_module(_ELSEWHERE.get(name, "outofcore.api")), name)
+            value = getattr(import_module(_OTHER_MODULES.get(name, "outofcore.api")), name)
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise

@@ -56,7 +56,7 @@ class _Substitute(type):
         raise cls.refusal
 
 
-def _private(name: str, *features: Feature, otherwise: Any = None) -> Any:
+def _private(name: str, *features: Feature, default: Any = None) -> Any:
     """Return a private PyTorch object, else ``default``, else a placeholder that raises when called."""
     try:
         return pkgutil.resolve_name(name)
@@ -64,15 +64,15 @@ def _private(name: str, *features: Feature, otherwise: Any = None) -> Any:
         for feature in features:
             _missing.setdefault(feature, []).append(name)
         # An exception type, so that it works in an "except" clause; it never matches.
-        refusal = _refusal_of(features[0].value if features else "this", [name])
-        return _Substitute("Missing", (Exception,), {"refusal": refusal}) if otherwise is None else otherwise
+        refusal = _version_error(features[0].value if features else "this", [name])
+        return _Substitute("Missing", (Exception,), {"refusal": refusal}) if default is None else default
 
 
-def _never(_: object) -> bool:
+def _always_false(_: object) -> bool:
     return False
 
 
-def _refusal_of(subject: str, names: Sequence[str]) -> VersionError:
+def _version_error(subject: str, names: Sequence[str]) -> VersionError:
     return VersionError(
         f"{subject} cannot work with PyTorch {torch.__version__}: it has no {', '.join(names)}; "
         f"install a tested PyTorch version ({TESTED_TEXT}) or a newer outofcore"
@@ -90,7 +90,7 @@ def require(feature: Feature) -> None:
     """Raise ``VersionError`` if a feature lacks a private name; warn once if this PyTorch is untested."""
     _warn_of_untested(torch.__version__)
     if names := missing(feature):
-        raise _refusal_of(feature.value, names)
+        raise _version_error(feature.value, names)
 
 
 def is_tested(version: str = torch.__version__) -> bool:
@@ -157,10 +157,12 @@ TRANSFORM_ENTRY_POINTS: tuple[tuple[Any, str], ...] = tuple(
         ("torch._functorch.eager_transforms", "_wrap_for_grad"),
         ("torch._functorch.vmap", "_add_batch_dim"),
     )
-    if _private(f"{module}.{name}", Feature.TRANSFORMS, otherwise=_never) is not _never
+    if _private(f"{module}.{name}", Feature.TRANSFORMS, default=_always_false) is not _always_false
 )
-_is_wrapped: Any = _private("torch._C._functorch.is_functorch_wrapped_tensor", Feature.TRANSFORMS, otherwise=_never)
-_is_batched: Any = _private("torch._C._functorch.is_legacy_batchedtensor", Feature.TRANSFORMS, otherwise=_never)
+_is_wrapped: Any = _private(
+    "torch._C._functorch.is_functorch_wrapped_tensor", Feature.TRANSFORMS, default=_always_false
+)
+_is_batched: Any = _private("torch._C._functorch.is_legacy_batchedtensor", Feature.TRANSFORMS, default=_always_false)
 _private("torch.autograd.forward_ad._current_level", Feature.TRANSFORMS)
 
 
@@ -175,7 +177,7 @@ def is_differentiating_forward() -> bool:
 
 # The tensor types for which utilities such as clip_grad_norm_ use foreach kernels.
 FOREACH_TENSOR_TYPES: list[type] = _private(
-    "torch.utils._foreach_utils._foreach_supported_types", Feature.COMPILE, otherwise=[]
+    "torch.utils._foreach_utils._foreach_supported_types", Feature.COMPILE, default=[]
 )
 
 
@@ -188,7 +190,7 @@ FAKE_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 # A decorator: torch.compile does not trace the function.
-not_compiled: Any = _private("torch._compile._disable_dynamo", otherwise=torch.compiler.disable)
+not_compiled: Any = _private("torch._compile._disable_dynamo", default=torch.compiler.disable)
 
 # Run ops on real tensors while fake tensors are traced.
 real_tensors: Any = _private("torch._subclasses.fake_tensor.unset_fake_temporarily", Feature.COMPILE)
@@ -199,7 +201,7 @@ _private("torch._subclasses.FakeTensor", Feature.COMPILE)
 
 
 @contextlib.contextmanager
-def answering_what_is_fake(is_fake: Callable[[object], bool]) -> Iterator[None]:
+def override_fake_check(is_fake: Callable[[object], bool]) -> Iterator[None]:
     """Answer ``isinstance(x, FakeTensor)`` in libraries other than PyTorch by ``is_fake(x)``."""
     kind = FakeTensor
 
@@ -272,7 +274,7 @@ _GLOBAL_HOOKS: tuple[Any, ...] = tuple(
 OWN_OPTIMIZER_HOOKS: set[int] = set()
 
 
-def global_optimizer_hooks() -> bool:
+def has_global_optimizer_hooks() -> bool:
     """Return whether hooks of other libraries run around the step of every optimizer."""
     return any(not OWN_OPTIMIZER_HOOKS.issuperset(hooks) for hooks in _GLOBAL_HOOKS)
 
@@ -319,7 +321,7 @@ def below_autograd() -> Iterator[None]:
         yield
 
 
-def issuing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
+def bind_op(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
     """Return a function that calls an op with these arguments at minimal overhead."""
     return functools.partial(func._op if isinstance(func, OpOverload) else func, *args, **kwargs)
 
@@ -335,11 +337,11 @@ def operator_name(func: Callable[..., Any]) -> tuple[str, str] | None:
     return func._schema.name, func._schema.overload_name
 
 
-def replayable() -> bool:
+def has_no_dispatch_modes() -> bool:
     return _modes_of_this_thread() == 0
 
 
-def tensors_returned(func: Callable[..., Any]) -> int:
+def count_returned_tensors(func: Callable[..., Any]) -> int:
     """Return the number of tensors that an op returns; 0 if it may return other types."""
     returns = func._schema.returns if isinstance(func, OpOverload) else ()
     return len(returns) if all(str(returned.type) == "Tensor" for returned in returns) else 0
@@ -420,7 +422,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-_address: Any = _private("torch._C.TensorBase.data_ptr", otherwise=torch.Tensor.data_ptr)
+_address: Any = _private("torch._C.TensorBase.data_ptr", default=torch.Tensor.data_ptr)
 
 
 def is_aligned(tensor: torch.Tensor, bytes_: int) -> bool:
@@ -456,13 +458,13 @@ def tensor_impl(tensor: torch.Tensor) -> int:
     return tensor._cdata
 
 
-_tensors_taken: Any = _private("torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs", Feature.RECOMPUTE)
+_steal_tensors: Any = _private("torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs", Feature.RECOMPUTE)
 
 
 def tensor_at(address: int) -> torch.Tensor:
     """Return the tensor of an ``at::Tensor*`` that native code made with ``new``, and delete the pointer."""
     # The variant for a single tensor does not delete it.
-    (tensor,) = _tensors_taken([_new_capsule(address, None, None)])
+    (tensor,) = _steal_tensors([_new_capsule(address, None, None)])
     return tensor
 
 
@@ -529,7 +531,7 @@ def _collective(name: str, *features: Feature) -> Any:
 
 
 _resolve_group: Any = _collective("torch.distributed.distributed_c10d._resolve_process_group", Feature.COLLECTIVES)
-_finished: Any = _collective("torch._C._distributed_c10d.FakeWork", Feature.COLLECTIVES)
+_fake_work: Any = _collective("torch._C._distributed_c10d.FakeWork", Feature.COLLECTIVES)
 # Functional collectives: their name in ``torch.distributed``, and whether they write to their argument.
 FUNCTIONAL_COLLECTIVES = {
     "_c10d_functional::all_reduce": ("all_reduce", False),
@@ -547,24 +549,24 @@ def gather_into(result: torch.Tensor, tensor: torch.Tensor, group: Any) -> None:
     getattr(_dist, "all_gather_single", _dist.all_gather_into_tensor)(result, tensor, group=group)
 
 
-def scatter_reduced(result: torch.Tensor, tensor: torch.Tensor, reduction: Any, group: Any) -> None:
+def reduce_scatter_into(result: torch.Tensor, tensor: torch.Tensor, reduction: Any, group: Any) -> None:
     getattr(_dist, "reduce_scatter_single", _dist.reduce_scatter_tensor)(result, tensor, reduction, group)
 
 
-def group_named(name: Any) -> Any:
+def resolve_group(name: Any) -> Any:
     """Return the process group of a functional collective, given as a name or an object."""
     return _resolve_group(name) if isinstance(name, str) else name
 
 
-def unboxed_group(boxed: Any) -> Any:
+def unbox_group(boxed: Any) -> Any:
     return _dist.ProcessGroup.unbox(boxed) if isinstance(boxed, torch.ScriptObject) else boxed
 
 
-def finished_work() -> Any:
-    return _finished().boxed()
+def make_finished_work() -> Any:
+    return _fake_work().boxed()
 
 
-def reduction_named(reduction: Any) -> Any:
+def convert_reduction(reduction: Any) -> Any:
     """Convert a reduction to its name, such as "sum", or a name to its reduction; None if there is none."""
     names = {name.lower(): getattr(_dist.ReduceOp.RedOpType, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX")}
     if isinstance(reduction, str):
@@ -591,7 +593,7 @@ def parallel_buffers(model: Any) -> list[torch.Tensor]:
     return list(model.modules_buffers)
 
 
-def parallel_limits(model: Any) -> tuple[list[int], list[int]]:
+def bucket_limits(model: Any) -> tuple[list[int], list[int]]:
     """Return DDP's bucket limits in bytes, for the first step and after the rebuild."""
     limits: list[int] = list(getattr(model, "bucket_bytes_cap_list", ()))
     if limits:
@@ -633,7 +635,7 @@ def mark_buckets_rebuilt(model: Any) -> None:
 _engine: Any = _private("torch.autograd.Variable._execution_engine", Feature.PARALLEL)
 
 
-def at_the_end_of_backward(call: Callable[[], None]) -> None:
+def call_after_backward(call: Callable[[], None]) -> None:
     _engine.queue_callback(call)
 
 
@@ -668,7 +670,7 @@ def without_python_dispatch(name: str) -> Iterator[None]:
         _operators._compute_keyset = plain
 
 
-def without_new_versions(tensors: Any) -> contextlib.AbstractContextManager[None]:
+def without_version_bumps(tensors: Any) -> contextlib.AbstractContextManager[None]:
     """Hide in-place changes of tensors from autograd's version check."""
     return _same_versions(tuple(tensors))
 
@@ -780,7 +782,7 @@ def compile_traced(
     ):
         _check_compiler(devices, compiler)
         with mode:
-            arguments = [_placed(*layout) for layout in layouts]
+            arguments = [_empty_at_offset(*layout) for layout in layouts]
             graph = compiler["make_fx"](function, decomposition_table=compiler["select_decomp_table"]())(*arguments)
         node = next(iter(reversed(graph.graph.nodes)))
         node.meta["user_visible_output_idxs"] = list(range(len(node.args[0])))
@@ -789,7 +791,7 @@ def compile_traced(
     return compiled
 
 
-def _placed(
+def _empty_at_offset(
     shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Return a tensor at an offset in its storage: GPU kernels copy arguments whose alignment differs."""

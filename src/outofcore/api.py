@@ -23,17 +23,17 @@ from outofcore.checkpoint.loading import Checkpoint
 from outofcore.checkpoint.saving import save_checkpoint
 from outofcore.distributed.agreement import Agreement
 from outofcore.errors import InputError
-from outofcore.estimation.costing import LocalMachine, captured_variants, costed, opened_place
-from outofcore.estimation.sweep import Estimate, estimated
-from outofcore.execution.backend import beside_the_arena
+from outofcore.estimation.costing import LocalMachine, capture_variants, cost_step, open_target
+from outofcore.estimation.sweep import Estimate, estimate_graph
+from outofcore.execution.backend import bytes_unavailable_to_arena
 from outofcore.execution.cuda.backend import CudaBackend
-from outofcore.execution.engines import Replaying
+from outofcore.execution.engines import ReplayMode
 from outofcore.execution.opening import (
     OpenHome,
-    host_limit,
     open_backend,
     open_device_homes,
     open_homes,
+    parse_host_limit,
 )
 from outofcore.execution.stats import StepStats
 from outofcore.follow.alignment import aligned
@@ -48,10 +48,10 @@ from outofcore.materialization import allocate, build, materialize
 from outofcore.options import MemoryOptions, P, PlanOptions, R, RunOptions, UserStep
 from outofcore.policies import Policy, PolicyLike, policy_of
 from outofcore.profiling.cache import open_cache
-from outofcore.progress import following
-from outofcore.runtime.available import budget_of
+from outofcore.progress import show_progress
+from outofcore.runtime.available import resolve_budget
 from outofcore.runtime.checks import Check
-from outofcore.runtime.homes import check_copies
+from outofcore.runtime.homes import enable_checks
 from outofcore.runtime.native import load_native
 from outofcore.step import Step
 from outofcore.step_variants import Split, split_of
@@ -97,7 +97,7 @@ def _as_list(value: Any, kind: type, argument: str) -> list[Any]:
     return items
 
 
-def _pinned(
+def _open_pinned_home(
     backend: CudaBackend, home: str | os.PathLike[str] | OpenHome | None, host_budget: int | str | None, check: str
 ) -> OpenHome:
     """Open the homes of a step on a GPU."""
@@ -106,7 +106,7 @@ def _pinned(
             f"a step on {backend.device} opens its own homes, in pinned host memory and on a disk, and does not check "
             "copies: pass 'host', 'disk' or a folder as 'home', and leave 'check' out"
         )
-    return OpenHome(open_device_homes(backend, home, host_budget), kept=False)
+    return OpenHome(open_device_homes(backend, home, host_budget), stays_open=False)
 
 
 def _check_name(check: str) -> None:
@@ -114,11 +114,13 @@ def _check_name(check: str) -> None:
         raise InputError(f"there is no check {check!r}; choose one of {', '.join(mode.value for mode in Check)}")
 
 
-def _opened(
-    home: str | os.PathLike[str] | None, host_budget: int | str | None, check: CheckName, *, kept: bool
+def _open_home(
+    home: str | os.PathLike[str] | None, host_budget: int | str | None, check: CheckName, *, stays_open: bool
 ) -> OpenHome:
     _check_name(check)
-    return OpenHome([check_copies(store, Check(check)) for store in open_homes(home, host_budget)], kept=kept)
+    return OpenHome(
+        [enable_checks(store, Check(check)) for store in open_homes(home, host_budget)], stays_open=stays_open
+    )
 
 
 def open_home(
@@ -145,7 +147,7 @@ def open_home(
     ...     home.bytes >= 256 * 256 * 4
     True
     """
-    return _opened(home, host_budget, check, kept=True)
+    return _open_home(home, host_budget, check, stays_open=True)
 
 
 def _check_devices(models: Sequence[nn.Module], device: torch.device) -> None:
@@ -179,7 +181,7 @@ def compile(
     check: CheckName = "sampled",
     dynamic: bool | None = None,
     shard: ProcessGroup | bool | None = None,
-    replay: Replaying = True,
+    replay: ReplayMode = True,
     kernels: KernelsName = "eager",
     split: SplitName = "exact",
     repeats: bool = True,
@@ -262,7 +264,7 @@ def compile(
         user = replace(user, shards=Shards(user.models, user.optimizers, group))
     loop = None
     if isinstance(backend, CudaBackend):
-        opened = _pinned(backend, home, host_budget, check)
+        opened = _open_pinned_home(backend, home, host_budget, check)
     elif isinstance(home, OpenHome):
         if host_budget is not None or check != "sampled":
             raise InputError(
@@ -270,12 +272,12 @@ def compile(
             )
         opened = home
     else:
-        opened = _opened(home, host_budget, check, kept=False)
+        opened = _open_home(home, host_budget, check, stays_open=False)
         if chosen == policy_of("auto") and kernels == "eager" and group is None and splits is not Split.CLOSE:
             # The loop starts without models: its calls move them there, since other steps may have some of them.
-            limit = host_limit(host_budget)
+            limit = parse_host_limit(host_budget)
             plans = None if store is None else store.folder
-            options = LoopOptions(CPU, LoopHome(home, limit), plans=plans, check=Check(check), beside=True)
+            options = LoopOptions(CPU, LoopHome(home, limit), plans=plans, check=Check(check), for_compiled_step=True)
             loop = partial(Loop, count, (), options)
     return Step(
         user,
@@ -431,7 +433,7 @@ def budget(
             ) from error
     # A later process cannot recognize a user policy by a repr that is an address.
     plans = None if store is None or " at 0x" in repr(policy) else store.folder
-    loop_home = LoopHome(home, host_limit(host_budget))
+    loop_home = LoopHome(home, parse_host_limit(host_budget))
     excess = Excess.MEASURED if measure else Excess.ALLOWED if grow else Excess.REFUSED
     return Loop(count, models, LoopOptions(loop_device(target), loop_home, policy, plans, Check(check), excess))
 
@@ -441,7 +443,7 @@ _within = budget
 
 def _budget_of(limit: int | str | None, device: torch.device, models: Sequence[nn.Module]) -> int:
     """Return a budget in bytes; log it if it was not given in bytes."""
-    count, text = budget_of(limit, device, models)
+    count, text = resolve_budget(limit, device, models)
     if text:
         _log.warning("outofcore: budget %s", text)
     return count
@@ -540,12 +542,12 @@ def smallest_budget(
     backend = open_backend(device)
     _check_devices(user.models, backend.device)
     machine = LocalMachine(backend, cache=open_cache(cache))
-    variants = captured_variants(user, inputs, kwargs or {}, machine, _kernels(kernels), split_of(split))
+    variants = capture_variants(user, inputs, kwargs or {}, machine, _kernels(kernels), split_of(split))
     backend.prepare()
     variant, smallest = smallest_variant(variants)
-    if variants.later is not None and (variants.later.need(LOWEST_MEMORY) or 0) > smallest:
+    if variants.later is not None and (variants.later.smallest_arena(LOWEST_MEMORY) or 0) > smallest:
         smallest = max(smallest, smallest_variant(variants.later)[1])
-    return smallest + beside_the_arena(variants.made(variant), backend, smallest)
+    return smallest + bytes_unavailable_to_arena(variants.get_variant(variant), backend, smallest)
 
 
 def estimate(
@@ -597,14 +599,14 @@ def estimate(
     user, chosen = _user_step(step, model, optimizer), policy_of(policy)
     sizes = [parse_bytes(budget) for budget in budgets]
     with (
-        opened_place(None if device is None else str(device), home, host_budget, cache) as place,
-        following() as report,
+        open_target(None if device is None else str(device), home, host_budget, cache) as place,
+        show_progress() as report,
     ):
         preset = None if isinstance(place, LocalMachine) else place
         compiler, splits = _kernels(kernels, compiles=preset is None), split_of(split)
-        costing = costed(user, tuple(inputs), kwargs or {}, place, tell=report, kernels=compiler, split=splits)
+        costing = cost_step(user, tuple(inputs), kwargs or {}, place, tell=report, kernels=compiler, split=splits)
         machine = "" if preset is None else preset.describe()
-        return estimated(
+        return estimate_graph(
             costing.graph,
             costing.costs,
             budgets=sizes,
@@ -691,7 +693,7 @@ def load(
     checkpoint = Checkpoint(Path(folder))
     if model is None and optimizer is None:
         return checkpoint.extra
-    checkpoint.targets_in(models)  # refuse other models before they are allocated
+    checkpoint.targets_by_file(models)  # refuse other models before they are allocated
     for module in models:
         allocate(module, faces)
     checkpoint.load(models, optimizers, faces)

@@ -22,8 +22,8 @@ from outofcore.errors import OutOfCoreError
 from outofcore.graph import StepGraph
 from outofcore.planning import Planned, PolicyLike
 from outofcore.program import Timeline
-from outofcore.proving import proved
-from outofcore.refine import refined
+from outofcore.proving import prove_plan
+from outofcore.refine import refine_costs
 
 _log = logging.getLogger("outofcore")
 
@@ -36,7 +36,7 @@ _Subject = TypeVar("_Subject")
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningPlan:
     """The plan that runs now, and its measured steps."""
 
     planned: Planned
@@ -52,11 +52,11 @@ class PlanJob:
     costs: Costs
     budget: int
     policy: PolicyLike
-    running: Running | None = None
+    running: RunningPlan | None = None
 
 
 @dataclass(frozen=True)
-class Answer:
+class PlanResult:
     """The result of a planning job."""
 
     planned: Planned | None  # the best valid plan
@@ -114,7 +114,7 @@ class BackgroundPlanner(Generic[_Subject]):
             self._process = start_process(f"{__name__}:main", theirs, niceness=niceness, environment=one_thread)
         self._niceness = niceness
 
-    def poll(self) -> tuple[_Subject, Answer] | None:
+    def poll(self) -> tuple[_Subject, PlanResult] | None:
         """Return the subject and the result of the current job; None if it has not finished."""
         if self._process is None or self._channel is None or self._answer is None or self._subject is None:
             return None
@@ -134,12 +134,12 @@ class BackgroundPlanner(Generic[_Subject]):
                 answer = pickle.load(file) if is_done else None
             except (pickle.UnpicklingError, EOFError):
                 answer = None
-        if not isinstance(answer, Answer):
+        if not isinstance(answer, PlanResult):
             if is_done:
                 self._process.kill()
             status = self._process.wait()
             self.close()
-            answer = Answer(None, f"the planning process ended with status {status}", 0.0)
+            answer = PlanResult(None, f"the planning process ended with status {status}", 0.0)
         return subject, answer
 
     def wait(self) -> None:
@@ -164,22 +164,24 @@ def _send_files(channel: socket.socket, *files: IO[bytes]) -> None:
     channel.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)], socket.MSG_NOSIGNAL)
 
 
-def plan_job(job: PlanJob) -> Answer:
+def plan_job(job: PlanJob) -> PlanResult:
     """Return the best valid plan; the running one if no other is faster by ``_CLEARLY``."""
     start = time.perf_counter()
     costs, running = job.costs, job.running
     if running is not None:
         families = [op.family for op in job.graph.ops]
-        costs = refined(costs, running.planned.program, running.timelines, running.spilled, families)
+        costs = refine_costs(costs, running.planned.program, running.timelines, running.spilled, families)
     try:
-        planned = proved(job.graph, costs, job.budget, planning.plans_of_step(job.graph, costs, job.budget, job.policy))
+        planned = prove_plan(
+            job.graph, costs, job.budget, planning.plans_of_step(job.graph, costs, job.budget, job.policy)
+        )
     except OutOfCoreError as error:
-        return Answer(None, str(error), time.perf_counter() - start)
+        return PlanResult(None, str(error), time.perf_counter() - start)
     if running is not None:
-        now = planning.resimulated(job.graph, costs, running.planned)
+        now = planning.resimulate(job.graph, costs, running.planned)
         if planned.timeline.step_seconds > now.timeline.step_seconds * (1 - _CLEARLY):
-            return Answer(now, "", time.perf_counter() - start, costs, is_new=False)
-    return Answer(planned, "", time.perf_counter() - start, costs)
+            return PlanResult(now, "", time.perf_counter() - start, costs, is_new=False)
+    return PlanResult(planned, "", time.perf_counter() - start, costs)
 
 
 def main() -> None:

@@ -20,15 +20,15 @@ NOTE = "measured while the machine was busy: times may be too long; run it again
 
 _PROC = Path("/proc")
 # Threads that waited for cores for more than this share of the time were delayed by other processes.
-_DELAYED = 0.05
+_DELAYED_SHARE = 0.05
 # Without scheduler statistics: the calling thread was delayed if it did not run for more than this share.
-_AWAY = 0.25
+_NOT_RUNNING_SHARE = 0.25
 # Shorter delays come from waking threads or from the operating system.
-_LEAST_SECONDS = 1e-3
+_MIN_DELAY_SECONDS = 1e-3
 # Other processes compute if they use more than this share of a core, for longer than the tick resolution.
 _OTHERS_CORES, _TICKS_SECONDS = 0.25, 0.02
 # A repetition was delayed if its thread did not run for this share of it, and for longer than the clock resolution.
-_HELD_UP, _CLOCKS_SECONDS = 0.05, 20e-6
+_REPETITION_DELAYED_SHARE, _CLOCKS_SECONDS = 0.05, 20e-6
 # Others use a disk if they move more than this share of this process's bytes, and more than file system metadata.
 _OTHERS_SHARE, _OTHERS_BYTES = 0.2, 8 << 20
 _SECTOR_BYTES = 512
@@ -46,12 +46,12 @@ class Counters:
     others_seconds: float | None = None  # CPU time of other processes; None if unavailable or not requested
 
     def __add__(self, other: Counters) -> Counters:
-        return self._with(other, 1)
+        return self._combine(other, 1)
 
     def __sub__(self, other: Counters) -> Counters:
-        return self._with(other, -1)
+        return self._combine(other, -1)
 
-    def _with(self, counters: Counters, sign: int) -> Counters:
+    def _combine(self, counters: Counters, sign: int) -> Counters:
         def combine(first: float | None, second: float | None) -> float | None:
             return None if first is None or second is None else first + sign * second
 
@@ -77,9 +77,9 @@ def was_busy(counted: Counters, *, computes: bool = True) -> bool:
     if others_seconds is not None and others_seconds <= max(_OTHERS_CORES * counted.seconds, _TICKS_SECONDS):
         return False  # threads waited for other threads of this process
     if counted.delayed_seconds is not None:
-        return counted.delayed_seconds > max(_DELAYED * counted.seconds, _LEAST_SECONDS)
+        return counted.delayed_seconds > max(_DELAYED_SHARE * counted.seconds, _MIN_DELAY_SECONDS)
     not_running = counted.seconds - counted.cpu_seconds
-    return computes and not_running > max(_AWAY * counted.seconds, _LEAST_SECONDS)
+    return computes and not_running > max(_NOT_RUNNING_SHARE * counted.seconds, _MIN_DELAY_SECONDS)
 
 
 def was_disk_busy(before: DiskCounters | None, after: DiskCounters | None) -> bool:
@@ -101,7 +101,7 @@ def is_due(busy: int, age: float) -> bool:
 
 def typical_seconds(runs: Sequence[tuple[float, float]]) -> float:
     """Return the median elapsed time of undelayed runs, given pairs of elapsed and CPU seconds."""
-    quiet = [wall for wall, cpu in runs if wall - cpu <= max(_HELD_UP * wall, _CLOCKS_SECONDS)]
+    quiet = [wall for wall, cpu in runs if wall - cpu <= max(_REPETITION_DELAYED_SHARE * wall, _CLOCKS_SECONDS)]
     return statistics.median(quiet) if quiet else min(wall for wall, _ in runs)
 
 
@@ -148,7 +148,7 @@ def read_disk(folder: Path, proc: Path = _PROC) -> DiskCounters | None:
         return None
 
 
-class Watch:
+class BusyWatch:
     """A context manager that adds up the counters of the code that runs in it."""
 
     def __init__(self) -> None:

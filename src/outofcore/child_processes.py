@@ -19,7 +19,7 @@ _PROGRAM = (
     "from outofcore.child_processes import run; run(*sys.argv[2:])"
 )
 
-_LOWEST = 19  # the niceness of the lowest priority
+_LOWEST_NICENESS = 19  # the niceness of the lowest priority
 
 
 def start_process(
@@ -60,8 +60,8 @@ def run(main: str, niceness: str) -> None:
     ctypes.CDLL(None).prctl(signal_on_death, signal.SIGKILL)
     if os.getppid() == 1:
         sys.exit(1)
-    os.nice(min(int(niceness), _LOWEST))
-    if int(niceness) > _LOWEST:
+    os.nice(min(int(niceness), _LOWEST_NICENESS))
+    if int(niceness) > _LOWEST_NICENESS:
         with contextlib.suppress(OSError, AttributeError):  # some systems lack it, and sandboxes may forbid it
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     module, _, name = main.partition(":")

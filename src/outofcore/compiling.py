@@ -53,7 +53,7 @@ def private_folder(path: Path) -> Path:
     return path
 
 
-def load_built(
+def load_or_build(
     description: str, wheel_path: Path, build: Callable[[Path], object], load: Callable[[Path], _Library]
 ) -> _Library:
     """Load a library from the wheel or the cache, or build it.
@@ -68,7 +68,7 @@ def load_built(
         path = private_folder(folder) / wheel_path.name
         with contextlib.suppress(OSError):  # not built yet, or damaged, perhaps by a full disk
             return load(path)
-        with _alone(folder):
+        with _build_lock(folder):
             with contextlib.suppress(OSError):  # another process may have built it meanwhile
                 return load(path)
             if sys.stderr.isatty():
@@ -120,7 +120,7 @@ def load_functions(
             symbol.argtypes, symbol.restype = arguments, result
         return library
 
-    return load_built(source.name, wheel_library(source), lambda path: compile_library({source: ()}, path), load)
+    return load_or_build(source.name, wheel_library(source), lambda path: compile_library({source: ()}, path), load)
 
 
 def native_callback(function: Callable[..., int], *arguments: Any, failed: int) -> Any:
@@ -145,7 +145,7 @@ def native_callback(function: Callable[..., int], *arguments: Any, failed: int) 
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Generator[None]:
+def _build_lock(folder: Path) -> Generator[None]:
     """Let only one process at a time build in a folder: all ranks of a job start at once."""
     with (folder / "lock").open("w") as lock:
         with contextlib.suppress(OSError):  # without file locks, each process builds its own

@@ -15,7 +15,7 @@ _Lane = tuple[Queue, int]
 _OPS = frozenset({Queue.COMPUTE, Queue.COMMUNICATE})  # queues without a home
 
 
-def beside_each_other(program: Program, alone: Timeline, homes: Sequence[Home]) -> Timeline:
+def apply_contention(program: Program, alone: Timeline, homes: Sequence[Home]) -> Timeline:
     """Return the timeline under contention; ``alone`` has the durations without it."""
     # Planners call this often: lanes are numbers, and a set of lanes is a bit mask.
     lines: dict[_Lane, list[int]] = {(Queue.COMPUTE, 0): []}
@@ -47,7 +47,9 @@ def beside_each_other(program: Program, alone: Timeline, homes: Sequence[Home]) 
             return Timeline(tuple(starts), tuple(ends), now)
         factors = by_mask.get(mask)
         if factors is None:
-            factors = by_mask[mask] = _stretched([lane for lane in lines if numbers[lane] in running], numbers, homes)
+            factors = by_mask[mask] = _slowdown_factors(
+                [lane for lane in lines if numbers[lane] in running], numbers, homes
+            )
         step = min([remaining[running[lane]] * factor for lane, factor in factors])
         now += step
         for lane, factor in factors:
@@ -65,7 +67,7 @@ def _lane(wait: Wait) -> _Lane:
     return wait.queue, 0 if wait.queue in _OPS else wait.home
 
 
-def _stretched(
+def _slowdown_factors(
     running: Sequence[_Lane], numbers: Mapping[_Lane, int], homes: Sequence[Home]
 ) -> list[tuple[int, float]]:
     """Return the number of each running lane and the factor by which its instruction is slowed."""

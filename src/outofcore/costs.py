@@ -11,7 +11,7 @@ from outofcore.graph import StepGraph
 # Costs count as busy if ops measured on a busy machine take more than this share of the compute time.
 _BUSY_SHARE = 0.1
 # The minimum share of the contention in each direction: copies that bear all of it would stop.
-LEAST_PART = 0.05
+MIN_CONTENTION_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,10 @@ class Costs:
                     f"home {home.name} has contention {home.contention} and compute slowdown {home.compute_slowdown}; "
                     "contention must be from 0 to 1, and the slowdown must not be negative"
                 )
-            if not LEAST_PART <= home.contention_out <= 1 - LEAST_PART:
+            if not MIN_CONTENTION_SHARE <= home.contention_out <= 1 - MIN_CONTENTION_SHARE:
                 raise GraphError(
-                    f"home {home.name} has contention_out {home.contention_out}; it must be from {LEAST_PART} to "
-                    f"{1 - LEAST_PART}, or copies would stop while others run in the other direction"
+                    f"home {home.name} has contention_out {home.contention_out}; it must be from {MIN_CONTENTION_SHARE} "
+                    f"to {1 - MIN_CONTENTION_SHARE}, or copies would stop while others run in the other direction"
                 )
 
     @property

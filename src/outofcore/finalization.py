@@ -12,26 +12,26 @@ import time
 from pathlib import Path
 
 _THREADS = Path("/proc/self/task")
-_ONCE_SECONDS = 0.01
-_SECONDS = 1.0
+_POLL_SECONDS = 0.01
+_MAX_WAIT_SECONDS = 1.0
 
 
-def end_when_threads_rest() -> None:
+def wait_for_threads_at_exit() -> None:
     """Delay the exit of the interpreter until all other threads are idle, for at most a second."""
-    atexit.unregister(_wait)
-    atexit.register(_wait)
+    atexit.unregister(_wait_for_threads)
+    atexit.register(_wait_for_threads)
 
 
-def _wait() -> None:
-    until = time.monotonic() + _SECONDS
+def _wait_for_threads() -> None:
+    until = time.monotonic() + _MAX_WAIT_SECONDS
     resting = 0
     # Twice in a row, since a thread may be idle briefly between two pieces of work.
     while resting < 2 and time.monotonic() < until:
-        time.sleep(_ONCE_SECONDS)  # releases the GIL
-        resting = 0 if running_threads() else resting + 1
+        time.sleep(_POLL_SECONDS)  # releases the GIL
+        resting = 0 if count_running_threads() else resting + 1
 
 
-def running_threads() -> int:
+def count_running_threads() -> int:
     count = 0
     own_name = str(threading.get_native_id())
     try:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, convert
 
-from outofcore.costs import LEAST_PART, Costs, Home, OpCost
+from outofcore.costs import MIN_CONTENTION_SHARE, Costs, Home, OpCost
 from outofcore.errors import GraphError
 from outofcore.graph import ARRIVING_KINDS, Op, StepGraph, Storage, StorageKind
 from outofcore.jsonfile import decode_json, refuse, write_json
@@ -23,8 +23,8 @@ Bytes = Annotated[int, Meta(ge=0, le=2**50)]  # of a storage or a workspace: up 
 Capacity = Annotated[int, Meta(ge=0, le=2**62)]
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 Rate = Annotated[float, Meta(ge=1e3, le=1e15)]  # bytes a second
-_MOST_BYTES = 2**60  # of all storages
-_MOST_SECONDS = 1e9  # of all ops
+_MAX_TOTAL_BYTES = 2**60  # of all storages
+_MAX_TOTAL_SECONDS = 1e9  # of all ops
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class GraphFile:
         return GraphFile(graph, costs, tuple(range(len(graph.storages))))
 
 
-class _Storage(Struct, omit_defaults=True):
+class _StorageEntry(Struct, omit_defaults=True):
     id: Key
     bytes: Bytes
     kind: StorageKind
@@ -56,7 +56,7 @@ class _Storage(Struct, omit_defaults=True):
     watched: bool = False
 
 
-class _Op(Struct, omit_defaults=True):
+class _OpEntry(Struct, omit_defaults=True):
     seconds: Seconds
     name: str | None = None
     reads: tuple[Key, ...] = ()
@@ -81,13 +81,13 @@ class _Home(Struct, omit_defaults=True):
     latency_s: Seconds = 0.0
     contention: Annotated[float, Meta(ge=0, le=1)] = 0.0
     compute_slowdown: Annotated[float, Meta(ge=0, le=1e3)] = 0.0
-    contention_out: Annotated[float, Meta(ge=LEAST_PART, le=1 - LEAST_PART)] = 0.5
+    contention_out: Annotated[float, Meta(ge=MIN_CONTENTION_SHARE, le=1 - MIN_CONTENTION_SHARE)] = 0.5
 
 
-class _File(Struct):
+class _GraphDocument(Struct):
     format: str
-    storages: tuple[_Storage, ...]
-    ops: tuple[_Op, ...]
+    storages: tuple[_StorageEntry, ...]
+    ops: tuple[_OpEntry, ...]
     outputs: tuple[Key, ...] = ()
     homes: tuple[_Home, ...] = ()
 
@@ -112,7 +112,7 @@ def read_graph(path: Path) -> GraphFile:
     ...     read_graph(Path(folder) / "graph.json").graph == graph
     True
     """
-    file = decode_json(path, FORMAT, _File)
+    file = decode_json(path, FORMAT, _GraphDocument)
     keys: dict[int | str, int] = {}
     for number, storage in enumerate(file.storages):
         if storage.id in keys:
@@ -121,8 +121,8 @@ def read_graph(path: Path) -> GraphFile:
             )
         keys[storage.id] = number
     for field, total, limit in (
-        ("storages", sum(storage.bytes for storage in file.storages), _MOST_BYTES),
-        ("ops", fsum(op.seconds for op in file.ops), _MOST_SECONDS),
+        ("storages", sum(storage.bytes for storage in file.storages), _MAX_TOTAL_BYTES),
+        ("ops", fsum(op.seconds for op in file.ops), _MAX_TOTAL_SECONDS),
     ):
         if total > limit:
             unit = "bytes" if field == "storages" else "seconds"
@@ -146,7 +146,7 @@ def read_graph(path: Path) -> GraphFile:
     return GraphFile(graph, costs, tuple(keys))
 
 
-def _storage(path: Path, number: int, storage: _Storage, created: bool) -> Storage:
+def _storage(path: Path, number: int, storage: _StorageEntry, created: bool) -> Storage:
     kind = storage.kind
     if created and kind is StorageKind.CONSTANT:
         refuse(path, f"$.storages[{number}]", "is a constant that an op creates: a constant must exist before the step")
@@ -154,15 +154,15 @@ def _storage(path: Path, number: int, storage: _Storage, created: bool) -> Stora
         kind = StorageKind.ACTIVATION
     if not created and kind in (StorageKind.ACTIVATION, StorageKind.OUTPUT):
         kind = StorageKind.INPUT
-    name = _unnamed(storage.id) if storage.name is None else storage.name
+    name = _default_name(storage.id) if storage.name is None else storage.name
     return Storage(number, storage.bytes, kind, name, storage.watched)
 
 
-def _unnamed(key: int | str) -> str:
+def _default_name(key: int | str) -> str:
     return key if isinstance(key, str) else ""
 
 
-def _op(path: Path, number: int, op: _Op, keys: Mapping[int | str, int]) -> Op:
+def _op(path: Path, number: int, op: _OpEntry, keys: Mapping[int | str, int]) -> Op:
     def storages(field: str, named: Sequence[int | str]) -> tuple[int, ...]:
         return _numbers(path, f"$.ops[{number}].{field}", named, keys)
 
@@ -211,14 +211,16 @@ def write_graph(path: Path, file: GraphFile) -> None:
 
     write_json(
         path,
-        _File(
+        _GraphDocument(
             format=FORMAT,
             storages=tuple(
-                _Storage(keys[s.id], s.bytes, s.kind, None if s.name == _unnamed(keys[s.id]) else s.name, s.watched)
+                _StorageEntry(
+                    keys[s.id], s.bytes, s.kind, None if s.name == _default_name(keys[s.id]) else s.name, s.watched
+                )
                 for s in graph.storages
             ),
             ops=tuple(
-                _Op(
+                _OpEntry(
                     seconds=cost.seconds,
                     name=op.name,
                     reads=keys_of(op.reads),

@@ -18,7 +18,7 @@ from outofcore.errors import GraphError, InputError
 
 _GZIP_MAGIC = b"\x1f\x8b"
 # A float64 represents every whole number up to this one.
-_EXACT = 2.0**53
+_MAX_EXACT_INT = 2.0**53
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ def decode_json(path: Path, file_format: str | None, kind: type[T], *, whole: bo
     If ``whole``, numbers such as 4096.0 are read as ints. Raises ``InputError`` if the file cannot be read, and
     ``GraphError`` that names an invalid value, such as ``$.ops[3].seconds``.
     """
-    value = _parsed(path, _whole_or_float if whole else float)
+    value = _parse(path, _whole_or_float if whole else float)
     if not isinstance(value, dict):
         refuse(path, "$", "must be an object")
     content = cast("dict[str, object]", value)
@@ -68,31 +68,31 @@ def convert_json(value: object, kind: type[T], file: str | Path, place: str = "$
         refuse(file, place + inner.removeprefix("$"), problem[0].lower() + problem[1:])
 
 
-class _Wrong:
+class _InvalidValue:
     """A placeholder for an invalid value."""
 
     def __init__(self, problem: str) -> None:
-        self.what = problem
+        self.problem = problem
 
 
-def _parsed(path: Path, read_float: Callable[[str], float]) -> object:
+def _parse(path: Path, read_float: Callable[[str], float]) -> object:
     try:
         content = path.read_bytes()
         if content.startswith(_GZIP_MAGIC):
             content = gzip.decompress(content)
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"cannot read {path}: {error}") from error
-    wrong: list[_Wrong] = []
+    wrong: list[_InvalidValue] = []
 
-    def instead(problem: str) -> _Wrong:
-        wrong.append(_Wrong(problem))
+    def instead(problem: str) -> _InvalidValue:
+        wrong.append(_InvalidValue(problem))
         return wrong[-1]
 
-    def number(text: str) -> float | _Wrong:
+    def number(text: str) -> float | _InvalidValue:
         value = read_float(text)
         return value if math.isfinite(value) else instead(f"{text} is not a finite number")
 
-    def mapping(pairs: list[tuple[str, object]]) -> dict[str, object] | _Wrong:
+    def mapping(pairs: list[tuple[str, object]]) -> dict[str, object] | _InvalidValue:
         unique = dict(pairs)
         if len(unique) == len(pairs):
             return unique
@@ -107,25 +107,25 @@ def _parsed(path: Path, read_float: Callable[[str], float]) -> object:
         raise GraphError(f"{path} is not JSON: {error}") from error
     if wrong:
         # An invalid value inside another one is not found, but the outer one is.
-        place, problem = next(_wrong(value, "$"))
+        place, problem = next(_invalid_values(value, "$"))
         refuse(path, place, problem)
     return value
 
 
-def _wrong(value: object, place: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, _Wrong):
-        yield place, value.what
+def _invalid_values(value: object, place: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, _InvalidValue):
+        yield place, value.problem
     elif isinstance(value, dict):
         for key, item in cast("dict[str, object]", value).items():
-            yield from _wrong(item, f"{place}.{key}")
+            yield from _invalid_values(item, f"{place}.{key}")
     elif isinstance(value, list):
         for index, item in enumerate(cast("list[object]", value)):
-            yield from _wrong(item, f"{place}[{index}]")
+            yield from _invalid_values(item, f"{place}[{index}]")
 
 
 def _whole_or_float(text: str) -> float:
     value = float(text)
-    return int(value) if value.is_integer() and abs(value) <= _EXACT else value
+    return int(value) if value.is_integer() and abs(value) <= _MAX_EXACT_INT else value
 
 
 def write_json(path: Path, content: object) -> None:

@@ -8,17 +8,17 @@ import torch
 
 from outofcore.capture.signature import Signature
 from outofcore.errors import BudgetError
-from outofcore.execution.aliases import State, fits
-from outofcore.execution.arena import Memory
+from outofcore.execution.aliases import PersistentState, matches_capture
+from outofcore.execution.arena import DeviceArena
 from outofcore.execution.backend import Backend
 from outofcore.execution.engines import Engine
-from outofcore.execution.interrupts import Deferred
+from outofcore.execution.interrupts import DeferredSignals
 from outofcore.execution.model_state import StateKeeper
 from outofcore.execution.runner import Runner
 from outofcore.peers import StepFacts
 from outofcore.planned_step import PlannedStep
 from outofcore.program import Timeline
-from outofcore.replanning import Watch
+from outofcore.replanning import PlanWatch
 from outofcore.runtime.memory import trim_heap
 
 
@@ -41,10 +41,10 @@ class KnownStep:
     runner: Runner | None = None
     runs: int = 0
     measured: list[Timeline] = field(default_factory=list[Timeline])
-    watch: Watch | None = None
-    surges: int = 0
-    wanted: PlannedStep | None = None
-    too_small: BudgetError | None = None
+    watch: PlanWatch | None = None
+    covered_surges: int = 0
+    unplanned_step: PlannedStep | None = None
+    refusal: BudgetError | None = None
     has_overflowed: bool = False
     is_judged: bool = False
 
@@ -53,13 +53,13 @@ class KnownStep:
         """The arena size for this plan; for a quick plan, large enough for its successor."""
         return self.step.budget if self.step.is_quick else self.step.planned.program.arena_bytes
 
-    def fits(self) -> bool:
+    def is_current(self) -> bool:
         """Return whether the user's tensors have the memory layout of the capture, or the runner is current."""
-        return (self.runner is not None and self.runner.is_current()) or fits(self.step.captured)
+        return (self.runner is not None and self.runner.is_current()) or matches_capture(self.step.captured)
 
-    def leave(self) -> None:
+    def leave_arena(self) -> None:
         if self.runner is not None:
-            self.runner.leave()
+            self.runner.release_arena()
 
 
 class KnownSteps:
@@ -72,10 +72,10 @@ class KnownSteps:
 
     def __init__(self, engine: Engine, keeper: StateKeeper, backend: Backend, budget: int) -> None:
         self._engine, self._keeper, self._backend, self._budget = engine, keeper, backend, budget
-        self.known: dict[Signature, KnownStep] = {}
+        self.by_signature: dict[Signature, KnownStep] = {}
         self.active: KnownStep | None = None
-        self.shown: PlannedStep | None = None
-        self.arena: Memory | None = None
+        self.last_step: PlannedStep | None = None
+        self.arena: DeviceArena | None = None
         self._off_plan = 0  # requests counted in former arenas
 
     @property
@@ -87,10 +87,10 @@ class KnownSteps:
         """The number of requests of 64 KiB and more without a planned address."""
         return self._off_plan + (self.arena.counters().large if self.arena is not None else 0)
 
-    def written(self) -> list[torch.Tensor]:
+    def written_tensors(self) -> list[torch.Tensor]:
         """Return the user's persistent tensors that a planned step writes."""
         tensors: list[torch.Tensor] = []
-        for captured in (entry.step.captured for entry in self.known.values()):
+        for captured in (entry.step.captured for entry in self.by_signature.values()):
             storages = {storage for op in captured.graph.ops for storage in op.mutates}
             tensors += [
                 binding.tensor
@@ -103,13 +103,13 @@ class KnownSteps:
         """Bring the program of a step into the arena; make its runner if needed."""
         if entry is self.active:
             return
-        with Deferred("the move of the model to its place"):
+        with DeferredSignals("the move of the model to its place"):
             self._engine.synchronize()
             if entry.runner is None or not entry.runner.is_current():
-                entry.leave()
-                entry.runner = runner_of(entry.step, self._keeper)
+                entry.leave_arena()
+                entry.runner = make_runner(entry.step, self._keeper)
             needed = entry.arena_bytes
-            self.make_way()
+            self.deactivate()
             if self.arena is None or self.arena.bytes < needed:
                 self.leave_arena()
                 trim_heap()
@@ -118,28 +118,28 @@ class KnownSteps:
             entry.runner.enter(self.arena)
             self.active = entry
 
-    def exchange(self, entry: KnownStep, new_step: PlannedStep) -> None:
+    def replace_plan(self, entry: KnownStep, new_step: PlannedStep) -> None:
         """Replace the plan of a step."""
         if entry is self.active:
-            self.make_way()
+            self.deactivate()
         states = None
         if entry.runner is not None:
-            entry.runner.leave()
+            entry.runner.release_arena()
             states = entry.runner.states
         entry.step, entry.runs, entry.measured, entry.watch = new_step, 0, [], None
-        entry.runner = runner_of(new_step, self._keeper, states)
+        entry.runner = make_runner(new_step, self._keeper, states)
 
     def forget(self, signature: Signature) -> None:
-        entry = self.known.pop(signature, None)
+        entry = self.by_signature.pop(signature, None)
         if entry is not None:
             if entry is self.active:
                 self.leave_program()
-            entry.leave()
+            entry.leave_arena()
 
     def forget_all(self) -> None:
-        for entry in self.known.values():
-            entry.leave()
-        self.known.clear()
+        for entry in self.by_signature.values():
+            entry.leave_arena()
+        self.by_signature.clear()
 
     def leave_arena(self) -> None:
         """Evict all tensors, and free the arena."""
@@ -149,29 +149,29 @@ class KnownSteps:
     def leave_program(self) -> None:
         """Evict all tensors, and keep the arena."""
         self._engine.synchronize()
-        with Deferred("the move of the model out of the arena"):
-            self.make_way()
+        with DeferredSignals("the move of the model out of the arena"):
+            self.deactivate()
             if self.arena is not None:
-                self._keeper.moves.leave(self.arena)
+                self._keeper.moves.leave_arena(self.arena)
 
-    def make_way(self) -> None:
+    def deactivate(self) -> None:
         """Deactivate the active step; its tensors stay in the arena for the next program."""
         runner, self.active = self.runner, None
         if runner is not None:
-            runner.make_way()
-        self._engine.forget()
+            runner.yield_arena()
+        self._engine.release_step()
 
     def release_arena(self) -> None:
         """Free the arena and all that is in it."""
-        for entry in self.known.values():
-            entry.leave()
+        for entry in self.by_signature.values():
+            entry.leave_arena()
         if self.arena is not None:
             self._off_plan += self.arena.counters().large
             self.arena.close()
             self.arena = None
 
 
-def runner_of(step: PlannedStep, keeper: StateKeeper, states: dict[int, State] | None = None) -> Runner:
+def make_runner(step: PlannedStep, keeper: StateKeeper, states: dict[int, PersistentState] | None = None) -> Runner:
     """Make the runner of a planned step; ``states`` are user tensors recorded by its previous runner."""
     requests = [profile.requests for profile in step.profiles]
     first = {i: p.first_requests for i, p in enumerate(step.profiles) if p.first_requests is not None}

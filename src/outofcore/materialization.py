@@ -35,14 +35,14 @@ from outofcore.execution.opening import OpenHome
 from outofcore.runtime.file_ranges import ReadFile
 from outofcore.runtime.mapped_files import MappedFiles
 from outofcore.runtime.memory import trim_heap
-from outofcore.tensor_data import is_in_host_memory, move_onto, swap, view_like
+from outofcore.tensor_data import is_in_host_memory, rebase_tensor, swap, view_like
 from outofcore.units import MIB
 
 Built = TypeVar("Built")
 Init = Callable[[nn.Module], None]
 
 # The most bytes of tensors at home that may be in memory before their pages are dropped.
-_TOUCHED_BYTES = 16 * MIB
+_MAX_TOUCHED_BYTES = 16 * MIB
 
 
 def build(make: Callable[[], Built], *, home: OpenHome) -> Built:
@@ -71,7 +71,7 @@ def build(make: Callable[[], Built], *, home: OpenHome) -> Built:
     """
     home.check_open()
     with _InitializationMode(home.faces) as mode:
-        with _registrations_moved(home.faces):
+        with _registrations_moving_home(home.faces):
             built = make()
         mode.drop_caches()
     # Memory freed by constructors would otherwise stay allocated outside the budget.
@@ -80,7 +80,7 @@ def build(make: Callable[[], Built], *, home: OpenHome) -> Built:
 
 
 @contextlib.contextmanager
-def _registrations_moved(faces: Faces) -> Iterator[None]:
+def _registrations_moving_home(faces: Faces) -> Iterator[None]:
     """Move home the tensors that modules register in this thread; if they share storage, at the end."""
     thread = threading.get_ident()
     # Not the tensors: some are replaced, and references would keep their memory.
@@ -92,7 +92,7 @@ def _registrations_moved(faces: Faces) -> Iterator[None]:
             return
         modules[id(module), name] = weakref.ref(module)
         if _can_move(tensor) and faces.find(tensor) is None and not shares_storage(tensor):
-            mapped.look()
+            mapped.refresh()
             _move_to_home([tensor], faces, mapped)
 
     hooks = [
@@ -120,7 +120,7 @@ def _registrations_moved(faces: Faces) -> Iterator[None]:
     for tensor in late.values():
         if _can_move(tensor) and faces.find(tensor) is None:
             groups.setdefault(storage_key(tensor), []).append(tensor)
-    mapped.look()
+    mapped.refresh()
     for tensors in groups.values():
         _move_to_home(tensors, faces, mapped)
 
@@ -174,19 +174,19 @@ def materialize(
 def _fill(model: nn.Module, faces: Faces, files: Weights | None, init: Init | None) -> None:
     if files is not None:
         check_weights(model, files)
-    in_place = {} if files is None else _kept_in_files(model, files, faces)
+    in_place = {} if files is None else _find_in_files(model, files, faces)
     with _InitializationMode(faces) as mode:
         tensors = allocate(model, faces, in_place)
         mode.restore([tensors[name] for name in in_place])
         mode.watch([tensor for tensor in tensors.values() if tensor.numel()])
         in_files = set() if files is None else {id(tensors[name]) for name in tensors.keys() & files.names}
         for module in _inner_first(model, set()):
-            if files is None or not _is_held(module, tensors, in_files):
+            if files is None or not _is_in_files(module, tensors, in_files):
                 _reset(module)
         if init is not None:
             model.apply(init)
         mode.drop_caches()
-    empty = [n for n, t in tensors.items() if id(t) not in in_files and mode.unwritten(t)]
+    empty = [n for n, t in tensors.items() if id(t) not in in_files and mode.is_unwritten(t)]
     if empty:
         more = f" (and {len(empty) - 1} more)" if len(empty) > 1 else ""
         absence = "the file does not have it, and " if files is not None else ""
@@ -200,14 +200,14 @@ def _fill(model: nn.Module, faces: Faces, files: Weights | None, init: Init | No
         files.load({name: tensors[name] for name in names}, faces)
 
 
-def _kept_in_files(model: nn.Module, files: Weights, faces: Faces) -> dict[str, tuple[ReadFile, Entry]]:
+def _find_in_files(model: nn.Module, files: Weights, faces: Faces) -> dict[str, tuple[ReadFile, Entry]]:
     """Return by name the meta tensors that stay in the files: large, with final layout and dtype.
 
     Raises ``InputError`` if a file was changed since its header was read.
     """
     if not faces.takes_files:
         return {}
-    named = _on_meta(model)
+    named = _meta_tensors(model)
     users: dict[int, set[int]] = {}
     for tensor in named.values():
         users.setdefault(storage_key(tensor), set()).add(id(tensor))
@@ -230,7 +230,7 @@ def _kept_in_files(model: nn.Module, files: Weights, faces: Faces) -> dict[str, 
     return entries
 
 
-def _on_meta(model: nn.Module) -> dict[str, torch.Tensor]:
+def _meta_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: tensor for name, tensor in named if tensor.is_meta}
 
@@ -244,7 +244,7 @@ def allocate(
     tensors with bytes in files. Raises ``StateError`` if a reference prevents the change of a parameter, ``SpillError``
     if the home is full.
     """
-    named = _on_meta(model)
+    named = _meta_tensors(model)
     files = {id(named[name]): source for name, source in (in_place or {}).items()}
     bases: dict[int, torch.Tensor] = {}
     allocated: dict[int, torch.Tensor] = {}
@@ -258,13 +258,13 @@ def allocate(
             base = bases[storage_key(tensor)] = faces.adopt(file, entry.begin, count)
         if base is None:
             large = faces is not None and is_large(count)
-            base = faces.birth(count) if faces is not None and large else torch.empty(count, dtype=torch.uint8)
+            base = faces.allocate(count) if faces is not None and large else torch.empty(count, dtype=torch.uint8)
             bases[storage_key(tensor)] = base
-        allocated[id(tensor)] = _give(model, name, tensor, base)
+        allocated[id(tensor)] = _allocate_tensor(model, name, tensor, base)
     return {name: allocated[id(tensor)] for name, tensor in named.items()}
 
 
-def _give(model: nn.Module, name: str, tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+def _allocate_tensor(model: nn.Module, name: str, tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     """Allocate a tensor; return the same object, or a replacement."""
     if tensor.grad is not None:
         raise StateError(f"{name} cannot be allocated: it has a gradient; materialize the model before it is used")
@@ -302,7 +302,7 @@ def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
     return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
 
 
-def _is_held(module: nn.Module, tensors: dict[str, torch.Tensor], in_files: set[int]) -> bool:
+def _is_in_files(module: nn.Module, tensors: dict[str, torch.Tensor], in_files: set[int]) -> bool:
     """Return whether the files have all tensors that a module itself needs."""
     ids = {id(tensor) for tensor in tensors.values()}
     return all(id(tensor) in in_files for tensor in _own_tensors(module) if id(tensor) in ids)
@@ -359,7 +359,7 @@ class _InitializationMode(TorchDispatchMode):
         if key not in self._touched:
             self._touched[key] = tensor
             self._bytes += tensor.untyped_storage().nbytes()
-        if self._bytes > _TOUCHED_BYTES:
+        if self._bytes > _MAX_TOUCHED_BYTES:
             self.drop_caches()
 
     def drop_caches(self) -> None:
@@ -381,7 +381,7 @@ class _InitializationMode(TorchDispatchMode):
         """Record writes to these tensors from now on."""
         self._watched.update(map(storage_key, tensors))
 
-    def unwritten(self, tensor: torch.Tensor) -> bool:
+    def is_unwritten(self, tensor: torch.Tensor) -> bool:
         """Return whether a watched tensor's storage has not been written."""
         return storage_key(tensor) in self._watched
 
@@ -400,7 +400,7 @@ def _move_to_home(tensors: Sequence[torch.Tensor], faces: Faces, mapped: MappedF
     old = storage_bytes(tensors[0])
     face = faces.adopt_mapped(old, mapped)
     if face is None:
-        face = faces.birth(old.numel())
+        face = faces.allocate(old.numel())
         face.copy_(old)
     for tensor in tensors:
-        move_onto(tensor, face)
+        rebase_tensor(tensor, face)

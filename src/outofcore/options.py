@@ -40,7 +40,7 @@ class UserStep(Generic[P, R]):
     optimizers: Sequence[Optimizer]
     shards: Shards | None = None
 
-    def capturing(
+    def capturer(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],

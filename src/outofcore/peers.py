@@ -19,13 +19,13 @@ from outofcore.capture.optimizers import OptimizerUpdate
 from outofcore.capture.shards import Shards
 from outofcore.costs import Costs
 from outofcore.errors import GraphError, StateError, ValidationError
-from outofcore.execution.interrupts import Deferred
+from outofcore.execution.interrupts import DeferredSignals
 from outofcore.graph import StorageKind
-from outofcore.planned_step import PlannedStep, check_spill, is_wrong, with_requests, with_times
+from outofcore.planned_step import PlannedStep, check_spill, is_prediction_wrong, plan_with_requests, plan_with_times
 from outofcore.planning import Planned
 from outofcore.planning.placement.requests import Requests
 from outofcore.profiling.groups import GroupCost, collectives_of
-from outofcore.profiling.ops import OpProfile, profile_some
+from outofcore.profiling.ops import OpProfile, profile_selected
 from outofcore.program import Timeline
 from outofcore.step_planner import Recapture, StepPlanner
 from outofcore.validator import validate
@@ -62,13 +62,13 @@ class Ranks(Protocol):
     """The communication between the processes of a step; see ``distributed.agreement.Agreement``."""
 
     @property
-    def joined(self) -> bool: ...
+    def is_joined(self) -> bool: ...
     def join(self, collectives: Sequence[Collective]) -> None: ...
-    def meet(self, facts: StepFacts | None, device: torch.device) -> bool: ...
-    def compare(self, facts: StepFacts) -> tuple[StepFacts, ...]: ...
+    def rendezvous(self, facts: StepFacts | None, device: torch.device) -> bool: ...
+    def compare_facts(self, facts: StepFacts) -> tuple[StepFacts, ...]: ...
     def costs(self, collectives: Sequence[Collective], device: torch.device) -> dict[int, GroupCost]: ...
     def from_leader(self, leader: int, make: Callable[[], Any]) -> Any: ...
-    def agreeing(self) -> AbstractContextManager[None]: ...
+    def synchronized(self) -> AbstractContextManager[None]: ...
 
 
 class Peers:
@@ -84,10 +84,10 @@ class Peers:
     @property
     def joined(self) -> bool:
         """Whether there are other processes, as far as is known."""
-        return self._ranks.joined
+        return self._ranks.is_joined
 
     @property
-    def follow_one_plan(self) -> bool:
+    def must_share_plan(self) -> bool:
         """Whether the processes share a model, and so must follow one plan."""
         return self._shards is not None
 
@@ -105,11 +105,11 @@ class Peers:
         shards = self._shards
         if shards is None:
             return
-        if shards.is_spread:
+        if shards.is_sharded:
             shards.check()
             return
-        with Deferred("the spreading of the model over the processes"):
-            shards.spread()
+        with DeferredSignals("the spreading of the model over the processes"):
+            shards.shard()
 
     def show_gradients(self) -> None:
         if self._shards is not None:
@@ -118,28 +118,28 @@ class Peers:
     def gather(self) -> None:
         """Gather a sharded model in all processes."""
         shards = self._shards
-        if shards is None or not shards.is_spread:
+        if shards is None or not shards.is_sharded:
             return
         if self.failure:
             _log.warning("the model stays sharded, because one of its processes has ended; load a checkpoint")
             return
-        with Deferred("the gathering of the model from the processes"):
+        with DeferredSignals("the gathering of the model from the processes"):
             shards.gather()
 
     # Plans
 
-    def meet(self, facts: StepFacts | None) -> bool:
+    def rendezvous(self, facts: StepFacts | None) -> bool:
         """Return whether all processes have a plan for the current call; ``facts`` are None without one here."""
-        return self._ranks.meet(facts, self._planner.backend.device)
+        return self._ranks.rendezvous(facts, self._planner.backend.device)
 
-    def confirm(self, step: PlannedStep, facts: StepFacts) -> None:
+    def join_planning(self, step: PlannedStep, facts: StepFacts) -> None:
         """Take part in the planning of the other processes with a step that is planned here."""
         _, leader, _ = self._compare(replace(facts, is_new=False), step.captured)
         self._ranks.from_leader(leader, lambda: None)
-        with self._ranks.agreeing():
+        with self._ranks.synchronized():
             pass  # the other processes plan in this block
 
-    def learn(
+    def plan_together(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], facts: StepFacts, alternatives: Sequence[PlannedStep]
     ) -> tuple[PlannedStep, StepFacts]:
         """Capture and plan a step together with the other processes, if any; return it with its facts."""
@@ -149,25 +149,25 @@ class Peers:
             ranks.join(collectives_of(traced))
             facts = replace(facts, is_new=True, **_facts_of(traced, self._shards))
         except BaseException as error:
-            if ranks.joined:
+            if ranks.is_joined:
                 with contextlib.suppress(BaseException):
-                    ranks.compare(replace(facts, error=f"{type(error).__name__}: {error}"))
+                    ranks.compare_facts(replace(facts, error=f"{type(error).__name__}: {error}"))
             raise
-        if not ranks.joined:
+        if not ranks.is_joined:
             return self._planner.plan_alone(traced, recapture, alternatives), facts
         everyone, leader, groups = self._compare(facts, traced)
         is_alike = everyone[leader].graph == facts.graph
-        return self._planned_by(leader, traced, recapture, groups, is_alike), facts
+        return self._plan_by_leader(leader, traced, recapture, groups, is_alike), facts
 
     def _compare(
         self, facts: StepFacts, captured: Captured
     ) -> tuple[tuple[StepFacts, ...], int, Mapping[int, GroupCost]]:
         """Return the facts of all by rank, the rank that plans for all, and the costs of groups."""
-        everyone = self._ranks.compare(facts)
+        everyone = self._ranks.compare_facts(facts)
         groups = self._ranks.costs(collectives_of(captured), self._planner.backend.device)
         return everyone, next(rank for rank, facts_of_rank in enumerate(everyone) if facts_of_rank.is_new), groups
 
-    def _planned_by(
+    def _plan_by_leader(
         self, leader: int, traced: Captured, recapture: Recapture, groups: Mapping[int, GroupCost], is_alike: bool
     ) -> PlannedStep:
         """Return the step as the leader plans it for all; without ``is_alike``, this process plans for itself."""
@@ -179,10 +179,10 @@ class Peers:
             return plan.costs, plan.planned, plan.profiles, plan.budget, plan.variant
 
         received = self._ranks.from_leader(leader, make)
-        with self._ranks.agreeing():
+        with self._ranks.synchronized():
             if not planned_here:
-                adopted = self._adopted(traced, *received) if is_alike else None
-                if adopted is None and self.follow_one_plan:
+                adopted = self._adopt_plan(traced, *received) if is_alike else None
+                if adopted is None and self.must_share_plan:
                     raise StateError(
                         "the plan of another process is not valid here, but processes that share a model must follow "
                         "one plan: run them on identical machines, with the same versions and budget"
@@ -190,7 +190,7 @@ class Peers:
                 planned_here.append(adopted or self._planner.plan(traced, recapture, groups))
         return planned_here[0]
 
-    def _adopted(
+    def _adopt_plan(
         self,
         traced: Captured,
         costs: Costs,
@@ -203,12 +203,14 @@ class Peers:
         planner = self._planner
         if planner.make_room(traced) != room:
             return None
-        captured = planner.variants_of(traced).captured(variant)
-        if captured is not None and _holds(captured, room, costs, planned):
+        captured = planner.variants_of(traced).find_variant(variant)
+        if captured is not None and _is_valid_plan(captured, room, costs, planned):
             check_spill(captured.graph, costs, planned, planner.stores)
             planner.links = costs.homes
             shorter = _shorter_updates(captured, self._shards)
-            local = profile_some(captured, shorter, measure_time=False, cache=planner.cache, backend=planner.backend)
+            local = profile_selected(
+                captured, shorter, measure_time=False, cache=planner.cache, backend=planner.backend
+            )
             if all(local[op].cost.workspace_bytes <= costs.ops[op].workspace_bytes for op in local):
                 profiles = _with_own_requests(profiles, local)
                 return PlannedStep(captured, room, costs, planned, profiles, variant=variant)
@@ -229,11 +231,11 @@ class Peers:
         policy, stores = self._planner.policy, self._planner.stores
 
         def decide() -> Any:
-            new_step, are_times_wrong = step, is_wrong(step, measured)
+            new_step, are_times_wrong = step, is_prediction_wrong(step, measured)
             if surprises:
-                new_step = with_requests(new_step, surprises, policy, stores) or new_step
+                new_step = plan_with_requests(new_step, surprises, policy, stores) or new_step
             if are_times_wrong:
-                new_step = with_times(new_step, measured, policy, stores) or new_step
+                new_step = plan_with_times(new_step, measured, policy, stores) or new_step
             if new_step is step:
                 return None
             keep(new_step, are_times_wrong)
@@ -245,13 +247,13 @@ class Peers:
         costs, planned, profiles = result
         local_profiles = {op: step.profiles[op] for op in _shorter_updates(step.captured, self._shards)}
         new_step = replace(step, costs=costs, planned=planned, profiles=_with_own_requests(profiles, local_profiles))
-        with self._ranks.agreeing():
+        with self._ranks.synchronized():
             validate(new_step.graph, planned.program, new_step.budget, costs)
             check_spill(new_step.graph, costs, planned, stores)
         return new_step
 
 
-def _holds(captured: Captured, room: int, costs: Costs, planned: Planned) -> bool:
+def _is_valid_plan(captured: Captured, room: int, costs: Costs, planned: Planned) -> bool:
     """Return whether the plan of another process is valid for this step."""
     if len(captured.graph.ops) != len(costs.ops):
         return False
@@ -264,7 +266,9 @@ def _holds(captured: Captured, room: int, costs: Costs, planned: Planned) -> boo
 
 def _shorter_updates(captured: Captured, shards: Shards | None) -> list[int]:
     """Return the updates of ranges that are shorter than in rank 0, and so need less memory."""
-    short = {id(shard.parameter) for shard in shards.all if shard.count < shard.chunks.count(0)} if shards else set()
+    short = (
+        {id(shard.parameter) for shard in shards.entries if shard.count < shard.chunks.count(0)} if shards else set()
+    )
     return [
         index
         for index, call in enumerate(captured.calls)
@@ -282,7 +286,7 @@ def _with_own_requests(profiles: Sequence[OpProfile], local: Mapping[int, OpProf
 
 def _facts_of(traced: Captured, shards: Shards | None) -> dict[str, Any]:
     values = traced.values
-    sharded = {} if shards is None else {shard.key: shard for shard in shards.all}
+    sharded = {} if shards is None else {shard.key: shard for shard in shards.entries}
 
     def describe(binding: StateBinding) -> str:
         value = sharded.get(binding.key) or values[binding.value]

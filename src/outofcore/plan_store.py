@@ -66,7 +66,7 @@ class PlanStore(Generic[_Document]):
             return None
         return plan
 
-    def keep(self, key: str, document: _Document) -> None:
+    def save(self, key: str, document: _Document) -> None:
         """Store a document under a key; log failures."""
         if self.folder is None:
             return

@@ -13,26 +13,26 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from outofcore.analysis import placed_bytes
-from outofcore.background import Answer, BackgroundPlanner, plan_job
+from outofcore.background import BackgroundPlanner, PlanResult, plan_job
 from outofcore.errors import ArenaError, BudgetError, SpillError, ValidationError
-from outofcore.execution.backend import in_terms_of_the_budget
+from outofcore.execution.backend import restate_for_budget
 from outofcore.execution.runner import Runner
 from outofcore.known_steps import KnownStep, KnownSteps
 from outofcore.peers import Peers
 from outofcore.planned_step import (
     PlannedStep,
-    grown_requests,
     job_of,
     plan,
-    remember_requests,
+    select_grown_requests,
     with_answer,
+    with_new_requests,
 )
 from outofcore.planning.placement.requests import Requests
 from outofcore.planning.policy import quick_policy
-from outofcore.profiling.links import keep_link
-from outofcore.profiling.ops import keep_profiles
+from outofcore.profiling.links import update_cached_link
+from outofcore.profiling.ops import update_cached_profiles
 from outofcore.program import Timeline
-from outofcore.replanning import MEASURED_STEPS, Watch, calm_of
+from outofcore.replanning import MEASURED_STEPS, PlanWatch, select_quiet_steps
 from outofcore.step_planner import StepPlanner
 from outofcore.units import format_bytes
 
@@ -50,7 +50,7 @@ class TooSmallError(Exception):
         self.refusal = refusal
 
 
-class PlanKeeper:
+class PlanUpdater:
     """The replacement of plans by measured times and requests."""
 
     def __init__(self, steps: KnownSteps, planner: StepPlanner, peers: Peers | None) -> None:
@@ -63,51 +63,51 @@ class PlanKeeper:
         self._surges: dict[str, Requests] = {}  # by family of ops
         self._surge_count = 0
 
-    def judge(self, entry: KnownStep, timeline: Timeline | None) -> None:
+    def record_run(self, entry: KnownStep, timeline: Timeline | None) -> None:
         """Record a run of a step, and plan again if needed."""
         if entry.runner is None or timeline is None:
             return
-        if self._peers is not None and self._peers.follow_one_plan:
-            self._judge_together(entry, entry.runner, timeline, self._peers)
+        if self._peers is not None and self._peers.must_share_plan:
+            self._judge_shared_plan(entry, entry.runner, timeline, self._peers)
             return
-        if self.note_surges(entry):
+        if self.record_surges(entry):
             return  # the next call plans for them
         entry.runs += 1
         # The first step of a program warms up: libraries fill caches, and optimizers may create their state.
         warming = entry.runs == 1
         if entry.watch is None:
             planned = entry.step.planned
-            entry.watch = Watch.of(planned.program, planned.timeline.step_seconds, is_quick=entry.step.is_quick)
-        if warming or not entry.step.leaves_device:
-            entry.watch = entry.watch.warmed()
+            entry.watch = PlanWatch.of(planned.program, planned.timeline.step_seconds, is_quick=entry.step.is_quick)
+        if warming or not entry.step.has_evictions:
+            entry.watch = entry.watch.record_warmup()
         else:
-            entry.watch = entry.watch.ran(entry.step.planned.program, timeline)
+            entry.watch = entry.watch.record_step(entry.step.planned.program, timeline)
         watch = entry.watch
-        if watch.has_settled and entry.step.planning_seconds:
-            self._keep_plan(entry.step)
-        if watch.asks and not self.background.is_busy:
+        if watch.is_plan_confirmed and entry.step.planning_seconds:
+            self._store_plan(entry.step)
+        if watch.needs_plan and not self.background.is_busy:
             self._plan_for_times(entry, watch)
-        self._take_plan()
+        self._adopt_finished_plan()
 
-    def _plan_for_times(self, entry: KnownStep, watch: Watch) -> None:
+    def _plan_for_times(self, entry: KnownStep, watch: PlanWatch) -> None:
         """Plan with measured times in another process, or here if that is quick."""
         # Peers would wait for this process, and each process would search concurrently with its steps.
         if self._peers is not None and self._peers.joined:
-            entry.watch = watch.kept()
+            entry.watch = watch.keep_plan()
             return
         step, begin = entry.step, self._clock()
-        job = job_of(step, self._policy, calm_of(watch.measured))
+        job = job_of(step, self._policy, select_quiet_steps(watch.measured))
         if self.background.start((entry, step), job, _NICENESS):
-            entry.watch = watch.asked(self._clock() - begin)
-        elif step.planning_seconds and watch.affords(step.planning_seconds + watch.exchange):
+            entry.watch = watch.record_planning(self._clock() - begin)
+        elif step.planning_seconds and watch.can_afford(step.planning_seconds + watch.exchange_seconds):
             self._steps.leave_arena()  # frees memory for planning
             answer = plan_job(replace(job, policy=quick_policy(self._policy)))
-            entry.watch = watch.asked(self._clock() - begin)
-            self._take(entry, entry.watch, answer)
+            entry.watch = watch.record_planning(self._clock() - begin)
+            self._adopt_plan(entry, entry.watch, answer)
         else:
-            entry.watch = watch.kept()
+            entry.watch = watch.keep_plan()
 
-    def _take_plan(self) -> None:
+    def _adopt_finished_plan(self) -> None:
         """Adopt the plan of the background process, if it has finished."""
         finished = self.background.poll()
         if finished is None:
@@ -117,30 +117,30 @@ class PlanKeeper:
         if (
             entry.watch is not None
             and entry.step is step
-            and any(other is entry for other in self._steps.known.values())
+            and any(other is entry for other in self._steps.by_signature.values())
         ):
-            self._take(entry, entry.watch, answer)
+            self._adopt_plan(entry, entry.watch, answer)
 
-    def _take(self, entry: KnownStep, watch: Watch, answer: Answer) -> None:
+    def _adopt_plan(self, entry: KnownStep, watch: PlanWatch, answer: PlanResult) -> None:
         before, begin = entry.step, self._clock()
-        new_step = with_answer(before, answer, watch.usual, self._stores)
+        new_step = with_answer(before, answer, watch.step_seconds, self._stores)
         if new_step is None:
-            entry.watch = watch.kept()
+            entry.watch = watch.keep_plan()
             return
-        self._keep(before, new_step, None)
+        self._store_measurements(before, new_step, None)
         predicted = new_step.planned.timeline.step_seconds
         if not answer.is_new:
-            entry.step, entry.watch = new_step, watch.kept(predicted)
+            entry.step, entry.watch = new_step, watch.keep_plan(predicted)
             if entry is self._steps.active:
-                self._steps.shown = new_step
+                self._steps.last_step = new_step
             return
         was_active = entry is self._steps.active
-        self._steps.exchange(entry, new_step)
+        self._steps.replace_plan(entry, new_step)
         if was_active:
             self._steps.activate(entry)
-        entry.watch = watch.exchanged(predicted, self._clock() - begin)
+        entry.watch = watch.record_exchange(predicted, self._clock() - begin)
 
-    def _judge_together(self, entry: KnownStep, runner: Runner, timeline: Timeline, peers: Peers) -> None:
+    def _judge_shared_plan(self, entry: KnownStep, runner: Runner, timeline: Timeline, peers: Peers) -> None:
         """Compare a shared plan once with the measurements of rank 0, for all processes."""
         if entry.is_judged:
             return
@@ -151,50 +151,54 @@ class PlanKeeper:
         if len(measured) < MEASURED_STEPS:
             return
         entry.is_judged, entry.measured = True, []
-        surprises = runner.surprises()
-        if before.leaves_device:
+        surprises = runner.find_unplanned_requests()
+        if before.has_evictions:
             self._steps.leave_arena()
 
         def keep(new_step: PlannedStep, times_were_wrong: bool) -> None:
-            self._keep(before, new_step, None if times_were_wrong else surprises.keys())
+            self._store_measurements(before, new_step, None if times_were_wrong else surprises.keys())
 
         new_step = peers.replan(before, measured, surprises, keep)
         if new_step is not None:
-            self._steps.exchange(entry, new_step)
+            self._steps.replace_plan(entry, new_step)
 
-    def _keep(self, before: PlannedStep, after: PlannedStep, ops: Collection[int] | None) -> None:
+    def _store_measurements(self, before: PlannedStep, after: PlannedStep, ops: Collection[int] | None) -> None:
         """Store measurements for later processes; with ``ops`` only theirs, else also links and the plan."""
         if self._cache is None:
             return
         facts = self._backend.facts()
-        keep_profiles(self._cache, after.graph, after.profiles, only=ops, device=facts)
+        update_cached_profiles(self._cache, after.graph, after.profiles, only=ops, device=facts)
         for store, old, new in zip(self._stores, before.costs.homes, after.costs.homes, strict=True):
-            keep_link(store, self._cache, old, new, facts)
+            update_cached_link(store, self._cache, old, new, facts)
         if not after.is_quick:
-            self._keep_plan(after)
+            self._store_plan(after)
 
-    def _keep_plan(self, step: PlannedStep) -> None:
+    def _store_plan(self, step: PlannedStep) -> None:
         if step.choice is not None:
             self._plans.keep(step.choice, step.graph, step.costs, step.budget, step.planned, is_quick=False)
 
     # Requests beyond the plan
 
-    def note_surges(self, entry: KnownStep) -> bool:
+    def record_surges(self, entry: KnownStep) -> bool:
         """Record the requests of the last run beyond its plan; return whether there were any."""
         runner = entry.runner
-        if runner is None or (self._peers is not None and self._peers.follow_one_plan):
+        if runner is None or (self._peers is not None and self._peers.must_share_plan):
             return False
-        surprises = runner.surprises()
-        step = entry.wanted or entry.step
-        grown = grown_requests(step, surprises)
-        if runner.refused is not None and entry.wanted is None and (op := runner.refused[0].id) not in grown:
+        surprises = runner.find_unplanned_requests()
+        step = entry.unplanned_step or entry.step
+        grown = select_grown_requests(step, surprises)
+        if (
+            runner.refused_request is not None
+            and entry.unplanned_step is None
+            and (op := runner.refused_request[0].id) not in grown
+        ):
             # The plan has enough bytes, but in another order. More bytes each time make sure that planning ends.
             requests = surprises.get(op, step.profiles[op].requests)
-            more = step.costs.ops[op].workspace_bytes + placed_bytes(runner.refused[1])
+            more = step.costs.ops[op].workspace_bytes + placed_bytes(runner.refused_request[1])
             grown[op] = replace(requests, workspace_bytes=more)
         if not grown:
             return False
-        step = entry.wanted = remember_requests(step, grown, runner.first_ops)
+        step = entry.unplanned_step = with_new_requests(step, grown, runner.first_ops)
         for op, requests in grown.items():
             family, before = step.graph.ops[op].family, 0
             if family in self._surges:
@@ -203,9 +207,9 @@ class PlanKeeper:
                 self._surges[family] = requests
         if self._cache is not None:
             facts = self._backend.facts()
-            keep_profiles(self._cache, step.graph, step.profiles, only=grown.keys(), device=facts)
+            update_cached_profiles(self._cache, step.graph, step.profiles, only=grown.keys(), device=facts)
         self._surge_count += 1
-        entry.surges = -1
+        entry.covered_surges = -1
         entry.has_overflowed |= runner.has_overflowed
         return True
 
@@ -214,27 +218,27 @@ class PlanKeeper:
 
         Raises ``TooSmallError`` if the step ``must_grow`` and no plan had room for its surges.
         """
-        if entry.surges != self._surge_count:
-            has_own_surges, entry.surges = entry.surges < 0, self._surge_count
-            step = entry.wanted or entry.step
+        if entry.covered_surges != self._surge_count:
+            has_own_surges, entry.covered_surges = entry.covered_surges < 0, self._surge_count
+            step = entry.unplanned_step or entry.step
             requests = {op.id: self._surges[op.family] for op in step.graph.ops if op.family in self._surges}
-            grown = grown_requests(step, requests)
+            grown = select_grown_requests(step, requests)
             if grown or has_own_surges:
-                entry.wanted = remember_requests(step, grown)
-                self._plan_again(entry, entry.wanted)
-        if must_grow and entry.too_small is not None:
-            raise TooSmallError(entry.too_small)
+                entry.unplanned_step = with_new_requests(step, grown)
+                self._plan_again(entry, entry.unplanned_step)
+        if must_grow and entry.refusal is not None:
+            raise TooSmallError(entry.refusal)
 
     def _plan_again(self, entry: KnownStep, step: PlannedStep) -> None:
         before = entry.step
-        if before.leaves_device:
+        if before.has_evictions:
             self._steps.leave_arena()  # frees memory for planning
         try:
             new_step = plan(
                 step.captured, step.costs, step.profiles, step.budget, self._policy, self._stores, quickly=True
             )
         except (BudgetError, SpillError, ValidationError) as error:
-            entry.too_small = self._too_small(step, error)
+            entry.refusal = self._refusal_for_user(step, error)
             _log.info("no plan has room for the requests of ops; tensors are evicted on demand: %s", error)
             return
         _log.info(
@@ -242,24 +246,24 @@ class PlanKeeper:
             new_step.planned.timeline.step_seconds,
             new_step.planned.plan.policy,
         )
-        entry.wanted, entry.too_small, entry.has_overflowed = None, None, False
-        self._steps.exchange(entry, replace(new_step, variant=before.variant, choice=before.choice))
+        entry.unplanned_step, entry.refusal, entry.has_overflowed = None, None, False
+        self._steps.replace_plan(entry, replace(new_step, variant=before.variant, choice=before.choice))
 
-    def _too_small(self, step: PlannedStep, error: Exception) -> BudgetError:
+    def _refusal_for_user(self, step: PlannedStep, error: Exception) -> BudgetError:
         if isinstance(error, BudgetError):
-            return in_terms_of_the_budget(error, self._budget, step.budget)
+            return restate_for_budget(error, self._budget, step.budget)
         return BudgetError(f"no plan has room for an op that requests more memory than measured: {error}")
 
-    def explain(self, entry: KnownStep, error: ArenaError) -> Exception:
+    def explain_refusal(self, entry: KnownStep, error: ArenaError) -> Exception:
         """Return the refusal of a request as an error for the user."""
         runner = entry.runner
-        if runner is None or runner.refused is None:
+        if runner is None or runner.refused_request is None:
             return error
-        op, count = runner.refused
-        if runner.refusal is not None:
-            return runner.refusal
-        if entry.too_small is not None:
-            return entry.too_small
+        op, count = runner.refused_request
+        if runner.eviction_error is not None:
+            return runner.eviction_error
+        if entry.refusal is not None:
+            return entry.refusal
         return BudgetError(
             f"{op.text} requested {format_bytes(count)} beyond its plan; the budget of {format_bytes(self._budget)} "
             "cannot hold that and the tensors of the op; raise the budget"

@@ -54,7 +54,7 @@ class _Plan(Struct):
     staying: tuple[Key, ...] = ()
 
 
-class _Wait(Struct, omit_defaults=True):
+class _WaitEntry(Struct, omit_defaults=True):
     queue: Queue
     count: _Index
     home: _Index = 0
@@ -64,28 +64,28 @@ class _Run(Struct, tag_field="do", tag="Run", omit_defaults=True):
     op: _Index
     blocks: tuple[_Index, ...]
     workspace: _Index | None = None
-    waits: tuple[_Wait, ...] = ()
+    waits: tuple[_WaitEntry, ...] = ()
     again: bool = False
     communicates: bool = False
 
 
-class _Copy(Struct, tag_field="do", omit_defaults=True):
+class _CopyEntry(Struct, tag_field="do", omit_defaults=True):
     block: _Index
     version: _Index
-    waits: tuple[_Wait, ...] = ()
+    waits: tuple[_WaitEntry, ...] = ()
     home: _Index = 0
 
 
-class _CopyOut(_Copy, tag="CopyOut"):
+class _CopyOut(_CopyEntry, tag="CopyOut"):
     pass
 
 
-class _CopyIn(_Copy, tag="CopyIn"):
+class _CopyIn(_CopyEntry, tag="CopyIn"):
     pass
 
 
-_WRITTEN: dict[type[Instruction], type[_Run | _CopyOut | _CopyIn]] = {Run: _Run, CopyOut: _CopyOut, CopyIn: _CopyIn}
-_READ: dict[type[Struct], type[Instruction]] = {written: read for read, written in _WRITTEN.items()}
+_ENTRY_TYPES: dict[type[Instruction], type[_Run | _CopyOut | _CopyIn]] = {Run: _Run, CopyOut: _CopyOut, CopyIn: _CopyIn}
+_INSTRUCTION_TYPES: dict[type[Struct], type[Instruction]] = {written: read for read, written in _ENTRY_TYPES.items()}
 
 
 class _Block(Struct, omit_defaults=True):
@@ -167,7 +167,7 @@ def document_of(file: PlanFile, keys: Sequence[int | str]) -> PlanDocument:
         ),
         _Program(
             tuple(
-                convert(instruction, _WRITTEN[type(instruction)], from_attributes=True)
+                convert(instruction, _ENTRY_TYPES[type(instruction)], from_attributes=True)
                 for instruction in program.instructions
             ),
             tuple(
@@ -242,7 +242,7 @@ def plan_of(file: PlanDocument, keys: Sequence[int | str], path: Path) -> PlanFi
         ),
         Program(
             tuple(
-                convert(instruction, _READ[type(instruction)], from_attributes=True)
+                convert(instruction, _INSTRUCTION_TYPES[type(instruction)], from_attributes=True)
                 for instruction in program.instructions
             ),
             tuple(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from outofcore import planning
-from outofcore.background import Answer, PlanJob, Running
+from outofcore.background import PlanJob, PlanResult, RunningPlan
 from outofcore.capture import Captured
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError, SpillError, ValidationError
@@ -19,11 +19,11 @@ from outofcore.planning.placement.requests import Requests
 from outofcore.planning.policy import quick_policy
 from outofcore.profiling.ops import OpProfile
 from outofcore.program import CopyIn, CopyOut, Timeline
-from outofcore.proving import proved
-from outofcore.refine import is_off, refined
+from outofcore.proving import prove_plan
+from outofcore.refine import is_off, refine_costs
 from outofcore.runtime.homes import HomeStore
 from outofcore.runtime.slots import needed_bytes
-from outofcore.step_plans import Choice
+from outofcore.step_plans import VariantChoice
 from outofcore.units import format_bytes
 from outofcore.variant import LOWEST_MEMORY, Variant
 
@@ -49,7 +49,7 @@ class PlannedStep:
     variant: Variant = LOWEST_MEMORY
     is_quick: bool = False
     planning_seconds: float = 0.0
-    choice: Choice | None = None
+    choice: VariantChoice | None = None
 
     @property
     def graph(self) -> StepGraph:
@@ -66,22 +66,22 @@ class PlannedStep:
         return self.planned.program.arena_bytes
 
     @property
-    def leaves_device(self) -> bool:
+    def has_evictions(self) -> bool:
         """Whether the plan evicts any storage."""
         return self.planned.plan.policy != "keep-all"
 
     @property
-    def ported(self) -> frozenset[int]:
+    def caller_storages(self) -> frozenset[int]:
         """The storages copied between the arena and the caller's memory instead of a home."""
         captured = self.captured
         return frozenset({captured.values[b.value].storage for b in captured.inputs} | set(captured.graph.outputs))
 
     @property
-    def spilled(self) -> frozenset[int]:
+    def home_storages(self) -> frozenset[int]:
         """The storages that the program moves between the arena and its homes."""
         program = self.planned.program
         moved = {program.blocks[i.block].storage for i in program.instructions if isinstance(i, CopyOut | CopyIn)}
-        return frozenset(s for s in moved if s is not None and s not in self.ported)
+        return frozenset(s for s in moved if s is not None and s not in self.caller_storages)
 
 
 def plan_in_core(
@@ -92,7 +92,7 @@ def plan_in_core(
     if planned is None:
         return None
     try:
-        planned = proved(captured.graph, costs, budget, [planned])
+        planned = prove_plan(captured.graph, costs, budget, [planned])
     except ValidationError:
         return None  # logged already
     check_spill(captured.graph, costs, planned, stores)
@@ -119,10 +119,10 @@ def plan(
         ValidationError: no plan passes validation.
     """
     graph, begin = captured.graph, time.perf_counter()
-    planned = _planned_quickly(captured, costs, budget, policy) if quickly else None
+    planned = _plan_quickly(captured, costs, budget, policy) if quickly else None
     is_quick = planned is not None
     try:
-        planned = planned or _planned_whole(captured, costs, budget, policy)
+        planned = planned or _plan_fully(captured, costs, budget, policy)
     except BudgetError:
         _check_last_home(graph, costs, budget, policy, stores)
         raise
@@ -131,30 +131,32 @@ def plan(
     return PlannedStep(captured, budget, costs, planned, profiles, is_quick=is_quick, planning_seconds=seconds)
 
 
-def _planned_quickly(captured: Captured, costs: Costs, budget: int, policy: Policy) -> Planned | None:
+def _plan_quickly(captured: Captured, costs: Costs, budget: int, policy: Policy) -> Planned | None:
     """Return the plan of a quick search; None without one."""
     quick = quick_policy(policy)
     if quick is policy or not costs.homes:
         return None
     try:
-        return proved(captured.graph, costs, budget, planning.plans_of_step(captured.graph, costs, budget, quick))
+        return prove_plan(captured.graph, costs, budget, planning.plans_of_step(captured.graph, costs, budget, quick))
     except (BudgetError, ValidationError):
         return None  # logged already if it is a bug
 
 
-def _planned_whole(captured: Captured, costs: Costs, budget: int, policy: Policy) -> Planned:
+def _plan_fully(captured: Captured, costs: Costs, budget: int, policy: Policy) -> Planned:
     graph = captured.graph
-    plans = planning.plans_of_step(graph, costs, budget, policy, describer(captured))
-    return proved(graph, costs, budget, chain(plans, _everything_leaves(graph, costs, budget)))
+    plans = planning.plans_of_step(graph, costs, budget, policy, storage_describer(captured))
+    return prove_plan(graph, costs, budget, chain(plans, _offload_all_plans(graph, costs, budget)))
 
 
 def job_of(step: PlannedStep, policy: Policy, measured: Sequence[Timeline]) -> PlanJob:
     """Return the job of planning the step again with ``measured`` timelines of its plan."""
-    running = Running(step.planned, tuple(measured), step.spilled)
+    running = RunningPlan(step.planned, tuple(measured), step.home_storages)
     return PlanJob(step.graph, step.costs, step.budget, policy, running)
 
 
-def with_answer(step: PlannedStep, answer: Answer, seconds: float, stores: Sequence[HomeStore]) -> PlannedStep | None:
+def with_answer(
+    step: PlannedStep, answer: PlanResult, seconds: float, stores: Sequence[HomeStore]
+) -> PlannedStep | None:
     """Return the step with the plan from the answer to its job; None without one, or if a home is full."""
     reason = answer.reason
     if answer.planned is not None and answer.costs is not None:
@@ -164,7 +166,7 @@ def with_answer(step: PlannedStep, answer: Answer, seconds: float, stores: Seque
             reason = str(error)
         else:
             new_step = with_plan(step, answer.costs, answer.planned)
-            _say_times(step, new_step, seconds)
+            _log_times(step, new_step, seconds)
             return new_step
     _log.warning("the plan is kept, although a new one was requested: %s", reason)
     return None
@@ -176,7 +178,7 @@ def with_plan(step: PlannedStep, costs: Costs, planned: Planned) -> PlannedStep:
     return replace(step, costs=costs, planned=planned, profiles=profiles, is_quick=False)
 
 
-def with_times(
+def plan_with_times(
     step: PlannedStep,
     measured: Sequence[Timeline],
     policy: Policy,
@@ -184,18 +186,18 @@ def with_times(
 ) -> PlannedStep | None:
     """Return the step planned with the measured times of ops and copies; None without a plan."""
     families = [op.family for op in step.graph.ops]
-    costs = refined(step.costs, step.planned.program, measured, step.spilled, families)
+    costs = refine_costs(step.costs, step.planned.program, measured, step.home_storages, families)
     profiles = tuple(replace(p, cost=cost) for p, cost in zip(step.profiles, costs.ops, strict=True))
     try:
         new_step = plan(step.captured, costs, profiles, step.budget, policy, stores)
     except (BudgetError, SpillError, ValidationError) as error:
         _log.warning("the plan is kept, although its prediction was off: %s", error)
         return None
-    _say_times(step, new_step, measured[-1].step_seconds)
+    _log_times(step, new_step, measured[-1].step_seconds)
     return replace(new_step, variant=step.variant)
 
 
-def _say_times(before: PlannedStep, after: PlannedStep, seconds: float) -> None:
+def _log_times(before: PlannedStep, after: PlannedStep, seconds: float) -> None:
     _log.info(
         "planned again with measured costs: a step was predicted to take %.3f s and took %.3f s; now %.3f s by %s",
         before.planned.timeline.step_seconds,
@@ -205,7 +207,7 @@ def _say_times(before: PlannedStep, after: PlannedStep, seconds: float) -> None:
     )
 
 
-def grown_requests(step: PlannedStep, observed: Mapping[int, Requests]) -> dict[int, Requests]:
+def select_grown_requests(step: PlannedStep, observed: Mapping[int, Requests]) -> dict[int, Requests]:
     """Return the requests, by op, that need more scratch memory than planned.
 
     The others fit into the op's workspace in another order. Needs only grow, so planning again comes to an end.
@@ -214,7 +216,7 @@ def grown_requests(step: PlannedStep, observed: Mapping[int, Requests]) -> dict[
     return {op: requests for op, requests in observed.items() if requests.workspace_bytes > ops[op].workspace_bytes}
 
 
-def remember_requests(
+def with_new_requests(
     step: PlannedStep, requests: Mapping[int, Requests], first: Set[int] = frozenset()
 ) -> PlannedStep:
     """Return the step with new requests in its costs; ops in ``first`` make them in the first run only."""
@@ -239,14 +241,14 @@ def remember_requests(
     return replace(step, costs=replace(step.costs, ops=tuple(ops)), profiles=tuple(profiles))
 
 
-def with_requests(
+def plan_with_requests(
     step: PlannedStep,
     surprises: Mapping[int, Requests],
     policy: Policy,
     stores: Sequence[HomeStore],
 ) -> PlannedStep | None:
     """Return the step planned with the observed requests of ops; None without a plan."""
-    updated = remember_requests(step, surprises)
+    updated = with_new_requests(step, surprises)
     try:
         new_step = plan(updated.captured, updated.costs, updated.profiles, step.budget, policy, stores)
     except (BudgetError, SpillError, ValidationError) as error:
@@ -261,12 +263,12 @@ def with_requests(
     return replace(new_step, variant=step.variant)
 
 
-def is_wrong(step: PlannedStep, measured: Sequence[Timeline]) -> bool:
+def is_prediction_wrong(step: PlannedStep, measured: Sequence[Timeline]) -> bool:
     """Return whether measured times differ enough from the prediction to plan again."""
-    return step.leaves_device and is_off(step.planned.timeline.step_seconds, measured)
+    return step.has_evictions and is_off(step.planned.timeline.step_seconds, measured)
 
 
-def describer(captured: Captured) -> Callable[[int], str]:
+def storage_describer(captured: Captured) -> Callable[[int], str]:
     """Return a function that describes a storage of a step, with its shape and dtype, for users."""
     shapes = {}
     for value in captured.values:
@@ -287,7 +289,7 @@ def check_spill(graph: StepGraph, costs: Costs, planned: Planned, stores: Sequen
         _log.info("peak use of home %s: %s", home.name, format_bytes(count))
 
 
-def _everything_leaves(graph: StepGraph, costs: Costs, budget: int) -> Iterator[Planned]:
+def _offload_all_plans(graph: StepGraph, costs: Costs, budget: int) -> Iterator[Planned]:
     yield from planning.plans_of_step(graph, costs, budget, "offload-all")
 
 

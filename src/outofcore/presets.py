@@ -148,7 +148,7 @@ def device(name: str) -> Device:
     1000000000000.0
     """
     if "," in name:
-        return _by_numbers(name)
+        return _parse_device(name)
     presets, key = devices(), name.lower().replace(" ", "").replace("_", "-")
     # "a10" is not an A100, and people leave "rtx" out.
     for beginning in (f"{key}-", key, f"rtx{key}") if key else ():
@@ -164,7 +164,7 @@ def device(name: str) -> Device:
     )
 
 
-def _by_numbers(text: str) -> Device:
+def _parse_device(text: str) -> Device:
     parts = [part.strip() for part in text.split(",")]
     if len(parts) not in (3, 4) or (len(parts) == 4 and not parts[3].endswith("memory")):
         raise InputError(
@@ -172,11 +172,11 @@ def _by_numbers(text: str) -> Device:
             f"as {_EXAMPLE!r}, and optionally its memory bandwidth, such as '1000 GB/s memory'"
         )
     memory = parse_bytes(parts[0])
-    flops = _quantity(text, parts[1], _FLOPS, "TFLOPS, such as '80 TFLOPS'")
-    link = _quantity(text, parts[2], _RATES, "the rate of the link to the host, such as '25 GB/s'")
+    flops = _parse_quantity(text, parts[1], _FLOPS, "TFLOPS, such as '80 TFLOPS'")
+    link = _parse_quantity(text, parts[2], _RATES, "the rate of the link to the host, such as '25 GB/s'")
     memory_rate = flops / 1e12 * _GB_PER_TFLOPS * 1e9
     if len(parts) == 4:
-        memory_rate = _quantity(
+        memory_rate = _parse_quantity(
             text, parts[3].removesuffix("memory").strip(), _RATES, "a rate, such as '1000 GB/s memory'"
         )
     rates = {Number.HALF: flops, Number.TF32: flops * _TF32_SHARE, Number.FP32: flops * _FP32_SHARE}
@@ -187,7 +187,7 @@ def _by_numbers(text: str) -> Device:
     return Device(text, name, memory, rates, memory_rate, link, link)
 
 
-def _quantity(text: str, part: str, units: dict[str, float], expected: str) -> float:
+def _parse_quantity(text: str, part: str, units: dict[str, float], expected: str) -> float:
     match = _QUANTITY.fullmatch(part)
     unit = None if match is None else units.get(match[2].upper())
     if match is None or unit is None or not 0 < float(match[1]) < 1e6:

@@ -14,10 +14,10 @@ from rich.progress import BarColumn, Progress, Task, TextColumn, TimeElapsedColu
 from rich.text import Text
 
 # Called with a stage, the number of parts done, and the number of parts.
-Tell = Callable[[str, int, int], None]
+ProgressCallback = Callable[[str, int, int], None]
 
 
-def silent(stage: str, done: int, total: int) -> None:
+def ignore_progress(stage: str, done: int, total: int) -> None:
     """Ignore progress.
 
     >>> silent("plan", 1, 4)
@@ -25,7 +25,7 @@ def silent(stage: str, done: int, total: int) -> None:
 
 
 @contextmanager
-def following(tell: Tell | None = None, *, show: bool | None = None) -> Generator[Tell]:
+def show_progress(tell: ProgressCallback | None = None, *, show: bool | None = None) -> Generator[ProgressCallback]:
     """Yield a progress callback.
 
     Args:
@@ -38,40 +38,40 @@ def following(tell: Tell | None = None, *, show: bool | None = None) -> Generato
     """
     if tell is not None:
         yield tell
-    elif show is None and (display := _notebook()) is not None:
-        shown = _ShownInNotebook(display)
+    elif show is None and (display := _notebook_display()) is not None:
+        shown = _NotebookProgress(display)
         try:
             yield shown
         finally:
             shown.close()
     elif sys.stderr.isatty() if show is None else show:
-        with _bar() as bar:
-            yield _Shown(bar)
+        with _make_bar() as bar:
+            yield _TerminalProgress(bar)
     else:
-        yield silent
+        yield ignore_progress
 
 
-def _bar() -> Progress:
+def _make_bar() -> Progress:
     return Progress(
         TextColumn("outofcore: {task.description}"),
         BarColumn(bar_width=24),
         TextColumn("{task.fields[count]}"),
         TimeElapsedColumn(),
-        _Left(),
+        _RemainingTime(),
         console=Console(stderr=True),
         transient=True,  # remove finished bars
         refresh_per_second=4,  # drawing slows down the ops that are being measured
     )
 
 
-class _Left(TimeRemainingColumn):
+class _RemainingTime(TimeRemainingColumn):
     """Remaining time of a stage with more than one part."""
 
     def render(self, task: Task) -> Text:
         return Text("left ").append_text(super().render(task)) if task.fields["count"] else Text("")
 
 
-class _Shown:
+class _TerminalProgress:
     """A progress callback that draws one bar per stage."""
 
     def __init__(self, bar: Progress) -> None:
@@ -92,7 +92,7 @@ class _Shown:
 _PAUSE_S = 0.25
 
 
-def _notebook() -> Callable[..., Any] | None:
+def _notebook_display() -> Callable[..., Any] | None:
     # A running notebook has imported IPython already; importing it here would be slow.
     ipython: Any = sys.modules.get("IPython")
     shell: Any = None if ipython is None else getattr(ipython, "get_ipython", lambda: None)()
@@ -105,7 +105,7 @@ def _notebook() -> Callable[..., Any] | None:
     return display  # pyright: ignore[reportUnknownVariableType]
 
 
-class _ShownInNotebook:
+class _NotebookProgress:
     """A progress callback that draws one line below the notebook cell; ``close`` removes it."""
 
     def __init__(self, display: Callable[..., Any]) -> None:

@@ -20,7 +20,7 @@ from outofcore.validator import validate
 _log = logging.getLogger("outofcore")
 
 
-def proved(graph: StepGraph, costs: Costs, budget: int, candidates: Iterable[Planned]) -> Planned:
+def prove_plan(graph: StepGraph, costs: Costs, budget: int, candidates: Iterable[Planned]) -> Planned:
     """Return the first valid candidate; ``budget`` is in bytes of the arena.
 
     Raises ``BudgetError`` without candidates, ``ValidationError`` if all are invalid.
@@ -45,7 +45,7 @@ def proved(graph: StepGraph, costs: Costs, budget: int, candidates: Iterable[Pla
                 "report it with %s",
                 planned.plan.policy,
                 error,
-                _evidence(graph, costs, budget, planned),
+                _write_evidence(graph, costs, budget, planned),
             )
         else:
             if failures:
@@ -57,7 +57,7 @@ def proved(graph: StepGraph, costs: Costs, budget: int, candidates: Iterable[Pla
     )
 
 
-def _evidence(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> str:
+def _write_evidence(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> str:
     """Write the graph and the plan to a file; return its name, or the reason for its absence."""
     keys = GraphFile.of(graph, costs).keys
     try:

@@ -13,23 +13,23 @@ from dataclasses import dataclass, field, replace
 
 from outofcore.costs import Costs, Home
 from outofcore.program import CopyIn, CopyOut, Program, Run, Timeline
-from outofcore.undisturbed import Lane, StepTimes, is_quiet, pace, step_times, undisturbed
+from outofcore.undisturbed import Lane, StepTimes, is_quiet, mark_quiet_steps, pace, step_times
 from outofcore.units import MIB
 
 # Below this total, copies do not determine a link's bandwidth.
-_TELLING_BYTES = 16 * MIB
+_MIN_TRAFFIC_BYTES = 16 * MIB
 # An op keeps its own cost if its median differs from its family's by more than this factor.
-_OF_ITS_OWN = 1.25
+_FAMILY_TOLERANCE = 1.25
 # With this many times without concurrent copies, a family uses only those.
-_ENOUGH_QUIET = 3
+_MIN_QUIET_TIMES = 3
 # Minimum share of compute time with concurrent copies to derive the slowdown from.
-_TELLING_SHARE = 0.1
+_MIN_CONCURRENT_SHARE = 0.1
 # Minimum average number of concurrent copies of such an op.
-_BESIDE = 0.5
+_MIN_CONCURRENT_COPIES = 0.5
 # Relative tolerance of a prediction.
 _TOLERANCE = 0.1
 # Maximum slowdown of ops by each copy.
-_MOST_SLOWDOWN = 1.0
+_MAX_SLOWDOWN = 1.0
 
 
 def is_off(predicted: float, timelines: Sequence[Timeline]) -> bool:
@@ -37,13 +37,13 @@ def is_off(predicted: float, timelines: Sequence[Timeline]) -> bool:
     return abs(statistics.median(t.step_seconds for t in timelines) - predicted) > _TOLERANCE * predicted
 
 
-def calm_steps(costs: Costs, program: Program, timelines: Sequence[Timeline]) -> list[Timeline]:
+def find_quiet_steps(costs: Costs, program: Program, timelines: Sequence[Timeline]) -> list[Timeline]:
     """Return the quiet steps among consecutive whole steps; only the ratios of the op costs matter."""
     paces = [pace(program, step_times(program, timeline, ()), costs.ops) for timeline in timelines]
-    return [timeline for timeline, quiet in zip(timelines, undisturbed(paces), strict=True) if quiet]
+    return [timeline for timeline, quiet in zip(timelines, mark_quiet_steps(paces), strict=True) if quiet]
 
 
-def refined(
+def refine_costs(
     costs: Costs,
     program: Program,
     timelines: Sequence[Timeline],
@@ -54,10 +54,10 @@ def refined(
 
     ``moved`` are storages that were copied to a home and not to the caller's memory.
     """
-    quiet_timelines = calm_steps(costs, program, timelines)
+    quiet_timelines = find_quiet_steps(costs, program, timelines)
     names = [families[op] if families and families[op] else f"#{op}" for op in range(len(costs.ops))]
     times = [step_times(program, timeline, costs.homes) for timeline in quiet_timelines]
-    homes = _with_slowdown(costs.homes, program, times, names)
+    homes = _derive_slowdown(costs.homes, program, times, names)
     if homes != costs.homes:
         times = [step_times(program, timeline, homes) for timeline in quiet_timelines]
     seconds = _op_seconds(costs, program, times, names)
@@ -88,7 +88,7 @@ class _Family:
 
     @property
     def seconds(self) -> float:
-        return statistics.median(self.quiet if len(self.quiet) >= _ENOUGH_QUIET else self.all)
+        return statistics.median(self.quiet if len(self.quiet) >= _MIN_QUIET_TIMES else self.all)
 
 
 def _op_seconds(costs: Costs, program: Program, times: Sequence[StepTimes], names: Sequence[str]) -> list[float]:
@@ -105,12 +105,12 @@ def _op_seconds(costs: Costs, program: Program, times: Sequence[StepTimes], name
     seconds = [cost.seconds for cost in costs.ops]
     for op, op_times in by_op.items():
         family_seconds, op_seconds = families[names[op]].seconds, statistics.median(op_times)
-        is_alike = family_seconds / _OF_ITS_OWN <= op_seconds <= family_seconds * _OF_ITS_OWN
+        is_alike = family_seconds / _FAMILY_TOLERANCE <= op_seconds <= family_seconds * _FAMILY_TOLERANCE
         seconds[op] = family_seconds if is_alike else op_seconds
     return seconds
 
 
-def _with_slowdown(
+def _derive_slowdown(
     homes: tuple[Home, ...], program: Program, times: Sequence[StepTimes], names: Sequence[str]
 ) -> tuple[Home, ...]:
     """Derive ``compute_slowdown`` from steps with enough concurrent copies, all to one home."""
@@ -129,17 +129,19 @@ def _with_slowdown(
             total += took
             if is_quiet(copies):
                 quiet.setdefault(names[instruction.op], []).append(took)
-            elif copies >= _BESIDE:
+            elif copies >= _MIN_CONCURRENT_COPIES:
                 concurrent.append((names[instruction.op], took, copies))
-    usual = {name: statistics.median(durations) for name, durations in quiet.items() if len(durations) >= _ENOUGH_QUIET}
+    usual = {
+        name: statistics.median(durations) for name, durations in quiet.items() if len(durations) >= _MIN_QUIET_TIMES
+    }
     slowdowns = [
         ((took / usual[name] - 1) / copies, took)
         for name, took, copies in concurrent
         if usual.get(name, 0.0) > 0 < copies
     ]
-    if sum(took for _, took in slowdowns) < _TELLING_SHARE * total:
+    if sum(took for _, took in slowdowns) < _MIN_CONCURRENT_SHARE * total:
         return homes
-    slowdown = min(max(_weighted_median(slowdowns), 0.0), _MOST_SLOWDOWN)
+    slowdown = min(max(_weighted_median(slowdowns), 0.0), _MAX_SLOWDOWN)
     return tuple(replace(home, compute_slowdown=slowdown) if n == at else home for n, home in enumerate(homes))
 
 
@@ -160,7 +162,7 @@ class _Traffic:
 
 
 def _rate(home: Home, traffic: _Traffic | None, fallback: float) -> float:
-    if traffic is None or traffic.bytes < _TELLING_BYTES:
+    if traffic is None or traffic.bytes < _MIN_TRAFFIC_BYTES:
         return fallback
     # At least half of the time counts as transfer, since the measured latency may be too high.
     return traffic.bytes / max(traffic.busy - traffic.copies * home.latency_s, traffic.busy / 2)

@@ -34,25 +34,25 @@ from outofcore.undisturbed import DISTURBED
 
 # The number of quiet steps to measure, and the most steps to run for them.
 MEASURED_STEPS = 3
-_LONGEST = 9
+_MAX_MEASURED_STEPS = 9
 # Training may stand still for this share of the time of the first steps, or of all steps so far if that is more.
 SHARE, FIRST_STEPS = 0.03, 100
 # A step cannot become faster if its ops take at least this share of its time.
-_COULD_BE_QUICKER = 0.99
+_MAX_OPS_SHARE = 0.99
 # Assumed seconds to start a process, and to exchange a program (per instruction), until they are measured.
 _START_SECONDS, _EXCHANGE_SECONDS = 0.01, 50e-6
 # The interval of checks for drift, in steps, and the relative drift that starts measuring again.
-_LOOK, _OTHERWISE = 12, 0.1
+_DRIFT_INTERVAL, _MAX_DRIFT = 12, 0.1
 
 
-class Phase(Enum):
+class WatchPhase(Enum):
     MEASURING = "measuring"
     WAITING = "waiting"
-    SETTLED = "settled"
+    STEADY = "settled"
 
 
 @dataclass(frozen=True)
-class Watch:
+class PlanWatch:
     """The record of the steps of one plan; all times are seconds.
 
     Attributes:
@@ -65,96 +65,116 @@ class Watch:
         spent_seconds: time for which training stood still.
     """
 
-    predicted: float
-    exchange: float
+    predicted_seconds: float
+    exchange_seconds: float
     is_quick: bool
-    phase: Phase = Phase.MEASURING
+    phase: WatchPhase = WatchPhase.MEASURING
     steps: int = 0
-    usual: float = 0.0
+    step_seconds: float = 0.0
     measured: tuple[Timeline, ...] = ()
     recent: tuple[float, ...] = ()
-    is_wanted: bool = False
-    start: float = _START_SECONDS
-    spent: float = 0.0
+    is_plan_wanted: bool = False
+    start_seconds: float = _START_SECONDS
+    spent_seconds: float = 0.0
 
     @staticmethod
-    def of(program: Program, predicted: float, *, is_quick: bool) -> Watch:
+    def of(program: Program, predicted: float, *, is_quick: bool) -> PlanWatch:
         """Return the record of a plan that starts to run."""
-        return Watch(predicted, _EXCHANGE_SECONDS * len(program.instructions), is_quick)
+        return PlanWatch(predicted, _EXCHANGE_SECONDS * len(program.instructions), is_quick)
 
     @property
-    def allowed(self) -> float:
+    def allowed_seconds(self) -> float:
         """Seconds for which training may have stood still so far."""
-        return SHARE * max(self.steps, FIRST_STEPS) * self.usual
+        return SHARE * max(self.steps, FIRST_STEPS) * self.step_seconds
 
-    def affords(self, seconds: float) -> bool:
+    def can_afford(self, seconds: float) -> bool:
         """Return whether training may stand still for that many more seconds."""
-        return self.spent + seconds <= self.allowed
+        return self.spent_seconds + seconds <= self.allowed_seconds
 
     @property
-    def has_settled(self) -> bool:
+    def is_plan_confirmed(self) -> bool:
         """Whether the last measured step has confirmed the plan."""
-        return self.phase is Phase.SETTLED and bool(self.measured)
+        return self.phase is WatchPhase.STEADY and bool(self.measured)
 
     @property
-    def asks(self) -> bool:
+    def needs_plan(self) -> bool:
         """Whether another plan should be made now."""
-        return self.phase is Phase.MEASURING and self.is_wanted and self.affords(self.start + self.exchange)
+        return (
+            self.phase is WatchPhase.MEASURING
+            and self.is_plan_wanted
+            and self.can_afford(self.start_seconds + self.exchange_seconds)
+        )
 
     # Events
 
-    def ran(self, program: Program, timeline: Timeline) -> Watch:
+    def record_step(self, program: Program, timeline: Timeline) -> PlanWatch:
         """Record a step other than the first of its program."""
         seconds = timeline.step_seconds
         now = replace(self, steps=self.steps + 1)
-        if self.phase is Phase.SETTLED:
-            return replace(now, measured=())._looked(seconds)
-        if self.phase is Phase.WAITING or self.is_wanted:
+        if self.phase is WatchPhase.STEADY:
+            return replace(now, measured=())._check_drift(seconds)
+        if self.phase is WatchPhase.WAITING or self.is_plan_wanted:
             return now
         now = replace(now, measured=(*now.measured, timeline))
-        quiet = calm_of(now.measured)
-        if len(quiet) < MEASURED_STEPS and len(now.measured) < _LONGEST:
+        quiet = select_quiet_steps(now.measured)
+        if len(quiet) < MEASURED_STEPS and len(now.measured) < _MAX_MEASURED_STEPS:
             return now
-        now = replace(now, usual=statistics.median(step.step_seconds for step in quiet))
+        now = replace(now, step_seconds=statistics.median(step.step_seconds for step in quiet))
         ops = min(_ops_seconds(program, step) for step in quiet)
-        if ops < _COULD_BE_QUICKER * now.usual and (now.is_quick or is_off(now.predicted, quiet)):
-            return replace(now, is_wanted=True)
-        return replace(now._settled(), measured=now.measured)
+        if ops < _MAX_OPS_SHARE * now.step_seconds and (now.is_quick or is_off(now.predicted_seconds, quiet)):
+            return replace(now, is_plan_wanted=True)
+        return replace(now._enter_steady(), measured=now.measured)
 
-    def warmed(self) -> Watch:
+    def record_warmup(self) -> PlanWatch:
         """Record the first step of a program, without its time."""
         return replace(self, steps=self.steps + 1)
 
-    def asked(self, seconds: float) -> Watch:
+    def record_planning(self, seconds: float) -> PlanWatch:
         """Record that planning has started, for which training stood still for ``seconds``."""
-        return replace(self, phase=Phase.WAITING, is_wanted=False, start=seconds, spent=self.spent + seconds)
+        return replace(
+            self,
+            phase=WatchPhase.WAITING,
+            is_plan_wanted=False,
+            start_seconds=seconds,
+            spent_seconds=self.spent_seconds + seconds,
+        )
 
-    def kept(self, predicted: float | None = None) -> Watch:
+    def keep_plan(self, predicted: float | None = None) -> PlanWatch:
         """Record that no plan is better; ``predicted`` is a new prediction of the current one."""
-        return replace(self, predicted=self.predicted if predicted is None else predicted)._settled()
+        return replace(
+            self, predicted_seconds=self.predicted_seconds if predicted is None else predicted
+        )._enter_steady()
 
-    def exchanged(self, predicted: float, seconds: float) -> Watch:
+    def record_exchange(self, predicted: float, seconds: float) -> PlanWatch:
         """Record that another plan has replaced this one, for which training stood still for ``seconds``."""
-        now = replace(self, predicted=predicted, exchange=seconds, spent=self.spent + seconds, usual=0.0)
-        return now._settled()
+        now = replace(
+            self,
+            predicted_seconds=predicted,
+            exchange_seconds=seconds,
+            spent_seconds=self.spent_seconds + seconds,
+            step_seconds=0.0,
+        )
+        return now._enter_steady()
 
-    def _settled(self) -> Watch:
-        return replace(self, phase=Phase.SETTLED, is_quick=False, is_wanted=False, measured=(), recent=())
+    def _enter_steady(self) -> PlanWatch:
+        return replace(self, phase=WatchPhase.STEADY, is_quick=False, is_plan_wanted=False, measured=(), recent=())
 
-    def _looked(self, seconds: float) -> Watch:
+    def _check_drift(self, seconds: float) -> PlanWatch:
         recent = (*self.recent, seconds)
-        if len(recent) < _LOOK:
+        if len(recent) < _DRIFT_INTERVAL:
             return replace(self, recent=recent)
-        quick = sorted(recent)[_LOOK // 4]
+        quick = sorted(recent)[_DRIFT_INTERVAL // 4]
         now = replace(self, recent=())
-        if not self.usual:
-            return replace(now, usual=quick)
-        if abs(quick - self.usual) <= _OTHERWISE * self.usual or not self.affords(self.start + self.exchange):
+        if not self.step_seconds:
+            return replace(now, step_seconds=quick)
+        if abs(quick - self.step_seconds) <= _MAX_DRIFT * self.step_seconds or not self.can_afford(
+            self.start_seconds + self.exchange_seconds
+        ):
             return now
-        return replace(now, phase=Phase.MEASURING)
+        return replace(now, phase=WatchPhase.MEASURING)
 
 
-def calm_of(measured: Sequence[Timeline]) -> list[Timeline]:
+def select_quiet_steps(measured: Sequence[Timeline]) -> list[Timeline]:
     """Return the quiet steps of one program: those within a few hundredths of the fastest."""
     min_seconds = min((step.step_seconds for step in measured), default=0.0)
     return [step for step in measured if step.step_seconds <= min_seconds * DISTURBED]

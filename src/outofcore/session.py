@@ -15,37 +15,37 @@ import torch
 
 from outofcore._torch_internals import function_modes, tree_flatten
 from outofcore.capture.captures_by_reads import CapturesByReads
-from outofcore.capture.signature import Signature, Signer, has_other_sizes
+from outofcore.capture.signature import Signature, Signer, differs_only_in_sizes
 from outofcore.capture.snapshot import Snapshot
 from outofcore.errors import ArenaError, BudgetError, CaptureError, StateError, TransferError
 from outofcore.execution.engines import Engine
-from outofcore.execution.interrupts import Deferred
+from outofcore.execution.interrupts import DeferredSignals
 from outofcore.execution.model_state import StateKeeper
 from outofcore.execution.runner import UpdateError
-from outofcore.follow.calls import FollowedCalls
+from outofcore.follow.calls import BudgetedCalls
 from outofcore.known_steps import KnownStep, KnownSteps
 from outofcore.options import MemoryOptions, PlanOptions, RunOptions, UserStep
 from outofcore.peers import Peers, Ranks, StepFacts
 from outofcore.plan_store import library_version
-from outofcore.plan_updates import PlanKeeper, TooSmallError
+from outofcore.plan_updates import PlanUpdater, TooSmallError
 from outofcore.planned_step import PlannedStep
 from outofcore.program import Timeline
-from outofcore.progress import Tell, following
-from outofcore.runtime.memory import new_garbage_collected
+from outofcore.progress import ProgressCallback, show_progress
+from outofcore.runtime.memory import collect_new_garbage
 from outofcore.step_planner import StepPlanner
 from outofcore.units import format_bytes
 
 _log = logging.getLogger("outofcore")
 
 # The number of input signatures at which a warning reports their cost.
-_MANY_KINDS = 4
+_MANY_SIGNATURES = 4
 
 
-class _NotFollowedError(Exception):
+class _NoEagerLoopError(Exception):
     """This system cannot run eager loops; the cause has the reason."""
 
 
-class Outcome(Enum):
+class CallOutcome(Enum):
     """The state of the model if the call raised now; the value becomes the note of the exception."""
 
     # Raised before the step ran.
@@ -53,9 +53,11 @@ class Outcome(Enum):
     # Raised during the step, and all changes were undone.
     UNDONE = "The model and its optimizers are as they were before this step, which was undone and can be called again."
     # Raised after the step, for example by Ctrl-C, which waits for its end.
-    MADE = "The step has been made: the model and its optimizers are as they are after it; its return value is lost."
+    COMPLETED = (
+        "The step has been made: the model and its optimizers are as they are after it; its return value is lost."
+    )
     # Raised during the step and undone here, but other processes run it as well.
-    APART = (
+    UNDONE_ALONE = (
         "The model and its optimizers are as they were before this step, which was undone. Other processes may have "
         "gone on with it: end this one, and let torchrun start all of them again."
     )
@@ -83,11 +85,11 @@ class Session:
         planning: PlanOptions,
         running: RunOptions,
         ranks: Ranks | None,
-        vacate: Callable[[], None],
+        on_release: Callable[[], None],
     ) -> None:
         self._user = user
         self._budget, self.home, self._policy = memory.budget, memory.home, planning.policy
-        self._on_vacate = vacate  # called when another step over the home needs the model
+        self._on_release = on_release  # called when another step over the home needs the model
         self.keeper = StateKeeper(self.home.faces)
         self.engine = running.backend.engine(self.home.stores)
         # Threads hold the arena: end them when the step is garbage-collected without a close.
@@ -100,64 +102,66 @@ class Session:
         self.began_ns = 0  # start of the last call, in nanoseconds since 1970
         self.planner = StepPlanner(user, memory, planning, running, self.steps.leave_arena)
         self._peers = None if ranks is None else Peers(ranks, user.shards, self.planner)
-        self.updates = PlanKeeper(self.steps, self.planner, self._peers)
+        self.updates = PlanUpdater(self.steps, self.planner, self._peers)
         self._dynamic, self._loop = running.dynamic, running.loop
         self._repeats = planning.repeats
-        self.followed: FollowedCalls | None = None
+        self.eager_calls: BudgetedCalls | None = None
         # Why calls run as an eager loop; empty: they do not.
         self.why_followed = "it was asked for" if running.dynamic else ""
         self._planning_seconds: list[float] = []  # by input signature
         self.torn = ""  # why the model is part old and part new; empty: it is not
-        self.outcome = Outcome.UNCHANGED
+        self.outcome = CallOutcome.UNCHANGED
 
     @property
-    def kinds(self) -> int:
+    def signature_count(self) -> int:
         """The number of input signatures that have a plan."""
-        return len({signature._replace(capture=0) for signature in self.steps.known})
+        return len({signature._replace(capture=0) for signature in self.steps.by_signature})
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], on_progress: Tell | None) -> Any:
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], on_progress: ProgressCallback | None) -> Any:
         """Run one step; ``outcome`` is always up to date for an exception that may come."""
-        self.outcome = Outcome.UNCHANGED
+        self.outcome = CallOutcome.UNCHANGED
         if self._peers is not None:
             self._peers.check()
         if self.why_followed:
-            return self._call_followed(args, kwargs)
+            return self._call_eagerly(args, kwargs)
         self.spread()
         signature, change = self._captures.find(self._signer(args, kwargs))
-        if signature not in self.steps.known and self._passes_over(signature, change):
+        if signature not in self.steps.by_signature and self._should_switch_to_eager(signature, change):
             reason = change or self._signer.describe_change(self._signature or signature, signature, args, kwargs)
-            with contextlib.suppress(_NotFollowedError):
-                return self._call_followed(args, kwargs, reason)
+            with contextlib.suppress(_NoEagerLoopError):
+                return self._call_eagerly(args, kwargs, reason)
         try:
-            entry = self._known_or_built(signature, args, kwargs, on_progress, change)
+            entry = self._find_or_plan(signature, args, kwargs, on_progress, change)
         except BudgetError as error:
             if self.timeline is None:  # a step that has run may fail later, when optimizer state takes more memory
                 raise
-            return self._call_beyond(error, args, kwargs)
+            return self._call_without_plan(error, args, kwargs)
         except CaptureError as error:
             # The first call is refused. A later one can run as an eager loop, since the step itself works.
-            if not change or not self._may_follow:
+            if not change or not self._may_run_eagerly:
                 raise
-            with contextlib.suppress(_NotFollowedError):
-                return self._call_followed(args, kwargs, f"{change}, and the step cannot be captured so: {error}")
+            with contextlib.suppress(_NoEagerLoopError):
+                return self._call_eagerly(args, kwargs, f"{change}, and the step cannot be captured so: {error}")
             raise
         leaves = tree_flatten((args, kwargs))[0]
         if entry.runs and self._repeats and entry is not self.steps.active and self._signature not in (None, signature):
             _log.info("known plan: %s", self._signer.describe_change(self._signature, signature, args, kwargs))
         try:
             with torch.inference_mode(mode=False):
-                return self._go(entry, signature, leaves)
+                return self._run_planned(entry, signature, leaves)
         except TooSmallError as error:
-            return self._call_beyond(error.refusal, args, kwargs)
+            return self._call_without_plan(error.refusal, args, kwargs)
 
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], on_progress: Tell | None) -> PlannedStep:
+    def prepare(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], on_progress: ProgressCallback | None
+    ) -> PlannedStep:
         """Capture and plan a call without running it."""
-        self.outcome = Outcome.UNCHANGED
+        self.outcome = CallOutcome.UNCHANGED
         self.spread()
         signature, change = self._captures.find(self._signer(args, kwargs))
         self.planner.is_ahead = True
         try:
-            return self._known_or_built(signature, args, kwargs, on_progress, change).step
+            return self._find_or_plan(signature, args, kwargs, on_progress, change).step
         finally:
             self.planner.is_ahead = False
 
@@ -166,45 +170,45 @@ class Session:
         if self._peers is not None:
             self._peers.spread()
 
-    def _known_or_built(
+    def _find_or_plan(
         self,
         signature: Signature,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        on_progress: Tell | None,
+        on_progress: ProgressCallback | None,
         change: str,
     ) -> KnownStep:
         """Return the planned step for a call, planned now if this or another process lacks it."""
         # Tensors that the user sees later must not be inference tensors.
-        with torch.inference_mode(mode=False), Deferred("the check for changes between steps"):
-            self._catch_up(signature)
-        entry = self.steps.known.get(signature)
-        if entry is not None and not entry.fits():
+        with torch.inference_mode(mode=False), DeferredSignals("the check for changes between steps"):
+            self._adopt_changes(signature)
+        entry = self.steps.by_signature.get(signature)
+        if entry is not None and not entry.is_current():
             _log.info("a plan is forgotten: the memory layout or sharing of tensors has changed")
-            entry.leave()
+            entry.leave_arena()
             entry = None
-            del self.steps.known[signature]
+            del self.steps.by_signature[signature]
             self._captures.forget(signature)
         is_agreed = entry is not None
         if self._peers is not None:
-            is_agreed = self._peers.meet(None if entry is None else entry.facts)
+            is_agreed = self._peers.rendezvous(None if entry is None else entry.facts)
         if entry is not None and is_agreed:
             return entry
-        if self._joined is None and self._signature is not None:
+        if self._joined_peers is None and self._signature is not None:
             description = change or self._signer.describe_change(self._signature, signature, args, kwargs)
             _log.info("capturing again: %s", description)
         begin = time.perf_counter()
-        steps = self.steps.known
-        alternatives = [steps[similar].step for similar in self._captures.others(signature) if similar in steps]
+        steps = self.steps.by_signature
+        alternatives = [steps[similar].step for similar in self._captures.alternatives(signature) if similar in steps]
         # Memory used by capture and planning would otherwise stay allocated outside the budget.
-        with new_garbage_collected(), following(on_progress) as self.planner.tell:
-            entry = steps[signature] = self._learn(entry, args, kwargs, alternatives)
-            self._note_reads(signature, entry)
+        with collect_new_garbage(), show_progress(on_progress) as self.planner.on_progress:
+            entry = steps[signature] = self._plan_call(entry, args, kwargs, alternatives)
+            self._record_reads(signature, entry)
         if not change:
-            self._count_kinds(time.perf_counter() - begin)
+            self._warn_of_many_signatures(time.perf_counter() - begin)
         return entry
 
-    def _note_reads(self, signature: Signature, entry: KnownStep) -> None:
+    def _record_reads(self, signature: Signature, entry: KnownStep) -> None:
         """Record the values that a capture has read, and drop the references kept for that."""
         reads = entry.step.captured.reads
         user = self._user
@@ -215,7 +219,7 @@ class Session:
             self.steps.forget(forgotten)
         reads.clear()
 
-    def _go(self, entry: KnownStep, signature: Signature, leaves: Sequence[Any]) -> Any:
+    def _run_planned(self, entry: KnownStep, signature: Signature, leaves: Sequence[Any]) -> Any:
         must_grow = entry.has_overflowed
         while True:
             self.updates.plan_for_surges(entry, must_grow=must_grow)
@@ -223,123 +227,127 @@ class Session:
             self._signature = signature
             self.began_ns = time.time_ns()
             try:
-                with Deferred("the step that runs", may_stop=partial(self._may_stop, entry)):
+                with DeferredSignals("the step that runs", may_stop=partial(self._may_stop, entry)):
                     result = self._run(entry, leaves)
                     if self._peers is not None:
                         self._peers.show_gradients()
                     for effect in entry.step.captured.effects:
                         effect()
             except ArenaError as error:
-                if self.outcome is not Outcome.UNDONE or not self.updates.note_surges(entry):
-                    raise self.updates.explain(entry, error) from error
+                if self.outcome is not CallOutcome.UNDONE or not self.updates.record_surges(entry):
+                    raise self.updates.explain_refusal(entry, error) from error
                 must_grow = True
                 continue  # with a plan that has room for the request
-            self.updates.judge(entry, self.timeline)
+            self.updates.record_run(entry, self.timeline)
             return result
 
-    def _call_beyond(self, refusal: BudgetError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_without_plan(self, refusal: BudgetError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that fits no plan any more as an eager loop, or raise ``refusal``."""
-        alone = not self.home.shared and self._joined is None
+        alone = not self.home.shared and self._joined_peers is None
         if self._loop is None or not alone or self._dynamic is False:
             raise refusal
         _log.warning("the step runs as an eager loop from now on: %s", refusal)
         try:
-            return self._call_followed(args, kwargs, "an op asks for more memory than any plan has room for")
-        except _NotFollowedError as error:
+            return self._call_eagerly(args, kwargs, "an op asks for more memory than any plan has room for")
+        except _NoEagerLoopError as error:
             raise refusal from error
 
     # Eager loop
 
     @property
-    def _joined(self) -> Peers | None:
+    def _joined_peers(self) -> Peers | None:
         """The processes that run the step together; None if no other process is known."""
         return self._peers if self._peers is not None and self._peers.joined else None
 
     @property
-    def _may_follow(self) -> bool:
+    def _may_run_eagerly(self) -> bool:
         return (
             self._dynamic is None
             and self._loop is not None
             and not self.home.shared  # other steps expect the model there
-            and self._joined is None  # all processes would have to switch at once
+            and self._joined_peers is None  # all processes would have to switch at once
         )
 
-    def _passes_over(self, signature: Signature, change: str) -> bool:
+    def _should_switch_to_eager(self, signature: Signature, change: str) -> bool:
         """Return whether calls switch to an eager loop: at a new input size, or if read values keep changing."""
-        if not self._may_follow:
+        if not self._may_run_eagerly:
             return False
-        return self._captures.changes_too_often(signature) if change else has_other_sizes(signature, self.steps.known)
+        return (
+            self._captures.changes_too_often(signature)
+            if change
+            else differs_only_in_sizes(signature, self.steps.by_signature)
+        )
 
-    def _call_followed(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
+    def _call_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
         """Run a call as an eager loop for this ``reason``; ``_NoEagerLoopError`` if that is impossible."""
         self.why_followed = reason or self.why_followed
         try:
-            eager_calls = self._pass_over()
-        except _NotFollowedError as error:
+            eager_calls = self._switch_to_eager()
+        except _NoEagerLoopError as error:
             _log.warning("each input signature is captured and planned: %s", error.__cause__)
             self.why_followed, self._loop = "", None
             raise
-        self.home.occupy(self, self._on_vacate)
-        self.outcome = Outcome.STOPPED
-        with Deferred("the step that runs"):
+        self.home.occupy(self, self._on_release)
+        self.outcome = CallOutcome.STOPPED
+        with DeferredSignals("the step that runs"):
             result = eager_calls(self._user.function, args, kwargs)
-            self.outcome = Outcome.MADE
+            self.outcome = CallOutcome.COMPLETED
         return result
 
-    def _pass_over(self) -> FollowedCalls:
+    def _switch_to_eager(self) -> BudgetedCalls:
         """Move from the arena to the eager loop, tensor by tensor so that memory stays within the budget."""
-        if self.followed is None:
+        if self.eager_calls is None:
             if self._loop is None:
                 raise RuntimeError("a step without an eager loop switched to it; please report it")
             try:
-                self.followed = FollowedCalls(self._loop(), self._user.models, self._user.optimizers)
+                self.eager_calls = BudgetedCalls(self._loop(), self._user.models, self._user.optimizers)
             except StateError as error:
                 if self._dynamic:
                     raise
-                raise _NotFollowedError from error
-            self.home.faces.drop_elsewhere = self.followed.drop_cache
+                raise _NoEagerLoopError from error
+            self.home.faces.drop_loop_cache = self.eager_calls.drop_cache
             _log.info("running as an eager loop from now on: %s", self.why_followed)
-        if self.steps.known:
-            with Deferred("the move of the model to the loop"):
+        if self.steps.by_signature:
+            with DeferredSignals("the move of the model to the loop"):
                 self.engine.synchronize()
                 self.refresh(leaving=True)
                 self.steps.leave_arena()
-                self.followed.take(self.keeper.give_to_allocator)
+                self.eager_calls.adopt_from(self.keeper.give_to_allocator)
                 self._forget_steps()
                 self._signature = None
-        return self.followed
+        return self.eager_calls
 
     # Between steps
 
-    def _catch_up(self, signature: Signature) -> None:
+    def _adopt_changes(self, signature: Signature) -> None:
         """Adopt changes by other steps and the user since the last call, before tensors move."""
-        if self.home.occupy(self, self._on_vacate) and not self.keeper.take_back():
-            self._start_anew()
+        if self.home.occupy(self, self._on_release) and not self.keeper.reclaim():
+            self._discard_captures()
         is_other_structure = self._signature is not None and signature.structure != self._signature.structure
         self.refresh(leaving=is_other_structure)
         if is_other_structure:
             # With another structure, keys may name other tensors; the old ones may come back later.
             self.steps.leave_program()
             self.keeper.forget_all()
-        if any(entry.runner is not None and entry.runner.is_outdated() for entry in self.steps.known.values()):
+        if any(entry.runner is not None and entry.runner.is_outdated() for entry in self.steps.by_signature.values()):
             _log.info("all plans are forgotten: an optimizer has lost state, or its state has another memory layout")
             self.forget_plans()
 
     def refresh(self, *, leaving: bool = False) -> None:
         """Adopt tensors that the user has assigned; with ``leaving``, leave them where they are."""
-        changed = self.keeper.refresh(leaving=leaving)
+        changed = self.keeper.adopt_replacements(leaving=leaving)
         if changed is None:
-            self._start_anew()
+            self._discard_captures()
         elif changed:
             _log.info("new tensors adopted for %s", ", ".join(changed))
 
-    def _start_anew(self) -> None:
+    def _discard_captures(self) -> None:
         _log.info("all plans are forgotten: the memory layout or sharing of tensors has changed")
         self.forget_plans()
 
     def forget_plans(self) -> None:
         """Capture and plan again at the next call."""
-        self.keeper.let_go()
+        self.keeper.release_replacements()
         self.steps.leave_program()
         self.keeper.forget_all()
         self._forget_steps()
@@ -349,15 +357,15 @@ class Session:
         self.steps.forget_all()
         self._captures.forget()
 
-    def vacate(self) -> None:
+    def release_model(self) -> None:
         """Move all tensors home, since another step that shares the home is about to run."""
-        with Deferred("the move of the model out of the arena"):
-            if self.followed is not None:
-                self.followed.vacate()
+        with DeferredSignals("the move of the model out of the arena"):
+            if self.eager_calls is not None:
+                self.eager_calls.evict_all()
             self.engine.synchronize()
             self.refresh(leaving=True)
             self.steps.leave_arena()
-            self.keeper.hand_over()
+            self.keeper.release_slots()
 
     def close(self, *, whole: bool = True) -> None:
         """Move the model to ordinary memory, or leave it at a shared home; free all else.
@@ -372,27 +380,27 @@ class Session:
         self.updates.background.close()
         self.engine.close()
         try:
-            with Deferred("the move of the model to where it stays"):
-                if self.followed is not None:
-                    self.home.faces.drop_elsewhere = None
-                    self.followed.close(stays=self.home.shared)
-                self.keeper.let_go()
+            with DeferredSignals("the move of the model to where it stays"):
+                if self.eager_calls is not None:
+                    self.home.faces.drop_loop_cache = None
+                    self.eager_calls.close(keep_memory=self.home.shared)
+                self.keeper.release_replacements()
                 if not self.home.shared:
-                    self.steps.make_way()
-                    self.keeper.give_back()
+                    self.steps.deactivate()
+                    self.keeper.move_to_cpu()
                 else:
                     self.steps.leave_program()
-                    self.keeper.hand_over()
+                    self.keeper.release_slots()
         finally:
             self._forget_steps()
             self.steps.release_arena()
-            self.keeper.go_back()
+            self.keeper.return_to_device()
             self.home.leave(self)
             self.home.release()
 
     # Plans
 
-    def _learn(
+    def _plan_call(
         self,
         entry: KnownStep | None,
         args: tuple[Any, ...],
@@ -407,19 +415,19 @@ class Session:
         if peers is None:
             return KnownStep(self.planner.plan_alone(*self.planner.capture(args, kwargs), alternatives))
         if entry is not None and entry.facts is not None:
-            peers.confirm(entry.step, entry.facts)
+            peers.join_planning(entry.step, entry.facts)
             return entry
         facts = StepFacts(versions(), format_bytes(self._budget), self._policy.name)
-        return KnownStep(*peers.learn(args, kwargs, facts, alternatives))
+        return KnownStep(*peers.plan_together(args, kwargs, facts, alternatives))
 
-    def _count_kinds(self, seconds: float) -> None:
+    def _warn_of_many_signatures(self, seconds: float) -> None:
         """Warn once about the cost of many input signatures."""
         self._planning_seconds.append(seconds)
-        if len(self._planning_seconds) == _MANY_KINDS:
+        if len(self._planning_seconds) == _MANY_SIGNATURES:
             _log.warning(
                 "%d input signatures have been captured and planned, in %.1f s in total and %.1f s for the last; if "
                 "only sizes differ, compile the step with dynamic=True, or pad inputs to a few lengths",
-                _MANY_KINDS,
+                _MANY_SIGNATURES,
                 sum(self._planning_seconds),
                 seconds,
             )
@@ -429,29 +437,29 @@ class Session:
         runner = entry.runner
         if runner is None:
             raise RuntimeError("a step without a runner was activated; please report it")
-        self.outcome = Outcome.TORN
+        self.outcome = CallOutcome.TORN
         try:
-            result, self.timeline = runner.run(self.engine, leaves, may_refuse=self._joined is None)
-            self.steps.shown, self.outcome = entry.step, Outcome.MADE
+            result, self.timeline = runner.run(self.engine, leaves, may_refuse=self._joined_peers is None)
+            self.steps.last_step, self.outcome = entry.step, CallOutcome.COMPLETED
         except UpdateError as error:
-            self.outcome = Outcome.UPDATE_STOPPED
+            self.outcome = CallOutcome.UPDATE_STOPPED
             raise (error.__cause__ or error) from None
         except BaseException as error:  # Ctrl-C as well: the model must not stay half changed
-            self.torn, self.outcome = f"{type(error).__name__}: {error}", Outcome.TORN
-            peers = self._joined
+            self.torn, self.outcome = f"{type(error).__name__}: {error}", CallOutcome.TORN
+            peers = self._joined_peers
             if peers is not None:
                 peers.failure = self.torn
-            if self._recovers("undone", runner.undo, error):
-                self.torn, self.outcome = "", Outcome.UNDONE if peers is None else Outcome.APART
-            elif peers is None and self._recovers("stopped", runner.stop, error):  # peers would be a step ahead
-                self.torn, self.outcome = "", Outcome.STOPPED
+            if self._recover("undone", runner.undo, error):
+                self.torn, self.outcome = "", CallOutcome.UNDONE if peers is None else CallOutcome.UNDONE_ALONE
+            elif peers is None and self._recover("stopped", runner.stop, error):  # peers would be a step ahead
+                self.torn, self.outcome = "", CallOutcome.STOPPED
             raise
         return result
 
     def _may_stop(self, entry: KnownStep) -> bool:
         return entry.runner is None or entry.runner.may_stop(self.engine)
 
-    def _recovers(self, action: str, recover: Callable[[Engine], bool], error: BaseException) -> bool:
+    def _recover(self, action: str, recover: Callable[[Engine], bool], error: BaseException) -> bool:
         try:
             return recover(self.engine)
         except TransferError as another:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from outofcore.contention import beside_each_other
+from outofcore.contention import apply_contention
 from outofcore.costs import Costs
 from outofcore.errors import ValidationError
 from outofcore.graph import StepGraph
@@ -41,7 +41,7 @@ def simulate(graph: StepGraph, costs: Costs, program: Program) -> Timeline:
     except _ForwardWaitError:
         timeline = _times(graph, costs, program, _runnable_order(program))
     if any(home.contention or home.compute_slowdown for home in costs.homes):
-        return beside_each_other(program, timeline, costs.homes)
+        return apply_contention(program, timeline, costs.homes)
     return timeline
 
 
@@ -57,7 +57,7 @@ def _times(graph: StepGraph, costs: Costs, program: Program, order: Iterable[int
     starts = [0.0] * len(instructions)
     ends = [0.0] * len(instructions)
     # Without homes, only inputs and outputs are copied, in no time.
-    callers = frozenset[int]() if homes else _of_callers(graph)
+    callers = frozenset[int]() if homes else _caller_storages(graph)
     # Element k: when k instructions of the queue have ended. Each home has its own queues of copies.
     run_ends, sent_ends = [0.0], [0.0]
     out_ends, in_ends = ([[0.0] for _ in range(max(len(homes), 1))] for _ in range(2))
@@ -70,7 +70,7 @@ def _times(graph: StepGraph, costs: Costs, program: Program, order: Iterable[int
             storage = blocks[instruction.block].storage
             at = instruction.home
             if storage is None or not (homes or storage in callers) or not 0 <= at < len(out_ends):
-                raise _homeless(index, instruction, storage)
+                raise _missing_home_error(index, instruction, storage)
             home = homes[at] if homes else None
             if isinstance(instruction, CopyOut):
                 seconds = home.out_seconds(storages[storage].bytes) if home else 0.0
@@ -122,11 +122,11 @@ def recompute_seconds(costs: Costs, program: Program) -> float:
     return sum(costs.ops[i.op].seconds for i in program.instructions if isinstance(i, Run) and i.again)
 
 
-def _of_callers(graph: StepGraph) -> frozenset[int]:
+def _caller_storages(graph: StepGraph) -> frozenset[int]:
     return frozenset(graph.outputs) | {s.id for s in graph.storages if s.arrives}
 
 
-def _homeless(index: int, instruction: Instruction, storage: int | None) -> ValidationError:
+def _missing_home_error(index: int, instruction: Instruction, storage: int | None) -> ValidationError:
     direction = "out of" if isinstance(instruction, CopyOut) else "into"
     if storage is None:
         return ValidationError(f"instruction {index} copies {direction} a workspace block, which belongs to no storage")

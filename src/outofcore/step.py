@@ -15,16 +15,16 @@ from outofcore.errors import StateError
 from outofcore.estimation.reports import ReportedStep, report_step, trace_step
 from outofcore.execution.opening import OpenHome
 from outofcore.execution.stats import StepStats, measure_step, step_facts
-from outofcore.follow.native import is_followed
+from outofcore.follow.native import is_any_loop_running
 from outofcore.options import MemoryOptions, P, PlanOptions, R, RunOptions, UserStep
 from outofcore.peers import Ranks
 from outofcore.planned_step import PlannedStep
 from outofcore.planning import Planned
 from outofcore.program import Timeline
-from outofcore.progress import Tell
+from outofcore.progress import ProgressCallback
 from outofcore.report import ReportPath, facts_html
 from outofcore.runtime.homes import HomeStore
-from outofcore.session import Outcome, Session, versions
+from outofcore.session import CallOutcome, Session, versions
 from outofcore.step_state import StepState
 from outofcore.units import format_bytes, format_seconds
 
@@ -72,14 +72,14 @@ class Step(Generic[P, R]):
         self.policy = planning.policy
         memory.home.hold()
         self.home = memory.home
-        self.on_progress: Tell | None = None
-        self._session = Session(user, memory, planning, running, ranks, self._vacate)
+        self.on_progress: ProgressCallback | None = None
+        self._session = Session(user, memory, planning, running, ranks, self._release_model)
         self._state = StepState(user, self.home, self._session)
         self._access = _Access(self.home)
 
     def _repr_html_(self) -> str:
         state = ", closed" if self._access.closed else ", failed half way" if self._session.torn else ""
-        facts = [("plans", f"{self._session.kinds}, policy {self.policy.name}")]
+        facts = [("plans", f"{self._session.signature_count}, policy {self.policy.name}")]
         with contextlib.suppress(StateError):  # not called yet
             facts += step_facts(self.stats)
         return facts_html(f"{self.__name__} within {format_bytes(self.budget)}{state}", facts)
@@ -90,13 +90,12 @@ class Step(Generic[P, R]):
             state = ", closed"
         elif session.torn:
             state = ", failed half way"
-        elif session.followed is not None and session.followed.last is not None:
-            state = (
-                f", {session.followed.count} calls followed, last step {format_seconds(session.followed.last.seconds)}"
-            )
+        elif session.eager_calls is not None and session.eager_calls.last is not None:
+            seconds = format_seconds(session.eager_calls.last.seconds)
+            state = f", {session.eager_calls.count} calls followed, last step {seconds}"
         elif session.timeline is not None:
             state = f", last step {format_seconds(session.timeline.step_seconds)}"
-        plans = f"{session.kinds} {'plan' if session.kinds == 1 else 'plans'}"
+        plans = f"{session.signature_count} {'plan' if session.signature_count == 1 else 'plans'}"
         budget = format_bytes(self.budget)
         return f"<outofcore step {self.__name__!r} within {budget}: {plans} by {self.policy.name}{state}>"
 
@@ -122,13 +121,13 @@ class Step(Generic[P, R]):
         ops while it is measured and planned; a second one takes effect at once.
         """
         self._access.check(self._session.torn)
-        if is_followed():
+        if is_any_loop_running():
             raise StateError(
                 "a compiled step has its own budget and cannot run inside outofcore.budget(); leave that context "
                 "first, or call the training function itself there"
             )
-        with self._access.alone():
-            self._session.outcome = Outcome.UNCHANGED
+        with self._access.exclusive():
+            self._session.outcome = CallOutcome.UNCHANGED
             try:
                 return self._session.call(args, kwargs, self.on_progress)
             except BaseException as error:  # Ctrl-C as well
@@ -145,7 +144,7 @@ class Step(Generic[P, R]):
             raise StateError(
                 "the calls of this step run as an eager loop, without a plan; compile it with dynamic=False"
             )
-        with self._access.alone():
+        with self._access.exclusive():
             return self._session.prepare(args, kwargs, self.on_progress).captured
 
     def __enter__(self) -> Self:
@@ -171,7 +170,7 @@ class Step(Generic[P, R]):
         if self._access.closed:
             return
         self._access.closed = True
-        if self._access.is_own:  # a fork must not close threads and files of its parent
+        if self._access.is_compiling_process:  # a fork must not close threads and files of its parent
             self._session.close(whole=whole)
 
     # Results of calls
@@ -184,36 +183,36 @@ class Step(Generic[P, R]):
     @property
     def planned(self) -> Planned:
         """The plan of the last planned call, with program and timeline; ``StateError`` before that."""
-        return self._shown("planned").planned
+        return self._last_planned_step("planned").planned
 
     @property
     def captured(self) -> Captured:
         """The capture of the last planned call; ``StateError`` before the first one."""
-        return self._shown("captured").captured
+        return self._last_planned_step("captured").captured
 
     @property
     def costs(self) -> Costs:
         """The costs that the last planned call was planned with; ``StateError`` before the first one."""
-        return self._shown("profiled").costs
+        return self._last_planned_step("profiled").costs
 
-    def _shown(self, stage: str) -> PlannedStep:
-        if self._session.steps.shown is None:
-            raise StateError(self._nothing_to_show(f"it is {stage} at its first call"))
-        return self._session.steps.shown
+    def _last_planned_step(self, stage: str) -> PlannedStep:
+        if self._session.steps.last_step is None:
+            raise StateError(self._no_plan_message(f"it is {stage} at its first call"))
+        return self._session.steps.last_step
 
     @property
     def timeline(self) -> Timeline:
         """The measured timeline of the last planned call; ``StateError`` before the first one."""
         if self._session.timeline is None:
-            raise StateError(self._nothing_to_show("its timeline is measured at its first call"))
+            raise StateError(self._no_plan_message("its timeline is measured at its first call"))
         return self._session.timeline
 
     @property
     def stats(self) -> StepStats:
         """Statistics of the last call; ``StateError`` before the first one."""
         session = self._session
-        if session.followed is not None and session.followed.last is not None:
-            last = session.followed.last
+        if session.eager_calls is not None and session.eager_calls.last is not None:
+            last = session.eager_calls.last
             return StepStats(
                 last.seconds,
                 last.seconds - last.waited_seconds,
@@ -221,14 +220,14 @@ class Step(Generic[P, R]):
                 last.bytes_in,
                 session.steps.off_plan,
                 0.0,
-                session.followed.count,
+                session.eager_calls.count,
                 session.why_followed,
-                session.followed.stats.peak_bytes,
+                session.eager_calls.stats.peak_bytes,
             )
         return measure_step(self.captured, self.planned, self.timeline, session.steps.off_plan)
 
-    def _nothing_to_show(self, otherwise: str) -> str:
-        followed = self._session.followed
+    def _no_plan_message(self, otherwise: str) -> str:
+        followed = self._session.eager_calls
         if followed is None or followed.last is None:
             return f"the step was not called yet: {otherwise}"
         return (
@@ -254,9 +253,11 @@ class Step(Generic[P, R]):
             InputError: the file cannot be written.
         """
         notes = [("versions", versions())]
-        if self._session.followed is not None:
-            notes.append(("calls followed since", f"{self._session.followed.count}, as {self._session.why_followed}"))
-        report_step(Path(path), self._ran(), title or self.__name__, count=budgets, notes=notes)
+        if self._session.eager_calls is not None:
+            notes.append(
+                ("calls followed since", f"{self._session.eager_calls.count}, as {self._session.why_followed}")
+            )
+        report_step(Path(path), self._reported_step(), title or self.__name__, count=budgets, notes=notes)
         return ReportPath(path)
 
     def trace(self, path: str | os.PathLike[str], *, beside: str | os.PathLike[str] | None = None) -> None:
@@ -272,9 +273,9 @@ class Step(Generic[P, R]):
             InputError: a file cannot be read or written.
         """
         profile = None if beside is None else Path(beside)
-        trace_step(Path(path), self._ran(), began_ns=self._session.began_ns, beside=profile)
+        trace_step(Path(path), self._reported_step(), began_ns=self._session.began_ns, beside=profile)
 
-    def _ran(self) -> ReportedStep:
+    def _reported_step(self) -> ReportedStep:
         return ReportedStep(self.captured.graph, self.costs, self.planned, self.budget, self.policy, self.timeline)
 
     # Persistent state
@@ -296,7 +297,7 @@ class Step(Generic[P, R]):
             StateError: the step is closed or failed half way, or has contents that cannot be saved.
             TransferError: a file could not be written; the message has the path and the reason.
         """
-        with self._access.alone():
+        with self._access.exclusive():
             self._access.check(self._session.torn)
             self._state.save(Path(folder), extra, frozen=frozen)
 
@@ -312,7 +313,7 @@ class Step(Generic[P, R]):
             TransferError: a file cannot be read or is corrupt; the step refuses further calls.
             StateError: the step is closed.
         """
-        with self._access.alone():
+        with self._access.exclusive():
             self._access.check()
             return self._state.load(Path(folder))
 
@@ -322,7 +323,7 @@ class Step(Generic[P, R]):
         The tensors are the model's own, as in plain PyTorch; clone them to keep values. ``save`` needs less memory.
         Raises ``StateError`` if the step is closed or failed half way.
         """
-        with self._access.alone():
+        with self._access.exclusive():
             self._access.check(self._session.torn)
             return self._state.state_dict()
 
@@ -332,15 +333,15 @@ class Step(Generic[P, R]):
         Raises ``InputError`` for other models or optimizers, ``StateError`` if the step is closed.
         """
         self._state.check_counts(state)
-        with self._access.alone():
+        with self._access.exclusive():
             self._access.check()
             self._state.load_state_dict(state)
 
-    def _vacate(self) -> None:
+    def _release_model(self) -> None:
         """Move the model to the home, since another step over it is about to run."""
         self._access.check(self._session.torn)
-        with self._access.alone():
-            self._session.vacate()
+        with self._access.exclusive():
+            self._session.release_model()
 
 
 class _Access:
@@ -353,11 +354,11 @@ class _Access:
         self.closed = False
 
     @property
-    def is_own(self) -> bool:
+    def is_compiling_process(self) -> bool:
         return os.getpid() == self._process
 
     @contextlib.contextmanager
-    def alone(self) -> Generator[None]:
+    def exclusive(self) -> Generator[None]:
         """Hold the step for this thread; refuse other threads."""
         if not self._running.acquire(blocking=False):
             raise StateError("this step is running already; call it from one thread at a time")
@@ -369,7 +370,7 @@ class _Access:
             self._running.release()
 
     def check(self, torn: str = "") -> None:
-        if not self.is_own:
+        if not self.is_compiling_process:
             raise StateError(
                 f"this step belongs to process {self._process}, and this process ({os.getpid()}) is a fork of it, "
                 "without its copy threads; call the step there, or compile one in this process"

@@ -10,22 +10,22 @@ from typing import Any
 
 from outofcore.capture import Captured
 from outofcore.capture.kernel_layouts import KernelLayouts
-from outofcore.capture.step import gradients_from_now_on
+from outofcore.capture.step import steady_state_gradients
 from outofcore.costs import Costs, Home
 from outofcore.errors import BudgetError, GraphError
-from outofcore.execution.backend import in_terms_of_the_budget, room_for_arena
-from outofcore.execution.interrupts import Deferred
+from outofcore.execution.backend import restate_for_budget, room_for_arena
+from outofcore.execution.interrupts import DeferredSignals
 from outofcore.options import MemoryOptions, PlanOptions, RunOptions, UserStep
 from outofcore.planned_step import PlannedStep, check_spill, plan
 from outofcore.policies import OffloadAll, ProfileGuided
-from outofcore.profiling.groups import GroupCost, with_collectives
-from outofcore.profiling.links import links_to
+from outofcore.profiling.groups import GroupCost, add_collective_costs
+from outofcore.profiling.links import measure_homes
 from outofcore.profiling.ops import OpProfile, op_shelf
-from outofcore.progress import Tell, silent
-from outofcore.step_plans import Choice, StepPlans, StoredPlan
+from outofcore.progress import ProgressCallback, ignore_progress
+from outofcore.step_plans import StepPlans, StoredPlan, VariantChoice
 from outofcore.step_variants import Split, StepVariants, VariantPlans
-from outofcore.transforms.fusing import fused, fusing
-from outofcore.transforms.partial_sums import in_partial_sums, summing
+from outofcore.transforms.fusing import capture_and_fuse, fuse_ops
+from outofcore.transforms.partial_sums import capture_and_split_sums, split_sums
 from outofcore.units import MIB, format_bytes
 from outofcore.variant import Variant, choose_variant
 
@@ -61,28 +61,28 @@ class StepPlanner:
         self.plans = StepPlans(None if self.cache is None else self.cache.folder)
         self.links: tuple[Home, ...] = ()
         self.is_ahead = False
-        self.tell: Tell = silent
+        self.on_progress: ProgressCallback = ignore_progress
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Captured, Recapture]:
         """Capture a call of the step; return it with a function that captures it again."""
-        self.tell("capture the step", 0, 1)
+        self.on_progress("capture the step", 0, 1)
         # The capture replaces the model's tensors by fake ones, so an interrupt must wait.
-        capture = self._user.capturing(args, kwargs, self.backend.device, self._layouts, self._orders)
-        with Deferred("the capture of the step", stops=3):
+        capture = self._user.capturer(args, kwargs, self.backend.device, self._layouts, self._orders)
+        with DeferredSignals("the capture of the step", stops=3):
             traced = capture()
             for end in traced.replicas:
-                if end.reduced:
+                if end.is_reduced:
                     self._orders.setdefault(id(end.model), end.order)
         kernels, is_close = self._kernels, self._split is Split.CLOSE
-        traced = traced if kernels is None else fused(traced, kernels, self.tell)
-        traced = in_partial_sums(traced) if is_close else traced
-        return traced, summing(fusing(capture, kernels), is_on=is_close)
+        traced = traced if kernels is None else fuse_ops(traced, kernels, self.on_progress)
+        traced = split_sums(traced) if is_close else traced
+        return traced, capture_and_split_sums(capture_and_fuse(capture, kernels), is_on=is_close)
 
     def plan_alone(self, traced: Captured, recapture: Recapture, alternatives: Sequence[PlannedStep]) -> PlannedStep:
         """Plan a step that this process runs alone; reuse the plan of an alternative if only numbers differ."""
         for similar in alternatives:
-            captured = self.variants_of(traced).captured(similar.variant)
-            if captured is not None and captured.is_alike(similar.captured):
+            captured = self.variants_of(traced).find_variant(similar.variant)
+            if captured is not None and captured.can_share_plan(similar.captured):
                 _log.info("an existing plan is valid for the new values")
                 return replace(similar, captured=captured)
         return self.plan(traced, recapture)
@@ -91,16 +91,18 @@ class StepPlanner:
         self, traced: Captured, recapture: Recapture, groups: Mapping[int, GroupCost] | None = None
     ) -> PlannedStep:
         """Measure and plan a step; ``groups`` are the costs of process groups that share the plan, by size."""
-        self.tell("capture the step", 1, 1)
+        self.on_progress("capture the step", 1, 1)
         room = self.make_room(traced)
         # Processes replace a shared plan only once, so it gets a full search.
         together = groups is not None
         quickly = not self.is_ahead and not together
         key = "" if together else self._key(traced, room)
-        step = self._stored(key, self.variants_of(traced), room, quickly=quickly)
+        step = self._load_stored_plan(key, self.variants_of(traced), room, quickly=quickly)
         if step is None:
-            step = self._chosen(self.variants_of(traced, recapture), room, groups or {}, key, quickly=quickly)
-        self.tell("plan", 1, 1)
+            step = self._plan_best_variant(
+                self.variants_of(traced, recapture), room, groups or {}, key, quickly=quickly
+            )
+        self.on_progress("plan", 1, 1)
         _log.info(
             "planned %d ops (%s) in %s of %s by %s: %s predicted, %s of them ops",
             len(step.graph.ops),
@@ -115,7 +117,7 @@ class StepPlanner:
             _log.info("ops or links were measured while the machine was busy; later processes will measure them again")
         return step
 
-    def _chosen(
+    def _plan_best_variant(
         self, variants: StepVariants, room: int, groups: Mapping[int, GroupCost], key: str, *, quickly: bool
     ) -> PlannedStep:
         """Plan a step in the best variant, and store the plan under ``key`` (empty: do not store it)."""
@@ -131,17 +133,17 @@ class StepPlanner:
         try:
             step = choose_variant(plans, room)
         except BudgetError as refusal:
-            raise in_terms_of_the_budget(refusal, self.budget, room) from None
+            raise restate_for_budget(refusal, self.budget, room) from None
         if not key:
             return step
         # Workspaces matter only if ops are split.
         whole = step.variant.op_bytes is None
         workspaces = {family: count for family, count in variants.workspaces.items() if count and not whole}
-        choice = Choice(key, step.variant, workspaces)
+        choice = VariantChoice(key, step.variant, workspaces)
         self.plans.keep(choice, step.graph, step.costs, room, step.planned, is_quick=step.is_quick)
         return replace(step, choice=choice)
 
-    def _stored(self, key: str, variants: StepVariants, room: int, *, quickly: bool) -> PlannedStep | None:
+    def _load_stored_plan(self, key: str, variants: StepVariants, room: int, *, quickly: bool) -> PlannedStep | None:
         """Return a step with its stored plan, proved; None without one, or if it is quick and not ``quickly``."""
 
         def use(stored: StoredPlan) -> PlannedStep | None:
@@ -149,14 +151,14 @@ class StepPlanner:
                 return None
             choice = stored.choice
             variants.workspaces.update(choice.workspaces)
-            captured = variants.captured(choice.variant)
+            captured = variants.find_variant(choice.variant)
             if captured is None:
                 raise GraphError(f"the step has no variant {choice.variant}")
             costs, profiles = self._measure(variants, choice.variant, {})
             if stored.is_busy and not costs.is_busy:
                 _log.info("planning again: the stored plan was made with times of a busy machine")
                 return None
-            planned = stored.proved(captured.graph, costs, room)
+            planned = stored.prove(captured.graph, costs, room)
             return PlannedStep(
                 captured, room, costs, planned, profiles, choice.variant, is_quick=stored.is_quick, choice=choice
             )
@@ -170,7 +172,7 @@ class StepPlanner:
         """Return a key of all inputs of planning, except for costs; empty without a cache."""
         if self.cache is None:
             return ""
-        changed = gradients_from_now_on(traced) if self._repeats else {}
+        changed = steady_state_gradients(traced) if self._repeats else {}
         tensors = [id(binding.tensor) for binding in traced.states]
         max_bytes = sum(storage.bytes for storage in traced.graph.storages)
         return self.plans.key(
@@ -179,7 +181,7 @@ class StepPlanner:
             (self.budget, room, self._split.value, self.backend.alignment),
             [call.rehearse_first is not None for call in traced.calls],
             [(index, changed[tensor] is None) for index, tensor in enumerate(tensors) if tensor in changed],
-            [(store.name, min(_about(store.capacity), max_bytes)) for store in self.stores],
+            [(store.name, min(_round_down(store.capacity), max_bytes)) for store in self.stores],
             # The memory that ops need, and whether splits are exact, depends on the facts in this name.
             op_shelf(self.cache, self.backend.facts(), "parts").path.name,
         )
@@ -192,28 +194,28 @@ class StepPlanner:
 
     def variants_of(self, traced: Captured, recapture: Recapture | None = None) -> StepVariants:
         """Return the variants of a step; without ``recapture``, of this call only."""
-        capture_again = recapture or _not_captured_again
+        capture_again = recapture or _refuse_recapture
         return StepVariants(traced, capture_again, self.backend, self.cache, self._split, self.stores[0].capacity)
 
     def _measure(
         self, step: StepVariants, variant: Variant, groups: Mapping[int, GroupCost]
     ) -> tuple[Costs, tuple[OpProfile, ...]]:
         """Return the costs and profiles of a variant; measure ops and links where needed."""
-        profiles = step.profiles(variant, timed=True, advance=partial(self.tell, "measure ops"))
-        profiles = with_collectives(step.made(variant), profiles, groups)
+        profiles = step.profiles(variant, timed=True, advance=partial(self.on_progress, "measure ops"))
+        profiles = add_collective_costs(step.get_variant(variant), profiles, groups)
         if not self.links:
-            self.tell("measure copies", 0, 1)
+            self.on_progress("measure copies", 0, 1)
             size = min(64 * MIB, max(self.budget // 8, MIB))
-            self.links = links_to(self.stores, self.cache, self.backend, size)
-        self.tell("plan", 0, 1)
+            self.links = measure_homes(self.stores, self.cache, self.backend, size)
+        self.on_progress("plan", 0, 1)
         return Costs(tuple(profile.cost for profile in profiles), self.links), profiles
 
 
-def _not_captured_again(**_: object) -> Captured:
+def _refuse_recapture(**_: object) -> Captured:
     raise RuntimeError("a step was captured again for an existing plan; please report it")
 
 
-def _about(count: int) -> int:
+def _round_down(count: int) -> int:
     """Round bytes down to three leading bits, since free bytes differ a little in each process."""
     spare = max(count.bit_length() - 3, 0)
     return count >> spare << spare

@@ -26,7 +26,7 @@ _Bytes = Annotated[int, Meta(ge=0, le=2**62)]
 _Step = TypeVar("_Step")
 
 
-class _File(Document):
+class _PlanRecord(Document):
     variant: Variant
     is_quick: bool
     needs: tuple[_Bytes, ...]  # scratch memory of the ops
@@ -36,7 +36,7 @@ class _File(Document):
 
 
 @dataclass(frozen=True)
-class Choice:
+class VariantChoice:
     """The variant chosen for a step, with the ``key`` of its plan in the store.
 
     ``workspaces`` are the scratch bytes of whole ops by family, which decide the split factors.
@@ -54,13 +54,13 @@ class StoredPlan:
     ``is_quick``: from a quick search. ``is_busy``: with costs that were measured on a busy machine.
     """
 
-    choice: Choice
+    choice: VariantChoice
     is_quick: bool
     is_busy: bool
-    _file: _File
+    _file: _PlanRecord
     _path: Path
 
-    def proved(self, graph: StepGraph, costs: Costs, budget: int) -> Planned:
+    def prove(self, graph: StepGraph, costs: Costs, budget: int) -> Planned:
         """Return the plan for its variant's graph, validated, with its timeline under these costs.
 
         Raises ``GraphError`` if ops need other scratch memory than in the plan, or the graph lacks a name in it.
@@ -76,7 +76,7 @@ class StepPlans:
     """A store of plans of compiled steps in a folder; None: no store."""
 
     def __init__(self, folder: Path | None) -> None:
-        self._store = PlanStore(folder, "plan", _FORMAT, _File)
+        self._store = PlanStore(folder, "plan", _FORMAT, _PlanRecord)
 
     def key(self, graph: StepGraph, policy: Policy, *facts: object) -> str:
         """Return the key of a captured step; empty if its plan cannot be stored.
@@ -94,14 +94,14 @@ class StepPlans:
     def find(self, key: str, use: Callable[[StoredPlan], _Step]) -> _Step | None:
         """Return the result of ``use`` for the stored plan; None without one, or if ``use`` refuses it."""
 
-        def check(file: _File, path: Path) -> _Step:
-            choice = Choice(key, file.variant, file.workspaces)
+        def check(file: _PlanRecord, path: Path) -> _Step:
+            choice = VariantChoice(key, file.variant, file.workspaces)
             return use(StoredPlan(choice, file.is_quick, file.is_busy, file, path))
 
         return self._store.find(key, check) if key else None
 
     def keep(
-        self, choice: Choice, graph: StepGraph, costs: Costs, budget: int, planned: Planned, *, is_quick: bool
+        self, choice: VariantChoice, graph: StepGraph, costs: Costs, budget: int, planned: Planned, *, is_quick: bool
     ) -> None:
         """Store a plan, unless it is from a quick search and the stored one is better.
 
@@ -109,15 +109,15 @@ class StepPlans:
         """
         needs, is_busy = _needs(costs), costs.is_busy
 
-        def is_better(file: _File, _: Path) -> bool:
+        def is_better(file: _PlanRecord, _: Path) -> bool:
             return not file.is_quick and file.needs == needs and (is_busy or not file.is_busy)
 
         if is_quick and self._store.find(choice.key, is_better):
             return
         plan = PlanFile(budget, planned.plan, planned.program, planned.timeline.step_seconds)
         document = document_of(plan, range(len(graph.storages)))
-        file = _File(_FORMAT, choice.variant, is_quick, needs, dict(choice.workspaces), document, is_busy)
-        self._store.keep(choice.key, file)
+        file = _PlanRecord(_FORMAT, choice.variant, is_quick, needs, dict(choice.workspaces), document, is_busy)
+        self._store.save(choice.key, file)
 
 
 def _needs(costs: Costs) -> tuple[int, ...]:

@@ -27,31 +27,31 @@ class StepState:
         """Save a checkpoint, together with the processes that share the models."""
         user = self._user
         self._session.spread()
-        written = self._session.steps.written()
+        written = self._session.steps.written_tensors()
         faces, shards = self._home.faces, user.shards
         save_checkpoint(folder, user.models, user.optimizers, faces, extra, shards, frozen=frozen, written=written)
 
     def load(self, folder: Path) -> Any:
         """Load a checkpoint in all processes; if one refuses it, in no process; return its ``extra``."""
         user = self._user
-        if user.shards is not None and not user.shards.is_spread:
+        if user.shards is not None and not user.shards.is_sharded:
             self._session.spread()
         with ExitStack[None]() as ends:
-            ends.push(self._agree)
+            ends.push(self._fail_together)
             checkpoint = Checkpoint(folder)
-        with self._made_anew(), ExitStack[None]() as ends:
-            ends.push(self._tear)
-            ends.push(self._agree)
+        with self._forget_plans_if_state_is_lost(), ExitStack[None]() as ends:
+            ends.push(self._mark_torn)
+            ends.push(self._fail_together)
             checkpoint.load(user.models, user.optimizers, self._home.faces, user.shards)
         self._session.torn = ""
         return checkpoint.extra
 
-    def _agree(self, _: object, error: BaseException | None, __: object) -> None:
+    def _fail_together(self, _: object, error: BaseException | None, __: object) -> None:
         """Fail in all processes that share the models if one of them fails."""
         if self._user.shards is not None:
-            self._user.shards.settle(error, "load the checkpoint")
+            self._user.shards.raise_any_error(error, "load the checkpoint")
 
-    def _tear(self, _: object, error: BaseException | None, __: object) -> None:
+    def _mark_torn(self, _: object, error: BaseException | None, __: object) -> None:
         """Mark the session torn after a load that failed in any process, unless it was refused beforehand."""
         if error is not None and not isinstance(error, InputError):
             self._session.torn = f"{type(error).__name__}: {error}"
@@ -74,7 +74,7 @@ class StepState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._check_whole("step.load_state_dict()")
-        with self._made_anew():
+        with self._forget_plans_if_state_is_lost():
             for model, saved in zip(self._user.models, state["models"], strict=True):
                 model.load_state_dict(saved)
             for optimizer, saved in zip(self._user.optimizers, state["optimizers"], strict=True):
@@ -84,14 +84,14 @@ class StepState:
 
     def _check_whole(self, call: str) -> None:
         shards = self._user.shards
-        if shards is not None and shards.is_spread:
+        if shards is not None and shards.is_sharded:
             raise StateError(
                 f"{call} needs the whole model in one process, but it is sharded over {shards.group.size()}: use "
                 "step.save() and step.load(), or close the step first"
             )
 
     @contextmanager
-    def _made_anew(self) -> Generator[None]:
+    def _forget_plans_if_state_is_lost(self) -> Generator[None]:
         """Forget all plans if an optimizer loses its state: only a first step has memory to create it."""
         optimizers = self._user.optimizers
         had_state = [bool(optimizer.state) for optimizer in optimizers]

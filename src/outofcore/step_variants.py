@@ -14,17 +14,17 @@ from functools import cached_property
 from outofcore import planning
 from outofcore.analysis import live_bytes
 from outofcore.capture import Captured
-from outofcore.capture.step import gradients_from_now_on
+from outofcore.capture.step import steady_state_gradients
 from outofcore.costs import SOMEWHERE, Costs, OpCost
 from outofcore.errors import BudgetError, InputError
 from outofcore.execution.backend import Backend
-from outofcore.planned_step import PlannedStep, describer, plan_in_core
+from outofcore.planned_step import PlannedStep, plan_in_core, storage_describer
 from outofcore.profiling.cache import Cache
-from outofcore.profiling.equality import refuted
-from outofcore.profiling.ops import OpProfile, profile_some
+from outofcore.profiling.equality import find_mismatches
+from outofcore.profiling.ops import OpProfile, profile_selected
 from outofcore.runtime.homes import HomeStore
-from outofcore.transforms.passes import fastest, lean, leanest
-from outofcore.transforms.split import Tiled, tiled
+from outofcore.transforms.passes import rewrite_for_low_memory, rewrite_for_lowest_memory, rewrite_for_speed
+from outofcore.transforms.split import SplitStep, split_step
 from outofcore.units import MIB
 from outofcore.variant import LOWEST_MEMORY, Form, Variant
 
@@ -75,7 +75,7 @@ class StepVariants:
     _captured: dict[Variant, Captured | None] = field(default_factory=dict[Variant, Captured | None], repr=False)
     # By family of ops, and whether the op still has to create its state. First profiles with times, then those without.
     _timed: dict[tuple[str, bool], OpProfile] = field(default_factory=dict[tuple[str, bool], OpProfile], repr=False)
-    _sized: dict[tuple[str, bool], OpProfile] = field(default_factory=dict[tuple[str, bool], OpProfile], repr=False)
+    _untimed: dict[tuple[str, bool], OpProfile] = field(default_factory=dict[tuple[str, bool], OpProfile], repr=False)
 
     @property
     def may_split(self) -> bool:
@@ -84,7 +84,7 @@ class StepVariants:
     @cached_property
     def later(self) -> StepVariants | None:
         """The step in later calls; None if it is the same."""
-        gradients = gradients_from_now_on(self.traced)
+        gradients = steady_state_gradients(self.traced)
         if not gradients:
             return None
         return replace(self, traced=self.capture(gradients=gradients), is_later=True, _captured={})
@@ -94,7 +94,7 @@ class StepVariants:
         """The bytes of gradients at the start of later calls but not of the first."""
         first = self.traced
         kept_gradients = {g.parameter: first.values[g.value].storage for g in first.gradients_left}
-        changed = gradients_from_now_on(first)
+        changed = steady_state_gradients(first)
         new_storages = (
             storage
             for index, storage in kept_gradients.items()
@@ -102,15 +102,15 @@ class StepVariants:
         )
         return sum(first.graph.storages[storage].bytes for storage in new_storages)
 
-    def captured(self, variant: Variant) -> Captured | None:
+    def find_variant(self, variant: Variant) -> Captured | None:
         """Return the step in a variant; None if no op can be split so."""
         if variant not in self._captured:
             self._captured[variant] = self._make(variant)
         return self._captured[variant]
 
-    def made(self, variant: Variant) -> Captured:
+    def get_variant(self, variant: Variant) -> Captured:
         """Return the step in a variant that exists."""
-        captured = self.captured(variant)
+        captured = self.find_variant(variant)
         if captured is None:
             raise RuntimeError(f"the step has no variant {variant}; please report it")
         return captured
@@ -118,20 +118,20 @@ class StepVariants:
     def _make(self, variant: Variant) -> Captured | None:
         if variant.op_bytes is not None:
             split = self._split(variant.op_bytes, variant.room)
-            captured = None if split is None else leanest(split)
+            captured = None if split is None else rewrite_for_lowest_memory(split)
         elif variant.form is Form.FUSED:
-            captured = fastest(self.traced)
+            captured = rewrite_for_speed(self.traced)
         elif variant.form is Form.LOW_MEMORY:
-            captured = lean(self.traced, variant.room)
+            captured = rewrite_for_low_memory(self.traced, variant.room)
         else:
-            captured = leanest(self.traced)
-        return captured if captured is None or self.backend is None else captured.aligned(self.backend.alignment)
+            captured = rewrite_for_lowest_memory(self.traced)
+        return captured if captured is None or self.backend is None else captured.align_to(self.backend.alignment)
 
     def _split(self, op_bytes: int, room: int) -> Captured | None:
         """Split ops, and exclude splits that fail the exactness check."""
         refused: frozenset[str] = frozenset()
         while True:
-            split = tiled(
+            split = split_step(
                 self.traced,
                 op_bytes,
                 refused=refused,
@@ -139,34 +139,34 @@ class StepVariants:
                 workspaces=self.workspaces,
                 home=self.home_bytes,
             )
-            if not split.is_cut:
+            if not split.is_split:
                 return None
             mismatched = self._mismatches(split, room)
             if not mismatched:
                 return split.captured
             refused |= mismatched
 
-    def _mismatches(self, split: Tiled, room: int) -> frozenset[str]:
+    def _mismatches(self, split: SplitStep, room: int) -> frozenset[str]:
         if self.backend is None:
             return frozenset()
         if self.backend.driver is None:
             room = max(room, _TRIAL_BYTES)
-        return refuted(split.claims, split.values, self.backend, room, self.cache)
+        return find_mismatches(split.checks, split.values, self.backend, room, self.cache)
 
     def profiles(self, variant: Variant, *, timed: bool, advance: Advance | None = None) -> tuple[OpProfile, ...]:
         """Return the profiles of a variant's ops, each family measured once; with ``timed``, also in seconds."""
-        captured = self.made(variant)
+        captured = self.get_variant(variant)
         keys = [
             (op.family, call.rehearse_first is not None)
             for op, call in zip(captured.graph.ops, captured.calls, strict=True)
         ]
-        cached = self._timed if timed else self._sized | self._timed
+        cached = self._timed if timed else self._untimed | self._timed
         missing = [index for index, key in enumerate(keys) if not key[0] or key not in cached]
-        measured = profile_some(
+        measured = profile_selected(
             captured, missing, advance=advance, measure_time=timed, cache=self.cache, backend=self.backend
         )
         profiles = tuple(measured[index] if index in measured else cached[key] for index, key in enumerate(keys))
-        (self._timed if timed else self._sized).update(zip(keys, profiles, strict=True))
+        (self._timed if timed else self._untimed).update(zip(keys, profiles, strict=True))
         if variant.op_bytes is None and variant.form is not Form.FUSED and not self.workspaces:
             self.workspaces.update((key[0], p.cost.workspace_bytes) for key, p in zip(keys, profiles, strict=True))
         return profiles
@@ -174,13 +174,13 @@ class StepVariants:
     def costs(self, variant: Variant, *, timed: bool = False, advance: Advance | None = None) -> Costs:
         """Return the costs of a variant's ops, with a home of unknown kind; see ``profiles``."""
         if self.backend is None:
-            return Costs((OpCost(0.0),) * len(self.made(variant).calls), (SOMEWHERE,))
+            return Costs((OpCost(0.0),) * len(self.get_variant(variant).calls), (SOMEWHERE,))
         profiles = self.profiles(variant, timed=timed, advance=advance)
         return Costs(tuple(_later_cost(p) if self.is_later else p.cost for p in profiles), (SOMEWHERE,))
 
-    def need(self, variant: Variant) -> int | None:
+    def smallest_arena(self, variant: Variant) -> int | None:
         """Return the smallest arena in bytes; None if the step has no such variant."""
-        captured = self.captured(variant)
+        captured = self.find_variant(variant)
         return None if captured is None else planning.smallest_budget(captured.graph, self.costs(variant))
 
 
@@ -211,16 +211,16 @@ class VariantPlans:
         """The bytes of gradients at the start of later calls but not of the first."""
         return self.step.added_bytes if self.repeats else 0
 
-    def need(self, variant: Variant) -> int | None:
+    def smallest_arena(self, variant: Variant) -> int | None:
         """Return the smallest arena in bytes; None if the step has no such variant."""
-        return self.step.need(variant)
+        return self.step.smallest_arena(variant)
 
     def has(self, variant: Variant) -> bool:
-        return self.step.captured(variant) is not None
+        return self.step.find_variant(variant) is not None
 
     def plan(self, variant: Variant) -> PlannedStep | None:
         """Return the step planned in a variant; None for ``FUSED`` if it needs evictions."""
-        captured = self.step.made(variant)
+        captured = self.step.get_variant(variant)
         if variant.form is Form.FUSED:
             if live_bytes(captured.graph) > self.room:
                 return None
@@ -234,14 +234,14 @@ class VariantPlans:
         later = self.step.later if self.repeats else None
         if later is None:
             return first
-        captured = later.captured(variant)
+        captured = later.find_variant(variant)
         if captured is None:
-            variant, captured = LOWEST_MEMORY, later.made(LOWEST_MEMORY)
+            variant, captured = LOWEST_MEMORY, later.get_variant(LOWEST_MEMORY)
         costs = later.costs(variant)
         smallest = planning.smallest_budget(captured.graph, costs)
         if smallest <= max(self.room, (first and first.smallest_budget) or 0):
             return first
-        error = planning.explain_too_small(captured.graph, costs, self.room, describer(captured))
+        error = planning.explain_too_small(captured.graph, costs, self.room, storage_describer(captured))
         return BudgetError(
             f"{error}\nThese are the needs of the second call, which starts with the gradients of the first. To avoid "
             "that, call zero_grad() with set_to_none=True at the end of the step.",

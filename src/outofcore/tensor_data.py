@@ -17,7 +17,7 @@ def view_like(tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     return view.set_(base.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def move_onto(tensor: torch.Tensor, base: torch.Tensor) -> None:
+def rebase_tensor(tensor: torch.Tensor, base: torch.Tensor) -> None:
     """Move a tensor to the storage of ``base``; its layout stays the same."""
     set_data(tensor, view_like(tensor, base))
 

@@ -16,7 +16,7 @@ from outofcore.program import CopyIn, CopyOut, Program, Run, Timeline
 # A step is noisy if its pace is this many times the lowest one.
 DISTURBED = 1.06
 # An op is quiet if copies run for at most this share of its time.
-_BESIDE = 0.02
+_QUIET_COPIES = 0.02
 # Larger than the rounding error of added and subtracted slowdowns.
 _TINY = 1e-9
 
@@ -39,14 +39,14 @@ def step_times(program: Program, timeline: Timeline, homes: Sequence[Home]) -> S
     for instruction, span in zip(program.instructions, spans, strict=True):
         if not isinstance(instruction, Run):
             lanes.setdefault((type(instruction), instruction.home), []).append(span)
-    busy = {lane: _Busy(lane_spans) for lane, lane_spans in lanes.items()}
+    busy = {lane: _Spans(lane_spans) for lane, lane_spans in lanes.items()}
     both = {
-        home: _Busy(_meeting(busy[CopyOut, home].spans, busy[CopyIn, home].spans))
+        home: _Spans(_intersect_spans(busy[CopyOut, home].spans, busy[CopyIn, home].spans))
         for home in range(len(homes))
         if (CopyOut, home) in busy and (CopyIn, home) in busy
     }
     # Spans in which the same copies run, and the factor by which they slow ops.
-    slowed = _slowed({lane: lane_spans for lane, lane_spans in busy.items() if lane[1] < len(homes)}, homes)
+    slowed = _slowdown_spans({lane: lane_spans for lane, lane_spans in busy.items() if lane[1] < len(homes)}, homes)
     alone: list[float] = []
     copies: list[float] = []
     for (start, end), instruction in zip(spans, program.instructions, strict=True):
@@ -67,7 +67,7 @@ def step_times(program: Program, timeline: Timeline, homes: Sequence[Home]) -> S
 
 
 def is_quiet(copies: float) -> bool:
-    return copies <= _BESIDE
+    return copies <= _QUIET_COPIES
 
 
 def pace(program: Program, times: StepTimes, ops: Sequence[OpCost]) -> float:
@@ -80,13 +80,13 @@ def pace(program: Program, times: StepTimes, ops: Sequence[OpCost]) -> float:
     return took / expected if expected else 1.0
 
 
-def undisturbed(paces: Sequence[float]) -> list[bool]:
+def mark_quiet_steps(paces: Sequence[float]) -> list[bool]:
     """Return for each of some consecutive steps of one program whether it is quiet."""
     lowest = min(paces, default=0.0)
     return [value <= lowest * DISTURBED for value in paces]
 
 
-def _slowed(busy: Mapping[Lane, _Busy], homes: Sequence[Home]) -> list[tuple[float, _Busy]]:
+def _slowdown_spans(busy: Mapping[Lane, _Spans], homes: Sequence[Home]) -> list[tuple[float, _Spans]]:
     """Return the factors by which copies slow ops, with the spans in which they apply."""
     changes = sorted(
         (time, sign * homes[home].compute_slowdown)
@@ -100,10 +100,10 @@ def _slowed(busy: Mapping[Lane, _Busy], homes: Sequence[Home]) -> list[tuple[flo
         if slowdown > _TINY and time > last:
             parts.setdefault(round(1 + slowdown, 9), []).append((last, time))
         slowdown, last = slowdown + change, time
-    return [(slower, _Busy(spans)) for slower, spans in sorted(parts.items())]
+    return [(slower, _Spans(spans)) for slower, spans in sorted(parts.items())]
 
 
-class _Busy:
+class _Spans:
     """Disjoint time spans in ascending order."""
 
     def __init__(self, spans: list[tuple[float, float]]) -> None:
@@ -124,7 +124,7 @@ class _Busy:
         return self._before[at] + min(time, end) - begin
 
 
-def _meeting(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def _intersect_spans(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> list[tuple[float, float]]:
     shared: list[tuple[float, float]] = []
     i = j = 0
     while i < len(first) and j < len(second):

@@ -31,7 +31,7 @@ _UNITS = {
     "TIB": TIB,
 }
 # Byte counts must fit in 64 bits.
-_MOST = 1 << 60
+_MAX_BYTES = 1 << 60
 _PERCENT = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]{0,9})?)\s*%\s*")
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
 
@@ -61,9 +61,9 @@ def parse_bytes(text: object) -> int:
         try:
             count = int(float(number) * factor) if "." in number else int(number) * factor
         except (ValueError, OverflowError):  # thousands of digits
-            count = _MOST + 1
-    if count > _MOST:
-        raise UnitError(f"a byte count must be at most {format_bytes(_MOST)}, and {str(text)[:40]!r} is more")
+            count = _MAX_BYTES + 1
+    if count > _MAX_BYTES:
+        raise UnitError(f"a byte count must be at most {format_bytes(_MAX_BYTES)}, and {str(text)[:40]!r} is more")
     if count <= 0:
         raise UnitError(f"a byte count must be above zero, and {text!r} is not; write for example '6GiB'")
     return count

@@ -30,14 +30,14 @@ _log = logging.getLogger("outofcore")
 # Ops up to this size are never split: their time is all overhead.
 MIN_OP_BYTES = MIB
 # The most halvings of an op. At 1/256 of an op, the number of ops dominates the time.
-_HALVINGS = 7
+_MAX_HALVINGS = 7
 # A finer split, which has more ops, must reduce the smallest arena to this share.
-_WORTH = 0.95
+_MAX_SPLIT_SHARE = 0.95
 # In a step that needs splits, an op may need this share of the budget. Larger ops mean fewer ops.
-_ROOMY = 2 / 3
+_MAX_OP_SHARE = 2 / 3
 # A step that fits is split for speed if its budget has at least these bytes, its ops wait for a fifth of the step, and
 # the split step is predicted to be 5 % faster. Then an op may need a quarter of the budget; copies use the remainder.
-_SPACIOUS_BYTES, _WAITS, _QUICKER, _SHARE_OF_OP = 64 * MIB, 1.25, 1.05, 4
+_MIN_SPEED_SPLIT_BYTES, _MIN_SLOWDOWN, _MIN_SPEEDUP, _ROOM_DIVISOR = 64 * MIB, 1.25, 1.05, 4
 
 
 class Form(Enum):
@@ -101,10 +101,10 @@ P = TypeVar("P", bound=PlannedVariant)
 P_co = TypeVar("P_co", bound=PlannedVariant, covariant=True)
 
 
-class Sizes(Protocol):
+class VariantSizes(Protocol):
     """The memory that a step needs in each of its variants."""
 
-    def need(self, variant: Variant) -> int | None:
+    def smallest_arena(self, variant: Variant) -> int | None:
         """Return the smallest arena in bytes; None if the step has no such variant."""
         ...
 
@@ -112,7 +112,7 @@ class Sizes(Protocol):
     def may_split(self) -> bool: ...
 
 
-class Plans(Sizes, Protocol[P_co]):
+class VariantPlanner(VariantSizes, Protocol[P_co]):
     """The plans of a step within a budget, made on request."""
 
     @property
@@ -138,7 +138,7 @@ class Plans(Sizes, Protocol[P_co]):
         ...
 
 
-def choose_variant(step: Plans[P], room: int) -> P:
+def choose_variant(step: VariantPlanner[P], room: int) -> P:
     """Return the step planned in the best variant for an arena of ``room`` bytes.
 
     Raises ``BudgetError`` if no variant fits, with the smallest budget of any variant.
@@ -152,16 +152,16 @@ def choose_variant(step: Plans[P], room: int) -> P:
             refusals.append((variant, refusal))
             continue
         if planned is not None:
-            planned = _quicker(step, planned, room)
-            refusal = _later_refusal(step, planned, room)
+            planned = _split_for_speed(step, planned, room)
+            refusal = _refuse_later_calls(step, planned, room)
             if refusal is not None:
                 raise refusal
             return planned
-    variant, refusal = _least(refusals)
+    variant, refusal = _smallest_refusal(refusals)
     raise step.later_refusal(variant, refusal) or refusal
 
 
-def ladder(step: Plans[PlannedVariant], room: int, refusals: Refusals) -> Iterator[Variant]:
+def ladder(step: VariantPlanner[PlannedVariant], room: int, refusals: Refusals) -> Iterator[Variant]:
     """Yield the variants in the order of trial; the caller adds failed ones to ``refusals``."""
     if step.may_stay:
         yield FUSED
@@ -169,11 +169,11 @@ def ladder(step: Plans[PlannedVariant], room: int, refusals: Refusals) -> Iterat
     yield LOWEST_MEMORY
     if not step.may_split:
         return
-    whole_bytes = _least(refusals)[1].smallest_budget or room
+    whole_bytes = _smallest_refusal(refusals)[1].smallest_budget or room
     # Coarse splits come first; they include all sizes that ``finest_split`` measures.
-    coarse = {op_bytes for op_bytes in op_sizes(whole_bytes) if op_bytes <= room * _ROOMY}
+    coarse = {op_bytes for op_bytes in op_sizes(whole_bytes) if op_bytes <= room * _MAX_OP_SHARE}
     for op_bytes in sorted(coarse.union(op_sizes(room)), reverse=True):
-        variant, best = split(op_bytes, room), _least(refusals)[0].op_bytes
+        variant, best = split(op_bytes, room), _smallest_refusal(refusals)[0].op_bytes
         # More than one halving below the best split so far, extra ops cost more than they save.
         if not step.has(variant) or (best is not None and op_bytes < best // 2):
             break
@@ -183,13 +183,13 @@ def ladder(step: Plans[PlannedVariant], room: int, refusals: Refusals) -> Iterat
         yield finest[0]
 
 
-def smallest_variant(step: Sizes) -> tuple[Variant, int]:
+def smallest_variant(step: VariantSizes) -> tuple[Variant, int]:
     """Return the variant that needs the least memory, with its smallest arena in bytes."""
-    whole_bytes = step.need(LOWEST_MEMORY) or 0
+    whole_bytes = step.smallest_arena(LOWEST_MEMORY) or 0
     return (step.may_split and finest_split(step, whole_bytes)) or (LOWEST_MEMORY, whole_bytes)
 
 
-def finest_split(step: Sizes, whole_bytes: int) -> tuple[Variant, int] | None:
+def finest_split(step: VariantSizes, whole_bytes: int) -> tuple[Variant, int] | None:
     """Return the split that needs the least memory, with its smallest arena; None if no split needs less.
 
     The result depends on the step only, not on a budget, so ``smallest_budget`` reports it.
@@ -198,11 +198,11 @@ def finest_split(step: Sizes, whole_bytes: int) -> tuple[Variant, int] | None:
     misses = 0
     for op_bytes in op_sizes(whole_bytes):
         variant = split(op_bytes, op_bytes)
-        need = step.need(variant)
+        need = step.smallest_arena(variant)
         if need is None:
             break
         # One halving may save little and the next much, if scratch memory does not grow with the op.
-        is_worth = need <= (whole_bytes if best is None else best[1]) * _WORTH
+        is_worth = need <= (whole_bytes if best is None else best[1]) * _MAX_SPLIT_SHARE
         if is_worth or (best is None and need < whole_bytes):
             best = variant, need
         misses = 0 if is_worth else misses + 1
@@ -213,35 +213,35 @@ def finest_split(step: Sizes, whole_bytes: int) -> tuple[Variant, int] | None:
 
 def op_sizes(need: int) -> Iterator[int]:
     """Yield the op sizes above which ops are split: halvings of the need of the largest op."""
-    for halving in range(1, _HALVINGS + 1):
+    for halving in range(1, _MAX_HALVINGS + 1):
         op_bytes = need >> halving
         if op_bytes < MIN_OP_BYTES:
             return
         yield op_bytes
 
 
-def _quicker(step: Plans[P], planned: P, room: int) -> P:
+def _split_for_speed(step: VariantPlanner[P], planned: P, room: int) -> P:
     """Return the step with split ops if it waits much for copies and is predicted to be faster split."""
     variant = planned.variant
     slowdown = planned.seconds / max(planned.costs.compute_seconds, 1e-9)
     if not step.may_split or variant.op_bytes is not None or variant.form is Form.FUSED:
         return planned
-    if room < _SPACIOUS_BYTES or slowdown < _WAITS:
+    if room < _MIN_SPEED_SPLIT_BYTES or slowdown < _MIN_SLOWDOWN:
         return planned
-    op_bytes = room // _SHARE_OF_OP
+    op_bytes = room // _ROOM_DIVISOR
     if smallest_budget(planned.graph, planned.costs) <= 2 * op_bytes or not step.has(split(op_bytes, room)):
         return planned
     try:
         split_step = step.plan(split(op_bytes, room))
     except BudgetError:
         return planned
-    if split_step is None or split_step.seconds > planned.seconds / _QUICKER:
+    if split_step is None or split_step.seconds > planned.seconds / _MIN_SPEEDUP:
         return planned
     _log.info("ops that need more than %s are split, which makes the step faster", format_bytes(op_bytes))
     return split_step
 
 
-def _later_refusal(step: Plans[P], planned: P, room: int) -> BudgetError | None:
+def _refuse_later_calls(step: VariantPlanner[P], planned: P, room: int) -> BudgetError | None:
     """Return why later calls will not fit into ``room``; None if they fit.
 
     They keep the split of this plan. Without one they may use the lowest-memory variant or any split.
@@ -261,7 +261,7 @@ def _later_refusal(step: Plans[P], planned: P, room: int) -> BudgetError | None:
     return refusal
 
 
-def _least(refusals: Refusals) -> tuple[Variant, BudgetError]:
+def _smallest_refusal(refusals: Refusals) -> tuple[Variant, BudgetError]:
     """Return the refusal with the smallest budget among the lowest-memory forms."""
     lowest = [refusal for refusal in refusals if refusal[0].form is Form.LOWEST_MEMORY]
     return min(lowest, key=lambda refusal: refusal[1].smallest_budget or 0)

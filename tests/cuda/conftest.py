@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from building import cache_of_its_own
+from building import private_cache
 
 from outofcore.follow.native import load_paging
 from outofcore.runtime.native import Flavor, load_native
@@ -16,5 +16,5 @@ from outofcore.runtime.native import Flavor, load_native
 @pytest.fixture(scope="session", autouse=True)
 def _a_cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     flavor = Flavor.CUDA if torch.cuda.is_available() else Flavor.CPU
-    with cache_of_its_own(tmp_path_factory, (load_native, functools.partial(load_paging, flavor))):
+    with private_cache(tmp_path_factory, (load_native, functools.partial(load_paging, flavor))):
         yield

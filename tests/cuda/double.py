@@ -24,10 +24,10 @@ import torch
 
 from outofcore import _torch_internals as internals
 from outofcore.errors import TransferError
-from outofcore.execution.arena import Arena, Recorder
-from outofcore.execution.binding import Bound, BoundRun
+from outofcore.execution.arena import AllocationRecorder, Arena
+from outofcore.execution.binding import BoundProgram, BoundRun
 from outofcore.execution.cuda.engine import CudaEngine
-from outofcore.execution.cuda.interface import Action, Copy, Move, Record, Stream, Tape, Wait
+from outofcore.execution.cuda.interface import Action, DeviceCopy, FileTransfer, RecordMark, Stream, Tape, WaitForMark
 from outofcore.program import Run
 from outofcore.runtime.homes import HomeStore
 from outofcore.runtime.memory import Region, map_anonymous, tensor_over
@@ -105,13 +105,13 @@ class FakeCuda:
     buffers: tuple[int, int] = (16 * 4096, 2)
     waits: int = 0
     tapes: int = 0
-    news: dict[int, bool] = field(default_factory=dict)
+    advanced_clock: dict[int, bool] = field(default_factory=dict)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _queues: dict[Stream, deque[_Item]] = field(default_factory=lambda: {s: deque() for s in Stream})
     _clocks: dict[Stream, _Clock] = field(default_factory=lambda: dict.fromkeys(Stream, _NOTHING))
     _accesses: dict[Stream, list[_Access]] = field(default_factory=lambda: {s: [] for s in Stream})
     _free: dict[Stream, float] = field(default_factory=lambda: dict.fromkeys(Stream, 0.0))
-    _bound: Bound | None = None
+    _bound: BoundProgram | None = None
     _base: int = 0
     _failures: list[OSError] = field(default_factory=list)
 
@@ -125,7 +125,7 @@ class FakeCuda:
         return arena
 
     @contextlib.contextmanager
-    def step(self, bound: Bound | None) -> Iterator[None]:
+    def step(self, bound: BoundProgram | None) -> Iterator[None]:
         self._bound = bound
         try:
             yield
@@ -141,7 +141,7 @@ class FakeCuda:
             self._touch(stream, self._spans(run.index), f"op {run.op}")
         self._put(_Item(stream, OP_SECONDS * self._random.uniform(0.2, 2), begin=call))
 
-    def launching(self, run: BoundRun, call: Callable[[], object], stream: Stream) -> Callable[[], object]:
+    def make_launcher(self, run: BoundRun, call: Callable[[], object], stream: Stream) -> Callable[[], object]:
         return functools.partial(self.launch, run, call, stream)
 
     def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -152,29 +152,29 @@ class FakeCuda:
         seconds = target.numel() / self.bytes_per_s
         self._put(_Item(stream, seconds, begin=lambda: target.fill_(POISON), end=lambda: target.copy_(source)))
 
-    def copy_callers(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy_user_memory(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
         self.copy(stream, index, target, source)
 
-    def tape(self, actions: Sequence[Action]) -> Tape:
+    def make_tape(self, actions: Sequence[Action]) -> Tape:
         self.tapes += 1
         return Tape(functools.partial(self._play, actions))
 
     def _play(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case Wait(stream, mark):
+                case WaitForMark(stream, mark):
                     self.wait(stream, mark)
-                case Record(stream, mark):
+                case RecordMark(stream, mark):
                     self.record(stream, mark)
-                case Copy(stream, index, target, source):
+                case DeviceCopy(stream, index, target, source):
                     self.copy(stream, index, target, source)
-                case Move(stream, index, home, offset, memory):
+                case FileTransfer(stream, index, home, offset, memory):
                     self.transfer(stream, index, home, offset, memory)
 
-    def graph(self, call: Callable[[], object]) -> None:
+    def capture_graph(self, call: Callable[[], object]) -> None:
         return None
 
-    def staging(self, count: int) -> torch.Tensor:
+    def allocate_staging(self, count: int) -> torch.Tensor:
         region = Region(map_anonymous(count), count)
         return tensor_over(region.memory(0, count)).fill_(POISON)
 
@@ -199,7 +199,7 @@ class FakeCuda:
         begin = None if writes else functools.partial(memory.fill_, POISON)
         self._put(_Item(stream, count / self.bytes_per_s * self._random.uniform(0.5, 3), begin=begin, end=end))
 
-    def mark(self, *, timed: bool = False) -> FakeMark:
+    def create_mark(self, *, timed: bool = False) -> FakeMark:
         return FakeMark()
 
     def record(self, stream: Stream, mark: FakeMark) -> None:
@@ -210,7 +210,7 @@ class FakeCuda:
     def wait(self, stream: Stream, mark: FakeMark) -> None:
         number = self.waits
         self.waits += 1
-        self.news[number] = _later(self._clocks[stream], mark.clock) != self._clocks[stream]
+        self.advanced_clock[number] = _later(self._clocks[stream], mark.clock) != self._clocks[stream]
         if number in self.drop or mark.item is None:
             return
         self._clocks[stream] = _later(self._clocks[stream], mark.clock)
@@ -247,7 +247,7 @@ class FakeCuda:
         if failures:
             raise TransferError(f"a transfer failed: {failures[0]}")
 
-    def pinned(self, source: torch.Tensor) -> torch.Tensor:
+    def to_pinned(self, source: torch.Tensor) -> torch.Tensor:
         return source.clone()
 
     def generators(self) -> Sequence[torch.Generator]:
@@ -348,14 +348,14 @@ class FakeBackend:
     def reserve(self, budget: int) -> int:
         return max(budget // 64, 65536)
 
-    def beside(self, budget: int, given: int, moved: int) -> int:
+    def unavailable_bytes(self, budget: int, output_bytes: int, state_bytes: int) -> int:
         return 0
 
     def prepare(self) -> None:
         pass
 
-    def recorder(self) -> Recorder:
-        return Recorder()
+    def recorder(self) -> AllocationRecorder:
+        return AllocationRecorder()
 
     def generators(self) -> Sequence[torch.Generator]:
         return self.driver.generators()

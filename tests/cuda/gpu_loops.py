@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from loops import Language, Loop, Make, autocast, lengths_vary, loss_of, plain, rich
+from loops import Language, Loop, MakeOptimizer, autocast, lengths_vary, loss_of, plain, rich
 from torch import Tensor, nn
 
 
@@ -33,7 +33,7 @@ class Dense(nn.Sequential):
         super().__init__(*layers, nn.Linear(256, 10))
 
 
-OPTIMIZERS: dict[str, Make] = {
+OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9),
     "sgd_fused": lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9, fused=True),
     "adamw_foreach": lambda m: torch.optim.AdamW(m.parameters(), 1e-3, foreach=True),
@@ -49,7 +49,7 @@ def batches(steps: int, shape: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor
         yield torch.randn(shape, generator=draw), torch.randint(0, 10, shape[:1], generator=draw)
 
 
-def pinned(model: nn.Module, make: Make, steps: int, shape: tuple[int, ...]) -> list[Any]:
+def train_from_pinned_memory(model: nn.Module, make: MakeOptimizer, steps: int, shape: tuple[int, ...]) -> list[Any]:
     """Batches from pinned memory, values read, gradients clipped."""
     optimizer, seen = make(model), []
     for batch in batches(steps, shape):
@@ -63,7 +63,7 @@ def pinned(model: nn.Module, make: Make, steps: int, shape: tuple[int, ...]) -> 
     return [*seen, optimizer]
 
 
-def side_stream(model: nn.Module, make: Make) -> list[Any]:
+def train_with_side_stream(model: nn.Module, make: MakeOptimizer) -> list[Any]:
     """Batches are prepared on a stream of the loop's own, and handed over as PyTorch asks for it."""
     optimizer, seen, side = make(model), [], torch.cuda.Stream()
     for rows, labels in batches(6, (256, 256)):
@@ -85,12 +85,12 @@ def side_stream(model: nn.Module, make: Make) -> list[Any]:
 
 
 LOOPS: dict[str, tuple[Loop, Callable[[], nn.Module]]] = {
-    "dense": (functools.partial(pinned, steps=6, shape=(256, 256)), lambda: Dense().cuda()),
-    "tall": (functools.partial(pinned, steps=4, shape=(2048, 256)), lambda: Dense().cuda()),
-    "pictures": (functools.partial(pinned, steps=5, shape=(8, 3, 24, 24)), lambda: Strided().cuda()),
+    "dense": (functools.partial(train_from_pinned_memory, steps=6, shape=(256, 256)), lambda: Dense().cuda()),
+    "tall": (functools.partial(train_from_pinned_memory, steps=4, shape=(2048, 256)), lambda: Dense().cuda()),
+    "pictures": (functools.partial(train_from_pinned_memory, steps=5, shape=(8, 3, 24, 24)), lambda: Strided().cuda()),
     "language": (plain, lambda: Language().cuda()),
     "lengths": (lengths_vary, lambda: Language().cuda()),
     "rich": (rich, lambda: Language().cuda()),
     "autocast": (autocast, lambda: Language().cuda()),
-    "side_stream": (side_stream, lambda: Dense().cuda()),
+    "side_stream": (train_with_side_stream, lambda: Dense().cuda()),
 }

@@ -9,17 +9,28 @@ import pytest
 import torch
 from double import POISON, FakeBackend, FakeCuda, RaceError
 from effort import some_of
-from worlds import CPU, STEPS, WORLDS, World, budget_of, compiled, convolutional, dense, eager, same
+from worlds import (
+    CPU,
+    STEPS,
+    WORLDS,
+    World,
+    budget_of,
+    compile_on_double,
+    convolutional,
+    dense,
+    differing_tensors,
+    train_eagerly,
+)
 
-from outofcore.estimation.costing import LocalMachine, costed
+from outofcore.estimation.costing import LocalMachine, cost_step
 from outofcore.execution.cuda.interface import Stream
-from outofcore.known_steps import runner_of
+from outofcore.known_steps import make_runner
 from outofcore.options import UserStep
 from outofcore.planning import QUICK
 from outofcore.policies import Auto
 from outofcore.profiling import links
 from outofcore.program import CopyIn, CopyOut, Program, Queue, Wait
-from outofcore.progress import silent
+from outofcore.progress import ignore_progress
 from outofcore.runtime.homes import HostHome
 from outofcore.step import Step
 from outofcore.units import MIB
@@ -43,24 +54,24 @@ POLICIES = [
 )
 def test_the_bits_of_plain_pytorch(name: str, number: int) -> None:
     make, (policy, share) = WORLDS[name], POLICIES[number]
-    losses, state = eager(make(CPU), STEPS)
+    losses, state = train_eagerly(make(CPU), STEPS)
     world = make(CPU)
     budget = budget_of(make, share)
     driver = FakeCuda(seed=number, bytes_per_s=(1e10, 1e9, 2e8)[number % 3])
-    with compiled(world, budget, policy, driver) as step:
+    with compile_on_double(world, budget, policy, driver) as step:
         torch.manual_seed(1)
         found = [step(*world.batch(index)).clone() for index in range(STEPS)]
         moved = [i for i in step.planned.program.instructions if isinstance(i, CopyIn | CopyOut)]
         assert len(moved) >= {"offload-all": 4, "auto:polish_ops=0": 1}.get(str(policy), 0)
         validate(step.captured.graph, step.planned.program, budget, step.costs)
-        assert same(world.state(), state) == []
+        assert differing_tensors(world.state(), state) == []
     assert [torch.equal(a, b) for a, b in zip(found, losses, strict=True)] == [True] * STEPS
-    assert same(world.state(), state) == []
+    assert differing_tensors(world.state(), state) == []
 
 
 def test_everything_begins_where_cuda_would_have_put_it() -> None:
     world = convolutional(CPU)
-    with compiled(world, budget_of(convolutional, 0.2), "auto:polish_ops=0", FakeCuda()) as step:
+    with compile_on_double(world, budget_of(convolutional, 0.2), "auto:polish_ops=0", FakeCuda()) as step:
         step(*world.batch(0))
         program = step.planned.program
     assert {block.offset % 512 for block in program.blocks if block.bytes} == {0}
@@ -83,19 +94,19 @@ def broken(program: Program) -> Iterator[tuple[Program, int, Wait]]:
 def test_no_wait_of_a_program_can_be_left_out(make: Callable[[torch.device], World], policy: str, share: float) -> None:
     world = make(CPU)
     driver = FakeCuda()
-    with compiled(world, budget_of(make, share), policy, driver) as step:
+    with compile_on_double(world, budget_of(make, share), policy, driver) as step:
         for index in range(2):
             step(*world.batch(index))
         session = step._session
-        runner, arena, shown = session.steps.runner, session.steps.arena, session.steps.shown
+        runner, arena, shown = session.steps.runner, session.steps.arena, session.steps.last_step
         assert runner is not None
         assert arena is not None
         assert shown is not None
         before, tried, unseen = world.state(), [], []
         for program, index, wait in broken(shown.planned.program):
-            runner.make_way()
+            runner.yield_arena()
             changed = replace(shown, planned=replace(shown.planned, program=program))
-            runner = runner_of(changed, session.keeper, runner.states)
+            runner = make_runner(changed, session.keeper, runner.states)
             runner.enter(arena)
             tried.append(wait.queue)
             try:
@@ -110,7 +121,7 @@ def test_no_wait_of_a_program_can_be_left_out(make: Callable[[torch.device], Wor
         assert set(tried) == set(Queue) - {Queue.COMMUNICATE}
         assert policy != "offload-all" or len(tried) > 10
         # A race is seen as the step is issued, before anything runs.
-        assert same(world.state(), before) == []
+        assert differing_tensors(world.state(), before) == []
 
 
 def train(world: World, step: Step, steps: int) -> None:
@@ -123,7 +134,7 @@ def test_streams_are_joined_around_a_step() -> None:
     budget = budget_of(dense, 0.0)
     world = dense(CPU)
     driver = FakeCuda(waits_on_host=False)
-    with compiled(world, budget, "offload-all", driver) as step:
+    with compile_on_double(world, budget, "offload-all", driver) as step:
         train(world, step, 3)
         before = driver.waits
         train(world, step, 1)
@@ -133,7 +144,7 @@ def test_streams_are_joined_around_a_step() -> None:
     for place in (0, 1, count - 2, count - 1):
         world = dense(CPU)
         driver = FakeCuda(waits_on_host=False)
-        with compiled(world, budget, "offload-all", driver) as step:
+        with compile_on_double(world, budget, "offload-all", driver) as step:
             train(world, step, 1)
             driver.drop = frozenset(driver.waits + place + k * count for k in range(3))
             try:
@@ -150,7 +161,7 @@ def test_what_is_used_before_it_arrives_is_poison() -> None:
     with driver.step(None):
         driver.copy(Stream.COPY_IN, 0, target, source)
         driver.launch(None, lambda: seen.append(int(target[0])))
-        mark = driver.mark()
+        mark = driver.create_mark()
         driver.record(Stream.COPY_IN, mark)
         driver.wait(Stream.COMPUTE, mark)
         driver.launch(None, lambda: seen.append(int(target[0])))
@@ -169,7 +180,7 @@ def test_what_is_overwritten_before_it_has_left_arrives_changed() -> None:
 
 
 def test_a_link_is_measured_by_the_clock_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_ops", lambda *_, **__: lambda: None)
+    monkeypatch.setattr(links, "_make_ops", lambda *_, **__: lambda: None)
     driver = FakeCuda(bytes_per_s=2e9, shared=2.0)
     home = HostHome(64 * MIB)
     try:
@@ -184,7 +195,7 @@ def test_a_link_is_measured_by_the_clock_of_the_device(monkeypatch: pytest.Monke
 
 def test_a_step_that_keeps_all_makes_no_copy_after_the_first() -> None:
     world = dense(CPU, "sgd")
-    with compiled(world, 1 << 30, "auto", FakeCuda()) as step:
+    with compile_on_double(world, 1 << 30, "auto", FakeCuda()) as step:
         for index in range(2):
             step(*world.batch(index))
         states = {s.id for s in step.captured.graph.storages if s.id in step.captured.graph.persistent}
@@ -194,11 +205,11 @@ def test_a_step_that_keeps_all_makes_no_copy_after_the_first() -> None:
 
 
 def test_a_step_is_costed_on_the_device_that_it_is_to_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_ops", lambda *_, **__: lambda: None)
+    monkeypatch.setattr(links, "_make_ops", lambda *_, **__: lambda: None)
     world, driver = dense(CPU), FakeCuda(bytes_per_s=2e8)
     user = UserStep(world.step, [world.model], [world.optimizer])
     where = LocalMachine(FakeBackend(driver), [HostHome(512 * MIB)])
-    graph, costs, *_ = costed(user, world.batch(0), {}, where, tell=silent)
+    graph, costs, *_ = cost_step(user, world.batch(0), {}, where, tell=ignore_progress)
     assert {storage.bytes % 512 for storage in graph.storages} == {0}
     assert [home.name for home in costs.homes] == ["host"]
     # By the device's clock: this machine's own memory is far faster.

@@ -9,11 +9,21 @@ import pytest
 import torch
 from double import FakeCuda, RaceError
 from effort import is_exhaustive
-from worlds import CPU, STEPS, World, budget_of, compiled, convolutional, dense, eager, same
+from worlds import (
+    CPU,
+    STEPS,
+    World,
+    budget_of,
+    compile_on_double,
+    convolutional,
+    dense,
+    differing_tensors,
+    train_eagerly,
+)
 
 from outofcore.errors import TransferError
 from outofcore.execution.arena import ScopeTable
-from outofcore.execution.binding import Bound, BoundCopy
+from outofcore.execution.binding import BoundCopy, BoundProgram
 from outofcore.execution.cuda.engine import CudaEngine
 from outofcore.execution.cuda.interface import Stream
 from outofcore.execution.cuda.staging import reads_after_writes
@@ -21,7 +31,7 @@ from outofcore.graph import StepGraph
 from outofcore.profiling import links
 from outofcore.program import Block, CopyIn, CopyOut, Program
 from outofcore.runtime.homes import DiskHome, HomeStore, HostHome
-from outofcore.runtime.slots import Piece
+from outofcore.runtime.slots import SlotPiece
 from outofcore.step import Step
 from outofcore.units import KIB, MIB
 from outofcore.validator import validate
@@ -47,16 +57,16 @@ def to_and_from_disk(step: Step) -> list[CopyIn | CopyOut]:
 def test_the_bits_of_plain_pytorch(
     make: Callable[[torch.device], World], policy: str, share: float, near: int, rate: float, tmp_path: Path
 ) -> None:
-    losses, state = eager(make(CPU), STEPS)
+    losses, state = train_eagerly(make(CPU), STEPS)
     world, budget = make(CPU), budget_of(make, share)
-    with compiled(world, budget, policy, FakeCuda(bytes_per_s=rate), homes(near, tmp_path)) as step:
+    with compile_on_double(world, budget, policy, FakeCuda(bytes_per_s=rate), homes(near, tmp_path)) as step:
         torch.manual_seed(1)
         found = [step(*world.batch(index)).clone() for index in range(STEPS)]
         assert {type(copy) for copy in to_and_from_disk(step)} == {CopyIn, CopyOut}
         validate(step.captured.graph, step.planned.program, budget, step.costs)
-        assert same(world.state(), state) == []
+        assert differing_tensors(world.state(), state) == []
     assert [torch.equal(a, b) for a, b in zip(found, losses, strict=True)] == [True] * STEPS
-    assert same(world.state(), state) == []
+    assert differing_tensors(world.state(), state) == []
 
 
 @pytest.mark.parametrize(("make", "policy", "share", "near"), CASES[:2])
@@ -65,7 +75,7 @@ def test_no_wait_can_be_left_out(
 ) -> None:
     """Each wait within a step in turn, whoever asked for it: the program, the engine for a file, or a buffer."""
     world, driver = make(CPU), FakeCuda()
-    with compiled(world, budget_of(make, share), policy, driver, homes(near, tmp_path)) as step:
+    with compile_on_double(world, budget_of(make, share), policy, driver, homes(near, tmp_path)) as step:
         for index in range(2):
             step(*world.batch(index))
         runner = step._session.steps.runner
@@ -73,7 +83,7 @@ def test_no_wait_can_be_left_out(
         batch, before = list(world.batch(2)), driver.waits
         runner.run(step._session.engine, batch)
         count = driver.waits - before
-        news = {n for n in range(count) if driver.news[before + n]}
+        news = {n for n in range(count) if driver.advanced_clock[before + n]}
         state, unseen = world.state(), set[int]()
         # The first four let the copies begin, and the last four let the ops go on: see the next test.
         # Of those between, which are alike layer by layer, every third or eleventh.
@@ -83,7 +93,7 @@ def test_no_wait_can_be_left_out(
                 runner.run(step._session.engine, batch)
             except RaceError:
                 # It is seen as the step is issued, before anything runs.
-                assert same(world.state(), state) == []
+                assert differing_tensors(world.state(), state) == []
                 continue
             unseen.add(place)
             state = world.state()
@@ -109,8 +119,8 @@ def back_and_forth(driver: FakeCuda, folder: Path, home: int, *, out_first: bool
         queue = lane + (kind is CopyIn)
         waits = ((2 * lane + 2 - queue, 1),) if index else ()  # for the other one, queues being numbered from 1
         queues[queue] = (BoundCopy(index, 0, home, 0, count, waits, 1, not index),)
-    bound = Bound(StepGraph((), (), ()), program, arena, (), tuple(queues))
-    table, slots = ScopeTable(arena, []), {index: (Piece(0, count),) for index in (0, 1)}
+    bound = BoundProgram(StepGraph((), (), ()), program, arena, (), tuple(queues))
+    table, slots = ScopeTable(arena, []), {index: (SlotPiece(0, count),) for index in (0, 1)}
 
     def step() -> int:
         before = driver.waits
@@ -147,7 +157,7 @@ def test_no_wait_around_a_step_can_be_left_out(side: str, stream: Stream, out_fi
 def test_a_transfer_that_fails_is_told_in_the_same_step(tmp_path: Path) -> None:
     make, policy, share, near = CASES[1]
     world, driver = make(CPU), FakeCuda()
-    with compiled(world, budget_of(make, share), policy, driver, homes(near, tmp_path)) as step:
+    with compile_on_double(world, budget_of(make, share), policy, driver, homes(near, tmp_path)) as step:
         step(*world.batch(0))
         driver.failing = True
         with pytest.raises(TransferError, match="no space left") as caught:
@@ -156,7 +166,7 @@ def test_a_transfer_that_fails_is_told_in_the_same_step(tmp_path: Path) -> None:
 
 
 def test_a_link_to_a_disk_is_measured_through_the_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_ops", lambda *_, **__: lambda: None)
+    monkeypatch.setattr(links, "_make_ops", lambda *_, **__: lambda: None)
     driver, home = FakeCuda(bytes_per_s=2e9), DiskHome(tmp_path)
     try:
         link = links.measure_link(home, driver=driver, buffer_bytes=32 * MIB, seconds=0.05)
@@ -169,15 +179,15 @@ def test_a_link_to_a_disk_is_measured_through_the_buffers(tmp_path: Path, monkey
 
 
 def test_a_read_waits_for_the_last_write_of_its_pages() -> None:
-    slots: dict[int, tuple[Piece, ...]] = {
-        0: (Piece(0, 8192), Piece(16384, 4096)),
-        1: (Piece(8192, 4096),),
-        2: (Piece(0, 4096),),
-        3: (Piece(16384, 4096),),
-        4: (Piece(8192, 4096),),
-        5: (Piece(40960, 4096),),
-        6: (Piece(4096, 8192),),
-        7: (Piece(8192, 4096),),
+    slots: dict[int, tuple[SlotPiece, ...]] = {
+        0: (SlotPiece(0, 8192), SlotPiece(16384, 4096)),
+        1: (SlotPiece(8192, 4096),),
+        2: (SlotPiece(0, 4096),),
+        3: (SlotPiece(16384, 4096),),
+        4: (SlotPiece(8192, 4096),),
+        5: (SlotPiece(40960, 4096),),
+        6: (SlotPiece(4096, 8192),),
+        7: (SlotPiece(8192, 4096),),
     }
     order = [(0, True), (1, True), (2, True), (3, False), (4, False), (5, False), (6, True), (7, False)]
     # 3 reads a piece of what 0 wrote, 4 all of what 1 wrote, 5 what was there before, 7 a part of what 6 wrote.

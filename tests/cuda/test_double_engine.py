@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from double import FakeBackend, FakeCuda, FakeMark
-from worlds import CPU, World, budget_of, compiled, dense, eager, same
+from worlds import CPU, World, budget_of, compile_on_double, dense, differing_tensors, train_eagerly
 
 from outofcore.analysis import LARGE_BYTES
 from outofcore.capture import capture_step
@@ -25,19 +25,19 @@ from outofcore.profiling.ops import profile_ops
 @pytest.fixture
 def _tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No step is measured but the first."""
-    monkeypatch.setattr(engine, "_MEASURED", engine._Measured(first=1, every=1 << 30))
+    monkeypatch.setattr(engine, "_MEASURED_STEPS", engine._MeasuredSteps(first=1, every=1 << 30))
     yield
 
 
 @pytest.mark.usefixtures("_tapes")
 def test_steps_played_from_tapes_have_the_bits_of_plain_pytorch() -> None:
-    losses, state = eager(dense(CPU), 4)
+    losses, state = train_eagerly(dense(CPU), 4)
     world, driver = dense(CPU), FakeCuda(seed=1)
-    with compiled(world, budget_of(dense, 0.0), "offload-all", driver) as step:
+    with compile_on_double(world, budget_of(dense, 0.0), "offload-all", driver) as step:
         torch.manual_seed(1)
         found = [step(*world.batch(index)).clone() for index in range(4)]
         assert driver.tapes > 4
-        assert same(world.state(), state) == []
+        assert differing_tensors(world.state(), state) == []
     assert [torch.equal(a, b) for a, b in zip(found, losses, strict=True)] == [True] * 4
 
 
@@ -60,7 +60,7 @@ class Witness(FakeCuda):
 
 def test_an_arena_is_gone_before_the_next_is_opened() -> None:
     world, driver = dense(CPU), Witness()
-    step = compiled(world, budget_of(dense, 0.5), "auto", driver)
+    step = compile_on_double(world, budget_of(dense, 0.5), "auto", driver)
     for count in (128, 256, 64):
         step(*[part[:count] for part in world.batch(0)])
     assert driver.opened > 3
@@ -101,7 +101,7 @@ class Failing(FakeCuda):
 @pytest.mark.parametrize("silent", [False, True])
 def test_a_device_that_fails_is_told_of_first_and_the_step_is_torn(silent: bool) -> None:
     world, driver = dense(CPU), Failing(silent=silent)
-    step = compiled(world, budget_of(dense, 0.3), "auto", driver)
+    step = compile_on_double(world, budget_of(dense, 0.3), "auto", driver)
     step(*world.batch(0))
     driver.at = 2
     with pytest.raises((torch.AcceleratorError, DeviceError), match="device-side assert") as caught:
@@ -131,9 +131,9 @@ class Pinning(FakeCuda):
 
 
 def test_input_that_is_pinned_may_be_changed_as_soon_as_the_call_has_returned() -> None:
-    losses, state = eager(dense(CPU), 3)
+    losses, state = train_eagerly(dense(CPU), 3)
     world, driver = dense(CPU), Pinning()
-    with compiled(world, 1 << 30, "auto", driver) as step:
+    with compile_on_double(world, 1 << 30, "auto", driver) as step:
         torch.manual_seed(1)
         for index in range(3):
             batch = world.batch(index)
@@ -141,7 +141,7 @@ def test_input_that_is_pinned_may_be_changed_as_soon_as_the_call_has_returned() 
             for part in batch:
                 part.zero_()
             assert torch.equal(loss, losses[index])
-        assert same(world.state(), state) == []
+        assert differing_tensors(world.state(), state) == []
     assert driver.awaited >= 3 * 2
 
 
@@ -212,14 +212,14 @@ class Asked(FakeCuda):
 def test_the_host_waits_for_copies_of_the_model_where_it_is_in_its_memory_alone(
     policy: str, where: float, at_home: bool
 ) -> None:
-    states = [eager(dense(CPU), index + 1)[1] for index in range(4)]
+    states = [train_eagerly(dense(CPU), index + 1)[1] for index in range(4)]
     world, driver = dense(CPU), Asked()
-    with compiled(world, budget_of(dense, where), policy, driver) as step:
+    with compile_on_double(world, budget_of(dense, where), policy, driver) as step:
         torch.manual_seed(1)
         for index in range(4):
             step(*world.batch(index))
             # What the user may look at now is that of this step.
-            assert same(world.state(), states[index]) == []
+            assert differing_tensors(world.state(), states[index]) == []
             if index and at_home:
                 large = [p for p in world.model.parameters() if p.nbytes >= LARGE_BYTES]
                 assert [driver.pending(p.data_ptr(), p.nbytes) for p in large] == [[]] * 4
@@ -236,10 +236,10 @@ def _frozen(device: torch.device) -> World:
 
 @pytest.mark.usefixtures("_tapes")
 def test_the_host_does_not_wait_for_ops_behind_the_last_copy_of_the_model() -> None:
-    states = [eager(_frozen(CPU), index + 1)[1] for index in range(3)]
+    states = [train_eagerly(_frozen(CPU), index + 1)[1] for index in range(3)]
     world, driver = _frozen(CPU), Asked()
     # The smallest one, less than a layer more: none of them stays on the device.
-    with compiled(world, budget_of(_frozen, 0.0) - 200 * 1024, "offload-all", driver) as step:
+    with compile_on_double(world, budget_of(_frozen, 0.0) - 200 * 1024, "offload-all", driver) as step:
         torch.manual_seed(1)
         for index in range(3):
             step(*world.batch(index))
@@ -248,4 +248,4 @@ def test_the_host_does_not_wait_for_ops_behind_the_last_copy_of_the_model() -> N
                 assert [driver.pending(p.data_ptr(), p.nbytes) for p in large] == [[]] * 4
                 assert any(driver.known)
                 assert not driver.is_done(Stream.COMPUTE)
-            assert same(world.state(), states[index]) == []
+            assert differing_tensors(world.state(), states[index]) == []

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from at_once import MOVES, PlannedAtOnce
-from following import Trained, budget_for, peak_of, trained
-from gpu_loops import LOOPS, OPTIMIZERS, pinned
+from at_once import WITHOUT_RECOMPUTATION, ForegroundPlanner
+from following import TrainingResult, budget_for, peak_of, train_loop
+from gpu_loops import LOOPS, OPTIMIZERS, train_from_pinned_memory
 from loops import adamw
 from torch import nn
 
@@ -22,8 +22,8 @@ import outofcore
 from outofcore._torch_internals import storage_address
 from outofcore.errors import BudgetError, InputError, SpillError, StateError
 from outofcore.follow import devices, loop_planner, records
-from outofcore.follow.gpu import Shares, make_workspaces, shares_of
-from outofcore.follow.native import call, is_followed, load_paging
+from outofcore.follow.gpu import BudgetShares, make_workspaces, shares_of
+from outofcore.follow.native import call, is_any_loop_running, load_paging
 from outofcore.follow.recipes import Recipes
 from outofcore.planning import QUICK
 from outofcore.policies import Auto
@@ -35,9 +35,9 @@ pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available()
 
 @pytest.fixture(autouse=True)
 def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(loop_planner, "BackgroundPlanner", PlannedAtOnce)
+    monkeypatch.setattr(loop_planner, "BackgroundPlanner", ForegroundPlanner)
     # Budgets here are for tensors alone, of loops that are smaller than what lies beside.
-    monkeypatch.setattr(devices, "shares_of", lambda budget, device: Shares(budget, 0, 8 * MIB))
+    monkeypatch.setattr(devices, "shares_of", lambda budget, device: BudgetShares(budget, 0, 8 * MIB))
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -45,16 +45,16 @@ def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def followed(name: str, budget: int, optimizer: str = "", **options: Any) -> tuple[Trained, outofcore.LoopStats]:
+def followed(name: str, budget: int, optimizer: str = "", **options: Any) -> tuple[TrainingResult, outofcore.LoopStats]:
     make = OPTIMIZERS.get(optimizer, adamw)
-    found, stats = trained(*LOOPS[name], make, budget, **{"policy": None, "cache": False, **options})
+    found, stats = train_loop(*LOOPS[name], make, budget, **{"policy": None, "cache": False, **options})
     assert stats is not None
     return found, stats
 
 
 @functools.cache
-def plainly(name: str, optimizer: str = "") -> Trained:
-    return trained(*LOOPS[name], OPTIMIZERS.get(optimizer, adamw))[0]
+def plainly(name: str, optimizer: str = "") -> TrainingResult:
+    return train_loop(*LOOPS[name], OPTIMIZERS.get(optimizer, adamw))[0]
 
 
 @functools.cache
@@ -114,7 +114,7 @@ def test_every_way_of_updating(name: str) -> None:
 @pytest.mark.parametrize("name", ["dense", "language", "lengths", "autocast"])
 def test_steps_are_followed_by_a_plan(name: str) -> None:
     budget = int(0.5 * peak(name))
-    ours, stats = followed(name, budget, policy=MOVES)
+    ours, stats = followed(name, budget, policy=WITHOUT_RECOMPUTATION)
     assert ours.differs_from(plainly(name)) == ""
     assert stats.plans > 0
     assert stats.planned_ops > 0
@@ -126,7 +126,7 @@ def test_steps_are_followed_by_a_plan(name: str) -> None:
 def test_recomputation_keeps_every_bit(name: str) -> None:
     def recompute(run: outofcore.Loop) -> None:
         assert run._space is not None
-        Recipes(run._space).everything()
+        Recipes(run._space).recompute_all()
 
     for share, stress in ((1.5, False), (0.5, False), (0.5, True)):
         budget = int(share * peak(name)) + 256 * KIB
@@ -141,7 +141,7 @@ def test_products_are_not_recomputed() -> None:
     """Their libraries may choose another kernel when less memory is free."""
     with outofcore.budget(64 * MIB, device="cuda", policy=None, cache=False) as run:
         assert run._space is not None
-        Recipes(run._space).everything()
+        Recipes(run._space).recompute_all()
         x, weight = (torch.randn(256, 256, device="cuda", requires_grad=True) for _ in range(2))
         product = (x @ weight) @ weight
         product.sum().backward()
@@ -154,10 +154,10 @@ def test_trial_recomputes_where_copies_hold_the_loop_up(monkeypatch: pytest.Monk
     monkeypatch.setattr(records, "_ENOUGH_BYTES", 1 << 60)  # the link is not measured,
     slow = replace(records._USUAL_HOME, bytes_per_s_out=1e7, bytes_per_s_in=1e7)
     monkeypatch.setattr(records, "_USUAL_HOME", slow)
-    loop = functools.partial(pinned, steps=12, shape=(2048, 256)), LOOPS["tall"][1]
-    theirs, _ = trained(*loop)
+    loop = functools.partial(train_from_pinned_memory, steps=12, shape=(2048, 256)), LOOPS["tall"][1]
+    theirs, _ = train_loop(*loop)
     budget = int(0.4 * peak("tall"))
-    ours, stats = trained(*loop, budget=budget, policy=Auto(QUICK), cache=False)
+    ours, stats = train_loop(*loop, budget=budget, policy=Auto(QUICK), cache=False)
     assert ours.differs_from(theirs) == ""
     assert stats is not None
     assert stats.plans >= 2  # of the step as it is, and as it recomputes
@@ -171,7 +171,7 @@ def test_what_does_not_fit_is_told_and_breaks_nothing() -> None:
     with pytest.raises(BudgetError, match="is too small"), outofcore.budget(MIB, model, policy=None):
         model(torch.ones(1024, 256, device="cuda"))
     assert all(torch.equal(a, p.detach().cpu()) for a, p in zip(before, model.parameters(), strict=True))
-    assert not is_followed()
+    assert not is_any_loop_running()
 
 
 @contextlib.contextmanager
@@ -191,7 +191,7 @@ def only(budget: int) -> Iterator[None]:
 DEVICE = torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("policy", [None, MOVES], ids=["on_demand", "planned"])
+@pytest.mark.parametrize("policy", [None, WITHOUT_RECOMPUTATION], ids=["on_demand", "planned"])
 @pytest.mark.parametrize("name", ["tall", "language", "lengths", "rich"])
 def test_all_that_is_taken_of_the_device_is_within_the_budget(
     name: str, policy: Any, monkeypatch: pytest.MonkeyPatch
@@ -231,7 +231,7 @@ def test_a_budget_without_room_for_an_arena_names_the_least_one(monkeypatch: pyt
     monkeypatch.setattr(devices, "shares_of", shares_of)
     with pytest.raises(BudgetError, match="leaves no room for a loop") as caught:
         outofcore.budget(8 * MIB, model_of("dense"), policy=None).start()
-    assert not is_followed()
+    assert not is_any_loop_running()
     assert caught.value.smallest_budget is not None
     with only(caught.value.smallest_budget), outofcore.budget(caught.value.smallest_budget, device="cuda", policy=None):
         assert torch.ones(MIB, device="cuda").sum().item() == MIB
@@ -358,7 +358,7 @@ def test_what_is_left_stays_valid_after_the_loop() -> None:
     assert [t.mean().item() for t in kept] == [float(i) for i in range(9)]
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor.cpu(), before[name])
-    assert not is_followed()
+    assert not is_any_loop_running()
 
 
 def test_loops_on_both_devices_take_turns() -> None:
@@ -379,4 +379,4 @@ def test_homes_other_than_pinned_memory_are_refused() -> None:
         outofcore.budget("8MiB", model_of("dense"), home="disk")
     with pytest.raises(SpillError, match="no home has room"):
         outofcore.budget("8MiB", model_of("dense"), host_budget="256KiB").start()
-    assert not is_followed()
+    assert not is_any_loop_running()

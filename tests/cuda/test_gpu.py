@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from worlds import WORLDS, World, convolutional, dense, eager, same
+from worlds import WORLDS, World, convolutional, dense, differing_tensors, train_eagerly
 
 import outofcore
 from outofcore import _torch_internals as internals
@@ -30,7 +30,7 @@ from outofcore.execution.opening import OpenHome
 from outofcore.execution.replay import Replay
 from outofcore.options import MemoryOptions, PlanOptions, RunOptions, UserStep
 from outofcore.policies import policy_of
-from outofcore.profiling.links import links_to
+from outofcore.profiling.links import measure_homes
 from outofcore.program import CopyIn, CopyOut
 from outofcore.runtime.homes import DiskHome, HomeStore, PinnedHome
 from outofcore.step import Step
@@ -93,7 +93,7 @@ def compiled(
     replay: Any = True,
 ) -> Step:
     backend = CudaBackend(driver.device, driver, replay=replay)
-    home = OpenHome([backend.home(near), *behind], kept=False)
+    home = OpenHome([backend.home(near), *behind], stays_open=False)
     memory, planning, running = MemoryOptions(budget, home), PlanOptions(policy_of(policy)), RunOptions(backend)
     step = Step(UserStep(world.step, [world.model], [world.optimizer]), memory, planning, running)
     step._session.planner.links = tuple(replace(link(type(store)), bytes=store.capacity) for store in home.stores)
@@ -107,7 +107,7 @@ def link(kind: type[HomeStore]) -> Home:
     with tempfile.TemporaryDirectory() as folder:
         store = backend.home(64 * MIB) if kind is PinnedHome else DiskHome(folder)
         try:
-            return links_to([store], None, backend, 8 * MIB)[0]
+            return measure_homes([store], None, backend, 8 * MIB)[0]
         finally:
             store.close()
 
@@ -127,14 +127,14 @@ def smallest(make: Callable[[torch.device], World], device: torch.device) -> int
 
 
 def beside(device: torch.device) -> int:
-    return CudaBackend(device).beside(128 * MIB, 4, 0)
+    return CudaBackend(device).unavailable_bytes(128 * MIB, 4, 0)
 
 
 def agree(world: World, step: Step, losses: list[torch.Tensor], state: dict[str, torch.Tensor]) -> None:
     torch.manual_seed(1)
     found = [step(*world.batch(index)).detach().cpu() for index in range(STEPS)]
     assert [torch.equal(a, b) for a, b in zip(found, losses, strict=True)] == [True] * STEPS
-    assert same(world.state(), state) == []
+    assert differing_tensors(world.state(), state) == []
 
 
 def test_requests_are_served_where_they_were_planned(device: torch.device) -> None:
@@ -189,7 +189,7 @@ def test_host_memory_is_pinned_to_the_page(device: torch.device) -> None:
 @pytest.mark.parametrize("name", list(WORLDS))
 def test_the_bits_of_plain_pytorch(name: str, policy: str, where: str, device: torch.device) -> None:
     make = WORLDS[name]
-    losses, state = eager(make(device), STEPS)
+    losses, state = train_eagerly(make(device), STEPS)
     least = smallest(make, device)
     room = {"offload-all": least, "window": least + 2 * MIB, "auto": least + 4 * MIB}.get(policy, 64 * MIB)
     world = make(CPU if where == "model on the CPU" else device)
@@ -197,7 +197,7 @@ def test_the_bits_of_plain_pytorch(name: str, policy: str, where: str, device: t
         agree(world, step, losses, state)
         moved = [i for i in step.planned.program.instructions if isinstance(i, CopyIn | CopyOut)]
         assert policy != "offload-all" or len(moved) > 10
-    assert same(world.state(), state) == []
+    assert differing_tensors(world.state(), state) == []
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -216,16 +216,16 @@ def test_ops_that_native_code_calls(
 
     monkeypatch.setattr(Replay, "run", counting)
     made: list[bool] = []
-    graph_of = CudaDriver.graph
+    graph_of = CudaDriver.capture_graph
 
     def noting(self: CudaDriver, call: Callable[[], object]) -> Callable[[], object] | None:
         found = graph_of(self, call)
         made.append(found is not None)
         return found
 
-    monkeypatch.setattr(CudaDriver, "graph", noting)
+    monkeypatch.setattr(CudaDriver, "capture_graph", noting)
     make, steps = WORLDS[name], 12  # of which the first six are measured, and one is taken down
-    losses, state = eager(make(device), steps)
+    losses, state = train_eagerly(make(device), steps)
     room = smallest(make, device) if policy == "offload-all" else 64 * MIB
     world = make(device)
     replay = "graphs" if graphs else True
@@ -236,7 +236,7 @@ def test_ops_that_native_code_calls(
         # However many graphs there are, they share one pool of memory.
         assert len({graph.pool() for graph in driver._graphs}) == bool(made)
         assert [torch.equal(a, b) for a, b in zip(found, losses, strict=True)] == [True] * steps
-        assert same(world.state(), state) == []
+        assert differing_tensors(world.state(), state) == []
         assert max(counts) > 10
         assert all(made)
         # Where all leaves, it is for the plan to say whether enough ops follow each other.
@@ -247,7 +247,7 @@ def test_ops_that_native_code_calls(
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("slow", [{Stream.COMPUTE}, {Stream.COPY_OUT}, {Stream.COPY_IN}, set(Stream)])
 def test_streams_that_dawdle(slow: set[Stream], seed: int, device: torch.device) -> None:
-    losses, state = eager(dense(device), STEPS)
+    losses, state = train_eagerly(dense(device), STEPS)
     world = dense(CPU)
     budget = smallest(dense, device) + beside(device) + 2 * MIB
     with compiled(world, budget, "offload-all", Delayed(device, seed, frozenset(slow))) as step:
@@ -256,7 +256,7 @@ def test_streams_that_dawdle(slow: set[Stream], seed: int, device: torch.device)
 
 @pytest.mark.parametrize("slow", [set(), {Stream.WRITE, Stream.READ}, {Stream.DISK_OUT, Stream.DISK_IN}, set(Stream)])
 def test_a_disk_behind_host_memory(slow: set[Stream], device: torch.device, tmp_path: Path) -> None:
-    losses, state = eager(dense(device), STEPS)
+    losses, state = train_eagerly(dense(device), STEPS)
     world = dense(CPU)
     budget = smallest(dense, device) + beside(device) + 2 * MIB
     driver = Delayed(device, 0, frozenset(slow))
@@ -264,13 +264,13 @@ def test_a_disk_behind_host_memory(slow: set[Stream], device: torch.device, tmp_
         agree(world, step, losses, state)
         moved = [i for i in step.planned.program.instructions if isinstance(i, CopyIn | CopyOut) and i.home == 1]
         assert len(moved) > 10
-    assert same(world.state(), state) == []
+    assert differing_tensors(world.state(), state) == []
 
 
 def test_a_transfer_that_fails_is_told(device: torch.device, tmp_path: Path) -> None:
     driver, home = CudaDriver(device), DiskHome(tmp_path)
     home.ensure(MIB)
-    memory = driver.staging(2 * MIB)
+    memory = driver.allocate_staging(2 * MIB)
     with driver.step(None):
         driver.transfer(Stream.READ, -1, home, 0, memory)  # more than the file has
         with pytest.raises(TransferError, match="the file ends there"):
@@ -291,7 +291,7 @@ def capped(device: torch.device, budget: int) -> Iterator[None]:
 
 
 def test_a_hard_limit_at_the_budget_is_never_met(device: torch.device) -> None:
-    losses, state = eager(convolutional(device), STEPS)
+    losses, state = train_eagerly(convolutional(device), STEPS)
     gc.collect()
     torch.cuda.empty_cache()
     least = smallest(convolutional, device)
@@ -325,11 +325,11 @@ def test_the_host_does_not_wait_within_a_step(device: torch.device) -> None:
 def test_files_are_read_and_written_by_threads_of_their_own(device: torch.device, tmp_path: Path) -> None:
     driver, home = CudaDriver(device), DiskHome(tmp_path)
     home.ensure(4 * MIB)
-    memory = driver.staging(4 * MIB)
-    if driver._lanes is None or len(driver._lanes.of) < 2:
+    memory = driver.allocate_staging(4 * MIB)
+    if driver._lanes is None or len(driver._lanes.by_stream) < 2:
         pytest.skip("streams of this device do not wait for threads")
     there, back = memory[: 2 * MIB], memory[2 * MIB :]
-    first, second = driver.mark(), driver.mark()
+    first, second = driver.create_mark(), driver.create_mark()
     with driver.step(None):
         for number in range(1, 40):
             there.fill_(number)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._triton import has_triton
-from worlds import CPU, WORLDS, World, same
+from worlds import CPU, WORLDS, World, differing_tensors
 
 import outofcore
 from outofcore._torch_internals import compile_traced
@@ -56,7 +56,7 @@ def train(world: World, budget: int, policy: str, kernels: Any = "inductor") -> 
 
 
 def smallest(make: Callable[[torch.device], World]) -> int:
-    budget = CudaBackend(torch.device("cuda")).beside(128 * MIB, 4, 0) + 256 * KIB
+    budget = CudaBackend(torch.device("cuda")).unavailable_bytes(128 * MIB, 4, 0) + 256 * KIB
     with pytest.raises(BudgetError) as caught:
         train(make(CPU), budget, "offload-all")
     assert caught.value.smallest_budget is not None
@@ -73,7 +73,7 @@ def test_compiled_kernels_give_the_same_bits_at_every_budget(name: str) -> None:
     again, moved, step = train(make(CPU), smallest(make), "offload-all")
     assert step.stats.off_plan == 0
     assert again == losses
-    assert same(moved, state) == []
+    assert differing_tensors(moved, state) == []
     assert losses == pytest.approx(train(make(CPU), GIB, "keep-all", "eager")[0], rel=1e-4)
 
 

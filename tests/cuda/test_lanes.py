@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from outofcore.errors import TransferError
-from outofcore.execution.cuda.staging import Posted, check_transfers, transfer_of
+from outofcore.execution.cuda.staging import Posted, check_transfers, create_transfer
 from outofcore.runtime.homes import DiskHome
 from outofcore.runtime.native import load_native
 from outofcore.units import KIB, MIB
@@ -71,7 +71,7 @@ def pages(count: int) -> torch.Tensor:
 
 
 def of(disk: DiskHome, offset: int, memory: torch.Tensor, *, writes: bool) -> Posted:
-    return transfer_of(disk, offset, memory.data_ptr(), memory.numel(), writes=writes)
+    return create_transfer(disk, offset, memory.data_ptr(), memory.numel(), writes=writes)
 
 
 def pause(microseconds: int) -> Posted:

@@ -46,7 +46,7 @@ def test_many_slots_lie_in_few_stretches_and_none_across_two() -> None:
     assert len(pins.seen) < 8
     assert [pins.stretch_of(home, offset, count) for offset, count in taken] == [1] * len(taken)
     for offset, count in taken[::2]:
-        slots.give(offset, count)
+        slots.free(offset, count)
     again = [(slots.take(9 * MIB), 9 * MIB) for _ in range(6)]
     assert [pins.stretch_of(home, offset, count) for offset, count in again] == [1] * 6
     home.close()
@@ -57,7 +57,7 @@ def test_many_slots_lie_in_few_stretches_and_none_across_two() -> None:
 def test_what_is_known_to_be_needed_is_pinned_at_once() -> None:
     pins = Pins()
     slots = Slots(pins.home(GIB))
-    slots.expect(100 * MIB)
+    slots.grow_ahead(100 * MIB)
     for _ in range(20):
         slots.take(5 * MIB)
     assert pins.seen == [100 * MIB]
@@ -119,7 +119,7 @@ def test_pages_are_there_before_they_are_touched(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(memory, "_RUN_BYTES", MIB)  # several threads
     home = Pins().home(64 * MIB)
     home.ensure(8 * MIB)
-    assert home._opened().resident_bytes() == 8 * MIB
+    assert home._open_region().resident_bytes() == 8 * MIB
     home.face(0, 4096).fill_(7)
     home.discard(0, 4096)  # a device knows pinned pages by their place
     assert int(home.face(0, 4096).min()) == 7

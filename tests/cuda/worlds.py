@@ -109,14 +109,14 @@ def convolutional(device: torch.device) -> World:
 WORLDS: dict[str, Callable[[torch.device], World]] = {"dense": dense, "convolutional": convolutional}
 
 
-def eager(world: World, steps: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+def train_eagerly(world: World, steps: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """The losses of plain PyTorch, and the state that it ends with."""
     torch.manual_seed(1)
     losses = [world.step(*world.batch(index)).detach().cpu() for index in range(steps)]
     return losses, world.state()
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+def differing_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
     """The names under which the two differ by any bit."""
     assert a.keys() == b.keys()
     return [name for name in a if not torch.equal(_bits(a[name]), _bits(b[name]))]
@@ -126,11 +126,11 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def compiled(
+def compile_on_double(
     world: World, budget: int, policy: PolicyLike, driver: FakeCuda, homes: Sequence[HomeStore] | None = None
 ) -> Step:
     stores = [HostHome()] if homes is None else list(homes)
-    home = OpenHome(stores, kept=False)
+    home = OpenHome(stores, stays_open=False)
     memory, planning, running = MemoryOptions(budget, home), PlanOptions(policy), RunOptions(FakeBackend(driver))
     step = Step(UserStep(world.step, [world.model], [world.optimizer]), memory, planning, running)
     rate = driver.bytes_per_s
@@ -145,7 +145,7 @@ def compiled(
 def budget_of(make: Callable[[torch.device], World], share: float) -> int:
     """Between the smallest budget (0) and the one that holds everything (1)."""
     world = make(CPU)
-    with compiled(world, 1 << 30, "auto", FakeCuda()) as step:
+    with compile_on_double(world, 1 << 30, "auto", FakeCuda()) as step:
         step(*world.batch(0))
         graph, costs = step.captured.graph, step.costs
     low, high = smallest_budget(graph, costs), in_core_budget(graph, costs)

@@ -6,23 +6,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from outofcore.background import Answer, BackgroundPlanner, PlanJob, plan_job
+from outofcore.background import BackgroundPlanner, PlanJob, PlanResult, plan_job
 from outofcore.follow.records import StepRecord, read_record
 from outofcore.planning.parameters import SearchParams
 from outofcore.policies import Auto
 
 # Offload only, without recomputation.
-MOVES = Auto(SearchParams(recompute_changes=0))
+WITHOUT_RECOMPUTATION = Auto(SearchParams(recompute_changes=0))
 
 
-class PlannedAtOnce(BackgroundPlanner[Any]):
-    done: tuple[Any, Answer] | None = None
+class ForegroundPlanner(BackgroundPlanner[Any]):
+    done: tuple[Any, PlanResult] | None = None
 
     def start(self, subject: Any, job: PlanJob, niceness: int) -> bool:
         self.done = subject, plan_job(job)
         return True
 
-    def poll(self) -> tuple[Any, Answer] | None:
+    def poll(self) -> tuple[Any, PlanResult] | None:
         result, self.done = self.done, None
         return result
 

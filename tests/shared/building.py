@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
-from outofcore.capture.reads import load_comparing
+from outofcore.capture.reads import load_compare_library
 from outofcore.compiling import user_cache_folder
 from outofcore.errors import StateError
 from outofcore.planning.placement import compiled as placement
@@ -18,10 +18,10 @@ from outofcore.planning.remat import compiled as chains
 
 
 @contextlib.contextmanager
-def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory, load: Iterable[Callable[[], object]]) -> Iterator[None]:
+def private_cache(tmp_path_factory: pytest.TempPathFactory, load: Iterable[Callable[[], object]]) -> Iterator[None]:
     """Build native code once in the user's cache, and use a copy without measurements as the cache."""
     with _build_lock(tmp_path_factory):
-        for build in (*load, chains.load_library, placement.load_library, load_comparing):
+        for build in (*load, chains.load_library, placement.load_library, load_compare_library):
             with contextlib.suppress(StateError):  # tests that need the code report a failed build
                 build()
     cache, user_cache = tmp_path_factory.mktemp("cache"), user_cache_folder()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from loops import Loop, Make, adamw, device_of, tensors_in
+from loops import Loop, MakeOptimizer, adamw, device_of, tensors_in
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,27 +16,27 @@ import outofcore
 from outofcore.errors import BudgetError
 from outofcore.follow.gpu import make_workspaces, shares_of
 from outofcore.follow.native import load_paging
-from outofcore.follow.user_tensors import parts_of
+from outofcore.follow.user_tensors import inner_tensors_of
 from outofcore.runtime.native import Flavor
 from outofcore.units import MIB, round_up
 
-ROOMY = 1 << 30
+AMPLE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingResult:
     """The values that a loop read, and copies on the CPU of its final tensors and generator states."""
 
-    read: list[Any]
-    left: list[Tensor]
+    read_values: list[Any]
+    final_tensors: list[Tensor]
     generators: list[Tensor]
 
-    def differs_from(self, other: Trained) -> str:
+    def differs_from(self, other: TrainingResult) -> str:
         """Return a description of the first difference in any bit; empty if all are equal."""
-        if self.read != other.read:
-            return f"read {self.read} and not {other.read}"
+        if self.read_values != other.read_values:
+            return f"read {self.read_values} and not {other.read_values}"
         for kind, ours, theirs in (
-            ("tensor", self.left, other.left),
+            ("tensor", self.final_tensors, other.final_tensors),
             ("generator", self.generators, other.generators),
         ):
             if len(ours) != len(theirs):
@@ -47,16 +47,16 @@ class Trained:
         return ""
 
 
-def trained(
+def train_loop(
     loop: Loop,
     model_of: Callable[[], nn.Module],
-    make: Make = adamw,
+    make: MakeOptimizer = adamw,
     budget: int | None = None,
     *,
     stress: bool = False,
     prepare: Callable[[outofcore.Loop], object] = lambda run: None,
     **options: Any,
-) -> tuple[Trained, outofcore.LoopStats | None]:
+) -> tuple[TrainingResult, outofcore.LoopStats | None]:
     """Train in plain PyTorch (``budget`` None) or within a budget in bytes; return results and statistics.
 
     ``stress`` evicts and overwrites all tensors after every op. ``prepare`` is called before training starts.
@@ -76,9 +76,9 @@ def trained(
             stats = run.stats
     final_tensors = [*model.state_dict().values(), *(p.grad for p in model.parameters() if p.grad is not None)]
     values = [value for value in read if not isinstance(value, Tensor | Optimizer)]
-    copies = [part.detach().cpu().clone() for t in (*final_tensors, *tensors_in(read)) for part in parts_of(t)]
+    copies = [part.detach().cpu().clone() for t in (*final_tensors, *tensors_in(read)) for part in inner_tensors_of(t)]
     generators = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpu else [])]
-    return Trained(values, copies, generators), stats
+    return TrainingResult(values, copies, generators), stats
 
 
 def peak_of(loop: Loop, model_of: Callable[[], nn.Module], share: float = 1.0) -> int:
@@ -105,6 +105,6 @@ def budget_for(tensor_bytes: int, device: torch.device) -> int:
 
 @functools.cache
 def _peaks_of(loop: Loop, model_of: Callable[[], nn.Module]) -> tuple[int, int]:
-    stats = trained(loop, model_of, budget=ROOMY, policy=None)[1]
+    stats = train_loop(loop, model_of, budget=AMPLE_BYTES, policy=None)[1]
     assert stats is not None
     return stats.peak_bytes, stats.peak_small_bytes

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 
 WORDS, WIDTH, LENGTH, BATCH = 1024, 128, 64, 8
 
-Make = Callable[[nn.Module], Optimizer]
-Loop = Callable[[nn.Module, Make], list[Any]]
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+Loop = Callable[[nn.Module, MakeOptimizer], list[Any]]
 
 
 class Block(nn.Module):
@@ -94,7 +94,7 @@ def adamw(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), 1e-3)
 
 
-def plain(model: nn.Module, make: Make, steps: int = 5, *, vary: bool = False) -> list[Any]:
+def plain(model: nn.Module, make: MakeOptimizer, steps: int = 5, *, vary: bool = False) -> list[Any]:
     optimizer, values = make(model), []
     for ids, targets in sentences(steps, vary=vary, device=device_of(model)):
         optimizer.zero_grad()
@@ -105,11 +105,11 @@ def plain(model: nn.Module, make: Make, steps: int = 5, *, vary: bool = False) -
     return [*values, optimizer]
 
 
-def lengths_vary(model: nn.Module, make: Make) -> list[Any]:
+def lengths_vary(model: nn.Module, make: MakeOptimizer) -> list[Any]:
     return plain(model, make, 9, vary=True)
 
 
-def rich(model: nn.Module, make: Make) -> list[Any]:
+def rich(model: nn.Module, make: MakeOptimizer) -> list[Any]:
     """Accumulation, clipping, a schedule, printing, evaluation, skipped updates, cleared gradients."""
     optimizer, values = make(model), []
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=12)
@@ -135,7 +135,7 @@ def rich(model: nn.Module, make: Make) -> list[Any]:
     return [*values, optimizer]
 
 
-def autocast(model: nn.Module, make: Make) -> list[Any]:
+def autocast(model: nn.Module, make: MakeOptimizer) -> list[Any]:
     device = device_of(model)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**30, growth_interval=2)
     optimizer, values = make(model), []
@@ -152,7 +152,7 @@ def autocast(model: nn.Module, make: Make) -> list[Any]:
     return [*values, optimizer]
 
 
-def _by_blocks(model: nn.Module, make: Make, through: Callable[[nn.Module, Tensor], Tensor]) -> list[Any]:
+def _by_blocks(model: nn.Module, make: MakeOptimizer, through: Callable[[nn.Module, Tensor], Tensor]) -> list[Any]:
     optimizer, values = make(model), []
     assert isinstance(model, Language)
     for ids, targets in sentences(4):
@@ -167,11 +167,11 @@ def _by_blocks(model: nn.Module, make: Make, through: Callable[[nn.Module, Tenso
     return [*values, optimizer]
 
 
-def checkpointed_loop(model: nn.Module, make: Make) -> list[Any]:
+def checkpointed_loop(model: nn.Module, make: MakeOptimizer) -> list[Any]:
     return _by_blocks(model, make, lambda block, x: checkpoint(block, x, use_reentrant=False))
 
 
-def checkpointed_reentrant_loop(model: nn.Module, make: Make) -> list[Any]:
+def checkpointed_reentrant_loop(model: nn.Module, make: MakeOptimizer) -> list[Any]:
     return _by_blocks(model, make, lambda block, x: checkpoint(block, x, use_reentrant=True))
 
 
@@ -190,11 +190,11 @@ class Swish(torch.autograd.Function):
         return gradients[0] * (ctx.gate * (1 + x * (1 - ctx.gate)))
 
 
-def custom_function(model: nn.Module, make: Make) -> list[Any]:
+def custom_function(model: nn.Module, make: MakeOptimizer) -> list[Any]:
     return _by_blocks(model, make, lambda block, x: Swish.apply(block(x)))
 
 
-def branches(model: nn.Module, make: Make) -> list[Any]:
+def branches(model: nn.Module, make: MakeOptimizer) -> list[Any]:
     """Ops depend on tensor values and on Python's random generator."""
     optimizer, values, draw = make(model), [], random.Random(3)
     assert isinstance(model, Language)
@@ -215,7 +215,7 @@ def branches(model: nn.Module, make: Make) -> list[Any]:
     return [*values, optimizer]
 
 
-def gradients_of_gradients(model: nn.Module, make: Make) -> list[Any]:
+def gradients_of_gradients(model: nn.Module, make: MakeOptimizer) -> list[Any]:
     optimizer, values = make(model), []
     hooks = [p.register_hook(lambda g: g * 0.5) for p in model.parameters()]
     for _ in range(4):
@@ -232,7 +232,7 @@ def gradients_of_gradients(model: nn.Module, make: Make) -> list[Any]:
     return [*values, optimizer]
 
 
-def pictures(model: nn.Module, make: Make) -> list[Any]:
+def pictures(model: nn.Module, make: MakeOptimizer) -> list[Any]:
     """Channels last, and an exponential moving average of the model."""
     optimizer, values = make(model), []
     model = model.to(memory_format=torch.channels_last)
@@ -263,7 +263,7 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
         return self.x[index] * 1, torch.tensor(index % 10)
 
 
-def loaded_by_workers(model: nn.Module, make: Make) -> list[Any]:
+def loaded_by_workers(model: nn.Module, make: MakeOptimizer) -> list[Any]:
     optimizer, values, rows = make(model), [], Rows()
     for epoch in range(2):
         for x, targets in DataLoader(rows, batch_size=16, num_workers=2, shuffle=False):
@@ -277,7 +277,7 @@ def loaded_by_workers(model: nn.Module, make: Make) -> list[Any]:
     return [*values, optimizer]
 
 
-def ragged_loop(model: nn.Module, make: Make) -> list[Any]:
+def ragged_loop(model: nn.Module, make: MakeOptimizer) -> list[Any]:
     """Packed sequences of different lengths through an LSTM."""
     optimizer, values = make(model), []
     assert isinstance(model, nn.LSTM)
@@ -293,7 +293,7 @@ def ragged_loop(model: nn.Module, make: Make) -> list[Any]:
     return [*values, optimizer]
 
 
-def adversaries(model: nn.Module, make: Make) -> list[Any]:
+def adversaries(model: nn.Module, make: MakeOptimizer) -> list[Any]:
     assert isinstance(model, nn.ModuleDict)
     makes, judges = model["makes"], model["judges"]
     optimizers, values = (make(makes), make(judges)), []

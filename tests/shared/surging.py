@@ -23,7 +23,7 @@ from outofcore.execution.demand_eviction import DemandEviction
 from outofcore.units import PAGE_BYTES, round_up
 
 WIDTH, BATCH = 192, 48
-Made = tuple[Callable[[torch.Tensor], torch.Tensor], nn.Module, Optimizer]
+StepCase = tuple[Callable[[torch.Tensor], torch.Tensor], nn.Module, Optimizer]
 
 
 class Matrixwise(Optimizer):
@@ -223,10 +223,10 @@ class Surging(nn.Module):
 
     def __init__(self, max_share: int) -> None:
         super().__init__()
-        self.most = max_share
+        self.max_share = max_share
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return surge(x, self.most)
+        return surge(x, self.max_share)
 
 
 class Observing(nn.Module):
@@ -280,7 +280,7 @@ def names() -> list[str]:
     return [*OPTIMIZERS, *MODELS]
 
 
-def make(name: str) -> Made:
+def make(name: str) -> StepCase:
     torch.manual_seed(0)
     if name in OPTIMIZERS:
         model: nn.Module = nn.Sequential(_mlp(), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
@@ -327,7 +327,7 @@ def contents(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CaseResult:
     """The result of running a case within a budget."""
 
     exact: bool  # losses and state equal plain PyTorch's bit for bit
@@ -340,7 +340,7 @@ class Outcome:
     seconds: float  # total time of all calls
 
 
-def compare(name: str, budget: int, steps: int, *, cache: Any = False, **settings: Any) -> Outcome:
+def compare(name: str, budget: int, steps: int, *, cache: Any = False, **settings: Any) -> CaseResult:
     """Run a case in plain PyTorch and within a budget."""
     step, model, optimizer = make(name)
     losses = [step(x).item() for x in batches(steps)]
@@ -383,7 +383,7 @@ def compare(name: str, budget: int, steps: int, *, cache: Any = False, **setting
         exact = results == losses
         exact &= all(map(torch.equal, contents(model, optimizer), expected))
         exact &= len(contents(model, optimizer)) == len(expected)
-        return Outcome(
+        return CaseResult(
             exact,
             peak,
             session.steps.off_plan,

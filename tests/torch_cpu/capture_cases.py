@@ -27,7 +27,7 @@ def classify(width: int = 8, classes: int = 4, rows: int = 6) -> Callable[[], tu
     return lambda: (torch.randn(rows, width), torch.randint(0, classes, (rows,)))
 
 
-def supervised(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+def supervised_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = F.cross_entropy(model(x), y)
         loss.backward()
@@ -45,7 +45,7 @@ def mlp_model() -> nn.Module:
 def mlp(make: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.SGD(p, lr=0.1)) -> Case:
     model = mlp_model()
     optimizer = make(model.parameters())
-    return Case(supervised(model, optimizer), [model], [optimizer], classify())
+    return Case(supervised_step(model, optimizer), [model], [optimizer], classify())
 
 
 def conv_net() -> Case:
@@ -64,7 +64,7 @@ def conv_net() -> Case:
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
     batch = lambda: (torch.randn(4, 3, 10, 10), torch.randint(0, 4, (4,)))  # noqa: E731
-    return Case(supervised(model, optimizer), [model], [optimizer], batch)
+    return Case(supervised_step(model, optimizer), [model], [optimizer], batch)
 
 
 class Block(nn.Module):
@@ -104,8 +104,8 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def gpt(again: str = "", foreach: bool | None = None) -> Case:
-    model = GPT(again)
+def gpt(checkpointing: str = "", foreach: bool | None = None) -> Case:
+    model = GPT(checkpointing)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     def step(ids: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,7 @@ def recurrent(kind: type[nn.RNNBase]) -> Case:
     model = Tagger()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     batch = lambda: (torch.randn(3, 6, 5), torch.randint(0, 4, (3,)))  # noqa: E731
-    return Case(supervised(model, optimizer), [model], [optimizer], batch)
+    return Case(supervised_step(model, optimizer), [model], [optimizer], batch)
 
 
 def autocast() -> Case:
@@ -235,7 +235,7 @@ def moving_average() -> Case:
     model, mean = mlp_model(), mlp_model()
     mean.requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    inner = supervised(model, optimizer)
+    inner = supervised_step(model, optimizer)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = inner(x, y)
@@ -272,7 +272,7 @@ class Rebinding(nn.Module):
 def rebinding() -> Case:
     model = Rebinding()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Case(supervised(model, optimizer), [model], [optimizer], classify())
+    return Case(supervised_step(model, optimizer), [model], [optimizer], classify())
 
 
 def inference() -> Case:
@@ -313,13 +313,13 @@ def custom_function() -> Case:
     model = Scaled()
     model.scale.register_hook(lambda grad: 2 * grad)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    return Case(supervised(model, optimizer), [model], [optimizer], classify())
+    return Case(supervised_step(model, optimizer), [model], [optimizer], classify())
 
 
 def mutated_input() -> Case:
     model = mlp_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    inner = supervised(model, optimizer)
+    inner = supervised_step(model, optimizer)
 
     def step(x: torch.Tensor, y: torch.Tensor, counts: torch.Tensor) -> Any:
         counts.add_(1)

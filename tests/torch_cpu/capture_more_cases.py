@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from capture_cases import Case, classify, mlp_model, supervised
+from capture_cases import Case, classify, mlp_model, supervised_step
 from torch import nn
 from torch.func import functional_call
 
@@ -98,7 +98,7 @@ def hooked_weights() -> Case:
         nn.utils.weight_norm(nn.Linear(8, 8)), nn.ReLU(), nn.utils.spectral_norm(nn.Linear(8, 4)), nn.Dropout(0.1)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Case(supervised(model, optimizer), [model], [optimizer], classify())
+    return Case(supervised_step(model, optimizer), [model], [optimizer], classify())
 
 
 def shared_memory() -> Case:
@@ -115,10 +115,10 @@ def shared_memory() -> Case:
 
     model = Flat()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Case(supervised(model, optimizer), [model], [optimizer], classify())
+    return Case(supervised_step(model, optimizer), [model], [optimizer], classify())
 
 
-def observed() -> Case:
+def hooks_everywhere() -> Case:
     model = mlp_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model[0].register_forward_hook(lambda module, args, out: out * 1.5)

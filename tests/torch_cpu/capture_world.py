@@ -49,7 +49,7 @@ class World:
         return loss
 
 
-def picture(world: World) -> Any:
+def snapshot(world: World) -> Any:
     """Return the state that a capture must not change."""
     model, optimizer = world.model, world.optimizer
     return (
@@ -75,16 +75,16 @@ def picture(world: World) -> Any:
     )
 
 
-def assert_same_picture(actual: Any, expected: Any) -> None:
+def assert_same_snapshot(actual: Any, expected: Any) -> None:
     if isinstance(actual, torch.Tensor):
         assert torch.equal(actual, expected)
     elif isinstance(actual, dict):
         assert actual.keys() == expected.keys()
         for key in actual:
-            assert_same_picture(actual[key], expected[key])
+            assert_same_snapshot(actual[key], expected[key])
     elif isinstance(actual, tuple | list):
         assert len(actual) == len(expected)
         for a, b in zip(actual, expected, strict=True):
-            assert_same_picture(a, b)
+            assert_same_snapshot(a, b)
     else:
         assert actual == expected

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from briefly import measured_briefly
-from building import cache_of_its_own
+from briefly import measure_briefly
+from building import private_cache
 
 from outofcore.follow.native import load_paging
 from outofcore.runtime.native import load_native
@@ -24,13 +24,13 @@ def _one_thread_each(_one_thread_each: None) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _short_measurements(request: pytest.FixtureRequest) -> Iterator[None]:
-    with contextlib.nullcontext() if request.config.getoption("--exhaustive") else measured_briefly():
+    with contextlib.nullcontext() if request.config.getoption("--exhaustive") else measure_briefly():
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _temporary_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with cache_of_its_own(tmp_path_factory, (load_native, load_paging)):
+    with private_cache(tmp_path_factory, (load_native, load_paging)):
         yield
 
 

@@ -36,7 +36,7 @@ PAGE = 4096
 ROOM = 1 << 28
 MAX_TRIES = 24
 # They return uninitialized memory; so does the driver gelsy of lstsq, in the last bits.
-LEFT_OUT = {
+EXCLUDED = {
     *("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"),
     *("resize_", "resize_as_", "linalg.lstsq"),
 }
@@ -44,7 +44,7 @@ LEFT_OUT = {
 Case = Callable[[], list[Any]]
 
 
-def fresh(value: Any) -> Any:
+def copy_tensors(value: Any) -> Any:
     def copy_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
             return copy.deepcopy(leaf)
@@ -53,7 +53,7 @@ def fresh(value: Any) -> Any:
     return tree_map(copy_leaf, value)
 
 
-def scalar(values: Any) -> Tensor | None:
+def scalar_loss(values: Any) -> Tensor | None:
     """Return a loss that weighs each element of each floating output differently."""
     total: Tensor | None = None
     for number, leaf in enumerate(tree_leaves(values)):
@@ -67,7 +67,7 @@ def scalar(values: Any) -> Tensor | None:
     return total
 
 
-def kept(values: Any) -> list[Any]:
+def comparable_copies(values: Any) -> list[Any]:
     """Return copies of the tensors, and the comparable Python values, of a result."""
     copies: list[Any] = []
     for leaf in tree_leaves(values):
@@ -100,25 +100,30 @@ def train_module(
     prototype: nn.Module, arguments: Any, make: Callable[..., torch.optim.Optimizer], *, read: bool
 ) -> list[Any]:
     torch.manual_seed(1)
-    module, (args, kwargs) = copy.deepcopy(prototype).train(), fresh(arguments)
+    module, (args, kwargs) = copy.deepcopy(prototype).train(), copy_tensors(arguments)
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
     parameters = [*module.parameters(), *inputs]
     optimizer = make(parameters) if parameters else None
     results: list[Any] = []
     for _ in range(3):
         out = module(*args, **kwargs)
-        loss = scalar(out)
-        results += kept(out)
+        loss = scalar_loss(out)
+        results += comparable_copies(out)
         if loss is None:
             continue
         loss.backward()
         if read:
             results.append(loss.item())
-        results += kept([p.grad for p in parameters])
+        results += comparable_copies([p.grad for p in parameters])
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=read)
-    return [*results, *kept(list(module.state_dict().values())), *kept(inputs), torch.get_rng_state()]
+    return [
+        *results,
+        *comparable_copies(list(module.state_dict().values())),
+        *comparable_copies(inputs),
+        torch.get_rng_state(),
+    ]
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -155,7 +160,7 @@ def modules(only: str) -> Iterator[tuple[str, Case]]:
 
 def operators(only: str, first: int) -> Iterator[tuple[str, Case]]:
     for info in op_db:
-        if (only and info.name != only) or info.name in LEFT_OUT:
+        if (only and info.name != only) or info.name in EXCLUDED:
             continue
         kinds = info.supported_dtypes("cpu")
         dtype = next((d for d in (torch.float32, torch.complex64, torch.int64, torch.bool) if d in kinds), None)
@@ -175,7 +180,7 @@ def operators(only: str, first: int) -> Iterator[tuple[str, Case]]:
 
                 def case(function: Any = function, sample: Any = sample, mode: str = mode) -> list[Any]:
                     torch.manual_seed(1)
-                    value, args, kwargs = fresh((sample.input, sample.args, sample.kwargs))
+                    value, args, kwargs = copy_tensors((sample.input, sample.args, sample.kwargs))
                     leaves = [
                         x for x in tree_leaves((value, args, kwargs)) if isinstance(x, Tensor) and x.requires_grad
                     ]
@@ -186,15 +191,15 @@ def operators(only: str, first: int) -> Iterator[tuple[str, Case]]:
                                 shapes = function(value, *args, **kwargs)
                                 out = tree_map(torch.empty_like, shapes)
                                 function(value, *args, **kwargs, out=out)
-                                results += kept(out)
+                                results += comparable_copies(out)
                             continue
                         target = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, value)
                         out = function(target if mode == "inplace" else value, *args, **kwargs)
-                        results += kept(out)
-                        loss = scalar(out)
+                        results += comparable_copies(out)
+                        loss = scalar_loss(out)
                         if loss is not None:
                             for gradient in torch.autograd.grad(loss, leaves, allow_unused=True):
-                                results += kept([gradient])
+                                results += comparable_copies([gradient])
                     return [*results, torch.get_rng_state()]
 
                 yield (

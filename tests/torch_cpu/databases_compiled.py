@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from databases import equal, kept
+from databases import comparable_copies, equal
 from databases_in_parts import modules, operators, step_of
 from torch import nn
 from torch.testing._internal.common_optimizers import optim_db
@@ -85,11 +85,11 @@ def run_step(make: Callable[[], StepParts], budget: int | None, cache: str) -> l
         run = outofcore.compile(step, model, optimizers or None, budget=budget, home="host", cache=cache, dynamic=False)
     torch.manual_seed(1)
     try:
-        results = [leaf for _ in range(CALLS) for leaf in kept(run(*arguments))]
+        results = [leaf for _ in range(CALLS) for leaf in comparable_copies(run(*arguments))]
     finally:
         if budget is not None:
             run.close()
-    return [*results, *kept(list(model.state_dict().values())), torch.get_rng_state()]
+    return [*results, *comparable_copies(list(model.state_dict().values())), torch.get_rng_state()]
 
 
 def smallest_budget(make: Callable[[], StepParts], cache: str) -> int:

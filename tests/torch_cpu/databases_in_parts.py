@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from databases import LEFT_OUT, equal, fresh, kept, scalar
+from databases import EXCLUDED, comparable_copies, copy_tensors, equal, scalar_loss
 from replay import Replay
 from torch import Tensor, nn
 from torch.testing._internal.common_methods_invocations import op_db
@@ -35,9 +35,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from outofcore.capture import Captured, capture_step
 from outofcore.execution.backend import CpuBackend
 from outofcore.profiling.cache import Cache
-from outofcore.profiling.equality import refuted
-from outofcore.transforms.passes import hoisting, reordered, reuse
-from outofcore.transforms.split import tiled
+from outofcore.profiling.equality import find_mismatches
+from outofcore.transforms.passes import hoist_order, reorder, reuse
+from outofcore.transforms.split import split_step
 
 ROOM = 1 << 30
 
@@ -46,13 +46,13 @@ ROOM = 1 << 30
 class Sample:
     name: str
     call: Callable[..., Any]
-    given: tuple[tuple[Any, ...], dict[str, Any]]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
     model: nn.Module | None = None
 
 
 def operators(only: str, first: int) -> Iterator[Sample]:
     for info in op_db:
-        if (only and info.name != only) or info.name in LEFT_OUT:
+        if (only and info.name != only) or info.name in EXCLUDED:
             continue
         if torch.float32 not in info.supported_dtypes("cpu"):
             continue
@@ -86,7 +86,7 @@ def modules(only: str, first: int) -> Iterator[Sample]:
 
 def step_of(sample: Sample) -> tuple[Callable[..., Any], list[Tensor]]:
     """Return forward and backward as a function of tensors only, and these tensors."""
-    leaves, tree = tree_flatten(fresh(sample.given))
+    leaves, tree = tree_flatten(copy_tensors(sample.arguments))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     needed = [leaves[place].requires_grad for place in places]
 
@@ -98,7 +98,7 @@ def step_of(sample: Sample) -> tuple[Callable[..., Any], list[Tensor]]:
             differentiated += [filled[place]] if needs else []
         args, kwargs = tree_unflatten(filled, tree)
         out = sample.call(*args, **kwargs)
-        loss = scalar(out)
+        loss = scalar_loss(out)
         differentiated += [] if sample.model is None else list(sample.model.parameters())
         gradients = (
             () if loss is None or not differentiated else torch.autograd.grad(loss, differentiated, allow_unused=True)
@@ -108,19 +108,19 @@ def step_of(sample: Sample) -> tuple[Callable[..., Any], list[Tensor]]:
     return step, [leaves[place].detach() for place in places]
 
 
-def split_step(captured: Captured, parts: int, verdicts: Cache) -> tuple[Captured, int, int] | None:
+def split_with_checks(captured: Captured, parts: int, verdicts: Cache) -> tuple[Captured, int, int] | None:
     """Return the split step, its exactness checks and its mismatches; None if no op can be split."""
     refused: frozenset[str] = frozenset()
     while True:
-        split_result = tiled(captured, 1, parts=parts, least=1, refused=refused)
-        if not split_result.claims:
+        split_result = split_step(captured, 1, parts=parts, min_bytes=1, refused=refused)
+        if not split_result.checks:
             return None
-        mismatches = refuted(split_result.claims, split_result.values, CpuBackend(), ROOM, verdicts)
+        mismatches = find_mismatches(split_result.checks, split_result.values, CpuBackend(), ROOM, verdicts)
         if not mismatches:
             break
         refused |= mismatches
-    reused = reuse(split_result.captured, least=1)
-    return reordered(reused, hoisting(reused)), len(split_result.claims), len(refused)
+    reused = reuse(split_result.captured, min_bytes=1)
+    return reorder(reused, hoist_order(reused)), len(split_result.checks), len(refused)
 
 
 def main() -> int:
@@ -168,7 +168,7 @@ def _check_sample(
     def plain() -> list[Any]:
         _restore(models, before)
         step, tensors = step_of(sample)
-        return kept(step(*tensors))
+        return comparable_copies(step(*tensors))
 
     try:
         expected = plain()
@@ -176,7 +176,7 @@ def _check_sample(
         step, tensors = step_of(sample)
         captured = capture_step(step, models, [], tuple(tensors), {})
         _restore(models, before)
-        uncut = kept(Replay(captured)(*step_of(sample)[1]))
+        uncut = comparable_copies(Replay(captured)(*step_of(sample)[1]))
     except Exception:
         report["not captured"] += 1
         return
@@ -189,7 +189,7 @@ def _check_sample(
         expected = uncut
     for count in parts:
         try:
-            outcome = split_step(captured, count, verdicts)
+            outcome = split_with_checks(captured, count, verdicts)
             if outcome is None:
                 report["nothing to cut"] += 1
                 continue
@@ -197,7 +197,7 @@ def _check_sample(
             report["claims"] += claims
             report["refuted"] += mismatches
             _restore(models, before)
-            results = kept(Replay(cut)(*step_of(sample)[1]))
+            results = comparable_copies(Replay(cut)(*step_of(sample)[1]))
         except Exception:
             last = traceback.format_exc(limit=-1).strip().splitlines()[-1][:300]
             report["failed"].append(f"{sample.name}, {count} parts: {last}")

@@ -25,8 +25,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "gpt_foreach": functools.partial(cases.gpt, foreach=True),
     "gpt_no_foreach": functools.partial(cases.gpt, foreach=False),
     "gpt_evaluated": cases.gpt_evaluated,
-    "gpt_checkpointed": functools.partial(cases.gpt, again="plain"),
-    "gpt_checkpointed_reentrant": functools.partial(cases.gpt, again="reentrant"),
+    "gpt_checkpointed": functools.partial(cases.gpt, checkpointing="plain"),
+    "gpt_checkpointed_reentrant": functools.partial(cases.gpt, checkpointing="reentrant"),
     "lstm": functools.partial(cases.recurrent, nn.LSTM),
     "gru": functools.partial(cases.recurrent, nn.GRU),
     "autocast": cases.autocast,
@@ -45,13 +45,13 @@ CASES: dict[str, Callable[[], Case]] = {
     "functional": more.functional,
     "hooked_weights": more.hooked_weights,
     "shared_memory": more.shared_memory,
-    "observed": more.observed,
+    "observed": more.hooks_everywhere,
     "llama": functools.partial(cases.hugging_face, "llama"),
     "bert": functools.partial(cases.hugging_face, "bert"),
 }
 
 
-def twice(make: Callable[[], Case]) -> tuple[Case, Case]:
+def build_twice(make: Callable[[], Case]) -> tuple[Case, Case]:
     torch.manual_seed(1)
     first = make()
     torch.manual_seed(1)
@@ -85,7 +85,7 @@ def identity(captured: Captured) -> Captured:
 
 
 def check_exact(make: Callable[[], Case], change: Callable[[Captured], Captured] = identity) -> Replay:
-    ours, plain = twice(make)
+    ours, plain = build_twice(make)
     replay, captured_signature = None, None
     for k in range(STEPS):
         torch.manual_seed(100 + k)

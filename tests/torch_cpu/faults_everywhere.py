@@ -54,7 +54,7 @@ from preloaded import environment
 import outofcore
 from outofcore.compiling import user_cache_folder
 from outofcore.errors import OutOfCoreError, StateError
-from outofcore.follow.failures import explained
+from outofcore.follow.failures import explain_error
 from outofcore.follow.native import load_paging
 from outofcore.runtime.native import load_native
 
@@ -166,7 +166,7 @@ class Injector:
 def is_documented(error: BaseException, kind: Kind) -> bool:
     """Return whether the library documents an error, or PyTorch itself raises it on failed allocations."""
     # Within an eager loop PyTorch raises an error that the library replaces when the loop ends.
-    if isinstance(error, OutOfCoreError) or isinstance(explained(error), OutOfCoreError):
+    if isinstance(error, OutOfCoreError) or isinstance(explain_error(error), OutOfCoreError):
         return True
     if kind not in (Kind.ALLOCATION, Kind.OBJECT):
         return False
@@ -174,7 +174,7 @@ def is_documented(error: BaseException, kind: Kind) -> bool:
     # PyTorch's CPU allocator and native code raise plain RuntimeErrors with these texts.
     return (
         isinstance(error, MemoryError)
-        or isinstance(explained(error), MemoryError)
+        or isinstance(explain_error(error), MemoryError)
         or (isinstance(error, RuntimeError) and ("can't allocate memory" in text or "std::bad_alloc" in text))
     )
 
@@ -236,7 +236,7 @@ def have_equal_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.T
 
 def eager_step_results() -> Any:
     """Return the loss of each eager step, and the model before the first and after each."""
-    model, optimizer, step = faulty.sides()
+    model, optimizer, step = faulty.build_sides()
     snapshots, losses = [faulty.contents(model, optimizer)], []
     for k in range(STEPS):
         torch.manual_seed(k)
@@ -259,7 +259,7 @@ def compile_options(home: str, folder: Path, cache: Path, budget: int) -> dict[s
 
 def train_step(run: Run, kind: Kind, expected: Any, options: dict[str, Any], injector: Injector) -> None:
     losses, snapshots = expected
-    model, optimizer, step = faulty.sides()
+    model, optimizer, step = faulty.build_sides()
     injector.arm(kind, run.n, run.lasting)
 
     def record_failure(error: BaseException) -> None:

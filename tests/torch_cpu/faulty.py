@@ -24,7 +24,7 @@ NO_FILE = 1_000_000  # in place of a descriptor
 Sides = tuple[nn.Module, torch.optim.Optimizer, Callable[..., torch.Tensor]]
 
 
-def sides() -> Sides:
+def build_sides() -> Sides:
     """Build a model with dropout, and a step that changes batch norm early and large parameters late."""
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -60,7 +60,7 @@ def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 def smallest_budget() -> int:
-    model, optimizer, step = sides()
+    model, optimizer, step = build_sides()
     return outofcore.smallest_budget(step, model, optimizer, inputs=(batch(0),), split="off")
 
 
@@ -70,7 +70,7 @@ def two_homes(policy: str, smallest: int, folder: Path) -> Iterator[tuple[Sides,
 
     The host home is so small that every plan reads from the disk.
     """
-    plain, (model, optimizer, step) = sides(), sides()
+    plain, (model, optimizer, step) = build_sides(), build_sides()
     budget = smallest if policy == "offload-all" else smallest * 9 // 8
     with outofcore.compile(
         step, model, optimizer, budget=budget, home=folder, host_budget="300KiB", policy=policy
@@ -82,7 +82,7 @@ def two_homes(policy: str, smallest: int, folder: Path) -> Iterator[tuple[Sides,
         yield plain, (model, optimizer, ours)
 
 
-def goes_on(plain: Sides, ours: Any) -> None:
+def assert_training_continues(plain: Sides, ours: Any) -> None:
     model, optimizer, step = ours
     for k in range(2, 4):
         torch.manual_seed(k)
@@ -94,10 +94,10 @@ def goes_on(plain: Sides, ours: Any) -> None:
 
 
 @contextmanager
-def at_op(patch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> Iterator[list[int]]:
+def act_before_op(patch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> Iterator[list[int]]:
     """Call ``act`` before the ``number``-th op that Python calls; yield the list of called ops."""
     called_ops: list[int] = []
-    plain = cpu._Calls.__call__
+    plain = cpu._OpCaller.__call__
 
     def record_call(self: Any, scope: int, run: Any) -> None:
         called_ops.append(run.op)
@@ -106,7 +106,7 @@ def at_op(patch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> 
         plain(self, scope, run)
 
     with patch.context() as context:
-        context.setattr(cpu._Calls, "__call__", record_call)
+        context.setattr(cpu._OpCaller, "__call__", record_call)
         yield called_ops
 
 
@@ -123,7 +123,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, step: Any, kind: str, number: int, 
         if copy.writes == (kind == "write") and copies.sources[copy.first_piece] is not None
     ]
     for home in step.homes:
-        monkeypatch.setattr(home, "failed", lambda *_, **__: error)
+        monkeypatch.setattr(home, "transfer_error", lambda *_, **__: error)
     if number <= len(slots):
         piece, source = slots[number - 1]
         if source.offset < FIRST_RANGE:

@@ -84,7 +84,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def world(name: str) -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., torch.Tensor], list[Batch]]:
+def build_case(name: str) -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., torch.Tensor], list[Batch]]:
     torch.manual_seed(0)
     model = MODELS[name]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -104,15 +104,15 @@ def world(name: str) -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., to
     return model, optimizer, step, [make() for _ in range(STEPS)]
 
 
-def compiled(name: str, budget: int | str, **overrides: Any) -> tuple[Step[..., Any], list[Batch], nn.Module]:
-    model, optimizer, step, batches = world(name)
+def compile_case(name: str, budget: int | str, **overrides: Any) -> tuple[Step[..., Any], list[Batch], nn.Module]:
+    model, optimizer, step, batches = build_case(name)
     options = {"home": "host", "kernels": "inductor", **overrides}
     return outofcore.compile(step, model, optimizer, budget=budget, **options), batches, model
 
 
-def trained(name: str, budget: int | str, **overrides: Any) -> tuple[list[str], list[torch.Tensor], Step[..., Any]]:
+def train_case(name: str, budget: int | str, **overrides: Any) -> tuple[list[str], list[torch.Tensor], Step[..., Any]]:
     """Return the losses in hexadecimal, the final state of the model, and the closed step."""
-    step, batches, model = compiled(name, budget, **overrides)
+    step, batches, model = compile_case(name, budget, **overrides)
     torch.manual_seed(1)
     with step:
         losses = [step(*batch).item().hex() for batch in batches]
@@ -120,5 +120,5 @@ def trained(name: str, budget: int | str, **overrides: Any) -> tuple[list[str], 
 
 
 if __name__ == "__main__":
-    losses = trained(sys.argv[1], sys.argv[2], policy="offload-all")[0]
+    losses = train_case(sys.argv[1], sys.argv[2], policy="offload-all")[0]
     Path(sys.argv[3]).write_text(json.dumps(losses), encoding="utf-8")

@@ -12,7 +12,7 @@ from outofcore.runtime import spill
 from outofcore.units import KIB, round_up
 
 
-def buffered(monkeypatch: pytest.MonkeyPatch) -> None:
+def refuse_direct_io(monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
 
     def refuse(path: object, flags: int, *args: object, **kwargs: object) -> int:
@@ -23,7 +23,7 @@ def buffered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spill.os, "open", refuse)
 
 
-def noise(memory: memoryview, seed: int) -> bytes:
+def fill_with_noise(memory: memoryview, seed: int) -> bytes:
     data = torch.randint(0, 256, (len(memory),), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
     torch.frombuffer(memory, dtype=torch.uint8).copy_(data)
     return bytes(memory)
@@ -43,7 +43,7 @@ class file_size_limit:  # noqa: N801
         resource.setrlimit(resource.RLIMIT_FSIZE, self._before)
 
 
-def opened_in(directory: Path) -> list[os.stat_result]:
+def open_files_in(directory: Path) -> list[os.stat_result]:
     """Return the open files of this process in a directory, including deleted ones."""
     statuses = []
     for descriptor in Path("/proc/self/fd").iterdir():
@@ -56,15 +56,15 @@ def opened_in(directory: Path) -> list[os.stat_result]:
     return statuses
 
 
-def descriptors() -> int:
+def count_descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-def resident() -> int:
+def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def resident_at(address: int) -> int:
+def resident_bytes_at(address: int) -> int:
     lines = iter(Path("/proc/self/smaps").read_text().splitlines())
     for line in lines:
         if line.startswith(f"{address:x}-"):

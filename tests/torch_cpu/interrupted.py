@@ -59,7 +59,7 @@ class Round:
 
 
 def eager_contents() -> list[dict[str, torch.Tensor]]:
-    model, optimizer, step = faulty.sides()
+    model, optimizer, step = faulty.build_sides()
     snapshots = [faulty.contents(model, optimizer)]
     for k in range(CALLS):
         torch.manual_seed(k)
@@ -74,7 +74,7 @@ def have_equal_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.T
 
 def run_round(round_: Round, expected: list[dict[str, torch.Tensor]], options: dict[str, Any]) -> list[float]:
     """Make the calls of one round and return the seconds of each."""
-    model, optimizer, step = faulty.sides()
+    model, optimizer, step = faulty.build_sides()
     seconds: list[float] = []
     completed = 0
     with outofcore.compile(step, model, optimizer, **options) as ours:
@@ -111,7 +111,7 @@ def run_round(round_: Round, expected: list[dict[str, torch.Tensor]], options: d
                 ends = [at for _, at in stages[1:]] + [time.perf_counter()]
                 round_.stages = {stage: end - at for (stage, at), end in zip(stages, ends, strict=True)}
             if error is None:
-                ours._session.keeper.check()
+                ours._session.keeper.check_invariants()
                 completed += 1
                 continue
             round_.interrupts += isinstance(error, KeyboardInterrupt)

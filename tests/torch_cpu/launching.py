@@ -58,14 +58,14 @@ def _fork_all(script: str, scenario: str, processes: int, folder: Path) -> None:
     import outofcore  # noqa: F401, PLC0415
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
-    from briefly import measured_briefly  # noqa: PLC0415
+    from briefly import measure_briefly  # noqa: PLC0415
     from effort import search_like  # noqa: PLC0415
 
     from outofcore.planning import QUICK  # noqa: PLC0415
 
     gc.collect()
     gc.freeze()
-    with search_like(QUICK), measured_briefly():
+    with search_like(QUICK), measure_briefly():
         ranks = [_fork_rank(script, scenario, rank, processes, folder) for rank in range(processes)]
     for rank in ranks:
         print(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]))

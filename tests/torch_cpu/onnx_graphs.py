@@ -11,7 +11,7 @@ WIDTH, LENGTH, HEADS = 160, 12, 4
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
-class Written:
+class GraphWriter:
     def __init__(self, opset: int, seed: int = 0) -> None:
         from onnx import TensorProto, helper  # noqa: PLC0415 - tests skip where it is not installed
 
@@ -92,7 +92,7 @@ def graph(function: Callable[[], tuple[Any, Arrays]]) -> Graph:
 
 @graph
 def residual_network_13() -> tuple[Any, Arrays]:
-    g = Written(13)
+    g = GraphWriter(13)
     x = g.op("Relu", g.conv(g.image(), 3, 64, pads=[1, 1, 1, 1], strides=[2, 2]))
     x = g.op("MaxPool", x, kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1], ceil_mode=1)
     for _ in range(8):
@@ -106,7 +106,7 @@ def residual_network_13() -> tuple[Any, Arrays]:
 
 @graph
 def pyramid_17() -> tuple[Any, Arrays]:
-    g = Written(17)
+    g = GraphWriter(17)
     x = g.op("HardSwish", g.conv(g.image(size=12), 3, 64, auto_pad="SAME_UPPER", strides=[2, 2]))
     down = g.op("AveragePool", x, kernel_shape=[3, 3], strides=[2, 2], ceil_mode=0, auto_pad="SAME_LOWER")
     down = g.op("LeakyRelu", g.conv(down, 64, 64, pads=[2, 2, 2, 2], dilations=[2, 2]), alpha=0.1)
@@ -122,14 +122,14 @@ def pyramid_17() -> tuple[Any, Arrays]:
     return g.model(g.op("ReduceMean", x, axes=[2, 3], keepdims=0)), g.arrays
 
 
-def _split_heads(g: Written, x: str, lead: str) -> str:
+def _split_heads(g: GraphWriter, x: str, lead: str) -> str:
     shape = g.op("Concat", lead, g.ints(HEADS, WIDTH // HEADS), axis=0)
     return g.op("Transpose", g.op("Reshape", x, shape), perm=[0, 2, 1, 3])
 
 
 @graph
 def attention_by_products_17() -> tuple[Any, Arrays]:
-    g = Written(17)
+    g = GraphWriter(17)
     x = g.sequence()
     shape = g.op("Shape", x)
     lead = g.op("Slice", shape, g.ints(0), g.ints(2), g.ints(0))
@@ -158,7 +158,7 @@ def attention_by_products_17() -> tuple[Any, Arrays]:
 
 @graph
 def attention_by_einsum_18() -> tuple[Any, Arrays]:
-    g = Written(18)
+    g = GraphWriter(18)
     x = g.sequence()
     for _ in range(3):
         qkv = g.op("Reshape", g.linear(g.norm(x), 3 * WIDTH), g.ints(0, 0, 3 * HEADS, -1))
@@ -173,7 +173,7 @@ def attention_by_einsum_18() -> tuple[Any, Arrays]:
 
 @graph
 def decoder_23() -> tuple[Any, Arrays]:
-    g = Written(23)
+    g = GraphWriter(23)
     ids = g.input("ids", g.random.integers(0, 300, (2, LENGTH)), ["batch", "length"])
     x = g.op("Gather", g.tensor(g.random.standard_normal((300, WIDTH)).astype(np.float32), "weight"), ids)
     size = WIDTH // HEADS
@@ -198,7 +198,7 @@ def decoder_23() -> tuple[Any, Arrays]:
 
 @graph
 def perceptron_20() -> tuple[Any, Arrays]:
-    g = Written(20)
+    g = GraphWriter(20)
     x = g.sequence()
     for approximate in ("none", "tanh", "none", "tanh"):
         x = g.op("Add", x, g.op("Gelu", g.linear(g.norm(x)), approximate=approximate))
@@ -207,7 +207,7 @@ def perceptron_20() -> tuple[Any, Arrays]:
 
 @graph
 def long_short_term_memory_14() -> tuple[Any, Arrays]:
-    g = Written(14)
+    g = GraphWriter(14)
     steps = g.random.standard_normal((7, 3, WIDTH)).astype(np.float32)
     x = g.input("x", steps, ["length", "batch", WIDTH])
     lengths = g.tensor(np.array([7, 4, 5], np.int32))
@@ -220,7 +220,7 @@ def long_short_term_memory_14() -> tuple[Any, Arrays]:
 
 @graph
 def gated_recurrent_22() -> tuple[Any, Arrays]:
-    g = Written(22)
+    g = GraphWriter(22)
     x = g.input("x", g.random.standard_normal((5, 3, WIDTH)).astype(np.float32))
     for late in (0, 1):
         w, r = g.weight(1, 3 * WIDTH, WIDTH, fan=WIDTH), g.weight(1, 3 * WIDTH, WIDTH, fan=WIDTH)
@@ -231,7 +231,7 @@ def gated_recurrent_22() -> tuple[Any, Arrays]:
 
 @graph
 def lookups_16() -> tuple[Any, Arrays]:
-    g = Written(16)
+    g = GraphWriter(16)
     ids = g.input("ids", g.random.integers(-200, 200, (2, LENGTH)))
     x = g.op("Gather", g.weight(200, WIDTH, fan=1), ids)
     for _ in range(3):
@@ -251,7 +251,7 @@ def lookups_16() -> tuple[Any, Arrays]:
 
 @graph
 def branches_19() -> tuple[Any, Arrays]:
-    g = Written(19)
+    g = GraphWriter(19)
     x = g.sequence()
     w = [g.weight(WIDTH, WIDTH) for _ in range(4)]
     rows = g.op("Gather", g.op("Shape", x), g.tensor(np.int64(1)))
@@ -276,7 +276,7 @@ def branches_19() -> tuple[Any, Arrays]:
 
 @graph
 def quantised_21() -> tuple[Any, Arrays]:
-    g = Written(21)
+    g = GraphWriter(21)
     x = g.image(16, 8)
     for place in range(10):
         if place == 0:  # in later layers a value between two integers may be rounded to either
@@ -292,7 +292,7 @@ def quantised_21() -> tuple[Any, Arrays]:
 
 @graph
 def functions_18() -> tuple[Any, Arrays]:
-    g = Written(18)
+    g = GraphWriter(18)
     node = g.helper.make_node
     scaled = node("LeakyRelu", ["p"], ["y"])
     scaled.attribute.append(_attribute_reference(g, "alpha", "slope"))
@@ -319,7 +319,7 @@ def functions_18() -> tuple[Any, Arrays]:
     return g.model(g.op("MatMul", x, g.weight(WIDTH, WIDTH)), sums), g.arrays
 
 
-def _attribute_reference(g: Written, name: str, to: str) -> Any:
+def _attribute_reference(g: GraphWriter, name: str, to: str) -> Any:
     attribute = g.helper.make_attribute(name, 1.0)
     attribute.ClearField("f")
     attribute.ref_attr_name = to

@@ -14,7 +14,7 @@ def floats(arena: Arena, offset: int, count: int) -> torch.Tensor:
     return arena.view(offset, count).view(torch.float32)
 
 
-def place(tensor: torch.Tensor, arena: Arena) -> int:
+def offset_in_arena(tensor: torch.Tensor, arena: Arena) -> int:
     return tensor.untyped_storage().data_ptr() - arena.address
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from together import Normed, batches, main, plain, refused, same
+from together import Normed, assert_same_tensors, batches, expect_error, main, make_plain_step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -137,26 +137,26 @@ def clamping(model: nn.Module, optimizer: Optimizer) -> Any:
 
 def bits(rank: int) -> None:
     """Compare with ``DistributedDataParallel``: in core, out of core, and with repeated gathers."""
-    theirs = train_replicated("AdamW", plain, rank)
-    ours, planned = train_sharded("AdamW", plain, rank)
-    same(ours, theirs, "in core")
+    theirs = train_replicated("AdamW", make_plain_step, rank)
+    ours, planned = train_sharded("AdamW", make_plain_step, rank)
+    assert_same_tensors(ours, theirs, "in core")
     assert not any(collective_reruns(planned))
     peak = planned.program.arena_bytes
-    ours, planned = train_sharded("AdamW", plain, rank, peak * 8 // 10)
-    same(ours, theirs, "out of core")
+    ours, planned = train_sharded("AdamW", make_plain_step, rank, peak * 8 // 10)
+    assert_same_tensors(ours, theirs, "out of core")
     assert planned.program.arena_bytes <= peak * 8 // 10
-    ours, planned = train_sharded("AdamW", plain, rank, peak * 6 // 10, GatherAgain())
-    same(ours, theirs, "gathered again")
+    ours, planned = train_sharded("AdamW", make_plain_step, rank, peak * 6 // 10, GatherAgain())
+    assert_same_tensors(ours, theirs, "gathered again")
     assert sum(collective_reruns(planned)) >= 6
 
 
 def more_bits(rank: int) -> None:
     for name in ("SGD", "momentum"):
-        ours, planned = train_sharded(name, plain, rank)
-        same(ours, train_replicated(name, plain, rank), name)
+        ours, planned = train_sharded(name, make_plain_step, rank)
+        assert_same_tensors(ours, train_replicated(name, make_plain_step, rank), name)
         assert not any(collective_reruns(planned))
     for make in (keeping_gradients, clamping):
-        same(train_sharded("AdamW", make, rank)[0], train_replicated("AdamW", make, rank), make.__name__)
+        assert_same_tensors(train_sharded("AdamW", make, rank)[0], train_replicated("AdamW", make, rank), make.__name__)
 
 
 def order(rank: int) -> None:
@@ -185,8 +185,8 @@ def order(rank: int) -> None:
     step = summing(model, optimizer)
     theirs = [step(*batch).detach().clone() for batch in batches(rank, 4)] + tensors(model, optimizer)
     ours, planned = train_sharded("AdamW", without_clipping, rank)
-    same(ours, theirs, "in core")
-    same(
+    assert_same_tensors(ours, theirs, "in core")
+    assert_same_tensors(
         train_sharded("AdamW", without_clipping, rank, planned.program.arena_bytes * 8 // 10)[0], theirs, "out of core"
     )
 
@@ -215,29 +215,33 @@ def states(rank: int) -> None:
     whole = sum(4 * p.numel() for p in model.parameters()) * 4  # with a gradient and two moments
     assert local_bytes <= 0.52 * whole, (local_bytes, whole)
     assert (weight.is_meta, weight.grad.is_meta, model.last.bias.is_meta) == (True, True, False)
-    assert optimizer.state[weight]["exp_avg"].shape == (step._session._user.shards.of(weight).count,)
-    refused(NotImplementedError, "meta", weight.tolist)
-    refused(RuntimeError, "meta", lambda: weight.sum().item())
-    refused(StateError, "use step.save() and step.load()", step.state_dict)
+    assert optimizer.state[weight]["exp_avg"].shape == (step._session._user.shards.shard_of(weight).count,)
+    expect_error(NotImplementedError, "meta", weight.tolist)
+    expect_error(RuntimeError, "meta", lambda: weight.sum().item())
+    expect_error(StateError, "use step.save() and step.load()", step.state_dict)
     step.save(Path(sys.argv[4]).parent / "saved")
     optimizer.zero_grad()
     expected = step(*later_batch).detach().clone()
     with torch.no_grad():
         weight.mul_(2)
-    refused(StateError, "hidden.0.weight was changed between two steps", lambda: step(*later_batch))
+    expect_error(StateError, "hidden.0.weight was changed between two steps", lambda: step(*later_batch))
     step.load(Path(sys.argv[4]).parent / "saved")
-    refused(RuntimeError, "broadcast", optimizer.step)  # a range of a moment does not fit a parameter without contents
-    refused(StateError, "(optimizer.step() belongs in the step too.)", lambda: step(*later_batch))
+    expect_error(
+        RuntimeError, "broadcast", optimizer.step
+    )  # a range of a moment does not fit a parameter without contents
+    expect_error(StateError, "(optimizer.step() belongs in the step too.)", lambda: step(*later_batch))
     step.load(Path(sys.argv[4]).parent / "saved")
     weight.grad.zero_()
-    refused(StateError, "the gradient of hidden.0.weight was changed between two steps", lambda: step(*later_batch))
+    expect_error(
+        StateError, "the gradient of hidden.0.weight was changed between two steps", lambda: step(*later_batch)
+    )
     weight.grad = None
     shape = InputError, "about to run different steps", lambda: step(*[t[: 512 + rank] for t in later_batch])
-    refused(*shape)
+    expect_error(*shape)
     assert torch.equal(step(*later_batch), expected), "the loaded model differs from the saved one"
     # The same error if both ranks have a plan.
     step(*[t[:512] for t in later_batch])
-    refused(
+    expect_error(
         InputError, "about to run different steps", lambda: step(*[t[: 512 if rank else None] for t in later_batch])
     )
     step(*later_batch)
@@ -254,18 +258,18 @@ def states(rank: int) -> None:
 
     for kind in (torch.optim.Adafactor, torch.optim.LBFGS):
         text = f"the optimizer {kind.__name__} updates first.weight, which is spread over"
-        refused(InputError, text, lambda kind=kind: compile_model(model, kind(model.parameters()), shard=True))
-    refused(
+        expect_error(InputError, text, lambda kind=kind: compile_model(model, kind(model.parameters()), shard=True))
+    expect_error(
         InputError,
         "pass and call the wrapped module",
         lambda: compile_model(DistributedDataParallel(model), None, shard=True),
     )
-    refused(InputError, "leave 'dynamic'", lambda: compile_model(model, None, shard=True, dynamic=True))
-    refused(InputError, "must be a process group", lambda: compile_model(model, None, shard="all"))
+    expect_error(InputError, "leave 'dynamic'", lambda: compile_model(model, None, shard=True, dynamic=True))
+    expect_error(InputError, "must be a process group", lambda: compile_model(model, None, shard="all"))
     torch.manual_seed(0)
     wide = nn.Linear(256, 256 + rank)
     text = "have other models: " if rank else "rank 1 and rank 0 have other models: "
-    refused(InputError, text, lambda: compile_model(wide, None, shard=True)(torch.ones(2, 256)))
+    expect_error(InputError, text, lambda: compile_model(wide, None, shard=True)(torch.ones(2, 256)))
     assert not wide.weight.is_meta
     death(rank)
 
@@ -288,7 +292,7 @@ def saving(rank: int) -> None:
     assert step.load(folder / "saved") == {"steps": 2}
     losses = [step(*batch).detach().clone() for batch in all_batches[2:]]
     step.close()
-    same(losses + tensors(model, optimizer), torch.load(folder / f"after-{rank}.pt"), "after loading")
+    assert_same_tensors(losses + tensors(model, optimizer), torch.load(folder / f"after-{rank}.pt"), "after loading")
 
 
 def frozen(rank: int) -> None:
@@ -317,9 +321,9 @@ def frozen(rank: int) -> None:
     assert [name for name in load_file(file) if "hidden" in name] == ["hidden.0.weight", "hidden.0.bias"]
     loaded_model, loaded_optimizer, step = adapting(1)
     step.load(folder / "saved")
-    same([step(*both_batches[1]).detach().clone()], [loss], "the loss after loading")
+    assert_same_tensors([step(*both_batches[1]).detach().clone()], [loss], "the loss after loading")
     step.close()
-    same(tensors(loaded_model, loaded_optimizer), tensors(model, optimizer), "after loading")
+    assert_same_tensors(tensors(loaded_model, loaded_optimizer), tensors(model, optimizer), "after loading")
 
 
 def loading(folder: Path) -> None:
@@ -330,7 +334,7 @@ def loading(folder: Path) -> None:
     step.close()
     plain_model, plain_optimizer = build_model("AdamW", seed=98)
     outofcore.load(folder / "saved", plain_model, plain_optimizer)
-    same(tensors(model, optimizer), tensors(plain_model, plain_optimizer), "loaded by others")
+    assert_same_tensors(tensors(model, optimizer), tensors(plain_model, plain_optimizer), "loaded by others")
     if dist.get_rank() == 0:
         outofcore.save(folder / "plain", plain_model, plain_optimizer)
 
@@ -345,13 +349,13 @@ def death(rank: int) -> None:
     step(*all_batches[0])
     if rank == 1:
         os._exit(3)
-    refused(CommunicationError, "Another process has ended", lambda: step(*all_batches[1]))
+    expect_error(CommunicationError, "Another process has ended", lambda: step(*all_batches[1]))
     try:
         step.close()
     except CommunicationError as error:
         assert "Another process has ended" in str(error)
     assert model.hidden[0].weight.is_meta
-    refused(NotImplementedError, "meta", model.hidden[0].weight.tolist)
+    expect_error(NotImplementedError, "meta", model.hidden[0].weight.tolist)
 
 
 if __name__ == "__main__":

@@ -34,13 +34,13 @@ class Side:
     gather: Callable[..., torch.Tensor]
     evaluate: Callable[..., torch.Tensor]
     steps: list[outofcore.Step] = field(default_factory=list[outofcore.Step])
-    kept: dict[str, Any] = field(default_factory=dict[str, Any])
+    saved: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def weights(self) -> list[nn.Parameter]:
         return [self.model[0].weight, self.model[3].weight]  # type: ignore[list-item]
 
 
-def plain(seed: int) -> Side:
+def build_side(seed: int) -> Side:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -73,14 +73,14 @@ def plain(seed: int) -> Side:
 
 @functools.cache
 def _smallest(name: str) -> int:
-    side = plain(0)
+    side = build_side(0)
     optimizer = side.optimizer if name in _UPDATING else None
     smallest = outofcore.smallest_budget(getattr(side, name), side.model, optimizer, inputs=(batch(0),))
     return 2 * smallest if name == "gather" else smallest  # it also accumulates gradients
 
 
-def compiled(seed: int, *, budget: str, home: str, shared: bool, host_budget: str | None = None) -> Side:
-    side = plain(seed)
+def compile_side(seed: int, *, budget: str, home: str, shared: bool, host_budget: str | None = None) -> Side:
+    side = build_side(seed)
     steps: list[outofcore.Step] = []
     for name in ("train", "renew", "gather", "evaluate"):
         smallest = _smallest(name)
@@ -99,16 +99,16 @@ def compiled(seed: int, *, budget: str, home: str, shared: bool, host_budget: st
 Act = Callable[[Side], Any]
 
 
-def alike(ours: Any, theirs: Any) -> bool:
+def is_same(ours: Any, theirs: Any) -> bool:
     """Return whether two values are equal, including the strides of tensors, which select kernels."""
     if isinstance(theirs, torch.Tensor):
         return torch.equal(ours, theirs) and ours.stride() == theirs.stride()
     if isinstance(theirs, list | tuple):
-        return len(ours) == len(theirs) and all(alike(a, b) for a, b in zip(ours, theirs, strict=True))
+        return len(ours) == len(theirs) and all(is_same(a, b) for a, b in zip(ours, theirs, strict=True))
     return bool(ours == theirs)
 
 
-def everything(side: Side) -> list[Any]:
+def visible_tensors(side: Side) -> list[Any]:
     visible: list[Any] = list(side.model.state_dict().values())
     for parameter in side.model.parameters():
         visible.append(parameter.grad if parameter.grad is not None else "no gradient")
@@ -117,12 +117,12 @@ def everything(side: Side) -> list[Any]:
     return visible
 
 
-def both(pair: tuple[Side, Side], act: Act) -> None:
+def act_on_both(pair: tuple[Side, Side], act: Act) -> None:
     results = []
     for side in pair:
         torch.manual_seed(7)
         results.append(act(side))
         for step in side.steps:
-            step._session.keeper.check()
-    assert alike(*results)
-    assert alike(everything(pair[0]), everything(pair[1]))
+            step._session.keeper.check_invariants()
+    assert is_same(*results)
+    assert is_same(visible_tensors(pair[0]), visible_tensors(pair[1]))

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from databases import fresh
+from databases import copy_tensors
 from torch import Tensor, nn
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
@@ -92,7 +92,7 @@ def modules(info: Any, training: bool) -> Iterator[Case]:
             module = info.module_cls(*copy.deepcopy(sample.constructor_input.args), **sample.constructor_input.kwargs)
             module.train(training)
             for _ in range(2):
-                args, kwargs = fresh((sample.forward_input.args, sample.forward_input.kwargs))
+                args, kwargs = copy_tensors((sample.forward_input.args, sample.forward_input.kwargs))
                 backward(module(*args, **kwargs))
 
         yield case

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from briefly import measured_briefly
+from briefly import measure_briefly
 from torch import nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -85,7 +85,7 @@ def stage(name: str, last: int, kill: str) -> None:
             gradients or before it writes the index of a checkpoint.
     """
     torch.set_num_threads(1)
-    with search_like(QUICK), measured_briefly():
+    with search_like(QUICK), measure_briefly():
         _stage(Path(name), last, kill)
 
 
@@ -106,7 +106,7 @@ def _stage(folder: Path, last: int, kill: str) -> None:
                         die(folder, dying)
                     run(batches)
                     if dying == "save" and run.steps == last:
-                        saving.commit = lambda *_: die(folder, "save")
+                        saving.commit_index = lambda *_: die(folder, "save")
                     run.save(folder / kind, extra={"kind": kind})
                     if run.steps == last:
                         break

@@ -19,7 +19,7 @@ from outofcore import zoo
 from outofcore.capture import Captured
 from outofcore.capture.step import capture_step
 from outofcore.planning import in_core_budget
-from outofcore.transforms.passes import leanest
+from outofcore.transforms.passes import rewrite_for_lowest_memory
 
 ZOO: dict[str, dict[str, Any]] = {
     "resnet": {"depth": 18, "size": 64, "batch": 2},
@@ -42,7 +42,7 @@ def optimizer_case(make: Callable[[Any], torch.optim.Optimizer]) -> Case:
     """Return a step with parameters large enough to be evicted."""
     model = torch.nn.Sequential(torch.nn.Linear(160, 160), torch.nn.Tanh(), torch.nn.Linear(160, 4))
     optimizer = make(model.parameters())
-    return Case(cases.supervised(model, optimizer), [model], [optimizer], cases.classify(width=160))
+    return Case(cases.supervised_step(model, optimizer), [model], [optimizer], cases.classify(width=160))
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -123,7 +123,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "gradients_left": cases.gradients_left,
     "moving_average": cases.moving_average,
     "autocast": cases.autocast,
-    "checkpointed": functools.partial(cases.gpt, again="plain"),
+    "checkpointed": functools.partial(cases.gpt, checkpointing="plain"),
     "lstm": functools.partial(cases.recurrent, torch.nn.LSTM),
     "inference": cases.inference,
     "mutated_input": cases.mutated_input,
@@ -133,7 +133,7 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-def everything(case: Case) -> Iterator[tuple[str, torch.Tensor]]:
+def visible_tensors(case: Case) -> Iterator[tuple[str, torch.Tensor]]:
     for m, model in enumerate(case.models):
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             yield f"{m}.{name}", tensor
@@ -196,4 +196,4 @@ def small_step(
 
 def captured_small_step(width: int = 64) -> Captured:
     step, model, optimizer = small_step(width)
-    return leanest(capture_step(step, [model], [optimizer], (torch.ones(8, 32),), {}))
+    return rewrite_for_lowest_memory(capture_step(step, [model], [optimizer], (torch.ones(8, 32),), {}))

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from placed import FLOATS, floats, place
+from placed import FLOATS, floats, offset_in_arena
 from torch.utils.data import DataLoader, TensorDataset
 
 from outofcore.errors import ArenaError, StateError
-from outofcore.execution.arena import Arena, ArenaCounters, Recorder, ScopeTable, as_arena_error
-from outofcore.planning.placement.requests import EventKind, Result, Scratch, workspace_layout
+from outofcore.execution.arena import AllocationRecorder, Arena, ArenaCounters, ScopeTable, as_arena_error
+from outofcore.planning.placement.requests import EventKind, ResultStorage, Scratch, workspace_layout
 from outofcore.units import KIB, MIB, PAGE_BYTES
 
 
@@ -36,10 +36,10 @@ def test_planned_request_gets_its_address_in_its_own_thread_only(arena: Arena) -
     third = x - x
     table.end()
     outside = x + 2
-    assert [place(t, arena) for t in (first, second, third)] == [16 * MIB, 24 * MIB, 8 * MIB]
+    assert [offset_in_arena(t, arena) for t in (first, second, third)] == [16 * MIB, 24 * MIB, 8 * MIB]
     assert [t[0].item() for t in (first, second, third, other_thread_results[0], outside)] == [2, 3, 0, 6, 3]
     for tensor in (other_thread_results[0], outside):
-        assert not 0 <= place(tensor, arena) < arena.bytes
+        assert not 0 <= offset_in_arena(tensor, arena) < arena.bytes
     counters = arena.counters()
     assert (counters.served, counters.large, counters.refused, counters.unclaimed) == (3, 0, 0, 0)
     assert counters.small >= 1  # the number 3 as a tensor
@@ -57,21 +57,21 @@ def test_recorded_op_runs_at_planned_addresses_bit_for_bit(arena: Arena) -> None
         )
 
     expected = op()
-    with Recorder() as recorder:
+    with AllocationRecorder() as recorder:
         out = op()
         keys = {t.untyped_storage().data_ptr(): key for key, t in enumerate(out)}
     layout = workspace_layout(recorder.events, keys)
-    results = [r.placement.key for r in layout.requests if isinstance(r.placement, Result)]
+    results = [r.placement.key for r in layout.requests if isinstance(r.placement, ResultStorage)]
     assert sorted(results) == [0, 1, 2]
     assert {t.untyped_storage().nbytes() for t in out} == {
-        r.bytes for r in layout.requests if isinstance(r.placement, Result)
+        r.bytes for r in layout.requests if isinstance(r.placement, ResultStorage)
     }
     del out
     offsets = {key: (8 + 8 * key) * MIB for key in results}
     scope = []
     for request in layout.requests:
         placement = request.placement
-        if isinstance(placement, Result):
+        if isinstance(placement, ResultStorage):
             scope.append((request.bytes, offsets[placement.key]))
         else:
             scope.append((request.bytes, 40 * MIB + placement.offset if isinstance(placement, Scratch) else None))
@@ -80,7 +80,7 @@ def test_recorded_op_runs_at_planned_addresses_bit_for_bit(arena: Arena) -> None
         table.begin(0)
         out = op()
         table.end()
-        assert [place(t, arena) for t in out] == [offsets[key] for key in range(3)]
+        assert [offset_in_arena(t, arena) for t in out] == [offsets[key] for key in range(3)]
         assert all(torch.equal(a, b) for a, b in zip(out, expected, strict=True))
         del out
     counters = arena.counters()
@@ -93,7 +93,7 @@ def test_planned_request_touches_no_memory(arena: Arena) -> None:
     table.begin(0)
     tensor = torch.empty(8 * FLOATS * 4)
     table.end()
-    assert place(tensor, arena) == 16 * MIB
+    assert offset_in_arena(tensor, arena) == 16 * MIB
     assert arena.resident_bytes() == 0
 
 
@@ -105,7 +105,7 @@ def test_unplanned_requests_are_counted_and_do_not_move_planned_ones(arena: Aren
     planned = torch.empty(FLOATS)
     empty = torch.empty(0)
     table.end()
-    assert place(planned, arena) == 0
+    assert offset_in_arena(planned, arena) == 0
     assert empty.numel() == 0
     assert arena.counters() == ArenaCounters(
         served=1,
@@ -154,8 +154,8 @@ def test_bytes_in_use_are_not_allocated_twice(arena: Arena) -> None:
     first = torch.ones(FLOATS)
     second = torch.zeros(FLOATS)
     table.end()
-    assert place(first, arena) == 0
-    assert not 0 <= place(second, arena) < arena.bytes
+    assert offset_in_arena(first, arena) == 0
+    assert not 0 <= offset_in_arena(second, arena) < arena.bytes
     assert bool((first == 1).all())
     del first, second
     table.begin(0)
@@ -163,7 +163,7 @@ def test_bytes_in_use_are_not_allocated_twice(arena: Arena) -> None:
     del first
     second = torch.empty(FLOATS)
     table.end()
-    assert place(second, arena) == 0
+    assert offset_in_arena(second, arena) == 0
 
 
 def test_optional_request_is_served_by_malloc(arena: Arena) -> None:
@@ -173,8 +173,8 @@ def test_optional_request_is_served_by_malloc(arena: Arena) -> None:
         cache = torch.empty(2 * FLOATS) if present else None
         planned = torch.empty(FLOATS)
         table.end()
-        assert place(planned, arena) == 0
-        assert cache is None or not 0 <= place(cache, arena) < arena.bytes
+        assert offset_in_arena(planned, arena) == 0
+        assert cache is None or not 0 <= offset_in_arena(cache, arena) < arena.bytes
         del planned
     assert arena.counters() == ArenaCounters(served=2)
 
@@ -185,7 +185,7 @@ def test_unknown_scope_has_no_plan(arena: Arena) -> None:
         table.begin(scope)
         tensor = torch.empty(FLOATS)
         table.end()
-        assert not 0 <= place(tensor, arena) < arena.bytes
+        assert not 0 <= offset_in_arena(tensor, arena) < arena.bytes
     table.end()  # without a scope
 
 
@@ -230,7 +230,7 @@ def test_closed_arena_raises_state_error() -> None:
 
 
 def test_recorder_records_its_own_thread_in_order() -> None:
-    recorder = Recorder()
+    recorder = AllocationRecorder()
     with recorder:
         a = torch.empty(FLOATS)
         thread = threading.Thread(target=lambda: torch.empty(3 * FLOATS))

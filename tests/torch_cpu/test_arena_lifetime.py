@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from placed import FLOATS, floats, is_mapped, place
+from placed import FLOATS, floats, is_mapped, offset_in_arena
 
 from outofcore.errors import ArenaError
-from outofcore.execution.arena import Arena, Recorder, ScopeTable
+from outofcore.execution.arena import AllocationRecorder, Arena, ScopeTable
 from outofcore.units import MIB, PAGE_BYTES
 
 
@@ -65,7 +65,7 @@ def test_unreferenced_arena_frees_its_memory_and_the_allocator() -> None:
     del arena
     gc.collect()
     assert not is_mapped(address)
-    with Recorder() as recorder:
+    with AllocationRecorder() as recorder:
         torch.empty(10)
     assert recorder.events  # installing works again
 
@@ -78,8 +78,8 @@ def test_several_arenas_serve_requests_at_once() -> None:
             table.begin(0)
             placed.append(torch.empty(FLOATS))
             table.end()
-        assert place(placed[0], first) == 0
-        assert place(placed[1], second) == MIB
+        assert offset_in_arena(placed[0], first) == 0
+        assert offset_in_arena(placed[1], second) == MIB
         first.close()
         assert second.counters().served == 1
         del placed
@@ -108,7 +108,7 @@ def test_forked_child_gets_its_own_copy(arena: Arena) -> None:
             table.begin(0)
             placed = torch.empty(FLOATS)
             table.end()
-            right = place(placed, arena) == MIB and view[5].item() == 1
+            right = offset_in_arena(placed, arena) == MIB and view[5].item() == 1
             view.fill_(9)
             del placed, view
             arena.close()

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from at_once import PlannedAtOnce
+from at_once import ForegroundPlanner
 from torch import nn
 
 import outofcore
 from outofcore import planning
 from outofcore.background import BackgroundPlanner
-from outofcore.plan_updates import PlanKeeper
+from outofcore.plan_updates import PlanUpdater
 from outofcore.planned_step import plan
 from outofcore.profiling import links, ops
 from outofcore.units import MIB
@@ -56,16 +56,16 @@ def train(step: Callable[[torch.Tensor], torch.Tensor], count: int) -> list[floa
     return [step(next(stream)).item() for _ in range(count)]
 
 
-def use_best_plans(updates: PlanKeeper) -> None:
+def use_best_plans(updates: PlanUpdater) -> None:
     updates.background.wait()
-    updates._take_plan()
+    updates._adopt_finished_plan()
     steps = updates._steps
-    for entry in steps.known.values():
+    for entry in steps.by_signature.values():
         step = entry.step
         if step.is_quick:
             steps.leave_arena()
             best = plan(step.captured, step.costs, step.profiles, step.budget, updates._policy, updates._stores)
-            steps.exchange(entry, replace(best, variant=step.variant))
+            steps.replace_plan(entry, replace(best, variant=step.variant))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def always_replan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outofcore.undisturbed.DISTURBED", 1e6)
     monkeypatch.setattr("outofcore.replanning.DISTURBED", 1e6)
     monkeypatch.setattr("outofcore.replanning.SHARE", 1e6)
-    monkeypatch.setattr("outofcore.replanning._COULD_BE_QUICKER", 1e6)
+    monkeypatch.setattr("outofcore.replanning._MAX_OPS_SHARE", 1e6)
     monkeypatch.setattr("outofcore.background._CLEARLY", -1e6)
 
 
@@ -89,7 +89,7 @@ def always_replan(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_results_stay_bit_identical_when_plans_are_exchanged(
     home: str, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outofcore.plan_updates.BackgroundPlanner", PlannedAtOnce)
+    monkeypatch.setattr("outofcore.plan_updates.BackgroundPlanner", ForegroundPlanner)
     step, model, optimizer = make()
     expected = train(step, 10)
     weights = [p.detach().clone() for p in model.parameters()]
@@ -106,7 +106,7 @@ def test_results_stay_bit_identical_when_plans_are_exchanged(
             arenas.append(compiled._session.steps.arena)
             assert compiled.planned.program.arena_bytes <= arenas[-1].bytes <= budget
         assert plans[0] is not plans[-1]
-        assert plans[-1] is compiled._session.steps.shown.planned
+        assert plans[-1] is compiled._session.steps.last_step.planned
         assert all(arena is arenas[0] for arena in arenas)
         assert compiled.stats.off_plan == 0
     for mine, theirs in zip(weights, model.parameters(), strict=True):
@@ -177,7 +177,7 @@ def test_second_process_reuses_measurements_and_plans(
 
     monkeypatch.setattr(planning, "plans_of_step", never)
     monkeypatch.setattr(links, "measure_link", never)
-    monkeypatch.setattr(ops._Bench, "_measured", never)
+    monkeypatch.setattr(ops._OpBench, "_measure", never)
     monkeypatch.setattr(BackgroundPlanner, "start", lambda *_: False)
     monkeypatch.setattr("outofcore.replanning.SHARE", 0.0)
     step, model, optimizer = make()
@@ -241,7 +241,7 @@ def test_planning_process_is_killed_when_the_step_closes(budget: int) -> None:
 
 @pytest.mark.usefixtures("always_replan")
 def test_background_plan_is_discarded_when_plans_are_forgotten(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outofcore.plan_updates.BackgroundPlanner", PlannedAtOnce)
+    monkeypatch.setattr("outofcore.plan_updates.BackgroundPlanner", ForegroundPlanner)
     step, model, optimizer = make()
     expected = train(step, 9)
     step, model, optimizer = make()
@@ -249,7 +249,7 @@ def test_background_plan_is_discarded_when_plans_are_forgotten(budget: int, monk
         torch.manual_seed(2)
         stream = batches()
         with monkeypatch.context() as patch:
-            patch.setattr(PlannedAtOnce, "poll", lambda _: None)
+            patch.setattr(ForegroundPlanner, "poll", lambda _: None)
             losses = [compiled(next(stream)).item() for _ in range(5)]
         assert compiled._session.updates.background.done is not None
         compiled._session.forget_plans()

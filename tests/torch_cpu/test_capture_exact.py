@@ -13,7 +13,7 @@ from capture_cases import Case
 from exactness import CASES, check_exact
 
 from outofcore.capture import Captured
-from outofcore.transforms.passes import hoisting, reordered, reuse, split
+from outofcore.transforms.passes import hoist_order, reorder, reuse, split_convolutions
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1),
@@ -69,8 +69,8 @@ def _one_seed() -> Iterator[None]:
 
 
 def transform(captured: Captured) -> Captured:
-    captured = reuse(split(captured), least=1)
-    return reordered(captured, hoisting(captured))
+    captured = reuse(split_convolutions(captured), min_bytes=1)
+    return reorder(captured, hoist_order(captured))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -103,7 +103,7 @@ def test_two_groups_and_a_scheduler_are_exact() -> None:
         optimizer = torch.optim.AdamW(groups, lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         case.optimizers = [optimizer]
-        case.step = cases.supervised(model, optimizer)
+        case.step = cases.supervised_step(model, optimizer)
         draw = case.batch
 
         def batch() -> Any:

@@ -73,7 +73,7 @@ def test_forward_and_backward_ops_have_module_and_line() -> None:
 
 
 def test_recomputed_forward_belongs_to_its_module() -> None:
-    captured = capture(cases.gpt(again="plain"))
+    captured = capture(cases.gpt(checkpointing="plain"))
     norms = [op for op in captured.graph.ops if op.name == "aten.native_layer_norm.default"]
     assert [op.module for op in norms].count("blocks.0.norm1") == 2
     saves = [op for op in captured.graph.ops if op.name.startswith("generator.")]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_world import World, assert_same_picture, picture
+from capture_world import World, assert_same_snapshot, snapshot
 from torch import nn
 
 from outofcore.capture import capture_step
@@ -143,10 +143,10 @@ WITHOUT_LINE = [
 def test_step_with_side_effect_is_refused(make: MakeStep, message: str) -> None:
     world = World()
     step = make(world)
-    before = picture(world)
+    before = snapshot(world)
     with pytest.raises(CaptureError, match=message):
         world.capture(step)
-    assert_same_picture(before, picture(world))
+    assert_same_snapshot(before, snapshot(world))
 
 
 def test_users_list_keeps_its_length_after_a_refusal() -> None:
@@ -259,23 +259,23 @@ def test_error_raised_by_the_step_propagates_unchanged() -> None:
         world.model.hidden = world.model(x)
         raise mine
 
-    before = picture(world)
+    before = snapshot(world)
     with pytest.raises(ValueError, match="mine") as caught:
         world.capture(step)
     assert caught.value is mine
-    assert_same_picture(before, picture(world))
+    assert_same_snapshot(before, snapshot(world))
     with pytest.raises(RuntimeError, match=r"reduction dim|mat1 and mat2"):
         world.capture(world.learn, torch.ones(2, 7))
-    assert_same_picture(before, picture(world))
+    assert_same_snapshot(before, snapshot(world))
 
 
 def test_capture_leaves_the_users_objects_unchanged() -> None:
     world = World()
     world.learn(world.x)
     F.mse_loss(world.model(world.x), torch.ones(5, 3)).backward()
-    before = picture(world)
+    before = snapshot(world)
     world.capture(world.learn)
-    assert_same_picture(before, picture(world))
+    assert_same_snapshot(before, snapshot(world))
     world.learn(world.x)
     world.scheduler.step()
 

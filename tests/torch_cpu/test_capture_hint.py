@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import outofcore
-from outofcore.capture.refusals import pointed_to_loops
+from outofcore.capture.refusals import suggest_loop
 from outofcore.errors import CaptureError
 
 HINT = "outofcore.budget(limit, model)"
@@ -84,5 +84,5 @@ def test_hint_is_omitted_when_an_eager_loop_would_not_help() -> None:
             outofcore.smallest_budget(step, world.model, world.optimizer, inputs=(torch.randn(64, 256),))
         assert HINT not in str(caught.value)
     reads = CaptureError("train.py:3: .item() reads the value of a tensor", "train.py:3")
-    assert str(pointed_to_loops(reads, [torch.device("cpu"), torch.device("cuda")])) == reads.args[0]
+    assert str(suggest_loop(reads, [torch.device("cpu"), torch.device("cuda")])) == reads.args[0]
     assert HINT not in str(reads)

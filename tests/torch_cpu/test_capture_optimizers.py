@@ -49,9 +49,9 @@ def test_first_update_creates_state_over_any_previous_bytes() -> None:
     optimizer, parameter = build_adam()
     update, params, grads = update_of(optimizer, ADAM)
     states = adam_states(float("nan"))
-    assert update.is_first()
+    assert update.creates_state()
     update(params, grads, states)
-    assert not update.is_first()
+    assert not update.creates_state()
     update(params, grads, states)
     parameter.grad = grads[0]
     optimizer.step()
@@ -68,7 +68,7 @@ def test_update_continues_from_the_users_state() -> None:
     optimizer.step()
     update, params, grads = update_of(optimizer, ADAM)
     states = [[optimizer.state[parameter][name].clone() for name in ADAM]]
-    assert not update.is_first()
+    assert not update.creates_state()
     update(params, grads, states)
     parameter.grad = grads[0]
     optimizer.step()
@@ -82,7 +82,7 @@ def test_forgotten_state_is_created_again() -> None:
     states = adam_states()
     update(params, grads, states)
     update.forget()
-    assert update.is_first()
+    assert update.creates_state()
     update(params, grads, states)
     assert states[0][0] == 1
 
@@ -115,16 +115,16 @@ def test_update_keeps_no_reference_to_its_arguments() -> None:
 def test_state_unlike_the_captured_state_stays_with_the_optimizer() -> None:
     optimizer, parameter = build_adam()
     update, params, grads = update_of(optimizer, ("step", "exp_avg"))
-    assert not update.is_outgrown
+    assert not update.needs_recapture
     update(params, grads, [adam_states()[0][:2]])
-    assert update.is_outgrown
+    assert update.needs_recapture
     assert set(optimizer.state[parameter]) == {"exp_avg_sq"}
     optimizer, parameter = build_adam()
     update, params, grads = update_of(optimizer, ADAM)
     wrong = adam_states()
     wrong[0][1] = torch.zeros(4, 3)
     update(params, grads, wrong)
-    assert update.is_outgrown
+    assert update.needs_recapture
     assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape
 
 
@@ -132,26 +132,26 @@ def test_update_of_a_range_with_new_state_is_refused() -> None:
     optimizer, _ = build_adam()
     update, params, grads = update_of(optimizer, ("step", "exp_avg"))
     with pytest.raises(StateError, match="exp_avg_sq"):
-        update.of_range(0, is_last=False)(params, grads, [adam_states()[0][:2]])
+        update.for_range(0, is_last=False)(params, grads, [adam_states()[0][:2]])
 
 
 def test_rehearsal_changes_neither_optimizer_nor_flags() -> None:
     optimizer, _ = build_adam()
     update, params, grads = update_of(optimizer, ADAM)
     rehearsal = Rehearsal(update)
-    assert rehearsal.makes_state
+    assert rehearsal.creates_state
     before = copy.deepcopy(optimizer.state_dict())
     garbage = [[t.fill_(-1e30) for t in adam_states()[0]]]
-    rehearsal.first(params, grads, garbage)
+    rehearsal.run_first(params, grads, garbage)
     rehearsal(params, grads, garbage)
     rehearsal(params, grads, [[t.fill_(-1e30) for t in adam_states()[0]]])
-    assert update.is_first()
+    assert update.creates_state()
     assert optimizer.state_dict() == before
     update(params, grads, adam_states())
     second_rehearsal = Rehearsal(update)
-    assert not second_rehearsal.makes_state
+    assert not second_rehearsal.creates_state
     second_rehearsal(params, grads, [[t.fill_(-1e30) for t in adam_states()[0]]])
-    assert not update.is_first()
+    assert not update.creates_state()
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_state_layouts_are_learned_without_a_step(make: Any, shapes: dict[str, t
     parameter = torch.nn.Parameter(torch.randn(4, 6).t())
     optimizer = make([parameter])
     before = copy.deepcopy(optimizer.state_dict())
-    (layouts,) = StateLayouts(optimizer).learn([(0, parameter)], [shape_of(parameter)])
+    (layouts,) = StateLayouts(optimizer).find([(0, parameter)], [shape_of(parameter)])
     assert {name: shape.shape for name, shape in layouts.tensors.items()} == shapes
     assert all(shape.stride == (1, 6) for shape in layouts.tensors.values() if shape.shape == (6, 4))
     assert str(optimizer.state_dict()) == str(before)
@@ -213,7 +213,7 @@ def test_two_optimizer_steps_in_one_step_share_state() -> None:
     torch.manual_seed(5)
     Replay(captured)(*args)
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
-    plain_step = cases.supervised(plain, optimizer)
+    plain_step = cases.supervised_step(plain, optimizer)
     torch.manual_seed(5)
     plain_step(*args)
     plain_step(*args)
@@ -266,13 +266,13 @@ def test_bound_update_matches_the_plain_optimizer(kind: type[torch.optim.Optimiz
     layouts = StateLayouts(optimizer)
     grads = [torch.randn_like(p) for p in users]
     tensor_shapes = [
-        layouts.learn([(n, p)], [shape_of(g)])[0].tensors for n, (p, g) in enumerate(zip(users, grads, strict=True))
+        layouts.find([(n, p)], [shape_of(g)])[0].tensors for n, (p, g) in enumerate(zip(users, grads, strict=True))
     ]
     members = [Member(p, n, tuple(names)) for n, (p, names) in enumerate(zip(users, tensor_shapes, strict=True))]
     params = [p.detach().clone() for p in users]
     states = [[shape.empty(torch.device("cpu")).fill_(9) for shape in names.values()] for names in tensor_shapes]
     update = OptimizerUpdate(optimizer, members, set())
-    bound = update.on(params, grads, states)
+    bound = update.bind(params, grads, states)
     for number in range(9):
         for gradient in grads:
             gradient.normal_()
@@ -306,7 +306,7 @@ def test_failed_update_restarts_from_the_users_state(monkeypatch: pytest.MonkeyP
     optimizer, _ = build_adam()
     update, params, grads = update_of(optimizer, ADAM)
     states = adam_states()
-    bound = update.on(params, grads, states)
+    bound = update.bind(params, grads, states)
     for _ in range(3):
         bound(params, grads, states)
     shadow, before = bound._shadow, params[0].clone()
@@ -329,7 +329,7 @@ def test_failed_update_restarts_from_the_users_state(monkeypatch: pytest.MonkeyP
 def test_bound_update_releases_its_tensors_when_deleted() -> None:
     optimizer, _ = build_adam()
     update, params, grads = update_of(optimizer, ADAM)
-    bound, states = update.on(params, grads, adam_states()), adam_states()
+    bound, states = update.bind(params, grads, adam_states()), adam_states()
     for _ in range(3):
         bound(params, grads, states)
     reference = StorageWeakRef(params[0].untyped_storage())
@@ -345,7 +345,7 @@ def test_parameter_and_moments_may_be_on_different_devices() -> None:
         optimizer = torch.optim.AdamW([parameter])
         moments = {name: torch.empty(3, 4, device=moments_at) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
-        (layouts,) = StateLayouts(optimizer, far).learn([(0, parameter)], [shape_of(parameter)])
+        (layouts,) = StateLayouts(optimizer, far).find([(0, parameter)], [shape_of(parameter)])
         assert set(layouts.tensors) == {"exp_avg", "exp_avg_sq"}
 
 
@@ -365,7 +365,7 @@ def test_measured_update_requests_are_not_reused_for_other_settings(
         model = torch.nn.Linear(256, 128)
         optimizer = make(model.parameters(), weight_decay=rate, foreach=False, **options)
 
-        step, batch = cases.supervised(model, optimizer), cases.classify(256, 128)
+        step, batch = cases.supervised_step(model, optimizer), cases.classify(256, 128)
         with outofcore.compile(step, model, optimizer, budget="64MiB", cache=tmp_path) as ours:
             for _ in range(2):
                 ours(*batch())

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from capture_world import World, assert_same_picture, picture
+from capture_world import World, assert_same_snapshot, snapshot
 from torch import nn
 
 from outofcore.capture import recorder
@@ -275,7 +275,7 @@ WITH_LINE = [
 def test_refusal_names_line_and_advice(make: MakeStep, phrase: str, advice: str) -> None:
     world = World()
     step = make(world)
-    before = picture(world)
+    before = snapshot(world)
     with pytest.raises(CaptureError) as caught:
         world.capture(step)
     expected = f"{__file__}:{line_of(make.__name__)}"
@@ -283,7 +283,7 @@ def test_refusal_names_line_and_advice(make: MakeStep, phrase: str, advice: str)
     assert str(caught.value).startswith(expected)
     assert phrase in str(caught.value)
     assert advice in str(caught.value)
-    assert_same_picture(before, picture(world))
+    assert_same_snapshot(before, snapshot(world))
 
 
 def test_fused_operators_are_refused_if_they_take_tensor_lists() -> None:

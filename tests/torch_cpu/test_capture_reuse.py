@@ -16,7 +16,7 @@ SHAPE = (6, 5)
 
 def capture_reusing(step: Callable[..., torch.Tensor], *args: torch.Tensor) -> Captured:
     model = torch.nn.Linear(1, 1)
-    return reuse(capture_step(step, [model], [], args, {}), least=1)
+    return reuse(capture_step(step, [model], [], args, {}), min_bytes=1)
 
 
 def find_overwrites(step: Callable[..., torch.Tensor], *args: torch.Tensor) -> list[bool]:

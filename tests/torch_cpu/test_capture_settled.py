@@ -11,7 +11,7 @@ from torch import nn
 
 import outofcore
 from outofcore.capture import capture_step
-from outofcore.capture.step import gradients_from_now_on
+from outofcore.capture.step import steady_state_gradients
 from outofcore.errors import BudgetError
 from outofcore.graph import StorageKind
 
@@ -116,14 +116,14 @@ def test_gradients_of_later_calls_are_predicted() -> None:
     x = torch.randn(8, WIDTH)
     model, optimizer, step = make(set_to_zero)
     first = capture_step(step, [model], [optimizer], (x,), {})
-    later = gradients_from_now_on(first)
+    later = steady_state_gradients(first)
     assert later.keys() == {id(p) for p in model.parameters()}
     steady = capture_step(step, [model], [optimizer], (x,), {}, gradients=later)
     kinds = [s.kind for s in steady.states]
     assert kinds.count(StorageKind.GRADIENT) == 4
-    assert gradients_from_now_on(steady) == {}
+    assert steady_state_gradients(steady) == {}
     model, optimizer, step = make(clear)
-    assert gradients_from_now_on(capture_step(step, [model], [optimizer], (x,), {})) == {}
+    assert steady_state_gradients(capture_step(step, [model], [optimizer], (x,), {})) == {}
     model(x).sum().backward()
-    cleared = gradients_from_now_on(capture_step(step, [model], [optimizer], (x,), {}))
+    cleared = steady_state_gradients(capture_step(step, [model], [optimizer], (x,), {}))
     assert list(cleared.values()) == [None] * 4

@@ -13,8 +13,8 @@ from typer.testing import CliRunner, Result
 from outofcore._torch_internals import TESTED_TEXT
 from outofcore.cli import torch_checks
 from outofcore.cli.app import app
+from outofcore.cli.doctor import CheckStatus as CheckResult
 from outofcore.cli.doctor import Finding
-from outofcore.cli.doctor import Result as CheckResult
 from outofcore.errors import InputError, StateError, UnitError
 
 # Needs 19 MiB in core and at least 3 MiB out of core, and trains fast.
@@ -236,7 +236,7 @@ def test_doctor_reports_a_failing_entry_point(monkeypatch: pytest.MonkeyPatch) -
 
 def lines_of_doctor(monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the output of ``doctor`` without the trainings and the measurements of speed."""
-    monkeypatch.setattr(torch_checks, "_trial", lambda name, *_: Finding(CheckResult.OK, name, "left out"))
+    monkeypatch.setattr(torch_checks, "_training_finding", lambda name, *_: Finding(CheckResult.OK, name, "left out"))
     monkeypatch.setattr(torch_checks, "_home_findings", lambda _: [])
     return outofcore("doctor").stdout
 

@@ -12,20 +12,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from capture_cases import Case
-from exactness import twice
+from exactness import build_twice
 from replay import Replay
 from torch import nn
 
 import outofcore
 from outofcore.capture import Captured, capture_step
 from outofcore.errors import InputError
-from outofcore.transforms.partial_sums import in_partial_sums
+from outofcore.transforms.partial_sums import split_sums
 from outofcore.zoo.gpt import GPT, GPTShape
 
 
-def split_sums(captured: Captured) -> Captured:
+def split_sums_finely(captured: Captured) -> Captured:
     """Split sums into as many parts as possible, however small they are."""
-    return in_partial_sums(captured, part_bytes=1)
+    return split_sums(captured, part_bytes=1)
 
 
 def case(model: nn.Module, batch: Callable[[], tuple[torch.Tensor, ...]], loss: Callable[..., torch.Tensor]) -> Case:
@@ -81,11 +81,11 @@ SUMS = ("convolution_backward", "native_layer_norm_backward", "native_group_norm
     ],
 )
 def test_step_with_partial_sums_is_close_to_plain_pytorch(make: Callable[[], Case], split_ops: set[str]) -> None:
-    ours, plain = twice(make)
+    ours, plain = build_twice(make)
     torch.manual_seed(5)
     args = ours.batch()
     captured = capture_step(ours.step, ours.models, ours.optimizers, args, {})
-    split = split_sums(captured)
+    split = split_sums_finely(captured)
     before, after = (Counter(op.name.split(".")[1] for op in capture.graph.ops) for capture in (captured, split))
     assert {name for name in SUMS if after[name] > before[name] + 1} >= split_ops
     replay = Replay(split)
@@ -105,7 +105,7 @@ def test_sums_of_one_row_or_in_16_bits_are_not_split() -> None:
         model = nn.Linear(8, 8).to(dtype)
         workload = case(model, lambda: (torch.randn(rows, 8, dtype=dtype),), lambda m, x: m(x).square().mean())
         captured = capture_step(workload.step, workload.models, workload.optimizers, workload.batch(), {})
-        return captured, split_sums(captured)
+        return captured, split_sums_finely(captured)
 
     whole, split = capture_both(256, torch.float32)
     assert len(split.graph.ops) > len(whole.graph.ops)
@@ -123,7 +123,7 @@ def test_products_with_weights_are_not_split() -> None:
             return torch.mm(model(x), model.weight * 2.0)
 
     captured = capture_step(step, [model], [], (torch.randn(256, 64),), {})
-    assert split_sums(captured).graph == captured.graph
+    assert split_sums_finely(captured).graph == captured.graph
 
 
 ROWS = 4096

@@ -13,18 +13,20 @@ import pytest
 import torch
 from torch import nn
 
-from outofcore.capture.helpers import packed
+from outofcore.capture.helpers import pack_work
 from outofcore.capture.step import capture_step
-from outofcore.progress import Tell, silent
+from outofcore.progress import ProgressCallback, ignore_progress
 from outofcore.transforms import compiled_ahead, kernels
-from outofcore.transforms.compiled_ahead import compiling_ahead, serve
-from outofcore.transforms.fusing import fused
+from outofcore.transforms.compiled_ahead import compile_ahead, serve
+from outofcore.transforms.fusing import fuse_ops
 
 
 class _Recipes(kernels.Kernels):
     """Collects recipes without compiling them."""
 
-    def of(self, recipes: Iterable[kernels.Recipe], tell: Tell = silent) -> Mapping[str, kernels.Kernel]:
+    def of(
+        self, recipes: Iterable[kernels.Recipe], tell: ProgressCallback = ignore_progress
+    ) -> Mapping[str, kernels.Kernel]:
         self.collected = list({recipe.text: recipe for recipe in recipes}.values())
         return {}
 
@@ -43,15 +45,15 @@ def recipes() -> list[kernels.Recipe]:
         return loss
 
     collector = _Recipes()
-    fused(capture_step(step, [model], [optimizer], (torch.ones(4096, 8),), {}, torch.device("cpu")), collector)
+    fuse_ops(capture_step(step, [model], [optimizer], (torch.ones(4096, 8),), {}, torch.device("cpu")), collector)
     assert len(collector.collected) >= 8
     return collector.collected
 
 
 def test_helper_receives_recipes_unchanged(recipes: list[kernels.Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
     collected: list[tuple[kernels.Recipe, int]] = []
-    monkeypatch.setattr(kernels, "compiled", lambda recipe, threads: collected.append((recipe, threads)))
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(packed(recipes, 1))))
+    monkeypatch.setattr(kernels, "compile_recipe", lambda recipe, threads: collected.append((recipe, threads)))
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(pack_work(recipes, 1))))
     threads = torch.get_num_threads()
     try:
         serve()
@@ -59,7 +61,7 @@ def test_helper_receives_recipes_unchanged(recipes: list[kernels.Recipe], monkey
         torch.set_num_threads(threads)
     assert [recipe for recipe, _ in collected] == recipes
     assert {count for _, count in collected} == {1}
-    assert all(kernels.described(recipe) == recipe.text for recipe, _ in collected)
+    assert all(kernels.describe_recipe(recipe) == recipe.text for recipe, _ in collected)
 
 
 def test_helper_continues_after_a_failed_compilation(
@@ -71,8 +73,10 @@ def test_helper_continues_after_a_failed_compilation(
         tried.append(recipe.text)
         raise RuntimeError("refused")
 
-    monkeypatch.setattr(kernels, "compiled", refuse)
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(packed(recipes[:2], torch.get_num_threads()))))
+    monkeypatch.setattr(kernels, "compile_recipe", refuse)
+    monkeypatch.setattr(
+        sys, "stdin", SimpleNamespace(buffer=io.BytesIO(pack_work(recipes[:2], torch.get_num_threads())))
+    )
     serve()
     assert tried == [recipe.text for recipe in recipes[:2]]
 
@@ -92,9 +96,9 @@ def test_helpers_share_recipes_in_reverse_order_and_end_with_the_block(
         started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
         return started[-1]
 
-    monkeypatch.setattr(compiled_ahead, "packed", packing)
+    monkeypatch.setattr(compiled_ahead, "pack_work", packing)
     monkeypatch.setattr(compiled_ahead, "start_process", start)
-    with compiling_ahead(recipes[:8], 2, cores) as count:
+    with compile_ahead(recipes[:8], 2, cores) as count:
         assert count == len(started) == helpers
         assert all(helper.poll() is None for helper in started)
     assert all(helper.returncode is not None for helper in started)
@@ -108,5 +112,5 @@ def test_recipes_stay_in_this_process_when_helpers_cannot_start(
     recipes: list[kernels.Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with compiling_ahead(recipes, 2, 8) as count:
+    with compile_ahead(recipes, 2, 8) as count:
         assert count == 0

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import outofcore
-from outofcore.execution.binding import BoundRun, Draws
-from outofcore.profiling.scratch import PLAIN
+from outofcore.execution.binding import BoundRun, GeneratorUse
+from outofcore.profiling.scratch import HALVES
 
 grouped: Any = torch.ops.aten._grouped_mm.default
 WORDS, WIDTH, EXPERTS = 32, 64, 4
@@ -120,7 +120,7 @@ def test_grouped_mm_is_measured_with_nonempty_groups(
         ((torch.ones(first), torch.ones(second)), {"offs": offsets}),
     ):
         offsets.zero_()
-        PLAIN.fill(BoundRun(0, 0, grouped, args, kwargs, (), (), 1, False, Draws.FREELY))
+        HALVES.fill(BoundRun(0, 0, grouped, args, kwargs, (), (), 1, False, GeneratorUse.UNTOUCHED))
         assert offsets.tolist() == expected
         assert grouped(*args, **kwargs).abs().sum() > 0
 
@@ -128,6 +128,6 @@ def test_grouped_mm_is_measured_with_nonempty_groups(
 def test_fill_leaves_other_ops_unchanged() -> None:
     index = torch.zeros(3, dtype=torch.int64)
     for func in (torch.ops.aten.take.default, print):
-        PLAIN.fill(BoundRun(0, 0, func, (torch.ones(4, 4), index), {}, (), (), 1, False, Draws.FREELY))
-    PLAIN.fill(BoundRun(0, 0, grouped, (torch.ones(2, 4, 4),) * 2, {}, (), (), 1, False, Draws.FREELY))
+        HALVES.fill(BoundRun(0, 0, func, (torch.ones(4, 4), index), {}, (), (), 1, False, GeneratorUse.UNTOUCHED))
+    HALVES.fill(BoundRun(0, 0, grouped, (torch.ones(2, 4, 4),) * 2, {}, (), (), 1, False, GeneratorUse.UNTOUCHED))
     assert index.tolist() == [0, 0, 0]

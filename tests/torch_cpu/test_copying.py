@@ -11,13 +11,22 @@ from typing import Any
 
 import pytest
 import torch
-from faulty import assert_same, at_op, batch, contents, goes_on, sides, smallest_budget, two_homes
+from faulty import (
+    act_before_op,
+    assert_same,
+    assert_training_continues,
+    batch,
+    build_sides,
+    contents,
+    smallest_budget,
+    two_homes,
+)
 
 import outofcore
 from outofcore.errors import SpillError, StateError, TransferError
 from outofcore.execution import copying
 from outofcore.program import Run
-from outofcore.runtime.checksums import sampled
+from outofcore.runtime.checksums import sampled_checksum
 from outofcore.runtime.file_io import MEMORY, ByteStore
 from outofcore.runtime.folders import in_memory
 from outofcore.runtime.native import load_native
@@ -57,7 +66,7 @@ def test_copy_threads_end_with_the_step(smallest: int, tmp_path: Path) -> None:
         engine = ours[2]._session.engine
         (copies,) = engine._copies.values()
         assert count_copiers() - before == len(copies.parts[-1])  # type: ignore[arg-type]
-        goes_on(plain, ours)
+        assert_training_continues(plain, ours)
         ours[2].close()
         assert count_copiers() == before
 
@@ -98,7 +107,7 @@ def test_failing_disk_undoes_or_tears_the_step(
     failed = 0
     for number in range(1, ops + 1, 5):
         undo: list[Callable[[], None]] = []
-        with at_op(monkeypatch, number, lambda undo=undo: undo.append(swap_spill_file(step, instead))):  # type: ignore[misc]
+        with act_before_op(monkeypatch, number, lambda undo=undo: undo.append(swap_spill_file(step, instead))):  # type: ignore[misc]
             try:
                 step(batch(9))
             except TransferError as error:
@@ -123,7 +132,7 @@ def test_failing_disk_undoes_or_tears_the_step(
 
 def test_full_check_detects_damage_in_any_page(smallest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Damage an unsampled page in each written slot, in memory and on disk."""
-    model, optimizer, step = sides()
+    model, optimizer, step = build_sides()
     with outofcore.compile(
         step, model, optimizer, budget=smallest, home=tmp_path, host_budget="300KiB", policy="offload-all", check="full"
     ) as ours:
@@ -134,7 +143,7 @@ def test_full_check_detects_damage_in_any_page(smallest: int, tmp_path: Path, mo
         def damage() -> None:
             for sums, offset in copies.summed:
                 home = next(home for home in ours.homes if home.sums is sums)
-                count, _ = sums.known.get(offset, (0, 0))
+                count, _ = sums.recorded.get(offset, (0, 0))
                 checksum = next(f for key, f in zip(copies.summed, copies.sums, strict=True) if key == (sums, offset))
                 if (pages := max(count, checksum.bytes) // PAGE_BYTES) < 5:
                     continue
@@ -144,7 +153,7 @@ def test_full_check_detects_damage_in_any_page(smallest: int, tmp_path: Path, mo
 
         noticed = 0
         for number in range(2, 40):
-            with at_op(monkeypatch, number, damage):
+            with act_before_op(monkeypatch, number, damage):
                 try:
                     ours(batch(1))
                 except TransferError as error:
@@ -157,7 +166,7 @@ def test_full_check_detects_damage_in_any_page(smallest: int, tmp_path: Path, mo
 
 
 def test_checksums_of_native_writes_reach_the_home(smallest: int, tmp_path: Path) -> None:
-    model, optimizer, step = sides()
+    model, optimizer, step = build_sides()
     with outofcore.compile(step, model, optimizer, budget=smallest, home=tmp_path, policy="offload-all") as ours:
         ours(batch(0))
         home, copies = only_home(ours), only_copies(ours)
@@ -172,11 +181,11 @@ def test_sample_is_first_last_and_two_pages_picked_by_the_offset() -> None:
     for pages in (1, 2, 3, 17, 1000):
         memory = bytearray(os.urandom(pages * PAGE_BYTES - 100))
         for offset in (0, 7 * PAGE_BYTES, 123456 * PAGE_BYTES):
-            first = sampled(memoryview(memory), offset)
+            first = sampled_checksum(memoryview(memory), offset)
             sampled_pages = set()
             for page in range(pages):
                 memory[page * PAGE_BYTES] ^= 1
-                if sampled(memoryview(memory), offset) != first:
+                if sampled_checksum(memoryview(memory), offset) != first:
                     sampled_pages.add(page)
                 memory[page * PAGE_BYTES] ^= 1
             between = {((offset // PAGE_BYTES + k) * 2654435761 % 2**32) * pages >> 32 for k in (1, 2)}
@@ -185,7 +194,7 @@ def test_sample_is_first_last_and_two_pages_picked_by_the_offset() -> None:
 
 def test_closed_home_is_not_written(smallest: int, tmp_path: Path) -> None:
     """The descriptor of a closed home may already belong to another file."""
-    model, optimizer, step = sides()
+    model, optimizer, step = build_sides()
     with outofcore.compile(step, model, optimizer, budget=smallest, home=tmp_path, policy="offload-all") as ours:
         ours(batch(0))
         copies = only_copies(ours)
@@ -210,7 +219,7 @@ def test_forked_child_does_not_wait_for_copy_threads(smallest: int, tmp_path: Pa
             engine.close()
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        goes_on(plain, ours)
+        assert_training_continues(plain, ours)
 
 
 def test_pieces_of_all_sizes_are_copied_whole(tmp_path: Path) -> None:
@@ -243,7 +252,7 @@ def copy_piece(library: Any, home: Any, address: int, size: int, offset: int, *,
 
     place = home.locate(offset, size)
     piece = copying._Piece(address=address, slot=offset, sum=-1)
-    piece.lies_at(place)
+    piece.set_location(place)
     pieces = (copying._Piece * 1)(piece)
     waits, sums = (copying._Wait * 0)(), (copying._Sum * 0)()
     copies = (copying._Copy * 1)(copying._Copy(0, 1, 0, 1, 0, 0, 1, writes))

@@ -84,7 +84,7 @@ def test_length_values_do_not_change_the_input_signature() -> None:
     step, model, optimizer = make_step("mean", False)
     with outofcore.compile(step, model, optimizer, budget=1 << 24, home="host", dynamic=False) as run:
         run_batches(run, model, concatenated=False, as_lists=False)
-        assert len(run._session.steps.known) == 1
+        assert len(run._session.steps.by_signature) == 1
 
 
 def test_refused_length_leaves_the_model_as_in_plain_pytorch() -> None:

@@ -16,11 +16,11 @@ import torch
 from steps import captured_small_step, small_step
 
 import outofcore
-from outofcore.planning.placement.requests import Result, Scratch
+from outofcore.planning.placement.requests import ResultStorage, Scratch
 from outofcore.profiling import links
 from outofcore.profiling.cache import Cache
-from outofcore.profiling.links import LinkReport, Rates, known_link
-from outofcore.profiling.ops import KeptProfiles, profile_ops
+from outofcore.profiling.links import LinkReport, Rates, load_or_measure_link
+from outofcore.profiling.ops import ProfileCache, profile_ops
 from outofcore.runtime.homes import HostHome
 from outofcore.units import GIB, MIB
 
@@ -40,7 +40,7 @@ def _fixed_link(monkeypatch: pytest.MonkeyPatch) -> None:
 def intact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     cache = Cache(tmp_path_factory.mktemp("whole"))
     profile_ops(STEP(), cache=cache)
-    known_link(HostHome(GIB), cache, buffer_bytes=MIB)
+    load_or_measure_link(HostHome(GIB), cache, buffer_bytes=MIB)
     return {path.name: path.read_text() for path in cache.files() if path.suffix == ".json"}
 
 
@@ -55,7 +55,7 @@ def find_spots(value: Any) -> Iterator[tuple[Any, Any]]:
 def check(cache: Cache) -> None:
     """Check that cached measurements are plausible and that new entries can be read back."""
     step = STEP()
-    profiles = KeptProfiles(cache)
+    profiles = ProfileCache(cache)
     for op, call in zip(step.graph.ops, step.calls, strict=True):
         profile = profiles.find(op, timed=True, first=call.rehearse_first is not None, results=len(call.results))
         if profile is None:
@@ -66,9 +66,9 @@ def check(cache: Cache) -> None:
                 assert 0 <= request.bytes < 1 << 60
                 if isinstance(request.placement, Scratch):
                     assert request.placement.offset + request.bytes <= profile.cost.workspace_bytes
-                if isinstance(request.placement, Result):
+                if isinstance(request.placement, ResultStorage):
                     assert request.placement.key < len(call.results)
-    home = known_link(HostHome(GIB), cache, buffer_bytes=MIB).home
+    home = load_or_measure_link(HostHome(GIB), cache, buffer_bytes=MIB).home
     assert min(home.bytes_per_s_in, home.bytes_per_s_out, home.latency_s) > 0
     assert max(home.bytes_per_s_in, home.bytes_per_s_out, home.latency_s) < 1e16
     assert 0 <= home.contention <= 1
@@ -118,7 +118,7 @@ def test_wrong_value_of_a_link_is_measured_again(tmp_path: Path, intact: dict[st
             holder, key = list(find_spots(content))[number]
             holder[key] = wrong
             (tmp_path / name).write_text(json.dumps(content), "utf-8")
-            home = known_link(HostHome(GIB), Cache(tmp_path), buffer_bytes=MIB).home
+            home = load_or_measure_link(HostHome(GIB), Cache(tmp_path), buffer_bytes=MIB).home
             assert min(home.bytes_per_s_in, home.bytes_per_s_out, home.latency_s) > 0
 
 
@@ -148,6 +148,6 @@ def test_requests_for_missing_results_or_scratch_are_ignored(tmp_path: Path) -> 
     for entry in content["entries"].values():
         entry["requests"]["list"] = [[64, "result", 7], [64, "scratch", 1 << 30]]
     path.write_text(json.dumps(content))
-    profiles = KeptProfiles(cache)
+    profiles = ProfileCache(cache)
     for op, call in zip(step.graph.ops, step.calls, strict=True):
         assert profiles.find(op, timed=True, first=False, results=len(call.results)) is None

@@ -36,10 +36,10 @@ def test_scenario_passes_in_all_processes(scenario: str, processes: int, tmp_pat
 def test_different_orders_of_gradients_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     first = StepFacts("the same", "1 GiB", "auto", orders=((0, 1, 2),))
     agreement = Agreement([], None)
-    monkeypatch.setattr(agreement, "_gathered", lambda facts: (first, facts))
-    assert agreement.compare(first) == (first, first)
+    monkeypatch.setattr(agreement, "_gather_facts", lambda facts: (first, facts))
+    assert agreement.compare_facts(first) == (first, first)
     with pytest.raises(StateError, match="compute their gradients in different orders"):
-        agreement.compare(replace(first, orders=((2, 1, 0),)))
+        agreement.compare_facts(replace(first, orders=((2, 1, 0),)))
 
 
 def test_death_in_mid_step_ends_the_other_processes(tmp_path: Path) -> None:

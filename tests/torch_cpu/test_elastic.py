@@ -26,7 +26,7 @@ from outofcore.logical_workers.contexts import Context
 def plain_digests(kind: str, steps: int) -> list[str]:
     """Return a digest after each step of a plain loop over all workers in one process."""
     model, optimizer, train_step = model_of(kind)
-    contexts = [Context.beginning(0, k, None) for k in range(WORKERS)]
+    contexts = [Context.initial(0, k, None) for k in range(WORKERS)]
     samplers = [DistributedSampler(Noisy(), WORKERS, k, seed=7, drop_last=True) for k in range(WORKERS)]
     digests: list[str] = []
     while len(digests) < steps:
@@ -39,10 +39,10 @@ def plain_digests(kind: str, steps: int) -> list[str]:
             final_buffers = begin
             for k in range(WORKERS):
                 set_buffers(model, begin)
-                contexts[k].enter(None)
+                contexts[k].apply(None)
                 samples = [data[number] for number in orders[k][step * BATCH : (step + 1) * BATCH]]
                 train_step(torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples]))
-                contexts[k] = Context.now(None)
+                contexts[k] = Context.capture(None)
                 final_buffers = final_buffers if k else [buffer.clone() for buffer in model.buffers()]
             set_buffers(model, final_buffers)
             for parameter in model.parameters():
@@ -162,7 +162,7 @@ def test_gradients_are_summed_in_the_order_of_the_workers(twice: bool) -> None:
     model, optimizer, step = make()
     with outofcore.elastic(step, model, optimizer, workers=WORKERS, budget="8MiB", home="host") as run:
         run(batches_of(0))
-        assert bool(run._gradients.kept) == twice
+        assert bool(run._gradients.stored) == twice
         elastic_digest = digest(model, optimizer)
     model, optimizer, step = make()
     worker_gradients: list[list[torch.Tensor]] = []

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 import outofcore
 from outofcore.cli.app import app
-from outofcore.cli.subjects import build
-from outofcore.cli.targets import Kind, kind_of
+from outofcore.cli.subjects import build_user_step
+from outofcore.cli.targets import TargetKind, classify_target
 from outofcore.errors import InputError, StateError
 
 SCRIPT = """
@@ -237,10 +237,10 @@ def test_error_in_a_script_is_one_message(script: Path, name: str, message: str)
 
 
 def test_target_names_a_file_and_a_function(tmp_path: Path) -> None:
-    assert kind_of("folder/my.py:build") is Kind.SCRIPT
-    assert kind_of("resnet50") is Kind.ZOO
+    assert classify_target("folder/my.py:build") is TargetKind.SCRIPT
+    assert classify_target("resnet50") is TargetKind.ZOO
     with pytest.raises(InputError, match="there is no file"):
-        build(str(tmp_path / "nowhere.py:build"))
+        build_user_step(str(tmp_path / "nowhere.py:build"))
     (tmp_path / "broken.py").write_text("import nothing_of_that_name")
     with pytest.raises(InputError, match="nothing_of_that_name"):
-        build(str(tmp_path / "broken.py:build"))
+        build_user_step(str(tmp_path / "broken.py:build"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from capture_cases import Case
 from effort import is_exhaustive, some_of
-from steps import CASES, assert_same, budgets_of, everything, from_zoo, smallest_of
+from steps import CASES, assert_same, budgets_of, from_zoo, smallest_of, visible_tensors
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -65,7 +65,7 @@ class Outcome:
         """Return the names of visible tensors with different bits; check results and arguments first."""
         assert_same(self.results, reference.results)
         assert_same(self.arguments, reference.arguments)
-        closed, right = dict(everything(self.case)), dict(everything(reference.case))
+        closed, right = dict(visible_tensors(self.case)), dict(visible_tensors(reference.case))
         assert self.visible.keys() == closed.keys() == right.keys()
         return [
             key
@@ -111,7 +111,7 @@ def _run(case: Case, step: Any, budget: int | None, steps: int) -> Outcome:
             outcome.recomputed_ops += sum(isinstance(i, Run) and i.again for i in planned.program.instructions)
             outcome.fetched_bytes += step.stats.bytes_in
             outcome.in_core = outcome.in_core or in_core_budget(step.captured.graph, step.costs)
-    outcome.visible = {key: tensor.clone() for key, tensor in everything(case)}
+    outcome.visible = {key: tensor.clone() for key, tensor in visible_tensors(case)}
     return outcome
 
 
@@ -178,8 +178,8 @@ def test_published_policy_gives_the_same_bits(policy: str, name: str) -> None:
         assert planned.plan.policy == policy
         assert planned.plan.decisions
     assert_same(ours, theirs)
-    right = dict(everything(plain))
-    for key, tensor in everything(case):
+    right = dict(visible_tensors(plain))
+    for key, tensor in visible_tensors(case):
         assert torch.equal(tensor, right[key]), f"{key} differs"
 
 

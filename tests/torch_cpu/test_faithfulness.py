@@ -12,7 +12,7 @@ from outofcore.capture import CaptureOptions, capture_step
 from outofcore.capture.captured import Captured
 from outofcore.capture.kernel_layouts import KernelLayouts
 from outofcore.errors import CaptureError
-from outofcore.profiling.faithfulness import Difference, differences
+from outofcore.profiling.faithfulness import Difference, find_differences
 from outofcore.profiling.ops import profile_ops
 
 
@@ -41,10 +41,10 @@ RESULTS: list[tuple[object, str, bool]] = [
 def test_most_severe_difference_is_reported(result: object, aspect: str, survived: bool) -> None:
     captured, place = captured_mul()
     op = captured.graph.ops[place]
-    assert differences(captured, op, [torch.ones(3, 6)]) == []
-    (difference,) = differences(captured, op, [result])
+    assert find_differences(captured, op, [torch.ones(3, 6)]) == []
+    (difference,) = find_differences(captured, op, [result])
     assert isinstance(difference, Difference)
-    assert (difference.what, difference.survived) == (aspect, survived)
+    assert (difference.aspect, difference.is_harmless) == (aspect, survived)
 
 
 def test_result_captured_as_empty_is_compared() -> None:
@@ -54,8 +54,8 @@ def test_result_captured_as_empty_is_compared() -> None:
     assert index is not None
     values = list(captured.values)
     values[index] = replace(values[index], shape=(0,), stride=(1,))
-    reported = differences(replace(captured, values=tuple(values)), captured.graph.ops[place], [torch.ones(3, 6)])
-    assert [difference.what for difference in reported] == ["shape"]
+    reported = find_differences(replace(captured, values=tuple(values)), captured.graph.ops[place], [torch.ones(3, 6)])
+    assert [difference.aspect for difference in reported] == ["shape"]
 
 
 @torch.library.custom_op("outofcore_test::keeps", mutates_args=())

@@ -18,27 +18,27 @@ from faulty import (
     FaultError,
     Sides,
     assert_same,
+    assert_training_continues,
     batch,
+    build_sides,
     contents,
     fail_at,
-    goes_on,
     misplace,
-    sides,
     smallest_budget,
     two_homes,
 )
 from torch import nn
 
 import outofcore
-from outofcore.capture.optimizers import UpdateOn
+from outofcore.capture.optimizers import BoundUpdate
 from outofcore.costs import Home
 from outofcore.errors import InputError, SpillError, StateError, TransferError
 from outofcore.graph import StorageKind
 from outofcore.program import CopyIn, CopyOut
 from outofcore.runtime.checks import Check
-from outofcore.runtime.checksums import checksum, sampled
+from outofcore.runtime.checksums import checksum, sampled_checksum
 from outofcore.runtime.file_io import ByteStore
-from outofcore.runtime.homes import DiskHome, HostHome, check_copies
+from outofcore.runtime.homes import DiskHome, HostHome, enable_checks
 from outofcore.units import GIB, KIB, MIB, PAGE_BYTES
 
 
@@ -62,7 +62,7 @@ def test_index_error_leaves_the_model_unchanged(trainings: Any) -> None:
     assert any("as they were before" in note for note in caught.value.__notes__)
     assert torch.equal(torch.get_rng_state(), generator)
     assert_same(contents(ours[0], ours[1]), before)
-    goes_on(plain, ours)
+    assert_training_continues(plain, ours)
 
 
 @pytest.mark.parametrize("room", [1.0, 1.5, 20.0])
@@ -77,7 +77,7 @@ def test_failed_step_drops_gradients_left_on_the_device(smallest: int, tmp_path:
 
         return step
 
-    (model, optimizer, _), (plain_model, plain_optimizer, _) = sides(), sides()
+    (model, optimizer, _), (plain_model, plain_optimizer, _) = build_sides(), build_sides()
     plain = renewing(plain_model, plain_optimizer)
     options: dict[str, Any] = {"budget": int(smallest * room), "home": tmp_path, "policy": "auto:polish_ops=0"}
     with outofcore.compile(renewing(model, optimizer), model, optimizer, **options) as ours:
@@ -151,16 +151,16 @@ def test_exception_in_an_optimizer_leaves_a_whole_model(trainings: Any, monkeypa
     model, optimizer, step = ours
     before = contents(model, optimizer)
     calls: list[int] = []
-    plain_call = UpdateOn.__call__
+    plain_call = BoundUpdate.__call__
 
-    def fails(self: UpdateOn, *args: Any) -> None:
+    def fails(self: BoundUpdate, *args: Any) -> None:
         calls.append(1)
         if len(calls) == 2:
             raise FaultError("half way")
         plain_call(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(UpdateOn, "__call__", fails)
+        patch.setattr(BoundUpdate, "__call__", fails)
         with pytest.raises(FaultError, match="half way") as caught:
             step(batch(9))
     assert len(calls) == 2
@@ -181,7 +181,7 @@ def test_exception_in_an_optimizer_leaves_a_whole_model(trainings: Any, monkeypa
 def test_failed_step_is_freed_without_close(
     kind: str, smallest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, optimizer, train = sides()
+    model, optimizer, train = build_sides()
     step: Any = outofcore.compile(train, model, optimizer, budget=smallest, home=tmp_path, policy="offload-all")
     step(batch(0))
     session = weakref.ref(step._session)
@@ -199,7 +199,7 @@ def test_failed_step_is_freed_without_close(
 
 
 def test_exception_in_the_user_step_leaves_the_model_unchanged(smallest: int, tmp_path: Path) -> None:
-    model, optimizer, plain = sides()
+    model, optimizer, plain = build_sides()
     before = contents(model, optimizer)
 
     def step(ids: torch.Tensor) -> torch.Tensor:
@@ -214,7 +214,7 @@ def test_exception_in_the_user_step_leaves_the_model_unchanged(smallest: int, tm
 
 @pytest.mark.parametrize("check", ["sampled", "full"])
 def test_damaged_slot_is_detected(check: str, smallest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer, step = sides()
+    model, optimizer, step = build_sides()
     with outofcore.compile(
         step, model, optimizer, budget=smallest, home=tmp_path, policy="offload-all", check=check
     ) as ours:
@@ -230,7 +230,7 @@ def test_damaged_slot_is_detected(check: str, smallest: int, tmp_path: Path, mon
 
 
 def test_step_is_torn_when_undo_data_is_damaged(smallest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer, step = sides()
+    model, optimizer, step = build_sides()
     with outofcore.compile(step, model, optimizer, budget=smallest, home=tmp_path, policy="offload-all") as ours:
         ours(batch(0))
         with monkeypatch.context() as patch:
@@ -244,7 +244,7 @@ def test_step_is_torn_when_undo_data_is_damaged(smallest: int, tmp_path: Path, m
 
 @pytest.mark.parametrize("check", [Check.SAMPLED, Check.FULL])
 def test_read_from_a_home_detects_damage(check: Check, tmp_path: Path) -> None:
-    home, target = check_copies(DiskHome(tmp_path), check), memoryview(bytearray(3 * MIB))
+    home, target = enable_checks(DiskHome(tmp_path), check), memoryview(bytearray(3 * MIB))
     offset = home.reserve(3 * MIB)
     home.write(offset, memoryview(os.urandom(3 * MIB)))
     home.read(offset, target)
@@ -256,7 +256,7 @@ def test_read_from_a_home_detects_damage(check: Check, tmp_path: Path) -> None:
 
 
 def test_full_check_reads_back_from_disk(tmp_path: Path) -> None:
-    home = check_copies(DiskHome(tmp_path), Check.FULL)
+    home = enable_checks(DiskHome(tmp_path), Check.FULL)
     source = memoryview(bytearray(os.urandom(3 * MIB)))
     offset = home.reserve(3 * MIB)
     home.write(offset, source)
@@ -269,7 +269,7 @@ def test_full_check_reads_back_from_disk(tmp_path: Path) -> None:
 
 
 def test_truncated_spill_file_is_detected(smallest: int, tmp_path: Path) -> None:
-    model, optimizer, step = sides()
+    model, optimizer, step = build_sides()
     with outofcore.compile(
         step, model, optimizer, budget=smallest, home=tmp_path, policy="offload-all", check="off"
     ) as ours:
@@ -286,14 +286,14 @@ def test_sampled_checksum_covers_both_ends_and_full_covers_every_page() -> None:
     for at in (0, 40 * PAGE_BYTES - 1):
         changed = bytearray(memory)
         changed[at] ^= 1
-        assert sampled(memoryview(changed), 0) != sampled(memoryview(memory), 0)
+        assert sampled_checksum(memoryview(changed), 0) != sampled_checksum(memoryview(memory), 0)
     for at in range(0, len(memory), PAGE_BYTES):
         changed = bytearray(memory)
         changed[at + 17] ^= 1
         assert checksum(memoryview(changed)) != checksum(memoryview(memory))
     host = HostHome(MIB)
-    assert check_copies(host, Check.SAMPLED).sums is None
-    assert (sums := check_copies(host, Check.FULL).sums) is not None
+    assert enable_checks(host, Check.SAMPLED).sums is None
+    assert (sums := enable_checks(host, Check.FULL).sums) is not None
     assert sums.full
 
 
@@ -303,7 +303,7 @@ def test_unknown_check_is_refused() -> None:
 
 
 def test_full_disk_is_refused_before_any_change(smallest: int, tmp_path: Path) -> None:
-    plain, (model, optimizer, step) = sides(), sides()
+    plain, (model, optimizer, step) = build_sides(), build_sides()
     before = contents(model, optimizer)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -329,7 +329,7 @@ def test_full_disk_is_refused_before_any_change(smallest: int, tmp_path: Path) -
 def test_exhausted_host_memory_is_refused_before_any_change(
     smallest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, (model, optimizer, step) = sides(), sides()
+    plain, (model, optimizer, step) = build_sides(), build_sides()
     before = contents(model, optimizer)
     with outofcore.compile(
         step, model, optimizer, budget=smallest, home=tmp_path, policy="offload-all", host_budget=MIB

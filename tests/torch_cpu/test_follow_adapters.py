@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from following import ROOMY, trained
-from loops import Make
+from following import AMPLE_BYTES, train_loop
+from loops import MakeOptimizer
 from torch import Tensor, nn
 
 import outofcore
@@ -76,7 +76,7 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, batch: tuple[Tensor
     return loss.item()
 
 
-def plain(model: Any, make: Make) -> list[Any]:
+def plain(model: Any, make: MakeOptimizer) -> list[Any]:
     model.train()
     optimizer = make(model)
     return [*(train_step(model, optimizer, batch) for batch in batches(4)), optimizer]
@@ -84,13 +84,13 @@ def plain(model: Any, make: Make) -> list[Any]:
 
 def assert_exact(loop: Callable[..., list[Any]], model_of: Callable[[], nn.Module]) -> None:
     """Check for the bits of plain PyTorch within a third of the peak, also with eviction after every op."""
-    theirs, _ = trained(loop, model_of)
-    roomy, stats = trained(loop, model_of, budget=ROOMY, policy=None)
+    theirs, _ = train_loop(loop, model_of)
+    roomy, stats = train_loop(loop, model_of, budget=AMPLE_BYTES, policy=None)
     assert not roomy.differs_from(theirs)
     assert stats is not None
     budget = int(SHARE * stats.peak_bytes)
     for stress in (False, True):
-        ours, stats = trained(loop, model_of, budget=budget, stress=stress)
+        ours, stats = train_loop(loop, model_of, budget=budget, stress=stress)
         assert not ours.differs_from(theirs)
         assert stats is not None
         assert stats.peak_bytes <= budget
@@ -101,7 +101,7 @@ def assert_exact(loop: Callable[..., list[Any]], model_of: Callable[[], nn.Modul
 
 
 def test_adapters_are_switched_merged_and_unmerged() -> None:
-    def loop(model: Any, make: Make) -> list[Any]:
+    def loop(model: Any, make: MakeOptimizer) -> list[Any]:
         data = batches(7)
         model.train()
         first_optimizer = make(model)
@@ -204,7 +204,7 @@ def test_inner_tensors_of_torchao_move_with_the_model(tmp_path: Path) -> None:
 def test_8_bit_optimizer_is_exact() -> None:
     bnb = pytest.importorskip("bitsandbytes")
 
-    def loop(model: Any, make: Make) -> list[Any]:
+    def loop(model: Any, make: MakeOptimizer) -> list[Any]:
         return plain(model, lambda m: bnb.optim.AdamW8bit(m.parameters(), 1e-3, min_8bit_size=1024))
 
     assert_exact(loop, llama)

@@ -345,7 +345,7 @@ def test_huge_pages_cannot_fill_beyond_the_budget() -> None:
         churn(run, 500)
         assert arena_in_smaps(run)[1] <= 64 * MIB + 4096
         del pool
-        run.vacate()
+        run.evict_all()
         torch.full((300000,), 1.0)
         assert arena_in_smaps(run)[1] <= 64 * MIB + 4096
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import outofcore
-from outofcore._torch_internals import BACKWARD_ENTRY_POINTS, global_optimizer_hooks
+from outofcore._torch_internals import BACKWARD_ENTRY_POINTS, has_global_optimizer_hooks
 from outofcore.capture import capture_step
-from outofcore.follow.native import is_followed
+from outofcore.follow.native import is_any_loop_running
 from outofcore.follow.recipes import Recipes
 from outofcore.follow.sources import Sources
 
@@ -69,7 +69,7 @@ def check_ended() -> Iterator[None]:
     unwatch_addresses()
     before = torch._ops._compute_keyset, torch.autograd._engine_run_backward, torch.Tensor.numpy
     yield
-    assert not is_followed()
+    assert not is_any_loop_running()
     assert not outofcore.stop()
     unwatch_addresses()
     assert (torch._ops._compute_keyset, torch.autograd._engine_run_backward, torch.Tensor.numpy) == before
@@ -105,7 +105,7 @@ def test_lost_loop_ends_with_a_warning(caplog: pytest.LogCaptureFixture) -> None
     losses = [train_step(model)]
     with caplog.at_level(logging.WARNING, "outofcore"):
         del run  # the last reference
-    assert not is_followed()
+    assert not is_any_loop_running()
     (record,) = caplog.records
     assert f"{__file__}:" in record.getMessage()
     losses.append(train_step(model))
@@ -119,13 +119,13 @@ def test_loop_in_a_reference_cycle_ends_when_another_one_starts() -> None:
     gc.disable()
     try:
         del cycle
-        assert is_followed()
+        assert is_any_loop_running()
         with outofcore.budget(BUDGET, model):
             losses = [train_step(model)]
     finally:
         gc.enable()
     assert_trained(model, losses)
-    assert not global_optimizer_hooks()
+    assert not has_global_optimizer_hooks()
     assert not model._forward_hooks
 
 
@@ -163,7 +163,7 @@ def test_loop_ends_in_the_middle_of_backward(in_thread: bool, recomputes: bool) 
     run = outofcore.budget(BUDGET, model).start()
     if recomputes:
         assert run._space is not None
-        Recipes(run._space).everything()
+        Recipes(run._space).recompute_all()
     losses = [train_step(model)]
 
     def end() -> None:
@@ -173,7 +173,7 @@ def test_loop_ends_in_the_middle_of_backward(in_thread: bool, recomputes: bool) 
         thread = threading.Thread(target=outofcore.stop)
         thread.start()
         thread.join()
-        assert not is_followed()
+        assert not is_any_loop_running()
 
     losses.append(train_step(model, end))
     losses.append(train_step(model))
@@ -187,12 +187,12 @@ def test_loop_ends_after_the_running_op(monkeypatch: pytest.MonkeyPatch) -> None
     library.define("wait(Tensor x) -> Tensor")
 
     def wait(x: Tensor) -> Tensor:
-        assert is_followed()
+        assert is_any_loop_running()
         thread = threading.Thread(target=lambda: (outofcore.stop(), asked.set()))
         thread.start()
         assert asked.wait(60)
         thread.join()
-        running.append(is_followed())
+        running.append(is_any_loop_running())
         return x + 1
 
     running: list[bool] = []
@@ -205,7 +205,7 @@ def test_loop_ends_after_the_running_op(monkeypatch: pytest.MonkeyPatch) -> None
     y = torch.ops.outofcore_test_ends.wait(x)
     assert torch.equal(y, x + 1)
     assert running == [True]  # while the op ran
-    assert not is_followed()
+    assert not is_any_loop_running()
     assert "stopped" in repr(run)
     losses.append(train_step(model))
     assert_trained(model, losses)
@@ -249,7 +249,7 @@ def test_memory_of_a_lost_loop_is_freed_with_its_tensors() -> None:
         tensors = [torch.ones(1 << 22) * 2 for _ in range(3)]  # 48 MiB
         del run
         gc.collect()
-        assert not is_followed()
+        assert not is_any_loop_running()
         assert all(t.sum() == 2 << 22 for t in tensors)
         del tensors
     assert resident() - before < 16 << 20

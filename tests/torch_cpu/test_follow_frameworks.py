@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import outofcore
-from outofcore.follow.native import is_followed, load_paging
+from outofcore.follow.native import is_any_loop_running, load_paging
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -288,14 +288,14 @@ def test_lightning_callback_runs_within_a_budget(tmp_path: Path) -> None:
     theirs = fit_model(tmp_path / "eager")
     assert_same(fit_model(tmp_path / "ours", callback), theirs)
     assert callback.run is not None
-    assert not is_followed()
+    assert not is_any_loop_running()
     assert 0 < callback.stats.peak_bytes <= 8 << 20
     assert callback.stats.steps == 0  # the last run was a validation
     # A failed training ends the loop too, and the error names the op that does not fit.
     trainer, module, batches, _ = make_lightning(tmp_path / "small", (OutOfCore("1MiB"),))
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trainer.fit(module, batches)
-    assert not is_followed()
+    assert not is_any_loop_running()
     (note,) = caught.value.__notes__
     assert note.startswith("outofcore: the budget of 1.00 MiB is too small: aten::")
     assert "loops.py:" in note
@@ -331,7 +331,7 @@ def test_transformers_callback_runs_within_a_budget(tmp_path: Path) -> None:
     theirs = train_and_log(trainer_of(tmp_path / "eager"))
     callback = OutOfCoreCallback("16MiB")
     assert_same(train_and_log(trainer_of(tmp_path / "ours", callback)), theirs)
-    assert not is_followed()
+    assert not is_any_loop_running()
     assert callback.run is not None
     assert callback.stats.steps == 4
     assert callback.stats.evictions > 0
@@ -340,14 +340,14 @@ def test_transformers_callback_runs_within_a_budget(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path / "again", callback, Failing())
     with pytest.raises(ValueError, match="the disk"):
         trainer.train()
-    assert is_followed()
+    assert is_any_loop_running()
     callback.stop()
-    assert not is_followed()
+    assert not is_any_loop_running()
     trainer = trainer_of(tmp_path / "once more", callback := OutOfCoreCallback("16MiB"), Failing())
     with pytest.raises(ValueError, match="the disk"):
         trainer.train()
     trainer.train()
-    assert not is_followed()
+    assert not is_any_loop_running()
     assert callback.stats.steps == 4
     trainer = trainer_of(tmp_path / "gone", OutOfCoreCallback("16MiB"), Failing())
     with pytest.raises(ValueError, match="the disk"):

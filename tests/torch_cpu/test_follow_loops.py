@@ -7,15 +7,15 @@ import functools
 import pytest
 import torch
 from effort import is_exhaustive, some_of
-from following import Trained, peak_of, trained
-from loops import LOOPS, Language, Make, plain
+from following import TrainingResult, peak_of, train_loop
+from loops import LOOPS, Language, MakeOptimizer, plain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @functools.cache
-def train_plain(name: str) -> Trained:
-    return trained(*LOOPS[name])[0]
+def train_plain(name: str) -> TrainingResult:
+    return train_loop(*LOOPS[name])[0]
 
 
 def peak(name: str, share: float = 1.0) -> int:
@@ -35,14 +35,14 @@ def test_loop_is_exact_within_a_budget(name: str) -> None:
     roomy = is_exhaustive() or name in ROOMY
     for share, stress in (*([(1.5, False)] if roomy else []), (0.3, False), (0.5, True)):
         budget = peak(name, share)
-        ours, stats = trained(*LOOPS[name], budget=budget, stress=stress)
+        ours, stats = train_loop(*LOOPS[name], budget=budget, stress=stress)
         assert ours.differs_from(train_plain(name)) == "", (share, stress)
         assert stats is not None
         assert stats.peak_bytes <= budget
         assert (stats.evictions > 0) == (share < 1)
 
 
-OPTIMIZERS: dict[str, Make] = {
+OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9, nesterov=True),
     "adam_foreach": lambda m: torch.optim.Adam(m.parameters(), foreach=True, amsgrad=True),
     "adamw_fused": lambda m: torch.optim.AdamW(m.parameters(), 1e-3, fused=True),
@@ -63,15 +63,15 @@ OPTIMIZERS: dict[str, Make] = {
 
 @pytest.mark.parametrize("name", some_of(OPTIMIZERS, ["sgd", "adamw_fused", "adafactor", "muon"]))
 def test_optimizer_is_exact_within_a_budget(name: str) -> None:
-    theirs, _ = trained(*LOOPS["plain"], OPTIMIZERS[name])
-    ours, stats = trained(*LOOPS["plain"], OPTIMIZERS[name], peak("plain", 0.4), policy=None)
+    theirs, _ = train_loop(*LOOPS["plain"], OPTIMIZERS[name])
+    ours, stats = train_loop(*LOOPS["plain"], OPTIMIZERS[name], peak("plain", 0.4), policy=None)
     assert ours.differs_from(theirs) == ""
     assert stats is not None
     assert stats.evictions > 0
 
 
 def test_second_and_later_steps_are_predicted() -> None:
-    _, stats = trained(functools.partial(plain, steps=15), Language, budget=peak("plain", 0.5))
+    _, stats = train_loop(functools.partial(plain, steps=15), Language, budget=peak("plain", 0.5))
     assert stats is not None
     # All ops except the first step and the beginning of the second.
     assert stats.expected_ops > 0.9 * stats.ops * 14 / 15

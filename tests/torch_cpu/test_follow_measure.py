@@ -235,8 +235,8 @@ def test_compiled_step_takes_a_share_as_its_budget(monkeypatch: pytest.MonkeyPat
 def test_smallest_budget_of_a_gpu_leaves_room_for_the_need(other_bytes: int) -> None:
     for room in (1, 5 * MIB, 640 * MIB + 1, 70 << 30):
         budget = gpu.budget_for(room, other_bytes)
-        assert gpu.divide(budget, other_bytes).room >= room
-        assert gpu.divide(budget - ALLOCATOR.segment, other_bytes).room < room
+        assert gpu.divide_budget(budget, other_bytes).room >= room
+        assert gpu.divide_budget(budget - ALLOCATOR.segment, other_bytes).room < room
 
 
 def test_budget_must_be_named_when_available_memory_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from at_once import MOVES, PlannedAtOnce, reader_with_fixed_costs
+from at_once import WITHOUT_RECOMPUTATION, ForegroundPlanner, reader_with_fixed_costs
 from effort import some_of
 from loops import LENGTH, adamw, loss_of, sentences
 from loops import Language as Model
@@ -21,7 +21,7 @@ from random_loops import loop as random_loop
 from torch import Tensor, nn
 
 import outofcore
-from outofcore.background import Answer, BackgroundPlanner
+from outofcore.background import BackgroundPlanner, PlanResult
 from outofcore.follow import loop_planner as module
 from outofcore.follow.native import load_paging
 from outofcore.follow.records import Schedule, StepRecord
@@ -33,7 +33,7 @@ Results = tuple[list[float], list[Tensor]]
 
 @pytest.fixture(autouse=True)
 def _plan_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BackgroundPlanner", PlannedAtOnce)
+    monkeypatch.setattr(module, "BackgroundPlanner", ForegroundPlanner)
     monkeypatch.setattr(module, "read_record", reader_with_fixed_costs())
 
 
@@ -64,7 +64,7 @@ def train(
     if budget is None:
         run(lambda: None)
     else:
-        with outofcore.budget(budget, model, **{"cache": False, "policy": MOVES, **options}) as loop:
+        with outofcore.budget(budget, model, **{"cache": False, "policy": WITHOUT_RECOMPUTATION, **options}) as loop:
             run(lambda: stats.append(loop.stats))
     return (losses, [t.clone() for t in model.state_dict().values()]), stats
 
@@ -92,7 +92,11 @@ def test_short_batches_do_not_follow_the_plan_of_a_long_one() -> None:
     def run(budget: int | None) -> tuple[list[float], list[outofcore.LoopStats]]:
         torch.manual_seed(0)
         model, losses, stats = Model(), [], []
-        with outofcore.budget(budget, model, cache=False, policy=MOVES) if budget else contextlib.nullcontext() as loop:
+        with (
+            outofcore.budget(budget, model, cache=False, policy=WITHOUT_RECOMPUTATION)
+            if budget
+            else contextlib.nullcontext() as loop
+        ):
             optimizer = adamw(model)
             for length in [LENGTH, LENGTH, LENGTH, *[LENGTH // 4] * 6, LENGTH]:
                 ids = torch.arange(4 * (length + 1)).view(4, -1) % 1000
@@ -225,8 +229,8 @@ def make_copies_slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_recomputation_trial_is_planned_after_expensive_planning(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Expensive(PlannedAtOnce):
-        def poll(self) -> tuple[Any, Answer] | None:
+    class Expensive(ForegroundPlanner):
+        def poll(self) -> tuple[Any, PlanResult] | None:
             answer = super().poll()
             return None if answer is None else (answer[0], replace(answer[1], processor_seconds=1e6))
 
@@ -266,7 +270,8 @@ def nonsense(seed: int) -> Callable[[StepRecord, object, object], Schedule]:
         def pairs() -> tuple[tuple[int, int], ...]:
             return tuple(
                 sorted(
-                    (draw.randrange(record.ops), draw.randrange(storages)) for _ in range(draw.randrange(3 * storages))
+                    (draw.randrange(record.op_count), draw.randrange(storages))
+                    for _ in range(draw.randrange(3 * storages))
                 )
             )
 
@@ -325,7 +330,7 @@ def test_plan_is_made_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None
 def test_restarted_loop_resets_its_stats_and_plans() -> None:
     torch.manual_seed(0)
     model = Model()
-    run = outofcore.budget(int(0.5 * peak()), model, cache=False, policy=MOVES)
+    run = outofcore.budget(int(0.5 * peak()), model, cache=False, policy=WITHOUT_RECOMPUTATION)
     for _ in range(2):
         with run:
             optimizer = adamw(model)
@@ -379,7 +384,7 @@ def test_slightly_different_steps_share_one_plan(dropped: bool) -> None:
         model, sources = Deep(), [torch.randn(LENGTH, 64) for _ in range(3)]
         optimizer = adamw(model)
         losses, stats = [], []
-        options: Any = {"cache": False, "policy": MOVES}
+        options: Any = {"cache": False, "policy": WITHOUT_RECOMPUTATION}
         with outofcore.budget(budget, model, **options) if budget else contextlib.nullcontext() as loop:
             for _ in range(14):
                 optimizer.zero_grad()
@@ -481,7 +486,7 @@ def train_by_hand(step: Callable[..., list[float]], budget: int | None) -> tuple
     if budget is None:
         loop(lambda: None)
     else:
-        with outofcore.budget(budget, model, cache=False, policy=MOVES) as run:
+        with outofcore.budget(budget, model, cache=False, policy=WITHOUT_RECOMPUTATION) as run:
             loop(lambda: stats.append(run.stats))
     return (losses, [t.clone() for t in model.state_dict().values()]), stats
 
@@ -502,7 +507,7 @@ def test_loop_with_updates_by_hand_is_planned(step: Callable[..., list[float]]) 
 def test_accumulated_backward_passes_do_not_end_a_step() -> None:
     model = Model()
     optimizer = adamw(model)
-    with outofcore.budget(int(0.5 * peak()), model, cache=False, policy=MOVES) as run:
+    with outofcore.budget(int(0.5 * peak()), model, cache=False, policy=WITHOUT_RECOMPUTATION) as run:
         for i, (ids, targets) in enumerate(sentences(16)):
             loss_of(model, ids, targets).backward()
             if i % 4 == 3:
@@ -510,4 +515,6 @@ def test_accumulated_backward_passes_do_not_end_a_step() -> None:
                 optimizer.zero_grad()
     assert run.stats.steps == 4
     assert run.stats.planned_ops > 0
-    assert run._made[-1].ops > 3 * run._made[0].ops or len(run._made) == 1  # the plan covers all four passes
+    assert (
+        run._recent_plans[-1].ops > 3 * run._recent_plans[0].ops or len(run._recent_plans) == 1
+    )  # the plan covers all four passes

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from effort import some_of
-from following import ROOMY, peak_of, trained
+from following import AMPLE_BYTES, peak_of, train_loop
 from loops import LOOPS, Language, adamw, loss_of, sentences, tensors_in
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import outofcore
 from outofcore.follow.native import load_paging
 from outofcore.follow.recipes import Recipes
-from outofcore.follow.remaking import worth_making_again
+from outofcore.follow.remaking import choose_recomputed
 from outofcore.units import KIB
 
 MIB = 1 << 20
@@ -35,7 +35,7 @@ def recipes_of(run: outofcore.Loop) -> Recipes:
 
 
 def recompute_all(run: outofcore.Loop) -> None:
-    recipes_of(run).everything()
+    recipes_of(run).recompute_all()
 
 
 def loop_peak(name: str, share: float = 1.0) -> int:
@@ -44,12 +44,12 @@ def loop_peak(name: str, share: float = 1.0) -> int:
 
 @pytest.mark.parametrize("name", some_of(LOOPS, ["branches", "checkpointed", "autocast", "pictures", "ragged"]))
 def test_loop_matches_plain_pytorch_when_recomputing_all(name: str) -> None:
-    theirs, _ = trained(*LOOPS[name])
+    theirs, _ = train_loop(*LOOPS[name])
     # Alternate the two settings over the loops: the suite is long.
     share, stress = ((0.3, False), (0.5, True))[list(LOOPS).index(name) % 2]
     # Recomputation also creates small tensors, which the measured run did not.
     budget = loop_peak(name, share) + 256 * KIB
-    ours, stats = trained(*LOOPS[name], budget=budget, stress=stress, prepare=recompute_all, policy=None)
+    ours, stats = train_loop(*LOOPS[name], budget=budget, stress=stress, prepare=recompute_all, policy=None)
     assert ours.differs_from(theirs) == ""
     assert stats is not None
     assert stats.peak_bytes <= budget
@@ -58,7 +58,7 @@ def test_loop_matches_plain_pytorch_when_recomputing_all(name: str) -> None:
 
 
 def test_recomputation_lowers_the_peak_without_evictions() -> None:
-    stats = trained(*LOOPS["plain"], budget=ROOMY, prepare=recompute_all, policy=None)[1]
+    stats = train_loop(*LOOPS["plain"], budget=AMPLE_BYTES, prepare=recompute_all, policy=None)[1]
     assert stats is not None
     assert stats.peak_bytes < 0.8 * loop_peak("plain")
     assert stats.evictions == 0
@@ -67,7 +67,7 @@ def test_recomputation_lowers_the_peak_without_evictions() -> None:
 @pytest.fixture
 def run() -> Iterator[outofcore.Loop]:
     with outofcore.budget(64 * MIB, home="host") as loop:
-        recipes_of(loop).everything()
+        recipes_of(loop).recompute_all()
         yield loop
 
 
@@ -76,7 +76,7 @@ def run_without_and_with_recipes(run: outofcore.Loop, program: Callable[[], Any]
     results: list[Any] = []
     for recompute in (False, True):
         switch = recipes_of(run)
-        switch.everything() if recompute else switch.off()
+        switch.recompute_all() if recompute else switch.switch_off()
         torch.manual_seed(3)
         try:
             results.append([t.clone() for t in tensors_in(program())])
@@ -459,7 +459,7 @@ def test_graph_outlives_its_loop() -> None:
     x, weight, shift = leaf(), leaf(*WEIGHT), leaf()
     expected = torch.autograd.grad((F.gelu(x + shift) @ weight).square().sum(), (x, weight, shift))
     with outofcore.budget(8 * MIB, home="host") as run:
-        recipes_of(run).everything()
+        recipes_of(run).recompute_all()
         loss = (F.gelu(x + shift) @ weight).square().sum()
         loss = loss * 1
         assert run.stats.unkept_bytes > 0
@@ -491,9 +491,9 @@ def test_backward_refuses_storages_changed_by_untracked_code(
     run: outofcore.Loop, change: Callable[[Tensor], object]
 ) -> None:
     x, weight = leaf(), leaf(*WEIGHT)
-    recipes_of(run).off()  # so that h has no recipe
+    recipes_of(run).switch_off()  # so that h has no recipe
     h = (x * 2).detach()
-    recipes_of(run).everything()
+    recipes_of(run).recompute_all()
     evict(h)  # so that h is clean after its fetch
     z = (h + 1) @ weight
     loss = z.sum()
@@ -526,12 +526,12 @@ def test_chosen_storages_are_recomputed_from_the_next_step_on() -> None:
             if run is not None:
                 recipes = recipes_of(run)
                 if step == 2:
-                    recipes.note()
+                    recipes.start_noting()
                 if step == 3:
-                    candidates = recipes.noted()
+                    candidates = recipes.read_notes()
                     assert sum(candidate.saved for candidate in candidates) > 40
                     # Measured times depend on the machine: choose every recipe that frees more than it holds.
-                    recipes.choose(worth_making_again(candidates, 1.0))
+                    recipes.choose(choose_recomputed(candidates, 1.0))
             optimizer.zero_grad()
             loss = loss_of(model, ids, targets)
             if run is not None:
@@ -543,7 +543,7 @@ def test_chosen_storages_are_recomputed_from_the_next_step_on() -> None:
         return losses, history
 
     theirs, _ = train(None)
-    with outofcore.budget(ROOMY, home="host", policy=None) as run:
+    with outofcore.budget(AMPLE_BYTES, home="host", policy=None) as run:
         ours, history = train(run)
     assert ours == theirs
     assert [stats.recipes > 0 for stats in history] == [False] * 3 + [True] * 5
@@ -556,7 +556,7 @@ def test_chosen_storages_are_recomputed_from_the_next_step_on() -> None:
 
 def test_loop_has_no_recipes_by_default() -> None:
     model = Language()
-    with outofcore.budget(ROOMY, model) as run:
+    with outofcore.budget(AMPLE_BYTES, model) as run:
         ids, targets = next(sentences(1))
         loss = loss_of(model, ids, targets)
         assert loss.grad_fn is not None

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from at_once import MOVES, PlannedAtOnce, reader_with_fixed_costs
+from at_once import WITHOUT_RECOMPUTATION, ForegroundPlanner, reader_with_fixed_costs
 from loops import BATCH, LENGTH, Language, adamw, loss_of, sentences
 from torch import nn
 
@@ -30,7 +30,7 @@ BUDGET = 13 * MIB
 
 @pytest.fixture(autouse=True)
 def _plan_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BackgroundPlanner", PlannedAtOnce)
+    monkeypatch.setattr(module, "BackgroundPlanner", ForegroundPlanner)
     monkeypatch.setattr(module, "read_record", reader_with_fixed_costs())
 
 
@@ -39,7 +39,7 @@ def run_steps(
 ) -> Iterator[tuple[outofcore.Loop, outofcore.LoopStats]]:
     torch.manual_seed(0)
     model = Language()
-    with outofcore.budget(BUDGET, model, **{"cache": False, "policy": MOVES, **options}) as run:
+    with outofcore.budget(BUDGET, model, **{"cache": False, "policy": WITHOUT_RECOMPUTATION, **options}) as run:
         optimizer = adamw(model)
         for i, (ids, targets) in enumerate(sentences(steps)):
             optimizer.zero_grad()

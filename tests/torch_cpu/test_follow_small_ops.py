@@ -68,7 +68,7 @@ def test_large_results_of_small_ops_are_tracked() -> None:
         assert stats.evictions > 0
         assert 4 * MIB <= stats.peak_bytes <= 5 * MIB
         del ours, theirs
-        run.vacate()  # waits for the copies
+        run.evict_all()  # waits for the copies
         assert run.stats.bytes_in_use + run.stats.away_bytes == 0
 
 

@@ -158,7 +158,7 @@ def test_optimizer_of_another_thread_is_not_adopted() -> None:
         thread.join()
         assert run.stats.steps == 1
         assert run._space is not None
-        names = {name for name, _ in run._observe(run._space)[2].values()}
+        names = {name for name, _ in run._read_log(run._space)[2].values()}
     assert {"weight", "gradient of weight", "momentum_buffer of weight"} <= names
     assert not any("parameter" in name for name in names)
     assert [len(list(tensors_of(module))) for module in (model, other_model)] == [4, 2]

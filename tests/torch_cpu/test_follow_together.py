@@ -15,7 +15,7 @@ from loops import Language, loss_of, sentences, tensors_in
 from torch import Tensor, nn
 
 import outofcore
-from outofcore.follow.native import is_followed, load_paging
+from outofcore.follow.native import is_any_loop_running, load_paging
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -119,7 +119,7 @@ def test_notebook_cells_can_start_and_stop_loops() -> None:
     losses += train_batches(ours, optimizer, batches[4:6])
     run.stop()
     run.stop()
-    assert not is_followed()
+    assert not is_any_loop_running()
     losses += train_batches(ours, optimizer, batches[6:7])
     run.start()  # resumed
     losses += train_batches(ours, optimizer, batches[7:8])

@@ -20,7 +20,7 @@ import outofcore
 from outofcore.analysis import is_large
 from outofcore.costs import Costs
 from outofcore.errors import SpillError, TransferError
-from outofcore.execution.aliases import Place
+from outofcore.execution.aliases import StatePlace
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.policies import Decision, Plan, Residency, gaps_of
 from outofcore.program import CopyIn, CopyOut
@@ -307,7 +307,7 @@ def change_at_home_and_in_arena(pair: Any) -> Any:
     for side in pair:
         _add(side, 2)
     train(pair, range(2, 3))
-    assert state.place is Place.ARENA and state.slot >= FIRST_RANGE
+    assert state.place is StatePlace.ARENA and state.slot >= FIRST_RANGE
     for side in pair:
         _copy(side, 2)
     return state
@@ -379,7 +379,7 @@ def test_weight_leaves_the_arena_when_no_home_has_room(pair: Any, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(session.keeper.slots[-1], "take", refuse)
         session.steps.leave_arena()
-    assert state.place is Place.OWN
+    assert state.place is StatePlace.OWN
     session.keeper.check()
     assert_equal_parameters(pair)
     train(pair, range(3, 5))
@@ -420,9 +420,9 @@ def test_clean_weights_leave_the_arena_without_a_copy(monkeypatch: pytest.Monkey
         for side in (ours, theirs):
             side.layer(1).base.weight.data[0, 0] = number
         frozen = [s for s in step._session.keeper._states.values() if s.bytes == _WEIGHT]
-        assert any(s.place is Place.ARENA for s in frozen)
+        assert any(s.place is StatePlace.ARENA for s in frozen)
         step._session.steps.leave_arena()
-        assert all(s.place is Place.HOME for s in frozen)
+        assert all(s.place is StatePlace.HOME for s in frozen)
         step._session.keeper.check()
 
     with step:

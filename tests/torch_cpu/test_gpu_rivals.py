@@ -59,7 +59,7 @@ def test_too_small_cap_recommends_splitting_the_largest_op() -> None:
 @pytest.mark.parametrize("lora", [False, True])
 def test_only_adapters_are_trained_with_lora(lora: bool) -> None:
     with torch.device("meta"):
-        job = gpu_rivals.make(replace(RIVAL, lora=lora))
+        job = gpu_rivals.make_job(replace(RIVAL, lora=lora))
     names = {name for name, p in job.model.named_parameters() if p.requires_grad}
     assert names == {
         n for n, _ in job.model.named_parameters() if not lora or n.endswith((".up.weight", ".down.weight"))

@@ -18,7 +18,7 @@ import gpu_rows
 import gpu_visit
 
 from outofcore.capture import capture_step
-from outofcore.estimation.costing import operations_of
+from outofcore.estimation.costing import count_operations
 
 GIB = 1 << 30
 DECODER = {"kind": "decoder", "width": 64, "layers": 2, "heads": 4, "groups": 2, "head": 16, "inner": 96, "vocab": 128}
@@ -37,11 +37,11 @@ def test_row_is_predicted_without_a_gpu() -> None:
 
 def test_attention_is_captured_as_a_gpu_op_with_its_operations() -> None:
     with torch.device("meta"):
-        job = gpu_rows.make(DECODER, 96, foretold=True)
+        job = gpu_rows.make(DECODER, 96, for_capture=True)
     models, batch = [job.model.to("meta")], tuple(tensor.to("meta") for tensor in job.batch)
     captured = capture_step(job.step, models, [job.optimizer], batch, {}, torch.device("cpu"))
     operations = {
-        op.name.partition(".default")[0]: operations_of(captured, op, call)[1]
+        op.name.partition(".default")[0]: count_operations(captured, op, call)[1]
         for op, call in zip(captured.graph.ops, captured.calls, strict=True)
         if "attention" in op.name
     }
@@ -76,13 +76,15 @@ def test_visit_measures_every_model_and_row() -> None:
 
 def test_batch_size_follows_from_two_small_batches() -> None:
     row = replace(ROW, times=7.5, cap=11 * GIB)
-    assert gpu_rows._fitting(row, lambda size: GIB + size * (GIB // 16)) == int((10 - 2) * 16 * 7.5)
+    assert gpu_rows._extrapolate_batch(row, lambda size: GIB + size * (GIB // 16)) == int((10 - 2) * 16 * 7.5)
 
 
 @pytest.mark.parametrize("row", gpu_rows.ROWS[:3], ids=lambda row: row.key)
 def test_rehearsed_row_has_the_same_finite_loss_with_checkpointing(row: gpu_rows.Row) -> None:
     small = replace(gpu_rows.shrink(row), size=2 if row.number == 3 else 8)
-    plain, checkpointed = (gpu_rows.make(small.model, small.size, again=checkpointed) for checkpointed in (False, True))
+    plain, checkpointed = (
+        gpu_rows.make(small.model, small.size, checkpointed=checkpointed) for checkpointed in (False, True)
+    )
     loss = plain.step(*plain.batch).item()
     assert math.isfinite(loss)
     assert loss == checkpointed.step(*plain.batch).item()

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from outofcore.capture.helpers import packed, received
+from outofcore.capture.helpers import pack_work, receive_work
 from outofcore.child_processes import start_process
 
 
@@ -34,14 +34,14 @@ def test_helper_has_the_settings_of_its_parent_process(monkeypatch: pytest.Monke
     torch.backends.mkldnn.set_flags(False)
     torch.use_deterministic_algorithms(True)
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-    work = packed((torch.ops.aten.mm.default, torch.float16))
+    work = pack_work((torch.ops.aten.mm.default, torch.float16))
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.backends.mkldnn.set_flags(True)
     torch.use_deterministic_algorithms(False)
     torch.backends.mkldnn.matmul.fp32_precision = "ieee"
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(work)))
-    assert received() == (torch.ops.aten.mm.default, torch.float16)
+    assert receive_work() == (torch.ops.aten.mm.default, torch.float16)
     assert torch.get_num_threads() == 3
     assert torch.get_default_dtype() is torch.float64
     assert not torch.backends.mkldnn.enabled
@@ -51,9 +51,9 @@ def test_helper_has_the_settings_of_its_parent_process(monkeypatch: pytest.Monke
 
 def test_helper_can_have_another_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(packed("work", before + 1))))
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(pack_work("work", before + 1))))
     try:
-        assert received() == "work"
+        assert receive_work() == "work"
         assert torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)
@@ -61,7 +61,7 @@ def test_helper_can_have_another_number_of_threads(monkeypatch: pytest.MonkeyPat
 
 def test_output_of_a_helper_is_returned() -> None:
     with tempfile.TemporaryFile() as answer:
-        helper = start_process(f"{__name__}:print_work", packed(torch.ops.aten.add.Tensor), answer)
+        helper = start_process(f"{__name__}:print_work", pack_work(torch.ops.aten.add.Tensor), answer)
         assert helper.wait() == 0
         answer.seek(0)
         assert answer.read() == b"aten.add.Tensor\n"
@@ -74,4 +74,4 @@ def test_missing_executable_raises_os_error(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def print_work() -> None:
-    print(received())
+    print(receive_work())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from homely import buffered, noise, resident
+from homely import fill_with_noise, refuse_direct_io, resident_bytes
 
 import outofcore
 from outofcore.errors import StateError, TransferError
@@ -20,7 +20,7 @@ from outofcore.units import KIB, MIB, PAGE_BYTES
 @pytest.fixture(params=["disk", "disk, buffered", "host"])
 def home(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HomeStore]:
     if request.param == "disk, buffered":
-        buffered(monkeypatch)
+        refuse_direct_io(monkeypatch)
     store: HomeStore = HostHome(256 * MIB) if request.param == "host" else DiskHome(tmp_path)
     yield store
     store.close()
@@ -50,7 +50,7 @@ def test_written_bytes_are_read_back(
     offset = 3 * PAGE_BYTES
     home.ensure(offset + count)
     outgoing, incoming = arena.memory(place, count), arena.memory(32 * MIB + place, count)
-    expected = noise(outgoing, 1)
+    expected = fill_with_noise(outgoing, 1)
     home.write(offset, outgoing)
     home.read(offset, incoming)
     assert bytes(incoming) == expected
@@ -63,7 +63,7 @@ def test_slot_does_not_touch_its_neighbours(home: HomeStore, arena: Arena) -> No
     home.ensure(offsets[-1] + MIB)
     expected = []
     for seed, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        expected.append(noise(arena.memory(0, size), seed))
+        expected.append(fill_with_noise(arena.memory(0, size), seed))
         home.write(offset, arena.memory(0, size))
     for offset, size, before in zip(offsets, sizes, expected, strict=True):
         home.read(offset, arena.memory(MIB, size))
@@ -76,7 +76,7 @@ def test_face_shares_its_bytes_with_writes_and_reads(home: HomeStore, arena: Are
     face = home.face(PAGE_BYTES, count)
     assert face.untyped_storage().nbytes() == count
     for seed in range(3):
-        expected = noise(arena.memory(0, count), seed)
+        expected = fill_with_noise(arena.memory(0, count), seed)
         home.write(PAGE_BYTES, arena.memory(0, count))
         assert bytes(face.numpy()) == expected
         face += 1  # dirty pages in the page cache, under direct I/O
@@ -97,7 +97,7 @@ def test_face_shares_its_bytes_with_writes_and_reads(home: HomeStore, arena: Are
 def test_growth_keeps_slots_and_faces(home: HomeStore, arena: Arena) -> None:
     first = home.reserve(MIB)
     face = home.face(first, MIB)
-    expected = noise(arena.memory(0, MIB), 1)
+    expected = fill_with_noise(arena.memory(0, MIB), 1)
     home.write(first, arena.memory(0, MIB))
     second = home.reserve(2 * MIB + 1)
     home.ensure(8 * MIB)
@@ -141,7 +141,7 @@ def test_closed_home_raises_state_error(home: HomeStore, arena: Arena) -> None:
 
 def test_copies_of_several_threads_keep_their_bytes(home: HomeStore, arena: Arena) -> None:
     home.ensure(32 * MIB)
-    expected = [noise(arena.memory(i * 8 * MIB, 8 * MIB), i) for i in range(4)]
+    expected = [fill_with_noise(arena.memory(i * 8 * MIB, 8 * MIB), i) for i in range(4)]
 
     def write_and_read(index: int) -> None:
         memory = arena.memory(index * 8 * MIB, 8 * MIB)
@@ -168,10 +168,10 @@ def test_read_only_source_can_be_written(home: HomeStore, arena: Arena) -> None:
 def test_host_home_takes_memory_only_for_written_bytes() -> None:
     home = HostHome(1 << 36)
     home.ensure(256 * MIB)
-    before = resident()
+    before = resident_bytes()
     region = Region(map_anonymous(4 * MIB), 4 * MIB)
     home.write(0, region.memory(0, 4 * MIB))
-    assert resident() - before < 64 * MIB
+    assert resident_bytes() - before < 64 * MIB
     home.close()
 
 
@@ -220,9 +220,9 @@ def test_copy_takes_strided_layouts_and_rows_of_one_home(open_home: outofcore.Op
 def test_copy_bypasses_the_page_cache(tmp_path: Path) -> None:
     with outofcore.open_home(tmp_path) as home:
         row = home.empty(64 * MIB, torch.uint8)
-        before = resident()
+        before = resident_bytes()
         piece = torch.ones(MIB, dtype=torch.uint8)
         for start in range(0, 64 * MIB, MIB):
             home.copy(piece, row[start : start + MIB])
             home.copy(row[start : start + MIB], piece)
-        assert resident() - before < 16 * MIB
+        assert resident_bytes() - before < 16 * MIB

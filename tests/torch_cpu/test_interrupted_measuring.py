@@ -19,7 +19,7 @@ from outofcore.errors import CaptureError
 from outofcore.execution.arena import Arena, ScopeTable
 from outofcore.profiling import ops as profiling_ops
 from outofcore.profiling.ops import profile_ops
-from outofcore.transforms.passes import leanest
+from outofcore.transforms.passes import rewrite_for_lowest_memory
 from outofcore.units import MIB
 
 SCRIPT = Path(__file__).with_name("interrupted.py")
@@ -62,7 +62,7 @@ def test_failing_op_leaves_its_scope(error: BaseException, monkeypatch: pytest.M
         layer.zero_grad()
         return loss
 
-    captured = leanest(capture_step(step, [layer], [], (torch.ones(8, 64),), {}))
+    captured = rewrite_for_lowest_memory(capture_step(step, [layer], [], (torch.ones(8, 64),), {}))
     # Profiling refuses an op that fails on made-up tensors.
     with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else CaptureError):
         profile_ops(captured)

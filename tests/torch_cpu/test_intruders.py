@@ -19,12 +19,12 @@ import torch
 from effort import some_of
 from faulty import (
     Sides,
+    act_before_op,
     assert_same,
-    at_op,
+    assert_training_continues,
     batch,
+    build_sides,
     contents,
-    goes_on,
-    sides,
     smallest_budget,
     two_homes,
 )
@@ -32,7 +32,7 @@ from torch import nn
 
 import outofcore
 from outofcore.errors import ArenaError, StateError
-from outofcore.execution.interrupts import Deferred
+from outofcore.execution.interrupts import DeferredSignals
 from outofcore.planning import plan_step
 from outofcore.program import CopyIn
 
@@ -58,17 +58,17 @@ def plain_and_compiled(request: pytest.FixtureRequest, smallest: int, tmp_path: 
 
 def test_signals_wait_for_the_end_of_a_deferred_block() -> None:
     events: list[str] = []
-    with pytest.raises(KeyboardInterrupt), Deferred("the test"):
+    with pytest.raises(KeyboardInterrupt), DeferredSignals("the test"):
         signal.raise_signal(signal.SIGINT)
         events.append("to the end")
     assert events == ["to the end"]
-    with pytest.raises(KeyboardInterrupt), Deferred("the test"):
+    with pytest.raises(KeyboardInterrupt), DeferredSignals("the test"):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         events.append("never")
     assert events == ["to the end"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with pytest.raises(KeyboardInterrupt), Deferred("the test", stops=3):
+    with pytest.raises(KeyboardInterrupt), DeferredSignals("the test", stops=3):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         events.append("to the end")
@@ -76,13 +76,13 @@ def test_signals_wait_for_the_end_of_a_deferred_block() -> None:
     received: list[int] = []
     former = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     try:
-        with Deferred("the test"):
+        with DeferredSignals("the test"):
             signal.raise_signal(signal.SIGTERM)
             assert not received
         assert received == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, former)
-    thread = threading.Thread(target=lambda: Deferred("nothing").__enter__())
+    thread = threading.Thread(target=lambda: DeferredSignals("nothing").__enter__())
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -96,9 +96,9 @@ def test_ctrl_c_in_a_step_finishes_or_undoes_the_step(
     step = ours[2]
     before = contents(ours[0], ours[1])
     sent, notes = [], threading.Semaphore(0)
-    note = Deferred._note
+    note = DeferredSignals._note
 
-    def note_and_release(self: Deferred, *args: Any) -> None:
+    def note_and_release(self: DeferredSignals, *args: Any) -> None:
         notes.release()
         note(self, *args)
 
@@ -108,8 +108,8 @@ def test_ctrl_c_in_a_step_finishes_or_undoes_the_step(
             os.kill(os.getpid(), signal.SIGINT)
             assert notes.acquire(timeout=60)
 
-    with monkeypatch.context() as patch, at_op(patch, 1, interrupt):
-        patch.setattr(Deferred, "_note", note_and_release)
+    with monkeypatch.context() as patch, act_before_op(patch, 1, interrupt):
+        patch.setattr(DeferredSignals, "_note", note_and_release)
         torch.manual_seed(9)
         with pytest.raises(KeyboardInterrupt) as caught:
             step(batch(9))
@@ -118,10 +118,10 @@ def test_ctrl_c_in_a_step_finishes_or_undoes_the_step(
         torch.manual_seed(9)
         plain[2](batch(9))
         assert_same(contents(ours[0], ours[1]), contents(plain[0], plain[1]))
-        goes_on(plain, ours)
+        assert_training_continues(plain, ours)
     elif any("as they were before" in note for note in getattr(caught.value, "__notes__", ())):
         assert_same(contents(ours[0], ours[1]), before)
-        goes_on(plain, ours)
+        assert_training_continues(plain, ours)
     else:
         with pytest.raises(StateError, match="KeyboardInterrupt"):
             step(batch(9))
@@ -175,7 +175,7 @@ def test_ctrl_c_at_random_moments_leaves_the_state_in_the_note(seed: int, tmp_pa
 
 
 def test_interrupt_chains_the_preceding_error() -> None:
-    with pytest.raises(KeyboardInterrupt) as caught, Deferred("the test"):
+    with pytest.raises(KeyboardInterrupt) as caught, DeferredSignals("the test"):
         signal.raise_signal(signal.SIGINT)
         raise ArenaError("off the plan")
     assert isinstance(caught.value.__context__, ArenaError)
@@ -210,7 +210,7 @@ def test_fork_cannot_run_the_step_and_leaves_it_intact(plain_and_compiled: Any) 
     assert results["sum"] == repr(float(model[1].weight.double().sum()))
     assert f"belongs to process {os.getpid()}" in results["call"]
     assert results["close"] == "done"
-    goes_on(plain, ours)
+    assert_training_continues(plain, ours)
 
 
 def test_data_loader_workers_leave_the_step_exact(plain_and_compiled: Any) -> None:
@@ -242,7 +242,7 @@ def test_two_steps_of_one_model_can_alternate(plain_and_compiled: Any, smallest:
                 expected = plain[0](batch(k))
             torch.manual_seed(k)
             assert torch.equal(evaluation(batch(k)), expected)
-    goes_on(plain, (model, optimizer, step))
+    assert_training_continues(plain, (model, optimizer, step))
 
 
 @pytest.mark.parametrize("speed", [1e-3, 1.0, 1e3])
@@ -267,7 +267,7 @@ def test_model_memory_taken_by_another_step_is_detected(
         model[1].weight.data = model[1].weight.data.clone()  # as another step does when it takes the model
 
     with (
-        at_op(monkeypatch, 1, take),
+        act_before_op(monkeypatch, 1, take),
         pytest.raises(StateError, match=r"1\.weight got other memory while the step ran"),
     ):
         step(batch(9))
@@ -295,11 +295,11 @@ def test_concurrent_call_from_another_thread_is_refused(
 
     torch.manual_seed(9)
     theirs = plain[2](batch(9))
-    with at_op(monkeypatch, 1, call_in_thread):
+    with act_before_op(monkeypatch, 1, call_in_thread):
         torch.manual_seed(9)
         assert torch.equal(step(batch(9)), theirs)
     assert "running already" in messages[0]
-    goes_on(plain, ours)
+    assert_training_continues(plain, ours)
 
 
 SECOND = """
@@ -322,7 +322,7 @@ def test_two_processes_can_share_a_spill_folder(smallest: int, tmp_path: Path) -
     command = [sys.executable, "-c", SECOND, str(Path(__file__).parent), str(tmp_path), str(smallest)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     outputs = [process.communicate(timeout=300) for process in processes]
-    _, _, plain = sides()
+    _, _, plain = build_sides()
     torch.manual_seed(5)
     expected = str([float(plain(batch(k))).hex() for k in range(3)])
     for (out, errors), process in zip(outputs, processes, strict=True):

@@ -23,20 +23,20 @@ import outofcore
 from outofcore._torch_internals import precision_of
 from outofcore.costs import OpCost
 from outofcore.graph import Op, StepGraph
-from outofcore.planning.placement.requests import Elsewhere, Request, Requests, Result, Scratch
+from outofcore.planning.placement.requests import Request, Requests, ResultStorage, Scratch, Unplanned
 from outofcore.profiling import groups
 from outofcore.profiling import ops as module
 from outofcore.profiling import ops as profiling_ops
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.groups import GroupCost
 from outofcore.profiling.ops import (
-    KeptProfiles,
     OpProfile,
-    is_keepable,
-    keep_profiles,
+    ProfileCache,
+    is_cacheable,
     machine_facts,
     op_shelf,
     profile_ops,
+    update_cached_profiles,
 )
 
 
@@ -44,13 +44,13 @@ from outofcore.profiling.ops import (
 def measured_ops(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the ops that were measured, not loaded from the cache."""
     names: list[str] = []
-    original = profiling_ops._Bench._record
+    original = profiling_ops._OpBench._record
 
     def record(self: Any, op: Op, func: Callable[..., object], *args: Any) -> Requests:
         names.append(op.name)
         return original(self, op, func, *args)
 
-    monkeypatch.setattr(profiling_ops._Bench, "_record", record)
+    monkeypatch.setattr(profiling_ops._OpBench, "_record", record)
     return names
 
 
@@ -102,7 +102,7 @@ def test_group_measured_on_a_busy_machine_is_measured_again(tmp_path: Path, monk
     seconds, busy = iter(range(1, 9)), [True, True, False]
     monkeypatch.setattr(torch.distributed, "get_backend", lambda _: "gloo")
     monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda *_, **__: None)
-    monkeypatch.setattr(groups, "_measured", lambda *_: GroupCost(float(next(seconds)), 1.0))
+    monkeypatch.setattr(groups, "_measure", lambda *_: GroupCost(float(next(seconds)), 1.0))
     monkeypatch.setattr(groups, "was_busy", lambda *_, **__: busy.pop(0))
     monkeypatch.setattr(groups, "this_machine", lambda: SimpleNamespace(cores=4))
     costs = [groups.group_cost(group, torch.device("cpu"), Cache(tmp_path)) for _ in range(4)]
@@ -154,16 +154,16 @@ original = module.this_machine
 
 def test_ops_without_a_lasting_identity_are_not_cached() -> None:
     op = Op(0, "aten.mm.default", (), (), (), family="aten.mm.default(float32[2,2]{2,1})")
-    assert is_keepable(op)
-    assert is_keepable(replace(op, name="optimizer.AdamW"))
-    assert not is_keepable(replace(op, name="optimizer.MyAdamW", random=True))
-    assert not is_keepable(replace(op, name="mine.mm.default"))
-    assert not is_keepable(replace(op, family=""))
-    assert not is_keepable(replace(op, family="aten.mm.default(<object at 0x7f00>)"))
+    assert is_cacheable(op)
+    assert is_cacheable(replace(op, name="optimizer.AdamW"))
+    assert not is_cacheable(replace(op, name="optimizer.MyAdamW", random=True))
+    assert not is_cacheable(replace(op, name="mine.mm.default"))
+    assert not is_cacheable(replace(op, family=""))
+    assert not is_cacheable(replace(op, family="aten.mm.default(<object at 0x7f00>)"))
 
 
 PLACEMENTS = st.one_of(
-    st.builds(Result, st.integers(0, 9)), st.builds(Scratch, st.integers(0, 1 << 40)), st.just(Elsewhere())
+    st.builds(ResultStorage, st.integers(0, 9)), st.builds(Scratch, st.integers(0, 1 << 40)), st.just(Unplanned())
 )
 REQUESTS = st.lists(st.builds(Request, st.integers(0, 1 << 40), PLACEMENTS), max_size=4).map(
     lambda items: Requests(
@@ -184,7 +184,9 @@ PROFILES = st.builds(
 @settings(max_examples=examples(60), deadline=None)
 @given(PROFILES)
 def test_profiles_survive_serialization(profile: OpProfile) -> None:
-    decoded = msgspec.json.decode(msgspec.json.encode(module._Kept.of(profile, timed=True)), type=module._Kept)
+    decoded = msgspec.json.decode(
+        msgspec.json.encode(module._CachedProfile.of(profile, timed=True)), type=module._CachedProfile
+    )
     assert decoded.profile() == profile
     assert decoded.seconds == profile.cost.seconds
 
@@ -228,11 +230,11 @@ def test_measured_steps_replace_times_of_single_ops(tmp_path: Path) -> None:
     graph = StepGraph((), tuple(Op(i, "aten.mm.default", (0,), (), (), family=family) for i in range(3)))
     profiles = [OpProfile(OpCost(s, w), Requests((), w)) for s, w in ((1.0, 0), (5.0, 4096), (2.0, 64))]
     cache = Cache(tmp_path)
-    keep_profiles(cache, graph, profiles)
-    profile = KeptProfiles(cache).find(graph.ops[0], timed=True, first=False)
+    update_cached_profiles(cache, graph, profiles)
+    profile = ProfileCache(cache).find(graph.ops[0], timed=True, first=False)
     assert profile == OpProfile(OpCost(2.0, 4096), Requests((), 4096))
-    keep_profiles(cache, graph, [OpProfile(OpCost(9.0), Requests((), 0))] * 3, only=[])
-    assert KeptProfiles(cache).find(graph.ops[0], timed=True, first=False) == profile
+    update_cached_profiles(cache, graph, [OpProfile(OpCost(9.0), Requests((), 0))] * 3, only=[])
+    assert ProfileCache(cache).find(graph.ops[0], timed=True, first=False) == profile
 
 
 def test_same_step_in_another_process_uses_the_cache(tmp_path: Path) -> None:

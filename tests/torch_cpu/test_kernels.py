@@ -14,22 +14,22 @@ from typing import Any
 
 import pytest
 import torch
-from fusible import MODELS, compiled, trained, world
+from fusible import MODELS, build_case, compile_case, train_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from replay import Replay
 
 import outofcore
 from outofcore import _torch_internals as internals
-from outofcore.analysis.windows import Window, derivation
+from outofcore.analysis.windows import TensorWindow, derive_window
 from outofcore.capture.captured import Value
 from outofcore.capture.step import capture_step
 from outofcore.compiling import COMPILERS
 from outofcore.errors import InputError
 from outofcore.program import Run
 from outofcore.transforms import kernels
-from outofcore.transforms.fusing import fused
-from outofcore.transforms.kernels import Kernel, Kernels, derived
+from outofcore.transforms.fusing import fuse_ops
+from outofcore.transforms.kernels import Kernel, Kernels, derive_view
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IN_CORE = "256MiB"
@@ -43,7 +43,7 @@ def _share_kernel_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def smallest_budget_of(name: str) -> int:
-    model, optimizer, step, batches = world(name)
+    model, optimizer, step, batches = build_case(name)
     return outofcore.smallest_budget(step, model, optimizer, inputs=batches[0], kernels="inductor")
 
 
@@ -53,7 +53,7 @@ def count_fused(step: Any) -> int:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_are_equal_at_every_budget_and_close_to_eager(name: str) -> None:
-    losses, state, step = trained(name, IN_CORE)
+    losses, state, step = train_case(name, IN_CORE)
     assert count_fused(step) > 1
     assert step.planned.plan.policy == "keep-all"
     smallest = smallest_budget_of(name)
@@ -62,11 +62,11 @@ def test_losses_are_equal_at_every_budget_and_close_to_eager(name: str) -> None:
     # The search takes long even for tiny steps: run it for two models only.
     half_policy = "auto" if name in ("convolutional", "dropping") else "offload-all"
     for budget, policy in ((max(in_core // 2, smallest), half_policy), (smallest, "offload-all")):
-        budget_losses, budget_state, step = trained(name, budget, policy=policy)
+        budget_losses, budget_state, step = train_case(name, budget, policy=policy)
         assert budget_losses == losses
         assert all(map(torch.equal, state, budget_state))
         assert step.planned.program.arena_bytes <= budget
-    plain, plain_state, step = trained(name, IN_CORE, kernels="eager")
+    plain, plain_state, step = train_case(name, IN_CORE, kernels="eager")
     assert not count_fused(step)
     for actual, expected in zip(losses, plain, strict=True):
         assert float.fromhex(actual) == pytest.approx(float.fromhex(expected), rel=1e-5)
@@ -75,16 +75,16 @@ def test_losses_are_equal_at_every_budget_and_close_to_eager(name: str) -> None:
 
 
 def test_fused_ops_are_recomputed_with_the_same_bits() -> None:
-    losses, _, plain = trained("convolutional", IN_CORE)
+    losses, _, plain = train_case("convolutional", IN_CORE)
     budget = plain.planned.program.arena_bytes * 3 // 4
-    recomputed_losses, _, step = trained("convolutional", budget, policy="sqrt-checkpoint")
+    recomputed_losses, _, step = train_case("convolutional", budget, policy="sqrt-checkpoint")
     recomputed_ops = {i.op for i in step.planned.program.instructions if isinstance(i, Run) and i.again}
     assert any(isinstance(step.captured.calls[op].func, Kernel) for op in recomputed_ops)
     assert recomputed_losses == losses
 
 
 def test_fused_ops_follow_the_plan_and_take_no_scratch_memory() -> None:
-    step, batches, _ = compiled("convolutional", IN_CORE)
+    step, batches, _ = compile_case("convolutional", IN_CORE)
     with step:
         for batch in batches:
             step(*batch)
@@ -96,21 +96,21 @@ def test_fused_ops_follow_the_plan_and_take_no_scratch_memory() -> None:
         assert costs
         assert max(costs) < 4096
         assert step.stats.off_plan == 0
-        eager, _, plain = trained("convolutional", IN_CORE, kernels="eager")
+        eager, _, plain = train_case("convolutional", IN_CORE, kernels="eager")
         assert step.planned.program.arena_bytes <= plain.planned.program.arena_bytes
         assert eager
 
 
 def test_equal_ops_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     texts: list[str] = []
-    compile_one = kernels.compiled
+    compile_one = kernels.compile_recipe
 
     def compile_and_record(recipe: kernels.Recipe, threads: int) -> Any:
         texts.append(recipe.text)
         return compile_one(recipe, threads)
 
-    monkeypatch.setattr(kernels, "compiled", compile_and_record)
-    step, batches, _ = compiled("convolutional", IN_CORE)
+    monkeypatch.setattr(kernels, "compile_recipe", compile_and_record)
+    step, batches, _ = compile_case("convolutional", IN_CORE)
     progress: list[tuple[str, int, int]] = []
     step.on_progress = lambda *args: progress.append(args)
     with step:
@@ -124,7 +124,7 @@ def test_equal_ops_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.exhaustive
 def test_another_process_computes_the_same_bits(tmp_path: Path) -> None:
-    losses, _, _ = trained("convolutional", IN_CORE)
+    losses, _, _ = train_case("convolutional", IN_CORE)
     path = tmp_path / "losses.json"
     budget = str(smallest_budget_of("convolutional") * 3 // 2)
     script = Path(__file__).with_name("fusible.py")
@@ -133,7 +133,7 @@ def test_another_process_computes_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_step_runs_unfused_and_warns_without_a_compiler(tmp_path: Path) -> None:
-    losses, _, _ = trained("perceptron", IN_CORE, kernels="eager")
+    losses, _, _ = train_case("perceptron", IN_CORE, kernels="eager")
     path = tmp_path / "losses.json"
     script = Path(__file__).with_name("fusible.py")
     environment = {name: value for name, value in os.environ.items() if name != "CXX"} | {"PATH": str(tmp_path)}
@@ -176,7 +176,7 @@ def test_log_names_the_missing_requirement_of_triton(
     recipe = kernels.Recipe((), (value,), (0,), (), (0,), torch.device("cuda", 0), "a recipe")
     second = replace(recipe, text="another")
     with caplog.at_level(logging.WARNING, logger="outofcore"):
-        assert Kernels().of([recipe, second]) == {}
+        assert Kernels().compile_all([recipe, second]) == {}
     assert caplog.text.count("cannot compile kernels: ") == 1
     assert f"cannot compile kernels: {reason}" in caplog.text
 
@@ -187,37 +187,37 @@ def test_op_refused_by_inductor_stays_unfused(
     def refuse(recipe: kernels.Recipe, threads: int) -> Any:
         raise RuntimeError("not today\nand more")
 
-    monkeypatch.setattr(kernels, "compiled", refuse)
+    monkeypatch.setattr(kernels, "compile_recipe", refuse)
     with caplog.at_level(logging.WARNING, logger="outofcore"):
-        losses, _, step = trained("perceptron", IN_CORE)
-    assert losses == trained("perceptron", IN_CORE, kernels="eager")[0]
+        losses, _, step = train_case("perceptron", IN_CORE)
+    assert losses == train_case("perceptron", IN_CORE, kernels="eager")[0]
     assert not count_fused(step)
     assert "is not fused because Inductor failed: RuntimeError: not today" in caplog.text
 
 
 def test_checkpoint_resumes_with_the_same_bits(tmp_path: Path) -> None:
-    losses, _, _ = trained("perceptron", IN_CORE)
-    step, batches, _ = compiled("perceptron", IN_CORE)
+    losses, _, _ = train_case("perceptron", IN_CORE)
+    step, batches, _ = compile_case("perceptron", IN_CORE)
     with step:
         assert step(*batches[0]).item().hex() == losses[0]
         step.save(tmp_path / "saved")
-    step, batches, _ = compiled("perceptron", smallest_budget_of("perceptron"), policy="offload-all")
+    step, batches, _ = compile_case("perceptron", smallest_budget_of("perceptron"), policy="offload-all")
     with step:
         step.load(tmp_path / "saved")
         assert [step(*batch).item().hex() for batch in batches[1:]] == losses[1:]
 
 
 def test_estimate_for_another_device_compiles_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer, step, batches = world("perceptron")
+    model, optimizer, step, batches = build_case("perceptron")
     options = {"inputs": batches[0], "device": "h100", "policy": "offload-all"}
     plain = outofcore.estimate(step, model, optimizer, **options)
-    monkeypatch.setattr(kernels, "compiled", lambda *_: pytest.fail("something was compiled"))
+    monkeypatch.setattr(kernels, "compile_recipe", lambda *_: pytest.fail("something was compiled"))
     estimate = outofcore.estimate(step, model, optimizer, kernels="inductor", **options)
     assert estimate.compute_seconds < plain.compute_seconds
 
 
 def test_invalid_kernel_options_are_refused() -> None:
-    model, optimizer, step, _ = world("perceptron")
+    model, optimizer, step, _ = build_case("perceptron")
     with pytest.raises(InputError, match="there are no kernels 'triton'; choose 'eager' or 'inductor'"):
         outofcore.compile(step, model, optimizer, budget=IN_CORE, kernels="triton")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="leave 'policy' and 'kernels' out"):
@@ -268,7 +268,7 @@ def test_random_steps_are_close_to_eager(shape: Shape, changes: list[tuple[str, 
     model.weight = weight
     x, y = torch.randn(shape), torch.randn(shape)
     captured = capture_step(step, [model], [], (x, y), {})
-    fused_step = fused(captured, Kernels(), least=1)
+    fused_step = fuse_ops(captured, Kernels(), min_bytes=1)
     assert any(isinstance(call.func, Kernel) for call in fused_step.calls)
     results = Replay(fused_step)(x, y)
     gradient = None if weight.grad is None else weight.grad.clone()
@@ -295,8 +295,8 @@ def test_view_is_derived_from_another_view_by_strides(
     expected = source.permute(outer).narrow(0, source.shape[outer[0]] - 1, 1)
     expected = expected.unsqueeze(-1).expand(*expected.shape, repeated + 1)
     source_window, target_window = (
-        Window(tuple(t.shape), t.stride(), int(t.storage_offset())) for t in (source, expected)
+        TensorWindow(tuple(t.shape), t.stride(), int(t.storage_offset())) for t in (source, expected)
     )
-    changes = derivation(source_window, target_window)
+    changes = derive_window(source_window, target_window)
     assert changes is not None
-    assert torch.equal(derived(source, changes), expected)
+    assert torch.equal(derive_view(source, changes), expected)

@@ -99,7 +99,7 @@ def test_later_sizes_run_in_an_eager_loop(captures: list[int]) -> None:
         assert step.stats.followed_calls == 5
         assert "shape (96, 256) -> (128, 256)" in step.stats.why_followed
         assert step.stats.bytes_out > 0
-        loop = step._session.followed
+        loop = step._session.eager_calls
         assert loop is not None
         assert loop.stats.peak_bytes <= 2304 << 10
         # User changes between calls take effect.
@@ -134,7 +134,7 @@ def test_static_step_plans_each_size(captures: list[int]) -> None:
     with outofcore.compile(ours.train, ours.model, ours.optimizer, budget="8MiB", dynamic=False) as step:
         assert are_equal(ours.run(step, LENGTHS[:4]), theirs.run(theirs.train, LENGTHS[:4]))
         assert step.stats.followed_calls == 0
-        assert step._session.kinds >= 3
+        assert step._session.signature_count >= 3
     assert captures
 
 
@@ -276,7 +276,7 @@ def test_later_step_at_the_same_home_takes_and_returns_the_model() -> None:
     gather = outofcore.compile(ours.gather, ours.model, budget="8MiB", home=train.home)
     for _ in range(2):
         assert are_equal(ours.run(gather, LENGTHS[:1]), theirs.run(theirs.gather, LENGTHS[:1]))
-        loop = train._session.followed
+        loop = train._session.eager_calls
         assert loop is not None
         assert loop.stats.bytes_in_use == 0
         assert are_equal(ours.run(train, LENGTHS[:3]), theirs.run(theirs.train, LENGTHS[:3]))
@@ -378,7 +378,7 @@ def test_size_change_moves_no_bytes_within_a_large_budget() -> None:
     ours = Side()
     with outofcore.compile(ours.train, ours.model, ours.optimizer, budget="64MiB") as step:
         ours.run(step)
-        loop = step._session.followed
+        loop = step._session.eager_calls
         assert loop is not None
         before = loop.stats
         ours.run(step, (96, 33, 20, 70))

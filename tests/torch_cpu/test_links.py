@@ -18,7 +18,14 @@ from outofcore.busy import DiskCounters
 from outofcore.errors import SpillError, StateError, TransferError
 from outofcore.profiling import links
 from outofcore.profiling.cache import Cache
-from outofcore.profiling.links import LinkReport, Rates, keep_link, known_link, measure_link, measure_memory_bandwidth
+from outofcore.profiling.links import (
+    LinkReport,
+    Rates,
+    load_or_measure_link,
+    measure_link,
+    measure_memory_bandwidth,
+    update_cached_link,
+)
 from outofcore.runtime import memory
 from outofcore.runtime.homes import DiskHome, HomeStore, HostHome
 from outofcore.units import GIB, MIB, PAGE_BYTES
@@ -131,7 +138,7 @@ def test_actions_measured_together_run_concurrently() -> None:
         if calls[index] == 1:
             meeting.wait(60)  # raises unless each action has its own thread
 
-    times = links.beside_each_other([links._Action(partial(wait, index)) for index in range(3)], 0.0, 2)
+    times = links.time_concurrently([links._TimedAction(partial(wait, index)) for index in range(3)], 0.0, 2)
     assert len(times) == 3
     assert min(calls) >= 2
 
@@ -200,9 +207,9 @@ def test_measure_link_raises_without_threads(max_threads: int, monkeypatch: pyte
     home = HostHome(64 * MIB)
     limit_threads(monkeypatch, max_threads)
     # Two of the three actions need a thread.
-    actions = [links._Action(lambda: None)] * 3
+    actions = [links._TimedAction(lambda: None)] * 3
     with pytest.raises(StateError, match="cannot start a thread to measure"):
-        links.beside_each_other(actions, 0.01, 1)
+        links.time_concurrently(actions, 0.01, 1)
     with pytest.raises(StateError, match="cannot start a thread to measure"):
         measure_link(home, buffer_bytes=MIB, seconds=0.01)
     assert threading.active_count() == before
@@ -240,17 +247,17 @@ def measured_buffers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_link_is_measured_once(tmp_path: Path, measured_buffers: list[int]) -> None:
-    first = known_link(DiskHome(tmp_path), Cache(tmp_path / "cache"))
+    first = load_or_measure_link(DiskHome(tmp_path), Cache(tmp_path / "cache"))
     (tmp_path / "below").mkdir()
-    second = known_link(DiskHome(tmp_path / "below", limit=GIB), Cache(tmp_path / "cache"))
+    second = load_or_measure_link(DiskHome(tmp_path / "below", limit=GIB), Cache(tmp_path / "cache"))
     assert measured_buffers == [64 * MIB]
     assert second.capacity is not None
     assert second.capacity <= GIB  # the limit of the second home
     assert second.home == LinkReport(**{**fields_of(first), "capacity": second.capacity}).home
-    known_link(HostHome(GIB), Cache(tmp_path / "cache"))
-    known_link(DiskHome(tmp_path), Cache(tmp_path / "cache"), buffer_bytes=3 * MIB)
+    load_or_measure_link(HostHome(GIB), Cache(tmp_path / "cache"))
+    load_or_measure_link(DiskHome(tmp_path), Cache(tmp_path / "cache"), buffer_bytes=3 * MIB)
     assert measured_buffers == [64 * MIB, 64 * MIB, 2 * MIB]
-    known_link(DiskHome(tmp_path), None)
+    load_or_measure_link(DiskHome(tmp_path), None)
     assert len(measured_buffers) == 4
 
 
@@ -262,20 +269,20 @@ def test_old_and_damaged_links_are_measured_again(
     tmp_path: Path, measured_buffers: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache, home = Cache(tmp_path), HostHome(GIB)
-    known_link(home, cache)
+    load_or_measure_link(home, cache)
     now = time.time()
     with monkeypatch.context() as later:
         later.setattr(time, "time", lambda: now + links._FRESH_SECONDS + 60)
-        assert known_link(home, cache).latency_s == 2
+        assert load_or_measure_link(home, cache).latency_s == 2
     # A measurement from the future is not fresh, either.
-    assert known_link(home, cache).latency_s == 3
-    assert known_link(home, cache).latency_s == 3
+    assert load_or_measure_link(home, cache).latency_s == 3
+    assert load_or_measure_link(home, cache).latency_s == 3
     shelf = cache.shelf("links", links.machine_facts())
     ((key, value),) = shelf.read().items()
     for wrong in ({"alone": 3}, {"latency_s": -1.0}, {"compute_both_s": None}):
         shelf.write({key: {**value, **wrong}})
         with caplog.at_level(logging.WARNING, "outofcore.profiling"):
-            known_link(home, cache)
+            load_or_measure_link(home, cache)
     assert len(measured_buffers) == 6
     assert caplog.text.count("measuring the link again") == 3
 
@@ -284,7 +291,7 @@ def test_link_measured_on_a_busy_machine_is_measured_again(tmp_path: Path, monke
     cache, home = Cache(tmp_path), HostHome(GIB)
     busy = [True, True, False]
     monkeypatch.setattr(links, "measure_link", lambda *_, **__: make_report(busy=int(busy.pop(0))))
-    assert [known_link(home, cache).home.busy for _ in range(5)] == [1, 2, 0, 0, 0]
+    assert [load_or_measure_link(home, cache).home.busy for _ in range(5)] == [1, 2, 0, 0, 0]
 
 
 def test_slow_ops_and_disk_traffic_mark_a_busy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,15 +307,15 @@ def test_slow_ops_and_disk_traffic_mark_a_busy_machine(tmp_path: Path, monkeypat
 @pytest.mark.usefixtures("measured_buffers")
 def test_link_costs_measured_in_steps_are_cached(tmp_path: Path) -> None:
     cache, home = Cache(tmp_path), HostHome(GIB)
-    before = known_link(home, cache).home
+    before = load_or_measure_link(home, cache).home
     after = replace(
         before,
         bytes_per_s_out=before.bytes_per_s_out / 2,
         bytes_per_s_in=before.bytes_per_s_in * 3,
         compute_slowdown=0.4,
     )
-    keep_link(home, cache, before, after)
-    cached = known_link(home, cache).home
+    update_cached_link(home, cache, before, after)
+    cached = load_or_measure_link(home, cache).home
     assert cached.compute_slowdown == pytest.approx(0.4)
     assert cached.bytes_per_s_out == pytest.approx(after.bytes_per_s_out)
     assert cached.bytes_per_s_in == pytest.approx(after.bytes_per_s_in)
@@ -320,13 +327,13 @@ def test_temporary_load_is_not_attributed_to_copies(busy: range) -> None:
     """Ops take twice as long in successive measurements, as when another process runs for a second."""
     numbers = count(-7)  # after the warm-up and the latency
 
-    def times(actions: Sequence[links._Action], seconds: float, min_copies: int) -> list[list[float]]:
+    def times(actions: Sequence[links._TimedAction], seconds: float, min_copies: int) -> list[list[float]]:
         load = 2.0 if next(numbers) in busy else 1.0
         slowdown = 1.0 + 0.05 * (len(actions) - 1)
         return [[load * slowdown] if action is bench.work else [0.5] for action in actions]
 
-    bench = links._Bench(times, *(links._Action(lambda: None) for _ in range(5)))
+    bench = links._LinkBench(times, *(links._TimedAction(lambda: None) for _ in range(5)))
     home = SimpleNamespace(name="disk", capacity=None)
-    measured = links._measured(home, 64 * MIB, 0.1, bench)  # type: ignore[arg-type]
+    measured = links._measure(home, 64 * MIB, 0.1, bench)  # type: ignore[arg-type]
     assert measured.compute_slowdown == pytest.approx(0.05)
     assert measured.home.contention == 0.0

@@ -70,7 +70,7 @@ def test_failing_compiler_is_quoted_and_leaves_no_files(tmp_path: Path) -> None:
 
 def load_with(monkeypatch: pytest.MonkeyPatch, cache: Path) -> ctypes.PyDLL:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    return native._loaded.__wrapped__(native.Flavor.CPU)
+    return native._load_once.__wrapped__(native.Flavor.CPU)
 
 
 def test_build_is_cached_and_replaced_when_damaged(
@@ -105,7 +105,7 @@ def test_cache_writable_by_others_is_not_trusted(
 def test_native_code_is_refused_outside_of_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native.sys, "platform", "darwin")
     with pytest.raises(StateError, match="written for Linux, and this is darwin"):
-        native._loaded.__wrapped__(native.Flavor.CPU)
+        native._load_once.__wrapped__(native.Flavor.CPU)
 
 
 REFUSED = f"""
@@ -167,15 +167,15 @@ def members_of(kind: type) -> dict[str, tuple[int, int]]:
 
 SHARED: dict[str, type] = {
     "Action": driver._Action,
-    "Adopted": space.Adopted,
+    "Adopted": space.AdoptionResult,
     "Answer": arena.Answer,
     "Cache": file_io.Cache,
     "Cause": observed.Cause,
-    "Copied": observed.Copied,
+    "Copied": observed.CopyTiming,
     "Copy": copying._Copy,
-    "CopyFailure": copying._Failure,
+    "CopyFailure": copying._CopyFailure,
     "Counter": ArenaCounters,
-    "Event": observed.Event,
+    "Event": observed.LogEvent,
     "Excess": space.Excess,
     "Installed": arena.Installed,
     "Kind": driver._Kind,
@@ -183,7 +183,7 @@ SHARED: dict[str, type] = {
     "Numbers": follow_native.Refusal,
     "Piece": copying._Piece,
     "Queue": copying._Queue,
-    "Recompute": recipes.Recompute,
+    "Recompute": recipes.RecomputeMode,
     "ReplayFailure": replay._Failure,
     "Sum": copying._Sum,
     "Posted": staging.Posted,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from onnx_graphs import GRAPHS, WIDTH, Arrays, Written
+from onnx_graphs import GRAPHS, WIDTH, Arrays, GraphWriter
 from typer.testing import CliRunner, Result
 
 import outofcore
@@ -156,7 +156,7 @@ def test_weights_are_named_parameters_and_stay_in_the_file(tmp_path: Path) -> No
 
 
 def test_large_weights_take_no_memory_until_used(tmp_path: Path) -> None:
-    g = Written(21)
+    g = GraphWriter(21)
     x = g.input("x", np.ones((1, 2048), np.float32))
     for _ in range(2):
         x = g.op("MatMul", x, g.tensor(np.zeros((2048, 2048), np.float32), "weight"))
@@ -181,7 +181,7 @@ def test_large_weights_take_no_memory_until_used(tmp_path: Path) -> None:
 
 
 def test_weights_at_unaligned_addresses_give_the_same_bits(tmp_path: Path) -> None:
-    g = Written(21)
+    g = GraphWriter(21)
     x = g.input("x", g.random.standard_normal((3, 200)).astype(np.float32))
     weight = g.weight(200, 200)
     onnx.save(g.model(g.op("MatMul", x, weight)), tmp_path / "net.onnx")
@@ -199,7 +199,7 @@ def test_weights_at_unaligned_addresses_give_the_same_bits(tmp_path: Path) -> No
 
 
 def test_constants_are_computed_at_load(tmp_path: Path) -> None:
-    g = Written(18)
+    g = GraphWriter(18)
     x = g.input("x", np.ones((4, 6), np.float32), ["n", 6])
     sizes = g.op("Concat", g.op("Mul", g.ints(3), g.ints(2)), g.ints(-1), axis=0)
     branch = g.op("If", g.tensor(np.array(True)), **two_branches(g, g.op("Reshape", x, sizes), "Relu", "Neg"))
@@ -210,7 +210,7 @@ def test_constants_are_computed_at_load(tmp_path: Path) -> None:
     assert compute_outputs(model, torch.ones(4, 6))[0].shape == (6, 4)
 
 
-def two_branches(g: Written, x: str, first: str, second: str) -> dict[str, Any]:
+def two_branches(g: GraphWriter, x: str, first: str, second: str) -> dict[str, Any]:
     values = [g.helper.make_tensor_value_info("y", g.types.FLOAT, None)]
     names = (("then_branch", first), ("else_branch", second))
     nodes = {name: [g.helper.make_node(kind, [x], ["y"], name=kind)] for name, kind in names}
@@ -218,7 +218,7 @@ def two_branches(g: Written, x: str, first: str, second: str) -> dict[str, Any]:
 
 
 def test_error_names_its_node_within_a_branch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    g = Written(18)
+    g = GraphWriter(18)
     x = g.input("x", np.ones((4, 6), np.float32), ["n", "m"])
     condition = g.input("goes", np.array(True))
     inner = two_branches(g, x, "Relu", "Det")
@@ -459,7 +459,7 @@ def test_invalid_run_arguments_give_one_message(
 
 def make_convolutions() -> tuple[Any, dict[str, np.ndarray[Any, Any]]]:
     """Make a model whose activations exceed its weights; split ops need a third of the memory."""
-    g = Written(18)
+    g = GraphWriter(18)
     x = g.input("x", g.random.standard_normal((4, 16, 32, 32)).astype(np.float32))
     for _ in range(2):
         x = g.op("Relu", g.conv(x, 16, 16, pads=[1, 1, 1, 1]))
@@ -467,7 +467,7 @@ def make_convolutions() -> tuple[Any, dict[str, np.ndarray[Any, Any]]]:
 
 
 def make_identity() -> tuple[Any, dict[str, np.ndarray[Any, Any]]]:
-    g = Written(18)
+    g = GraphWriter(18)
     x = g.input("x", g.random.standard_normal((256, 256)).astype(np.float32))
     return g.model(g.op("Identity", x)), g.arrays
 
@@ -491,7 +491,7 @@ def test_plan_and_run_agree_at_every_budget(make: Callable[[], Any], tmp_path: P
 
 
 def test_data_dependent_graph_runs_within_a_budget(tmp_path: Path) -> None:
-    g = Written(18)
+    g = GraphWriter(18)
     x = g.input("x", (g.random.standard_normal((64, 512)) > 0).astype(np.float32))
     onnx.save(g.model(g.op("Cast", g.op("NonZero", x), to=1)), tmp_path / "net.onnx")
     np.savez(tmp_path / "in.npz", **g.arrays)

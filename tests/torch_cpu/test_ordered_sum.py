@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from outofcore.execution.opening import OpenHome
-from outofcore.logical_workers.assignment import runs
-from outofcore.logical_workers.gradients import PIECE_BYTES, Gradients, Layout
+from outofcore.logical_workers.assignment import worker_ranges
+from outofcore.logical_workers.gradients import PIECE_BYTES, GradientLayout, Gradients
 from outofcore.logical_workers.ordered_sum import OrderedSum
-from outofcore.logical_workers.processes import met
+from outofcore.logical_workers.processes import agree_on_start
 from outofcore.runtime.homes import DiskHome, HomeStore, HostHome
 
 
@@ -69,7 +69,7 @@ def test_gradients_are_summed_in_the_order_of_the_workers(counts: Sequence[int],
     ends = [Mailboxes(rank, boxes, len(counts)) for rank in range(len(counts))]
 
     def process(rank: int, workers: range) -> None:
-        home = OpenHome([home_of(kind, tmp_path)], kept=True)
+        home = OpenHome([home_of(kind, tmp_path)], stays_open=True)
         parameters = [torch.zeros_like(gradient, requires_grad=True) for gradient in gradients_of(0)]
         gradients = Gradients(parameters, home)
         for number, worker in enumerate(workers):
@@ -77,14 +77,14 @@ def test_gradients_are_summed_in_the_order_of_the_workers(counts: Sequence[int],
                 parameter.grad = gradient
             if worker != workers[-1]:
                 place = 0 if rank == 0 else number
-                gradients.keep(place, add=place != number)
+                gradients.store(place, add=place != number)
         target = gradients.tensors()
-        layout = Layout(gradients_of(0))
-        OrderedSum(ends[rank])([*gradients.kept.values(), target], target, layout, 5)  # type: ignore[arg-type]
-        results[rank] = gradients.present()
+        layout = GradientLayout(gradients_of(0))
+        OrderedSum(ends[rank])([*gradients.stored.values(), target], target, layout, 5)  # type: ignore[arg-type]
+        results[rank] = gradients.current()
         home.close()
 
-    threads = [threading.Thread(target=process, args=(r, w)) for r, w in enumerate(runs(counts))]
+    threads = [threading.Thread(target=process, args=(r, w)) for r, w in enumerate(worker_ranges(counts))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -103,13 +103,13 @@ def test_processes_meet_despite_entries_of_earlier_starts() -> None:
         names: dict[int, str] = {}
 
         def join(rank: int, names: dict[int, str] = names) -> None:
-            names[rank] = met(store, rank, 3, timedelta(seconds=10))
+            names[rank] = agree_on_start(store, rank, 3, timedelta(seconds=10))
 
         # In the second start, one process first waits in vain.
         threads = [threading.Thread(target=join, args=(rank,)) for rank in ((1, 2, 0) if start != 1 else (2, 0, 1))]
         if start == 1:
             with pytest.raises(RuntimeError, match="not all processes"):
-                met(store, 1, 3, timedelta(seconds=0.05))
+                agree_on_start(store, 1, 3, timedelta(seconds=0.05))
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Opti
 
 import outofcore
 from outofcore.capture import optimizers
-from outofcore.capture.optimizers import PIECE_ELEMENTS, Piece, pieces_of
+from outofcore.capture.optimizers import PIECE_ELEMENTS, UpdatePiece, pieces_of
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda p: SGD(p, lr=0.1),
@@ -63,7 +63,7 @@ def test_updates_in_pieces_have_the_bits_of_whole_updates(
 ) -> None:
     piece_counts: list[int] = []
 
-    def count_pieces(*args: Any) -> list[Piece]:
+    def count_pieces(*args: Any) -> list[UpdatePiece]:
         pieces = pieces_of(*args)
         piece_counts.append(len(pieces))
         return pieces
@@ -112,7 +112,7 @@ def test_unsuitable_updates_are_not_split() -> None:
     def count(make: Callable[[Any], Optimizer], tensor: torch.Tensor) -> int:
         parameter = nn.Parameter(tensor)
         optimizer = make([parameter])
-        return len(pieces_of(optimizer, 0, Piece(0, parameter, torch.zeros_like(parameter), (), {})))
+        return len(pieces_of(optimizer, 0, UpdatePiece(0, parameter, torch.zeros_like(parameter), (), {})))
 
     long = torch.zeros(4, PIECE_ELEMENTS)
     assert count(SGD, long) == 4

@@ -19,10 +19,10 @@ from outofcore import planning
 from outofcore.capture import capture_step
 from outofcore.cli.app import app
 from outofcore.cli.config_fields import check_sizes
-from outofcore.estimation.costing import estimated_costs
+from outofcore.estimation.costing import estimate_costs
 from outofcore.graph import StorageKind
 from outofcore.presets import device
-from outofcore.transforms.passes import leanest
+from outofcore.transforms.passes import rewrite_for_lowest_memory
 
 transformers = pytest.importorskip("transformers")
 configs = pytest.importorskip("outofcore.cli.configs")
@@ -185,8 +185,8 @@ def test_configured_step_equals_the_step_of_the_real_model(name: str, tmp_path: 
         optimizer.zero_grad()
         return loss
 
-    real = leanest(capture_step(train_step, [model], [optimizer], (inputs,), {}))
-    real_costs = estimated_costs(real, CARD)
+    real = rewrite_for_lowest_memory(capture_step(train_step, [model], [optimizer], (inputs,), {}))
+    real_costs = estimate_costs(real, CARD)
     assert planning.smallest_budget(graph, costs) == planning.smallest_budget(real.graph, real_costs)
     assert planning.in_core_budget(graph, costs) == planning.in_core_budget(real.graph, real_costs)
     assert [op.name for op in graph.ops] == [op.name for op in real.graph.ops]
@@ -257,10 +257,10 @@ def test_largest_size_fits_and_the_next_does_not(content: dict[str, Any], tokens
     training = configs.Training(batch=2, sequence=LENGTH if tokens else None)
     captures = fitting.Captures(config, CARD)
     graph, costs = captures.of(training)
-    budget, need = 16 << 20, fitting._need(graph, costs, None)
+    budget, need = 16 << 20, fitting._step_need(graph, costs, None)
     field = "sequence" if tokens else "batch"
-    axis = fitting.tokens_of(config) if tokens else fitting.SAMPLES
-    largest = fitting._Largest(captures, training, axis, budget).found(LENGTH if tokens else 2, need)
+    axis = fitting.sequence_axis(config) if tokens else fitting.BATCH_AXIS
+    largest = fitting._SizeSearch(captures, training, axis, budget).found(LENGTH if tokens else 2, need)
     assert largest.size > 0
     assert largest.placed
 
@@ -269,7 +269,7 @@ def test_largest_size_fits_and_the_next_does_not(content: dict[str, Any], tokens
 
     assert smallest(largest.size) == largest.smallest_budget <= budget
     if largest.limit:
-        assert largest.size == (config.sequence_limit or fitting.SAMPLES.most)
+        assert largest.size == (config.sequence_limit or fitting.BATCH_AXIS.most)
     else:
         assert smallest(largest.size + largest.step) >= largest.next_smallest_budget > budget
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from capture_cases import Case
-from cutting import in_parts
+from cutting import split_all
 from effort import some_of
 from exactness import assert_same, check_exact
 from torch import nn
@@ -22,7 +22,7 @@ import outofcore
 from outofcore.capture import Captured, capture_step
 from outofcore.graph import StorageKind
 from outofcore.profiling.cache import Cache
-from outofcore.transforms.split import tiled
+from outofcore.transforms.split import split_step
 from outofcore.units import MIB, PAGE_BYTES
 
 
@@ -182,7 +182,7 @@ def test_split_steps_are_exact(name: str, factor: int, verdicts: Cache) -> None:
     split_steps: list[Captured] = []
 
     def change(captured: Captured) -> Captured:
-        split_steps.append(in_parts(captured, factor, verdicts))
+        split_steps.append(split_all(captured, factor, verdicts))
         return split_steps[-1]
 
     check_exact(CASES[name], change)
@@ -214,11 +214,11 @@ def test_state_stays_whole_without_room_at_home() -> None:
     case = make_words()
     captured = capture_step(case.step, case.models, case.optimizers, case.batch(), {})
     max_bytes = 1 << 18
-    split_step = tiled(captured, max_bytes).captured
-    assert len({part.whole for part in split_step.ranges.values()}) == 6  # two tables, two moments of each
-    assert not tiled(captured, max_bytes, home=0).captured.ranges
-    room = 3 * captured.graph.storages[split_step.ranges[max(split_step.ranges)].whole].bytes
-    partly_split = tiled(captured, max_bytes, home=room + MIB).captured
+    split_captured = split_step(captured, max_bytes).captured
+    assert len({part.whole for part in split_captured.ranges.values()}) == 6  # two tables, two moments of each
+    assert not split_step(captured, max_bytes, home=0).captured.ranges
+    room = 3 * captured.graph.storages[split_captured.ranges[max(split_captured.ranges)].whole].bytes
+    partly_split = split_step(captured, max_bytes, home=room + MIB).captured
     assert len({part.whole for part in partly_split.ranges.values()}) == 3
 
 

@@ -134,7 +134,7 @@ def train(name: str, plan: Planner | None, monkeypatch: pytest.MonkeyPatch) -> t
     if plan is not None:
 
         def plan_once(graph: StepGraph, costs: Costs, budget: int, *_: Any, **__: Any) -> Iterator[Planned]:
-            result = planning.fit_once(graph, costs, budget, plan(graph))
+            result = planning.fit_plan(graph, costs, budget, plan(graph))
             assert result is not None
             validate(graph, result.program, budget, costs)
             yield result

@@ -11,9 +11,9 @@ from exactness import check_exact
 from torch import nn
 
 import outofcore
-from outofcore.analysis import fullest_op, live_bytes
+from outofcore.analysis import live_bytes, peak_activation_op
 from outofcore.capture import Captured, capture_step
-from outofcore.transforms.passes import leanest, recompute_casts
+from outofcore.transforms.passes import recompute_casts, rewrite_for_lowest_memory
 
 ROWS, WIDTH, LAYERS = 1024, 128, 5
 NARROW, WIDE = ROWS * WIDTH * 2, ROWS * WIDTH * 4
@@ -64,7 +64,7 @@ def test_recomputed_casts_keep_the_bits() -> None:
 
 def count_live(step: Captured, size: int) -> int:
     """Count the storages of this size that are live at the fullest op."""
-    fullest = fullest_op(step.graph)
+    fullest = peak_activation_op(step.graph)
     uses = [step.graph.uses[storage.id] for storage in step.graph.storages if storage.bytes == size]
     return sum(bool(op_ids) and op_ids[0] < fullest < op_ids[-1] for op_ids in uses)
 
@@ -143,4 +143,4 @@ def test_compiled_step_has_the_bits_of_plain_pytorch(share: float) -> None:
 
 def test_lowest_memory_variant_recomputes_casts() -> None:
     traced = capture(make_case())
-    assert count_casts(leanest(traced)) == count_casts(traced) + LAYERS - 1
+    assert count_casts(rewrite_for_lowest_memory(traced)) == count_casts(traced) + LAYERS - 1

@@ -11,7 +11,7 @@ import pytest
 from effort import some_of
 
 from outofcore import planning
-from outofcore.estimation.repeating import KEPT, Stack, Step, deepened, same_step
+from outofcore.estimation.repeating import KEPT_BLOCKS, CostedStep, Stack, are_equal_steps, deepen_step
 from outofcore.graph import StorageKind
 from outofcore.presets import device
 
@@ -175,49 +175,49 @@ def test_layers_repeat_only_in_models_with_enough_equal_layers(tmp_path: Path) -
     assert not captures.repeats
 
 
-def capture_shallow(folder: Path, content: dict[str, Any], **options: Any) -> tuple[Step, tuple[Stack, ...]]:
+def capture_shallow(folder: Path, content: dict[str, Any], **options: Any) -> tuple[CostedStep, tuple[Stack, ...]]:
     config = read_config(folder, content)
     captures = fitting.Captures(config, CARD)
-    step, captured = captures._captured(configs.Training(batch=2, sequence=32, blocks=KEPT, **options))
+    step, captured = captures._captured(configs.Training(batch=2, sequence=32, blocks=KEPT_BLOCKS, **options))
     return captured, step.stacks
 
 
 def test_mismatched_blocks_give_no_step(tmp_path: Path) -> None:
     step, stacks = capture_shallow(tmp_path, LLAMA)
-    assert deepened(step, stacks) is not None
+    assert deepen_step(step, stacks) is not None
     graph = step.graph
     # One product of the third layer takes longer, or one of its results has more bytes.
     op_id = next(op.id for op in graph.ops if op.module.startswith("model.layers.2.") and "mm" in op.name)
     slower = [
         replace(cost, seconds=cost.seconds * 2) if op == op_id else cost for op, cost in enumerate(step.costs.ops)
     ]
-    assert deepened(replace(step, costs=replace(step.costs, ops=tuple(slower))), stacks) is None
+    assert deepen_step(replace(step, costs=replace(step.costs, ops=tuple(slower))), stacks) is None
     [result] = graph.ops[op_id].creates
     larger = tuple(replace(s, bytes=s.bytes + 4096) if s.id == result else s for s in graph.storages)
-    assert deepened(replace(step, graph=replace(graph, storages=larger)), stacks) is None
+    assert deepen_step(replace(step, graph=replace(graph, storages=larger)), stacks) is None
     # An op outside of the layers reads a result of a middle layer.
     last = graph.ops[-1]
     reading = (*graph.ops[:-1], replace(last, module="elsewhere", name="other", reads=(*last.reads, result)))
-    assert deepened(replace(step, graph=replace(graph, ops=reading)), stacks) is None
+    assert deepen_step(replace(step, graph=replace(graph, ops=reading)), stacks) is None
 
 
 def test_differing_steps_are_distinguished(tmp_path: Path) -> None:
     step, stacks = capture_shallow(tmp_path, LLAMA)
-    three, four = deepened(step, stacks, 3), deepened(step, stacks, 4)
+    three, four = deepen_step(step, stacks, 3), deepen_step(step, stacks, 4)
     assert three is not None
     assert four is not None
-    assert same_step(four, step)
-    assert not same_step(three, four)
+    assert are_equal_steps(four, step)
+    assert not are_equal_steps(three, four)
     ops = four.costs.ops
     slower = replace(four, costs=replace(four.costs, ops=(replace(ops[0], seconds=1.0), *ops[1:])))
-    assert not same_step(slower, step)
+    assert not are_equal_steps(slower, step)
     grown = tuple(replace(s, bytes=s.bytes + 1) if s.id == 0 else s for s in four.graph.storages)
-    assert not same_step(replace(four, graph=replace(four.graph, storages=grown)), step)
+    assert not are_equal_steps(replace(four, graph=replace(four.graph, storages=grown)), step)
 
 
 def test_bytes_rise_evenly_with_the_number_of_layers(tmp_path: Path) -> None:
     step, stacks = capture_shallow(tmp_path, LLAMA)
-    deep_steps = [deepened(step, stacks, blocks) for blocks in (20, 40, 60)]
+    deep_steps = [deepen_step(step, stacks, blocks) for blocks in (20, 40, 60)]
     parameter_bytes = [
         sum(s.bytes for s in deep_step.graph.storages if s.kind is StorageKind.PARAMETER)
         for deep_step in deep_steps
@@ -243,5 +243,5 @@ def test_bytes_rise_evenly_with_the_number_of_layers(tmp_path: Path) -> None:
     ],
 )
 def test_repeated_layers_form_a_stack(kinds: list[int], expected: tuple[int, int, int] | None) -> None:
-    stack = configs._stack_of("layers", kinds)
+    stack = configs._best_stack("layers", kinds)
     assert (None if stack is None else (stack.first, stack.period, stack.blocks)) == expected

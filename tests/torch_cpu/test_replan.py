@@ -17,10 +17,10 @@ from torch import nn
 import outofcore
 from outofcore import planning
 from outofcore.errors import BudgetError
-from outofcore.planning.placement.requests import Result, Scratch
+from outofcore.planning.placement.requests import ResultStorage, Scratch
 from outofcore.profiling import ops as profiling_ops
 from outofcore.profiling.cache import Cache
-from outofcore.profiling.ops import KeptProfiles, OpProfile
+from outofcore.profiling.ops import OpProfile, ProfileCache
 from outofcore.units import KIB, MIB
 
 # Bytes of scratch memory that the operator below requests.
@@ -52,7 +52,7 @@ def _ignore_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count no step as noisy and every plan as improvable; plan in the foreground at any cost."""
     monkeypatch.setattr("outofcore.undisturbed.DISTURBED", 1e6)
     monkeypatch.setattr("outofcore.replanning.DISTURBED", 1e6)
-    monkeypatch.setattr("outofcore.replanning._COULD_BE_QUICKER", 1e6)
+    monkeypatch.setattr("outofcore.replanning._MAX_OPS_SHARE", 1e6)
     monkeypatch.setattr("outofcore.replanning.SHARE", 1e6)
     monkeypatch.setattr("outofcore.background.BackgroundPlanner.start", lambda *_: False)
 
@@ -153,7 +153,7 @@ def test_scratch_memory_of_the_first_step_is_planned_for(caplog: pytest.LogCaptu
     caplog.set_level(logging.INFO, "outofcore")
     step, model, optimizer = make()
     with outofcore.compile(step, model, optimizer, budget="256MiB", cache=False) as compiled:
-        original = profiling_ops.profile_some
+        original = profiling_ops.profile_selected
 
         def profile_and_grow(*args: Any, **kwargs: Any) -> Any:
             profiles = original(*args, **kwargs)
@@ -161,7 +161,7 @@ def test_scratch_memory_of_the_first_step_is_planned_for(caplog: pytest.LogCaptu
             return profiles
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("outofcore.step_variants.profile_some", profile_and_grow)
+            patch.setattr("outofcore.step_variants.profile_selected", profile_and_grow)
             compiled(torch.ones(256, 256))
         train(compiled, [128 * KIB, MIB])
         assert compiled.stats.off_plan == 2
@@ -181,12 +181,12 @@ def test_corrected_profile_of_a_pytorch_op_is_cached(tmp_path: Path) -> None:
     cache, x = Cache(tmp_path), torch.ones(4, 16, 32, 32)
     with outofcore.compile(step, model, budget="256MiB", cache=tmp_path) as compiled:
         compiled(x)
-        graph, profiles = compiled.captured.graph, compiled._session.steps.shown.profiles  # type: ignore[index]
+        graph, profiles = compiled.captured.graph, compiled._session.steps.last_step.profiles  # type: ignore[index]
     op_ids = [i for i, p in enumerate(profiles) if p.cost.workspace_bytes >= MIB // 8 and p.first_requests is None]
     if not op_ids:
         pytest.skip("no op of this step needs scratch memory on this machine")
     op, profile = graph.ops[op_ids[0]], profiles[op_ids[0]]
-    cached_profiles = KeptProfiles(cache)
+    cached_profiles = ProfileCache(cache)
     remaining = [r for r in profile.requests.requests if not isinstance(r.placement, Scratch)]
     wrong = OpProfile(
         replace(profile.cost, workspace_bytes=0),
@@ -202,11 +202,11 @@ def test_corrected_profile_of_a_pytorch_op_is_cached(tmp_path: Path) -> None:
             for parameter in model.parameters():
                 parameter.grad = None
         assert compiled.costs.ops[op_ids[0]].workspace_bytes == profile.cost.workspace_bytes
-    corrected = KeptProfiles(cache).find(op, timed=True, first=False)
+    corrected = ProfileCache(cache).find(op, timed=True, first=False)
     assert corrected is not None
     assert corrected.cost.workspace_bytes == profile.cost.workspace_bytes
     assert [r.bytes for r in corrected.requests.requests] == [r.bytes for r in profile.requests.requests]
-    assert any(isinstance(r.placement, Result) for r in corrected.requests.requests)
+    assert any(isinstance(r.placement, ResultStorage) for r in corrected.requests.requests)
 
 
 @pytest.mark.parametrize("cause", ["times", "memory"])
@@ -291,9 +291,9 @@ def test_step_is_planned_again_within_its_room(monkeypatch: pytest.MonkeyPatch) 
     step, model, optimizer = make()
     smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(torch.ones(256, 256),), split="off")
     with outofcore.compile(step, model, optimizer, budget=smallest + 4 * MIB, policy="window") as compiled:
-        monkeypatch.setattr(compiled._session.planner.backend, "beside", lambda *_: MIB)
+        monkeypatch.setattr(compiled._session.planner.backend, "unavailable_bytes", lambda *_: MIB)
         compiled(torch.ones(256, 256))
-        monkeypatch.setattr(compiled._session.planner.backend, "beside", lambda *_: 3 * MIB)
+        monkeypatch.setattr(compiled._session.planner.backend, "unavailable_bytes", lambda *_: 3 * MIB)
         compiled(torch.ones(128, 256))
         first, second = budgets
         assert first == second + 2 * MIB

@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import outofcore
 from outofcore.execution import cpu, replay
 from outofcore.execution.arena import Arena, ScopeTable
-from outofcore.execution.binding import BoundRun, Draws
+from outofcore.execution.binding import BoundRun, GeneratorUse
 from outofcore.runtime.native import load_native
 
 
 @pytest.fixture(autouse=True)
 def _always_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "is_worth_it", lambda calls, seconds: True)
+    monkeypatch.setattr(cpu, "is_worth_replaying", lambda calls, seconds: True)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def op_counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 @given(st.lists(st.booleans()))
 def test_spans_end_at_the_next_unrecorded_op(recorded: list[bool]) -> None:
-    ends = replay.spans(recorded)
+    ends = replay.replayable_spans(recorded)
     assert len(ends) == len(recorded)
     for start, end in enumerate(ends):
         assert (end > start) == recorded[start]
@@ -143,12 +143,12 @@ def test_op_with_numbers_between_its_results_is_replayed() -> None:
     op = torch.ops.aten._scaled_dot_product_cudnn_attention.default
     x, more, twice = torch.ones(4), torch.zeros(4), torch.zeros(4)
     results = ((0, more.data_ptr(), more, (1,)), (6, twice.data_ptr(), twice, (1,)))
-    run = BoundRun(0, 0, op, (x, x, x, None, False), {}, results, (), 1, False, Draws.FREELY)
+    run = BoundRun(0, 0, op, (x, x, x, None, False), {}, results, (), 1, False, GeneratorUse.UNTOUCHED)
     calls, arena = replay.Replay(load_native(), 1), Arena(4096)
-    with calls.watching():
-        assert calls.expect(run)
+    with calls.watch_calls():
+        assert calls.expect_call(run)
         op(*run.args)
-        assert calls.take(0, run, 0)
+        assert calls.record_call(0, run, 0)
     x.fill_(3)
     assert calls.run(0, 1, ScopeTable(arena, [[]]), None, None, ends_scopes=True) == 1
     assert more.tolist() == [4.0] * 4
@@ -197,5 +197,5 @@ def test_replay_option_off_leaves_ops_to_python(op_counts: list[int]) -> None:
 
 
 def test_replay_is_worth_it_only_for_short_ops() -> None:
-    assert replay.is_worth_it(100, 0.01)
-    assert not replay.is_worth_it(100, 1.0)
+    assert replay.is_worth_replaying(100, 0.01)
+    assert not replay.is_worth_replaying(100, 1.0)

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from outofcore.capture import capture_step
-from outofcore.execution.binding import BoundRun, Draws
+from outofcore.execution.binding import BoundRun, GeneratorUse
 from outofcore.profiling.ops import profile_ops
-from outofcore.profiling.scratch import PLAIN, Contents
+from outofcore.profiling.scratch import HALVES, ScratchContents
 
 aten: Any = torch.ops.aten
 ROWS, WIDTH, COUNT = 12, 8, 60
 
 
-def fill(func: Any, args: tuple[Any, ...], contents: Contents = PLAIN) -> None:
-    contents.fill(BoundRun(0, 0, func, args, {}, (), (), 1, False, Draws.FREELY))
+def fill(func: Any, args: tuple[Any, ...], contents: ScratchContents = HALVES) -> None:
+    contents.fill(BoundRun(0, 0, func, args, {}, (), (), 1, False, GeneratorUse.UNTOUCHED))
 
 
 def rows() -> torch.Tensor:
@@ -98,8 +98,8 @@ def test_masks_and_expanded_indices_are_not_filled() -> None:
 
 def test_index_on_another_device_is_not_filled() -> None:
     index = indices(COUNT)
-    run = BoundRun(0, 0, aten.index.Tensor, (rows().to("meta"), [index]), {}, (), (), 1, False, Draws.FREELY)
-    for contents in (PLAIN, Contents(random=True)):
+    run = BoundRun(0, 0, aten.index.Tensor, (rows().to("meta"), [index]), {}, (), (), 1, False, GeneratorUse.UNTOUCHED)
+    for contents in (HALVES, ScratchContents(random=True)):
         contents.fill(run, torch.device("meta"))
     assert int(index.sum()) == 0
 
@@ -107,9 +107,9 @@ def test_index_on_another_device_is_not_filled() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e4m3fn])
 def test_numbers_vary_only_in_varied_contents(dtype: torch.dtype) -> None:
     buffer = torch.empty(4096, dtype=torch.uint8)
-    PLAIN.fill_bytes(buffer, dtype)
+    HALVES.fill_bytes(buffer, dtype)
     assert buffer.view(dtype).to(torch.complex64).eq(0.5).all()
-    Contents(varied=True).fill_bytes(buffer, dtype)
+    ScratchContents(varied=True).fill_bytes(buffer, dtype)
     numbers = buffer.view(dtype).to(torch.complex64).real
     assert float(numbers.min()) >= 0.25
     assert float(numbers.max()) <= 0.75

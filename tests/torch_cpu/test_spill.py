@@ -13,7 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from homely import buffered, descriptors, file_size_limit, noise, opened_in, resident_at
+from homely import (
+    count_descriptors,
+    file_size_limit,
+    fill_with_noise,
+    open_files_in,
+    refuse_direct_io,
+    resident_bytes_at,
+)
 
 import outofcore
 from outofcore.errors import SpillError, TransferError
@@ -47,16 +54,16 @@ def test_direct_io_is_used_on_a_disk(tmp_path: Path) -> None:
 
 def test_file_is_unnamed_and_private_to_the_user(tmp_path: Path) -> None:
     home = DiskHome(tmp_path)
-    assert opened_in(tmp_path) == []  # created when first needed
+    assert open_files_in(tmp_path) == []  # created when first needed
     home.ensure(3 * MIB)
     assert list(tmp_path.iterdir()) == []
-    for status in opened_in(tmp_path):
+    for status in open_files_in(tmp_path):
         assert stat.S_IMODE(status.st_mode) == 0o600
         assert status.st_nlink == 0
         assert status.st_blocks * 512 >= 3 * MIB  # allocated, not sparse
-    assert opened_in(tmp_path)
+    assert open_files_in(tmp_path)
     home.close()
-    assert opened_in(tmp_path) == []
+    assert open_files_in(tmp_path) == []
 
 
 def without_unnamed_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,8 +77,8 @@ def test_named_file_is_unlinked_at_once_without_o_tmpfile(
     home = DiskHome(tmp_path)
     home.ensure(MIB)
     assert list(tmp_path.iterdir()) == []
-    assert [stat.S_IMODE(status.st_mode) for status in opened_in(tmp_path)][:1] == [0o600]
-    expected = noise(arena.memory(0, MIB), 3)
+    assert [stat.S_IMODE(status.st_mode) for status in open_files_in(tmp_path)][:1] == [0o600]
+    expected = fill_with_noise(arena.memory(0, MIB), 3)
     home.write(0, arena.memory(0, MIB))
     assert bytes(home.face(0, MIB).numpy()) == expected
     home.close()
@@ -107,9 +114,9 @@ def test_killed_process_leaves_no_file_behind(tmp_path: Path, unnamed: bool) -> 
 def test_faces_use_no_descriptors(tmp_path: Path) -> None:
     home = DiskHome(tmp_path)
     home.ensure(MIB)
-    before = descriptors()
+    before = count_descriptors()
     faces = [home.face(offset, PAGE_BYTES) for offset in range(0, MIB, PAGE_BYTES)]
-    assert descriptors() == before
+    assert count_descriptors() == before
     del faces
     home.close()
 
@@ -119,10 +126,10 @@ def test_drop_cache_frees_physical_memory(tmp_path: Path) -> None:
     home.ensure(32 * MIB)
     face = home.face(0, 32 * MIB)
     face.fill_(3)
-    touched = resident_at(face.data_ptr())
+    touched = resident_bytes_at(face.data_ptr())
     home.drop_cache(face)
     assert touched >= 30 * MIB
-    assert resident_at(face.data_ptr()) == 0
+    assert resident_bytes_at(face.data_ptr()) == 0
     assert bool((face == 3).all())
     home.close()
 
@@ -178,7 +185,7 @@ def test_homes_enforce_their_limits(tmp_path: Path) -> None:
 def test_refused_growth_leaves_the_file_unchanged(tmp_path: Path, arena: Arena) -> None:
     home = DiskHome(tmp_path)
     home.ensure(MIB)
-    expected = noise(arena.memory(0, MIB), 1)
+    expected = fill_with_noise(arena.memory(0, MIB), 1)
     home.write(0, arena.memory(0, MIB))
     with file_size_limit(2 * MIB), pytest.raises(SpillError, match=r"lift the limit"):
         home.ensure(4 * MIB)
@@ -194,7 +201,7 @@ def test_failed_write_names_offset_path_and_reason(
     tmp_path: Path, arena: Arena, direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not direct:
-        buffered(monkeypatch)
+        refuse_direct_io(monkeypatch)
     home = DiskHome(tmp_path)
     home.ensure(8 * MIB)
     with file_size_limit(2 * MIB), pytest.raises(TransferError) as caught:
@@ -239,7 +246,7 @@ def test_read_past_the_end_of_the_file_is_reported(tmp_path: Path, arena: Arena)
     os.ftruncate(home.locate(0, MIB).descriptor, MIB // 2)
     with pytest.raises(TransferError, match=r"could not read 512 KiB at byte 524288 .* the file ends there"):
         home.read(0, arena.memory(0, MIB))
-    assert "the system wrote nothing" in str(home.failed(0, MIB, -1, writes=True))
+    assert "the system wrote nothing" in str(home.transfer_error(0, MIB, -1, writes=True))
     home.close()
 
 
@@ -248,7 +255,7 @@ def test_spill_directory_in_memory_works_with_a_warning(arena: Arena) -> None:
     with pytest.warns(UserWarning, match="kept in memory"):
         home = DiskHome(SHARED_MEMORY)
     home.ensure(MIB)
-    expected = noise(arena.memory(0, MIB), 5)
+    expected = fill_with_noise(arena.memory(0, MIB), 5)
     home.write(0, arena.memory(0, MIB))
     home.read(0, arena.memory(MIB, MIB))
     assert bytes(arena.memory(MIB, MIB)) == expected == bytes(home.face(0, MIB).numpy())
@@ -304,7 +311,7 @@ def test_full_home_raises_spill_error_and_keeps_the_model(policy: str, tmp_path:
     x = torch.ones(64, 512)
     budget = outofcore.smallest_budget(step, model, optimizer, inputs=(x,), split="off")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    home = OpenHome([DiskHome(tmp_path, limit=8 * MIB)], kept=False)
+    home = OpenHome([DiskHome(tmp_path, limit=8 * MIB)], stays_open=False)
     with outofcore.compile(step, model, optimizer, budget=budget, home=home, policy=policy) as compiled:
         with pytest.raises(
             SpillError, match=r"the step needs 1\d\.\d+ MiB on disk, and its limit is 8.00 MiB"

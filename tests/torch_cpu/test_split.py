@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from capture_cases import Case
-from cutting import ROOM, in_parts
+from cutting import ROOM, split_all
 from effort import is_exhaustive, some_of
 from exactness import CASES, check_exact
 from torch import nn
@@ -27,17 +27,17 @@ import outofcore
 from outofcore._torch_internals import OpOverload, result_leaves
 from outofcore.capture import Captured, capture_step
 from outofcore.capture.captured import Call, Ref, Value
-from outofcore.capture.operators import by_name, family_text
+from outofcore.capture.operators import arguments_by_name, family_text
 from outofcore.capture.tables import map_leaves
 from outofcore.errors import BudgetError, InputError
 from outofcore.execution.backend import CpuBackend
 from outofcore.profiling import equality
 from outofcore.profiling.cache import Cache, Shelf
-from outofcore.profiling.equality import Stretch, Trial, refuted, stretches_of
+from outofcore.profiling.equality import ExactnessTrial, TrialRange, choose_trial_ranges, find_mismatches
 from outofcore.profiling.ops import op_shelf
-from outofcore.transforms.split import Claim, tiled
-from outofcore.transforms.split.rules import ways_of
-from outofcore.transforms.split.ways import Cut, Way
+from outofcore.transforms.split import ExactnessCheck, split_step
+from outofcore.transforms.split.rules import splits_of
+from outofcore.transforms.split.ways import Cut, OpSplit
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +54,13 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Cache:
     ],
 )
 def test_split_steps_are_exact(name: str, parts: int, verdicts: Cache) -> None:
-    check_exact(CASES[name], functools.partial(in_parts, parts=parts, verdicts=verdicts))
+    check_exact(CASES[name], functools.partial(split_all, parts=parts, verdicts=verdicts))
 
 
 @pytest.mark.parametrize("name", ["conv_net", "gpt", "lstm", "mutated_input"])
 def test_split_steps_are_exact_under_a_size_limit_per_op(name: str, verdicts: Cache) -> None:
     max_op_bytes = 16 << 10
-    check_exact(CASES[name], functools.partial(in_parts, parts=3, verdicts=verdicts, most=max_op_bytes))
+    check_exact(CASES[name], functools.partial(split_all, parts=3, verdicts=verdicts, max_bytes=max_op_bytes))
 
 
 class Unet(nn.Module):
@@ -135,7 +135,7 @@ MORE: dict[str, Callable[[], Case]] = {
 
 @pytest.mark.parametrize(("name", "parts"), some_of(itertools.product(MORE, [2, 4]), lambda case: case[1] == 4))
 def test_split_layers_are_exact(name: str, parts: int, verdicts: Cache) -> None:
-    check_exact(MORE[name], functools.partial(in_parts, parts=parts, verdicts=verdicts))
+    check_exact(MORE[name], functools.partial(split_all, parts=parts, verdicts=verdicts))
 
 
 # Split rules with other part sizes: results close to the whole op, mostly bit for bit.
@@ -243,15 +243,15 @@ def test_split_rules_match_the_whole_op(name: str) -> None:
     check_count = 0
     for call, values in recorded.calls:
         for whole in split_backward(call):
-            for split in ways_of(whole, values):
-                if split.looks_up:  # its rows are copied by separate ops
+            for split in splits_of(whole, values):
+                if split.is_lookup:  # its rows are copied by separate ops
                     continue
                 for parts in (2, 3, 5):
                     ends = split.ends(min(parts, split.extent))
-                    claim = Claim(check_key(whole, values, split, ends), whole, split, ends)
+                    claim = ExactnessCheck(check_key(whole, values, split, ends), whole, split, ends)
                     with torch.no_grad():
-                        stretch = Stretch(ends[0], ends[-1], tuple(itertools.pairwise(ends)))
-                        assert Trial(claim, values, torch.device("cpu"), stretch).holds(is_close), claim.key
+                        stretch = TrialRange(ends[0], ends[-1], tuple(itertools.pairwise(ends)))
+                        assert ExactnessTrial(claim, values, torch.device("cpu"), stretch).is_equal(is_close), claim.key
                     check_count += 1
     assert check_count, "no call can be split"
 
@@ -270,7 +270,7 @@ def split_backward(call: Call) -> list[Call]:
     return calls
 
 
-def check_key(call: Call, values: list[Value], split: Way, ends: tuple[int, ...]) -> str:
+def check_key(call: Call, values: list[Value], split: OpSplit, ends: tuple[int, ...]) -> str:
     return f"{family_text(str(call.func), call.args, call.kwargs, values)} by {split.name} at {list(ends)}"
 
 
@@ -281,26 +281,26 @@ def test_mismatch_in_leftover_elements_is_detected() -> None:
     silu = Call(torch.ops.aten.silu.default, (Ref(0),), {}, (1,))
     relu = Call(torch.ops.aten.relu.default, (Ref(0),), {}, (1,))
     claims = [
-        Claim(f"{call.func} {split.name}", call, split, (0, split.extent // 2 + 1, split.extent))
+        ExactnessCheck(f"{call.func} {split.name}", call, split, (0, split.extent // 2 + 1, split.extent))
         for call in (silu, relu)
-        for split in ways_of(call, [x, y])
+        for split in splits_of(call, [x, y])
         if split.extent == 144
     ]
     assert len(claims) == 2
     data = torch.randn(7 * 1024)
     uneven = not torch.equal(F.silu(data), torch.cat([F.silu(scrap.clone()) for scrap in data.split(7)]))
-    assert refuted(claims, [x, y], CpuBackend(), ROOM) == frozenset({claims[0].key} if uneven else set())
+    assert find_mismatches(claims, [x, y], CpuBackend(), ROOM) == frozenset({claims[0].key} if uneven else set())
 
 
 def test_verdicts_are_cached(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = (Value(n, torch.float32, (64, 64), (64, 1)) for n in (0, 1))
     call = Call(torch.ops.aten._softmax.default, (Ref(0), -1, False), {}, (1,))
-    claims = [Claim("softmax by rows", call, ways_of(call, [x, y])[0], (0, 32, 64))]
+    claims = [ExactnessCheck("softmax by rows", call, splits_of(call, [x, y])[0], (0, 32, 64))]
     cache = Cache(tmp_path)
-    assert refuted(claims, [x, y], CpuBackend(), ROOM, cache) == frozenset()
-    monkeypatch.setattr(Trial, "holds", lambda *_: False)
-    assert refuted(claims, [x, y], CpuBackend(), ROOM, cache) == frozenset()  # cached
-    assert refuted(claims, [x, y], CpuBackend(), ROOM) == {claims[0].key}
+    assert find_mismatches(claims, [x, y], CpuBackend(), ROOM, cache) == frozenset()
+    monkeypatch.setattr(ExactnessTrial, "is_equal", lambda *_: False)
+    assert find_mismatches(claims, [x, y], CpuBackend(), ROOM, cache) == frozenset()  # cached
+    assert find_mismatches(claims, [x, y], CpuBackend(), ROOM) == {claims[0].key}
 
 
 @pytest.mark.parametrize(("rows", "is_seen"), [(2, True), (8192, False)])
@@ -308,16 +308,16 @@ def test_ops_with_few_elements_are_checked_twice(rows: int, is_seen: bool, monke
     """The first draw can miss a mismatch: reordered sums of few terms often round alike."""
     x, y = (Value(n, torch.float32, (rows, 4), (4, 1)) for n in (0, 1))
     call = Call(torch.ops.aten._softmax.default, (Ref(0), -1, False), {}, (1,))
-    claim = Claim("softmax by rows", call, ways_of(call, [x, y])[0], (0, rows // 2, rows))
+    claim = ExactnessCheck("softmax by rows", call, splits_of(call, [x, y])[0], (0, rows // 2, rows))
     checked: list[torch.Tensor] = []
 
-    def holds(trial: Trial, *_: Any) -> bool:
-        (inputs,) = trial.given.values()
+    def holds(trial: ExactnessTrial, *_: Any) -> bool:
+        (inputs,) = trial.arguments.values()
         checked.append(inputs)
         return len(checked) < 2
 
-    monkeypatch.setattr(Trial, "holds", holds)
-    assert refuted([claim], [x, y], CpuBackend(), ROOM) == ({claim.key} if is_seen else set())
+    monkeypatch.setattr(ExactnessTrial, "is_equal", holds)
+    assert find_mismatches([claim], [x, y], CpuBackend(), ROOM) == ({claim.key} if is_seen else set())
     assert len(checked) == (2 if is_seen else 1)
     assert not is_seen or not torch.equal(*checked)
 
@@ -423,9 +423,9 @@ def test_exactness_checks_draw_no_random_numbers(verdicts: Cache) -> None:
 
     captured = capture_step(step, [model], [], case().batch(), {})
     before = torch.get_rng_state()
-    in_parts(captured, 3, verdicts)
+    split_all(captured, 3, verdicts)
     assert torch.equal(torch.get_rng_state(), before)
-    check_exact(case, functools.partial(in_parts, parts=3, verdicts=verdicts))
+    check_exact(case, functools.partial(split_all, parts=3, verdicts=verdicts))
 
 
 def test_unknown_split_option_is_refused() -> None:
@@ -438,7 +438,7 @@ def test_split_is_deterministic() -> None:
     def parts() -> Captured:
         model, optimizer, step, batch = language()
         captured = capture_step(step, [model], [optimizer], batch(0), {})
-        return tiled(captured, 8 << 20).captured
+        return split_step(captured, 8 << 20).captured
 
     first, second = parts(), parts()
     assert first.graph == second.graph
@@ -447,10 +447,10 @@ def test_split_is_deterministic() -> None:
 
 def test_by_name_maps_positional_arguments() -> None:
     call = Call(torch.ops.aten.mm.default, (Ref(0), Ref(1)), {}, (2,))
-    assert by_name(torch.ops.aten.mm.default, call.args, call.kwargs) == {"self": Ref(0), "mat2": Ref(1)}
+    assert arguments_by_name(torch.ops.aten.mm.default, call.args, call.kwargs) == {"self": Ref(0), "mat2": Ref(1)}
 
 
-def gradient_by_channels(channels: int) -> tuple[Claim, list[Value]]:
+def gradient_by_channels(channels: int) -> tuple[ExactnessCheck, list[Value]]:
     """Return a convolution's weight gradient split into parts of two channels."""
 
     def step(x: torch.Tensor, output_gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -461,11 +461,11 @@ def gradient_by_channels(channels: int) -> tuple[Claim, list[Value]]:
 
     x, output_gradient = torch.randn(1, channels, 16, 16), torch.randn(1, channels, 16, 16)
     captured = capture_step(step, [], [], (x, output_gradient, torch.randn(channels, channels, 3, 3)), {})
-    split = tiled(captured, 1, parts=channels // 2, least=1)
+    split = split_step(captured, 1, parts=channels // 2, min_bytes=1)
     return next(
         (claim, list(split.values))
-        for claim in split.claims
-        if claim.way.extent == channels and claim.ends[1] - claim.ends[0] == 2
+        for claim in split.checks
+        if claim.split.extent == channels and claim.ends[1] - claim.ends[0] == 2
     )
 
 
@@ -478,35 +478,43 @@ def no_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_uncheckable_parts_of_few_channels_count_as_mismatches() -> None:
     """Without memory for two parts, a check of one channel would not show that 128 channels are exact."""
     claim, values = gradient_by_channels(128)
-    assert stretches_of(claim, values, 1) == ()
-    assert claim.key in refuted([claim], values, CpuBackend(), 1)
+    assert choose_trial_ranges(claim, values, 1) == ()
+    assert claim.key in find_mismatches([claim], values, CpuBackend(), 1)
 
 
-def language_claims() -> tuple[list[Claim], tuple[Value, ...]]:
+def language_claims() -> tuple[list[ExactnessCheck], tuple[Value, ...]]:
     model, optimizer, step, batch = language()
     captured = capture_step(step, [model], [optimizer], batch(0), {})
-    split = tiled(captured, 4 << 20)
-    assert len(split.claims) > 5
-    return list(split.claims), split.values
+    split = split_step(captured, 4 << 20)
+    assert len(split.checks) > 5
+    return list(split.checks), split.values
 
 
 def test_large_checks_run_on_the_whole_op_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     claims, values = language_claims()
     # An invalid split: its rows do not add up to the whole.
     claim, claim_values = gradient_by_channels(8)
-    wrong = dataclasses.replace(claim, key="wrong", way=dataclasses.replace(claim.way, made={1: Cut((1, 2))}))
-    expected = refuted(claims, values, CpuBackend(), 1 << 40), refuted([wrong], claim_values, CpuBackend(), 1 << 40)
+    wrong = dataclasses.replace(
+        claim, key="wrong", split=dataclasses.replace(claim.split, result_cuts={1: Cut((1, 2))})
+    )
+    expected = (
+        find_mismatches(claims, values, CpuBackend(), 1 << 40),
+        find_mismatches([wrong], claim_values, CpuBackend(), 1 << 40),
+    )
     claim_counts: list[int] = []
-    check_elsewhere = equality._tried_elsewhere
+    check_elsewhere = equality._run_in_process
 
-    def record(claims: list[Claim], *args: Any) -> dict[str, bool]:
+    def record(claims: list[ExactnessCheck], *args: Any) -> dict[str, bool]:
         claim_counts.append(len(claims))
         verdicts = check_elsewhere(claims, *args)
         assert len(verdicts) == len(claims)
         return verdicts
 
-    monkeypatch.setattr(equality, "_tried_elsewhere", record)
-    assert (refuted(claims, values, CpuBackend(), 1), refuted([wrong], claim_values, CpuBackend(), 1)) == expected
+    monkeypatch.setattr(equality, "_run_in_process", record)
+    assert (
+        find_mismatches(claims, values, CpuBackend(), 1),
+        find_mismatches([wrong], claim_values, CpuBackend(), 1),
+    ) == expected
     assert claim_counts == [len(claims), 1]
     assert expected[1] == {"wrong"}
 
@@ -514,8 +522,8 @@ def test_large_checks_run_on_the_whole_op_in_another_process(monkeypatch: pytest
 def test_verdicts_of_another_process_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     claims, values = language_claims()
     cache, other_cache = Cache(tmp_path / "one"), Cache(tmp_path / "other")
-    assert not refuted(claims, values, CpuBackend(), 1 << 40, other_cache)
-    turn = Shelf.turn
+    assert not find_mismatches(claims, values, CpuBackend(), 1 << 40, other_cache)
+    turn = Shelf.take_turn
 
     @contextlib.contextmanager
     def late(shelf: Shelf) -> Iterator[None]:
@@ -523,9 +531,9 @@ def test_verdicts_of_another_process_are_reused(tmp_path: Path, monkeypatch: pyt
             shelf.write(dict.fromkeys(op_shelf(other_cache, kind="parts").read(), False))
             yield
 
-    monkeypatch.setattr(Shelf, "turn", late)
-    monkeypatch.setattr(equality, "_holds", None)
-    assert refuted(claims, values, CpuBackend(), 1, cache) == {claim.key for claim in claims}
+    monkeypatch.setattr(Shelf, "take_turn", late)
+    monkeypatch.setattr(equality, "_run_check", None)
+    assert find_mismatches(claims, values, CpuBackend(), 1, cache) == {claim.key for claim in claims}
 
 
 @pytest.mark.parametrize(
@@ -544,7 +552,7 @@ def test_dying_process_gives_no_verdict_on_its_current_check(
 
     monkeypatch.setattr(equality, "start_process", start)
     claims, values = language_claims()
-    verdicts = equality._tried_elsewhere(claims[:3], values, torch.device("cpu"))
+    verdicts = equality._run_in_process(claims[:3], values, torch.device("cpu"))
     assert len(verdicts) == verdict_count
     assert all(verdicts.values())
 
@@ -552,17 +560,17 @@ def test_dying_process_gives_no_verdict_on_its_current_check(
 def test_stretches_are_checked_when_the_process_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     claims, values = language_claims()
-    assert equality._tried_elsewhere(claims, values, torch.device("cpu")) == {}
+    assert equality._run_in_process(claims, values, torch.device("cpu")) == {}
     # These checks also pass on stretches of a quarter.
-    assert not refuted(claims, values, CpuBackend(), 64 << 20)
+    assert not find_mismatches(claims, values, CpuBackend(), 64 << 20)
 
 
 def test_split_trial_falls_back_to_longest_prefix_and_suffix() -> None:
     claim, values = gradient_by_channels(128)
     ample_bytes = 1 << 30
-    assert stretches_of(claim, values, ample_bytes) == (Stretch(0, 128, ((0, 2), (124, 126), (126, 128))),)
+    assert choose_trial_ranges(claim, values, ample_bytes) == (TrialRange(0, 128, ((0, 2), (124, 126), (126, 128))),)
     # Inputs are held as a whole, with the weight's shape.
-    first, last = stretches_of(claim, values, 1200 << 10)
+    first, last = choose_trial_ranges(claim, values, 1200 << 10)
     assert first.low == 0
     assert last.high == 128
     assert (first.parts[0], first.parts[-1]) == ((0, 2), (first.high - 2, first.high))
@@ -574,10 +582,10 @@ def test_split_trial_stays_within_its_memory(kib: int) -> None:
     call = Call(torch.ops.aten.mm.default, (Ref(0), Ref(1)), {}, (2,))
     shapes = (512, 64), (64, 64), (512, 64)
     values = [Value(number, torch.float32, shape, (64, 1)) for number, shape in enumerate(shapes)]
-    split = next(split for split in ways_of(call, values) if split.extent == 512)
-    claim = Claim("", call, split, (0, 128, 256, 384, 512))
+    split = next(split for split in splits_of(call, values) if split.extent == 512)
+    claim = ExactnessCheck("", call, split, (0, 128, 256, 384, 512))
     row, weight = 2 * 64 * 4, 64 * 64 * 4
-    for stretch in stretches_of(claim, values, kib << 10):
+    for stretch in choose_trial_ranges(claim, values, kib << 10):
         widest = max(high - low for low, high in stretch.parts)
         is_halved = (stretch.low, stretch.high) in itertools.pairwise(claim.ends)
         # A part without room for another is compared with its halves.

@@ -16,12 +16,12 @@ from effort import some_of
 from torch import nn
 
 import outofcore
-from outofcore.capture.optimizers import UpdateOn
+from outofcore.capture.optimizers import BoundUpdate
 from outofcore.capture.value_errors import ops_that_may_raise
 from outofcore.errors import BudgetError
-from outofcore.execution.interrupts import Deferred
-from outofcore.session import Outcome
-from outofcore.transforms.passes import leanest
+from outofcore.execution.interrupts import DeferredSignals
+from outofcore.session import CallOutcome
+from outofcore.transforms.passes import rewrite_for_lowest_memory
 
 WIDTH, WORDS = 160, 400
 LIMIT = [float("inf")]
@@ -149,7 +149,7 @@ def test_late_error_leaves_the_state_of_plain_pytorch(kind: str, factor: float, 
             assert not compiled._session.torn
         ours, theirs = all_state(model, optimizers), all_state(plain_model, plain_optimizers)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert any(Outcome.STOPPED.value in note for note in notes)
+    assert any(CallOutcome.STOPPED.value in note for note in notes)
 
 
 @pytest.mark.parametrize("factor", [1.0, *some_of([1.5, 50.0], lambda f: f == 50)])
@@ -166,7 +166,9 @@ def test_updates_do_not_move_before_a_raising_op(factor: float) -> None:
         with pytest.raises(ValueError, match="beyond the limit") as caught:
             compiled(*make_inputs(2))
         notes = " ".join(caught.value.__notes__)
-        assert Outcome.UNDONE.value in notes or Outcome.STOPPED.value in notes  # STOPPED if gradients were evicted
+        assert (
+            CallOutcome.UNDONE.value in notes or CallOutcome.STOPPED.value in notes
+        )  # STOPPED if gradients were evicted
         after = all_state(model, optimizers)
         assert all(torch.equal(after[name], before[name]) for name in before if not name.endswith(".grad"))
         LIMIT[0] = float("inf")
@@ -181,7 +183,7 @@ def test_embedding_does_not_stop_updates_from_moving_up() -> None:
     step, model, optimizers = make_case("two losses")
     with outofcore.compile(step, model, optimizers, budget="1GiB", cache=False) as compiled:
         compiled(*make_inputs(0))
-        captured = leanest(compiled.captured)
+        captured = rewrite_for_lowest_memory(compiled.captured)
     names = [op.name for op in captured.graph.ops]
     raising = [names[op] for op in sorted(ops_that_may_raise(captured))]
     assert raising == ["aten.embedding.default"]
@@ -194,13 +196,13 @@ def test_repeated_ctrl_c_waits_for_updates_in_progress(times: int, monkeypatch: 
     plain, plain_model, plain_optimizers = make_case("in backward")
     step, model, optimizers = make_case("in backward")
     noted, calls = threading.Semaphore(0), []
-    note, update = Deferred._note, UpdateOn.__call__
+    note, update = DeferredSignals._note, BoundUpdate.__call__
 
-    def note_and_signal(self: Deferred, *args: Any) -> None:
+    def note_and_signal(self: DeferredSignals, *args: Any) -> None:
         noted.release()
         note(self, *args)
 
-    def interrupting(self: UpdateOn, *args: Any) -> None:
+    def interrupting(self: BoundUpdate, *args: Any) -> None:
         update(self, *args)
         calls.append(1)
         if len(calls) == 1:
@@ -211,12 +213,12 @@ def test_repeated_ctrl_c_waits_for_updates_in_progress(times: int, monkeypatch: 
     with outofcore.compile(step, model, optimizers, budget=smallest("in backward"), cache=False) as compiled:
         assert torch.equal(compiled(*make_inputs(0)), plain(*make_inputs(0)))
         with monkeypatch.context() as patch:
-            patch.setattr(Deferred, "_note", note_and_signal)
-            patch.setattr(UpdateOn, "__call__", interrupting)
+            patch.setattr(DeferredSignals, "_note", note_and_signal)
+            patch.setattr(BoundUpdate, "__call__", interrupting)
             with pytest.raises(KeyboardInterrupt) as caught:
                 compiled(*make_inputs(1))
         plain(*make_inputs(1))
-        assert any(Outcome.MADE.value in note for note in caught.value.__notes__)
+        assert any(CallOutcome.COMPLETED.value in note for note in caught.value.__notes__)
         assert torch.equal(compiled(*make_inputs(2)), plain(*make_inputs(2)))
         ours, theirs = all_state(model, optimizers), all_state(plain_model, plain_optimizers)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from at_once import MOVES, PlannedAtOnce
+from at_once import WITHOUT_RECOMPUTATION, ForegroundPlanner
 from torch import nn
 from typer.testing import CliRunner
 
@@ -93,7 +93,7 @@ def forbid_planning(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
     for name in ("variant.smallest_budget", "planning.placing.pack", "planning.placing.place", "planning.placing.fit"):
         monkeypatch.setattr(f"outofcore.{name}", never)
     monkeypatch.setattr(links, "measure_link", never)
-    monkeypatch.setattr(ops._Bench, "_measured", never)
+    monkeypatch.setattr(ops._OpBench, "_measure", never)
     variants: list[Variant] = []
     make_variant = StepVariants._make
 
@@ -110,7 +110,7 @@ def forbid_planning(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
 )
 def test_stored_plan_runs_without_planning(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keeps, is_split = "gradients kept" in kind, "split" in kind
-    monkeypatch.setattr("outofcore.variant._HALVINGS", 2)  # else the search for splits takes half a minute
+    monkeypatch.setattr("outofcore.variant._MAX_HALVINGS", 2)  # else the search for splits takes half a minute
     step: dict[str, Any] = {"keeps_gradients": keeps, "layers": 1 if is_split else LAYERS}
     rows, split = (8 * BATCH, "exact") if is_split else (BATCH, "off")
     smallest_bytes = smallest(split, rows, **step)
@@ -212,10 +212,10 @@ def test_stored_plan_is_replaced_when_its_costs_are_off(tmp_path: Path, monkeypa
     with monkeypatch.context() as patch:
         for name, value in (("undisturbed.DISTURBED", 1e6), ("replanning.DISTURBED", 1e6), ("replanning.SHARE", 1e6)):
             patch.setattr(f"outofcore.{name}", value)
-        patch.setattr("outofcore.replanning._COULD_BE_QUICKER", 1e6)
+        patch.setattr("outofcore.replanning._MAX_OPS_SHARE", 1e6)
         patch.setattr("outofcore.background._CLEARLY", -1e6)
         patch.setattr("outofcore.replanning.is_off", lambda *_: True)
-        patch.setattr("outofcore.plan_updates.BackgroundPlanner", PlannedAtOnce)
+        patch.setattr("outofcore.plan_updates.BackgroundPlanner", ForegroundPlanner)
         with compile_step(budget, tmp_path, split="off", policy="window") as step:
             assert train(step, 8) == expected
             shown = step._session.steps.shown
@@ -274,10 +274,10 @@ def test_plans_are_not_stored_without_a_cache(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_clear_cache_deletes_plans_of_steps_and_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_planner, "BackgroundPlanner", PlannedAtOnce)
+    monkeypatch.setattr(loop_planner, "BackgroundPlanner", ForegroundPlanner)
     run(smallest("off") + MIB, tmp_path, split="off")
     step, model, _ = make()
-    with outofcore.budget(3 * MIB, model, cache=tmp_path, policy=MOVES, home="host"):
+    with outofcore.budget(3 * MIB, model, cache=tmp_path, policy=WITHOUT_RECOMPUTATION, home="host"):
         train(step, 4)
     kinds = {path.name.partition("-")[0] for path in tmp_path.glob("*.json")}
     assert {"plan", "loop"} <= kinds

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from effort import some_of
-from sides import Side, alike, batch, both, compiled, everything, plain, values
+from sides import Side, act_on_both, batch, build_side, compile_side, is_same, values, visible_tensors
 from torch import nn
 
 import outofcore
@@ -24,19 +24,19 @@ SETUPS = ["smallest, one home", "smallest, own homes", "all, one home", "all, ow
 @pytest.fixture(params=some_of(SETUPS, ["smallest, one home", "all, own homes"]))
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
     budget, home = request.param.split(", ")
-    ours = compiled(0, budget=budget, home="disk", shared=home == "one home")
-    yield ours, plain(0)
+    ours = compile_side(0, budget=budget, home="disk", shared=home == "one home")
+    yield ours, build_side(0)
     for step in ours.steps:
         step.close()
 
 
 def test_close_leaves_a_cast_model_unchanged(pair: tuple[Side, Side]) -> None:
-    both(pair, lambda side: side.train(batch(0)))
-    both(pair, lambda side: side.model.bfloat16() and None)
+    act_on_both(pair, lambda side: side.train(batch(0)))
+    act_on_both(pair, lambda side: side.model.bfloat16() and None)
     for step in pair[0].steps:
         step.close()
     assert pair[0].weights()[0].dtype is torch.bfloat16
-    assert alike(everything(pair[0]), everything(pair[1]))
+    assert is_same(visible_tensors(pair[0]), visible_tensors(pair[1]))
 
 
 def test_replaced_data_survives_closing_a_step(pair: tuple[Side, Side]) -> None:
@@ -47,7 +47,7 @@ def test_replaced_data_survives_closing_a_step(pair: tuple[Side, Side]) -> None:
             step.close()
         return side.evaluate(batch(1))
 
-    both(pair, change)
+    act_on_both(pair, change)
 
 
 def test_weight_transposed_in_place_is_noticed(pair: tuple[Side, Side]) -> None:
@@ -56,7 +56,7 @@ def test_weight_transposed_in_place_is_noticed(pair: tuple[Side, Side]) -> None:
         side.weights()[0].data = side.weights()[0].data.t()
         return side.train(batch(1)), side.evaluate(batch(2))
 
-    both(pair, change)
+    act_on_both(pair, change)
 
 
 def _with_column_major_strides(tensor: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ def test_weight_keeps_changed_strides(pair: tuple[Side, Side], index: int) -> No
         weight.data = weight.data.contiguous()
         return [result.detach() for result in (*results, side.train(batch(6, rows)))]
 
-    both(pair, change)
+    act_on_both(pair, change)
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
@@ -92,7 +92,7 @@ def test_optimizer_state_keeps_changed_strides(pair: tuple[Side, Side], name: st
         state[name].data = state[name].data.contiguous()
         return [result.detach() for result in (*results, side.train(batch(3)))]
 
-    both(pair, change)
+    act_on_both(pair, change)
 
 
 def test_gradient_keeps_changed_strides(pair: tuple[Side, Side]) -> None:
@@ -107,7 +107,7 @@ def test_gradient_keeps_changed_strides(pair: tuple[Side, Side]) -> None:
                 side.weights()[0].grad = _with_column_major_strides(gradient) if number == 0 else gradient.contiguous()
         return results
 
-    both(pair, change)
+    act_on_both(pair, change)
 
 
 def test_gradient_norms_are_exact_when_strides_change(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_gradient_norms_are_exact_when_strides_change(tmp_path: Path) -> None:
 
 def test_prepared_steps_are_not_captured_again(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="outofcore")
-    side = compiled(0, budget="smallest", home="disk", shared=True)
+    side = compile_side(0, budget="smallest", home="disk", shared=True)
     for step in side.steps:
         step.prepare(batch(0))
         step(batch(0))
@@ -152,7 +152,7 @@ def test_optimizer_state_keeps_strides_changed_after_prepare(pair: tuple[Side, S
         state["exp_avg"] = _with_column_major_strides(state["exp_avg"])
         return side.train(batch(1)).detach()
 
-    both(pair, change)
+    act_on_both(pair, change)
 
 
 @pytest.mark.parametrize("before", ["renew", "evaluate"])
@@ -165,7 +165,7 @@ def test_weight_tied_to_a_new_parameter_stays_tied(pair: tuple[Side, Side], befo
         results += [getattr(side, after)(batch(1)).detach(), side.train(batch(2)).detach()]
         return [*results, side.evaluate(batch(3))]
 
-    both(pair, change)
+    act_on_both(pair, change)
 
 
 def test_restored_parameter_can_be_tied(pair: tuple[Side, Side]) -> None:
@@ -179,7 +179,7 @@ def test_restored_parameter_can_be_tied(pair: tuple[Side, Side]) -> None:
         results += [side.evaluate(batch(2)), side.train(batch(3)).detach()]
         return [*results, side.evaluate(batch(4))]
 
-    both(pair, change)
+    act_on_both(pair, change)
 
 
 def test_restored_parameter_keeps_changed_strides(pair: tuple[Side, Side]) -> None:
@@ -192,7 +192,7 @@ def test_restored_parameter_keeps_changed_strides(pair: tuple[Side, Side]) -> No
         side.model[0].weight = original
         return [*results, side.evaluate(batch(2)), side.train(batch(3)).detach()]
 
-    both(pair, change)
+    act_on_both(pair, change)
 
 
 def test_restored_parameter_keeps_its_values(pair: tuple[Side, Side]) -> None:
@@ -204,7 +204,7 @@ def test_restored_parameter_keeps_its_values(pair: tuple[Side, Side]) -> None:
         side.model[0].weight = original
         return [*results, side.train(batch(3)).detach()]
 
-    both(pair, change)
+    act_on_both(pair, change)
 
 
 def test_layers_can_be_swapped(pair: tuple[Side, Side]) -> None:
@@ -216,7 +216,7 @@ def test_layers_can_be_swapped(pair: tuple[Side, Side]) -> None:
             results += [side.train(batch(number)).detach(), side.evaluate(batch(number))]
         return results
 
-    both(pair, change)
+    act_on_both(pair, change)
 
 
 def test_held_gradients_survive_zero_grad(pair: tuple[Side, Side]) -> None:
@@ -227,7 +227,7 @@ def test_held_gradients_survive_zero_grad(pair: tuple[Side, Side]) -> None:
         side.gather(batch(1))
         return gradients
 
-    both(pair, change)
+    act_on_both(pair, change)
 
 
 @pytest.mark.parametrize("leave", ["gather", "backward"])
@@ -242,7 +242,7 @@ def test_steps_accumulate_into_existing_gradients(pair: tuple[Side, Side], leave
             results.append(side.train(batch(10 + number)).detach())
         return results
 
-    both(pair, change)
+    act_on_both(pair, change)
 
 
 def test_held_gradients_survive_accumulation_and_clearing(pair: tuple[Side, Side]) -> None:
@@ -254,7 +254,7 @@ def test_held_gradients_survive_accumulation_and_clearing(pair: tuple[Side, Side
             side.train(batch(10 + number))
         return gradients
 
-    both(pair, change)
+    act_on_both(pair, change)
 
 
 def test_held_gradients_survive_renewal_by_the_next_step(pair: tuple[Side, Side]) -> None:
@@ -266,7 +266,7 @@ def test_held_gradients_survive_renewal_by_the_next_step(pair: tuple[Side, Side]
         side.evaluate(batch(4))
         return gradients
 
-    both(pair, change)
+    act_on_both(pair, change)
 
 
 def test_gradients_stay_visible_between_steps(pair: tuple[Side, Side]) -> None:
@@ -283,7 +283,7 @@ def test_gradients_stay_visible_between_steps(pair: tuple[Side, Side]) -> None:
             step.close()
         return results
 
-    both(pair, change)
+    act_on_both(pair, change)
 
 
 def test_replaced_optimizer_state_stays_unchanged(pair: tuple[Side, Side]) -> None:
@@ -294,7 +294,7 @@ def test_replaced_optimizer_state_stays_unchanged(pair: tuple[Side, Side]) -> No
         side.train(batch(1))
         return old
 
-    both(pair, change)
+    act_on_both(pair, change)
 
 
 def test_parameters_can_be_tied_and_untied_by_data(pair: tuple[Side, Side]) -> None:
@@ -309,8 +309,8 @@ def test_parameters_can_be_tied_and_untied_by_data(pair: tuple[Side, Side]) -> N
         second.data = second.data.clone()
         return side.train(batch(3)).detach(), side.train(batch(4)).detach()
 
-    both(pair, tie)
-    both(pair, untie)
+    act_on_both(pair, tie)
+    act_on_both(pair, untie)
 
 
 @pytest.mark.parametrize("variant", ["whole", "lines"])
@@ -327,7 +327,7 @@ def test_parameter_data_can_be_swapped(pair: tuple[Side, Side], variant: str) ->
             results += [side.train(batch(number)).detach(), side.evaluate(batch(number))]
         return results
 
-    both(pair, change)
+    act_on_both(pair, change)
 
 
 def test_optimizer_state_can_be_swapped(pair: tuple[Side, Side]) -> None:
@@ -339,7 +339,7 @@ def test_optimizer_state_can_be_swapped(pair: tuple[Side, Side]) -> None:
         first["exp_avg"].data, second["exp_avg"].data = second["exp_avg"].data, first["exp_avg"].data
         return [*results, side.train(batch(2)).detach()]
 
-    both(pair, change)
+    act_on_both(pair, change)
 
 
 def test_gradients_can_be_swapped(pair: tuple[Side, Side]) -> None:
@@ -354,7 +354,7 @@ def test_gradients_can_be_swapped(pair: tuple[Side, Side]) -> None:
         side.gather(batch(2))
         return side.train(batch(3)).detach()
 
-    both(pair, change)
+    act_on_both(pair, change)
 
 
 def test_close_keeps_parameters_tied(pair: tuple[Side, Side]) -> None:
@@ -367,7 +367,7 @@ def test_close_keeps_parameters_tied(pair: tuple[Side, Side]) -> None:
         with torch.no_grad():
             first.mul_(2.0)
 
-    both(pair, tie)
+    act_on_both(pair, tie)
 
 
 def test_steps_may_be_called_in_inference_mode(pair: tuple[Side, Side]) -> None:
@@ -381,7 +381,7 @@ def test_steps_may_be_called_in_inference_mode(pair: tuple[Side, Side]) -> None:
             side.weights()[0].mul_(0.5)
         return results
 
-    both(pair, change)
+    act_on_both(pair, change)
 
 
 def test_optimizer_restarts_after_its_state_is_cleared(pair: tuple[Side, Side]) -> None:
@@ -391,11 +391,11 @@ def test_optimizer_restarts_after_its_state_is_cleared(pair: tuple[Side, Side]) 
         side.optimizer.state.clear()
         return side.train(batch(3)).detach(), side.train(batch(4)).detach()
 
-    both(pair, change)
+    act_on_both(pair, change)
 
 
 def test_memory_shared_between_processes_is_refused() -> None:
-    side = compiled(0, budget="all", home="disk", shared=True)
+    side = compile_side(0, budget="all", home="disk", shared=True)
     side.train(batch(0))
     before = side.weights()[0].detach().clone()
     side.model.share_memory()
@@ -418,7 +418,7 @@ def test_unclosed_step_leaves_no_threads_or_open_files() -> None:
 
     gc.collect()
     before = threads(), open_files()
-    side = plain(0)
+    side = build_side(0)
     # Copies to a home run in their own threads.
     step = outofcore.compile(side.train, side.model, side.optimizer, budget="1GiB", policy="offload-all")
     step(batch(0))
@@ -432,7 +432,7 @@ def test_unclosed_step_leaves_no_threads_or_open_files() -> None:
 
 
 def test_step_reading_old_and_leaving_new_gradients_is_refused() -> None:
-    side = plain(0)
+    side = build_side(0)
 
     def train(x: torch.Tensor) -> torch.Tensor:
         old = sum((p.grad.abs().sum() for p in side.model.parameters() if p.grad is not None), torch.zeros(()))
@@ -444,9 +444,9 @@ def test_step_reading_old_and_leaving_new_gradients_is_refused() -> None:
 
     with outofcore.compile(train, side.model, side.optimizer, budget="64MiB") as step:
         step(batch(0))
-        before = everything(side)
+        before = visible_tensors(side)
         with pytest.raises(CaptureError, match=r"uses the gradient that .* had before it"):
             step(batch(1))
-        assert alike(everything(side), before)
+        assert is_same(visible_tensors(side), before)
         side.optimizer.zero_grad()
         step(batch(1))

@@ -20,8 +20,8 @@ from torch import nn
 import outofcore
 from outofcore.errors import BudgetError, SpillError
 from outofcore.execution import cpu
-from outofcore.profiling.scratch import Contents
-from outofcore.session import Outcome
+from outofcore.profiling.scratch import ScratchContents
+from outofcore.session import CallOutcome
 from outofcore.units import KIB, MIB
 
 # Bytes of each scratch allocation of the operator below, and their number.
@@ -61,7 +61,7 @@ def _small_scratch() -> Iterator[None]:
     SCRATCH[0], PIECES[0] = 128 * KIB, 1
 
 
-def greedy_case(count: int = 6) -> surging.Made:
+def greedy_case(count: int = 6) -> surging.StepCase:
     torch.manual_seed(0)
     sides = [nn.Sequential(*(nn.Linear(ROWS, COLUMNS, bias=False) for _ in range(count // 2))) for _ in range(2)]
     model = nn.ModuleList(sides)
@@ -142,11 +142,11 @@ def test_surge_evicts_storages_unused_by_the_op(
             SCRATCH[0], PIECES[0] = needs[number], pieces
             results.append(compiled(inputs(number)).item())
         assert results == losses
-        assert session.kinds == 1
+        assert session.signature_count == 1
         assert all(map(torch.equal, surging.contents(model, optimizer), states))
 
 
-def exponential_case() -> surging.Made:
+def exponential_case() -> surging.StepCase:
     """Return a step with a matrix exponential: its scratch memory depends on the norm of its argument."""
     torch.manual_seed(0)
     model = nn.ParameterList([torch.randn(ROWS, COLUMNS) / ROWS for _ in range(9)])
@@ -168,14 +168,14 @@ def exponential_case() -> surging.Made:
 
 def test_surge_of_a_replayed_op_is_handled_before_the_next_op(monkeypatch: pytest.MonkeyPatch) -> None:
     """Native code calls the ops from the third step on, and stops after the op that was lent memory."""
-    monkeypatch.setattr(cpu, "is_worth_it", lambda *_: True)
+    monkeypatch.setattr(cpu, "is_worth_replaying", lambda *_: True)
 
-    def fill_with_small_numbers(contents: Contents, target: torch.Tensor, dtype: torch.dtype) -> None:
+    def fill_with_small_numbers(contents: ScratchContents, target: torch.Tensor, dtype: torch.dtype) -> None:
         target.zero_()
         if dtype.is_floating_point:
             target[: target.numel() // dtype.itemsize * dtype.itemsize].view(dtype).fill_(1e-6)
 
-    monkeypatch.setattr(Contents, "fill_bytes", fill_with_small_numbers)
+    monkeypatch.setattr(ScratchContents, "fill_bytes", fill_with_small_numbers)
     scales = [1e-3] * 4 + [100.0, 1e-3]
     plain, plain_model, plain_optimizer = exponential_case()
     step, model, optimizer = exponential_case()
@@ -191,7 +191,7 @@ def test_surge_of_a_replayed_op_is_handled_before_the_next_op(monkeypatch: pytes
                 op = next(op.id for op in compiled.captured.graph.ops if "matrix_exp" in op.name)
                 bound = session.steps.runner._placed.bound
                 scope = next(scope for scope, run in enumerate(bound.runs) if run.op == op)
-                assert session.engine._replayed[bound].taken[scope]
+                assert session.engine._replayed[bound].recorded[scope]
             assert torch.equal(compiled(x), plain(x))
             if number == 4:
                 assert session.steps.arena.counters().lent
@@ -267,7 +267,9 @@ def test_surge_with_a_full_home_is_refused_and_undone(monkeypatch: pytest.Monkey
         )
         with pytest.raises((SpillError, BudgetError), match=r"home") as caught:
             run(compiled, [5 * MIB])
-        assert any(Outcome.UNDONE.value in note or Outcome.UNCHANGED.value in note for note in caught.value.__notes__)
+        assert any(
+            CallOutcome.UNDONE.value in note or CallOutcome.UNCHANGED.value in note for note in caught.value.__notes__
+        )
         assert all(map(torch.equal, surging.contents(model, optimizer), before))
         monkeypatch.undo()
         run(compiled, [128 * KIB])
@@ -325,7 +327,7 @@ class Raising(Matrixwise):
         return gradient
 
 
-def raising_case() -> surging.Made:
+def raising_case() -> surging.StepCase:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(ROWS, COLUMNS), nn.Linear(COLUMNS, 2 * ROWS), nn.Linear(2 * ROWS, ROWS))
     optimizer = Raising(model.parameters())
@@ -355,7 +357,7 @@ def test_optimizer_exception_leaves_the_state_of_plain_pytorch() -> None:
             except ValueError as error:
                 results.append(str(error))
                 if not is_plain:
-                    assert Outcome.UPDATE_STOPPED.value in error.__notes__
+                    assert CallOutcome.UPDATE_STOPPED.value in error.__notes__
             results += surging.contents(model, optimizer)
         runs.append(results)
         if not is_plain:

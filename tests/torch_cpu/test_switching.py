@@ -9,7 +9,7 @@ import torch
 from effort import some_of
 from hypothesis import given
 from hypothesis import strategies as st
-from sides import alike, batch, compiled, everything, plain
+from sides import batch, build_side, compile_side, is_same, visible_tensors
 
 from outofcore.execution.arena import Arena
 from outofcore.execution.state_moves import move_order
@@ -30,7 +30,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_switch_between_known_shapes_copies_no_persistent_state(copies: list[str]) -> None:
-    ours, theirs = compiled(0, budget="all", home="host", shared=False), plain(0)
+    ours, theirs = compile_side(0, budget="all", home="host", shared=False), build_side(0)
     for number, rows in enumerate((8, 16, 8, 4, 16)):
         for side in (ours, theirs):
             torch.manual_seed(number)
@@ -39,7 +39,7 @@ def test_switch_between_known_shapes_copies_no_persistent_state(copies: list[str
             copies.clear()  # planning the second shape emptied the arena
         if number == 2:
             assert copies == []
-    assert alike(everything(ours), everything(theirs))
+    assert is_same(visible_tensors(ours), visible_tensors(theirs))
     arena = ours.steps[0]._session.steps.arena
     assert arena is not None
     assert arena.bytes >= ours.steps[0].budget
@@ -49,7 +49,7 @@ def test_switch_between_known_shapes_copies_no_persistent_state(copies: list[str
 
 @pytest.mark.parametrize("budget", some_of(["smallest", "half"], ["smallest"]))
 def test_switches_under_tight_budgets_are_exact(budget: str) -> None:
-    ours, theirs = compiled(1, budget=budget, home="host", shared=True), plain(1)
+    ours, theirs = compile_side(1, budget=budget, home="host", shared=True), build_side(1)
     for number, rows in enumerate((8, 4, 8, 2, 4, 8, 2)):
         for side in (ours, theirs):
             torch.manual_seed(number)
@@ -57,8 +57,8 @@ def test_switches_under_tight_budgets_are_exact(budget: str) -> None:
             torch.manual_seed(number)
             side.gather(batch(number, rows))
         for step in ours.steps:
-            step._session.keeper.check()
-        assert alike(everything(ours), everything(theirs))
+            step._session.keeper.check_invariants()
+        assert is_same(visible_tensors(ours), visible_tensors(theirs))
     for step in ours.steps:
         step.close()
 

@@ -11,9 +11,9 @@ import torch
 from ablate import TECHNIQUES
 from capture_cases import Case
 from effort import some_of
-from following import trained
+from following import train_loop
 from loops import LOOPS
-from steps import CASES, assert_same, everything, smallest_of
+from steps import CASES, assert_same, smallest_of, visible_tensors
 from torch.utils import _pytree as pytree
 
 import outofcore
@@ -55,7 +55,7 @@ def results_of(case: Case, step: Callable[..., Any], check: Callable[[], None] =
 def plain(name: str) -> tuple[list[Any], dict[str, torch.Tensor], torch.Tensor]:
     torch.manual_seed(1234)
     case = CASES[name]()
-    return results_of(case, case.step), dict(everything(case)), torch.get_rng_state()
+    return results_of(case, case.step), dict(visible_tensors(case)), torch.get_rng_state()
 
 
 @functools.cache
@@ -86,7 +86,7 @@ def test_step_is_exact_without_one_technique(name: str, technique: str) -> None:
             # Without splits, 1.5 times the GAN's smallest budget holds all its storages.
             assert step.stats.bytes_in > 0 or (name, technique, share) == ("gan", "split", 1.5)
         assert torch.equal(torch.get_rng_state(), generator)
-        ours = dict(everything(case))
+        ours = dict(visible_tensors(case))
         assert [key for key, tensor in state.items() if not torch.equal(ours[key], tensor)] == []
 
 
@@ -101,11 +101,11 @@ LOOP_OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("technique", some_of(LOOP_OPTIONS, ["plans"]))
 def test_loop_is_exact_without_one_technique(technique: str) -> None:
     loop = LOOPS["checkpointed"]
-    theirs, _ = trained(*loop)
-    roomy, stats = trained(*loop, budget=1 << 30)
+    theirs, _ = train_loop(*loop)
+    roomy, stats = train_loop(*loop, budget=1 << 30)
     assert roomy.differs_from(theirs) == ""
     assert stats is not None
-    ours, stats = trained(*loop, budget=int(0.4 * stats.peak_bytes), **LOOP_OPTIONS[technique])
+    ours, stats = train_loop(*loop, budget=int(0.4 * stats.peak_bytes), **LOOP_OPTIONS[technique])
     assert ours.differs_from(theirs) == ""
     assert stats is not None
     assert stats.evictions > 0

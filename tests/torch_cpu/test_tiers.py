@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from capture_cases import Case
 from effort import some_of
-from steps import CASES, assert_same, budgets_of, everything
+from steps import CASES, assert_same, budgets_of, visible_tensors
 from torch import nn
 
 import outofcore
@@ -19,7 +19,7 @@ from outofcore.errors import BudgetError, InputError, SpillError
 from outofcore.planning import POLICIES
 from outofcore.program import CopyIn, CopyOut
 from outofcore.runtime.homes import HostHome
-from outofcore.runtime.slots import Piece, Slots
+from outofcore.runtime.slots import SlotPiece, Slots
 from outofcore.units import GIB, KIB, MIB, PAGE_BYTES
 from outofcore.validator import validate
 
@@ -58,7 +58,7 @@ def in_core(make: Callable[[], Case]) -> tuple[list[Any], dict[str, torch.Tensor
     torch.manual_seed(1234)
     case = make()
     results = [case.step(*case.batch(), **case.kwargs) for _ in range(STEPS)]
-    return results, dict(everything(case))
+    return results, dict(visible_tensors(case))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_steps_are_exact_at_several_budgets_and_host_budgets(
     policy = "offload-all" if name == "gpt" and not of_budget else "auto:polish_ops=0"
     ours, case, used = train(CASES[name], budget, host_budget, tmp_path, policy)
     assert_same(ours, theirs)
-    for key, tensor in everything(case):
+    for key, tensor in visible_tensors(case):
         assert torch.equal(tensor, right[key]), f"{key} differs"
     if name == "gpt":
         assert used == {0, 1}
@@ -96,7 +96,7 @@ def test_every_policy_is_exact_over_two_homes(policy: str, tmp_path: Path) -> No
     ours, case, used = train(make, (smallest + everything_fits) // 2, everything_fits // 5, tmp_path, policy)
     assert_same(ours, theirs)
     assert used
-    for key, tensor in everything(case):
+    for key, tensor in visible_tensors(case):
         assert torch.equal(tensor, right[key])
 
 
@@ -171,10 +171,10 @@ def test_host_memory_over_its_limit_is_refused_without_a_disk() -> None:
         host_budget="150KiB",
         policy="offload-all",
     )
-    before = {key: tensor.clone() for key, tensor in everything(case)}
+    before = {key: tensor.clone() for key, tensor in visible_tensors(case)}
     with pytest.raises(SpillError, match="limit is 148 KiB"):
         step(*case.batch())
-    for key, tensor in everything(case):
+    for key, tensor in visible_tensors(case):
         assert torch.equal(tensor, before[key])
 
 
@@ -182,13 +182,13 @@ def test_slots_reuse_the_lowest_free_pages() -> None:
     slots = Slots(HostHome(16 * PAGE_BYTES))
     page = PAGE_BYTES
     assert [slots.take(count * page) for count in (4, 3, 2)] == [0, 4 * page, 7 * page]
-    slots.give(0, 4 * page)
+    slots.free(0, 4 * page)
     assert slots.take(3 * page - 1) == 0  # whole pages
-    slots.give(4 * page, 3 * page)
+    slots.free(4 * page, 3 * page)
     assert slots.take(4 * page) == 3 * page  # adjacent free slots merge
-    slots.give(7 * page, 2 * page)
+    slots.free(7 * page, 2 * page)
     assert slots.take(5 * page) == 7 * page  # extends the end
-    assert slots.taken == slots.home.bytes == slots.end == 12 * page
+    assert slots.allocated_bytes == slots.home.bytes == slots.end == 12 * page
     with pytest.raises(SpillError, match="limit"):
         slots.take(5 * page)
     assert slots.take(4 * page) == 12 * page
@@ -199,16 +199,16 @@ def test_full_home_is_filled_in_pieces() -> None:
     page = PAGE_BYTES
     for at in range(0, 8, 2):
         assert slots.take(2 * page) == at * page
-    slots.give(0, 2 * page)
-    slots.give(4 * page, 2 * page)
+    slots.free(0, 2 * page)
+    slots.free(4 * page, 2 * page)
     with pytest.raises(SpillError):
         slots.take(3 * page)
     with pytest.raises(SpillError):
         slots.take_pieces(5 * page)
-    assert slots.taken == 4 * page
-    assert slots.take_pieces(3 * page) == (Piece(0, 2 * page), Piece(4 * page, page))
-    assert slots.take_pieces(page) == (Piece(5 * page, page),)
-    assert slots.taken == 8 * page
+    assert slots.allocated_bytes == 4 * page
+    assert slots.take_pieces(3 * page) == (SlotPiece(0, 2 * page), SlotPiece(4 * page, page))
+    assert slots.take_pieces(page) == (SlotPiece(5 * page, page),)
+    assert slots.allocated_bytes == 8 * page
 
 
 def test_link_measurement_uses_no_space_of_the_home(tmp_path: Path) -> None:

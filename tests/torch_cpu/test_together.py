@@ -13,7 +13,7 @@ from exactness import CASES, check_exact
 from outofcore.analysis import live_bytes
 from outofcore.capture import OptimizerUpdate, capture_step, device_traits
 from outofcore.capture.captured import Captured
-from outofcore.transforms.passes import delayed, lean, leanest, together
+from outofcore.transforms.passes import delay_updates, join_updates, rewrite_for_low_memory, rewrite_for_lowest_memory
 from outofcore.units import MIB
 
 
@@ -46,7 +46,7 @@ def updates(captured: Captured) -> list[OptimizerUpdate]:
 @pytest.mark.parametrize("settings", [{}, {"foreach": False}, {"fused": True}])
 def test_consecutive_updates_become_one_op(settings: dict[str, Any]) -> None:
     before = capture_with(torch.optim.AdamW, **settings)
-    after = together(before)
+    after = join_updates(before)
     assert len(updates(before)) > 1
     (update,) = updates(after)
     assert [m.parameter for m in update.members] == [m.parameter for u in updates(before) for m in u.members]
@@ -59,24 +59,24 @@ def test_consecutive_updates_become_one_op(settings: dict[str, Any]) -> None:
 
 def test_foreach_updates_stay_separate() -> None:
     before = capture_with(torch.optim.AdamW, foreach=True)
-    assert len(updates(together(before))) == len(updates(before)) > 1
+    assert len(updates(join_updates(before))) == len(updates(before)) > 1
 
 
 def test_second_update_of_a_parameter_stays_second() -> None:
     before = capture_with(torch.optim.SGD, twice=True)
-    first, second = updates(together(before))
+    first, second = updates(join_updates(before))
     assert [m.parameter for m in first.members] == [m.parameter for m in second.members]
 
 
 def test_joined_updates_stay_below_the_byte_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     before = capture_with(torch.optim.SGD)
     set_joined_bytes(monkeypatch, "_HOST", 2 * (300 * 300 + 300) * 4)
-    assert 1 < len(updates(together(before))) < len(updates(before))
+    assert 1 < len(updates(join_updates(before))) < len(updates(before))
 
 
 def test_foreach_updates_are_joined_on_a_gpu() -> None:
     before = replace(capture_with(torch.optim.AdamW, foreach=True), device=torch.device("cuda"))
-    after = together(before)
+    after = join_updates(before)
     # Joined updates stay below an eighth of the step's live bytes.
     assert len(updates(after)) < len(updates(before))
     joined = [sum(m.parameter.numel() * 4 for m in update.members) for update in updates(after)]
@@ -87,9 +87,9 @@ def test_default_limit_depends_on_the_device_of_the_step(monkeypatch: pytest.Mon
     before = capture_with(torch.optim.AdamW)
     set_joined_bytes(monkeypatch, "_HOST", 1)
     set_joined_bytes(monkeypatch, "_GPU", 1 << 30)
-    monkeypatch.setattr("outofcore.transforms.passes._SMALL_PART", 1)
-    assert len(updates(together(before))) == len(updates(before))
-    assert len(updates(together(replace(before, device=torch.device("cuda"))))) == 1
+    monkeypatch.setattr("outofcore.transforms.passes._LIVE_SHARE_OF_UPDATES", 1)
+    assert len(updates(join_updates(before))) == len(updates(before))
+    assert len(updates(join_updates(replace(before, device=torch.device("cuda"))))) == 1
 
 
 LAYER = (300 * 300 + 300) * 4
@@ -97,7 +97,7 @@ LAYER = (300 * 300 + 300) * 4
 
 def test_lean_joins_updates_within_its_room() -> None:
     before = capture_with(torch.optim.AdamW)
-    separate, after = leanest(before), lean(before, 16 * 2 * LAYER)
+    separate, after = rewrite_for_lowest_memory(before), rewrite_for_low_memory(before, 16 * 2 * LAYER)
     assert 1 < len(updates(after)) < len(updates(separate))
     assert sum(len(update.members) for update in updates(after)) == sum(
         len(update.members) for update in updates(separate)
@@ -109,7 +109,7 @@ def test_lean_joins_updates_within_its_room() -> None:
 
 def test_lean_leaves_updates_separate_without_room() -> None:
     before = capture_with(torch.optim.AdamW)
-    assert len(updates(lean(before, 64))) == len(updates(leanest(before)))
+    assert len(updates(rewrite_for_low_memory(before, 64))) == len(updates(rewrite_for_lowest_memory(before)))
 
 
 def test_delayed_update_precedes_later_reads() -> None:
@@ -124,17 +124,17 @@ def test_delayed_update_precedes_later_reads() -> None:
         optimizer.step()
         return layers[2].weight.square().sum().detach()
 
-    captured = leanest(capture_step(step, [layers], [optimizer], (torch.randn(2, 300),), {}))
-    moved = delayed(captured, 1 << 40)
+    captured = rewrite_for_lowest_memory(capture_step(step, [layers], [optimizer], (torch.randn(2, 300),), {}))
+    moved = delay_updates(captured, 1 << 40)
     weight = next(s.id for s in moved.graph.storages if s.name.endswith("2.weight"))
     ops = moved.graph.ops
     writes = next(op.id for op in ops if weight in op.mutates)
     reads = [op.id for op in ops if weight in op.reads and weight not in op.mutates]
     assert max(reads) > writes
-    assert len(updates(together(moved, 1 << 40))) < len(updates(captured))
+    assert len(updates(join_updates(moved, 1 << 40))) < len(updates(captured))
 
 
 @pytest.mark.parametrize("name", ["mlp", "conv_net", "gpt", "gan", "accumulation_across", "llama"])
 @pytest.mark.parametrize("room", [64 << 10, 64 << 20])
 def test_steps_with_joined_updates_are_exact(name: str, room: int) -> None:
-    check_exact(CASES[name], functools.partial(lean, room=room))
+    check_exact(CASES[name], functools.partial(rewrite_for_low_memory, room=room))

@@ -19,7 +19,7 @@ from effort import some_of
 
 from outofcore import _torch_internals as internals
 from outofcore._torch_internals import TESTED_TEXT, Feature, is_tested
-from outofcore.capture.patching import class_method, patched
+from outofcore.capture.patching import class_method, patch_attribute
 from outofcore.errors import VersionError
 
 SOURCE = Path(str(internals.__file__))
@@ -37,7 +37,7 @@ def test_patched_replaces_a_c_class_method_in_one_thread() -> None:
         return cls(-plain(cls, *args, **kwargs))
 
     results: list[int] = []
-    with patched(Number, "from_bytes", classmethod(negate)):
+    with patch_attribute(Number, "from_bytes", classmethod(negate)):
         thread = threading.Thread(target=lambda: results.append(Number.from_bytes(b"\x05", "big")))
         thread.start()
         thread.join()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from outofcore.errors import TransferError
-from outofcore.execution.cuda.staging import Posted, check_transfers, transfer_of
+from outofcore.execution.cuda.staging import Posted, check_transfers, create_transfer
 from outofcore.runtime.homes import DiskHome
 from outofcore.runtime.memory import Region, address_of, map_anonymous
 from outofcore.runtime.native import load_native
@@ -41,12 +41,12 @@ def run_transfer(work: Posted) -> Posted:
 def test_transfers_write_and_read_the_same_bytes(home: DiskHome) -> None:
     source, target = memory(), memory()
     source[:] = os.urandom(SIZE)
-    out = run_transfer(transfer_of(home, 4096, address_of(source), SIZE, writes=True))
+    out = run_transfer(create_transfer(home, 4096, address_of(source), SIZE, writes=True))
     assert (out.failure, out.done) == (0, SIZE)
     home.read(4096, target)
     assert target == source
     target[:] = bytes(SIZE)
-    into = run_transfer(transfer_of(home, 4096, address_of(target), SIZE, writes=False))
+    into = run_transfer(create_transfer(home, 4096, address_of(target), SIZE, writes=False))
     assert (into.failure, into.done) == (0, SIZE)
     assert target == source
     check_transfers([out, into])
@@ -54,7 +54,7 @@ def test_transfers_write_and_read_the_same_bytes(home: DiskHome) -> None:
 
 def test_read_past_the_end_of_the_file_is_reported(home: DiskHome) -> None:
     target = memory()
-    work = transfer_of(home, SIZE, address_of(target), SIZE, writes=False)
+    work = create_transfer(home, SIZE, address_of(target), SIZE, writes=False)
     os.ftruncate(work.descriptor, SIZE + 8192)
     run_transfer(work)
     assert work.done == 8192
@@ -64,7 +64,7 @@ def test_read_past_the_end_of_the_file_is_reported(home: DiskHome) -> None:
 
 
 def test_system_errors_are_reported(home: DiskHome) -> None:
-    work = transfer_of(home, 0, address_of(memory()), 4096, writes=True)
+    work = create_transfer(home, 0, address_of(memory()), 4096, writes=True)
     work.descriptor = 1_000_000
     run_transfer(work)
     with pytest.raises(TransferError, match=r"could not write 4.00 KiB at byte 0 .*Bad file descriptor") as caught:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import outofcore
-from outofcore.capture.optimizers import UpdateOn
+from outofcore.capture.optimizers import BoundUpdate
 from outofcore.errors import InputError, StateError
 
 
@@ -115,7 +115,7 @@ def test_torn_model_is_refused_by_other_steps(monkeypatch: pytest.MonkeyPatch) -
         evaluation = outofcore.compile(evaluate, model, budget="1GiB", home=training.home)
         training(batch(0))
         with monkeypatch.context() as patch:
-            patch.setattr(UpdateOn, "__call__", mock.Mock(side_effect=TypeError))
+            patch.setattr(BoundUpdate, "__call__", mock.Mock(side_effect=TypeError))
             with pytest.raises(TypeError):  # the model stays consistent, as in plain PyTorch
                 training(batch(1))
         evaluation(batch(1))

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from effort import some_of
-from sides import WIDTH, Side, alike, batch, compiled, everything, plain, values
+from sides import WIDTH, Side, batch, build_side, compile_side, is_same, values, visible_tensors
 from torch import nn
 
 import outofcore
 from outofcore.errors import BudgetError
-from outofcore.plan_updates import PlanKeeper
+from outofcore.plan_updates import PlanUpdater
 from outofcore.planned_step import plan
 from outofcore.planning.registry import policy_of
 
@@ -86,9 +86,9 @@ def _untie(side: Side, number: int) -> Any:
 def _replace(side: Side, number: int) -> Any:
     place = 3 * (number % 2)
     key = f"parameter {place}"
-    current, replacement = side.model[place].weight, side.kept.pop(key, None)
+    current, replacement = side.model[place].weight, side.saved.pop(key, None)
     if replacement is None:
-        side.kept[key] = current
+        side.saved[key] = current
         replacement = nn.Parameter(values(number))
     side.model[place].weight = replacement  # type: ignore[assignment]
 
@@ -113,12 +113,12 @@ def _clear_gradients(side: Side, number: int) -> Any:
 
 
 def _take_gradients(side: Side, number: int) -> Any:
-    side.kept["gradients"] = [p.grad for p in side.model.parameters() if p.grad is not None]
+    side.saved["gradients"] = [p.grad for p in side.model.parameters() if p.grad is not None]
     side.model.zero_grad()
 
 
 def _hold_gradients(side: Side, number: int) -> Any:
-    side.kept["held"] = [p.grad for p in side.model.parameters() if p.grad is not None]
+    side.saved["held"] = [p.grad for p in side.model.parameters() if p.grad is not None]
 
 
 def _edit_gradient(side: Side, number: int) -> Any:
@@ -134,7 +134,7 @@ def _edit_state(side: Side, number: int) -> Any:
     if state and number % 2:
         state["exp_avg"].mul_(0.5)
     elif state:
-        side.kept["state"], state["exp_avg"] = state["exp_avg"], values(number)
+        side.saved["state"], state["exp_avg"] = state["exp_avg"], values(number)
 
 
 def _clear_state(side: Side, number: int) -> Any:
@@ -145,19 +145,19 @@ def _clear_state(side: Side, number: int) -> Any:
 
 
 def _remember(side: Side, number: int) -> Any:
-    side.kept["dicts"] = copy.deepcopy((side.model.state_dict(), side.optimizer.state_dict()))
+    side.saved["dicts"] = copy.deepcopy((side.model.state_dict(), side.optimizer.state_dict()))
 
 
 def _recall(side: Side, number: int) -> Any:
-    if "dicts" in side.kept:
-        model, optimizer = copy.deepcopy(side.kept["dicts"])
+    if "dicts" in side.saved:
+        model, optimizer = copy.deepcopy(side.saved["dicts"])
         side.model.load_state_dict(model, assign=number % 3 == 0)
         if number % 3 != 0:
             side.optimizer.load_state_dict(optimizer)
 
 
 def _copy_model(side: Side, number: int) -> Any:
-    side.kept["copy"] = [p.detach() for p in copy.deepcopy(side.model).parameters()]
+    side.saved["copy"] = [p.detach() for p in copy.deepcopy(side.model).parameters()]
 
 
 def _save(side: Side, number: int) -> Any:
@@ -199,21 +199,21 @@ ACTIONS: list[Callable[[Side, int], Any]] = [
 
 
 def held_tensors(side: Side) -> dict[str, Any]:
-    return {name: side.kept[name] for name in ("gradients", "held", "state", "copy") if name in side.kept}
+    return {name: side.saved[name] for name in ("gradients", "held", "state", "copy") if name in side.saved}
 
 
 def wander(seed: int, length: int = 16) -> None:
     """Run random user actions under a budget and in plain PyTorch; compare all state after each."""
     draw = random.Random(seed)
     home = draw.choice(["disk", "host", "tiers"])
-    ours = compiled(
+    ours = compile_side(
         seed,
         budget=draw.choice(["smallest", "smallest", "half", "all"]),
         home="disk" if home == "tiers" else home,
         host_budget="400KiB" if home == "tiers" else None,
         shared=draw.random() < 0.5,
     )
-    theirs = plain(seed)
+    theirs = build_side(seed)
     history: list[str] = [home]
     try:
         for _ in range(length):
@@ -223,12 +223,12 @@ def wander(seed: int, length: int = 16) -> None:
             for side in (ours, theirs):
                 torch.manual_seed(number)
                 results.append(act(side, number))
-            assert alike(*results), history
-            assert alike(everything(ours), everything(theirs)), history
-            assert alike(list(held_tensors(ours).values()), list(held_tensors(theirs).values())), history
+            assert is_same(*results), history
+            assert is_same(visible_tensors(ours), visible_tensors(theirs)), history
+            assert is_same(list(held_tensors(ours).values()), list(held_tensors(theirs).values())), history
         for step in draw.sample(ours.steps, len(ours.steps)):
             step.close()
-            assert alike(everything(ours), everything(theirs)), [*history, "close"]
+            assert is_same(visible_tensors(ours), visible_tensors(theirs)), [*history, "close"]
     except Exception as error:
         error.add_note(f"seed {seed}: {' '.join(history)}")
         raise
@@ -245,12 +245,12 @@ def test_random_actions_between_steps_are_exact(seed: int) -> None:
 @pytest.mark.parametrize("seed", some_of([1, 7, 10, 132], [1]))
 def test_random_actions_are_exact_when_plans_are_exchanged(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are exchanged at random steps, as after wrong estimates of step times."""
-    draw, judge, policies = random.Random(seed), PlanKeeper.judge, []
+    draw, judge, policies = random.Random(seed), PlanUpdater.record_run, []
 
-    def exchange(keeper: PlanKeeper, entry: Any, timeline: Any) -> None:
+    def exchange(keeper: PlanUpdater, entry: Any, timeline: Any) -> None:
         judge(keeper, entry, timeline)
         step = entry.step
-        if not step.leaves_device or draw.random() < 0.3:
+        if not step.has_evictions or draw.random() < 0.3:
             return
         if draw.random() < 0.5:
             keeper._steps.leave_arena()
@@ -259,9 +259,9 @@ def test_random_actions_are_exact_when_plans_are_exchanged(seed: int, monkeypatc
             new_step = plan(step.captured, step.costs, step.profiles, step.budget, policy, keeper._stores)
         except BudgetError:
             return  # some policies have no plan at the smallest budget
-        keeper._steps.exchange(entry, new_step)
+        keeper._steps.replace_plan(entry, new_step)
         policies.append(new_step.planned.plan.policy)
 
-    monkeypatch.setattr(PlanKeeper, "judge", exchange)
+    monkeypatch.setattr(PlanUpdater, "judge", exchange)
     wander(seed, 40)
     assert policies, "no tensor leaves the device in this walk"

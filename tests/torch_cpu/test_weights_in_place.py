@@ -19,7 +19,7 @@ from torch import nn
 import outofcore
 from outofcore.checkpoint.tensor_files import read_header
 from outofcore.errors import InputError, TransferError
-from outofcore.runtime.file_ranges import ReadFile, Stamp, writes_are_seen
+from outofcore.runtime.file_ranges import ReadFile, Stamp, can_detect_writes
 from outofcore.runtime.mapped_files import MappedFiles
 from outofcore.runtime.memory import Region, map_anonymous
 from outofcore.units import KIB, MIB, PAGE_BYTES
@@ -27,7 +27,7 @@ from outofcore.units import KIB, MIB, PAGE_BYTES
 WIDTH = 192
 BYTES = WIDTH * WIDTH * 4
 
-pytestmark = pytest.mark.skipif(not writes_are_seen(), reason="the kernel does not report written pages")
+pytestmark = pytest.mark.skipif(not can_detect_writes(), reason="the kernel does not report written pages")
 
 
 @pytest.fixture
@@ -252,7 +252,7 @@ def test_weights_stay_mapped_after_a_step_with_its_own_home(tmp_path: Path) -> N
             model[1].weight.data[0, 0] = expected["1.weight"][0, 0] = 5.0
         assert_weights(model, expected)
         addresses = MappedFiles()
-        from_file = [addresses.unwritten(model[i].weight.data_ptr(), BYTES) is not None for i in range(3)]
+        from_file = [addresses.find_unwritten(model[i].weight.data_ptr(), BYTES) is not None for i in range(3)]
         assert from_file == [True, False, True]
 
 

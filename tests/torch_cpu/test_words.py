@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from outofcore.capture.words import Kind, word_at, word_of
+from outofcore.capture.words import EntryKind, word_address, word_at
 
 VALUE = 0
 
@@ -73,7 +73,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], dict[Any, Any]], Cal
 def test_word_changes_with_a_dict_item(name: str) -> None:
     make, dict_of, change = CHANGES[name]
     owner = make()
-    address = word_of(Kind.ITEM, dict_of(owner), "x")
+    address = word_address(EntryKind.ITEM, dict_of(owner), "x")
     if sys.version_info >= (3, 13):
         assert address is None
         return
@@ -90,13 +90,13 @@ def test_word_changes_with_a_dict_item(name: str) -> None:
 
 def test_words_follow_sizes_types_and_cells() -> None:
     owner = {"x": 1}
-    size = word_of(Kind.SIZE, owner, None)
+    size = word_address(EntryKind.SIZE, owner, None)
     assert size is not None and word_at(size) == 1
     owner["y"] = 2
     assert word_at(size) == 2
 
     plain = Plain()
-    kind = word_of(Kind.TYPE, plain, None)
+    kind = word_address(EntryKind.TYPE, plain, None)
     assert kind is not None and word_at(kind) == id(Plain)
     plain.__class__ = type("Other", (Plain,), {})
     assert word_at(kind) == id(type(plain))
@@ -107,7 +107,7 @@ def test_words_follow_sizes_types_and_cells() -> None:
         return number
 
     assert closure.__closure__ is not None
-    cell = word_of(Kind.CELL, closure.__closure__[0], None)
+    cell = word_address(EntryKind.CELL, closure.__closure__[0], None)
     assert cell is not None and word_at(cell) == id(number)
     number = object()
     assert word_at(cell) == id(number)
@@ -116,7 +116,7 @@ def test_words_follow_sizes_types_and_cells() -> None:
 def test_word_follows_the_size_of_an_empty_set() -> None:
     for item in (1, "name", None):
         owner: set[Any] = set()
-        address = word_of(Kind.CALL, owner, None)
+        address = word_address(EntryKind.CALL, owner, None)
         assert address is not None and word_at(address) == 0
         owner.add(item)
         assert word_at(address) == 1
@@ -133,7 +133,7 @@ class Failure(Exception):  # noqa: N818 - exceptions store attributes elsewhere
 def test_word_changes_when_the_attribute_dict_is_replaced(make: Callable[[], Any]) -> None:
     owner = make()
     before = vars(owner)
-    address = word_of(Kind.ATTRIBUTE, owner, "__dict__")
+    address = word_address(EntryKind.ATTRIBUTE, owner, "__dict__")
     assert address is not None and word_at(address) == id(before)
     object.__setattr__(owner, "__dict__", {**before})
     assert word_at(address) != id(before)
@@ -144,7 +144,7 @@ def test_word_changes_when_the_attribute_dict_is_replaced(make: Callable[[], Any
 )
 def test_words_follow_hooks_of_tensors(of: torch.Tensor) -> None:
     names = "_backward_hooks", "_post_accumulate_grad_hooks"
-    before = [word_of(Kind.ATTRIBUTE, of, name) for name in names]
+    before = [word_address(EntryKind.ATTRIBUTE, of, name) for name in names]
     assert None not in before and before[0] != before[1]
     for name, address, register in zip(
         names, before, (of.register_hook, of.register_post_accumulate_grad_hook), strict=True
@@ -158,8 +158,8 @@ def test_unsupported_objects_have_no_word() -> None:
     class Own(torch.Tensor):
         pass
 
-    assert word_of(Kind.ATTRIBUTE, torch.zeros(2).as_subclass(Own), "_backward_hooks") is None
-    assert word_of(Kind.ATTRIBUTE, torch.zeros(2), "shape") is None
-    assert word_of(Kind.LIST, [], None) is None
-    assert word_of(Kind.CALL, [], None) is None
-    assert word_of(Kind.CALL, {1}, None) is None
+    assert word_address(EntryKind.ATTRIBUTE, torch.zeros(2).as_subclass(Own), "_backward_hooks") is None
+    assert word_address(EntryKind.ATTRIBUTE, torch.zeros(2), "shape") is None
+    assert word_address(EntryKind.LIST, [], None) is None
+    assert word_address(EntryKind.CALL, [], None) is None
+    assert word_address(EntryKind.CALL, {1}, None) is None

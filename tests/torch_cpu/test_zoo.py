@@ -12,8 +12,8 @@ from torch import nn
 from outofcore import zoo
 from outofcore.errors import InputError
 from outofcore.zoo.data import image_batches, library_text
-from outofcore.zoo.gpt import GPTShape, shape_for
-from outofcore.zoo.vision import ResNetShape, resnet_shape
+from outofcore.zoo.gpt import GPTShape, choose_shape
+from outofcore.zoo.vision import ResNetShape, choose_resnet_shape
 
 # Small enough to train one step within a second.
 TINY = {
@@ -59,7 +59,7 @@ def test_unet3d_parameters_without_norms_match_the_publication() -> None:
 
 @pytest.mark.parametrize("depth", some_of([18, 34, 50, 101, 152, 1001, 2498], lambda depth: depth < 2000))
 def test_depth_counts_the_layers(depth: int) -> None:
-    shape = resnet_shape(depth)
+    shape = choose_resnet_shape(depth)
     assert sum(shape.blocks) * (3 if shape.bottleneck else 2) + 2 == depth
     with torch.device("meta"):
         model = zoo.workload("resnet", batch=1, depth=depth).network()
@@ -69,9 +69,9 @@ def test_depth_counts_the_layers(depth: int) -> None:
 
 
 def test_deep_networks_grow_in_the_third_stage() -> None:
-    assert resnet_shape(50) == ResNetShape((3, 4, 6, 3), bottleneck=True)
-    assert resnet_shape(101) == ResNetShape((3, 4, 23, 3), bottleneck=True)
-    assert resnet_shape(2498) == ResNetShape((6, 32, 788, 6), bottleneck=True)
+    assert choose_resnet_shape(50) == ResNetShape((3, 4, 6, 3), bottleneck=True)
+    assert choose_resnet_shape(101) == ResNetShape((3, 4, 23, 3), bottleneck=True)
+    assert choose_resnet_shape(2498) == ResNetShape((6, 32, 788, 6), bottleneck=True)
 
 
 @pytest.mark.parametrize(("depth", "nearest"), [(51, "50 or 53"), (1000, "998 or 1001"), (20, "35 or 38")])
@@ -85,11 +85,11 @@ def test_params_option_picks_a_gpt_of_matching_size(size: str) -> None:
     count = zoo.parse_count(size)
     work = zoo.workload("gpt", batch=1, params=size)
     assert abs(work.parameter_count() / count - 1) < 0.05
-    assert work.parameter_count() == shape_for(count, 1024, 256, 0.1).parameters
+    assert work.parameter_count() == choose_shape(count, 1024, 256, 0.1).parameters
 
 
 def test_params_keeps_a_usual_aspect() -> None:
-    shape = shape_for(350_000_000, 1024, 256, 0.1)
+    shape = choose_shape(350_000_000, 1024, 256, 0.1)
     assert shape.width == 64 * shape.heads
     assert 32 <= shape.width / shape.layers <= 128
 

@@ -82,7 +82,7 @@ class Training:
         self.seen: list[Any] = []
         self.run: outofcore.Loop | None = None
         self.counts, self.beyond = Counter[str](), 0
-        self.none = self.draw.random() < 0.7
+        self.set_to_none = self.draw.random() < 0.7
 
     def tensors(self) -> list[Tensor]:
         parameters = list(self.model.parameters())
@@ -106,8 +106,8 @@ class Training:
             del self.pool[20:]
             self.seen.append(self.model(self.batch).sum().item())
         for role in self.roles:
-            role.settle(self, number)
-        self.optimizer.zero_grad(set_to_none=self.none)
+            role.wait_until_writable(self, number)
+        self.optimizer.zero_grad(set_to_none=self.set_to_none)
         loss = (self.out - self.target).square().mean()
         loss.backward()
         self.optimizer.step()

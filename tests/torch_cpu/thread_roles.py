@@ -146,7 +146,7 @@ class Role:
         return 0
 
     @contextlib.contextmanager
-    def timed(self) -> Iterator[None]:
+    def measure_action(self) -> Iterator[None]:
         start = time.perf_counter()
         yield
         self.longest = max(self.longest, time.perf_counter() - start)
@@ -159,7 +159,7 @@ class Role:
     def before(self, loop: Training, step: int) -> None:
         """Run at the beginning of a step."""
 
-    def settle(self, loop: Training, step: int) -> None:
+    def wait_until_writable(self, loop: Training, step: int) -> None:
         """Wait until the loop may write to parameters, gradients and optimizer state."""
 
     def after(self, loop: Training, step: int) -> None:
@@ -184,7 +184,7 @@ class Loader(Role):
 
     def work(self) -> None:
         for _ in range(self.plan.steps):
-            with self.timed():
+            with self.measure_action():
                 batch = self.make()
             self.outbox.put(batch)
             self.seen.append(batch.sum().item())
@@ -202,7 +202,7 @@ class Loader(Role):
         self.kept.append(torch.stack([data[first + row] for row in range(rows)]))
         return self.kept[-1]
 
-    def settle(self, loop: Training, step: int) -> None:
+    def wait_until_writable(self, loop: Training, step: int) -> None:
         loop.seen.append(self.data[step : step + 50].sum().item())
 
 
@@ -219,15 +219,15 @@ class Visitor(Role):
         self.inbox.put((step, self.show(loop)))
         self.pending = True
 
-    def settle(self, loop: Training, step: int) -> None:
+    def wait_until_writable(self, loop: Training, step: int) -> None:
         if self.pending:
             self.outbox.get()
             self.pending = False
-            self.settled(loop)
+            self.after_visit(loop)
 
     def work(self) -> None:
         for step, shown in iter(self.inbox.get, None):
-            with self.timed():
+            with self.measure_action():
                 self.visit(step, shown)
             self.outbox.put(True)
 
@@ -236,7 +236,7 @@ class Visitor(Role):
 
     def visit(self, step: int, shown: Any) -> None: ...
 
-    def settled(self, loop: Training) -> None: ...
+    def after_visit(self, loop: Training) -> None: ...
 
 
 class Logger(Visitor):
@@ -279,7 +279,7 @@ class Saver(Checkpoint):
     def show(self, loop: Training) -> Any:
         return [tensor.clone() for tensor in loop.tensors()]
 
-    def settle(self, loop: Training, step: int) -> None:
+    def wait_until_writable(self, loop: Training, step: int) -> None:
         pass
 
 
@@ -301,7 +301,7 @@ class Writer(Visitor):
             mean.lerp_(parameter, 0.1) if self.draw.random() < 0.5 else mean.mul_(0.9).add_(parameter, alpha=0.1)
         scratch[step % 2 :: 2].fill_(step)
 
-    def settled(self, loop: Training) -> None:
+    def after_visit(self, loop: Training) -> None:
         loop.seen += [mean.sum().item() for mean in self.average]
         loop.seen.append((loop.scratch * 2).sum().item())
 
@@ -339,15 +339,15 @@ class Teacher(Role):
 
     def __init__(self, plan: Plan, draw: random.Random) -> None:
         super().__init__(plan, draw)
-        self.model, self.given = make_model(plan, draw.randint(1, 3)).requires_grad_(False), draw.random() < 0.5
+        self.model, self.is_passed = make_model(plan, draw.randint(1, 3)).requires_grad_(False), draw.random() < 0.5
 
     def models(self) -> list[nn.Module]:
-        return [self.model] if self.given else []
+        return [self.model] if self.is_passed else []
 
     @torch.no_grad()
     def work(self) -> None:
         for batch in iter(self.inbox.get, None):
-            with self.timed():
+            with self.measure_action():
                 answer = self.model(batch).softmax(-1)
             self.outbox.put(answer)
             self.seen += [answer.sum(0).norm().item(), (batch * answer).sum().item()]
@@ -355,7 +355,7 @@ class Teacher(Role):
     def before(self, loop: Training, step: int) -> None:
         self.inbox.put(loop.batch)
 
-    def settle(self, loop: Training, step: int) -> None:
+    def wait_until_writable(self, loop: Training, step: int) -> None:
         loop.target = self.outbox.get()
 
 
@@ -367,14 +367,14 @@ class Twin(Role):
         self.model = make_model(plan, draw.randint(1, 3))
         self.optimizer = make_optimizer(self.model, draw)
         # A model that a thread trains while the first context opens must not be given.
-        self.given = self.starts >= 0 and draw.random() < 0.5
+        self.is_passed = self.starts >= 0 and draw.random() < 0.5
 
     def models(self) -> list[nn.Module]:
-        return [self.model] if self.given else []
+        return [self.model] if self.is_passed else []
 
     def work(self) -> None:
         for _ in range(self.plan.steps * 2):
-            with self.timed():
+            with self.measure_action():
                 batch = torch.rand(self.plan.batch, self.plan.width, generator=self.generator)
                 loss = (self.model(batch) - batch).square().mean()
                 loss.backward()
@@ -394,7 +394,7 @@ class Actor(Role):
     @torch.no_grad()
     def work(self) -> None:
         for _ in range(self.plan.steps * 12):
-            with self.timed():
+            with self.measure_action():
                 self.seen.append(self.draw.choice(ACTIONS)(self.kept, self.draw))
             del self.kept[30:]
 
@@ -436,7 +436,7 @@ class Collective(Role):
 
     def work(self) -> None:
         for row in iter(self.inbox.get, None):
-            with self.timed():
+            with self.measure_action():
                 dist.all_reduce(row)
             self.outbox.put(row.sum().item())
 
@@ -451,7 +451,7 @@ class Collective(Role):
             self.result = self.sum_up(row)
         self.flat[(step + 1) % ROWS] += 5  # uses the same storage but must not wait
 
-    def settle(self, loop: Training, step: int) -> None:
+    def wait_until_writable(self, loop: Training, step: int) -> None:
         if loop.run is not None and self.plan.stress:
             load_paging().follow_evict_all(loop.run._space)
         os.write(self.release, b".")

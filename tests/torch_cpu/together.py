@@ -77,13 +77,13 @@ def train(
     return losses + tensors(model, optimizer), peak
 
 
-def same(ours: list[Tensor], theirs: list[Tensor], label: str) -> None:
+def assert_same_tensors(ours: list[Tensor], theirs: list[Tensor], label: str) -> None:
     assert len(ours) == len(theirs), label
     for number, (actual, expected) in enumerate(zip(ours, theirs, strict=True)):
         assert torch.equal(actual, expected), f"rank {dist.get_rank()}, {label}: value {number} differs"
 
 
-def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+def make_plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
@@ -112,16 +112,16 @@ def make_accumulating_step(model: Any, optimizer: torch.optim.Optimizer) -> Any:
 
 
 def replicas(rank: int) -> None:
-    theirs, _ = train(None, plain, rank)
-    ours, peak = train("1GiB", plain, rank)
-    same(ours, theirs, "in core")
-    ours, less = train(peak * 6 // 10, plain, rank)
+    theirs, _ = train(None, make_plain_step, rank)
+    ours, peak = train("1GiB", make_plain_step, rank)
+    assert_same_tensors(ours, theirs, "in core")
+    ours, less = train(peak * 6 // 10, make_plain_step, rank)
     assert less <= peak * 6 // 10
-    same(ours, theirs, "out of core")
+    assert_same_tensors(ours, theirs, "out of core")
     if dist.get_world_size() > 2:
         return
     settings = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
-    same(
+    assert_same_tensors(
         train("1GiB", make_accumulating_step, rank, **settings)[0],
         train(None, make_accumulating_step, rank, **settings)[0],
         "sums",
@@ -150,7 +150,7 @@ def no_sync(rank: int) -> None:
             step.close()
         return losses + tensors(model, optimizer)
 
-    same(run("1GiB"), run(None), "no_sync around calls")
+    assert_same_tensors(run("1GiB"), run(None), "no_sync around calls")
 
 
 def collectives(rank: int) -> None:
@@ -200,11 +200,11 @@ def collectives(rank: int) -> None:
 
     theirs, _ = run(None)
     ours, peak = run("1GiB")
-    same(ours, theirs, "in core")
-    same(run(peak * 6 // 10)[0], theirs, "out of core")
+    assert_same_tensors(ours, theirs, "in core")
+    assert_same_tensors(run(peak * 6 // 10)[0], theirs, "out of core")
 
 
-def refused(kind: type[Exception], text: str, call: Callable[[], object]) -> None:
+def expect_error(kind: type[Exception], text: str, call: Callable[[], object]) -> None:
     try:
         call()
     except kind as error:
@@ -220,13 +220,13 @@ def refusals(rank: int) -> None:
 
     def one(budget: str = "1GiB", **settings: Any) -> Any:
         model, optimizer = make_ddp_model(**settings)
-        return outofcore.compile(plain(model, optimizer), model, optimizer, budget=budget, home=folder)
+        return outofcore.compile(make_plain_step(model, optimizer), model, optimizer, budget=budget, home=folder)
 
-    refused(InputError, "differ in budget: 768 MiB", lambda: one("1GiB" if rank == 0 else "768MiB")(*batch))
+    expect_error(InputError, "differ in budget: 768 MiB", lambda: one("1GiB" if rank == 0 else "768MiB")(*batch))
     smallest = "400KiB"
     text = "cannot hold" if rank == 0 else "rank 0, which plans for all ranks, cannot plan this step: BudgetError"
-    refused(Exception, text, lambda: one(smallest)(*batch))
-    refused(InputError, "find_unused_parameters=True", lambda: one(find_unused_parameters=True))
+    expect_error(Exception, text, lambda: one(smallest)(*batch))
+    expect_error(InputError, "find_unused_parameters=True", lambda: one(find_unused_parameters=True))
 
     flags = {"first": True}
     torch.manual_seed(0)
@@ -237,7 +237,7 @@ def refusals(rank: int) -> None:
         return y
 
     step = outofcore.compile(reduce_output, layer, budget="64MiB", home=folder)
-    refused(InputError, "have different models: model.weight is float32 of shape (16, 64)", lambda: step(batch[0]))
+    expect_error(InputError, "have different models: model.weight is float32 of shape (16, 64)", lambda: step(batch[0]))
 
     layer = nn.Linear(64, 8)
 
@@ -252,10 +252,10 @@ def refusals(rank: int) -> None:
 
     step = outofcore.compile(reduce_and_broadcast, layer, budget="64MiB", home=folder)
     text = "run different collectives: number 0 is broadcast (from rank 0) of 262144 bytes of float32 among 2 processes"
-    refused(StateError, text, lambda: step(batch[0], rank == 0))
+    expect_error(StateError, text, lambda: step(batch[0], rank == 0))
     for first in (True, False):
         step(batch[0], first)
-    refused(StateError, text, lambda: step(batch[0], rank == 0))
+    expect_error(StateError, text, lambda: step(batch[0], rank == 0))
     step(batch[0], True)
     step.close()
 
@@ -268,9 +268,9 @@ def refusals(rank: int) -> None:
     model = DistributedDataParallel(layer)
     step = outofcore.compile(reading, [layer, model], budget="64MiB", home=folder)
     if rank:
-        refused(CaptureError, ".item() reads the value", lambda: step(batch[0]))
+        expect_error(CaptureError, ".item() reads the value", lambda: step(batch[0]))
     else:
-        refused(StateError, "rank 1 cannot run this step, so no rank runs it", lambda: step(batch[0]))
+        expect_error(StateError, "rank 1 cannot run this step, so no rank runs it", lambda: step(batch[0]))
     flags["first"] = False
     assert torch.isfinite(step(batch[0])).all()
     step.close()
@@ -289,7 +289,7 @@ def refusals(rank: int) -> None:
 
     part = DistributedDataParallel(Half())
     step = outofcore.compile(lambda x: part(x).sum().backward(), part, budget="64MiB", home=folder)
-    refused(CaptureError, "idle.weight, idle.bias got no gradient", lambda: step(batch[0]))
+    expect_error(CaptureError, "idle.weight, idle.bias got no gradient", lambda: step(batch[0]))
     step.close()
 
 
@@ -328,10 +328,10 @@ def death(rank: int) -> None:
         raise AssertionError("the other process ended, but no error was raised")
     assert "all_reduce (sum)" in messages[0] or "broadcast" in messages[0], messages
     assert any("as they were before this step" in note for note in messages[1:]), messages
-    same(tensors(model, optimizer), before, "after the other process had ended")
-    refused(StateError, "out of step with them", lambda: step(*all_batches[3]))
+    assert_same_tensors(tensors(model, optimizer), before, "after the other process had ended")
+    expect_error(StateError, "out of step with them", lambda: step(*all_batches[3]))
     step.close()
-    same(tensors(model, optimizer), before, "closed after the other process had ended")
+    assert_same_tensors(tensors(model, optimizer), before, "closed after the other process had ended")
 
 
 def make_step_of(run: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outofcore.planning.remat.chains import AGAIN, AWAY, Chain, Choices, Links
+from outofcore.planning.remat.chains import OFFLOADED, RECOMPUTED, Chain, ChainContents, Choices
 from outofcore.planning.remat.contents import AT_HOME
 
 
@@ -34,17 +34,17 @@ def chain(choices: Choices, at: int, gaps: Sequence[int], limit: float = float("
             seen.add(need)
             if lasting[need]:
                 opened = [g for g in gaps_of[need] if start[g] < at < fetch[g]]
-                there = born[need] < at <= gone[need] and not any(kind[g] in (AWAY, AGAIN) for g in opened)
+                there = born[need] < at <= gone[need] and not any(kind[g] in (OFFLOADED, RECOMPUTED) for g in opened)
                 if lasting[need] == AT_HOME and not there:
                     home.add(need)
                 continue
             if born[need] < at <= gone[need]:
                 there = True
                 for g in gaps_of[need]:
-                    if kind[g] == AGAIN:
+                    if kind[g] == RECOMPUTED:
                         if start[g] < at < fetch[g]:
                             there = False
-                    elif kind[g] == AWAY and start[g] < at < fetch[g]:
+                    elif kind[g] == OFFLOADED and start[g] < at < fetch[g]:
                         home.add(need)
                 if there:
                     continue
@@ -82,5 +82,5 @@ def chain(choices: Choices, at: int, gaps: Sequence[int], limit: float = float("
                 used -= size[m]
     held = sum(size[t] for t in targets)
     copied = tuple(size[x] for x in sorted(home))
-    links = Links(tuple(order), frozenset(made), frozenset(seen | made), copied, frozenset(home))
+    links = ChainContents(tuple(order), frozenset(made), frozenset(seen | made), copied, frozenset(home))
     return Chain(seconds, most, held, links)

@@ -26,7 +26,7 @@ def first_fit(rectangles: Rectangles, order: Iterable[int]) -> list[int]:
 def moments_of(rectangles: Rectangles, index: int) -> set[int]:
     """Return the slots of time over which a rectangle is held."""
     begin, end, again, over = (
-        int(a[index]) for a in (rectangles.begin, rectangles.end, rectangles.again, rectangles.over)
+        int(a[index]) for a in (rectangles.begin, rectangles.end, rectangles.second_begin, rectangles.second_end)
     )
     return {*range(begin, end), *(range(again, over) if over <= rectangles.slots else ())}
 
@@ -64,7 +64,7 @@ def best_fit(rectangles: Rectangles, worth: Iterable[float], snug: float) -> lis
 def _arc(rectangles: Rectangles, index: int) -> tuple[int, int]:
     """Return where a rectangle begins on the circle of time, and over how many slots it is held, any gap included."""
     begin, end, again, over = (
-        int(a[index]) for a in (rectangles.begin, rectangles.end, rectangles.again, rectangles.over)
+        int(a[index]) for a in (rectangles.begin, rectangles.end, rectangles.second_begin, rectangles.second_end)
     )
     if over > rectangles.slots:
         return begin, end - begin

@@ -10,9 +10,9 @@ import numpy as np
 
 from outofcore.costs import Costs
 from outofcore.plan import Decision, Gap, Residency
-from outofcore.planning.problem import KEPT, GapInfo, Ints, Problem
-from outofcore.planning.remat.chains import AGAIN, AWAY, Choices
-from outofcore.planning.tuner import State
+from outofcore.planning.problem import ON_DEVICE, GapInfo, Ints, Problem
+from outofcore.planning.remat.chains import OFFLOADED, RECOMPUTED, Choices
+from outofcore.planning.tuner import TunerState
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,18 @@ class Remainder:
         copying: dict[int, float] = {}
         for at, chain in choices.chains.items():
             ops[at] = replace(ops[at], seconds=ops[at].seconds + chain.seconds)
-            if chain.links.copied:
-                copying[at] = sum(problem.homes[-1].in_seconds(count) for count in chain.links.copied)
+            if chain.contents.copied:
+                copying[at] = sum(problem.homes[-1].in_seconds(count) for count in chain.contents.copied)
         left: list[GapInfo] = []
         index: list[int] = []
         again: list[Decision] = []
         for g, info in enumerate(problem.gaps):
             gap = info.gap
-            readers = [] if choices.kind[g] == AWAY else _readers(choices, choices.content[g])
+            readers = [] if choices.kind[g] == OFFLOADED else _readers(choices, choices.content[g])
             if info.arriving:
                 left.append(info)
                 index.append(g)
-            elif choices.kind[g] == AGAIN:
+            elif choices.kind[g] == RECOMPUTED:
                 free[choices.fetch[g] : gap.end] -= info.bytes
                 again.append(Decision(gap, Residency.RECOMPUTE, gap.start + 1, choices.fetch[g]))
             elif info.cyclic:
@@ -54,7 +54,7 @@ class Remainder:
                 if any(at > gap.start for at in _readers(choices, choices.content[g])) or any(
                     at < gap.end - n for at in at_first
                 ):
-                    problem.take(free, g, info.bytes)
+                    problem.reserve(free, g, info.bytes)
                 else:
                     left.append(info)
                     index.append(g)
@@ -65,7 +65,7 @@ class Remainder:
                     short = replace(info, gap=Gap(gap.storage, gap.start, first), fetched=True)
                     left.append(short if first < gap.end else info)
                     index.append(g)
-        rest = replace(problem, costs=Costs(tuple(ops), problem.homes), gaps=tuple(left), free=free)
+        rest = replace(problem, costs=Costs(tuple(ops), problem.homes), gaps=tuple(left), free_bytes=free)
         return Remainder(
             rest,
             index,
@@ -79,7 +79,7 @@ class Remainder:
 def _readers(choices: Choices, content: int) -> list[int]:
     """Ops before which chains read a content that they do not make."""
     chains = choices.chains.items()
-    return sorted(at for at, chain in chains if content in chain.links.seen - chain.links.made)
+    return sorted(at for at, chain in chains if content in chain.contents.seen - chain.contents.made)
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,16 @@ class Schedule:
     starts: tuple[float, ...]
 
 
-def schedule(kept: Choices, state: State, slack: float, passes: int) -> Schedule:
+def schedule(kept: Choices, state: TunerState, slack: float, passes: int) -> Schedule:
     """Schedule the copies of a state that fits, as ``Tuner.begin`` does."""
     choices = Choices(kept.problem, kept.contents, like=kept)
-    changed = [g for g, info in enumerate(kept.problem.gaps) if not info.arriving and state.kind[g] in (AGAIN, AWAY)]
-    assert choices.begin(tuple((g, state.kind[g], state.fetch[g]) for g in changed))
+    changed = [
+        g for g, info in enumerate(kept.problem.gaps) if not info.arriving and state.kind[g] in (RECOMPUTED, OFFLOADED)
+    ]
+    assert choices.apply_snapshot(tuple((g, state.kind[g], state.fetch[g]) for g in changed))
     rest = Remainder.of(choices)
     choice = np.array([state.home[g] for g in rest.gaps], dtype=np.int64)
-    assert (rest.problem.free - rest.problem.held(choice == KEPT)).min(initial=0) >= 0
+    assert (rest.problem.free_bytes - rest.problem.resident_bytes(choice == ON_DEVICE)).min(initial=0) >= 0
     flowing: Ints = np.zeros(len(kept.problem.graph.ops), dtype=np.int64)
     found = _Walk(rest, choice, flowing, None, slack).run()
     found = best = _Walk(rest, choice, found.flowing, found.starts, slack).run()
@@ -130,11 +132,11 @@ class _Walk:
     def __post_init__(self) -> None:
         problem, where = self.rest.problem, self.choice.tolist()
         n, homes = len(problem.graph.ops), problem.homes
-        self.away = [g for g, home in enumerate(where) if home != KEPT]
+        self.away = [g for g, home in enumerate(where) if home != ON_DEVICE]
         self.where, self.dirty = where, problem.copies_needed(self.choice)
         self.end = [info.gap.end - n if info.cyclic else info.gap.end for info in problem.gaps]
-        self.ins = {g: homes[where[g]].in_seconds(problem.gaps[g].copied) for g in self.away}
-        self.outs = {g: homes[where[g]].out_seconds(problem.gaps[g].copied) for g in self.away if self.dirty[g]}
+        self.ins = {g: homes[where[g]].in_seconds(problem.gaps[g].copied_bytes) for g in self.away}
+        self.outs = {g: homes[where[g]].out_seconds(problem.gaps[g].copied_bytes) for g in self.away if self.dirty[g]}
         self.due = {op: [g for g in self.away if problem.gaps[g].fetched and self.end[g] == op] for op in range(n)}
         self.lines = [[g for op in range(n) for g in self.due[op] if where[g] == home] for home in range(len(homes))]
 
@@ -147,7 +149,7 @@ class _Walk:
     def run(self) -> Schedule:
         problem, release, fetch, begun = self.rest.problem, self.release, self.fetch, self.begun
         gaps, end = problem.gaps, self.end
-        room: list[int] = (problem.free - problem.held(self.choice == KEPT)).tolist()
+        room: list[int] = (problem.free_bytes - problem.resident_bytes(self.choice == ON_DEVICE)).tolist()
         spare = np.array(room, dtype=np.int64) - self.reserved
         lanes, soonest = [deque(line) for line in self.lines], self._soonest()
         out_done, in_done = [0.0] * len(lanes), [0.0] * len(lanes)

@@ -14,7 +14,7 @@ from outofcore.compiling import COMPILERS
 FOLDER = Path(outofcore.__file__).parent / "runtime" / "csrc"
 
 
-def built(name: str, folder: Path) -> Path:
+def build_check(name: str, folder: Path) -> Path:
     """The program of ``NAME_check.cpp``; without a compiler the test skips."""
     compiler = next((path for path in map(shutil.which, COMPILERS) if path), None)
     if compiler is None:
@@ -28,5 +28,5 @@ def built(name: str, folder: Path) -> Path:
     return program
 
 
-def said(program: Path, *arguments: str) -> str:
+def run_check(program: Path, *arguments: str) -> str:
     return subprocess.run([program, *arguments], capture_output=True, text=True, check=True).stdout.strip()

@@ -212,7 +212,7 @@ def _update(draft: _Draft, layers: list[_Layer]) -> None:
 
 
 @st.composite
-def talking_graphs(draw: st.DrawFn) -> StepGraph:
+def graphs_with_collectives(draw: st.DrawFn) -> StepGraph:
     """Step graphs in which some ops are collectives, which never run again."""
     graph = draw(graphs(max_layers=3))
     picked = draw(st.sets(st.integers(0, len(graph.ops) - 1), min_size=1))

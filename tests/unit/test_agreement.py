@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outofcore.analysis.agreement import WHOLE, Uses, agreed
+from outofcore.analysis.agreement import WHOLE, SplitUses, choose_splits
 
-Ways = dict[int, list[Uses]]
+Ways = dict[int, list[SplitUses]]
 
 
 def copied(
-    uses: Mapping[int, Sequence[Uses]], uncut_bytes: Mapping[int, int], single: set[int], chosen: list[int]
+    uses: Mapping[int, Sequence[SplitUses]], uncut_bytes: Mapping[int, int], single: set[int], chosen: list[int]
 ) -> int:
     """Count the copied bytes storage by storage, naively."""
     uses_chosen = [ways[place] for ways, place in zip(uses.values(), chosen, strict=True)]
@@ -39,46 +39,46 @@ def best(uses: Ways, uncut_bytes: Mapping[int, int], single: set[int]) -> int:
     )
 
 
-def along(axis: int, *storages: int, count: int = 10) -> Uses:
-    return Uses(tuple((storage, axis, count) for storage in storages))
+def along(axis: int, *storages: int, count: int = 10) -> SplitUses:
+    return SplitUses(tuple((storage, axis, count) for storage in storages))
 
 
 def test_op_follows_its_neighbours() -> None:
     uses = {0: [along(1, 7)], 1: [along(0, 7, 8), along(1, 7, 8)], 2: [along(1, 8)]}
-    assert agreed(uses, {}, set(), {7, 8}) == {0: 0, 1: 1, 2: 0}
+    assert choose_splits(uses, {}, set(), {7, 8}) == {0: 0, 1: 1, 2: 0}
 
 
 def test_first_choice_wins_a_tie() -> None:
     either = [along(0, 7), along(1, 7)]
-    assert agreed({3: either}, {}, set(), set()) == {3: 0}
-    assert agreed({3: either[::-1]}, {}, set(), set()) == {3: 0}
+    assert choose_splits({3: either}, {}, set(), set()) == {3: 0}
+    assert choose_splits({3: either[::-1]}, {}, set(), set()) == {3: 0}
 
 
 def test_row_of_ops_switches_axis_together() -> None:
     """Changing one op alone only moves the copy to its other side. The row as a whole can put it where it is small."""
     row = {op: [along(0, op, op + 1), along(1, op, op + 1)] for op in (1, 2, 3)}
     uses = {0: [along(0, 1, count=1)], **row, 4: [along(1, 4, count=5)]}
-    chosen = agreed(uses, {}, {1, 2, 3}, {1, 2, 3, 4})
+    chosen = choose_splits(uses, {}, {1, 2, 3}, {1, 2, 3, 4})
     assert [chosen[op] for op in row] == [1, 1, 1]
 
 
 def test_op_stays_whole_only_if_that_copies_less() -> None:
-    uses = {0: [Uses(((7, 0, 10),)), Uses(((7, WHOLE, 10),), copied=2)]}
-    assert agreed(uses, {7: 5}, set(), {7}) == {0: 1}
-    assert agreed(uses, {7: 1}, set(), {7}) == {0: 0}
+    uses = {0: [SplitUses(((7, 0, 10),)), SplitUses(((7, WHOLE, 10),), copied=2)]}
+    assert choose_splits(uses, {7: 5}, set(), {7}) == {0: 1}
+    assert choose_splits(uses, {7: 1}, set(), {7}) == {0: 0}
 
 
 def test_storage_cut_along_several_axes_is_copied_by_each_op() -> None:
-    uses = {0: [along(0, 7)], 1: [along(0, 7)], 2: [Uses(((7, 1, 10),)), Uses(((7, 0, 10),), copied=15)]}
-    assert agreed(uses, {}, set(), single={7})[2] == 0  # the third copies its own
-    assert agreed(uses, {}, set(), single=set())[2] == 1  # the two ops before it would copy, too
+    uses = {0: [along(0, 7)], 1: [along(0, 7)], 2: [SplitUses(((7, 1, 10),)), SplitUses(((7, 0, 10),), copied=15)]}
+    assert choose_splits(uses, {}, set(), single={7})[2] == 0  # the third copies its own
+    assert choose_splits(uses, {}, set(), single=set())[2] == 1  # the two ops before it would copy, too
 
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[Ways, dict[int, int], set[int], set[int]]:
     storages = st.integers(0, 3)
     use = st.tuples(storages, st.integers(WHOLE, 2), st.integers(0, 9))
-    ways = st.builds(Uses, st.lists(use, max_size=3).map(tuple), st.integers(0, 5))
+    ways = st.builds(SplitUses, st.lists(use, max_size=3).map(tuple), st.integers(0, 5))
     uses = draw(st.dictionaries(st.integers(0, 9), st.lists(ways, min_size=1, max_size=3), min_size=1, max_size=5))
     uncut_bytes = draw(st.dictionaries(storages, st.integers(0, 9)))
     return uses, uncut_bytes, draw(st.sets(st.sampled_from(sorted(uses)))), draw(st.sets(storages))
@@ -87,9 +87,9 @@ def steps(draw: st.DrawFn) -> tuple[Ways, dict[int, int], set[int], set[int]]:
 @given(steps())
 def test_no_single_change_saves_bytes(step: tuple[Ways, dict[int, int], set[int], set[int]]) -> None:
     uses, uncut_bytes, flexible, single = step
-    agreement = agreed(uses, uncut_bytes, flexible, single)
+    agreement = choose_splits(uses, uncut_bytes, flexible, single)
     assert list(agreement) == list(uses)
-    assert agreement == agreed(dict(reversed(uses.items())), uncut_bytes, flexible, single)
+    assert agreement == choose_splits(dict(reversed(uses.items())), uncut_bytes, flexible, single)
     chosen = list(agreement.values())
     cost = copied(uses, uncut_bytes, single, chosen)
     for number, ways in enumerate(uses.values()):
@@ -103,5 +103,5 @@ def test_row_of_ops_copies_at_most_twice_the_minimum(row: list[list[int]], data:
     """Each op passes one storage to the next. If the minimum is zero, the result copies zero bytes."""
     uses = {op: [along(axis, op, op + 1) for axis in axes] for op, axes in enumerate(row)}
     single = set(range(len(row) + 1)) if data.draw(st.booleans()) else set[int]()
-    agreement = agreed(uses, {}, set(uses), single)
+    agreement = choose_splits(uses, {}, set(uses), single)
     assert copied(uses, {}, single, list(agreement.values())) <= 2 * best(uses, {}, single)

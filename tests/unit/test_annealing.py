@@ -18,11 +18,11 @@ from outofcore.graph import StepGraph
 from outofcore.planning import QUICK, SearchParams, in_core_budget
 from outofcore.planning.front import Front
 from outofcore.planning.problem import Problem
-from outofcore.planning.remat.chains import AGAIN, Choices
-from outofcore.planning.remat.compiled import Annealed
-from outofcore.planning.remat.contents import Contents
+from outofcore.planning.remat.chains import RECOMPUTED, Choices
+from outofcore.planning.remat.compiled import BestState
+from outofcore.planning.remat.contents import StepContents
 from outofcore.planning.remat.selection import Selection
-from outofcore.planning.remat.selection import choices_of as choices_of_pairs
+from outofcore.planning.remat.selection import choices_from_pairs as choices_of_pairs
 from outofcore.validator import validate
 
 
@@ -34,7 +34,7 @@ def steps(draw: st.DrawFn) -> tuple[StepGraph, Costs]:
 
 
 def choices_of(graph: StepGraph, costs: Costs) -> Choices:
-    return Choices(Problem.of(graph, costs, 1 << 40), Contents.of(graph, costs))
+    return Choices(Problem.of(graph, costs, 1 << 40), StepContents.of(graph, costs))
 
 
 def max_bytes(choices: Choices) -> int:
@@ -45,49 +45,52 @@ def max_bytes(choices: Choices) -> int:
 @given(steps(), st.lists(st.floats(0, 1), min_size=1, max_size=4), st.integers(0, 1 << 64))
 def test_annealing_counts_match_python(step: tuple[StepGraph, Costs], parts: list[float], seed: int) -> None:
     choices = choices_of(*step)
-    annealing = choices.search()
+    annealing = choices.open_search()
     for part in parts:
         limit = int(max_bytes(choices) * part)
-        result = annealing.run(limit, 300, 1 << 40, 0.3, seed % (1 << 64))
+        result = annealing.anneal(limit, 300, 1 << 40, 0.3, seed % (1 << 64))
         if result is None:
             continue
         counted = choices_of_pairs(choices, result.pairs, limit)
         assert result.seconds == pytest.approx(counted.seconds)
         assert result.bytes == max_bytes(counted) <= limit
         annealing.restore(result.pairs)
-        assert annealing.run(limit, 0, 1, 0.3, 0) == result
+        assert annealing.anneal(limit, 0, 1, 0.3, 0) == result
 
 
 @settings(LIMITS, max_examples=examples(25))
 @given(steps(), st.floats(0.3, 1))
 def test_annealing_is_as_good_as_any_choice(step: tuple[StepGraph, Costs], part: float) -> None:
     choices = choices_of(*step)
-    free = choices.free[:8]
+    free = choices.recomputable[:8]
     assume(free)
     limit = int(max_bytes(choices) * part)
     best = float("inf")
     for picked in chain.from_iterable(combinations(free, count) for count in range(len(free) + 1)):
         candidate = Choices(choices.problem, choices.contents, like=choices)
-        if candidate.begin(tuple((g, AGAIN, choices.end[g]) for g in picked)) and max_bytes(candidate) <= limit:
+        if (
+            candidate.apply_snapshot(tuple((g, RECOMPUTED, choices.end[g]) for g in picked))
+            and max_bytes(candidate) <= limit
+        ):
             best = min(best, candidate.seconds)
     assume(best < float("inf"))
-    annealing = choices.search()
-    results = [annealing.run(limit, 20_000, 1 << 40, 0.3, seed) for seed in range(3)]
+    annealing = choices.open_search()
+    results = [annealing.anneal(limit, 20_000, 1 << 40, 0.3, seed) for seed in range(3)]
     assert min(result.seconds for result in results if result is not None) <= best * (1 + 1e-9)
 
 
 def test_annealing_returns_none_when_no_choice_fits() -> None:
     graph = network(8)
-    annealing = choices_of(graph, network_costs(graph, copy=None)).search()
-    assert annealing.run(MIB // 2, 1000, 1 << 40, 0.3, 0) is None
-    assert annealing.run(1 << 40, 0, 1, 0.3, 0) is not None
+    annealing = choices_of(graph, network_costs(graph, copy=None)).open_search()
+    assert annealing.anneal(MIB // 2, 1000, 1 << 40, 0.3, 0) is None
+    assert annealing.anneal(1 << 40, 0, 1, 0.3, 0) is not None
 
 
 def test_annealing_repeats_itself_and_ends_with_its_work() -> None:
     graph = network(16)
 
-    def run(seed: int, work: int = 1 << 40) -> Annealed | None:
-        return choices_of(graph, network_costs(graph, copy=None)).search().run(8 * MIB, 5000, work, 0.3, seed)
+    def run(seed: int, work: int = 1 << 40) -> BestState | None:
+        return choices_of(graph, network_costs(graph, copy=None)).open_search().anneal(8 * MIB, 5000, work, 0.3, seed)
 
     assert run(1) is not None
     assert run(1) == run(1)
@@ -101,20 +104,20 @@ def test_greedy_search_fits_and_settle_never_worsens_it(
 ) -> None:
     graph, costs = step
     all_bytes = max_bytes(choices_of(graph, costs))
-    choices = Choices(Problem.of(graph, costs, int(all_bytes * part)), Contents.of(graph, costs))
+    choices = Choices(Problem.of(graph, costs, int(all_bytes * part)), StepContents.of(graph, costs))
     selection = Selection(choices)
     dropped = selection.drop(int(all_bytes * part * factor))
     if dropped is not None:
-        assert not dropped.over().any()
+        assert not dropped.overload().any()
     if all_bytes <= int(all_bytes * part):
         assert dropped is not None and dropped.snapshot() == ()
-    gaps = [g for g in choices.free if draw.random() < 0.5]
+    gaps = [g for g in choices.recomputable if draw.random() < 0.5]
     plain = Choices(choices.problem, choices.contents, like=choices)
-    assert plain.begin(tuple((g, AGAIN, choices.end[g]) for g in gaps))
+    assert plain.apply_snapshot(tuple((g, RECOMPUTED, choices.end[g]) for g in gaps))
     result = selection.settle(gaps)
     assert {g for g, _, _ in result.snapshot()} == set(gaps)
     assert result.seconds <= plain.seconds * (1 + 1e-9)
-    assert result.over().sum() <= plain.over().sum()
+    assert result.overload().sum() <= plain.overload().sum()
     repeated = selection.drop(int(all_bytes * part * factor))
     assert (None if repeated is None else repeated.snapshot()) == (None if dropped is None else dropped.snapshot())
 

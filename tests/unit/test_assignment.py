@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outofcore.errors import InputError
-from outofcore.logical_workers.assignment import evenly, runs, shares
+from outofcore.logical_workers.assignment import even_ranges, shares, worker_ranges
 
 
 @given(st.lists(st.sampled_from([0.5, 1.0, 1.5, 2.0, 7.0]), min_size=1, max_size=4), st.integers(0, 5))
@@ -27,9 +27,9 @@ def test_no_other_shares_end_sooner(seconds: list[float], more: int) -> None:
 
 
 def test_runs_are_consecutive() -> None:
-    assert evenly(4, 3) == (range(2), range(2, 3), range(3, 4))
-    assert runs((3, 1)) == (range(3), range(3, 4))
-    assert evenly(1, 1) == (range(1),)
+    assert even_ranges(4, 3) == (range(2), range(2, 3), range(3, 4))
+    assert worker_ranges((3, 1)) == (range(3), range(3, 4))
+    assert even_ranges(1, 1) == (range(1),)
 
 
 @pytest.mark.parametrize("seconds", [[1.0, 0.0], [1.0, -1.0], [float("nan")], [float("inf")]])
@@ -40,4 +40,4 @@ def test_times_must_be_positive_numbers(seconds: list[float]) -> None:
 
 def test_each_process_needs_a_worker() -> None:
     with pytest.raises(InputError, match="2 logical workers cannot be shared by 3 processes"):
-        evenly(2, 3)
+        even_ranges(2, 3)

@@ -30,8 +30,8 @@ from outofcore.planning import (
     plans_of_step,
     smallest_budget,
 )
-from outofcore.planning.placing import keep_all, room_for_large, worth
-from outofcore.planning.polish import polished
+from outofcore.planning.placing import comparison_seconds, keep_all, room_for_large
+from outofcore.planning.polish import polish_plan
 from outofcore.planning.problem import Problem
 from outofcore.planning.repair import Attempts
 from outofcore.planning.tuner import Tuner
@@ -170,8 +170,8 @@ def test_attempts_spare_twice_as_much_for_each_repeated_plan() -> None:
     tried = Attempts(graph, step_costs, budget)
     for times in (1, 2, 4):
         assert tried.place(keep_all(budget)) is None
-        assert tried.repeated == (times > 1)
-        assert tried.spared.max() == times * 8192
+        assert tried.is_repeat == (times > 1)
+        assert tried.spared_bytes.max() == times * 8192
 
 
 def test_only_the_block_that_sticks_out_is_evicted_on_retry() -> None:
@@ -182,7 +182,7 @@ def test_only_the_block_that_sticks_out_is_evicted_on_retry() -> None:
     tried = Attempts(graph, step_costs, budget)
     for count in (0, 1):
         assert tried.place(keep_all(budget)) is None
-        assert len(tried.leaving) == count
+        assert len(tried.forced_offloads) == count
 
 
 def test_overflow_of_a_full_home_goes_to_the_second_home() -> None:
@@ -200,7 +200,7 @@ def test_plans_come_best_first_and_list_their_candidates(caplog: pytest.LogCaptu
     with caplog.at_level(logging.DEBUG, logger="outofcore.planning"):
         plans = list(plans_of_step(graph, step_costs, 5 * SIZE, params=BRIEF))
     values = [
-        worth(step_costs, planned) for planned in plans[:-1]
+        comparison_seconds(step_costs, planned) for planned in plans[:-1]
     ]  # the last plan offloads all storages, as a last resort
     assert len(plans) > 1
     assert values[0] == min(values)
@@ -236,11 +236,11 @@ def test_polished_plan_is_valid_quicker_and_deterministic() -> None:
     budget = smallest_budget(graph, step_costs) + SIZE
     start = plan_step(graph, step_costs, budget, "offload-all")
     problem = Problem.of(graph, step_costs, room_for_large(graph, step_costs, budget))
-    better = polished(problem, budget, start, [start.plan], FULL)
+    better = polish_plan(problem, budget, start, [start.plan], FULL)
     assert better is not None
     assert better.timeline.step_seconds < start.timeline.step_seconds
     validate(graph, better.program, budget, step_costs)
-    assert polished(problem, budget, start, [start.plan], FULL) == better
+    assert polish_plan(problem, budget, start, [start.plan], FULL) == better
 
 
 def test_tiny_step_is_not_polished() -> None:
@@ -249,7 +249,7 @@ def test_tiny_step_is_not_polished() -> None:
     budget = smallest_budget(graph, quick) + SIZE
     start = plan_step(graph, quick, budget, "offload-all")
     problem = Problem.of(graph, quick, room_for_large(graph, quick, budget))
-    assert polished(problem, budget, start, [start.plan], FULL) is None
+    assert polish_plan(problem, budget, start, [start.plan], FULL) is None
 
 
 @pytest.mark.parametrize(

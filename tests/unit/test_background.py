@@ -13,11 +13,11 @@ import pytest
 from weights_in_turn import BUDGET, COSTS, GRAPH, WINDOW
 
 from outofcore import background
-from outofcore.background import Answer, BackgroundPlanner, PlanJob, Running, plan_job
+from outofcore.background import BackgroundPlanner, PlanJob, PlanResult, RunningPlan, plan_job
 from outofcore.child_processes import start_process
 from outofcore.costs import OpCost
 from outofcore.planning import PolicyLike, plan_step
-from outofcore.planning.policy import Own
+from outofcore.planning.policy import FunctionPolicy
 from outofcore.simulator import simulate
 from outofcore.validator import validate
 
@@ -50,7 +50,7 @@ def test_dead_process_leaves_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "status 3" in result[1].reason
 
 
-def planned_by(planner: BackgroundPlanner[str], niceness: int) -> tuple[Answer, int]:
+def planned_by(planner: BackgroundPlanner[str], niceness: int) -> tuple[PlanResult, int]:
     """Return the answer to a job and the pid of the process that gave it."""
     assert planner.start("subject", JOB, niceness)
     assert planner._process is not None
@@ -101,7 +101,7 @@ def test_serve_ends_without_jobs() -> None:
 
 
 def test_unpicklable_policy_starts_no_process() -> None:
-    unpicklable: PolicyLike = Own("own", lambda *_: plan_step(GRAPH, COSTS, BUDGET).plan)
+    unpicklable: PolicyLike = FunctionPolicy("own", lambda *_: plan_step(GRAPH, COSTS, BUDGET).plan)
     planner: BackgroundPlanner[str] = BackgroundPlanner()
     assert not planner.start("subject", replace(JOB, policy=unpicklable), 0)
     assert not planner.is_busy
@@ -116,7 +116,7 @@ def test_costs_are_corrected_by_steps_before_planning() -> None:
         homes=tuple(replace(h, bytes_per_s_out=2e10, bytes_per_s_in=2e10) for h in COSTS.homes),
     )
     steps = (simulate(GRAPH, truth, before.program),) * 3
-    running = Running(before, steps, MOVED)
+    running = RunningPlan(before, steps, MOVED)
     answer = plan_job(replace(JOB, running=running))
     assert answer.costs is not None
     assert answer.costs.compute_seconds == pytest.approx(truth.compute_seconds)
@@ -127,13 +127,13 @@ def test_costs_are_corrected_by_steps_before_planning() -> None:
 
 def test_running_plan_stays_unless_another_is_clearly_quicker() -> None:
     best = plan_step(GRAPH, COSTS, BUDGET, WINDOW)
-    answer = plan_job(replace(JOB, running=Running(best, (best.timeline,) * 3, MOVED)))
+    answer = plan_job(replace(JOB, running=RunningPlan(best, (best.timeline,) * 3, MOVED)))
     assert not answer.is_new
     assert answer.planned is not None
     assert answer.planned.program is best.program
     worse = plan_step(GRAPH, COSTS, BUDGET, "offload-all")
     assert worse.timeline.step_seconds > 1.02 * best.timeline.step_seconds
-    answer = plan_job(replace(JOB, running=Running(worse, (worse.timeline,) * 3, MOVED)))
+    answer = plan_job(replace(JOB, running=RunningPlan(worse, (worse.timeline,) * 3, MOVED)))
     assert answer.is_new
 
 

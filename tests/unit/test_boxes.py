@@ -11,13 +11,22 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outofcore.analysis.boxes import Axes, Window, cells, clipped, elements, lines_of, placed, window_within
+from outofcore.analysis.boxes import (
+    Axes,
+    TensorWindow,
+    cells,
+    clip_box,
+    count_elements,
+    lines_of,
+    place_window,
+    window_within,
+)
 
 
-def window_of(view: Any, base: Any) -> Window:
+def window_of(view: Any, base: Any) -> TensorWindow:
     step = base.itemsize
     offset = (view.__array_interface__["data"][0] - base.__array_interface__["data"][0]) // step
-    return Window(view.shape, tuple(stride // step for stride in view.strides), offset)
+    return TensorWindow(view.shape, tuple(stride // step for stride in view.strides), offset)
 
 
 @st.composite
@@ -44,7 +53,7 @@ def test_slice_is_where_numpy_has_it(pair: tuple[Any, Any], data: st.DataObject)
     window = window_of(view, base)
     lines = lines_of(base.size, [window])
     assert lines is not None
-    place = placed(lines, window)
+    place = place_window(lines, window)
     assert place is not None
     box = tuple(slice(low, high) for low, high in place.box)
     assert sorted(base.reshape(lines.sizes)[box].ravel()) == sorted(view.ravel())
@@ -65,7 +74,7 @@ def test_slice_is_where_numpy_has_it(pair: tuple[Any, Any], data: st.DataObject)
         assert axes.box_of(place) is None
         return
     memory = np.ascontiguousarray(base.reshape(axes.sizes)[tuple(slice(*ends) for ends in part)]).ravel()
-    assert memory.size == elements(part)
+    assert memory.size == count_elements(part)
     stride = axes.strides(place, expected.shape, part, (dim, dim + 1))
     if stride is not None:
         actual = np.lib.stride_tricks.as_strided(memory, expected.shape, [s * memory.itemsize for s in stride])
@@ -81,7 +90,7 @@ def test_cells_cover_a_box_once(sizes: list[int], data: st.DataObject) -> None:
         box.append((low, data.draw(st.integers(low + 1, size))))
     array, filled = np.arange(prod(sizes)).reshape(sizes), np.full([high - low for low, high in box], -1)
     for cell in cells(cuts, tuple(box)):
-        part = clipped(cell, tuple(box))
+        part = clip_box(cell, tuple(box))
         assert part is not None
         source = np.ascontiguousarray(array[tuple(slice(*ends) for ends in cell)])
         target = tuple(slice(low - begin, high - begin) for (low, high), (begin, _) in zip(part, box, strict=True))
@@ -95,19 +104,19 @@ def test_cells_cover_a_box_once(sizes: list[int], data: st.DataObject) -> None:
 
 
 def test_repeating_or_overlapping_window_has_no_place() -> None:
-    assert lines_of(12, [Window((4, 3), (0, 1))]) is None
-    assert lines_of(12, [Window((3, 4), (2, 1))]) is not None  # these have lines,
-    lines = lines_of(12, [Window((3, 4), (2, 1))])
+    assert lines_of(12, [TensorWindow((4, 3), (0, 1))]) is None
+    assert lines_of(12, [TensorWindow((3, 4), (2, 1))]) is not None  # these have lines,
+    lines = lines_of(12, [TensorWindow((3, 4), (2, 1))])
     assert lines is not None
-    assert placed(lines, Window((3, 4), (2, 1))) is None  # but overlapping windows are not boxes
-    assert lines_of(12, [Window((4,), (5,))]) is None
+    assert place_window(lines, TensorWindow((3, 4), (2, 1))) is None  # but overlapping windows are not boxes
+    assert lines_of(12, [TensorWindow((4,), (5,))]) is None
 
 
 @pytest.mark.parametrize("grain", [1, 4])
 def test_merged_dimension_is_cut_at_the_inner_boundary(grain: int) -> None:
-    lines = lines_of(24, [Window((6, 4), (4, 1)), Window((24,), (1,))])
+    lines = lines_of(24, [TensorWindow((6, 4), (4, 1)), TensorWindow((24,), (1,))])
     assert lines is not None
-    place = placed(lines, Window((24,), (1,)))
+    place = place_window(lines, TensorWindow((24,), (1,)))
     assert place is not None
     axes = Axes(lines, (0,) if grain == 1 else (0, 1))
     assert axes.grain(place, (0, 1)) == grain

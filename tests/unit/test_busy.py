@@ -12,9 +12,9 @@ from weights_in_turn import BUDGET, COSTS, GRAPH, WINDOW
 
 from outofcore import busy
 from outofcore.busy import (
+    BusyWatch,
     Counters,
     DiskCounters,
-    Watch,
     is_due,
     read_counters,
     read_disk,
@@ -23,13 +23,13 @@ from outofcore.busy import (
     was_busy,
     was_disk_busy,
 )
-from outofcore.cli.answer import Subject, present
-from outofcore.cli.options import Answers
+from outofcore.cli.answer import Subject, print_plan
+from outofcore.cli.options import AnswerOptions
 from outofcore.costs import Costs
 from outofcore.estimation.sweep import Estimate
 from outofcore.graphfile import GraphFile
 from outofcore.planning import plan_step
-from outofcore.step_plans import Choice, StepPlans
+from outofcore.step_plans import StepPlans, VariantChoice
 from outofcore.variant import LOWEST_MEMORY
 
 BUSY = replace(COSTS, ops=tuple(replace(cost, busy=1) for cost in COSTS.ops))
@@ -84,7 +84,7 @@ def test_counters_add_up_unless_one_is_unknown() -> None:
 def test_watch_counts_only_while_entered(monkeypatch: pytest.MonkeyPatch) -> None:
     read = iter([Counters(1.0, 1.0, 1.0), Counters(2.0, 1.5, 1.25), Counters(9.0, 9.0, 9.0), Counters(9.5, 9.5, 9.0)])
     monkeypatch.setattr(busy, "read_counters", lambda: next(read))
-    watch = Watch()
+    watch = BusyWatch()
     for _ in range(2):
         with watch:
             pass
@@ -157,8 +157,8 @@ def test_costs_report_a_busy_machine() -> None:
 def test_estimates_and_plans_report_a_busy_machine() -> None:
     def texts(costs: Costs) -> list[str]:
         lines: list[str] = []
-        wish = Answers()
-        present(Subject("a step", GraphFile.of(GRAPH, costs)), BUDGET, "window", wish, lines.append)
+        wish = AnswerOptions()
+        print_plan(Subject("a step", GraphFile.of(GRAPH, costs)), BUDGET, "window", wish, lines.append)
         return [*lines, str(Estimate(1, 2, 3, 0.25, (), costs=costs))]
 
     assert [busy.NOTE in text for text in texts(COSTS)] == [False, False]
@@ -167,7 +167,7 @@ def test_estimates_and_plans_report_a_busy_machine() -> None:
 
 def test_busy_plan_is_marked_until_replaced(tmp_path: Path) -> None:
     plans = StepPlans(tmp_path)
-    choice = Choice(plans.key(GRAPH, WINDOW), LOWEST_MEMORY)
+    choice = VariantChoice(plans.key(GRAPH, WINDOW), LOWEST_MEMORY)
     planned = plan_step(GRAPH, COSTS, BUDGET, WINDOW)
 
     def stored_flags(costs: Costs, *, is_quick: bool) -> tuple[bool, bool] | None:

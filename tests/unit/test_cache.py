@@ -106,10 +106,10 @@ def test_processes_take_turns(tmp_path: Path) -> None:
     order: list[str] = []
 
     def other() -> None:
-        with shelf.turn():
+        with shelf.take_turn():
             order.append("other")
 
-    with shelf.turn():
+    with shelf.take_turn():
         waiting = threading.Thread(target=other)
         waiting.start()
         waiting.join(0.3)
@@ -124,7 +124,7 @@ def test_processes_take_turns(tmp_path: Path) -> None:
 def test_missing_lock_does_not_block(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     entered = False
-    with Cache(tmp_path / "file").shelf("parts", {}).turn():
+    with Cache(tmp_path / "file").shelf("parts", {}).take_turn():
         entered = True
     assert entered
 
@@ -144,7 +144,7 @@ def test_writer_gives_up_waiting_for_the_lock(
 
 
 def test_oldest_entries_are_dropped_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_ENTRIES", 3)
+    monkeypatch.setattr(module, "_MAX_ENTRIES", 3)
     shelf = Cache(tmp_path).shelf("ops", FACTS)
     shelf.write({"a": 1, "b": 1, "c": 1})
     shelf.write({"a": 2, "d": 2})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outofcore.logical_workers.chain import Extent, pieces, rounds
+from outofcore.logical_workers.chain import Extent, cut_pieces, schedule_rounds
 
 extents = st.builds(
     lambda dtype, elements: Extent(dtype, {"f4": 4, "f2": 2, "f8": 8}[dtype], elements),
@@ -16,7 +16,7 @@ extents = st.builds(
 
 @given(st.lists(extents, max_size=12))
 def test_pieces_cover_every_element_once_in_order(tensors: list[Extent]) -> None:
-    all_pieces = pieces(tensors, 4096)
+    all_pieces = cut_pieces(tensors, 4096)
     elements = [
         (span.tensor, k) for spans in all_pieces for span in spans for k in range(span.start, span.start + span.count)
     ]
@@ -29,12 +29,12 @@ def test_pieces_cover_every_element_once_in_order(tensors: list[Extent]) -> None
 
 
 def test_small_tensors_share_a_piece() -> None:
-    assert len(pieces([Extent("f4", 4, 100)] * 10, 4096)) == 1
+    assert len(cut_pieces([Extent("f4", 4, 100)] * 10, 4096)) == 1
 
 
 @given(st.integers(0, 7), st.integers(1, 6))
 def test_every_process_gets_every_sum_one_round_after_it_is_sent(count: int, processes: int) -> None:
-    all_rounds = [list(rounds(count, processes, place)) for place in range(processes)]
+    all_rounds = [list(schedule_rounds(count, processes, place)) for place in range(processes)]
     forward, back, messages = {}, {}, 0
     for place, own_rounds in enumerate(all_rounds):
         for number, current in enumerate(own_rounds):

@@ -16,14 +16,14 @@ def test_chunks_cover_all_elements_in_order(elements: int, ranks: int) -> None:
     end = 0
     for rank in range(ranks):
         assert chunks.start(rank) == end
-        assert 0 <= chunks.count(rank) <= chunks.each
+        assert 0 <= chunks.count(rank) <= chunks.chunk_elements
         if chunks.count(rank):
-            assert chunks.start(rank) == rank * chunks.each
+            assert chunks.start(rank) == rank * chunks.chunk_elements
             assert chunks.start(rank) % GRAIN == 0
         end += chunks.count(rank)
     assert end == elements
     # The padding is at most a grain for each process.
-    assert elements <= chunks.padded < elements + ranks * GRAIN + ranks
+    assert elements <= chunks.padded_elements < elements + ranks * GRAIN + ranks
 
 
 def test_zero_processes_are_refused() -> None:

@@ -13,7 +13,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutations import MUTATIONS, with_instruction
-from strategies import LIMITS, costs_for, plans_for, talking_graphs
+from strategies import LIMITS, costs_for, graphs_with_collectives, plans_for
 
 from outofcore.analysis.hoisting import hoisted_order
 from outofcore.analysis.recipes import History, can_recompute
@@ -196,7 +196,7 @@ def test_files_keep_the_collective_flag(tmp_path: Path) -> None:
 @settings(LIMITS, max_examples=examples(60))
 @given(st.data())
 def test_any_plan_is_valid_and_keeps_the_order_of_collectives(data: st.DataObject) -> None:
-    graph = data.draw(talking_graphs())
+    graph = data.draw(graphs_with_collectives())
     costs = data.draw(costs_for(graph))
     plan = data.draw(plans_for(graph, max(len(costs.homes), 1)))
     program = wire(graph, place(lower(graph, costs, plan)))
@@ -214,7 +214,7 @@ def test_any_plan_is_valid_and_keeps_the_order_of_collectives(data: st.DataObjec
 @settings(LIMITS, max_examples=examples(40))
 @given(st.data(), st.randoms(use_true_random=False))
 def test_missing_wait_is_detected(data: st.DataObject, random: Random) -> None:
-    graph = data.draw(talking_graphs())
+    graph = data.draw(graphs_with_collectives())
     costs = data.draw(costs_for(graph))
     plan = data.draw(plans_for(graph, max(len(costs.homes), 1)))
     program = wire(graph, place(lower(graph, costs, plan)))
@@ -265,7 +265,7 @@ def test_empty_block_still_needs_waits_of_its_readers() -> None:
 @settings(LIMITS, max_examples=examples(15))
 @given(st.data())
 def test_policies_plan_steps_with_collectives(data: st.DataObject) -> None:
-    graph = data.draw(talking_graphs())
+    graph = data.draw(graphs_with_collectives())
     costs = data.draw(costs_for(graph))
     planned = plan_step(graph, costs, smallest_budget(graph, costs), "auto")
     validate(graph, planned.program, smallest_budget(graph, costs), costs)

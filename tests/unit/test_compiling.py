@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outofcore.compiling import is_built, load_built
+from outofcore.compiling import is_built, load_or_build
 
 
 class _Terminal(io.StringIO):
@@ -38,7 +38,7 @@ def test_terminal_announces_a_build_once(
     library = tmp_path / "wheel" / "library-1.so"
     assert not is_built(library)
     for _ in range(2):
-        load_built("library.cpp", library, build, load)
+        load_or_build("library.cpp", library, build, load)
     assert is_built(library)
     assert len(before_build) == 1
     announced = "outofcore: compiling library.cpp once, which takes up to half a minute ...\n"

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from native_checks import built, said
+from native_checks import build_check, run_check
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -16,4 +16,4 @@ def test_native_io_moves_the_same_bytes_as_plain_copies(is_in_memory: bool, tmp_
     if is_in_memory and not SHARED_MEMORY.is_dir():
         pytest.skip("there is no tmpfs at /dev/shm")
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY if is_in_memory else tmp_path) as folder:
-        assert said(built("file_io", tmp_path), folder) == "ok"
+        assert run_check(build_check("file_io", tmp_path), folder) == "ok"

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 
-from outofcore.finalization import running_threads
+from outofcore.finalization import count_running_threads
 
 _PROGRAM = """
 import sys, threading, zlib
@@ -43,11 +43,11 @@ def test_threads_that_run_are_counted() -> None:
         while not ended.is_set():
             hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
 
-    before = running_threads()
+    before = count_running_threads()
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        assert any(running_threads() > before for _ in range(10_000))
+        assert any(count_running_threads() > before for _ in range(10_000))
     finally:
         ended.set()
         thread.join()

@@ -9,12 +9,12 @@ from typing import Any
 from outofcore.follow.observed import (
     LINKS,
     Cause,
-    Copied,
+    CopyTiming,
     Departure,
-    Event,
     Link,
-    Observed,
-    PlanMade,
+    LogEvent,
+    ObservedStep,
+    PlanSummary,
     departure_marks,
     observed_notes,
     read_observed,
@@ -34,33 +34,33 @@ KNOWN = {WEIGHT: ("body.weight", StorageKind.PARAMETER)}
 
 # What happened, from when to when (seconds), to which block or operator, bytes, flags.
 LOG = (
-    (Event.HELD, 0, 0, WEIGHT, 2 * MIB, 0),
-    (Event.HELD, 0, 0, OLD, MIB, 0),
-    (Event.TAKEN, 1, 1, BATCH, MIB, 0),
-    (Event.TAKEN, 1, 1, SCRATCH, 4096, 0),
-    (Event.TAKEN, 1, 1, MADE, MIB, 0),
-    (Event.GIVEN, 2, 2, SCRATCH, 4096, 0),
-    (Event.FREED, 2, 2, SCRATCH, 4096, 0),
-    (Event.OP, 1, 3, 0, 0, 1),  # the first, by plan
-    (Event.TOUCH, 0, 0, BATCH, MIB, 0),
-    (Event.TOUCH, 0, 0, WEIGHT, 2 * MIB, 0),
-    (Event.TOUCH, 0, 0, MADE, MIB, 3),
-    (Event.GIVEN, 3, 3, BATCH, MIB, 0),
-    (Event.FREED, 3, 3, BATCH, MIB, 0),
-    (Event.OUT, 3, 4, MADE, MIB, Copied.BESIDE),
-    (Event.LEFT, 4, 4, MADE, MIB, 1),
-    (Event.GIVEN, 4, 4, MADE, MIB, 0),
-    (Event.OP, 4, 5, 1, 0, 0),  # on demand
-    (Event.TOUCH, 0, 0, WEIGHT, 2 * MIB, 1),
-    (Event.TAKEN, 6, 6, MADE, MIB, 0),
-    (Event.IN, 6, 8, MADE, MIB, Copied.ON_DEMAND),
-    (Event.OP, 8, 9, 2, 3, 1),
-    (Event.TOUCH, 0, 0, MADE, MIB, 0),
-    (Event.GIVEN, 9, 9, MADE, MIB, 0),
-    (Event.FREED, 9, 9, MADE, MIB, 0),
-    (Event.OUT, 9, 10, WEIGHT, 2 * MIB, Copied.ON_DEMAND),
-    (Event.LEFT, 10, 10, WEIGHT, 2 * MIB, 0),
-    (Event.GIVEN, 10, 10, WEIGHT, 2 * MIB, 0),
+    (LogEvent.HELD, 0, 0, WEIGHT, 2 * MIB, 0),
+    (LogEvent.HELD, 0, 0, OLD, MIB, 0),
+    (LogEvent.TAKEN, 1, 1, BATCH, MIB, 0),
+    (LogEvent.TAKEN, 1, 1, SCRATCH, 4096, 0),
+    (LogEvent.TAKEN, 1, 1, MADE, MIB, 0),
+    (LogEvent.GIVEN, 2, 2, SCRATCH, 4096, 0),
+    (LogEvent.FREED, 2, 2, SCRATCH, 4096, 0),
+    (LogEvent.OP, 1, 3, 0, 0, 1),  # the first, by plan
+    (LogEvent.TOUCH, 0, 0, BATCH, MIB, 0),
+    (LogEvent.TOUCH, 0, 0, WEIGHT, 2 * MIB, 0),
+    (LogEvent.TOUCH, 0, 0, MADE, MIB, 3),
+    (LogEvent.GIVEN, 3, 3, BATCH, MIB, 0),
+    (LogEvent.FREED, 3, 3, BATCH, MIB, 0),
+    (LogEvent.OUT, 3, 4, MADE, MIB, CopyTiming.OVERLAPPED),
+    (LogEvent.LEFT, 4, 4, MADE, MIB, 1),
+    (LogEvent.GIVEN, 4, 4, MADE, MIB, 0),
+    (LogEvent.OP, 4, 5, 1, 0, 0),  # on demand
+    (LogEvent.TOUCH, 0, 0, WEIGHT, 2 * MIB, 1),
+    (LogEvent.TAKEN, 6, 6, MADE, MIB, 0),
+    (LogEvent.IN, 6, 8, MADE, MIB, CopyTiming.ON_DEMAND),
+    (LogEvent.OP, 8, 9, 2, 3, 1),
+    (LogEvent.TOUCH, 0, 0, MADE, MIB, 0),
+    (LogEvent.GIVEN, 9, 9, MADE, MIB, 0),
+    (LogEvent.FREED, 9, 9, MADE, MIB, 0),
+    (LogEvent.OUT, 9, 10, WEIGHT, 2 * MIB, CopyTiming.ON_DEMAND),
+    (LogEvent.LEFT, 10, 10, WEIGHT, 2 * MIB, 0),
+    (LogEvent.GIVEN, 10, 10, WEIGHT, 2 * MIB, 0),
 )
 DEPARTURES = (
     (6, 1, 4 * SECOND, Cause.OP, 0, 1, 2, 0, 1),
@@ -68,7 +68,9 @@ DEPARTURES = (
 )
 
 
-def observed(log: tuple[tuple[int, ...], ...] = LOG, *, complete: int = 1, steps: int = 7, cut: int = 0) -> Observed:
+def observed(
+    log: tuple[tuple[int, ...], ...] = LOG, *, complete: int = 1, steps: int = 7, cut: int = 0
+) -> ObservedStep:
     numbers = [steps, complete, cut, 5, 12 * SECOND, len(log), len(DEPARTURES), 9]
     for kind, start, end, number, count, flags in log:
         numbers += [int(kind), start * SECOND, end * SECOND, number, count, int(flags)]
@@ -113,7 +115,7 @@ def test_the_program_is_what_ran_and_says_what_waited_for_what() -> None:
     )
     assert seen.timeline == Timeline((1.0, 3.0, 4.0, 6.0, 8.0, 9.0), (3.0, 4.0, 5.0, 8.0, 9.0, 10.0), 12.0)
     assert seen.on_demand == {1}
-    assert seen.planned == 2
+    assert seen.planned_count == 2
 
 
 def test_memory_counts_what_no_op_uses() -> None:
@@ -138,7 +140,7 @@ def test_the_plan_is_what_left() -> None:
             Decision(Gap(3, 0, 2), Residency.OFFLOAD, 1, 2),
         ),
     )
-    no_plans = tuple((*row[:5], 0) if row[0] is Event.OP else row for row in LOG)
+    no_plans = tuple((*row[:5], 0) if row[0] is LogEvent.OP else row for row in LOG)
     assert observed(no_plans).plan.policy == "on demand"
 
 
@@ -166,7 +168,7 @@ def test_departures_say_why() -> None:
 
 
 def test_notes_count_and_tell() -> None:
-    plan = PlanMade(3, 3, "auto", 0.5, 2.0)
+    plan = PlanSummary(3, 3, "auto", 0.5, 2.0)
     notes = observed_notes(observed(cut=3), [plan])
     assert ("step", "step 7 of the loop: 3 ops on 4 storages of 64 KiB and more") in notes
     assert ("ops", "2 by plan, 1 on demand") in notes
@@ -215,4 +217,4 @@ def test_an_empty_log_is_a_step_in_which_nothing_happened() -> None:
     seen = observed((), complete=0, steps=0)
     assert seen.graph.ops == ()
     assert seen.memory.times == (0.0, 12.0)
-    assert not seen.complete
+    assert not seen.is_complete

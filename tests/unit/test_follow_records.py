@@ -41,7 +41,7 @@ def test_a_small_step() -> None:
         ),
         NAMES,
     )
-    assert record.anchor == 3
+    assert record.bucket == 3
     assert [s.kind for s in record.graph.storages] == [
         StorageKind.PARAMETER,
         StorageKind.ACTIVATION,
@@ -107,10 +107,10 @@ def test_what_leaves_comes_back_before_it_is_used(length: int, kept: int, share:
         return
     schedule = schedule_of(record, answer.planned.plan, answer.planned.program)
     uses = {s: [i for i, op in enumerate(record.graph.ops) if s in op.touched] for s in range(2 * length)}
-    for pairs in (schedule.leave, schedule.fetch, schedule.write):
+    for pairs in (schedule.release, schedule.fetch, schedule.write):
         assert list(pairs) == sorted(pairs)
-        assert all(0 <= op < record.ops and 0 <= s < 2 * length for op, s in pairs)
-    left = {s for _, s in schedule.leave}
+        assert all(0 <= op < record.op_count and 0 <= s < 2 * length for op, s in pairs)
+    left = {s for _, s in schedule.release}
     assert {s for _, s in schedule.fetch} <= left
     assert left <= {s for _, s in schedule.write}
     # Each op that uses a storage has an offset for it, within the budget.
@@ -125,7 +125,7 @@ def test_a_budget_that_holds_everything_lets_nothing_leave() -> None:
     answer = plan_job(PlanJob(record.graph, record.costs, 100 * BYTES, "auto"))
     assert answer.planned is not None
     schedule = schedule_of(record, answer.planned.plan, answer.planned.program)
-    assert schedule.leave == schedule.fetch == schedule.write == ()
+    assert schedule.release == schedule.fetch == schedule.write == ()
     assert schedule.offsets
 
 
@@ -134,8 +134,8 @@ def test_exactly_what_a_plan_says() -> None:
     answer = plan_job(PlanJob(record.graph, record.costs, smallest_budget(record.graph, record.costs), "offload-all"))
     assert answer.planned is not None
     schedule = schedule_of(record, answer.planned.plan, answer.planned.program)
-    assert Schedule(schedule.leave, schedule.fetch, schedule.write) == Schedule(
-        leave=((1, 0), (2, 1), (2, 2), (3, 3), (4, 4), (5, 2)),
+    assert Schedule(schedule.release, schedule.fetch, schedule.write) == Schedule(
+        release=((1, 0), (2, 1), (2, 2), (3, 3), (4, 4), (5, 2)),
         fetch=((1, 2), (2, 4), (4, 2), (4, 3), (5, 0), (5, 1)),
         write=((0, 0), (1, 1), (1, 2), (2, 3), (3, 4), (4, 2)),
     )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from strategies import LIMITS, graphs
 
 from outofcore.analysis import LARGE_BYTES, placed_bytes
-from outofcore.analysis.fusing import MOST_OPS, REACH, ops_to_fuse
+from outofcore.analysis.fusing import MAX_OPS, REACH, ops_to_fuse
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 
 MB = 1 << 20
@@ -57,7 +57,7 @@ def test_groups_keep_what_ops_find_and_need_no_more_bytes(graph: StepGraph, data
     everything = fusible_of(graph)
     fusible = data.draw(st.sets(st.sampled_from(everything))) if everything and data.draw(st.booleans()) else everything
     least = data.draw(st.sampled_from([1, 4096, 65536]))
-    groups = ops_to_fuse(graph, fusible, least=least, most=data.draw(st.sampled_from([2, 3, 48])))
+    groups = ops_to_fuse(graph, fusible, min_bytes=least, max_ops=data.draw(st.sampled_from([2, 3, 48])))
     members = [op for group in groups for op in group]
     assert len(set(members)) == len(members)
     assert set(members) <= set(fusible)
@@ -81,7 +81,7 @@ def test_groups_keep_what_ops_find_and_need_no_more_bytes(graph: StepGraph, data
 @LIMITS
 @given(graphs())
 def test_nothing_that_others_read_in_between_is_delayed(graph: StepGraph) -> None:
-    for group in ops_to_fuse(graph, fusible_of(graph), least=1):
+    for group in ops_to_fuse(graph, fusible_of(graph), min_bytes=1):
         made = {s for op in group[:-1] for s in graph.ops[op].creates + graph.ops[op].mutates}
         between = [op for op in graph.ops[group[0] : group[-1]] if op.id not in group]
         after = {s: min(op for op in group if s in graph.ops[op].creates + graph.ops[op].mutates) for s in made}
@@ -116,9 +116,9 @@ def graph_of(written: list[Written], sizes: dict[str, int] | None = None, output
     return graph
 
 
-def fused(graph: StepGraph, least: int = LARGE_BYTES, most: int = MOST_OPS, reach: int = REACH) -> list[list[str]]:
+def fused(graph: StepGraph, least: int = LARGE_BYTES, most: int = MAX_OPS, reach: int = REACH) -> list[list[str]]:
     fusible = [op.id for op in graph.ops if op.name not in ("conv", "conv_back")]
-    groups = ops_to_fuse(graph, fusible, least=least, most=most, reach=reach)
+    groups = ops_to_fuse(graph, fusible, min_bytes=least, max_ops=most, reach=reach)
     return [[graph.ops[op].name for op in group] for group in groups]
 
 

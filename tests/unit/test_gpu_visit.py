@@ -275,8 +275,8 @@ def test_what_a_visit_writes_is_bounded(monkeypatch: pytest.MonkeyPatch, root: P
     (tmp_path / "small").mkdir()
     small = gpu_visit.Visit(tmp_path / "small", {}, 0)
     for number in range(1000):
-        small.tell(number=number, text="x" * 10_000)
-    small.tell(text="x" * 1_000_000, short=1)
+        small.record(number=number, text="x" * 10_000)
+    small.record(text="x" * 1_000_000, short=1)
     written = (tmp_path / "small" / "results.jsonl").read_text(encoding="utf-8")
     assert len(written) <= 300_000
     assert len(written.splitlines()) > 20
@@ -284,7 +284,7 @@ def test_what_a_visit_writes_is_bounded(monkeypatch: pytest.MonkeyPatch, root: P
 
 @pytest.mark.parametrize("count", [10, 60, 77, 1000])
 def test_a_log_keeps_its_beginning_and_its_end(tmp_path: Path, count: int) -> None:
-    log = gpu_visit.Log(tmp_path / "log", most=1000)
+    log = gpu_visit.Log(tmp_path / "log", max_bytes=1000)
     lines = [f"line {number}\n" for number in range(count)]
     written = 0
     for line in lines:
@@ -307,7 +307,7 @@ def test_a_log_keeps_its_beginning_and_its_end(tmp_path: Path, count: int) -> No
 
 
 def test_a_log_keeps_the_end_of_a_line_longer_than_it_holds(tmp_path: Path) -> None:
-    log = gpu_visit.Log(tmp_path / "log", most=1000)
+    log = gpu_visit.Log(tmp_path / "log", max_bytes=1000)
     log.write(b"first\n")
     log.write(b"x" * 5000 + b"end\n")
     log.close()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outofcore.planning.linear_program import LinearProgram, binding_ops, levels
+from outofcore.planning.linear_program import LinearProgram, add_levels, binding_ops
 
 _OPS = 12
 _STAYS = st.lists(
@@ -16,8 +16,8 @@ _STAYS = st.lists(
 
 def most_kept(ops: list[int], free: list[int], stays: list[tuple[int, int, int, int]]) -> float:
     program = LinearProgram()
-    variables = [program.variable(0.0, 1.0, -float(worth)) for *_, worth in stays]
-    held = levels(
+    variables = [program.add_variable(0.0, 1.0, -float(worth)) for *_, worth in stays]
+    held = add_levels(
         program,
         ops,
         [
@@ -27,9 +27,9 @@ def most_kept(ops: list[int], free: list[int], stays: list[tuple[int, int, int, 
     )
     for op, level in zip(ops, held, strict=True):
         if level is not None:
-            program.row({level: 1.0}, high=float(free[op]))
+            program.add_row({level: 1.0}, high=float(free[op]))
     assert program.minimise() is not None
-    return program.least()
+    return program.objective()
 
 
 @given(st.lists(st.integers(0, 20), min_size=_OPS, max_size=_OPS), _STAYS)
@@ -57,17 +57,17 @@ def test_an_op_that_has_what_ends_there_to_spare_is_left_out() -> None:
 def test_program_has_values_only_where_its_rows_can_hold(interior: bool) -> None:
     for high, least in ((4.0, -4.0), (7.0, -7.0), (None, None)):
         program = LinearProgram(interior=interior)
-        x = program.variable(0.0, 10.0, -1.0)
-        program.row({x: 1.0}, *((11.0,) if high is None else (0.0, high)))
+        x = program.add_variable(0.0, 10.0, -1.0)
+        program.add_row({x: 1.0}, *((11.0,) if high is None else (0.0, high)))
         found = program.minimise()
         assert (found is None) == (least is None)
-        assert found is None or program.least() == pytest.approx(least)
+        assert found is None or program.objective() == pytest.approx(least)
 
 
 def test_linear_program_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     """Standard output belongs to the commands: ``plan --json`` has to be JSON."""
     program = LinearProgram()
-    program.variable(1.0, 2.0, 3.0)
+    program.add_variable(1.0, 2.0, 3.0)
     assert program.minimise() is not None
-    assert program.least() == 3.0
+    assert program.objective() == 3.0
     assert capfd.readouterr() == ("", "")

@@ -7,12 +7,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from native_checks import built, said
+from native_checks import build_check, run_check
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return built("locks", tmp_path_factory.mktemp("locks"))
+    return build_check("locks", tmp_path_factory.mktemp("locks"))
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_locks_may_be_taken_in_their_order(taken: str, program: Path) -> None:
-    assert said(program, *taken.split()) == "ok"
+    assert run_check(program, *taken.split()) == "ok"
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ from examples import MIB, network, network_costs
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from optimum import optimum
-from optimum.prices import prices
+from optimum.prices import price_choices
 from strategies import LIMITS, costs_for, graphs
 
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph
 from outofcore.plan import Residency
-from outofcore.planning import fit_once, in_core_budget, lower_bound_seconds, plan_step, smallest_budget
+from outofcore.planning import fit_plan, in_core_budget, lower_bound_seconds, plan_step, smallest_budget
 from outofcore.validator import validate
 
 POLICIES = ("keep-all", "offload-all", "pooch", "sqrt-checkpoint", "superneurons", "tflms")
@@ -30,7 +30,7 @@ def best_of_policies(graph: StepGraph, given: Costs, budget: int) -> float | Non
             if given.homes or policy in ("keep-all", "sqrt-checkpoint", "superneurons"):
                 planned = plan_step(graph, given, budget, policy)
                 # The optimum is one over plans in which no gradient that is left stays.
-                alike = fit_once(graph, given, budget, replace(planned.plan, staying=()))
+                alike = fit_plan(graph, given, budget, replace(planned.plan, staying=()))
                 found += [] if alike is None else [alike.timeline.step_seconds]
         except BudgetError:
             pass
@@ -49,7 +49,7 @@ def test_it_lies_between_the_bound_and_every_plan_and_is_reached(layers: int, co
         assert bound is not None and bound <= best.seconds * (1 + 1e-6)
         policies = best_of_policies(graph, given, budget)
         assert policies is None or best.seconds <= policies * (1 + 1e-9)
-        placed = [fit_once(graph, given, budget, plan) for plan in best.plans]
+        placed = [fit_plan(graph, given, budget, plan) for plan in best.plans]
         assert any(p is not None and p.timeline.step_seconds == pytest.approx(best.seconds) for p in placed)
         for planned in placed:
             if planned is not None:
@@ -86,7 +86,7 @@ def test_no_policy_beats_it(data: st.DataObject) -> None:
     smallest, everything = smallest_budget(graph, given), in_core_budget(graph, given)
     assume(smallest < everything and not graph.overwrites)
     budget = data.draw(st.integers(smallest, everything - 1))
-    priced = prices(graph, given, budget)
+    priced = price_choices(graph, given, budget)
     assert priced is not None
     assert all(penalty >= 0 for choices in priced.penalties.values() for penalty in choices.values())
     best = optimum(graph, given, budget, effort=5000)
@@ -95,7 +95,7 @@ def test_no_policy_beats_it(data: st.DataObject) -> None:
     if policies is not None:
         assert best.lower_seconds <= policies * (1 + 1e-6)
     for plan in best.plans:
-        planned = fit_once(graph, given, budget, plan)
+        planned = fit_plan(graph, given, budget, plan)
         if planned is not None:
             validate(graph, planned.program, budget, given)
             assert planned.timeline.step_seconds >= best.lower_seconds * (1 - 1e-6)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from outofcore.analysis import gaps_of, is_fetched, live_bytes, renewals_of
+from outofcore.analysis import full_overwrites_of, gaps_of, is_fetched, live_bytes
 from outofcore.analysis.recipes import History, can_recompute, replay
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import GraphError
@@ -78,7 +78,7 @@ def copies(program: Program, storage: int) -> list[Instruction]:
 
 def test_there_is_no_gap_before_a_use_that_overwrites() -> None:
     graph = scratch()
-    assert renewals_of(graph, 0) == (2,)
+    assert full_overwrites_of(graph, 0) == (2,)
     assert gaps_of(graph, 0) == (Gap(0, 2, 3), Gap(0, 3, 4))
     assert is_fetched(graph, Gap(0, 2, 3)) and is_fetched(graph, Gap(0, 3, 4))
 
@@ -99,10 +99,10 @@ def test_an_input_that_is_overwritten_never_comes() -> None:
 def test_small_storages_and_uses_in_a_row_stay_where_they_are() -> None:
     graph = scratch()
     small = StepGraph((replace(graph.storages[0], bytes=1024), *graph.storages[1:]), graph.ops, graph.outputs)
-    assert renewals_of(small, 0) == () and Gap(0, 0, 2) in gaps_of(small, 0)
+    assert full_overwrites_of(small, 0) == () and Gap(0, 0, 2) in gaps_of(small, 0)
     ops = (graph.ops[1], graph.ops[0], *graph.ops[2:])
     in_a_row = StepGraph(graph.storages, tuple(replace(op, id=i) for i, op in enumerate(ops)), graph.outputs)
-    assert renewals_of(in_a_row, 0) == () and Gap(0, 1, 2) in gaps_of(in_a_row, 0)
+    assert full_overwrites_of(in_a_row, 0) == () and Gap(0, 1, 2) in gaps_of(in_a_row, 0)
 
 
 def test_between_the_uses_the_bytes_are_free_and_nothing_is_copied() -> None:
@@ -132,9 +132,9 @@ def test_a_persistent_storage_that_was_overwritten_cannot_be_computed_again() ->
 def test_contents_are_gone_after_their_last_use() -> None:
     history = History.of(scratch())
     assert history.last_op_with((0, 0), 99) == 0 and history.last_op_with((0, 1), 99) == 99
-    assert history.always_held(0)((0, 0)) and not history.always_held(1)((0, 0))
+    assert history.always_available(0)((0, 0)) and not history.always_available(1)((0, 0))
     with pytest.raises(GraphError, match="version 0 of storage 0"):
-        replay(history, [(0, 0)], history.always_held(2))
+        replay(history, [(0, 0)], history.always_available(2))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.6])

@@ -18,7 +18,7 @@ from outofcore.cli.pack import read_table
 from outofcore.errors import InputError, ValidationError
 from outofcore.planning import placement
 from outofcore.planning.placement import Packing, PlacementParams, Rectangle, canonical, peak
-from outofcore.planning.placement.compiled import Answer, Watch, best_fit, eject, first_fit
+from outofcore.planning.placement.compiled import CanonicalResult, Deadline, best_fit, eject, first_fit
 from outofcore.planning.placement.rectangles import Ints, Rectangles
 from outofcore.validator import Placed, check_packing
 
@@ -76,11 +76,11 @@ SLOWLY = settings(deadline=None, max_examples=examples(60), suppress_health_chec
 MINIMALLOC = of((0, 3, 4), (3, 9, 4), (0, 9, 4), (9, 21, 4), (0, 21, 4))
 
 WAYS: dict[str, Callable[[Rectangles], Ints]] = {
-    "skyline": lambda r: best_fit(r, r.held.astype(np.float64)),
+    "skyline": lambda r: best_fit(r, r.lifetimes.astype(np.float64)),
     "snug skyline": lambda r: best_fit(r, r.sizes / r.sizes.max(), 0.5),
     "first fit by size": lambda r: first_fit(r, np.argsort(-r.sizes, kind="stable")),
     "first fit in order": lambda r: first_fit(r, np.arange(len(r))),
-    "ejection": lambda r: eject(r, first_fit(r, np.arange(len(r))), 0, 20_000, Watch(None)),
+    "ejection": lambda r: eject(r, first_fit(r, np.arange(len(r))), 0, 20_000, Deadline(None)),
 }
 
 
@@ -126,7 +126,7 @@ def test_compiled_rules_equal_naive_ones(found: list[Rectangle], base: int, snug
     if not solid:
         return
     layout = Rectangles.of(solid, base)
-    worth = layout.held / layout.held.max()
+    worth = layout.lifetimes / layout.lifetimes.max()
     order = np.argsort(-layout.sizes, kind="stable")
     assert best_fit(layout, worth, snug).tolist() == naive_placement.best_fit(layout, worth.tolist(), snug)
     assert first_fit(layout, order).tolist() == naive_placement.first_fit(layout, order.tolist())
@@ -144,16 +144,16 @@ def test_no_technique_of_the_search_loses_a_placement(off: str, found: list[Rect
         return
     layout = Rectangles.of(solid, base)
     capacity = layout.height(first_fit(layout, np.arange(len(solid)))) - less
-    answers: list[Answer] = []
+    answers: list[CanonicalResult] = []
     plain = PlacementParams(effort=3_000_000, **dict.fromkeys(SWITCHES, False))
     for params in (PlacementParams(effort=3_000_000), PlacementParams(effort=3_000_000, **{off: False}), plain):
-        answer, offsets = canonical.search(layout, capacity, params, Watch(None))
+        answer, offsets = canonical.search(layout, capacity, params, Deadline(None))
         answers.append(answer)
-        if answer is Answer.FOUND:
+        if answer is CanonicalResult.FOUND:
             assert proven(solid, offsets.tolist()) <= capacity
             assert offsets.min() >= base
-    assert less or answers[0] is not Answer.NONE
-    assert not {Answer.FOUND, Answer.NONE} <= set(answers)
+    assert less or answers[0] is not CanonicalResult.NONE
+    assert not {CanonicalResult.FOUND, CanonicalResult.NONE} <= set(answers)
 
 
 @pytest.mark.parametrize("count", [24, 40, 60])
@@ -179,13 +179,13 @@ def test_best_fit_alone_takes_the_longest_lifetime_at_the_lowest_place() -> None
 
 
 def test_ctrl_c_ends_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(_: Watch) -> bool:
+    def interrupted(_: Deadline) -> bool:
         raise KeyboardInterrupt
 
     found = tiling(300, 1000, 10_000, seed=1)
-    monkeypatch.setattr(Watch, "over", property(interrupted))
+    monkeypatch.setattr(Deadline, "has_passed", property(interrupted))
     with pytest.raises(KeyboardInterrupt):
-        canonical.search(Rectangles.of(found, 0), 10_000, PlacementParams(restarts=False), Watch(None))
+        canonical.search(Rectangles.of(found, 0), 10_000, PlacementParams(restarts=False), Deadline(None))
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_hard_instances_are_lower_than_first_fit() -> None:
     for seed in range(3):
         found = tiling(120, 10_000, 100_000, seed)
         layout = Rectangles.of(found, 0)
-        orders = [np.lexsort((-layout.sizes, layout.begin)), np.argsort(-layout.sizes), np.argsort(-layout.held)]
+        orders = [np.lexsort((-layout.sizes, layout.begin)), np.argsort(-layout.sizes), np.argsort(-layout.lifetimes)]
         plain = min(layout.height(first_fit(layout, order)) for order in orders)
         assert packed(found, effort=1_000_000).height < 0.95 * plain
 

@@ -46,7 +46,7 @@ def test_a_wait_is_put_down_to_the_copy_and_to_what_held_that_up() -> None:
     first, last = waits
     assert first.text == "waits for copy-in of conv1 convolution output"
     assert first.reason is Reason.ROOM
-    assert first.why == "The copy had no memory before the end of copy-out of conv1 convolution output."
+    assert first.explanation == "The copy had no memory before the end of copy-out of conv1 convolution output."
     assert last.reason is Reason.END
     assert last.text == "the step ends with copy-out of output 3"
     assert (spent.ops, spent.for_room, spent.end, spent.again, spent.between) == (8.0, 4.0, 1.0, 0.0, 0.0)
@@ -56,7 +56,7 @@ def test_a_busy_link_is_told_from_a_slow_copy() -> None:
     alone = Program((CopyIn(0, 0), CopyIn(1, 0), Run(0, (0, 1), waits=(Wait(Queue.COPY_IN, 2),))), PROGRAM.blocks, MIB)
     _, (behind,) = time_spent(GRAPH, alone, Timeline((0.0, 1.0, 3.0), (1.0, 3.0, 4.0), 4.0))
     assert behind.reason is Reason.LINK
-    assert "copy-in of conv1.weight" in behind.why
+    assert "copy-in of conv1.weight" in behind.explanation
     slow = replace(alone, instructions=(alone.instructions[0], Run(0, (0, 1), waits=(Wait(Queue.COPY_IN, 1),))))
     _, (slow_wait,) = time_spent(GRAPH, slow, Timeline((0.0, 3.0), (3.0, 4.0), 4.0))
     assert slow_wait.reason is Reason.COPY
@@ -76,7 +76,7 @@ def test_the_parts_of_a_step_add_up_to_it(case: tuple[StepGraph, Costs, Program]
     timeline = simulate(graph, costs, program)
     spent, waits = time_spent(graph, program, timeline)
     assert spent.seconds == pytest.approx(timeline.step_seconds)
-    assert all(wait.seconds > 0 and wait.why for wait in waits)
+    assert all(wait.seconds > 0 and wait.explanation for wait in waits)
     # Simulated ops do nothing between each other but wait.
     assert spent.between == pytest.approx(0.0, abs=1e-9)
 
@@ -160,7 +160,7 @@ def test_a_trace_lies_beside_that_of_a_profiler(tmp_path: Path) -> None:
     theirs = {"ph": "X", "name": "aten::mm", "pid": 7, "tid": 7, "ts": 1000.0, "dur": 5}
     other.write_text(json.dumps({"schemaVersion": 1, "baseTimeNanoseconds": 5_000_000, "traceEvents": [theirs]}))
     path = tmp_path / "both.json"
-    write_trace(path, GRAPH, PROGRAM, [("measured", TIMELINE)], began_ns=6_000_000, beside=other)
+    write_trace(path, GRAPH, PROGRAM, [("measured", TIMELINE)], began_ns=6_000_000, profiler_trace=other)
     both = read(path)
     assert both["schemaVersion"] == 1
     assert both["traceEvents"][0] == theirs
@@ -173,7 +173,7 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, text: str) -> None:
     other = tmp_path / "profiler.json"
     other.write_text(text)
     with pytest.raises(InputError, match=r"profiler\.json"):
-        write_trace(tmp_path / "both.json", GRAPH, PROGRAM, [], beside=other)
+        write_trace(tmp_path / "both.json", GRAPH, PROGRAM, [], profiler_trace=other)
 
 
 def test_lanes_of_several_homes_have_their_names() -> None:

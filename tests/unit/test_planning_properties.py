@@ -12,7 +12,7 @@ from effort import examples
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 from mutations import MUTATIONS
-from strategies import LIMITS, Task, deep_graphs, graphs, talking_graphs, tasks
+from strategies import LIMITS, Task, deep_graphs, graphs, graphs_with_collectives, tasks
 
 from outofcore.errors import BudgetError, ValidationError
 from outofcore.planning import POLICIES, QUICK, Planned, bound, lower_bound_seconds, plan_step, smallest_budget
@@ -107,7 +107,7 @@ def test_broken_programs_are_caught(name: str, task: Task, policy: str, random: 
 
 
 @settings(LIMITS, max_examples=examples(150))
-@given(st.one_of(tasks(), tasks(talking_graphs())), ANY, st.integers(1, 3), st.sampled_from([0.0, 0.3]))
+@given(st.one_of(tasks(), tasks(graphs_with_collectives())), ANY, st.integers(1, 3), st.sampled_from([0.0, 0.3]))
 def test_no_plan_takes_less_than_the_bound(task: Task, policy: str, own: int, slowdown: float) -> None:
     graph, costs, budget = task
     homes = tuple(replace(home, contention=slowdown, compute_slowdown=slowdown) for home in costs.homes)
@@ -119,7 +119,7 @@ def test_no_plan_takes_less_than_the_bound(task: Task, policy: str, own: int, sl
     told = lower_bound_seconds(*task)
     assert told is not None and told <= least
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bound, "_OWN", own)
+        patch.setattr(bound, "_OWN_SPANS", own)
         coarse = lower_bound_seconds(*task)
     assert coarse is not None and coarse <= least
     event("above the seconds of the ops" if told > task[1].compute_seconds * (1 + 1e-6) else "the seconds of the ops")

@@ -20,7 +20,7 @@ from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import BudgetError, GraphError, InputError
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.planning import in_core_budget, plan_step, smallest_budget
-from outofcore.planning.placing import fit
+from outofcore.planning.placing import fit_policy
 from outofcore.policies import (
     POLICIES,
     TFLMS,
@@ -278,9 +278,9 @@ def test_fit_takes_no_plan_that_exceeds_the_budget_by_a_page() -> None:
     graph = network()
     everything_leaves = plan_step(graph, costs(graph), 4 * MIB, "offload-all")
     height = everything_leaves.program.arena_bytes
-    found = fit(graph, costs(graph), height, lambda room: everything_leaves.plan)
+    found = fit_policy(graph, costs(graph), height, lambda room: everything_leaves.plan)
     assert found is not None and found.program.arena_bytes == height
-    assert fit(graph, costs(graph), height - PAGE_BYTES, lambda room: everything_leaves.plan) is None
+    assert fit_policy(graph, costs(graph), height - PAGE_BYTES, lambda room: everything_leaves.plan) is None
 
 
 def test_room_is_found_between_too_much_and_too_little() -> None:

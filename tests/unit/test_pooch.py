@@ -12,10 +12,10 @@ from outofcore.graph import StepGraph
 from outofcore.plan import Gap, Residency
 from outofcore.planning import POLICIES, in_core_budget, plan_step
 from outofcore.planning.baselines.pooch import (
-    _Search,  # pyright: ignore[reportPrivateUsage]
+    _Classifier,  # pyright: ignore[reportPrivateUsage]
     pooch,
 )
-from outofcore.planning.baselines.trial import Class, Trials
+from outofcore.planning.baselines.trial import MapClass, StepSimulator
 from outofcore.simulator import recompute_seconds
 from outofcore.validator import validate
 
@@ -58,24 +58,26 @@ def test_without_homes_there_is_no_plan_unless_all_fits() -> None:
 def test_the_simulation_waits_for_copies() -> None:
     graph = network(3)
     # Three maps; that of op 2 is used by the op after the loss, op 4.
-    trials = Trials.of(graph, network_costs(graph), ROOMY)
+    trials = StepSimulator.of(graph, network_costs(graph), ROOMY)
     assert trials.maps == (Gap(0, 1, 6), Gap(1, 2, 5), Gap(2, 2, 4))
-    kept = trials.run([Class.KEEP] * 3)
+    kept = trials.run([MapClass.KEEP] * 3)
     assert kept is not None and kept.seconds == 7.0 and kept.decisions == ()
     # Out from 2 to 3 s, in from 5 s (when it is due in time) to 6 s: hidden.
-    one = trials.run([Class.SWAP, Class.KEEP, Class.KEEP])
+    one = trials.run([MapClass.SWAP, MapClass.KEEP, MapClass.KEEP])
     assert one is not None and one.seconds == 7.0 and not one.stalling_out and not one.stalling_in
     # A copy takes ten times as long: out from 2 to 12 s, in to 22 s, and then the last op.
-    slow = Trials.of(graph, network_costs(graph, copy=10.0), ROOMY).run([Class.SWAP, Class.KEEP, Class.KEEP])
+    slow = StepSimulator.of(graph, network_costs(graph, copy=10.0), ROOMY).run(
+        [MapClass.SWAP, MapClass.KEEP, MapClass.KEEP]
+    )
     assert slow is not None and slow.seconds == 23.0
-    again = trials.run([Class.RECOMPUTE, Class.KEEP, Class.KEEP])
+    again = trials.run([MapClass.RECOMPUTE, MapClass.KEEP, MapClass.KEEP])
     assert again is not None and again.seconds == 8.0
 
 
 def test_a_chain_brings_back_what_it_passes_through() -> None:
     graph = network(4)
-    trials = Trials.of(graph, network_costs(graph), ROOMY)
-    found = trials.run([Class.KEEP, Class.RECOMPUTE, Class.RECOMPUTE, Class.KEEP])
+    trials = StepSimulator.of(graph, network_costs(graph), ROOMY)
+    found = trials.run([MapClass.KEEP, MapClass.RECOMPUTE, MapClass.RECOMPUTE, MapClass.KEEP])
     assert found is not None
     assert [(d.gap.storage, d.fetch_at) for d in found.decisions] == [(1, 6), (2, 6)]
     assert found.seconds == len(graph.ops) + 2
@@ -114,7 +116,7 @@ def test_keeping_what_stalled_the_backward_pass_may_beat_what_fits_last_first() 
     graph = uneven([3, 1, 3, 3], rerunnable=False)
     seconds = (1.0, 1.0, 2.0, 1.0, 1.0, 4.0, 1.0, 1.0, 2.0)
     given = Costs(tuple(map(OpCost, seconds)), (Home("host", None, MIB, MIB),))
-    swapped = Trials.of(graph, given, 9 * MIB).run([Class.SWAP] * 4)
+    swapped = StepSimulator.of(graph, given, 9 * MIB).run([MapClass.SWAP] * 4)
     assert swapped is not None and swapped.stalling_out == {1, 3} and swapped.stalling_in == {2, 3}
     # Without the tree search: the last three maps fit, and the first is swapped; 16 s. With it: 15 s.
     assert [d.gap.storage for d in pooch(graph, given, 9 * MIB, effort=0).decisions] == [0]
@@ -127,12 +129,12 @@ def test_of_those_that_held_the_forward_pass_up_none_is_kept_beyond_the_first_th
     given = Costs(
         tuple(OpCost(1.0, 2 * MIB if op.name == "loss" else 0) for op in graph.ops), network_costs(graph).homes
     )
-    search = _Search(Trials.of(graph, given, 4 * MIB), 0)
+    search = _Classifier(StepSimulator.of(graph, given, 4 * MIB), 0)
     # Map 3 fits, and map 1 does not; so it is no longer the turn of map 0, but of map 2.
-    kept = search._filled([Class.SWAP] * 4, frozenset({0, 1, 3}))[1]
-    assert kept == [Class.SWAP, Class.SWAP, Class.KEEP, Class.KEEP]
-    kept = search._filled([Class.SWAP] * 4, frozenset({0, 3}))[1]
-    assert kept == [Class.KEEP, Class.SWAP, Class.SWAP, Class.KEEP]
+    kept = search._keep_fitting([MapClass.SWAP] * 4, frozenset({0, 1, 3}))[1]
+    assert kept == [MapClass.SWAP, MapClass.SWAP, MapClass.KEEP, MapClass.KEEP]
+    kept = search._keep_fitting([MapClass.SWAP] * 4, frozenset({0, 3}))[1]
+    assert kept == [MapClass.KEEP, MapClass.SWAP, MapClass.SWAP, MapClass.KEEP]
 
 
 def test_what_adds_no_less_when_computed_again_stays_swapped() -> None:
@@ -153,13 +155,15 @@ def test_what_adds_no_less_when_computed_again_stays_swapped() -> None:
 
 def test_the_ratio_is_that_of_added_seconds() -> None:
     graph = network(6)
-    trials = Trials.of(graph, network_costs(graph, 1.0, 3.0), 3 * MIB)
-    classes = [Class.SWAP, Class.SWAP, Class.SWAP, Class.KEEP, Class.KEEP, Class.KEEP]
+    trials = StepSimulator.of(graph, network_costs(graph, 1.0, 3.0), 3 * MIB)
+    classes = [MapClass.SWAP, MapClass.SWAP, MapClass.SWAP, MapClass.KEEP, MapClass.KEEP, MapClass.KEEP]
     now = trials.run(classes)
     free = trials.without_copies([1]).run(classes)
     assert now is not None and free is not None and now.seconds > free.seconds
     # Map 1 is made from map 0, which is swapped: one op runs again.
-    assert _Search(trials, 0)._ratio(classes, (1,), now) == pytest.approx(1.0 / (now.seconds - free.seconds))
-    quick = Trials.of(graph, network_costs(graph, 1.0, 0.1), 3 * MIB)
+    assert _Classifier(trials, 0)._added_seconds_ratio(classes, (1,), now) == pytest.approx(
+        1.0 / (now.seconds - free.seconds)
+    )
+    quick = StepSimulator.of(graph, network_costs(graph, 1.0, 0.1), 3 * MIB)
     hidden = quick.run(classes)
-    assert hidden is not None and _Search(quick, 0)._ratio(classes, (1,), hidden) == math.inf
+    assert hidden is not None and _Classifier(quick, 0)._added_seconds_ratio(classes, (1,), hidden) == math.inf

@@ -58,7 +58,7 @@ def test_there_is_no_plan_below_what_the_rule_needs() -> None:
 def test_addresses_are_valid_for_all_steps(data: st.DataObject) -> None:
     graph = data.draw(st.one_of(graphs(), deep_graphs()))
     prices = data.draw(costs_for(graph))
-    planned = ProfileGuided().placed(graph, prices, 1 << 40)
+    planned = ProfileGuided().place(graph, prices, 1 << 40)
     assert planned is not None
     validate(graph, planned.program, planned.program.arena_bytes, prices)
-    assert ProfileGuided().placed(graph, prices, planned.program.arena_bytes - 1) is None or graph.gradients_left
+    assert ProfileGuided().place(graph, prices, planned.program.arena_bytes - 1) is None or graph.gradients_left

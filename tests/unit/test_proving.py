@@ -19,7 +19,7 @@ from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.graphfile import read_graph
 from outofcore.planfile import read_plan
 from outofcore.planning import Planned, in_core_budget, plans_of_step
-from outofcore.proving import proved
+from outofcore.proving import prove_plan
 
 
 def broken(planned: Planned) -> Planned:
@@ -40,9 +40,9 @@ def test_a_plan_that_breaks_a_promise_is_reported_and_the_next_runs(
     caplog.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tempfile.tempdir", str(folder))
-        assert proved(graph, costs, budget, _once(good)) is good
+        assert prove_plan(graph, costs, budget, _once(good)) is good
         assert not caplog.records
-        assert proved(graph, costs, budget, [broken(good), good]) is good
+        assert prove_plan(graph, costs, budget, [broken(good), good]) is good
     (error,) = (r.getMessage() for r in caplog.records if r.levelno == logging.ERROR)
     assert "bug in outofcore" in error
     (archive,) = folder.glob("outofcore-fault-*.zip")
@@ -71,16 +71,16 @@ def test_where_none_passes_an_error_says_so(
     graph, costs = _small()
     good = next(plans_of_step(graph, costs, 1 << 30))
     with pytest.raises(ValidationError, match=r"rejected 2 plans .* bug in outofcore"):
-        proved(graph, costs, 1 << 30, [broken(good), broken(good)])
+        prove_plan(graph, costs, 1 << 30, [broken(good), broken(good)])
 
     def ends() -> Iterator[Planned]:
         yield broken(good)
         raise BudgetError("no other plan")
 
     with pytest.raises(ValidationError, match="rejected 1 plans"):
-        proved(graph, costs, 1 << 30, ends())
+        prove_plan(graph, costs, 1 << 30, ends())
     with pytest.raises(BudgetError):
-        proved(graph, costs, 1, plans_of_step(graph, costs, 1))
+        prove_plan(graph, costs, 1, plans_of_step(graph, costs, 1))
 
 
 def test_plan_without_a_needed_workspace_is_not_run(
@@ -90,7 +90,7 @@ def test_plan_without_a_needed_workspace_is_not_run(
     graph, costs = _small()
     needy = replace(costs, ops=(replace(costs.ops[0], workspace_bytes=1 << 17), costs.ops[1]))
     without, good = (next(plans_of_step(graph, given, 1 << 30)) for given in (costs, needy))
-    assert proved(graph, needy, 1 << 30, [without, good]) is good
+    assert prove_plan(graph, needy, 1 << 30, [without, good]) is good
     assert "has a workspace of 0 bytes and needs 131072" in caplog.text
 
 
@@ -100,7 +100,7 @@ def test_a_full_disk_does_not_hide_the_fault(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
     graph, costs = _small()
     good = next(plans_of_step(graph, costs, 1 << 30))
-    assert proved(graph, costs, 1 << 30, [broken(good), good]) is good
+    assert prove_plan(graph, costs, 1 << 30, [broken(good), good]) is good
     assert "could not be written" in caplog.text
 
 

@@ -12,7 +12,7 @@ from strategies import LIMITS
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.program import Block, CopyIn, CopyOut, Program, Queue, Run, Timeline, Wait
-from outofcore.refine import calm_steps, is_off, refined
+from outofcore.refine import find_quiet_steps, is_off, refine_costs
 from outofcore.simulator import simulate
 from outofcore.units import MIB
 
@@ -47,7 +47,7 @@ def test_a_prediction_is_off_beyond_a_tenth_of_the_median() -> None:
 
 def test_steps_as_foretold_change_nothing() -> None:
     timeline = simulate(GRAPH, COSTS, PROGRAM)
-    found = refined(COSTS, PROGRAM, [timeline], MOVED)
+    found = refine_costs(COSTS, PROGRAM, [timeline], MOVED)
     for before, after in zip(COSTS.ops, found.ops, strict=True):
         assert after.seconds == pytest.approx(before.seconds)
         assert after.workspace_bytes == before.workspace_bytes
@@ -62,7 +62,7 @@ def test_slower_ops_and_copies_are_found() -> None:
         (replace(HOME, bytes_per_s_out=16.0 * MIB, bytes_per_s_in=8.0 * MIB),),
     )
     timelines = [simulate(GRAPH, truth, PROGRAM)] * 3
-    found = refined(COSTS, PROGRAM, timelines, MOVED)
+    found = refine_costs(COSTS, PROGRAM, timelines, MOVED)
     assert [cost.seconds for cost in found.ops] == pytest.approx([2.0, 0.5, 3.0])
     assert found.homes[0].bytes_per_s_out == pytest.approx(16.0 * MIB)
     assert found.homes[0].bytes_per_s_in == pytest.approx(8.0 * MIB)
@@ -71,20 +71,20 @@ def test_slower_ops_and_copies_are_found() -> None:
 def test_the_median_of_steps_counts() -> None:
     usual = simulate(GRAPH, COSTS, PROGRAM)
     slow = simulate(GRAPH, replace(COSTS, ops=(OpCost(50.0),) * 3), PROGRAM)
-    found = refined(COSTS, PROGRAM, [usual, slow, usual], MOVED)
+    found = refine_costs(COSTS, PROGRAM, [usual, slow, usual], MOVED)
     assert [cost.seconds for cost in found.ops] == pytest.approx([1.0, 1.0, 1.0])
 
 
 def test_few_bytes_and_the_callers_copies_say_nothing_of_a_link() -> None:
     timeline = simulate(GRAPH, replace(COSTS, homes=(replace(HOME, bytes_per_s_out=1.0 * MIB),)), PROGRAM)
-    found = refined(COSTS, PROGRAM, [timeline], frozenset())
+    found = refine_costs(COSTS, PROGRAM, [timeline], frozenset())
     assert found.homes == COSTS.homes
 
 
 def test_without_a_home_ops_are_refined_alone() -> None:
     program = Program((Run(0, (0,), None), Run(1, (1,), None), Run(2, (0,), None)), PROGRAM.blocks, 64 * MIB)
     timeline = Timeline((0.0, 2.0, 3.0), (2.0, 3.0, 7.0), 7.0)
-    found = refined(Costs(COSTS.ops), program, [timeline], MOVED)
+    found = refine_costs(Costs(COSTS.ops), program, [timeline], MOVED)
     assert [cost.seconds for cost in found.ops] == [2.0, 1.0, 4.0]
     assert found.homes == ()
 
@@ -117,12 +117,12 @@ def slower(costs: Costs, times: float) -> Costs:
 
 def test_what_copies_take_from_ops_is_seen_within_a_family() -> None:
     truth = replace(MANY_COSTS, homes=(replace(MANY_COSTS.homes[0], compute_slowdown=0.25),))
-    found = refined(MANY_COSTS, MANY_PROGRAM, [simulate(MANY, truth, MANY_PROGRAM)] * 3, MOVED, FAMILY)
+    found = refine_costs(MANY_COSTS, MANY_PROGRAM, [simulate(MANY, truth, MANY_PROGRAM)] * 3, MOVED, FAMILY)
     assert found.homes[0].compute_slowdown == pytest.approx(0.25, abs=0.02)
     assert [cost.seconds for cost in found.ops] == pytest.approx([1.0] * LAYER, rel=0.02)
     # A link that was measured while something else ran is corrected the other way round as well.
     noisy = replace(MANY_COSTS, homes=(replace(MANY_COSTS.homes[0], compute_slowdown=0.6),))
-    found = refined(noisy, MANY_PROGRAM, [simulate(MANY, MANY_COSTS, MANY_PROGRAM)] * 3, MOVED, FAMILY)
+    found = refine_costs(noisy, MANY_PROGRAM, [simulate(MANY, MANY_COSTS, MANY_PROGRAM)] * 3, MOVED, FAMILY)
     assert found.homes[0].compute_slowdown == pytest.approx(0.0, abs=0.02)
 
 
@@ -130,13 +130,13 @@ def test_an_op_costs_what_its_family_does_unless_it_is_clearly_another() -> None
     seconds = [1.0, 1.1, 0.95, 1.0, 1.05, 2.0, 1.0, 0.9]
     truth = replace(MANY_COSTS, ops=tuple(map(OpCost, seconds)))
     alone = replace(MANY_PROGRAM, instructions=MANY_PROGRAM.instructions[:LAYER])
-    found = refined(MANY_COSTS, alone, [simulate(MANY, truth, alone)] * 3, MOVED, FAMILY)
+    found = refine_costs(MANY_COSTS, alone, [simulate(MANY, truth, alone)] * 3, MOVED, FAMILY)
     assert [cost.seconds for cost in found.ops] == pytest.approx([1.0] * 5 + [2.0] + [1.0] * 2)
 
 
 def test_of_an_op_that_runs_again_both_times_count() -> None:
     program = Program((Run(0, (0,), None), Run(1, (1,), None), Run(0, (0,), None, again=True)), PROGRAM.blocks, 64)
-    found = refined(Costs(COSTS.ops[:2]), program, [Timeline((0.0, 1.0, 3.0), (1.0, 3.0, 6.0), 6.0)], MOVED)
+    found = refine_costs(Costs(COSTS.ops[:2]), program, [Timeline((0.0, 1.0, 3.0), (1.0, 3.0, 6.0), 6.0)], MOVED)
     assert [cost.seconds for cost in found.ops] == [2.0, 2.0]
 
 
@@ -153,7 +153,7 @@ def test_steps_in_which_everything_took_longer_change_no_cost(slow: list[float],
 
     steps = [calm] * 3 + [scaled(times) for times in slow]
     mixed = [steps[i] for i in order if i < len(steps)]
-    assert refined(COSTS, PROGRAM, mixed, MOVED) == refined(COSTS, PROGRAM, [calm] * 3, MOVED)
+    assert refine_costs(COSTS, PROGRAM, mixed, MOVED) == refine_costs(COSTS, PROGRAM, [calm] * 3, MOVED)
 
 
 @LIMITS
@@ -163,7 +163,7 @@ def test_a_machine_that_is_slower_throughout_changes_no_share(times: float) -> N
     scaled = Timeline(
         tuple(s * times for s in calm.starts), tuple(s * times for s in calm.ends), calm.step_seconds * times
     )
-    before, after = (refined(COSTS, PROGRAM, [one] * 3, MOVED) for one in (calm, scaled))
+    before, after = (refine_costs(COSTS, PROGRAM, [one] * 3, MOVED) for one in (calm, scaled))
     for mine, theirs in zip(before.ops, after.ops, strict=True):
         assert theirs.seconds / after.compute_seconds == pytest.approx(mine.seconds / before.compute_seconds)
 
@@ -171,9 +171,9 @@ def test_a_machine_that_is_slower_throughout_changes_no_share(times: float) -> N
 def test_disturbed_steps_are_those_whose_ops_took_longer() -> None:
     calm = simulate(MANY, MANY_COSTS, MANY_PROGRAM)
     busy = simulate(MANY, slower(MANY_COSTS, 1.5), MANY_PROGRAM)
-    assert calm_steps(MANY_COSTS, MANY_PROGRAM, [calm, busy, calm, busy]) == [calm, calm]
+    assert find_quiet_steps(MANY_COSTS, MANY_PROGRAM, [calm, busy, calm, busy]) == [calm, calm]
     # A link that is slower makes steps longer, and disturbs none.
     waits = replace(MANY_COSTS, homes=(replace(MANY_COSTS.homes[0], bytes_per_s_out=4.0 * MIB),))
     slow = simulate(MANY, waits, MANY_PROGRAM)
     assert slow.step_seconds > 2 * calm.step_seconds
-    assert calm_steps(MANY_COSTS, MANY_PROGRAM, [calm, slow]) == [calm, slow]
+    assert find_quiet_steps(MANY_COSTS, MANY_PROGRAM, [calm, slow]) == [calm, slow]

@@ -16,8 +16,8 @@ from outofcore.costs import Costs
 from outofcore.graph import StepGraph
 from outofcore.planning import QUICK, plan_step
 from outofcore.planning.problem import Problem
-from outofcore.planning.remat.chains import AGAIN, AWAY, KEPT, Chain, Choices
-from outofcore.planning.remat.contents import Contents
+from outofcore.planning.remat.chains import OFFLOADED, RECOMPUTED, RESIDENT, Chain, Choices
+from outofcore.planning.remat.contents import StepContents
 
 Facts = tuple[object, ...]
 
@@ -30,7 +30,7 @@ def steps(draw: st.DrawFn) -> tuple[StepGraph, Costs]:
 
 def facts(chain: Chain | None) -> Facts | None:
     """All there is to a chain."""
-    return None if chain is None else (chain.seconds, chain.bytes, chain.held, chain.links)
+    return None if chain is None else (chain.seconds, chain.bytes, chain.target_bytes, chain.contents)
 
 
 @given(steps(), st.randoms(use_true_random=False))
@@ -38,14 +38,14 @@ def facts(chain: Chain | None) -> Facts | None:
 def test_compiled_chains_equal_naive_ones(step: tuple[StepGraph, Costs], draw: random.Random) -> None:
     graph, costs = step
     # Few graphs have scratch memory, and many blocks of one size.
-    contents = Contents.of(graph, costs)
+    contents = StepContents.of(graph, costs)
     lists = "size", "fresh", "scratch", "workspace"
     other = {name: [draw.randint(0, 1000) for _ in getattr(contents, name)] for name in lists}
     choices = Choices(Problem.of(graph, costs, 1 << 40), replace(contents, **other))
     gaps = choices.problem.gaps
     for _ in range(3):
         for g, info in enumerate(gaps):
-            choices.kind[g] = draw.choice([KEPT, KEPT, AWAY, AGAIN])
+            choices.kind[g] = draw.choice([RESIDENT, RESIDENT, OFFLOADED, RECOMPUTED])
             choices.fetch[g] = draw.randint(min(info.gap.start + 1, info.gap.end), info.gap.end)
         for _ in range(8):
             some = draw.sample(range(len(gaps)), min(len(gaps), draw.randint(1, 4))) if gaps else []
@@ -70,10 +70,10 @@ def test_plans_are_the_same_with_naive_chains(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_chain_is_put_together_once() -> None:
     graph = network(8)
-    choices = Choices(Problem.of(graph, network_costs(graph), 1 << 40), Contents.of(graph, network_costs(graph)))
-    g = choices.free[-1]
+    choices = Choices(Problem.of(graph, network_costs(graph), 1 << 40), StepContents.of(graph, network_costs(graph)))
+    g = choices.recomputable[-1]
     found = choices.chain(choices.end[g], (g,))
     assert found is not None
-    assert found.links is found.links
-    assert choices.content[g] in found.links.made <= found.links.seen
-    assert found.links.ops == tuple(sorted(found.links.ops))
+    assert found.contents is found.contents
+    assert choices.content[g] in found.contents.made <= found.contents.seen
+    assert found.contents.ops == tuple(sorted(found.contents.ops))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from strategies import LIMITS
 
 from outofcore.program import Block, CopyIn, Program, Run, Timeline
-from outofcore.replanning import FIRST_STEPS, MEASURED_STEPS, SHARE, Phase, Watch
+from outofcore.replanning import FIRST_STEPS, MEASURED_STEPS, SHARE, PlanWatch, WatchPhase
 
 # An op, a copy that the next op waits for, and that op.
 PROGRAM = Program((Run(0, (0,), None), CopyIn(1, 0), Run(1, (1,), None)), tuple(Block(i, i, 1, 0, 0) for i in range(2)))
@@ -24,60 +24,62 @@ def step(seconds: float, ops: float = OPS) -> Timeline:
     return Timeline((0.0, half, seconds - half), (half, seconds - half, seconds), seconds)
 
 
-def watched(times: list[float], predicted: float = 1.0, *, is_quick: bool = False, ops: float = OPS) -> Watch:
-    watch = Watch.of(PROGRAM, predicted, is_quick=is_quick)
+def watched(times: list[float], predicted: float = 1.0, *, is_quick: bool = False, ops: float = OPS) -> PlanWatch:
+    watch = PlanWatch.of(PROGRAM, predicted, is_quick=is_quick)
     for seconds in times:
-        watch = watch.ran(PROGRAM, step(seconds, ops))
+        watch = watch.record_step(PROGRAM, step(seconds, ops))
     return watch
 
 
 @pytest.mark.parametrize(
     ("times", "is_quick", "ops", "asks", "phase"),
     [
-        ([1.0] * 2, False, OPS, False, Phase.MEASURING),  # too few steps
-        ([1.0] * 3, False, OPS, False, Phase.SETTLED),  # as predicted
-        ([1.0] * 3, True, OPS, True, Phase.MEASURING),  # the whole search may find a better plan
-        ([1.5] * 3, False, OPS, True, Phase.MEASURING),  # slower than predicted
-        ([0.5] * 3, False, OPS, True, Phase.MEASURING),  # quicker than predicted
-        ([1.5] * 3, True, 0.999, False, Phase.SETTLED),  # a step cannot take less than its ops
-        ([1.0, 1.5, 1.0, 1.5], False, OPS, False, Phase.MEASURING),  # disturbed steps do not count
-        ([1.0, 1.5, 1.0, 1.5, 1.0], False, OPS, False, Phase.SETTLED),
-        ([1.0, 1.5, 2.0, 1.5, 1.2, 1.7, 1.9, 1.6, 1.8], False, OPS, False, Phase.SETTLED),  # none calmer came
+        ([1.0] * 2, False, OPS, False, WatchPhase.MEASURING),  # too few steps
+        ([1.0] * 3, False, OPS, False, WatchPhase.STEADY),  # as predicted
+        ([1.0] * 3, True, OPS, True, WatchPhase.MEASURING),  # the whole search may find a better plan
+        ([1.5] * 3, False, OPS, True, WatchPhase.MEASURING),  # slower than predicted
+        ([0.5] * 3, False, OPS, True, WatchPhase.MEASURING),  # quicker than predicted
+        ([1.5] * 3, True, 0.999, False, WatchPhase.STEADY),  # a step cannot take less than its ops
+        ([1.0, 1.5, 1.0, 1.5], False, OPS, False, WatchPhase.MEASURING),  # disturbed steps do not count
+        ([1.0, 1.5, 1.0, 1.5, 1.0], False, OPS, False, WatchPhase.STEADY),
+        ([1.0, 1.5, 2.0, 1.5, 1.2, 1.7, 1.9, 1.6, 1.8], False, OPS, False, WatchPhase.STEADY),  # none calmer came
     ],
 )
-def test_another_plan_is_asked_for(times: list[float], is_quick: bool, ops: float, asks: bool, phase: Phase) -> None:
+def test_another_plan_is_asked_for(
+    times: list[float], is_quick: bool, ops: float, asks: bool, phase: WatchPhase
+) -> None:
     watch = watched(times, is_quick=is_quick, ops=ops)
-    assert (watch.asks, watch.phase) == (asks, phase)
+    assert (watch.needs_plan, watch.phase) == (asks, phase)
 
 
 def test_nothing_is_asked_for_while_a_plan_is_made() -> None:
-    watch = watched([1.5] * 3).asked(0.01)
+    watch = watched([1.5] * 3).record_planning(0.01)
     for _ in range(200):
-        watch = watch.ran(PROGRAM, step(1.5))
-    assert watch.phase is Phase.WAITING
-    assert not watch.asks
-    assert watch.kept().phase is Phase.SETTLED
+        watch = watch.record_step(PROGRAM, step(1.5))
+    assert watch.phase is WatchPhase.WAITING
+    assert not watch.needs_plan
+    assert watch.keep_plan().phase is WatchPhase.STEADY
 
 
 def test_measuring_begins_again_when_steps_change() -> None:
     watch = watched([1.0] * 30)
-    assert watch.phase is Phase.SETTLED
+    assert watch.phase is WatchPhase.STEADY
     for _ in range(24):
-        watch = watch.ran(PROGRAM, step(1.3))
-    assert watch.asks
+        watch = watch.record_step(PROGRAM, step(1.3))
+    assert watch.needs_plan
     # Single slow steps are no change.
     watch = watched([1.0] * 30)
     for number in range(48):
-        watch = watch.ran(PROGRAM, step(1.3 if number % 4 == 0 else 1.0))
-    assert watch.phase is Phase.SETTLED
+        watch = watch.record_step(PROGRAM, step(1.3 if number % 4 == 0 else 1.0))
+    assert watch.phase is WatchPhase.STEADY
 
 
 def test_the_time_of_steps_after_an_exchange_is_learnt_anew() -> None:
-    watch = watched([1.0] * 3, is_quick=True).asked(0.0).exchanged(0.7, 0.1)
+    watch = watched([1.0] * 3, is_quick=True).record_planning(0.0).record_exchange(0.7, 0.1)
     for _ in range(60):
-        watch = watch.ran(PROGRAM, step(0.7))
-    assert watch.phase is Phase.SETTLED
-    assert watch.usual == 0.7
+        watch = watch.record_step(PROGRAM, step(0.7))
+    assert watch.phase is WatchPhase.STEADY
+    assert watch.step_seconds == 0.7
 
 
 @dataclass
@@ -90,17 +92,17 @@ class Clock:
 
 def train(clock: Clock, seconds: Callable[[int], float], start: float, exchange: float, made_after: int) -> list[int]:
     """Train 400 steps; plans come some steps after they were asked for. The steps after which training stood still."""
-    watch, asked, stood = Watch.of(PROGRAM, 1.0, is_quick=True), None, []
+    watch, asked, stood = PlanWatch.of(PROGRAM, 1.0, is_quick=True), None, []
     for number in range(400):
         clock.now += seconds(number)
-        watch = watch.ran(PROGRAM, step(seconds(number))) if number else watch.warmed()
-        if watch.asks:
+        watch = watch.record_step(PROGRAM, step(seconds(number))) if number else watch.record_warmup()
+        if watch.needs_plan:
             clock.now, clock.still = clock.now + start, clock.still + start
-            watch, asked = watch.asked(start), number
+            watch, asked = watch.record_planning(start), number
             stood.append(number)
-        elif watch.phase is Phase.WAITING and asked is not None and number >= asked + made_after:
+        elif watch.phase is WatchPhase.WAITING and asked is not None and number >= asked + made_after:
             clock.now, clock.still = clock.now + exchange, clock.still + exchange
-            watch = watch.exchanged(seconds(number), exchange)
+            watch = watch.record_exchange(seconds(number), exchange)
             stood.append(number)
         if number == FIRST_STEPS - 1:
             # What the first start and the first exchange take shows when they are made: no more than once.
@@ -127,12 +129,12 @@ def test_restless_steps_cost_no_more(noise: list[float], made_after: int) -> Non
 
 
 def test_a_step_that_is_tiny_beside_a_process_waits_until_it_has_run_often() -> None:
-    watch = Watch.of(PROGRAM, 1e-4, is_quick=True)
+    watch = PlanWatch.of(PROGRAM, 1e-4, is_quick=True)
     first = None
     for number in range(20_000):
-        watch = watch.ran(PROGRAM, step(1e-4))
-        if watch.asks and first is None:
+        watch = watch.record_step(PROGRAM, step(1e-4))
+        if watch.needs_plan and first is None:
             first = number
     assert first is not None
-    assert first + 1 >= watch.start / (SHARE * 1e-4)
+    assert first + 1 >= watch.start_seconds / (SHARE * 1e-4)
     assert first > FIRST_STEPS > MEASURED_STEPS

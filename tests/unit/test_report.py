@@ -18,9 +18,9 @@ from outofcore.program import Block, CopyIn, CopyOut, Program, Queue, Run, Timel
 from outofcore.report import (
     StepReport,
     columns,
+    copies_text,
     machine,
     memory_over_time,
-    moved_text,
     step_report,
     step_text,
 )
@@ -87,7 +87,7 @@ def test_what_crosses_to_the_caller_does_not_count_as_moved() -> None:
 def test_memory_over_time_by_kind() -> None:
     memory = memory_over_time(GRAPH, PROGRAM, TIMELINE)
     assert memory.times == (0.0, 1.0, 3.0, 4.0, 5.0, 6.0, 9.0, 12.0)
-    assert memory.held == {
+    assert memory.bytes_by_kind == {
         "parameter": (0, 128, 128, 128, 128, 128, 128, 0),
         "activation": (0, 64, 64, 64, 64, 64, 0, 0),
         "input": (64, 64, 64, 64, 64, 0, 0, 0),
@@ -100,7 +100,7 @@ def test_memory_over_time_by_kind() -> None:
 def test_what_wraps_is_held_from_the_start_to_the_end() -> None:
     blocks = (replace(PROGRAM.blocks[0], wraps=True, born=0, dies=0), *PROGRAM.blocks[1:])
     memory = memory_over_time(GRAPH, replace(PROGRAM, blocks=blocks), TIMELINE)
-    assert set(memory.held["parameter"]) == {128}
+    assert set(memory.bytes_by_kind["parameter"]) == {128}
 
 
 @settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -109,7 +109,7 @@ def test_kinds_add_up_to_all_bytes(case: tuple[StepGraph, Costs, Program]) -> No
     graph, costs, program = case
     timeline = simulate(graph, costs, program)
     memory = memory_over_time(graph, program, timeline)
-    at = {time: sum(held[index] for held in memory.held.values()) for index, time in enumerate(memory.times)}
+    at = {time: sum(held[index] for held in memory.bytes_by_kind.values()) for index, time in enumerate(memory.times)}
     assert list(at) == sorted(at)
     for time, held in resident_bytes(program, timeline):
         assert at[time] == held
@@ -123,13 +123,13 @@ def test_columns_are_as_wide_as_their_widest_cell() -> None:
 
 
 def test_text_has_the_numbers() -> None:
-    text = moved_text(REPORT)
+    text = copies_text(REPORT)
     assert re.search(r"^ +parameter +1 +1 +100 B +1 +100 B$", text, re.MULTILINE)
     assert re.search(r"^ +total +1 +1 +100 B +1 +100 B$", text, re.MULTILINE)
     told = step_text(REPORT)
     assert "400 B of 500 B reserved, peak 352 B (policy by hand)" in told
     assert "12.0 s: ops 8.00 s, waiting and overhead 4.00 s; ops recomputed: 1" in told
-    assert "nothing moves" in moved_text(replace(REPORT, moved=()))
+    assert "nothing moves" in copies_text(replace(REPORT, moved=()))
 
 
 def test_memory_is_available_as_far_as_control_groups_allow(tmp_path: Path) -> None:
@@ -141,15 +141,15 @@ def test_memory_is_available_as_far_as_control_groups_allow(tmp_path: Path) -> N
         (group / "memory.current").write_text(f"{used}\n")
         (group / "memory.stat").write_text(f"anon 5\nfile 900\ninactive_file {files}\nactive_file 1\n")
 
-    assert machine._left_of_group(inner) is None
+    assert machine._free_in_group(inner) is None
     limit(inner, "max", 700, 0)
-    assert machine._left_of_group(inner) is None
+    assert machine._free_in_group(inner) is None
     limit(inner, "1000", 700, 99)
-    assert machine._left_of_group(inner) == 400
+    assert machine._free_in_group(inner) == 400
     limit(inner.parent, "1000", 950, 9)
-    assert machine._left_of_group(inner) == 60
+    assert machine._free_in_group(inner) == 60
     limit(inner, "1000", 2000, 0)
-    assert machine._left_of_group(inner) == 0
+    assert machine._free_in_group(inner) == 0
 
 
 def test_the_machine_has_something_in_it() -> None:

@@ -6,30 +6,30 @@ from hypothesis import strategies as st
 
 from outofcore.errors import GraphError
 from outofcore.planning.placement.requests import (
-    Elsewhere,
-    Event,
+    AllocatorEvent,
     EventKind,
     Request,
     Requests,
-    Result,
+    ResultStorage,
     Scratch,
+    Unplanned,
     workspace_layout,
 )
 from outofcore.units import KIB, MIB, PAGE_BYTES
 
 
-def took(count: int, pointer: int) -> Event:
-    return Event(EventKind.ALLOCATE, count, pointer)
+def took(count: int, pointer: int) -> AllocatorEvent:
+    return AllocatorEvent(EventKind.ALLOCATE, count, pointer)
 
 
-def gave(pointer: int) -> Event:
-    return Event(EventKind.FREE, 0, pointer)
+def gave(pointer: int) -> AllocatorEvent:
+    return AllocatorEvent(EventKind.FREE, 0, pointer)
 
 
 def test_a_result_is_told_from_scratch_memory_and_from_what_a_library_keeps() -> None:
     events = [took(MIB, 1), took(2 * MIB, 2), took(100, 3), gave(1)]
     assert workspace_layout(events, {2: 7}) == Requests(
-        (Request(MIB, Scratch(0)), Request(2 * MIB, Result(7)), Request(100, Elsewhere())), MIB
+        (Request(MIB, Scratch(0)), Request(2 * MIB, ResultStorage(7)), Request(100, Unplanned())), MIB
     )
 
 
@@ -42,7 +42,7 @@ def test_scratch_memory_with_lifetimes_that_do_not_meet_shares_bytes() -> None:
 
 def test_the_same_address_may_be_scratch_memory_first_and_a_result_later() -> None:
     layout = workspace_layout([took(64, 1), gave(1), took(64, 1)], {1: 0})
-    assert [request.placement for request in layout.requests] == [Scratch(0), Result(0)]
+    assert [request.placement for request in layout.requests] == [Scratch(0), ResultStorage(0)]
 
 
 def test_small_requests_are_placed_on_64_bytes_and_large_ones_on_pages() -> None:
@@ -70,8 +70,8 @@ def test_a_damaged_log_is_refused() -> None:
 
 
 @st.composite
-def logs(draw: st.DrawFn) -> list[Event]:
-    events: list[Event] = []
+def logs(draw: st.DrawFn) -> list[AllocatorEvent]:
+    events: list[AllocatorEvent] = []
     live: list[int] = []
     for pointer in range(1, draw(st.integers(1, 12)) + 1):
         events.append(took(draw(st.sampled_from([1, 64, 1000, 64 * KIB, 70_000, MIB])), pointer))
@@ -83,7 +83,7 @@ def logs(draw: st.DrawFn) -> list[Event]:
 
 
 @given(logs())
-def test_no_two_requests_in_use_at_once_share_bytes_and_none_leaves_the_block(events: list[Event]) -> None:
+def test_no_two_requests_in_use_at_once_share_bytes_and_none_leaves_the_block(events: list[AllocatorEvent]) -> None:
     layout = workspace_layout(events, {})
     where = {}
     requests = iter(layout.requests)

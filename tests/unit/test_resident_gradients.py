@@ -13,8 +13,8 @@ from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import BudgetError
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.planning import POLICIES, QUICK, in_core_budget, plan_in_core, plan_step
-from outofcore.planning.placing import worth
-from outofcore.planning.resident_gradients import candidates, let_stay
+from outofcore.planning.placing import comparison_seconds
+from outofcore.planning.resident_gradients import keep_fitting_gradients, undecided_gradients
 from outofcore.program import CopyOut
 from outofcore.validator import validate
 
@@ -71,7 +71,7 @@ def test_what_is_used_last_stays_first() -> None:
     everything = in_core_budget(GRAPH, COSTS)
     planned = plan_in_core(GRAPH, COSTS, everything)
     assert planned is not None
-    order = candidates(GRAPH, replace(planned.plan, staying=()))
+    order = undecided_gradients(GRAPH, replace(planned.plan, staying=()))
     assert order == sorted(GRAPH.outputs)  # the first layer's gradient comes last
     assert 0 < len(planned.plan.staying) < LAYERS
     assert set(planned.plan.staying) == set(order[: len(planned.plan.staying)])
@@ -94,13 +94,13 @@ def test_what_stays_may_make_another_plan_the_best() -> None:
     graph = step(len(milliseconds) // 3)
     costs = Costs(tuple(OpCost(ms / 1000) for ms in milliseconds), (Home("disk", None, 2e07, 1e08),))
     budget = int(in_core_budget(graph, costs) * 0.7)
-    best = worth(costs, plan_step(graph, costs, budget, params=QUICK))
+    best = comparison_seconds(costs, plan_step(graph, costs, budget, params=QUICK))
     for policy in set(POLICIES) - {"auto"}:
         try:
             planned = plan_step(graph, costs, budget, policy)
         except BudgetError:
             continue
-        assert best <= worth(costs, planned), policy
+        assert best <= comparison_seconds(costs, planned), policy
 
 
 @settings(LIMITS, max_examples=examples(100))
@@ -108,7 +108,7 @@ def test_what_stays_may_make_another_plan_the_best() -> None:
 def test_letting_gradients_stay_keeps_a_plan_valid(task: tuple[StepGraph, Costs, int]) -> None:
     graph, costs, budget = task
     planned = plan_step(graph, costs, budget, params=QUICK)
-    longer = let_stay(graph, costs, budget, planned)
+    longer = keep_fitting_gradients(graph, costs, budget, planned)
     validate(graph, longer.program, budget, costs)
-    assert worth(costs, longer) <= worth(costs, planned)
+    assert comparison_seconds(costs, longer) <= comparison_seconds(costs, planned)
     assert set(longer.plan.staying) <= graph.gradients_left

@@ -20,10 +20,10 @@ from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.planning import in_core_budget, smallest_budget
 from outofcore.planning.guide import solve
 from outofcore.planning.placing import place, room_for_large
-from outofcore.planning.problem import KEPT, Problem
-from outofcore.planning.remat.chains import AGAIN, AWAY, Choices
-from outofcore.planning.remat.contents import Contents
-from outofcore.planning.tuner import State, Tuned, Tuner
+from outofcore.planning.problem import ON_DEVICE, Problem
+from outofcore.planning.remat.chains import OFFLOADED, RECOMPUTED, Choices
+from outofcore.planning.remat.contents import StepContents
+from outofcore.planning.tuner import TunedState, Tuner, TunerState
 from outofcore.validator import validate
 
 SIZE = 1 << 20
@@ -51,16 +51,18 @@ def problem(layers: int, room: int, *homes: Home) -> Problem:
 
 
 def kept(given: Problem) -> Choices:
-    return Choices(given, Contents.of(given.graph, given.costs))
+    return Choices(given, StepContents.of(given.graph, given.costs))
 
 
-def away(given: Problem, homes: dict[int, int]) -> State:
+def away(given: Problem, homes: dict[int, int]) -> TunerState:
     """The state in which these storages are at these homes, and all others stay."""
     choices = kept(given)
-    return State(choices.kind, choices.fetch, array("q", [homes.get(info.gap.storage, KEPT) for info in given.gaps]))
+    return TunerState(
+        choices.kind, choices.fetch, array("q", [homes.get(info.gap.storage, ON_DEVICE) for info in given.gaps])
+    )
 
 
-def schedule(given: Problem, homes: dict[int, int], slack: float, passes: int = 1) -> Tuned:
+def schedule(given: Problem, homes: dict[int, int], slack: float, passes: int = 1) -> TunedState:
     found = Tuner(kept(given)).begin(away(given, homes), slack, passes)
     assert found is not None
     return found
@@ -70,7 +72,7 @@ def test_a_copy_holds_its_room_until_it_is_done_and_comes_back_just_in_time() ->
     """Made in [0, 1), copied out in [1, 3), used by op 7 at 7: without slack the copy in starts at 5."""
     found = schedule(problem(4, 4, home(2.0)), {0: 0}, slack=0.0)
     assert found.decisions == (Decision(Gap(0, 0, 7), Residency.OFFLOAD, 3, 5, 0),)
-    assert (found.seconds, found.copied, found.waited) == (8.0, 4.0, {})
+    assert (found.seconds, found.copy_seconds, found.wait_seconds) == (8.0, 4.0, {})
 
 
 def test_slack_lets_a_copy_in_start_earlier() -> None:
@@ -96,7 +98,7 @@ def test_a_state_that_does_not_fit_has_more_offloaded() -> None:
     assert len(schedule(problem(4, 2, home(2.0)), {}, slack=0.0).decisions) >= 2
 
 
-@pytest.mark.parametrize("home_of_gradient", [KEPT, 0])
+@pytest.mark.parametrize("home_of_gradient", [ON_DEVICE, 0])
 def test_a_chain_may_read_a_gradient_after_its_last_use(home_of_gradient: int) -> None:
     """Op 3 needs the room of what op 1 makes of the gradient, which is made again for op 4."""
     activation, gradient = StorageKind.ACTIVATION, StorageKind.GRADIENT
@@ -111,14 +113,14 @@ def test_a_chain_may_read_a_gradient_after_its_last_use(home_of_gradient: int) -
     graph = StepGraph(storages, ops, (0,))
     given_ = Problem.of(graph, costs(graph, home(0.5)), 3 * SIZE)
     again = [info.gap == Gap(1, 1, 4) for info in given_.gaps]
-    state = State(
-        array("q", [AGAIN if each else 0 for each in again]),
+    state = TunerState(
+        array("q", [RECOMPUTED if each else 0 for each in again]),
         array("q", [info.gap.end for info in given_.gaps]),
-        array("q", [home_of_gradient if info.final else KEPT for info in given_.gaps]),
+        array("q", [home_of_gradient if info.final else ON_DEVICE for info in given_.gaps]),
     )
     found = Tuner(kept(given_)).begin(state, 0.25, 8)
     assert found is not None
-    assert found.staying == ((0,) if home_of_gradient == KEPT else ())
+    assert found.staying == ((0,) if home_of_gradient == ON_DEVICE else ())
     program = wire(graph, place(lower(graph, given_.costs, Plan("test", 0, found.decisions, found.staying))))
     validate(graph, program, program.arena_bytes, given_.costs)
 
@@ -134,9 +136,9 @@ def test_a_home_that_is_too_far_gets_nothing() -> None:
     """A copy to the second home and back takes longer than any gap lasts."""
     given_ = problem(4, 2, home(0.1), home(100.0))
     found = solve(given_, {}, weight=0.002)
-    assert found is not None and found.away[:, 1].max() == pytest.approx(0.0, abs=1e-6)
-    choice = found.rounded(given_)
-    assert choice is not None and set(choice.tolist()) <= {KEPT, 0}
+    assert found is not None and found.offloaded[:, 1].max() == pytest.approx(0.0, abs=1e-6)
+    choice = found.round_to_choice(given_)
+    assert choice is not None and set(choice.tolist()) <= {ON_DEVICE, 0}
 
 
 def choice(given: Problem, homes: dict[int, int]) -> np.ndarray:
@@ -145,14 +147,14 @@ def choice(given: Problem, homes: dict[int, int]) -> np.ndarray:
 
 def test_what_a_full_home_cannot_hold_goes_to_the_next() -> None:
     given_ = problem(8, 4, home(0.5, 2 * SIZE), home(0.6))
-    found = given_.within_homes(choice(given_, dict.fromkeys(range(4), 0)))
+    found = given_.fit_homes(choice(given_, dict.fromkeys(range(4), 0)))
     assert found is not None
-    assert sorted(found[found != KEPT].tolist()) == [0, 0, 1, 1]
-    assert problem(8, 4, home(0.5, SIZE // 2)).within_homes(choice(given_, {0: 0})) is None
+    assert sorted(found[found != ON_DEVICE].tolist()) == [0, 0, 1, 1]
+    assert problem(8, 4, home(0.5, SIZE // 2)).fit_homes(choice(given_, {0: 0})) is None
 
 
 @st.composite
-def states(draw: st.DrawFn) -> tuple[Choices, State]:
+def states(draw: st.DrawFn) -> tuple[Choices, TunerState]:
     """A step with homes under a limit, and what becomes of each of its gaps, which need not fit."""
     graph = draw(graphs())
     given_ = draw(costs_for(graph))
@@ -162,21 +164,26 @@ def states(draw: st.DrawFn) -> tuple[Choices, State]:
     given_ = replace(given_, homes=tuple(replace(place, bytes=draw(sizes)) for place in given_.homes))
     budget = draw(st.integers(smallest_budget(graph, given_), in_core_budget(graph, given_)))
     choices = kept(Problem.of(graph, given_, room_for_large(graph, given_, budget)))
-    kind, home = array("q", choices.kind), array("q", choices.problem.nothing_leaves().tolist())
+    kind, home = array("q", choices.kind), array("q", choices.problem.all_resident().tolist())
     for g in choices.problem.movable:
-        if choices.can[g] and draw(st.booleans()):
-            kind[g] = AGAIN
+        if choices.can_recompute[g] and draw(st.booleans()):
+            kind[g] = RECOMPUTED
         homes = choices.problem.gaps[g].homes
-        home[g] = draw(st.sampled_from((KEPT, *homes)))
-        if kind[g] != AGAIN and home[g] != KEPT and not choices.problem.gaps[g].cyclic and draw(st.booleans()):
-            kind[g] = AWAY
-    return choices, State(kind, choices.fetch, home)
+        home[g] = draw(st.sampled_from((ON_DEVICE, *homes)))
+        if (
+            kind[g] != RECOMPUTED
+            and home[g] != ON_DEVICE
+            and not choices.problem.gaps[g].cyclic
+            and draw(st.booleans())
+        ):
+            kind[g] = OFFLOADED
+    return choices, TunerState(kind, choices.fetch, home)
 
 
 @settings(LIMITS, max_examples=examples(150))
 @given(states(), st.sampled_from([0.0, 1.5, 30.0]), st.integers(1, 4), st.integers(0, 1 << 62))
 def test_schedules_are_what_python_counts_and_tuning_makes_them_no_slower(
-    step: tuple[Choices, State], slack: float, passes: int, seed: int
+    step: tuple[Choices, TunerState], slack: float, passes: int, seed: int
 ) -> None:
     choices, state = step
     tuner = Tuner(choices)
@@ -187,8 +194,8 @@ def test_schedules_are_what_python_counts_and_tuning_makes_them_no_slower(
     counted = naive_schedule(choices, found.state, slack, passes)
     assert found.decisions == counted.decisions
     assert (found.seconds, found.starts) == (counted.seconds, counted.starts)
-    assert found.copied == pytest.approx(counted.copied)
-    assert found.waited == pytest.approx(counted.waited)
+    assert found.copy_seconds == pytest.approx(counted.copied)
+    assert found.wait_seconds == pytest.approx(counted.waited)
     assert tuner.begin(found.state, slack, passes) == found
     tuned = tuner.tune(200, seed=seed)
     assert tuned.value <= found.value

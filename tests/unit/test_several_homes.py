@@ -18,7 +18,7 @@ from strategies import costs_for, graphs, plans_for
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import GraphError, ValidationError
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
-from outofcore.lowering import lower, room_at_homes, wire
+from outofcore.lowering import copies_in_before_room, lower, wire
 from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.planfile import PlanFile, read_plan, write_plan
 from outofcore.planning import place
@@ -138,7 +138,7 @@ def test_a_full_home_is_waited_for() -> None:
     given = Costs(tuple(OpCost(1.0) for _ in graph.ops), (HOST, DISK))
     plan = Plan("test", 0, (offload(A, 0, 2, 1, 2, 0), offload(B, 2, 4, 3, 4, 0)))
     lowered = place(lower(graph, given, plan))
-    assert room_at_homes(graph, given, lowered) == {5: 1}
+    assert copies_in_before_room(graph, given, lowered) == {5: 1}
     program = wire(graph, lowered, given)
     validate(graph, program, program.arena_bytes, given)
     # Wired as if the home held anything, the copy waits for the op alone, which implies the copy in.
@@ -176,7 +176,7 @@ def test_validator_counts_a_slot_until_a_wait_says_that_it_is_read() -> None:
 def test_more_than_a_home_holds_is_refused() -> None:
     decisions = (offload(A, 0, 4, 1, 4, 0), offload(B, 1, 5, 2, 5, 0))
     lowered = place(lower(step(), costs(), Plan("test", 0, decisions)))
-    assert room_at_homes(step(), costs(), lowered) is None
+    assert copies_in_before_room(step(), costs(), lowered) is None
     with pytest.raises(GraphError, match="more to a home than it holds"):
         wire(step(), lowered, costs())
     loose = wire(step(), lowered)
@@ -188,12 +188,12 @@ def test_more_than_a_home_holds_is_refused() -> None:
 def test_what_lies_at_home_from_step_to_step_takes_room() -> None:
     decisions = (offload(W, 3, 9, 4, 9, 0), offload(A, 0, 4, 1, 4, 0))
     lowered = place(lower(step(), costs(), Plan("test", 0, decisions)))
-    assert room_at_homes(step(), costs(), lowered) is None
+    assert copies_in_before_room(step(), costs(), lowered) is None
     with pytest.raises(ValidationError, match="has to hold"):
         validate(step(), wire(step(), lowered), lowered.arena_bytes, costs())
     tiny = costs(replace(HOST, bytes=SIZE - 1))
     alone = wire(step(), place(lower(step(), costs(), Plan("test", 0, decisions[:1]))))
-    assert room_at_homes(step(), tiny, alone) is None
+    assert copies_in_before_room(step(), tiny, alone) is None
     with pytest.raises(ValidationError, match="from step to step"):
         validate(step(), alone, alone.arena_bytes, tiny)
 
@@ -254,7 +254,7 @@ def test_programs_are_right_wherever_the_homes_hold_them(task: Task, random: Ran
     lowered = lowered_or_none(task)
     assume(lowered is not None)
     assert lowered is not None
-    if room_at_homes(graph, given, lowered) is None:
+    if copies_in_before_room(graph, given, lowered) is None:
         event("too much")
         # Slots are whole pages, so what cannot be held may be less than the validator would let pass.
         paged = replace(graph, storages=tuple(replace(s, bytes=round_up(s.bytes, PAGE_BYTES)) for s in graph.storages))

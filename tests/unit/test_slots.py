@@ -14,13 +14,13 @@ from strategies import costs_for, graphs, plans_for
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import GraphError, SpillError
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
-from outofcore.lowering import lower, room_at_homes, wire
-from outofcore.lowering.slots import lasting, slot_bytes
+from outofcore.lowering import copies_in_before_room, lower, wire
+from outofcore.lowering.slots import permanent_slots, slot_bytes
 from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.planning import place
 from outofcore.program import CopyOut, Program, Run
-from outofcore.runtime.slots import Piece, Slots, lay_out, needed_bytes
-from outofcore.validator.step import Order
+from outofcore.runtime.slots import SlotPiece, Slots, allocate_slots, needed_bytes
+from outofcore.validator.step import ExecutionOrder
 
 
 class Fake:
@@ -86,7 +86,7 @@ def tasks(draw: st.DrawFn) -> Task:
             homes = list(costs.homes)
             homes[home] = replace(homes[home], bytes=needed[home] * eighths // 8 // 4096 * 4096)
             tight = replace(costs, homes=tuple(homes))
-            if room_at_homes(graph, tight, lowered) is not None:
+            if copies_in_before_room(graph, tight, lowered) is not None:
                 costs = tight
                 break
     return graph, costs, lowered
@@ -98,14 +98,14 @@ def test_pages_change_hands_only_when_nobody_needs_them(task: Task) -> None:
     graph, costs, lowered = task
     program = wire(graph, lowered, costs)
     slots = [Slots(Fake(home.bytes or 0)) for home in costs.homes]  # type: ignore[arg-type]
-    settled = lasting(graph, program)
+    settled = permanent_slots(graph, program)
     for storage, home in settled.items():
         slots[home].take(slot_bytes(graph.storages[storage].bytes))
-    before = [home.taken for home in slots]
-    layout = lay_out(graph, costs, program, slots)
-    assert [home.taken for home in slots] == needed_bytes(graph, costs, program)
+    before = [home.allocated_bytes for home in slots]
+    layout = allocate_slots(graph, costs, program, slots)
+    assert [home.allocated_bytes for home in slots] == needed_bytes(graph, costs, program)
 
-    order = Order(program)
+    order = ExecutionOrder(program)
     copies = []
     for index, instruction in enumerate(program.instructions):
         if isinstance(instruction, Run):
@@ -122,10 +122,10 @@ def test_pages_change_hands_only_when_nobody_needs_them(task: Task) -> None:
     for (first, one, storage, pages), (second, other, another, its) in combinations(copies, 2):
         if one.home == other.home and isinstance(other, CopyOut) and pages & its:
             shared = shared or storage != another
-            assert order.before(first, second), (first, second)
+            assert order.has_ended_before(first, second), (first, second)
     event("pages change hands" if shared else "each has its own")
-    layout.give_back(slots)
-    assert [home.taken for home in slots] == before
+    layout.free(slots)
+    assert [home.allocated_bytes for home in slots] == before
 
 
 def test_slots_that_divide_the_room_of_another_share_no_page() -> None:
@@ -144,10 +144,10 @@ def test_slots_that_divide_the_room_of_another_share_no_page() -> None:
     gaps = (Gap(0, 0, 2), Gap(1, 2, 4), Gap(2, 2, 4))
     decisions = tuple(Decision(gap, Residency.OFFLOAD, gap.start + 1, gap.end) for gap in gaps)
     program = wire(graph, place(lower(graph, costs, Plan("test", 0, decisions))), costs)
-    layout = lay_out(graph, costs, program, [Slots(Fake(3 * size))])  # type: ignore[arg-type]
+    layout = allocate_slots(graph, costs, program, [Slots(Fake(3 * size))])  # type: ignore[arg-type]
     copies = [index for index, i in enumerate(program.instructions) if isinstance(i, CopyOut)]
     large, *others = (layout.pieces[index] for index in copies)
-    assert large == (Piece(0, 3 * size),)
+    assert large == (SlotPiece(0, 3 * size),)
     assert sorted((p.offset, p.bytes) for pieces in others for p in pieces) == [(0, size), (size, 2 * size)]
 
 
@@ -164,7 +164,7 @@ PAGE = 4096
 def test_no_slot_lies_across_an_edge(wants: list[tuple[int, bool, int]], more: int, expected: int, most: int) -> None:
     home = Stretched(most * PAGE, more * PAGE)
     slots = Slots(home)  # type: ignore[arg-type]
-    slots.expect(expected * PAGE)
+    slots.grow_ahead(expected * PAGE)
     held: list[list[tuple[int, int]]] = []
     for pages, in_a_row, gone in wants:
         try:
@@ -180,21 +180,21 @@ def test_no_slot_lies_across_an_edge(wants: list[tuple[int, bool, int]], more: i
             held.append(mine)
         if held and gone < len(held):
             for offset, count in held.pop(gone):
-                slots.give(offset, count)
+                slots.free(offset, count)
         spans = sorted(span for one in held for span in one)
         assert all(a + count <= b for (a, count), (b, _) in pairwise(spans))
         assert not any(offset < seam < offset + count for offset, count in spans for seam in home.seams)
-        assert slots.taken == sum(count for _, count in spans)
+        assert slots.allocated_bytes == sum(count for _, count in spans)
         assert slots.end <= home.bytes <= most * PAGE
 
 
 def test_what_is_expected_is_made_room_for_at_once() -> None:
     home = Stretched(1 << 30, 0)
     slots = Slots(home)  # type: ignore[arg-type]
-    slots.expect(100 * PAGE)
+    slots.grow_ahead(100 * PAGE)
     for pages in (30, 50, 20):
         slots.take(pages * PAGE)
     assert home.seams == []
     plain = Slots(Fake(1 << 30))  # type: ignore[arg-type]
-    plain.expect(100 * PAGE)
+    plain.grow_ahead(100 * PAGE)
     assert plain.home.bytes == 0

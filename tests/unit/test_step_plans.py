@@ -12,8 +12,8 @@ from weights_in_turn import BUDGET, COSTS, GRAPH, LAYERS, WINDOW, chain
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.graph import StepGraph
 from outofcore.planning import Planned, Policy, in_core_budget, plan_step, policy_of
-from outofcore.planning.policy import OffloadAll, Own
-from outofcore.step_plans import Choice, StepPlans
+from outofcore.planning.policy import FunctionPolicy, OffloadAll
+from outofcore.step_plans import StepPlans, VariantChoice
 from outofcore.units import MIB
 from outofcore.variant import LOWEST_MEMORY, Variant, split
 
@@ -38,15 +38,15 @@ def keep(
     costs: Costs = COSTS,
     is_quick: bool = False,
 ) -> None:
-    choice = Choice(key or key_of(plans), variant, {"a family": 5})
+    choice = VariantChoice(key or key_of(plans), variant, {"a family": 5})
     plans.keep(choice, GRAPH, costs, BUDGET, planned, is_quick=is_quick)
 
 
 def found(
     plans: StepPlans, key: str = "", graph: StepGraph = GRAPH, costs: Costs = COSTS
-) -> tuple[Planned, Choice, bool] | None:
+) -> tuple[Planned, VariantChoice, bool] | None:
     key = key or key_of(plans, graph)
-    return plans.find(key, lambda stored: (stored.proved(graph, costs, BUDGET), stored.choice, stored.is_quick))
+    return plans.find(key, lambda stored: (stored.prove(graph, costs, BUDGET), stored.choice, stored.is_quick))
 
 
 def test_a_plan_is_found_again_under_other_times(tmp_path: Path, planned: Planned) -> None:
@@ -54,7 +54,7 @@ def test_a_plan_is_found_again_under_other_times(tmp_path: Path, planned: Planne
     assert found(plans) is None
     variant = split(MIB, 3 * MIB)
     keep(plans, planned, variant=variant)
-    choice = Choice(key_of(plans), variant, {"a family": 5})
+    choice = VariantChoice(key_of(plans), variant, {"a family": 5})
     assert found(plans) == (replace(planned, candidates=()), choice, False)
     slower = replace(COSTS, ops=(OpCost(0.03),) * 2 * LAYERS)
     again = found(plans, costs=slower)
@@ -67,7 +67,7 @@ def test_a_plan_is_found_again_under_other_times(tmp_path: Path, planned: Planne
 
 
 def test_a_plan_of_a_quick_search_is_kept_until_there_is_a_better_one(tmp_path: Path, planned: Planned) -> None:
-    plans, choice = StepPlans(tmp_path), Choice(key_of(StepPlans(tmp_path)), LOWEST_MEMORY, {"a family": 5})
+    plans, choice = StepPlans(tmp_path), VariantChoice(key_of(StepPlans(tmp_path)), LOWEST_MEMORY, {"a family": 5})
     keep(plans, planned, is_quick=True)
     assert found(plans) == (replace(planned, candidates=()), choice, True)
     keep(plans, planned)
@@ -118,7 +118,7 @@ def test_a_damaged_file_is_ignored(
     elif damage == "another step":
         other, others = chain(3), replace(COSTS, ops=COSTS.ops[:6])
         budget = in_core_budget(other, others)
-        choice = Choice(key_of(plans, other), LOWEST_MEMORY)
+        choice = VariantChoice(key_of(plans, other), LOWEST_MEMORY)
         plans.keep(choice, other, others, budget, plan_step(other, others, budget, WINDOW), is_quick=False)
         (wrong,) = set(tmp_path.glob("plan-*.json")) - {path}
         wrong.replace(path)
@@ -158,7 +158,7 @@ def test_the_plans_of_a_users_own_policy_are_not_kept(tmp_path: Path, planned: P
     class Mine(OffloadAll):
         """Has the name of another."""
 
-    for policy in (Own("auto", lambda *_: planned.plan), Mine()):
+    for policy in (FunctionPolicy("auto", lambda *_: planned.plan), Mine()):
         assert not key_of(StepPlans(tmp_path), policy=policy)
 
 

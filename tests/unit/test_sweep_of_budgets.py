@@ -15,12 +15,12 @@ from outofcore import planning
 from outofcore.cli.app import app
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import GraphError
-from outofcore.estimation.sweep import LOSSLESS, budgets_between, estimated, insight
+from outofcore.estimation.sweep import LOSSLESS_RATIO, budgets_between, build_insight, estimate_graph
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.graphfile import GraphFile, write_graph
 from outofcore.planning import QUICK
 from outofcore.policies import Auto
-from outofcore.progress import following, silent
+from outofcore.progress import ignore_progress, show_progress
 
 MIB = 1 << 20
 
@@ -49,7 +49,7 @@ def test_budgets_rise_at_equal_ratios() -> None:
 @pytest.mark.parametrize("rate", [1e10, 2e8])
 def test_an_estimate_is_what_plans_say(rate: float) -> None:
     graph = net()
-    found = estimated(graph, costs(graph, rate), budgets=[20 * MIB], policy=Auto(QUICK), tell=silent)
+    found = estimate_graph(graph, costs(graph, rate), budgets=[20 * MIB], policy=Auto(QUICK), tell=ignore_progress)
     assert found.smallest_budget == planning.smallest_budget(graph, costs(graph, rate))
     assert found.in_core_budget == 32 * MIB
     assert [p.budget for p in found.points] == sorted(p.budget for p in found.points)
@@ -61,7 +61,7 @@ def test_an_estimate_is_what_plans_say(rate: float) -> None:
     assert not found.fits(found.smallest_budget - 1)
     assert found.at(1).seconds is None
     # On the fast link copies hide; on the slow one they do not, and nothing is lost only where little moves.
-    limit = LOSSLESS * 0.16
+    limit = LOSSLESS_RATIO * 0.16
     assert (found.at(found.lossless_budget).seconds or 1.0) <= limit
     below = [p for p in found.points if p.budget < found.lossless_budget and p.budget != 20 * MIB]
     assert all(p.seconds is None or p.seconds > limit for p in below)
@@ -70,13 +70,15 @@ def test_an_estimate_is_what_plans_say(rate: float) -> None:
 
 def test_a_slow_link_needs_more_than_a_fast_one() -> None:
     graph = net()
-    slow, fast = (estimated(graph, costs(graph, rate), policy=Auto(QUICK), tell=silent) for rate in (2e8, 1e10))
+    slow, fast = (
+        estimate_graph(graph, costs(graph, rate), policy=Auto(QUICK), tell=ignore_progress) for rate in (2e8, 1e10)
+    )
     assert slow.lossless_budget > fast.lossless_budget
 
 
 def test_an_empty_step_is_refused() -> None:
     with pytest.raises(GraphError, match="no ops"):
-        estimated(StepGraph((), ()), Costs(()), tell=silent)
+        estimate_graph(StepGraph((), ()), Costs(()), tell=ignore_progress)
 
 
 def test_what_helps_is_told_with_the_most_helpful_first() -> None:
@@ -84,7 +86,7 @@ def test_what_helps_is_told_with_the_most_helpful_first() -> None:
     slow = costs(graph, 2e8)
     budget = 12 * MIB
     told: list[tuple[int, int]] = []
-    found = insight(
+    found = build_insight(
         graph,
         slow,
         budget,
@@ -103,7 +105,7 @@ def test_what_helps_is_told_with_the_most_helpful_first() -> None:
 def test_where_everything_fits_ops_are_the_limit() -> None:
     graph = net()
     planned = planning.plan_step(graph, costs(graph), 64 * MIB)
-    found = insight(graph, costs(graph), 64 * MIB, planned, count=0)
+    found = build_insight(graph, costs(graph), 64 * MIB, planned, count=0)
     assert found.verdict.startswith("Ops are the limit: no tensor is evicted")
     assert [point.budget for point in found.points] == [64 * MIB]
     assert "more budget" not in " ".join(one.what for one in found.helps)
@@ -148,7 +150,7 @@ class _Terminal(io.StringIO):
 
 
 def tell_all(**options: Any) -> None:
-    with following(**options) as tell:
+    with show_progress(**options) as tell:
         tell("profile", 0, 2)
         tell("profile", 2, 2)
         tell("plan", 0, 1)

@@ -78,9 +78,9 @@ class Step:
 
     def has(self, variant: Variant) -> bool:
         """Return whether there is such a variant."""
-        return self.need(variant) is not None
+        return self.smallest_arena(variant) is not None
 
-    def need(self, variant: Variant) -> int | None:
+    def smallest_arena(self, variant: Variant) -> int | None:
         """Return the bytes that a variant needs."""
         if variant.op_bytes is None:
             return self.whole[variant.form]
@@ -89,7 +89,7 @@ class Step:
     def plan(self, variant: Variant) -> Planned | None:
         """Plan a variant."""
         self.tried.append(variant)
-        need = self.need(variant)
+        need = self.smallest_arena(variant)
         assert need is not None
         if need <= self.room:
             return Planned(variant, need, self.seconds[variant.op_bytes is not None])

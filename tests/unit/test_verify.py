@@ -10,7 +10,19 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-from verify import Side, compared, difference, failure, line_of, mask, missing, outcomes_of, run, summary_of, table
+from verify import (
+    Side,
+    describe_compared,
+    difference,
+    failure,
+    format_table,
+    line_of,
+    mask,
+    missing_requirement,
+    outcomes_of,
+    run,
+    summary_of,
+)
 from verify_programs import PROGRAMS, Program
 
 PLAIN = Side(1.0, 0, ("loss 1.5", "loss 1.25"), {"a::b": "passed"}, {"model.pt": "0a"})
@@ -87,9 +99,9 @@ def test_summary_of_a_loop_is_read() -> None:
 
 def test_missing_sources_and_packages_are_named(tmp_path: Path) -> None:
     program = Program("p", ("main.py",), "1MiB", "who/what", "what", "sub", packages=("no_such_package",))
-    assert missing(program, tmp_path) == "clone github.com/who/what to FOLDER/what"
+    assert missing_requirement(program, tmp_path) == "clone github.com/who/what to FOLDER/what"
     (tmp_path / "what" / "sub").mkdir(parents=True)
-    assert missing(program, tmp_path) == "install no_such_package"
+    assert missing_requirement(program, tmp_path) == "install no_such_package"
 
 
 def test_run_interrupts_a_program_after_its_lines(tmp_path: Path) -> None:
@@ -114,12 +126,13 @@ def test_run_ends_at_its_limit(tmp_path: Path) -> None:
 def test_rows_name_what_differs() -> None:
     row = {
         "command": "main.py", "commit": "abc", "budget": 1 << 20, "in_core_peak": 4 << 20, "peak": 1 << 20,
-        "evicted": 0, "fetched": 0, "plain_seconds": 2.0, "ratio": 1.5, "compared": compared(PLAIN), "difference": "",
+        "evicted": 0, "fetched": 0, "plain_seconds": 2.0, "ratio": 1.5, "difference": "",
+        "compared": describe_compared(PLAIN),
     }  # fmt: skip
     assert line_of("p", row).endswith("1 tests: 1 passed: same")
-    assert compared(dataclasses.replace(PLAIN, outcomes={})) == "2 lines, 1 file"
+    assert describe_compared(dataclasses.replace(PLAIN, outcomes={})) == "2 lines, 1 file"
     assert line_of("p", row | {"difference": "line 2"}).endswith("line 2")
-    assert "| p at abc | `main.py` | 4.00 MiB → 1.00 MiB (1.00 MiB) |" in table({"p": row})
+    assert "| p at abc | `main.py` | 4.00 MiB → 1.00 MiB (1.00 MiB) |" in format_table({"p": row})
 
 
 def test_programs_have_names_of_their_own() -> None:

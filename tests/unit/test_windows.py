@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outofcore.analysis.windows import Derivation, Window, derivation
+from outofcore.analysis.windows import Derivation, TensorWindow, derive_window
 
 
-def addresses(window: Window) -> dict[tuple[int, ...], int]:
+def addresses(window: TensorWindow) -> dict[tuple[int, ...], int]:
     """Where each element lies."""
     return {
         index: window.offset + sum(i * step for i, step in zip(index, window.stride, strict=True))
@@ -20,7 +20,7 @@ def addresses(window: Window) -> dict[tuple[int, ...], int]:
     }
 
 
-def made(given_: Window, how: Derivation) -> dict[tuple[int, ...], int]:
+def made(given_: TensorWindow, how: Derivation) -> dict[tuple[int, ...], int]:
     """Where each element of what is made lies, told by its place in the shape that the elements are divided into."""
     order = [given_.stride[dim] for dim in how.order if given_.shape[dim] > 1]
     assert order == sorted(order, reverse=True)
@@ -45,17 +45,17 @@ def made(given_: Window, how: Derivation) -> dict[tuple[int, ...], int]:
 
 
 @st.composite
-def dense(draw: st.DrawFn) -> Window:
+def dense(draw: st.DrawFn) -> TensorWindow:
     shape = draw(st.lists(st.integers(1, 4), min_size=0, max_size=4))
     stride, step = [0] * len(shape), 1
     for dim in draw(st.permutations(range(len(shape)))):
         stride[dim] = step if shape[dim] > 1 else draw(st.integers(0, 9))
         step *= shape[dim]
-    return Window(tuple(shape), tuple(stride), draw(st.integers(0, 3)))
+    return TensorWindow(tuple(shape), tuple(stride), draw(st.integers(0, 3)))
 
 
 @st.composite
-def views(draw: st.DrawFn, of: Window) -> Window:
+def views(draw: st.DrawFn, of: TensorWindow) -> TensorWindow:
     """Views as ``narrow``, ``select``, ``permute``, ``unsqueeze`` and ``expand`` make them."""
     dims, offset = list(zip(of.shape, of.stride, strict=True)), of.offset
     for place in reversed(range(len(dims))):
@@ -73,22 +73,22 @@ def views(draw: st.DrawFn, of: Window) -> Window:
     for _ in range(draw(st.integers(0, 2))):
         dims.insert(draw(st.integers(0, len(dims))), (draw(st.integers(1, 3)), 0))
     dims = list(draw(st.permutations(dims)))
-    return Window(tuple(size for size, _ in dims), tuple(step for _, step in dims), offset)
+    return TensorWindow(tuple(size for size, _ in dims), tuple(step for _, step in dims), offset)
 
 
 @given(st.data())
 def test_views_are_made_of_what_they_are_views_of(data: st.DataObject) -> None:
     given_ = data.draw(dense())
     wanted = data.draw(views(given_))
-    how = derivation(given_, wanted)
+    how = derive_window(given_, wanted)
     assert how is not None
     assert how.shape == wanted.shape
     assert made(given_, how) == addresses(wanted)
 
 
 @given(dense(), dense())
-def test_whatever_is_made_lies_where_it_was_wanted(given_: Window, wanted: Window) -> None:
-    how = derivation(given_, wanted)
+def test_whatever_is_made_lies_where_it_was_wanted(given_: TensorWindow, wanted: TensorWindow) -> None:
+    how = derive_window(given_, wanted)
     inside = set(addresses(wanted).values()) <= set(addresses(given_).values())
     if how is None:
         # The elements of one that is as large are all there.
@@ -100,13 +100,13 @@ def test_whatever_is_made_lies_where_it_was_wanted(given_: Window, wanted: Windo
 @pytest.mark.parametrize(
     ("given_", "wanted"),
     [
-        (Window((4,), (2,)), Window((2,), (2,))),  # gaps in what is given
-        (Window((6,), (1,)), Window((3, 3), (1, 1))),  # overlaps
-        (Window((6,), (1,), 3), Window((2,), (1,), 2)),  # begins before it
-        (Window((6,), (1,)), Window((2,), (1,), 5)),  # ends behind it
-        (Window((10,), (1,)), Window((3,), (3,))),  # steps that do not divide it
-        (Window((0,), (1,)), Window((0,), (1,))),
+        (TensorWindow((4,), (2,)), TensorWindow((2,), (2,))),  # gaps in what is given
+        (TensorWindow((6,), (1,)), TensorWindow((3, 3), (1, 1))),  # overlaps
+        (TensorWindow((6,), (1,), 3), TensorWindow((2,), (1,), 2)),  # begins before it
+        (TensorWindow((6,), (1,)), TensorWindow((2,), (1,), 5)),  # ends behind it
+        (TensorWindow((10,), (1,)), TensorWindow((3,), (3,))),  # steps that do not divide it
+        (TensorWindow((0,), (1,)), TensorWindow((0,), (1,))),
     ],
 )
-def test_what_is_no_view_is_not_made(given_: Window, wanted: Window) -> None:
-    assert derivation(given_, wanted) is None
+def test_what_is_no_view_is_not_made(given_: TensorWindow, wanted: TensorWindow) -> None:
+    assert derive_window(given_, wanted) is None

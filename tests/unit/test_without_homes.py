@@ -21,7 +21,7 @@ from outofcore.planning.baselines import DTR
 from outofcore.planning.baselines.dtr import evict_online
 from outofcore.planning.problem import Problem
 from outofcore.planning.remat.chains import Choices
-from outofcore.planning.remat.contents import Contents
+from outofcore.planning.remat.contents import StepContents
 from outofcore.validator import validate
 
 # Of seconds that are sums of the same numbers in another order.
@@ -36,7 +36,7 @@ def steps(draw: st.DrawFn) -> tuple[StepGraph, Costs]:
 
 
 def choices_of(graph: StepGraph, costs: Costs, limit: int = 1 << 40) -> Choices:
-    return Choices(Problem.of(graph, costs, limit), Contents.of(graph, costs))
+    return Choices(Problem.of(graph, costs, limit), StepContents.of(graph, costs))
 
 
 def planned(graph: StepGraph, costs: Costs, budget: int, policy: str = "auto") -> Planned | None:

@@ -18,7 +18,7 @@ _PASSES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Uses:
+class SplitUses:
     """The storages that an op accesses under one of its splits.
 
     ``cells`` has a storage, an axis or ``WHOLE``, and the bytes that are copied if its cells are along another axis.
@@ -28,8 +28,8 @@ class Uses:
     copied: int = 0  # bytes that are always copied
 
 
-def agreed(
-    uses: Mapping[int, Sequence[Uses]], unsplit_bytes: Mapping[int, int], flexible: Set[int], single: Set[int]
+def choose_splits(
+    uses: Mapping[int, Sequence[SplitUses]], unsplit_bytes: Mapping[int, int], flexible: Set[int], single: Set[int]
 ) -> dict[int, int]:
     """Choose a split for each op so that few bytes are copied; return its index by op.
 
@@ -44,19 +44,21 @@ def agreed(
     >>> agreed({1: [rows], 2: either}, {}, set(), {7, 8})
     {1: 0, 2: 1}
     """
-    agreement = _Agreement(uses, unsplit_bytes, single)
-    groups = [*agreement.neighbours(flexible), *agreement.neighbours(uses.keys())]
+    agreement = _SplitSearch(uses, unsplit_bytes, single)
+    groups = [*agreement.group_neighbours(flexible), *agreement.group_neighbours(uses.keys())]
     for _ in range(_PASSES):
-        changed = [group for group in groups if agreement.turn(group)]
+        changed = [group for group in groups if agreement.change_group(group)]
         if not changed:
             break
     return {op: agreement.chosen[op] for op in uses}
 
 
-class _Agreement:
+class _SplitSearch:
     """The chosen splits, with the bytes that are accessed along each axis of each storage."""
 
-    def __init__(self, uses: Mapping[int, Sequence[Uses]], unsplit_bytes: Mapping[int, int], single: Set[int]) -> None:
+    def __init__(
+        self, uses: Mapping[int, Sequence[SplitUses]], unsplit_bytes: Mapping[int, int], single: Set[int]
+    ) -> None:
         self._uses, self._single = uses, single
         self._touched = {
             op: tuple(dict.fromkeys(storage for split in splits for storage, _, _ in split.cells))
@@ -66,49 +68,49 @@ class _Agreement:
         for op, storages in self._touched.items():
             for storage in storages:
                 self._users.setdefault(storage, []).append(op)
-        self._looked = {storage: {WHOLE: unsplit_bytes.get(storage, 0)} for storage in self._users}
+        self._accessed = {storage: {WHOLE: unsplit_bytes.get(storage, 0)} for storage in self._users}
         self.chosen: dict[int, int] = {}
         # Ops with the fewest choices first, so that the others adapt to them.
         for op in sorted(uses, key=lambda op: (len(uses[op]), op)):
-            self._take(op, self._best(op))
-        self._settle(sorted(uses))
+            self._assign(op, self._best_split(op))
+        self._improve(sorted(uses))
 
-    def _take(self, op: int, place: int) -> None:
-        self._leave(op)
+    def _assign(self, op: int, place: int) -> None:
+        self._unassign(op)
         self.chosen[op] = place
         self._count(op, place, 1)
 
-    def _leave(self, op: int) -> None:
+    def _unassign(self, op: int) -> None:
         if op in self.chosen:
             self._count(op, self.chosen.pop(op), -1)
 
     def _count(self, op: int, place: int, sign: int) -> None:
         for storage, axis, count in self._uses[op][place].cells:
-            looked = self._looked[storage]
+            looked = self._accessed[storage]
             looked[axis] = looked.get(axis, 0) + sign * count
 
-    def _copied(self, storage: int) -> int:
-        looked = self._looked[storage]
+    def _copied_bytes(self, storage: int) -> int:
+        looked = self._accessed[storage]
         along = [count for axis, count in looked.items() if axis != WHOLE and count]
         if not along:
             return 0
         saved = max(along) if storage in self._single or len(along) == 1 else 0
         return looked[WHOLE] + sum(along) - saved
 
-    def _copied_by(self, ops: Iterable[int]) -> int:
+    def _bytes_copied_by(self, ops: Iterable[int]) -> int:
         """Return the bytes that these ops, and all others on their storages, copy."""
         storages = dict.fromkeys(storage for op in ops for storage in self._touched[op])
-        return sum(self._uses[op][self.chosen[op]].copied for op in ops) + sum(map(self._copied, storages))
+        return sum(self._uses[op][self.chosen[op]].copied for op in ops) + sum(map(self._copied_bytes, storages))
 
-    def _best(self, op: int) -> int:
+    def _best_split(self, op: int) -> int:
         costs: list[int] = []
         for place in range(len(self._uses[op])):
-            self._take(op, place)
-            costs.append(self._copied_by((op,)))
-        self._leave(op)
+            self._assign(op, place)
+            costs.append(self._bytes_copied_by((op,)))
+        self._unassign(op)
         return costs.index(min(costs))
 
-    def _settle(self, ops: Iterable[int]) -> dict[int, int]:
+    def _improve(self, ops: Iterable[int]) -> dict[int, int]:
         """Change ops and their neighbours one at a time while this saves bytes; return the former splits."""
         before: dict[int, int] = {}
         queue = deque(ops)
@@ -118,38 +120,38 @@ class _Agreement:
             waiting.remove(op)
             old = self.chosen[op]
             # This ends, since each change saves bytes, or takes an earlier split at equal bytes.
-            best = self._best(op)
-            self._take(op, best)
+            best = self._best_split(op)
+            self._assign(op, best)
             if best != old:
                 before.setdefault(op, old)
-                near = sorted(self._next_to(op) - waiting)
+                near = sorted(self._neighbours_of(op) - waiting)
                 queue.extend(near)
                 waiting.update(near)
         return before
 
-    def _next_to(self, op: int) -> set[int]:
+    def _neighbours_of(self, op: int) -> set[int]:
         return {neighbour for storage in self._touched[op] for neighbour in self._users[storage]} - {op}
 
-    def neighbours(self, ops: Iterable[int]) -> list[list[int]]:
+    def group_neighbours(self, ops: Iterable[int]) -> list[list[int]]:
         remaining = set(ops)
         groups: list[list[int]] = []
         while remaining:
             group = [min(remaining)]
             remaining.remove(group[0])
             for op in group:  # grows while iterating
-                near = sorted(self._next_to(op) & remaining)
+                near = sorted(self._neighbours_of(op) & remaining)
                 group += near
                 remaining.difference_update(near)
             groups.append(group)
         return groups
 
-    def turn(self, group: Sequence[int]) -> bool:
+    def change_group(self, group: Sequence[int]) -> bool:
         """Change a group together to each axis that saves bytes; return whether any did."""
         axes = sorted({axis for op in group for split in self._uses[op] for _, axis, _ in split.cells if axis != WHOLE})
-        changed = [axis for axis in axes if self._turn_to(axis, group)]
+        changed = [axis for axis in axes if self._change_group_to(axis, group)]
         return bool(changed)
 
-    def _turn_to(self, axis: int, group: Sequence[int]) -> bool:
+    def _change_group_to(self, axis: int, group: Sequence[int]) -> bool:
         changed: dict[int, int] = {}
         for op in group:
             along = [place for place, split in enumerate(self._uses[op]) if any(a == axis for _, a, _ in split.cells)]
@@ -157,13 +159,13 @@ class _Agreement:
                 changed[op] = along[0]
         before = {op: self.chosen[op] for op in changed}
         all_ops = list(self._uses)
-        cost = self._copied_by(all_ops)
+        cost = self._bytes_copied_by(all_ops)
         for op, place in changed.items():
-            self._take(op, place)
-        followed = self._settle(sorted({neighbour for op in changed for neighbour in self._next_to(op)}))
-        if self._copied_by(all_ops) < cost:
-            self._settle(sorted(changed))  # single ops may improve further
+            self._assign(op, place)
+        followed = self._improve(sorted({neighbour for op in changed for neighbour in self._neighbours_of(op)}))
+        if self._bytes_copied_by(all_ops) < cost:
+            self._improve(sorted(changed))  # single ops may improve further
             return True
         for op, place in (followed | before).items():
-            self._take(op, place)
+            self._assign(op, place)
         return False

@@ -18,7 +18,7 @@ Box = tuple[Interval, ...]  # an interval for each axis
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class TensorWindow:
     """The shape, strides and offset of a tensor in its storage, in elements."""
 
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Lines:
     strides: tuple[int, ...]
 
 
-def lines_of(elements: int, windows: Iterable[Window]) -> Lines | None:
+def lines_of(elements: int, windows: Iterable[TensorWindow]) -> Lines | None:
     """Return the array of ``elements`` in which all windows are boxes; None if there is none.
 
     >>> lines_of(24, [Window((4, 6), (6, 1)), Window((2, 3), (6, 1), 9)])
@@ -53,14 +53,14 @@ def lines_of(elements: int, windows: Iterable[Window]) -> Lines | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedWindow:
     """A window as a box in the lines of its storage."""
 
     box: Box  # an interval for each line
     runs: tuple[Interval, ...]  # the lines of each dimension of the window; (0, 0) for one of size 1
 
 
-def placed(lines: Lines, window: Window) -> Placed | None:
+def place_window(lines: Lines, window: TensorWindow) -> PlacedWindow | None:
     """Return the place of a window in the lines; None if it is not a box.
 
     >>> placed(Lines((4, 6), (6, 1)), Window((2, 3), (6, 1), 9))
@@ -95,7 +95,7 @@ def placed(lines: Lines, window: Window) -> Placed | None:
     box = tuple((start, start + length) for start, length in zip(starts, lengths, strict=True))
     if any(end > size for (_, end), size in zip(box, lines.sizes, strict=True)):
         return None
-    return Placed(box, tuple(runs))
+    return PlacedWindow(box, tuple(runs))
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,11 @@ class Axes:
     def whole(self) -> Box:
         return tuple((0, size) for size in self.sizes)
 
-    def box_of(self, place: Placed) -> Box | None:
+    def box_of(self, place: PlacedWindow) -> Box | None:
         """Return the box of a window; None if it is not one interval on each axis."""
-        return self._joined(place.box)
+        return self._join_box(place.box)
 
-    def _joined(self, box: Box) -> Box | None:
+    def _join_box(self, box: Box) -> Box | None:
         joined: list[Interval] = []
         for first, end in self._spans():
             start, length, whole = 0, 1, False
@@ -133,7 +133,7 @@ class Axes:
             joined.append((start, start + length))
         return tuple(joined)
 
-    def grain(self, place: Placed, dims: Interval) -> int | None:
+    def grain(self, place: PlacedWindow, dims: Interval) -> int | None:
         """Return the number that must divide the ends of parts along the joined ``dims``, if any."""
         run = self.run(place, dims)
         if run is None:
@@ -145,14 +145,14 @@ class Axes:
         return prod(self.lines.sizes[spans[first] : end])
 
     @staticmethod
-    def run(place: Placed, dims: Interval) -> Interval | None:
+    def run(place: PlacedWindow, dims: Interval) -> Interval | None:
         """Return the range of lines that dimensions of a window cover; None if they are not consecutive."""
         runs = [run for run in place.runs[dims[0] : dims[1]] if run != (0, 0)]
         if not runs or any(previous[1] != following[0] for previous, following in pairwise(runs)):
             return None
         return runs[0][0], runs[-1][1]
 
-    def part(self, place: Placed, dims: Interval, low: int, high: int) -> Box | None:
+    def part(self, place: PlacedWindow, dims: Interval, low: int, high: int) -> Box | None:
         """Return the box of the part ``low:high`` along the joined ``dims``, which may exceed the storage."""
         run, box = self.run(place, dims), self.box_of(place)
         if run is None or box is None:
@@ -171,7 +171,7 @@ class Axes:
         return (*box[:axis], (begin, begin + (high - low) // outer * inner), *box[axis + 1 :])
 
     def strides(
-        self, place: Placed, sizes: Sequence[int], box: Box, dims: Interval | None = None
+        self, place: PlacedWindow, sizes: Sequence[int], box: Box, dims: Interval | None = None
     ) -> tuple[int, ...] | None:
         """Return the strides of a part of shape ``sizes`` in dense memory of its box; None if irregular."""
         widths = [high - low for low, high in box]
@@ -203,11 +203,11 @@ class Axes:
         return tuple(strides)
 
 
-def elements(box: Box) -> int:
+def count_elements(box: Box) -> int:
     return prod(high - low for low, high in box)
 
 
-def clipped(box: Box, bounds: Box) -> Box | None:
+def clip_box(box: Box, bounds: Box) -> Box | None:
     """Return the intersection of two boxes, or None.
 
     >>> clipped(((0, 4), (2, 5)), ((3, 9), (0, 9)))
@@ -232,9 +232,9 @@ def cells(cuts: Sequence[Sequence[int]], box: Box) -> Iterator[Box]:
     yield from product(*intervals)
 
 
-def window_within(outer: Box, inner: Box) -> Window:
+def window_within(outer: Box, inner: Box) -> TensorWindow:
     """Return a box as a window onto dense memory of an outer box."""
     widths = [high - low for low, high in outer]
     steps = tuple(prod(widths[axis + 1 :]) for axis in range(len(widths)))
     offset = sum((low - start) * step for (low, _), (start, _), step in zip(inner, outer, steps, strict=True))
-    return Window(tuple(high - low for low, high in inner), steps, offset)
+    return TensorWindow(tuple(high - low for low, high in inner), steps, offset)

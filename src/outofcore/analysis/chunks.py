@@ -35,15 +35,15 @@ class Chunks:
             raise InputError(f"cannot distribute {self.elements} elements among {self.ranks} processes")
 
     @property
-    def each(self) -> int:
+    def chunk_elements(self) -> int:
         return round_up(-(-self.elements // self.ranks), GRAIN)
 
     @property
-    def padded(self) -> int:
-        return self.each * self.ranks
+    def padded_elements(self) -> int:
+        return self.chunk_elements * self.ranks
 
     def start(self, rank: int) -> int:
-        return min(rank * self.each, self.elements)
+        return min(rank * self.chunk_elements, self.elements)
 
     def count(self, rank: int) -> int:
         """Return the number of elements of a process's range, without padding."""

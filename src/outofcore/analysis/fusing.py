@@ -19,7 +19,7 @@ from outofcore.analysis.gaps import LARGE_BYTES, placed_bytes
 from outofcore.graph import Op, StepGraph, StorageKind
 
 # Compile time grows faster than linearly with the number of ops.
-MOST_OPS = 48
+MAX_OPS = 48
 # A limit on how far an op is delayed, since its arguments stay live until it runs.
 REACH = 16
 
@@ -37,8 +37,8 @@ def ops_to_fuse(
     *,
     alone: Collection[int] = (),
     scratch: Mapping[int, int] | None = None,
-    least: int = LARGE_BYTES,
-    most: int = MOST_OPS,
+    min_bytes: int = LARGE_BYTES,
+    max_ops: int = MAX_OPS,
     reach: int = REACH,
 ) -> tuple[tuple[int, ...], ...]:
     """Return groups of ascending op ids to fuse, in the order of their last ops, where each group runs.
@@ -52,12 +52,12 @@ def ops_to_fuse(
         max_ops: maximum number of ops in a group.
         reach: maximum distance of an op from the last op of a group that it joins.
     """
-    groups = _Search(graph, frozenset(fusible), scratch or {}, least, most, reach).groups()
-    long = {op for op in alone if any(graph.storages[s].bytes >= least for s in graph.ops[op].touched)}
+    groups = _FusionSearch(graph, frozenset(fusible), scratch or {}, min_bytes, max_ops, reach).groups()
+    long = {op for op in alone if any(graph.storages[s].bytes >= min_bytes for s in graph.ops[op].touched)}
     return tuple(ops for ops in groups if len(ops) > 1 or long.issuperset(ops))
 
 
-class _Search:
+class _FusionSearch:
     def __init__(
         self,
         graph: StepGraph,
@@ -67,9 +67,9 @@ class _Search:
         most: int,
         reach: int,
     ) -> None:
-        self.graph, self.fusible, self.least, self.most, self.reach = graph, fusible, least, most, reach
-        self.peak = _peak(graph)
-        self.room = max((self._need([op.id]) + scratch.get(op.id, 0) for op in graph.ops), default=0)
+        self.graph, self.fusible, self.min_bytes, self.max_ops, self.reach = graph, fusible, least, most, reach
+        self.peak = _peak_op(graph)
+        self.room = max((self._needed_bytes([op.id]) + scratch.get(op.id, 0) for op in graph.ops), default=0)
         self.writes: list[list[int]] = [[] for _ in graph.storages]
         for op in graph.ops:
             for storage in op.mutates + op.creates:
@@ -83,7 +83,7 @@ class _Search:
             writes = set(op.mutates + op.creates)
             before = {last_write[s] for s in op.touched if s in last_write}
             before |= {reader for s in writes for reader in since.get(s, ())}
-            joined = self._joined(op, [of[earlier] for earlier in sorted(before) if earlier in of])
+            joined = self._join(op, [of[earlier] for earlier in sorted(before) if earlier in of])
             if joined is not None:
                 joined = _Group([*joined.ops, op.id], joined.written | writes)
                 of.update(dict.fromkeys(joined.ops, joined))
@@ -101,7 +101,7 @@ class _Search:
         groups = {tuple(group.ops) for group in of.values()}
         return tuple(sorted(groups, key=lambda ops: ops[-1]))
 
-    def _joined(self, op: Op, groups: list[_Group]) -> _Group | None:
+    def _join(self, op: Op, groups: list[_Group]) -> _Group | None:
         """Merge the groups that an op joins and return the result, to which the op is not yet added."""
         if op.id not in self.fusible:
             return None
@@ -113,7 +113,7 @@ class _Search:
         # The sort is stable: of equal gains, the first group comes first.
         for gain, group in sorted(gains, key=lambda pair: -pair[0]):
             ops = sorted([*(joined.ops if joined else ()), *group.ops])
-            if not gain or len(ops) >= self.most or self._need([*ops, op.id]) > self.room:
+            if not gain or len(ops) >= self.max_ops or self._needed_bytes([*ops, op.id]) > self.room:
                 continue
             joined = _Group(ops, group.written if joined is None else group.written | joined.written)
         return joined
@@ -121,15 +121,15 @@ class _Search:
     def _gain(self, op: Op, group: _Group) -> int:
         """Return the bytes that an op saves reading if it joins a group; 0 if it must not join."""
         storages = self.graph.storages
-        shared = [s for s in op.reads if s in group.written and storages[s].bytes >= self.least]
-        if any(self._held(s, op) for s in shared) and any(self._held(s, op) for s in op.creates):
+        shared = [s for s in op.reads if s in group.written and storages[s].bytes >= self.min_bytes]
+        if any(self._is_held(s, op) for s in shared) and any(self._is_held(s, op) for s in op.creates):
             return 0
         return sum(storages[s].bytes for s in shared)
 
-    def _held(self, storage: int, op: Op) -> bool:
+    def _is_held(self, storage: int, op: Op) -> bool:
         """Return whether a storage's contents after an op before the peak are used beyond the peak."""
         graph = self.graph
-        if op.id > self.peak or graph.storages[storage].bytes < self.least or storage in op.mutates:
+        if op.id > self.peak or graph.storages[storage].bytes < self.min_bytes or storage in op.mutates:
             return False
         writes = self.writes[storage]
         after = bisect_right(writes, op.id)
@@ -137,7 +137,7 @@ class _Search:
         lasts = end == len(graph.ops) and (storage in graph.outputs or storage in graph.persistent)
         return lasts or any(self.peak < use <= end for use in graph.uses[storage])
 
-    def _need(self, ops: list[int]) -> int:
+    def _needed_bytes(self, ops: list[int]) -> int:
         """Return the bytes that fused ops need at once; results reuse the memory of dead arguments."""
         graph, members = self.graph, set(ops)
         created = {s for op in ops for s in graph.ops[op].creates}
@@ -145,7 +145,7 @@ class _Search:
         for storage in dict.fromkeys(s for op in ops for s in graph.ops[op].touched):
             kind, size = graph.storages[storage].kind, placed_bytes(graph.storages[storage].bytes)
             inside = graph.uses[storage][-1] in members and storage not in graph.outputs
-            if kind is StorageKind.CONSTANT or size < self.least:
+            if kind is StorageKind.CONSTANT or size < self.min_bytes:
                 continue
             if storage in created and inside and members.issuperset(graph.uses[storage]):
                 continue
@@ -157,7 +157,7 @@ class _Search:
         return count - sum(size * number for size, number in (results & dying).items())
 
 
-def _peak(graph: StepGraph) -> int:
+def _peak_op(graph: StepGraph) -> int:
     """Return the first op at which the most bytes created by the step are live."""
     change = [0] * (len(graph.ops) + 1)
     for storage in graph.creator:

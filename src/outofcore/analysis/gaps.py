@@ -33,7 +33,7 @@ def gaps_of(graph: StepGraph, storage: int) -> tuple[Gap, ...]:
     uses = graph.uses[storage]
     if not uses or graph.storages[storage].kind is StorageKind.CONSTANT:
         return ()
-    renewed = renewals_of(graph, storage)
+    renewed = full_overwrites_of(graph, storage)
     gaps = [Gap(storage, a, b) for a, b in pairwise(uses) if b not in renewed]
     if graph.storages[storage].arrives and uses[0] not in renewed:
         gaps.insert(0, Gap(storage, -1, uses[0]))
@@ -50,7 +50,7 @@ def final_gap(graph: StepGraph, storage: int) -> Gap | None:
     return Gap(storage, uses[-1], len(graph.ops))
 
 
-def renewals_of(graph: StepGraph, storage: int) -> tuple[int, ...]:
+def full_overwrites_of(graph: StepGraph, storage: int) -> tuple[int, ...]:
     """Return the ops that overwrite a large storage as a whole and may do so in a new block, in order."""
     if storage not in graph.overwritten or not is_large(graph.storages[storage].bytes):
         return ()
@@ -93,7 +93,7 @@ def live_bytes(graph: StepGraph) -> int:
     return max(_live(graph, graph.storages))
 
 
-def fullest_op(graph: StepGraph) -> int:
+def peak_activation_op(graph: StepGraph) -> int:
     """Return the first op with the most live activation bytes, usually the start of the backward pass."""
     live = _live(graph, [s for s in graph.storages if s.kind is StorageKind.ACTIVATION])
     return live.index(max(live))
@@ -110,7 +110,7 @@ def _live(graph: StepGraph, storages: Iterable[Storage]) -> list[int]:
         first, last = (0, n - 1) if lasts else (uses[0], uses[-1])
         change[first] += storage.bytes
         change[last + 1] -= storage.bytes
-        renewed = renewals_of(graph, storage.id)
+        renewed = full_overwrites_of(graph, storage.id)
         for before, use in pairwise(uses):
             if use in renewed:
                 change[before + 1] -= storage.bytes

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from outofcore.analysis.gaps import renewals_of
+from outofcore.analysis.gaps import full_overwrites_of
 from outofcore.errors import GraphError
 from outofcore.graph import ARRIVING_KINDS, Op, StepGraph, StorageKind
 
 Content = tuple[int, int]
 
 # Kinds of storages that exist before the step without being persistent.
-_LASTING = ARRIVING_KINDS | {StorageKind.CONSTANT}
-_EVER = sys.maxsize  # after all ops of any step
+_PREEXISTING_KINDS = ARRIVING_KINDS | {StorageKind.CONSTANT}
+_ALWAYS = sys.maxsize  # after all ops of any step
 
 
 @dataclass(frozen=True)
@@ -42,24 +42,26 @@ class History:
         return History(graph, tuple(before), tuple(tuple(ops) for ops in writes))
 
     @cached_property
-    def chances(self) -> dict[Content, int]:
+    def recompute_deadlines(self) -> dict[Content, int]:
         """Map each written content to the last op before which it can be recomputed under any plan, or to -1."""
         deadlines: dict[Content, int] = {}
         for op in self.graph.ops:
             last = (
-                min((self._until(need, deadlines) for need in self.needs(op)), default=_EVER) if op.rerunnable else -1
+                min((self._recomputable_until(need, deadlines) for need in self.needs(op)), default=_ALWAYS)
+                if op.rerunnable
+                else -1
             )
             before = self.before[op.id]
             for storage in dict.fromkeys(op.mutates + op.creates):
                 deadlines[storage, before.get(storage, 0) + 1] = -1 if storage in op.discards else last
         return deadlines
 
-    def _until(self, content: Content, chances: Mapping[Content, int]) -> int:
+    def _recomputable_until(self, content: Content, chances: Mapping[Content, int]) -> int:
         storage, _ = content
         recomputable_until = chances.get(content, -1)
-        if storage not in self.graph.persistent and self.graph.storages[storage].kind not in _LASTING:
+        if storage not in self.graph.persistent and self.graph.storages[storage].kind not in _PREEXISTING_KINDS:
             return recomputable_until
-        return max(self.last_op_with(content, _EVER), recomputable_until)
+        return max(self.last_op_with(content, _ALWAYS), recomputable_until)
 
     def last_op_with(self, content: Content, end: int) -> int:
         """Return the last op before which a content exists without eviction; ``end`` if it persists."""
@@ -67,7 +69,7 @@ class History:
         writes = self.writes[storage]
         if version >= len(writes):
             return end
-        if writes[version] not in renewals_of(self.graph, storage):
+        if writes[version] not in full_overwrites_of(self.graph, storage):
             return writes[version]
         uses = self.graph.uses[storage]
         return max((use for use in uses if use < writes[version]), default=-1)
@@ -84,19 +86,19 @@ class History:
         versions = self.before[op.id]
         return tuple((s, versions.get(s, 0) + 1) for s in op.mutates + op.creates if s not in op.discards)
 
-    def always_held(self, op: int) -> Callable[[Content], bool]:
+    def always_available(self, op: int) -> Callable[[Content], bool]:
         """Return a predicate for contents that are on the device or at home right before an op under any plan."""
 
         def is_available(content: Content) -> bool:
             storage, version = content
-            if storage not in self.graph.persistent and self.graph.storages[storage].kind not in _LASTING:
+            if storage not in self.graph.persistent and self.graph.storages[storage].kind not in _PREEXISTING_KINDS:
                 return False
-            return version == self.version_at(storage, op) and op <= self.last_op_with(content, _EVER)
+            return version == self.version_at(storage, op) and op <= self.last_op_with(content, _ALWAYS)
 
         return is_available
 
 
-def replay(history: History, targets: Iterable[Content], is_held: Callable[[Content], bool]) -> tuple[int, ...]:
+def replay(history: History, targets: Iterable[Content], is_available: Callable[[Content], bool]) -> tuple[int, ...]:
     """Return the ops that recompute the targets, in graph order, each once, even if targets are available.
 
     Raises ``GraphError`` if a needed content cannot be recomputed.
@@ -107,10 +109,10 @@ def replay(history: History, targets: Iterable[Content], is_held: Callable[[Cont
     runs: set[int] = set()
     while pending:
         content = pending.pop()
-        op = _maker(history, content)
+        op = _op_writing(history, content)
         runs.add(op.id)
         for need in history.needs(op):
-            if need not in visited and not is_held(need):
+            if need not in visited and not is_available(need):
                 visited.add(need)
                 pending.append(need)
     return tuple(sorted(runs))
@@ -121,28 +123,28 @@ def can_recompute(history: History, storage: int, fetch_at: int) -> bool:
     # The home of a storage that exists before the step must stay valid: the user reads it if the step fails.
     if storage in history.graph.persistent or history.graph.storages[storage].arrives:
         return False
-    return history.chances.get((storage, history.version_at(storage, fetch_at)), -1) >= fetch_at
+    return history.recompute_deadlines.get((storage, history.version_at(storage, fetch_at)), -1) >= fetch_at
 
 
-def _maker(history: History, content: Content) -> Op:
+def _op_writing(history: History, content: Content) -> Op:
     storage, version = content
     graph = history.graph
     if version < 1:
         raise GraphError(
-            f"{_named(graph, content)} cannot be recomputed: no op creates it, and it is no longer on the device or at "
-            "home; keep or offload the storages that are computed from it"
+            f"{_describe(graph, content)} cannot be recomputed: no op creates it, and it is no longer on the device or "
+            "at home; keep or offload the storages that are computed from it"
         )
     op = graph.ops[history.writes[storage][version - 1]]
     if not op.rerunnable or storage in op.discards:
         reason = "may run only once" if not op.rerunnable else "discards its former contents"
         raise GraphError(
-            f"{_named(graph, content)} cannot be recomputed: op {op.id} ({op.name}), which writes it, {reason}; "
+            f"{_describe(graph, content)} cannot be recomputed: op {op.id} ({op.name}), which writes it, {reason}; "
             "keep or offload the storages that are computed from it"
         )
     return op
 
 
-def _named(graph: StepGraph, content: Content) -> str:
+def _describe(graph: StepGraph, content: Content) -> str:
     storage, version = content
     data = graph.storages[storage]
     return f"version {version} of storage {storage} ({data.name or data.kind.value})"

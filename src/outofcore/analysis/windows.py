@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from outofcore.analysis.boxes import Window
+from outofcore.analysis.boxes import TensorWindow
 from outofcore.analysis.chunks import is_dense
 
 
@@ -20,7 +20,7 @@ class Derivation:
     shape: tuple[int, ...]  # the shape of the target
 
 
-def derivation(base: Window, target: Window) -> Derivation | None:
+def derive_window(base: TensorWindow, target: TensorWindow) -> Derivation | None:
     """Return the views that derive ``target`` from ``base`` on the same storage; None if there are none.
 
     The elements of ``base`` must be contiguous in some order of its dimensions. The elements of ``target`` must be at

@@ -22,16 +22,16 @@ from outofcore.capture.captured import (
 )
 from outofcore.capture.device_traits import traits_of
 from outofcore.capture.guard import Guard
-from outofcore.capture.mirror import Mirror, Mirrored
+from outofcore.capture.mirror import Mirror, MirroredState
 from outofcore.capture.tables import Tables, covers, leaves_in, map_leaves
 from outofcore.errors import CaptureError
 from outofcore.graph import PERSISTENT_KINDS, Op, StepGraph, Storage, StorageKind
 
-_NAMING_STORAGES = ("reads", "mutates", "creates", "discards")
+_STORAGE_FIELDS = ("reads", "mutates", "creates", "discards")
 
 
 @dataclass
-class Ending:
+class StepEnding:
     """The state in which a step ends.
 
     A STATE leaf has its index in ``Mirror.states`` followed by the mirror's gradients. Other indices refer to
@@ -44,13 +44,13 @@ class Ending:
     cleared: list[int] = field(default_factory=list)  # parameters without a gradient
 
 
-def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBinding], ending: Ending) -> Captured:
+def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBinding], ending: StepEnding) -> Captured:
     """Build the capture from the ops and values that its results need; raises ``CaptureError``."""
     outputs = [tables.values[leaf.index].storage for leaf in ending.leaves if leaf.kind is LeafKind.VALUE]
     outputs += [tables.values[value].storage for value in ending.gradients.values()]
-    traced = _wanted(tables.ops, outputs, tables.optional)
+    traced = _drop_idle_ops(tables.ops, outputs, tables.optional_ops)
     touched = {s for op, _ in traced for s in op.touched} | set(outputs)
-    bindings, places = _states(tables, mirror, optimizer_states, ending, touched)
+    bindings, places = _bind_states(tables, mirror, optimizer_states, ending, touched)
     keys = {binding.key for binding in bindings}
     for key in (bindings[places[parameter]].key for parameter in ending.gradients):
         # The old and the new gradient would have the same name.
@@ -63,7 +63,7 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
     storages = tuple(
         Storage(index, s.bytes, s.kind, s.name, s.kind in watched) for index, s in enumerate(tables.storages)
     )
-    return compacted(
+    return drop_unused(
         Captured(
             graph=StepGraph(storages, tuple(op for op, _ in traced), tuple(outputs)),
             calls=tuple(call for _, call in traced),
@@ -87,9 +87,9 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
     )
 
 
-def compacted(captured: Captured, instead: Mapping[int, int] | None = None) -> Captured:
+def drop_unused(captured: Captured, replacements: Mapping[int, int] | None = None) -> Captured:
     """Drop unused storages and values, and renumber the others."""
-    graph, instead = captured.graph, instead or {}  # replacements of dropped storages
+    graph, replacements = captured.graph, replacements or {}  # replacements of dropped storages
     named = {binding.value for binding in (*captured.inputs, *captured.states, *captured.gradients_left)}
     named |= {leaf.index for leaf in captured.outputs if leaf.kind is LeafKind.VALUE}
     for call in captured.calls:
@@ -99,10 +99,10 @@ def compacted(captured: Captured, instead: Mapping[int, int] | None = None) -> C
     used = {s for op in graph.ops for s in op.touched} | set(graph.outputs)
     used |= {captured.values[old].storage for old in value}
     used |= {captured.ranges[s].whole for s in used if s in captured.ranges}
-    storage = {old: new for new, old in enumerate(sorted({instead.get(s, s) for s in used}))}
+    storage = {old: new for new, old in enumerate(sorted({replacements.get(s, s) for s in used}))}
     new_storages = (graph.storages[old] for old in storage)
     new_storages = tuple(entry if entry.id == new else replace(entry, id=new) for new, entry in enumerate(new_storages))
-    storage |= {old: storage[instead[old]] for old in used if old in instead}
+    storage |= {old: storage[replacements[old]] for old in used if old in replacements}
 
     def renumber(old: Iterable[int]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(storage[s] for s in old))
@@ -117,7 +117,7 @@ def compacted(captured: Captured, instead: Mapping[int, int] | None = None) -> C
         return value if new == value.storage else replace(value, storage=new)
 
     ops = tuple(
-        replace(op, id=index, **{field: renumber(getattr(op, field)) for field in _NAMING_STORAGES})
+        replace(op, id=index, **{field: renumber(getattr(op, field)) for field in _STORAGE_FIELDS})
         for index, op in enumerate(graph.ops)
     )
     compact = StepGraph(new_storages, ops, renumber(graph.outputs))
@@ -144,7 +144,9 @@ def compacted(captured: Captured, instead: Mapping[int, int] | None = None) -> C
     )
 
 
-def _wanted(ops: Sequence[tuple[Op, Call]], outputs: Sequence[int], optional: Collection[int]) -> list[tuple[Op, Call]]:
+def _drop_idle_ops(
+    ops: Sequence[tuple[Op, Call]], outputs: Sequence[int], optional: Collection[int]
+) -> list[tuple[Op, Call]]:
     """Drop PyTorch's ops and optional ops if their results are unused."""
     used = set(outputs)
     wanted_ops: list[tuple[Op, Call]] = []
@@ -158,11 +160,11 @@ def _wanted(ops: Sequence[tuple[Op, Call]], outputs: Sequence[int], optional: Co
     return wanted_ops[::-1]
 
 
-def _states(
+def _bind_states(
     tables: Tables,
     mirror: Mirror,
     optimizer_states: Sequence[StateBinding],
-    ending: Ending,
+    ending: StepEnding,
     touched: set[int],
 ) -> tuple[list[StateBinding], dict[int, int]]:
     """Return the bindings of the states that the step uses, and their positions by the mirror's numbers."""
@@ -174,7 +176,7 @@ def _states(
     numbered = [*enumerate(mirror.states)]
     numbered += [(len(mirror.states) + i, m) for i, m in enumerate(mirror.gradients.values())]
     for number, entry in numbered:
-        tensor, value = entry.lasting
+        tensor, value = entry.persistent
         if tables.values[value].storage in touched or number in returned or number in changed:
             positions[number] = len(bindings)
             bindings.append(StateBinding(entry.key, entry.kind, tensor, value))
@@ -184,22 +186,22 @@ def _states(
 RunOp = Callable[..., torch.Tensor]
 
 
-def read_ending(result: Any, mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) -> Ending:
+def read_ending(result: Any, mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) -> StepEnding:
     """Read the step's final state, and record ops that copy results which a graph cannot return."""
     _check_flags(mirror)
-    _put_back_state(mirror, tables, guard, run)
+    _restore_storages(mirror, tables, guard, run)
     if mirror.sharding is not None:
         mirror.sharding.end(run)
-    ending = Ending()
+    ending = StepEnding()
     _read_gradients(ending, mirror, tables, run)
     leaves, ending.spec = tree_flatten(result)
-    ending.leaves = [_leaf(leaf, mirror, tables, run) for leaf in leaves]
+    ending.leaves = [_output_leaf(leaf, mirror, tables, run) for leaf in leaves]
     return ending
 
 
 def check_inputs(mirror: Mirror, tables: Tables) -> None:
     written = {storage for op, _ in tables.ops for storage in op.mutates}
-    for storage, entry in mirror.sharing_inputs().items():
+    for storage, entry in mirror.inputs_sharing_memory().items():
         if storage in written:
             raise CaptureError(
                 f"the step writes into argument {entry.name}, whose memory another argument, parameter or buffer "
@@ -222,8 +224,8 @@ def _check_flags(mirror: Mirror) -> None:
             )
 
 
-def _put_back_state(mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) -> None:
-    moved: list[tuple[Mirrored, torch.Tensor]] = []
+def _restore_storages(mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) -> None:
+    moved: list[tuple[MirroredState, torch.Tensor]] = []
     for path, old, bound in guard.rebound_buffers():
         state, new = mirror.by_real.get(id(old)), mirror.fakes.get(id(bound), bound)
         if state is None or not isinstance(new, FakeTensor):
@@ -252,7 +254,7 @@ def _put_back_state(mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) ->
         run(torch.ops.aten.copy_.default, state.alias, source)
 
 
-def _read_gradients(ending: Ending, mirror: Mirror, tables: Tables, run: RunOp) -> None:
+def _read_gradients(ending: StepEnding, mirror: Mirror, tables: Tables, run: RunOp) -> None:
     claimed: set[int] = set()
     for index, state in enumerate(mirror.states):
         if state.kind is not StorageKind.PARAMETER or not state.fake.is_leaf:
@@ -281,7 +283,7 @@ def _read_gradients(ending: Ending, mirror: Mirror, tables: Tables, run: RunOp) 
         ending.gradients[index] = value
 
 
-def _leaf(leaf: Any, mirror: Mirror, tables: Tables, run: RunOp) -> OutputLeaf:
+def _output_leaf(leaf: Any, mirror: Mirror, tables: Tables, run: RunOp) -> OutputLeaf:
     if not isinstance(leaf, torch.Tensor):
         if any(isinstance(item, FakeTensor) for item in getattr(leaf, "__dict__", {}).values()):
             raise CaptureError(
@@ -297,7 +299,7 @@ def _leaf(leaf: Any, mirror: Mirror, tables: Tables, run: RunOp) -> OutputLeaf:
         if entry.fake is fake:
             return OutputLeaf(LeafKind.INPUT, entry.leaf)
     for index, state in enumerate((*mirror.states, *mirror.gradients.values())):
-        if state.value == value and state.kept is not None:
+        if state.value == value and state.own_shard is not None:
             raise CaptureError(
                 f"the step returns {state.name}, whose bytes are spread over the processes between two steps; return "
                 "a clone()"

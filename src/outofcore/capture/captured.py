@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from outofcore.analysis import SMALL_ALIGNMENT, is_large
-from outofcore.analysis.boxes import Window
+from outofcore.analysis.boxes import TensorWindow
 from outofcore.capture.effects import Effect
 from outofcore.capture.reads import Reads
 from outofcore.capture.replicas import ReplicaEnd
@@ -38,14 +38,14 @@ class Value:
     def layout(self) -> tuple[object, ...]:
         return self.shape, self.stride, self.offset, self.conjugate, self.negated
 
-    def window(self) -> Window:
-        return Window(self.shape, self.stride, self.offset)
+    def window(self) -> TensorWindow:
+        return TensorWindow(self.shape, self.stride, self.offset)
 
-    def is_laid_like(self, other: Value) -> bool:
+    def has_same_layout(self, other: Value) -> bool:
         """Return whether two values have the same dtype, shape and strides."""
         return (self.dtype, self.shape, self.stride) == (other.dtype, other.shape, other.stride)
 
-    def merged(self, dims: tuple[int, int]) -> Value | None:
+    def merge_dims(self, dims: tuple[int, int]) -> Value | None:
         """Merge dimensions ``dims[0]`` to ``dims[1] - 1`` into one; None if their strides do not allow it."""
         first, end = dims
         long_dims = [d for d in range(first, end) if self.shape[d] != 1] or [end - 1]
@@ -54,7 +54,7 @@ class Value:
         shape = (*self.shape[:first], prod(self.shape[first:end]), *self.shape[end:])
         return replace(self, shape=shape, stride=(*self.stride[:first], self.stride[long_dims[-1]], *self.stride[end:]))
 
-    def narrowed(self, dim: int, low: int, high: int) -> Value:
+    def narrow(self, dim: int, low: int, high: int) -> Value:
         shape = (*self.shape[:dim], high - low, *self.shape[dim + 1 :])
         return replace(self, shape=shape, offset=self.offset + low * self.stride[dim])
 
@@ -156,7 +156,7 @@ class Captured:
     reads: Reads = field(default_factory=Reads)
     effects: tuple[Effect, ...] = ()  # changes of Python objects, to repeat after each run
 
-    def is_alike(self, other: Captured) -> bool:
+    def can_share_plan(self, other: Captured) -> bool:
         """Return whether one plan can run both captures: they differ only in numbers passed to ops."""
 
         def facts(captured: Captured) -> tuple[object, ...]:
@@ -167,10 +167,10 @@ class Captured:
 
         return len(self.graph.ops) == len(other.graph.ops) and facts(self) == facts(other)
 
-    def own_bytes(self, storage: int) -> int:
+    def unrounded_bytes(self, storage: int) -> int:
         return self.exact.get(storage, self.graph.storages[storage].bytes)
 
-    def aligned(self, alignment: int) -> Captured:
+    def align_to(self, alignment: int) -> Captured:
         """Round storages below 64 KiB up, so that blocks begin at multiples of ``alignment``."""
         # Kernels may depend on pointer alignment, and another kernel may give other bits.
         exact = {s.id: s.bytes for s in self.graph.storages if not is_large(round_up(s.bytes, alignment))}

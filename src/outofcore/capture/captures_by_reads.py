@@ -13,20 +13,20 @@ from outofcore.capture.signature import Signature
 from outofcore.capture.snapshot import Snapshot
 
 # Captures per input signature.
-_MOST_CAPTURES = 4
+_MAX_CAPTURES = 4
 # If values changed in 3 of the last 8 calls of an input signature, another capture is pointless.
-_LAST_CALLS, _TOO_OFTEN = 8, 3
+_RECENT_CALLS, _MAX_CHANGES = 8, 3
 
 
 class CapturesByReads:
     def __init__(self) -> None:
-        self._known: dict[Signature, dict[int, Snapshot]] = {}
+        self._snapshots: dict[Signature, dict[int, Snapshot]] = {}
         self._changes: dict[Signature, deque[bool]] = {}
         self._count = 0
 
     def find(self, signature: Signature) -> tuple[Signature, str]:
         """Return the signature of a capture that fits, or a new signature and the change that requires it."""
-        snapshots = self._known.get(signature)
+        snapshots = self._snapshots.get(signature)
         if not snapshots:
             return signature, ""
         first_change = ""
@@ -44,25 +44,25 @@ class CapturesByReads:
     def add(self, signature: Signature, snapshot: Snapshot) -> Iterator[Signature]:
         """Add a capture, and yield the signatures of captures to forget."""
         of_inputs = signature._replace(capture=0)
-        snapshots = self._known.setdefault(of_inputs, {})
-        self._changes.setdefault(of_inputs, deque(maxlen=_LAST_CALLS))
+        snapshots = self._snapshots.setdefault(of_inputs, {})
+        self._changes.setdefault(of_inputs, deque(maxlen=_RECENT_CALLS))
         snapshots[signature.capture] = snapshot
-        while len(snapshots) > _MOST_CAPTURES:
+        while len(snapshots) > _MAX_CAPTURES:
             number = next(iter(snapshots))
             del snapshots[number]
             yield of_inputs._replace(capture=number)
 
-    def others(self, signature: Signature) -> Iterable[Signature]:
+    def alternatives(self, signature: Signature) -> Iterable[Signature]:
         """Return signatures of other captures for the same inputs, most recently used first."""
         of_inputs = signature._replace(capture=0)
-        numbers = reversed(self._known.get(of_inputs, {}))
+        numbers = reversed(self._snapshots.get(of_inputs, {}))
         return [of_inputs._replace(capture=number) for number in numbers if number != signature.capture]
 
     def changes_too_often(self, signature: Signature) -> bool:
-        return sum(self._changes.get(signature._replace(capture=0), ())) >= _TOO_OFTEN
+        return sum(self._changes.get(signature._replace(capture=0), ())) >= _MAX_CHANGES
 
     def forget(self, signature: Signature | None = None) -> None:
         if signature is None:
-            self._known.clear()
+            self._snapshots.clear()
         else:
-            self._known.get(signature._replace(capture=0), {}).pop(signature.capture, None)
+            self._snapshots.get(signature._replace(capture=0), {}).pop(signature.capture, None)

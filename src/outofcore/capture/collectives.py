@@ -14,11 +14,11 @@ import torch
 
 from outofcore._torch_internals import (
     FUNCTIONAL_COLLECTIVES,
+    convert_reduction,
     gather_into,
-    group_named,
-    reduction_named,
-    scatter_reduced,
-    unboxed_group,
+    reduce_scatter_into,
+    resolve_group,
+    unbox_group,
 )
 from outofcore.capture.refusals import refusal
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 NAMESPACES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::")
 
 
-class Kind(Enum):
+class CollectiveKind(Enum):
     ALL_REDUCE = "all_reduce"  # every process gets the sum over all processes
     BROADCAST = "broadcast"  # every process gets the tensor of one
     ALL_GATHER = "all_gather_into_tensor"  # every process gets the concatenation of all tensors
@@ -41,7 +41,7 @@ class Kind(Enum):
 class Collective:
     """One collective of a step, called with its result tensor and then its source, if that is separate."""
 
-    kind: Kind
+    kind: CollectiveKind
     group: ProcessGroup = field(compare=False)
     bytes: int  # of the largest tensor
     dtype: torch.dtype
@@ -50,19 +50,19 @@ class Collective:
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         match self.kind:
-            case Kind.ALL_REDUCE:
-                torch.distributed.all_reduce(tensors[0], reduction_named(self.reduction), group=self.group)
-            case Kind.BROADCAST:
+            case CollectiveKind.ALL_REDUCE:
+                torch.distributed.all_reduce(tensors[0], convert_reduction(self.reduction), group=self.group)
+            case CollectiveKind.BROADCAST:
                 torch.distributed.broadcast(tensors[0], group=self.group, group_src=self.root)
-            case Kind.ALL_GATHER:
+            case CollectiveKind.ALL_GATHER:
                 gather_into(tensors[0], tensors[1], self.group)
-            case Kind.REDUCE_SCATTER:
-                scatter_reduced(tensors[0], tensors[1], reduction_named(self.reduction), self.group)
-            case Kind.ALL_TO_ALL:
+            case CollectiveKind.REDUCE_SCATTER:
+                reduce_scatter_into(tensors[0], tensors[1], convert_reduction(self.reduction), self.group)
+            case CollectiveKind.ALL_TO_ALL:
                 torch.distributed.all_to_all_single(tensors[0], tensors[1], group=self.group)
 
     def __str__(self) -> str:
-        detail = self.reduction or (f"from rank {self.root}" if self.kind is Kind.BROADCAST else "")
+        detail = self.reduction or (f"from rank {self.root}" if self.kind is CollectiveKind.BROADCAST else "")
         dtype = str(self.dtype).removeprefix("torch.")
         label = f"{self.kind.value}{f' ({detail})' if detail else ''}"
         return f"{label} of {self.bytes} bytes of {dtype} among {self.group.size()} processes"
@@ -71,15 +71,15 @@ class Collective:
     def sent_bytes(self) -> int:
         """The bytes that each process sends at least, in a ring algorithm."""
         count = self.group.size()
-        share = 2 if self.kind is Kind.ALL_REDUCE else 1
+        share = 2 if self.kind is CollectiveKind.ALL_REDUCE else 1
         return share * self.bytes * (count - 1) // count
 
 
 @dataclass(frozen=True)
-class Wanted:
+class CollectiveRequest:
     """A collective that the user's code requests; ``target`` None asks for a new tensor."""
 
-    kind: Kind
+    kind: CollectiveKind
     group: ProcessGroup
     source: torch.Tensor
     target: torch.Tensor | None
@@ -87,7 +87,7 @@ class Wanted:
     root: int = 0
 
 
-def wanted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wanted:
+def read_request(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CollectiveRequest:
     """Read the collective that an operator requests; raises ``CaptureError`` if it is not supported."""
     name = func._schema.name
     arguments = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
@@ -95,23 +95,29 @@ def wanted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wanted:
         kind, is_in_place = FUNCTIONAL_COLLECTIVES[name]
         source: torch.Tensor = arguments["input"]
         target = source if is_in_place else arguments.get("out")
-        group = group_named(arguments["group_name"])
-        return Wanted(
-            Kind(kind), group, source, target, arguments.get("reduce_op", "").lower(), arguments.get("src", 0)
+        group = resolve_group(arguments["group_name"])
+        return CollectiveRequest(
+            CollectiveKind(kind), group, source, target, arguments.get("reduce_op", "").lower(), arguments.get("src", 0)
         )
     match name:
         case "c10d::allreduce_" | "c10d::broadcast_" if len(arguments["tensors"]) == 1:
             tensor: torch.Tensor = arguments["tensors"][0]
-            group = unboxed_group(arguments["process_group"])
+            group = unbox_group(arguments["process_group"])
             if name == "c10d::broadcast_":
-                return Wanted(Kind.BROADCAST, group, tensor, tensor, root=arguments["root_rank"])
-            return Wanted(Kind.ALL_REDUCE, group, tensor, tensor, _reduction(func, arguments["reduce_op"]))
+                return CollectiveRequest(CollectiveKind.BROADCAST, group, tensor, tensor, root=arguments["root_rank"])
+            return CollectiveRequest(
+                CollectiveKind.ALL_REDUCE, group, tensor, tensor, _reduction_name(func, arguments["reduce_op"])
+            )
         case "c10d::_allgather_base_":
-            group = unboxed_group(arguments["process_group"])
-            return Wanted(Kind.ALL_GATHER, group, arguments["input_tensor"], arguments["output_tensor"])
+            group = unbox_group(arguments["process_group"])
+            return CollectiveRequest(
+                CollectiveKind.ALL_GATHER, group, arguments["input_tensor"], arguments["output_tensor"]
+            )
         case "c10d::_reduce_scatter_base_":
-            group, reduction = unboxed_group(arguments["process_group"]), _reduction(func, arguments["reduce_op"])
-            return Wanted(Kind.REDUCE_SCATTER, group, arguments["input_tensor"], arguments["output_tensor"], reduction)
+            group, reduction = unbox_group(arguments["process_group"]), _reduction_name(func, arguments["reduce_op"])
+            return CollectiveRequest(
+                CollectiveKind.REDUCE_SCATTER, group, arguments["input_tensor"], arguments["output_tensor"], reduction
+            )
         case _:
             raise refusal(
                 f"the step uses the collective {func}",
@@ -121,8 +127,8 @@ def wanted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wanted:
             )
 
 
-def _reduction(func: Any, boxed: Any) -> str:
-    name = reduction_named(boxed)
+def _reduction_name(func: Any, boxed: Any) -> str:
+    name = convert_reduction(boxed)
     if isinstance(name, str):
         return name
     raise refusal(

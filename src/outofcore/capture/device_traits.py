@@ -26,38 +26,38 @@ class DeviceTraits:
     """Properties of a device that a step may rely on."""
 
     computes_in_capture: bool  # kernels can run during a capture, with the results that they have in the step
-    is_done_when_called: bool  # an op has run when its call returns, so it can raise an error about a value
+    is_synchronous: bool  # an op has run when its call returns, so it can raise an error about a value
     watches_state: bool  # the library detects the user's writes to parameters and state between two steps
     updates_ranges: bool  # parameters and optimizer state can be updated range by range
     # By default optimizers update all parameters in one call. That is faster, but needs scratch memory for all of them.
     updates_all_at_once: bool
-    knows_faster_kernels: bool  # measurements show where PyTorch's kernels are faster than Inductor's
+    has_kernel_measurements: bool  # measurements show where PyTorch's kernels are faster than Inductor's
     survives_bad_indices: bool  # an index out of range raises an error; elsewhere it ends the process
-    runs_loops: bool  # ``outofcore.budget`` supports the device
+    supports_eager_loops: bool  # ``outofcore.budget`` supports the device
     update_bytes: UpdateBytes
 
 
 _HOST = DeviceTraits(
     computes_in_capture=True,
-    is_done_when_called=True,
+    is_synchronous=True,
     watches_state=True,
     updates_ranges=True,
     updates_all_at_once=False,
-    knows_faster_kernels=True,
+    has_kernel_measurements=True,
     survives_bad_indices=True,
-    runs_loops=True,
+    supports_eager_loops=True,
     update_bytes=UpdateBytes(alone=256 * KIB, chunk=MIB, joined=4 * MIB, delayed=16 * MIB),
 )
 # A GPU is faster, but issuing an op takes as long as on the CPU. So its ops update more bytes each.
 _GPU = DeviceTraits(
     computes_in_capture=False,
-    is_done_when_called=False,
+    is_synchronous=False,
     watches_state=False,
     updates_ranges=False,
     updates_all_at_once=True,
-    knows_faster_kernels=False,
+    has_kernel_measurements=False,
     survives_bad_indices=False,
-    runs_loops=False,
+    supports_eager_loops=False,
     update_bytes=UpdateBytes(alone=MIB, chunk=4 * MIB, joined=64 * MIB, delayed=64 * MIB),
 )
 
@@ -66,7 +66,7 @@ def traits_of(device: torch.device) -> DeviceTraits:
     return _HOST if device.type == "cpu" else _GPU
 
 
-def are_alike(first: torch.device, second: torch.device) -> bool:
+def have_same_type(first: torch.device, second: torch.device) -> bool:
     return first.type == second.type
 
 
@@ -77,6 +77,6 @@ def default_generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[index]
 
 
-def wait_for(device: torch.device) -> None:
-    if not traits_of(device).is_done_when_called:
+def synchronize_device(device: torch.device) -> None:
+    if not traits_of(device).is_synchronous:
         torch.cuda.synchronize(device)

@@ -25,14 +25,14 @@ from outofcore.capture.provenance import codes_of, is_installed
 from outofcore.capture.reads import Origin, origin_of
 
 # Larger lists and dicts, and further containers, are not searched, because that would take too long.
-LOOK_THROUGH = 4096
-_MOST_CONTAINERS = 100_000
+MAX_SEARCHED_ITEMS = 4096
+_MAX_CONTAINERS = 100_000
 _CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque, collections.Counter)
 _LEAVES = (int, float, complex, bool, str, bytes, type(None), torch.Tensor, torch.dtype, torch.device, types.CodeType)
 
 
 @dataclass(frozen=True)
-class Variable:
+class OutsideVariable:
     """A global, a closure variable or a class attribute that a function of the step names."""
 
     label: str
@@ -42,7 +42,7 @@ class Variable:
 
 
 @dataclass
-class Kept:
+class SavedContainer:
     """A dict, list, set or deque of the user's, with a copy of its earlier items."""
 
     label: str
@@ -50,7 +50,7 @@ class Kept:
     before: Any
 
     @classmethod
-    def of(cls, label: str, live: Any) -> Kept:
+    def of(cls, label: str, live: Any) -> SavedContainer:
         return cls(label, live, _copy(live))
 
     def has_changed(self) -> bool:
@@ -63,13 +63,13 @@ class Kept:
             return any(new is not old for new, old in zip(live, before, strict=True))
         return any(item not in before for item in live)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         if self.has_changed():
-            _fill(self.live, self.before)
+            _assign_items(self.live, self.before)
 
 
 @dataclass(frozen=True)
-class Source:
+class PositionSource:
     """A random generator of Python or NumPy, or an iterator, with its earlier position."""
 
     label: str
@@ -80,12 +80,12 @@ class Source:
     def has_moved(self) -> bool:
         return bool(self.read() != self.before)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         if self.write is not None and self.has_moved():
             self.write(self.before)
 
 
-def _setter(bits: Any, state: Any) -> Callable[[Any], None]:
+def _state_setter(bits: Any, state: Any) -> Callable[[Any], None]:
     return lambda _: setattr(bits, "state", state)
 
 
@@ -105,7 +105,7 @@ def _position(iterator: Iterator[Any]) -> Any:
 Effect = Callable[[], None]
 
 
-def effect_of(container: Kept, without: Iterable[Any] = ()) -> Effect | None:
+def effect_of(container: SavedContainer, without: Iterable[Any] = ()) -> Effect | None:
     """Return a function that repeats a container's change since it was copied; None if there is no change."""
     live, before, after = container.live, container.before, _copy(container.live)
     if isinstance(live, dict):
@@ -130,7 +130,7 @@ def effect_of(container: Kept, without: Iterable[Any] = ()) -> Effect | None:
     if begins_alike and len(after) > len(before):
         added = list(after)[len(before) :]
         return lambda: live.extend(added)
-    return lambda: _fill(live, after)
+    return lambda: _assign_items(live, after)
 
 
 def _copy(live: Any) -> Any:
@@ -138,7 +138,7 @@ def _copy(live: Any) -> Any:
     return dict(live) if isinstance(live, dict) else live.copy()
 
 
-def _fill(live: Any, items: Any) -> None:
+def _assign_items(live: Any, items: Any) -> None:
     if isinstance(live, list):
         live[:] = items
     elif isinstance(live, deque):
@@ -149,17 +149,17 @@ def _fill(live: Any, items: Any) -> None:
         live.update(items)
 
 
-def holds_fake(value: Any, depth: int = 4) -> bool:
+def contains_fake(value: Any, depth: int = 4) -> bool:
     """Return whether a bounded search finds a fake tensor in a value."""
     if isinstance(value, FakeTensor):
         return True
     if depth == 0 or isinstance(value, (*_LEAVES, nn.Module, type, types.ModuleType)):
         return False
-    inside = _inside(value)
-    return len(inside) <= LOOK_THROUGH and any(holds_fake(item, depth - 1) for item in inside)
+    inside = _children_of(value)
+    return len(inside) <= MAX_SEARCHED_ITEMS and any(contains_fake(item, depth - 1) for item in inside)
 
 
-def _inside(value: Any) -> list[Any]:
+def _children_of(value: Any) -> list[Any]:
     children: list[Any] = []
     if isinstance(value, dict):
         children += dict.values(value)
@@ -171,13 +171,13 @@ def _inside(value: Any) -> list[Any]:
     return children
 
 
-class Outside:
+class ReachableState:
     """The containers and variables that a step's own code can reach, without installed packages."""
 
     def __init__(self) -> None:
-        self.variables: list[Variable] = []
-        self.containers: list[Kept] = []
-        self.sources: list[Source] = []
+        self.variables: list[OutsideVariable] = []
+        self.containers: list[SavedContainer] = []
+        self.sources: list[PositionSource] = []
         self._seen: dict[int, Any] = {}
         self._stack: list[tuple[str, Any]] = []
 
@@ -186,16 +186,16 @@ class Outside:
 
     def reach(self, values: Iterable[tuple[str, Any]]) -> None:
         self._stack += values
-        while self._stack and len(self.containers) < _MOST_CONTAINERS:
+        while self._stack and len(self.containers) < _MAX_CONTAINERS:
             label, value = self._stack.pop()
             if isinstance(value, _LEAVES) or id(value) in self._seen:
                 continue
             self._seen[id(value)] = value
-            self._stack += self._parts(label, value)
+            self._stack += self._visit(label, value)
 
-    def _parts(self, label: str, value: Any) -> Iterator[tuple[str, Any]]:
+    def _visit(self, label: str, value: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, types.FunctionType):
-            yield from self._of_function(value)
+            yield from self._visit_function(value)
         elif isinstance(value, types.MethodType):
             yield label.rpartition(".")[0] or label, value.__self__
             yield label, value.__func__
@@ -208,60 +208,62 @@ class Outside:
         elif isinstance(value, staticmethod | classmethod):
             yield label, value.__func__
         elif isinstance(value, type):
-            yield from self._of_class(value)
+            yield from self._visit_class(value)
         elif type(value) in _CONTAINERS:
-            if len(value) <= LOOK_THROUGH:
-                self.containers.append(Kept.of(label, value))
+            if len(value) <= MAX_SEARCHED_ITEMS:
+                self.containers.append(SavedContainer.of(label, value))
                 items = value.items() if isinstance(value, dict) else enumerate(value)
                 yield from ((f"{label}[{key!r}]", item) for key, item in items if not isinstance(item, _LEAVES))
         elif isinstance(value, tuple | frozenset):
-            if len(value) <= LOOK_THROUGH:
+            if len(value) <= MAX_SEARCHED_ITEMS:
                 yield from ((label, item) for item in value)
         elif isinstance(value, random.Random):
-            self.sources.append(Source(label, value.getstate, value.setstate, value.getstate()))
+            self.sources.append(PositionSource(label, value.getstate, value.setstate, value.getstate()))
         elif isinstance(value, np.random.Generator | np.random.RandomState):
             bits = value.bit_generator if isinstance(value, np.random.Generator) else value._bit_generator
-            self.sources.append(Source(label, lambda: repr(bits.state), _setter(bits, bits.state), repr(bits.state)))
+            self.sources.append(
+                PositionSource(label, lambda: repr(bits.state), _state_setter(bits, bits.state), repr(bits.state))
+            )
         elif isinstance(value, Iterator) and not isinstance(value, nn.Module):
             read = functools.partial(_position, value)
-            self.sources.append(Source(label, read, None, read()))
+            self.sources.append(PositionSource(label, read, None, read()))
         elif not isinstance(value, types.ModuleType | nn.Module | Optimizer):
-            yield from self._of_object(label, value)
+            yield from self._visit_object(label, value)
 
-    def _of_object(self, label: str, value: Any) -> Iterator[tuple[str, Any]]:
+    def _visit_object(self, label: str, value: Any) -> Iterator[tuple[str, Any]]:
         kind = type(value)
         if origin_of(str(kind.__module__)) is Origin.OTHER:
             return
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
             self._seen[id(attributes)] = attributes
-            self.containers.append(Kept.of(label, attributes))
+            self.containers.append(SavedContainer.of(label, attributes))
             yield from ((f"{label}.{name}", item) for name, item in attributes.items() if not isinstance(item, _LEAVES))
         for base in kind.__mro__:
             yield base.__qualname__, base
         for name in slots_of(kind):
             if not name.startswith("__") and hasattr(value, name):
-                yield from self._variable(
+                yield from self._visit_variable(
                     f"{label}.{name}", functools.partial(getattr, value, name), functools.partial(setattr, value, name)
                 )
-        if isinstance(value, dict) and len(value) <= LOOK_THROUGH:  # a subclass of dict
+        if isinstance(value, dict) and len(value) <= MAX_SEARCHED_ITEMS:  # a subclass of dict
             yield from ((f"{label}[{key!r}]", item) for key, item in dict.items(value))
 
-    def _of_class(self, kind: type) -> Iterator[tuple[str, Any]]:
-        if not _is_own(str(kind.__module__)):
+    def _visit_class(self, kind: type) -> Iterator[tuple[str, Any]]:
+        if not _is_user_module(str(kind.__module__)):
             return
         for name, item in list(vars(kind).items()):
             if isinstance(item, types.FunctionType | staticmethod | classmethod | property):
                 yield f"{kind.__qualname__}.{name}", item
             elif not name.startswith("__"):
                 read, write = functools.partial(getattr, kind, name), functools.partial(setattr, kind, name)
-                yield from self._variable(f"{kind.__qualname__}.{name}", read, write)
+                yield from self._visit_variable(f"{kind.__qualname__}.{name}", read, write)
 
-    def _of_function(self, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    def _visit_function(self, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         wrapped = getattr(function, "__wrapped__", None)
         if wrapped is not None:
             yield wrapped.__qualname__ if hasattr(wrapped, "__qualname__") else "", wrapped
-        if not _is_own(str(function.__globals__.get("__name__", ""))) and function.__closure__ is None:
+        if not _is_user_module(str(function.__globals__.get("__name__", ""))) and function.__closure__ is None:
             return
         code, module = function.__code__, function.__globals__
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -270,22 +272,24 @@ class Outside:
             except ValueError:
                 continue
             read = functools.partial(getattr, cell, "cell_contents")
-            yield from self._variable(name, read, functools.partial(setattr, cell, "cell_contents"))
+            yield from self._visit_variable(name, read, functools.partial(setattr, cell, "cell_contents"))
         if function.__dict__:
-            self.containers.append(Kept.of(function.__qualname__, function.__dict__))
+            self.containers.append(SavedContainer.of(function.__qualname__, function.__dict__))
             yield from function.__dict__.items()
         for item in (function.__defaults__ or (), function.__kwdefaults__ or ()):
             yield f"a default of {function.__qualname__}", item
-        if not _is_own(str(module.get("__name__", ""))):
+        if not _is_user_module(str(module.get("__name__", ""))):
             return
         for name in dict.fromkeys(name for nested in codes_of(code) for name in nested.co_names):
             if name in module:
                 read, write = functools.partial(module.get, name), functools.partial(module.__setitem__, name)
-                yield from self._variable(name, read, write)
+                yield from self._visit_variable(name, read, write)
 
-    def _variable(self, label: str, read: Callable[[], Any], write: Callable[[Any], None]) -> Iterator[tuple[str, Any]]:
+    def _visit_variable(
+        self, label: str, read: Callable[[], Any], write: Callable[[Any], None]
+    ) -> Iterator[tuple[str, Any]]:
         value = read()
-        self.variables.append(Variable(label, read, write, value))
+        self.variables.append(OutsideVariable(label, read, write, value))
         yield label, value
 
 
@@ -296,6 +300,6 @@ def slots_of(kind: type) -> Iterator[str]:
         yield from (slots,) if isinstance(slots, str) else slots
 
 
-def _is_own(module: str) -> bool:
+def _is_user_module(module: str) -> bool:
     """Return whether a module is outside of installed packages and the standard library."""
     return origin_of(module) is Origin.USER and not is_installed(module)

@@ -52,7 +52,7 @@ _lock = threading.RLock()  # reentrant: garbage collection may end an abandoned 
 
 
 @contextlib.contextmanager
-def around_engine(layer: Layer) -> Iterator[None]:
+def wrap_engine_calls(layer: Layer) -> Iterator[None]:
     """Route calls of the engine through ``layer``; contexts may end in any order and in any thread."""
     with _lock:
         if not _installed:

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from outofcore.capture.effects import Effect, Kept, Outside, Source, effect_of, holds_fake
-from outofcore.capture.provenance import join, module_paths, prefix, where_defined, where_set
+from outofcore.capture.effects import Effect, PositionSource, ReachableState, SavedContainer, contains_fake, effect_of
+from outofcore.capture.provenance import definition_line, join, module_paths, prefix, setting_line
 from outofcore.capture.tables import leaves_in
 from outofcore.errors import CaptureError, InputError
 
 
-def functions_of(step: Any) -> Iterator[FunctionType]:
+def step_functions(step: Any) -> Iterator[FunctionType]:
     """Yield the Python functions that a step consists of, unwrapping any wrappers."""
     while step is not None:
         if isinstance(step, partial | functools.partialmethod):
@@ -44,12 +44,14 @@ def check_modules(models: Sequence[nn.Module], *, is_captured: bool = True) -> N
     """
     for index, model in enumerate(models):
         for path, module in _modules_of(model, prefix(index, len(models)), set()):
-            if all(isinstance(vars(module).get(name), dict) for name in _OWN_TABLES):
+            if all(isinstance(vars(module).get(name), dict) for name in _MODULE_TABLES):
                 if is_captured:
                     check_shapes(path, module)
                 continue
             label = f"{path or 'the model'} ({type(module).__name__})"
-            if not isinstance(module, torch.jit.ScriptModule) and not any(name in vars(module) for name in _OWN_TABLES):
+            if not isinstance(module, torch.jit.ScriptModule) and not any(
+                name in vars(module) for name in _MODULE_TABLES
+            ):
                 raise InputError(f"{label} is not initialised: its __init__ must call super().__init__() first")
             if is_captured and isinstance(module, torch.jit.ScriptModule):
                 raise CaptureError(
@@ -87,7 +89,7 @@ def _modules_of(module: nn.Module, path: str, visited: set[int]) -> Iterator[tup
 
 
 _PLAIN = (int, float, bool, str)
-_OWN_TABLES = ("_parameters", "_buffers", "_modules")
+_MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 class Guard:
@@ -102,21 +104,27 @@ class Guard:
         self._step = step
         self._paths = module_paths(models)
         self._modules = list({id(module): module for model in models for module in model.modules()}.values())
-        self._attributes = [Kept.of(self._paths[id(m)] or type(m).__name__, m.__dict__) for m in self._modules]
-        self._tables = [[Kept.of(name, m.__dict__[name]) for name in _OWN_TABLES] for m in self._modules]
-        self._optimizers = list(optimizers)
-        self._groups = [[Kept.of("", group) for group in optimizer.param_groups] for optimizer in optimizers]
-        self._others = [Kept.of("", container) for o in optimizers for container in (o.param_groups, o.state)]
-        self._others += [
-            Kept.of("", state) for o in optimizers for state in o.state.values() if isinstance(state, dict)
+        self._attributes = [
+            SavedContainer.of(self._paths[id(m)] or type(m).__name__, m.__dict__) for m in self._modules
         ]
-        self._own = [Kept.of(type(o).__name__, vars(o)) for o in optimizers]
-        outside = Outside()
+        self._tables = [[SavedContainer.of(name, m.__dict__[name]) for name in _MODULE_TABLES] for m in self._modules]
+        self._optimizers = list(optimizers)
+        self._groups = [[SavedContainer.of("", group) for group in optimizer.param_groups] for optimizer in optimizers]
+        self._optimizer_containers = [
+            SavedContainer.of("", container) for o in optimizers for container in (o.param_groups, o.state)
+        ]
+        self._optimizer_containers += [
+            SavedContainer.of("", state) for o in optimizers for state in o.state.values() if isinstance(state, dict)
+        ]
+        self._optimizer_attributes = [SavedContainer.of(type(o).__name__, vars(o)) for o in optimizers]
+        outside = ReachableState()
         outside.skip([group for o in optimizers for group in o.param_groups])
         outside.skip([container for o in optimizers for container in (o.param_groups, o.state)])
         outside.reach([(getattr(step, "__qualname__", type(step).__name__), step)])
-        for saved in (*self._attributes, *self._own):
-            outside.reach([(f"{saved.label}.{name}", v) for name, v in saved.before.items() if name not in _OWN_TABLES])
+        for saved in (*self._attributes, *self._optimizer_attributes):
+            outside.reach(
+                [(f"{saved.label}.{name}", v) for name, v in saved.before.items() if name not in _MODULE_TABLES]
+            )
         outside.reach([(type(model).__name__, type(model)) for model in self._modules])
         self._variables, self._containers, self._sources = outside.variables, outside.containers, outside.sources
 
@@ -136,11 +144,18 @@ class Guard:
         for variable in self._variables:
             if variable.read() is not variable.before:
                 variable.write(variable.before)
-        all_saved = (self._attributes, *self._tables, self._own, self._containers, *self._groups, self._others)
+        all_saved = (
+            self._attributes,
+            *self._tables,
+            self._optimizer_attributes,
+            self._containers,
+            *self._groups,
+            self._optimizer_containers,
+        )
         for container in chain.from_iterable(all_saved):
-            container.put_back()
+            container.restore()
         for source in self._sources:
-            source.put_back()
+            source.restore()
 
     def rebound_buffers(self) -> list[tuple[str, torch.Tensor, Any]]:
         """Return buffers that the step replaced: path, old tensor, new object."""
@@ -163,16 +178,16 @@ class Guard:
             for module, container, tables in zip(self._modules, self._attributes, self._tables, strict=True)
             for effect in self._check_module(module, container, tables)
         ]
-        for container in (*self._own, *self._containers):
+        for container in (*self._optimizer_attributes, *self._containers):
             effect = effect_of(container)
             if effect is not None:
                 for name, new in _items_of(container.live):
-                    self._check_left(container.label if name is None else f"{container.label}.{name}", new)
+                    self._check_leftover(container.label if name is None else f"{container.label}.{name}", new)
                 effects.append(effect)
         for variable in self._variables:
             new = variable.read()
             if new is not variable.before:
-                self._check_left(variable.label, new)
+                self._check_leftover(variable.label, new)
                 effects.append(partial(variable.write, new))
         for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
             if len(optimizer.param_groups) != len(groups):
@@ -183,19 +198,21 @@ class Guard:
                 )
             for group, container in zip(optimizer.param_groups, groups, strict=True):
                 before = container.before
-                if group.keys() != before.keys() or not all(_same(group[key], before[key]) for key in before):
+                if group.keys() != before.keys() or not all(
+                    _is_same_setting(group[key], before[key]) for key in before
+                ):
                     raise self._refusal(
                         f"the step changes the settings of {type(optimizer).__name__}: the change would happen once, "
                         "not in each step; change them, or call the scheduler, after the step",
                         "param_groups",
                     )
-        if random.getstate() != self._python or not _same_numpy(self._numpy, _numpy_state()):
+        if random.getstate() != self._python or not _is_same_numpy_state(self._numpy, _numpy_state()):
             raise self._refusal(
                 "the step draws random numbers from Python or NumPy: they would be frozen into the step; draw them "
                 "before the step and pass them as arguments, or use torch's generator",
                 "random",
             )
-        for moved in filter(Source.has_moved, self._sources):
+        for moved in filter(PositionSource.has_moved, self._sources):
             lost = "; the capture has advanced it and cannot rewind it" if moved.write is None else ""
             raise self._refusal(
                 f"the step takes numbers or items from {moved.label}: they would be frozen into the step; take them "
@@ -204,7 +221,9 @@ class Guard:
             )
         return tuple(effects)
 
-    def _check_module(self, module: nn.Module, container: Kept, tables: list[Kept]) -> tuple[Effect, ...]:
+    def _check_module(
+        self, module: nn.Module, container: SavedContainer, tables: list[SavedContainer]
+    ) -> tuple[Effect, ...]:
         parameters, buffers, children = tables
         if parameters.has_changed() or children.has_changed():
             both = [(t.live, t.before, name) for t in (parameters, children) for name in (*t.before, *t.live)]
@@ -227,12 +246,12 @@ class Guard:
         # Hooks such as weight normalisation set these attributes before each forward pass.
         for name, new in container.live.items():
             if name not in recomputed and container.before.get(name, container) is not new:
-                self._check_left(f"{container.label}.{name}", new, module)
+                self._check_leftover(f"{container.label}.{name}", new, module)
         effect = effect_of(container, recomputed)
         return () if effect is None else (effect,)
 
-    def _check_left(self, label: str, new: Any, module: nn.Module | None = None) -> None:
-        if not holds_fake(new):
+    def _check_leftover(self, label: str, new: Any, module: nn.Module | None = None) -> None:
+        if not contains_fake(new):
             return
         source_line = next((line for tensor in leaves_in(new) if (line := self._source(tensor))), "")
         raise self._refusal(
@@ -244,10 +263,10 @@ class Guard:
         )
 
     def _refusal(self, text: str, name: str, module: nn.Module | None = None, source_line: str = "") -> CaptureError:
-        functions = list(functions_of(self._step))
+        functions = list(step_functions(self._step))
         if module is not None:
             functions += [value for kind in type(module).__mro__ for value in vars(kind).values()]
-        location = where_set(name, functions) or source_line or where_defined(next(iter(functions), None))
+        location = setting_line(name, functions) or source_line or definition_line(next(iter(functions), None))
         return CaptureError(f"{location}: {text}" if location else text, location)
 
 
@@ -255,7 +274,7 @@ def _items_of(container: Any) -> list[tuple[Any, Any]]:
     return list(dict.items(container)) if isinstance(container, dict) else [(None, item) for item in container]
 
 
-def _same(first: Any, second: Any) -> bool:
+def _is_same_setting(first: Any, second: Any) -> bool:
     return first is second or (type(first) is type(second) and isinstance(first, (*_PLAIN, tuple)) and first == second)
 
 
@@ -264,7 +283,7 @@ def _numpy_state() -> Any:
     return None if numpy is None else numpy.random.get_state()
 
 
-def _same_numpy(first: Any, second: Any) -> bool:
+def _is_same_numpy_state(first: Any, second: Any) -> bool:
     if first is None or second is None:
         return True
     return first[0] == second[0] and bool((first[1] == second[1]).all()) and first[2:] == second[2:]

@@ -27,18 +27,18 @@ def _operator(name: str, overload: str) -> OpOverload:
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 
-def packed(work: Any, threads: int | None = None) -> bytes:
+def pack_work(work: Any, threads: int | None = None) -> bytes:
     """Pickle work and PyTorch's settings; raises PicklingError, AttributeError or TypeError."""
     target = BytesIO()
     _Pickler(target).dump((work, threads or torch.get_num_threads(), _settings()))
     return target.getvalue()
 
 
-def received() -> Any:
+def receive_work() -> Any:
     """Unpickle this process's work from stdin, and apply the PyTorch settings that came with it."""
     work, threads, settings = pickle.load(sys.stdin.buffer)
     torch.set_num_threads(threads)
-    _set(settings)
+    _apply_settings(settings)
     return work
 
 
@@ -54,7 +54,7 @@ def _settings() -> Mapping[str, Any]:
     }
 
 
-def _set(settings: Mapping[str, Any]) -> None:
+def _apply_settings(settings: Mapping[str, Any]) -> None:
     backends = torch.backends
     torch.set_default_dtype(settings["dtype"])
     torch.use_deterministic_algorithms(settings["deterministic"])

@@ -44,7 +44,7 @@ _ALWAYS_RUN = frozenset(
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """Dtype, shape and strides of a tensor, and the size of its storage in elements."""
 
     dtype: torch.dtype
@@ -54,9 +54,9 @@ class Layout:
     elements: int
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> Layout:
+    def of(tensor: torch.Tensor) -> TensorLayout:
         count = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
-        return Layout(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), count)
+        return TensorLayout(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), count)
 
     def allocate(self) -> torch.Tensor:
         return torch.empty(self.elements, dtype=self.dtype).as_strided_(self.shape, self.stride, self.offset)
@@ -66,7 +66,7 @@ class Layout:
 class KernelLayouts:
     """A cache of the layouts that CPU kernels return, by operator and argument layouts."""
 
-    _layouts: dict[str, tuple[Layout | None, ...] | None] = field(default_factory=dict)
+    _layouts: dict[str, tuple[TensorLayout | None, ...] | None] = field(default_factory=dict)
 
     def correct(
         self,
@@ -89,7 +89,7 @@ class KernelLayouts:
         if layouts is None or len(layouts) != len(results):
             return result
         corrected = [
-            item if item is None or layout is None or layout == Layout.of(item) else layout.allocate()
+            item if item is None or layout is None or layout == TensorLayout.of(item) else layout.allocate()
             for item, layout in zip(results, layouts, strict=True)
         ]
         return corrected[0] if isinstance(result, torch.Tensor) else type(results)(corrected)
@@ -121,7 +121,7 @@ def has_default_strides(tensor: torch.Tensor) -> bool:
 
 def _run_on_zeros(
     call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Layout | None, ...] | None:
+) -> tuple[TensorLayout | None, ...] | None:
     """Return the layouts of a kernel's results on zeros; None if it fails."""
     if leaves_in((args, kwargs), torch.Generator):
         return None
@@ -138,7 +138,7 @@ def _run_on_zeros(
             owners = Counter(map(storage_key, tensors))
             # Results that share a storage keep their fakes, since separate layouts would count it repeatedly.
             return tuple(
-                Layout.of(item) if isinstance(item, torch.Tensor) and owners[storage_key(item)] == 1 else None
+                TensorLayout.of(item) if isinstance(item, torch.Tensor) and owners[storage_key(item)] == 1 else None
                 for item in results
             )
     except Exception:

@@ -33,18 +33,18 @@ _BY_SHAPE = frozenset(
 )
 # Operators with results that are undefined until they are completely written.
 _EMPTY = ("aten::empty", "aten::new_empty")
-_OTHER_MEMORY = ("aten::resize", "aten::set_")
+_CHANGES_MEMORY = ("aten::resize", "aten::set_")
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class _ShapeOnly:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _KnownTensor:
     """A tensor with a known value, kept alive so that its id is not reused."""
 
     tensor: torch.Tensor
@@ -54,7 +54,7 @@ class _Known:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pending:
+class _PendingOp:
     """An operator on known tensors that has not been run."""
 
     func: OpOverload
@@ -66,14 +66,14 @@ class _Pending:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _KnownRef:
     """Placeholder for a known tensor in the arguments of an operator."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Lent:
+class _LentArray:
     key: int
     array: Any
     before: Any
@@ -82,18 +82,18 @@ class _Lent:
 
 class KnownValues:
     def __init__(self) -> None:
-        self._found: dict[int, _Known] = {}  # by the id of the tensor
+        self._tensors: dict[int, _KnownTensor] = {}  # by the id of the tensor
         self._empty: set[int] = set()  # keys of storages with undefined contents
-        self._pending: list[_Pending] = []
+        self._pending: list[_PendingOp] = []
         self._values: dict[int, torch.Tensor] = {}
         self._places = 0
-        self._lent: list[_Lent] = []
+        self._lent: list[_LentArray] = []
 
     def __contains__(self, tensor: object) -> bool:
         entry = self._find(tensor)
         return entry is not None and entry.key not in self._empty
 
-    def learn(
+    def record(
         self,
         func: OpOverload,
         args: tuple[Any, ...],
@@ -106,38 +106,38 @@ class KnownValues:
         keys = frozenset(map(storage_key, written))
         for lent in self._lent:
             if lent.key in keys:
-                raise _changed_array(lent.source)
-        created = [item for item in results if isinstance(item, torch.Tensor) and self._counts(item)]
+                raise _changed_array_error(lent.source)
+        created = [item for item in results if isinstance(item, torch.Tensor) and self._is_eligible(item)]
         tensors, name, traits = leaves_in((args, kwargs)), func._schema.name, operators.traits(func)
         follows = all(map(self._find, tensors)) or (name in _BY_SHAPE and not written)
-        unclear = traits.random or traits.reshapes or name.startswith(_OTHER_MEMORY) or not _is_torchs_own(func)
+        unclear = traits.random or traits.reshapes or name.startswith(_CHANGES_MEMORY) or not _is_builtin(func)
         if unclear or not follows or not (created or written):
             self.forget(written)
             return
-        placeholders = {id(tensor): self._stands_for(tensor) for tensor in tensors}
+        placeholders = {id(tensor): self._placeholder_of(tensor) for tensor in tensors}
         old_args, old_kwargs = map_leaves((args, kwargs), lambda tensor: placeholders[id(tensor)])
         places = [self._add(item) if any(item is result for result in created) else None for item in results]
         new = frozenset(storage_key(item) for item in created)
         self._pending.append(
-            _Pending(func, old_args, old_kwargs, tuple(places), frozenset(map(storage_key, tensors)), keys | new)
+            _PendingOp(func, old_args, old_kwargs, tuple(places), frozenset(map(storage_key, tensors)), keys | new)
         )
         replaced = set(map(id, overwritten))
         read = {storage_key(tensor) for tensor in tensors if id(tensor) not in replaced}
         if name.startswith(_EMPTY) or read & self._empty:
             self._empty |= new | keys
         else:
-            self._empty -= {storage_key(tensor) for tensor in overwritten if _is_whole(tensor)}
+            self._empty -= {storage_key(tensor) for tensor in overwritten if _covers_storage(tensor)}
 
-    def learn_value(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        if self._counts(tensor):
+    def record_value(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if self._is_eligible(tensor):
             with without_modes(), below_autograd():
                 self._values[self._add(tensor)] = value.clone()
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Mark tensors, and all that share memory with them, as unknown."""
         keys = set(map(storage_key, tensors))
-        if self._found and keys:
-            self._found = {number: entry for number, entry in self._found.items() if entry.key not in keys}
+        if self._tensors and keys:
+            self._tensors = {number: entry for number, entry in self._tensors.items() if entry.key not in keys}
             self._empty -= keys
 
     def value(self, tensor: object) -> torch.Tensor | None:
@@ -145,37 +145,37 @@ class KnownValues:
         entry = self._find(tensor)
         if entry is None or entry.key in self._empty:
             return None
-        self._run_up_to(entry.key)
+        self._run_pending(entry.key)
         return self._values[entry.place]
 
     def lend(self, tensor: torch.Tensor, array: Any) -> Any:
         """Return a NumPy array with a tensor's value; the step must not write to either."""
         copy = array.copy()
-        self._lent.append(_Lent(storage_key(tensor), copy, array.copy(), user_line()))
+        self._lent.append(_LentArray(storage_key(tensor), copy, array.copy(), user_line()))
         return copy
 
     def check(self) -> None:
         """Refuse a step that has written to a lent array."""
         for lent in self._lent:
             if lent.array.tobytes() != lent.before.tobytes():
-                raise _changed_array(lent.source)
+                raise _changed_array_error(lent.source)
 
     def results(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return an operator's results for known tensors; None if one is unknown."""
         values = [(tensor, self.value(tensor)) for tensor in leaves_in((args, kwargs))]
-        if operators.traits(func).random or not _is_torchs_own(func) or any(value is None for _, value in values):
+        if operators.traits(func).random or not _is_builtin(func) or any(value is None for _, value in values):
             return None
         by_id = {id(tensor): value for tensor, value in values}
         return _run(func, *map_leaves((args, kwargs), lambda tensor: by_id[id(tensor)]))
 
     @staticmethod
-    def _counts(tensor: torch.Tensor) -> bool:
+    def _is_eligible(tensor: torch.Tensor) -> bool:
         rounds = tensor.is_floating_point() or tensor.is_complex()
         exact = not rounds or traits_of(tensor.device).computes_in_capture
         return exact and tensor.layout is torch.strided and tensor.numel() <= MAX_ELEMENTS
 
-    def _find(self, tensor: object) -> _Known | None:
-        entry = self._found.get(id(tensor))
+    def _find(self, tensor: object) -> _KnownTensor | None:
+        entry = self._tensors.get(id(tensor))
         if entry is None or not isinstance(tensor, torch.Tensor):
             return None
         # ``tensor.data = ...`` may have given it other memory.
@@ -184,20 +184,20 @@ class KnownValues:
     def _add(self, tensor: torch.Tensor) -> int:
         entry = self._find(tensor)
         if entry is None:
-            entry = _Known(tensor, storage_key(tensor), _layout(tensor), self._places)
-            self._found[id(tensor)] = entry
+            entry = _KnownTensor(tensor, storage_key(tensor), _layout(tensor), self._places)
+            self._tensors[id(tensor)] = entry
             self._places += 1
         return entry.place
 
-    def _stands_for(self, tensor: torch.Tensor) -> _Place | _Shape:
+    def _placeholder_of(self, tensor: torch.Tensor) -> _KnownRef | _ShapeOnly:
         entry = self._find(tensor)
         if entry is None:
-            return _Shape(tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        return _Place(entry.place)
+            return _ShapeOnly(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        return _KnownRef(entry.place)
 
-    def _run_up_to(self, key: int) -> None:
+    def _run_pending(self, key: int) -> None:
         """Run the pending operators that a storage's contents depend on, in their order."""
-        needed, overwritten, chosen, remaining = {key}, set[int](), list[_Pending](), list[_Pending]()
+        needed, overwritten, chosen, remaining = {key}, set[int](), list[_PendingOp](), list[_PendingOp]()
         for pending in reversed(self._pending):
             if not (pending.writes & needed or pending.reads & overwritten):
                 remaining.append(pending)
@@ -207,14 +207,14 @@ class KnownValues:
             overwritten |= pending.writes
         self._pending = remaining[::-1]
         for pending in reversed(chosen):
-            args, kwargs = map_leaves((pending.args, pending.kwargs), lambda p: self._values[p.number], _Place)
+            args, kwargs = map_leaves((pending.args, pending.kwargs), lambda p: self._values[p.number], _KnownRef)
             leaves = result_leaves(_run(pending.func, args, kwargs))
             for place, leaf in zip(pending.results, leaves, strict=False):
                 if place is not None:
                     self._values[place] = leaf
 
 
-def _is_torchs_own(func: OpOverload) -> bool:
+def _is_builtin(func: OpOverload) -> bool:
     """Return whether an operator is PyTorch's; others may have side effects or be random."""
     return func.namespace in ("aten", "prims")
 
@@ -223,7 +223,7 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
-def _is_whole(tensor: torch.Tensor) -> bool:
+def _covers_storage(tensor: torch.Tensor) -> bool:
     size = tensor.numel() * tensor.element_size()
     return size == tensor.untyped_storage().nbytes() and is_dense(tuple(tensor.shape), tensor.stride())
 
@@ -235,13 +235,13 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         kwargs["device"] = cpu
     with without_modes(), below_autograd():
         args, kwargs = map_leaves(
-            (args, kwargs), lambda s: torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta"), _Shape
+            (args, kwargs), lambda s: torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta"), _ShapeOnly
         )
         args, kwargs = map_leaves((args, kwargs), lambda _: cpu, torch.device)
         return func(*args, **kwargs)
 
 
-def _changed_array(source: str) -> Exception:
+def _changed_array_error(source: str) -> Exception:
     return refusal(
         "the step changes a tensor, or the NumPy array that it has got of it",
         "they share memory, and the captured operators would not see the change",

@@ -22,14 +22,14 @@ from outofcore._torch_internals import (
     tree_unflatten,
 )
 from outofcore.capture.captured import CPU, Value
-from outofcore.capture.device_traits import are_alike
+from outofcore.capture.device_traits import have_same_type
 from outofcore.capture.provenance import join, prefix
 from outofcore.capture.tables import Tables
 from outofcore.errors import CaptureError, InputError
 from outofcore.graph import StorageKind
 
 if TYPE_CHECKING:
-    from outofcore.capture.sharding import Sharding, Traced
+    from outofcore.capture.sharding import Sharding, TracedShard
     from outofcore.capture.shards import Shard
 
 # Argument leaves that a signature compares by value.
@@ -37,7 +37,7 @@ PLAIN_LEAVES = (int, float, complex, bool, str, bytes, type(None), Enum, torch.d
 
 
 @dataclass
-class Mirrored:
+class MirroredState:
     """A persistent tensor of the user's, and its fake."""
 
     key: str
@@ -48,13 +48,13 @@ class Mirrored:
     alias: torch.Tensor  # on the original storage, even if ``fake`` is rebound
     value: int
     requires_grad: bool
-    kept: tuple[torch.Tensor, int] | None = None  # of a sharded tensor: this process's tensor and its value
-    traced: Traced | None = None  # of a sharded parameter
+    own_shard: tuple[torch.Tensor, int] | None = None  # of a sharded tensor: this process's tensor and its value
+    traced: TracedShard | None = None  # of a sharded parameter
 
     @property
-    def lasting(self) -> tuple[torch.Tensor, int]:
+    def persistent(self) -> tuple[torch.Tensor, int]:
         """The tensor that persists in this process, and its value."""
-        return self.kept or (self.real, self.value)
+        return self.own_shard or (self.real, self.value)
 
 
 @dataclass
@@ -86,13 +86,13 @@ class Mirror:
         self._rows: dict[int, torch.Tensor] = {}
         self._storages: dict[int, torch.Tensor] = {}  # by the storage of a real meta tensor
         self._tables = tables
-        self._assumed = gradients
-        self.states: list[Mirrored] = []  # of models, then of optimizers
-        self.gradients: dict[int, Mirrored] = {}  # from before the step, by index in ``states``
+        self._assumed_gradients = gradients
+        self.states: list[MirroredState] = []  # of models, then of optimizers
+        self.gradients: dict[int, MirroredState] = {}  # from before the step, by index in ``states``
         self.inputs: list[MirroredInput] = []
         self.fakes: dict[int, torch.Tensor] = {}  # by the id of the real tensor
         self.names: dict[int, str] = {}  # of states, by the id of their fakes
-        self.by_real: dict[int, Mirrored] = {}  # states, by the id of the user's tensors
+        self.by_real: dict[int, MirroredState] = {}  # states, by the id of the user's tensors
 
     def add_states(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """Mirror parameters and buffers of models, and parameters that only an optimizer has."""
@@ -101,39 +101,39 @@ class Mirror:
             entries.setdefault(id(entry[3]), entry)
         for _, name, _, real in entries.values():
             _check_kind(name, real)
-            shard = None if self.sharding is None else self.sharding.of(real)
+            shard = None if self.sharding is None else self.sharding.shard_of(real)
             if self.sharding is not None and shard is not None:
                 self.fakes[id(real)], self._rows[id(real)] = self.sharding.fake(shard)
                 continue
-            fake = self.fakes[id(real)] = self._fake(name, real)
-            if id(real) in self._assumed:
-                gradient = self._assumed[id(real)]
-                fake.grad = None if gradient is None else self._empty(gradient)
+            fake = self.fakes[id(real)] = self._make_fake(name, real)
+            if id(real) in self._assumed_gradients:
+                gradient = self._assumed_gradients[id(real)]
+                fake.grad = None if gradient is None else self._empty_like(gradient)
         # A fake storage grows while tensors that share it are mirrored, so its size is final only here.
         for key, name, kind, real in entries.values():
             self._add_state(key, name, kind, real)
 
-    def _fake(self, name: str, real: torch.Tensor) -> torch.Tensor:
+    def _make_fake(self, name: str, real: torch.Tensor) -> torch.Tensor:
         """Return a fake on the step's device, for a real tensor on any device."""
         device = self._tables.device
         if real.is_meta:
-            return self._without_contents(real)
+            return self._fake_of_meta(real)
         fake = self._mode.from_tensor(real, static_shapes=True)
-        if are_alike(real.device, device):
+        if have_same_type(real.device, device):
             return fake
         if real.untyped_storage().nbytes() > real.numel() * real.element_size():
             raise CaptureError(
                 f"{name} is a view of a larger tensor on {real.device}, and the step runs on {device}: after the "
                 f"copy it would share no memory; move the model first: model.to({str(device)!r})"
             )
-        moved = self._empty(real)
+        moved = self._empty_like(real)
         if isinstance(real, nn.Parameter):
             moved = self._as_parameter(moved, real)
         if real.grad is not None:
-            moved.grad = self._empty(real.grad)
+            moved.grad = self._empty_like(real.grad)
         return moved
 
-    def _without_contents(self, real: torch.Tensor) -> torch.Tensor:
+    def _fake_of_meta(self, real: torch.Tensor) -> torch.Tensor:
         """Return a fake of a meta tensor; fakes share memory where their meta tensors do."""
         with torch.no_grad():
             # A fake marks its storage as unreadable, so the user's storage must not be used.
@@ -148,38 +148,38 @@ class Mirror:
         else:
             fake.requires_grad_(real.requires_grad)
         if real.is_leaf and real.grad is not None:
-            fake.grad = self._empty(real.grad)
+            fake.grad = self._empty_like(real.grad)
         return fake
 
     def _as_parameter(self, fake: torch.Tensor, real: nn.Parameter) -> nn.Parameter:
         with self._mode, torch.no_grad():
             return nn.Parameter(fake, requires_grad=real.requires_grad)
 
-    def _empty(self, model: torch.Tensor | Value) -> torch.Tensor:
+    def _empty_like(self, model: torch.Tensor | Value) -> torch.Tensor:
         stride = model.stride if isinstance(model, Value) else model.stride()
         with self._mode, torch.no_grad():
             return torch.empty_strided(model.shape, stride, dtype=model.dtype, device=self._tables.device)
 
     def _add_state(self, key: str, name: str, kind: StorageKind, real: torch.Tensor) -> None:
         fake = self.fakes[id(real)]
-        shard = None if self.sharding is None else self.sharding.of(real)
+        shard = None if self.sharding is None else self.sharding.shard_of(real)
         if self.sharding is not None and shard is not None:
             self._add_shard(key, name, kind, real, self.sharding, shard)
             return
-        state = self._mirrored(key, name, kind, real, fake)
+        state = self._mirror_state(key, name, kind, real, fake)
         self.states.append(state)
         self.names[id(fake)], self.by_real[id(real)] = name, state
         if self.sharding is not None and kind is StorageKind.PARAMETER:
             listened = bool(getattr(real, "_post_accumulate_grad_hooks", None))
-            self.sharding.listen(fake, None, at_once=listened)
+            self.sharding.listen(fake, None, reduce_at_once=listened)
         _copy_hooks(real, fake)
-        assumed = id(real) in self._assumed
+        assumed = id(real) in self._assumed_gradients
         grad = fake.grad if assumed else real.grad
         if real.is_leaf and grad is not None and fake.grad is not None:
             if not assumed:
                 _check_kind(f"{name}.grad", grad)
                 self.fakes[id(grad)] = fake.grad
-            gradient = self._mirrored(f"{key}.grad", f"{name}.grad", StorageKind.GRADIENT, grad, fake.grad)
+            gradient = self._mirror_state(f"{key}.grad", f"{name}.grad", StorageKind.GRADIENT, grad, fake.grad)
             self.gradients[len(self.states) - 1] = gradient
 
     def _add_shard(
@@ -187,15 +187,15 @@ class Mirror:
     ) -> None:
         fake = self.fakes[id(real)]
         traced = sharding.begin(shard, self._rows[id(real)])
-        state = self._mirrored(key, name, kind, real, fake)
-        state.kept, state.traced = (shard.own, traced.value), traced
+        state = self._mirror_state(key, name, kind, real, fake)
+        state.own_shard, state.traced = (shard.own_range, traced.own_value), traced
         self.states.append(state)
         self.names[id(fake)], self.by_real[id(real)] = name, state
-        sharding.listen(fake, shard, at_once=True)
+        sharding.listen(fake, shard, reduce_at_once=True)
         _copy_hooks(real, fake)
-        before = shard.own.grad
-        if id(shard.own) in self._assumed:
-            has_gradient = self._assumed[id(shard.own)] is not None
+        before = shard.own_range.grad
+        if id(shard.own_range) in self._assumed_gradients:
+            has_gradient = self._assumed_gradients[id(shard.own_range)] is not None
         else:
             has_gradient = before is not None
         if not has_gradient:
@@ -204,16 +204,18 @@ class Mirror:
         if fake.grad is not None:
             face = torch.empty(0) if real.grad is None else real.grad
             self.fakes[id(face)] = fake.grad
-            gradient = self._mirrored(f"{key}.grad", f"{name}.grad", StorageKind.GRADIENT, face, fake.grad)
-            gradient.kept = torch.empty(0) if before is None else before, value
+            gradient = self._mirror_state(f"{key}.grad", f"{name}.grad", StorageKind.GRADIENT, face, fake.grad)
+            gradient.own_shard = torch.empty(0) if before is None else before, value
             self.gradients[len(self.states) - 1] = gradient
 
-    def _mirrored(self, key: str, name: str, kind: StorageKind, real: torch.Tensor, fake: torch.Tensor) -> Mirrored:
-        if self._tables.known(fake) is None:
+    def _mirror_state(
+        self, key: str, name: str, kind: StorageKind, real: torch.Tensor, fake: torch.Tensor
+    ) -> MirroredState:
+        if self._tables.find_storage(fake) is None:
             self._tables.add(fake, kind, name)
         with torch.no_grad():
             alias = fake.detach()
-        return Mirrored(key, name, kind, real, fake, alias, self._tables.value_of(fake), real.requires_grad)
+        return MirroredState(key, name, kind, real, fake, alias, self._tables.value_of(fake), real.requires_grad)
 
     def add_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replace the tensors in the arguments by fakes; raises ``CaptureError`` for unsupported leaves.
@@ -222,9 +224,9 @@ class Mirror:
         """
         leaves, spec = tree_flatten((args, kwargs))
         names = leaf_names(args, kwargs)
-        return tree_unflatten([self._argument(i, names[i], leaf) for i, leaf in enumerate(leaves)], spec)
+        return tree_unflatten([self._mirror_argument(i, names[i], leaf) for i, leaf in enumerate(leaves)], spec)
 
-    def _argument(self, index: int, name: str, leaf: Any) -> Any:
+    def _mirror_argument(self, index: int, name: str, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             if not is_plain_leaf(leaf):
                 raise CaptureError(
@@ -241,17 +243,17 @@ class Mirror:
                 f"argument {name} has been computed with gradients outside of the step: backward would have to "
                 "leave the step; detach() it, or compute it inside the step"
             )
-        fake = self._empty(leaf).requires_grad_(leaf.requires_grad)
+        fake = self._empty_like(leaf).requires_grad_(leaf.requires_grad)
         self._tables.add(fake, StorageKind.INPUT, f"input {name}")
         self.inputs.append(MirroredInput(index, name, leaf, fake, self._tables.value_of(fake)))
         return fake
 
-    def reals(self) -> list[torch.Tensor]:
+    def real_tensors(self) -> list[torch.Tensor]:
         return [m.real for m in (*self.states, *self.gradients.values())]
 
-    def sharing_inputs(self) -> dict[int, MirroredInput]:
+    def inputs_sharing_memory(self) -> dict[int, MirroredInput]:
         """Return the inputs that share memory with another input or a state, by fake storage."""
-        owners = Counter(storage_key(t) for t in (*self.reals(), *(entry.real for entry in self.inputs)))
+        owners = Counter(storage_key(t) for t in (*self.real_tensors(), *(entry.real for entry in self.inputs)))
         return {
             self._tables.storage_of(entry.fake): entry
             for entry in self.inputs
@@ -294,7 +296,7 @@ def check_argument(name: str, tensor: torch.Tensor, device: torch.device) -> Non
             f"argument {name} is on the device meta, where tensors have no contents: make it on {device}; only "
             "outofcore.estimate takes such tensors"
         )
-    if not are_alike(tensor.device, CPU) and tensor.device != device:
+    if not have_same_type(tensor.device, CPU) and tensor.device != device:
         raise InputError(
             f"argument {name} is on {tensor.device} and the step runs on {device}; move it there first: "
             f".to({str(device)!r})"

@@ -18,7 +18,7 @@ import torch
 
 from outofcore._torch_internals import DisableTorchFunction, OpOverload, real_tensors
 from outofcore.capture.captured import CPU, Call, Ref, Value
-from outofcore.capture.device_traits import are_alike
+from outofcore.capture.device_traits import have_same_type
 from outofcore.capture.kernel_layouts import has_default_strides
 from outofcore.capture.tables import map_leaves
 
@@ -56,7 +56,7 @@ _SPLIT_TYPES = frozenset({"List[Tensor]", "List[number]", "List[float]"})
 
 
 @dataclass(frozen=True)
-class Traits:
+class OperatorTraits:
     """Properties of an operator; arguments are identified by name."""
 
     names: tuple[str, ...]  # of all arguments in order, keyword-only ones included
@@ -71,11 +71,11 @@ class Traits:
 
 
 @functools.lru_cache(maxsize=4096)
-def traits(func: OpOverload) -> Traits:
+def traits(func: OpOverload) -> OperatorTraits:
     arguments, name = func._schema.arguments, func._schema.name
     names = tuple(a.name for a in arguments)
     hidden, flag = _HIDDEN_WRITES.get(name, ((), ""))
-    return Traits(
+    return OperatorTraits(
         names=names,
         written=frozenset(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write),
         overwritten=frozenset([a.name for a in arguments if a.is_out] + [*names[:1]] * (name in _OVERWRITES)),
@@ -88,33 +88,33 @@ def traits(func: OpOverload) -> Traits:
     )
 
 
-Given = dict[str, Any]
+Arguments = dict[str, Any]
 
 
-def by_name(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+def arguments_by_name(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Return the arguments of a call by their names in the schema."""
     return dict(zip(traits(func).names, args, strict=False)) | kwargs
 
 
-def placed(func: OpOverload, call: Call, arguments: Given) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arrange_arguments(func: OpOverload, call: Call, arguments: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arrange named arguments by position and keyword, as in a call of the operator."""
     args = tuple([arguments[name] for name in traits(func).names[: len(call.args)]])
     return args, {name: arguments[name] for name in call.kwargs}
 
 
-def written_arguments(func: OpOverload, arguments: Given) -> frozenset[str]:
+def written_arguments(func: OpOverload, arguments: Arguments) -> frozenset[str]:
     """Return the arguments that this call may write in place."""
     facts = traits(func)
     return facts.written if facts.flag and not arguments.get(facts.flag) else facts.written | facts.hidden
 
 
-def is_random(func: OpOverload, arguments: Given) -> bool:
+def is_random(func: OpOverload, arguments: Arguments) -> bool:
     """Return whether this call uses a random generator; attention without dropout does not."""
     facts = traits(func)
     return facts.random and not ("dropout_p" in facts.names and arguments.get("dropout_p", 0.0) == 0.0)
 
 
-def splits(func: OpOverload, arguments: Given) -> frozenset[str]:
+def split_arguments(func: OpOverload, arguments: Arguments) -> frozenset[str]:
     """Return the arguments of a ``_foreach_`` operator that have one entry per tensor."""
     lists = [a.name for a in func._schema.arguments if isinstance(arguments.get(a.name), list | tuple)]
     typed = {a.name for a in func._schema.arguments if str(a.type) in _SPLIT_TYPES}
@@ -146,20 +146,20 @@ def value_text(value: Value) -> str:
     return f"{dtype}[{shape}]{{{stride}}}{'*' * value.conjugate}{'-' * value.negated}"
 
 
-def fake_result(func: OpOverload, arguments: Given, run: Callable[[], Any]) -> Any:
+def fake_result(func: OpOverload, arguments: Arguments, run: Callable[[], Any]) -> Any:
     """Return fake results with the kernel's metadata; raises ``RuntimeError`` if the kernel would fail."""
-    built = _made_up(func, arguments)
-    return _repaired(func, arguments, run()) if built is None else built
+    built = _build_result(func, arguments)
+    return _repair_result(func, arguments, run()) if built is None else built
 
 
-Repair = Callable[[Given, list[Any]], list[Any]]
+Repair = Callable[[Arguments, list[Any]], list[Any]]
 
 
-def _repaired(func: OpOverload, arguments: Given, result: Any) -> Any:
+def _repair_result(func: OpOverload, arguments: Arguments, result: Any) -> Any:
     tensors = [item for item in arguments.values() if isinstance(item, torch.Tensor)]
     if not tensors:
         return result
-    repairs = _REPAIRS if are_alike(tensors[0].device, CPU) else _CUDA_REPAIRS
+    repairs = _REPAIRS if have_same_type(tensors[0].device, CPU) else _CUDA_REPAIRS
     repair = repairs.get(func._schema.name)
     # The kernel leaves masked results undefined, even where the fake returns them.
     mask = arguments.get(_mask_argument(func), ())
@@ -184,23 +184,23 @@ def _mask_argument(func: OpOverload) -> str:
     return masks[0] if len(masks) == 1 else ""
 
 
-def _made_up(func: OpOverload, arguments: Given) -> torch.Tensor | tuple[torch.Tensor | None, ...] | None:
+def _build_result(func: OpOverload, arguments: Arguments) -> torch.Tensor | tuple[torch.Tensor | None, ...] | None:
     """Build the results of an operator with a slow or failing fake; None for other operators."""
     if func._schema.name == "aten::_conj" and not isinstance(arguments["self"], torch.Tensor):
         # The kernel turns a number into a tensor and returns its lazy conjugate. The fake omits the conjugate.
         return torch.empty((), dtype=torch.complex128).conj()
     if func._schema.name == "aten::_grouped_mm" and arguments["self"].dtype != torch.bfloat16:
-        return _grouped_product(arguments)
+        return _grouped_mm_result(arguments)
     if func._schema.name == "aten::_ctc_loss":
         frames, batch, _ = arguments["log_probs"].shape
         width = 2 * _longest_target(arguments["targets"], arguments["target_lengths"]) + 1
         return arguments["log_probs"].new_empty((batch,)), arguments["log_probs"].new_empty((batch, frames, width))
     if func._schema.name in ("aten::native_batch_norm", "aten::native_batch_norm_backward"):
-        return _batch_norm(arguments)
+        return _batch_norm_result(arguments)
     return None
 
 
-def _batch_norm(arguments: Given) -> tuple[torch.Tensor | None, ...] | None:
+def _batch_norm_result(arguments: Arguments) -> tuple[torch.Tensor | None, ...] | None:
     """Build the results of batch normalization in training, or of its backward; None unless contiguous.
 
     The fakes are decomposed into dozens of ops, which takes fifty times as long.
@@ -224,7 +224,7 @@ def _longest_target(targets: torch.Tensor, lengths: Sequence[int] | torch.Tensor
     return max(lengths, default=0)
 
 
-def _grouped_product(arguments: Given) -> torch.Tensor:
+def _grouped_mm_result(arguments: Arguments) -> torch.Tensor:
     """Build the result of a ragged grouped matrix product (mixtures of experts).
 
     See ``create_grouped_gemm_output_tensor`` of ATen/native/GroupedMMUtils.h; the fake accepts bfloat16 only.
@@ -251,21 +251,21 @@ def _grouped_product(arguments: Given) -> torch.Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device=left.device)
 
 
-def faithful(func: OpOverload, autocast: tuple[str, torch.dtype] | None) -> Callable[..., Any]:
+def wrap_exact(func: OpOverload, autocast: tuple[str, torch.dtype] | None) -> Callable[..., Any]:
     """Wrap an operator so that it computes the same below autograd and autocast as above them."""
     # Some kernels check whether gradients are enabled, others call operators that autocast changes. No tensor of a
     # replay requires a gradient, so enabling them creates no autograd graph.
     if func._schema.name == "aten::mkldnn_rnn_layer" and torch.is_grad_enabled():
-        return Within(func, torch.enable_grad)
+        return CallInContext(func, torch.enable_grad)
     if func._schema.name == "aten::_trilinear" and autocast is not None:
-        return Within(func, functools.partial(torch.autocast, *autocast))
+        return CallInContext(func, functools.partial(torch.autocast, *autocast))
     if func is torch.ops.aten._ctc_loss.Tensor:
         return CtcLoss(func)
     return func
 
 
 @dataclass(frozen=True)
-class Within:
+class CallInContext:
     func: OpOverload
     enter: Callable[[], AbstractContextManager[Any]]
 
@@ -301,7 +301,7 @@ class CtcLoss:
 
 
 @dataclass(frozen=True)
-class SumOfCounted:
+class MaskedSum:
     """The sum of the elements that a mask does not ignore.
 
     ``cross_entropy`` with weights and label smoothing adds target weights this way (ATen/native/LossNLL.cpp). Under a
@@ -312,26 +312,26 @@ class SumOfCounted:
         return values.masked_select(~ignored).sum()
 
 
-def _like(tensor: torch.Tensor, dtype: torch.dtype, stride: tuple[int, ...]) -> torch.Tensor:
+def _empty_with_layout(tensor: torch.Tensor, dtype: torch.dtype, stride: tuple[int, ...]) -> torch.Tensor:
     if tensor.dtype == dtype and tensor.stride() == stride:
         return tensor
     return torch.empty_strided(tensor.shape, stride, dtype=dtype, device=tensor.device)
 
 
-def _statistics_in_full(arguments: Given, results: list[Any]) -> list[Any]:
+def _full_precision_statistics(arguments: Arguments, results: list[Any]) -> list[Any]:
     """Return full-precision statistics for half-precision inputs with float32 parameters."""
     parameters = (arguments.get(name) for name in ("weight", "bias", "running_mean", "running_var"))
     if arguments["input"].dtype in (torch.bfloat16, torch.float16) and any(
         parameter is not None and parameter.dtype == torch.float32 for parameter in parameters
     ):
-        results[1:3] = [_like(saved, torch.float32, saved.stride()) for saved in results[1:3]]
+        results[1:3] = [_empty_with_layout(saved, torch.float32, saved.stride()) for saved in results[1:3]]
     return results
 
 
-def _in_memory_of(count: Callable[[Given], int], *indices: int) -> Repair:
+def _in_larger_memory(count: Callable[[Arguments], int], *indices: int) -> Repair:
     """Return a repair for results that keep a larger buffer of ``count`` elements as their memory."""
 
-    def repair(arguments: Given, results: list[Any]) -> list[Any]:
+    def repair(arguments: Arguments, results: list[Any]) -> list[Any]:
         for index in indices:
             item = results[index]
             if count(arguments) > item.numel() > 0:
@@ -341,7 +341,7 @@ def _in_memory_of(count: Callable[[Given], int], *indices: int) -> Repair:
     return repair
 
 
-def _loss_elements(arguments: Given) -> int:
+def _loss_elements(arguments: Arguments) -> int:
     """Return the number of unreduced values; the kernel reduces a loss in their memory."""
     if arguments.get("reduction", 1) == 0:
         return 0
@@ -349,7 +349,7 @@ def _loss_elements(arguments: Given) -> int:
     return int(torch.broadcast_shapes(arguments["self"].shape, target.shape).numel())
 
 
-def _lstm_workspace(arguments: Given, results: list[Any]) -> list[Any]:
+def _lstm_workspace(arguments: Arguments, results: list[Any]) -> list[Any]:
     """Find the workspace size by running the kernel once on zeros."""
 
     def zeros(tensor: torch.Tensor) -> torch.Tensor:
@@ -363,7 +363,7 @@ def _lstm_workspace(arguments: Given, results: list[Any]) -> list[Any]:
     return results
 
 
-def _cudnn_reserve(arguments: Given, results: list[Any]) -> list[Any]:
+def _cudnn_reserve(arguments: Arguments, results: list[Any]) -> list[Any]:
     """Find the sizes of cuDNN's reserve and weight copy by running the kernel once on zeros."""
     if not torch.cuda.is_available():
         return results
@@ -380,7 +380,7 @@ def _cudnn_reserve(arguments: Given, results: list[Any]) -> list[Any]:
     return results
 
 
-def _state_of_generator(arguments: Given, results: list[Any]) -> list[Any]:
+def _generator_state(arguments: Arguments, results: list[Any]) -> list[Any]:
     """Correct the device of the generator state that the backward pass reads.
 
     Outside of CUDA graphs it is the CPU if there is dropout, else it depends on PyTorch's version. See
@@ -403,16 +403,16 @@ def _device_without_dropout(device: torch.device) -> torch.device:
 
 
 _REPAIRS: dict[str, Repair] = {
-    "aten::native_batch_norm": _statistics_in_full,
-    "aten::mse_loss": _in_memory_of(_loss_elements, 0),
-    "aten::smooth_l1_loss": _in_memory_of(_loss_elements, 0),
-    "aten::soft_margin_loss": _in_memory_of(_loss_elements, 0),
-    "aten::binary_cross_entropy": _in_memory_of(_loss_elements, 0),
-    "aten::col2im": _in_memory_of(lambda arguments: arguments["self"].numel(), 0),
+    "aten::native_batch_norm": _full_precision_statistics,
+    "aten::mse_loss": _in_larger_memory(_loss_elements, 0),
+    "aten::smooth_l1_loss": _in_larger_memory(_loss_elements, 0),
+    "aten::soft_margin_loss": _in_larger_memory(_loss_elements, 0),
+    "aten::binary_cross_entropy": _in_larger_memory(_loss_elements, 0),
+    "aten::col2im": _in_larger_memory(lambda arguments: arguments["self"].numel(), 0),
     "aten::mkldnn_rnn_layer": _lstm_workspace,
 }
 
 _CUDA_REPAIRS: dict[str, Repair] = {
-    "aten::_scaled_dot_product_efficient_attention": _state_of_generator,
+    "aten::_scaled_dot_product_efficient_attention": _generator_state,
     "aten::_cudnn_rnn": _cudnn_reserve,
 }

@@ -22,12 +22,12 @@ from outofcore._torch_internals import (
     FakeTensorMode,
     HigherOrderOperator,
     TorchDispatchMode,
-    global_optimizer_hooks,
+    has_global_optimizer_hooks,
 )
 from outofcore.analysis.chunks import extent
 from outofcore.capture.captured import CPU, Call, Ref, StateBinding, Value
 from outofcore.capture.device_traits import traits_of
-from outofcore.capture.mirror import Mirror, Mirrored
+from outofcore.capture.mirror import Mirror, MirroredState
 from outofcore.capture.operators import value_text
 from outofcore.capture.optimizers import (
     Member,
@@ -35,13 +35,13 @@ from outofcore.capture.optimizers import (
     Rehearsal,
     StateOwner,
     as_leaf,
-    is_torchs_own,
+    is_torch_optimizer,
     run_shadow,
-    updates_each_alone,
+    updates_independently,
 )
-from outofcore.capture.patching import capturing_thread, patched
+from outofcore.capture.patching import capturing_thread, patch_attribute
 from outofcore.capture.provenance import Provenance
-from outofcore.capture.refusals import higher_order, refusal
+from outofcore.capture.refusals import higher_order_refusal, refusal
 from outofcore.capture.tables import Tables, leaves_in
 from outofcore.errors import CaptureError, OutOfCoreError
 from outofcore.graph import StorageKind
@@ -67,7 +67,7 @@ def shape_of(tensor: torch.Tensor | Value) -> TensorShape:
     return TensorShape(tensor.dtype, tuple(tensor.shape), stride)
 
 
-class _PretendValues(TorchDispatchMode):
+class _StubValues(TorchDispatchMode):
     """Answer every read of a fake tensor's value with some number, and skip fused updates.
 
     An optimizer reads its step count only to compute factors, which do not affect its state's layout.
@@ -79,7 +79,7 @@ class _PretendValues(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if isinstance(func, HigherOrderOperator):
-            raise higher_order(func.name(), "")
+            raise higher_order_refusal(func.name(), "")
         name = func._schema.name
         if name == "aten::_local_scalar_dense":
             dtype = args[0].dtype
@@ -106,9 +106,9 @@ class StateLayouts:
     def __init__(self, optimizer: Optimizer, device: torch.device = CPU) -> None:
         self._optimizer = optimizer
         self._device = device
-        self._known: dict[Any, list[StateLayout]] = {}
+        self._layouts: dict[Any, list[StateLayout]] = {}
 
-    def learn(
+    def find(
         self,
         members: Sequence[tuple[int, torch.Tensor]],
         grads: Sequence[TensorShape | None],
@@ -122,12 +122,12 @@ class StateLayouts:
         entries = [self._optimizer.state.get(parameter, {}) for _, parameter in members]
         shapes = ranges or [shape_of(parameter) for _, parameter in members]
         alike = tuple(
-            (group, shape, parameter.device, grad, tuple((n, _plain(v)) for n, v in entry.items()))
+            (group, shape, parameter.device, grad, tuple((n, _layout_key(v)) for n, v in entry.items()))
             for (group, parameter), shape, grad, entry in zip(members, shapes, grads, entries, strict=True)
         )
-        if alike not in self._known:
-            self._known[alike] = self._rehearse(members, grads, shapes, entries)
-        return self._known[alike]
+        if alike not in self._layouts:
+            self._layouts[alike] = self._rehearse(members, grads, shapes, entries)
+        return self._layouts[alike]
 
     def _rehearse(
         self,
@@ -137,13 +137,13 @@ class StateLayouts:
         entries: Sequence[dict[str, Any]],
     ) -> list[StateLayout]:
         optimizer = self._optimizer
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, _PretendValues():
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, _StubValues():
             leaves: list[tuple[int, torch.Tensor]] = []
             for (group, _), grad, shape in zip(members, grads, shapes, strict=True):
                 fake = shape.empty(self._device)
                 leaves.append((group, as_leaf(fake, grad.empty(self._device) if grad else None)))
             state = [
-                {name: self._faked(value, mode, parameter, group) for name, value in entry.items()}
+                {name: self._make_fake(value, mode, parameter, group) for name, value in entry.items()}
                 for entry, (group, parameter) in zip(entries, members, strict=True)
             ]
             shadow = optimizer
@@ -168,7 +168,7 @@ class StateLayouts:
             for entry, (_, leaf) in zip(state, leaves, strict=True)
         ]
 
-    def _faked(self, value: Any, mode: FakeTensorMode, parameter: torch.Tensor, group: int) -> Any:
+    def _make_fake(self, value: Any, mode: FakeTensorMode, parameter: torch.Tensor, group: int) -> Any:
         if isinstance(value, torch.Tensor):
             # Moments move with their parameter, even if only one of the two is on the device now. So does a step count,
             # unless the optimizer keeps it on the CPU.
@@ -184,11 +184,11 @@ class StateLayouts:
         for name, value in entries.items():
             if isinstance(value, torch.Tensor):
                 if not isinstance(name, str):
-                    raise self._hidden(f"under the key {name!r}, which is not text,")
+                    raise self._hidden_state_error(f"under the key {name!r}, which is not text,")
                 if value.device == self._device:
                     tensors[name] = shape_of(value)
             elif leaves_in(value):
-                raise self._hidden(f"inside a {type(value).__name__} in its state {name!r}")
+                raise self._hidden_state_error(f"inside a {type(value).__name__} in its state {name!r}")
         return tensors
 
     def _check_hidden(self, shadow: Optimizer, leaves: Sequence[torch.Tensor]) -> None:
@@ -201,31 +201,31 @@ class StateLayouts:
         unassigned = [value for key, value in shadow.state.items() if id(key) not in allowed]
         for description, value in (*candidates, ("in its state, but not of one of its parameters", unassigned)):
             if leaves_in(value, FakeTensor):
-                raise self._hidden(description)
+                raise self._hidden_state_error(description)
 
-    def _hidden(self, location: str) -> CaptureError:
+    def _hidden_state_error(self, location: str) -> CaptureError:
         return CaptureError(
             f"{type(self._optimizer).__name__} keeps a tensor {location} where its bytes cannot be planned: state must "
             "be in optimizer.state[parameter][name]; keep it there, or use another optimizer"
         )
 
 
-def _plain(value: Any) -> Any:
+def _layout_key(value: Any) -> Any:
     """Return the part of a state entry that affects the layout."""
     return (shape_of(value), value.device) if isinstance(value, torch.Tensor) else type(value)
 
 
-_Member = tuple[int, Mirrored, int | None]  # group, parameter, value of its gradient
+_PendingMember = tuple[int, MirroredState, int | None]  # group, parameter, value of its gradient
 
 
 @dataclass
-class _Pending:
+class _PendingUpdate:
     """An update recorded in the trace before its state is known."""
 
     place: int  # index in ``Tables.ops``
     optimizer: int
     call: int  # number of the ``step`` call
-    members: Sequence[_Member]
+    members: Sequence[_PendingMember]
 
 
 class StepRecorder:
@@ -239,16 +239,16 @@ class StepRecorder:
         self._provenance = provenance
         self._by_real = mirror.by_real
         self._is_sharded = mirror.sharding is not None
-        self._pending: list[_Pending] = []
+        self._pending: list[_PendingUpdate] = []
         self._calls = 0
         self.bindings: list[StateBinding] = []
 
     @property
-    def called(self) -> bool:
+    def has_updates(self) -> bool:
         return bool(self._pending)
 
     @contextlib.contextmanager
-    def standing_in(self, written: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
+    def replace_steps(self, written: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
         """Record each ``optimizer.step()``; ``written`` receives the fakes that it may write."""
         known_ids, is_capturing = {id(optimizer) for optimizer in self._optimizers}, capturing_thread()
 
@@ -272,10 +272,10 @@ class StepRecorder:
             handle = register_optimizer_step_pre_hook(refuse)
             stack.callback(handle.remove)
             for index, optimizer in enumerate(self._optimizers):
-                stack.enter_context(patched(optimizer, "step", self._stand_in(index, written)))
+                stack.enter_context(patch_attribute(optimizer, "step", self._recording_step(index, written)))
             yield
 
-    def _stand_in(self, index: int, written: Callable[[list[torch.Tensor]], None]) -> Callable[..., None]:
+    def _recording_step(self, index: int, written: Callable[[list[torch.Tensor]], None]) -> Callable[..., None]:
         def step(closure: Any = None) -> None:
             if closure is not None:
                 raise refusal(
@@ -293,42 +293,42 @@ class StepRecorder:
         """Record an update and return the fakes that it may write."""
         optimizer = self._optimizers[index]
         self._calls += 1
-        members: list[_Member] = [
+        members: list[_PendingMember] = [
             (number, state, self._gradient(state))
             for number, group in enumerate(optimizer.param_groups)
             for state in [self._by_real[id(p)] for p in group["params"]]
         ]
         with DisableTorchFunction():
             touched = [t for _, state, _ in members for t in (state.fake, state.fake.grad) if t is not None]
-        if not updates_each_alone(optimizer):
+        if not updates_independently(optimizer):
             if any(grad is not None for _, _, grad in members):
-                self._append(index, members)
+                self._append_update(index, members)
             return touched
         # Updates that create state allocate differently, so they are grouped separately.
-        small: dict[tuple[int, bool], list[_Member]] = {}
+        small: dict[tuple[int, bool], list[_PendingMember]] = {}
         sizes = traits_of(self._tables.device).update_bytes
         for group, state, grad in members:
             if grad is None:
                 continue
             if self._bytes(state) >= sizes.alone:
-                self._append(index, [(group, state, grad)])
+                self._append_update(index, [(group, state, grad)])
                 continue
             key = group, bool(optimizer.state.get(state.real))
             chunk = small.setdefault(key, [])
             if sum(self._bytes(queued) for _, queued, _ in chunk) + self._bytes(state) > sizes.chunk:
-                self._append(index, chunk)
+                self._append_update(index, chunk)
                 chunk = small[key] = []
             chunk.append((group, state, grad))
         for chunk in small.values():
-            self._append(index, chunk)
+            self._append_update(index, chunk)
         return touched
 
-    def _bytes(self, state: Mirrored) -> int:
+    def _bytes(self, state: MirroredState) -> int:
         """Return the bytes that are updated, the same in all processes."""
         traced = state.traced
         return state.real.numel() * state.real.element_size() if traced is None else traced.shard.chunk_bytes
 
-    def _gradient(self, state: Mirrored) -> int | None:
+    def _gradient(self, state: MirroredState) -> int | None:
         with DisableTorchFunction():
             grad = state.fake.grad
         if grad is None:
@@ -341,26 +341,26 @@ class StepRecorder:
             )
         if state.traced is not None:
             state.traced.sync()
-            return state.traced.own_gradient(grad)
+            return state.traced.own_gradient_value(grad)
         storage = self._tables.storages[self._tables.storage_of(grad)]
         if storage.created and storage.kind is StorageKind.ACTIVATION:
             storage.kind, storage.name = StorageKind.GRADIENT, f"{state.name}.grad"
         return self._tables.value_of(grad)
 
-    def _append(self, index: int, chunk: Sequence[_Member]) -> None:
-        _, source = self._provenance.here()
+    def _append_update(self, index: int, chunk: Sequence[_PendingMember]) -> None:
+        _, source = self._provenance.locate_op()
         place = self._tables.append(
             f"optimizer.{type(self._optimizers[index]).__name__}",
-            Call(_unfinished, (), {}, ()),
+            Call(_placeholder_update, (), {}, ()),
             rerunnable=False,
-            random=not is_torchs_own(self._optimizers[index]),
+            random=not is_torch_optimizer(self._optimizers[index]),
             module=chunk[0][1].name.rpartition(".")[0],
             source=source,
         )
-        self._pending.append(_Pending(place, index, self._calls, chunk))
+        self._pending.append(_PendingUpdate(place, index, self._calls, chunk))
         for _, state, _ in chunk:
             if state.traced is not None:
-                state.traced.updated()
+                state.traced.gather_updated()
 
     def finish(self) -> None:
         """Find the state of every recorded update and complete its op, outside of all modes."""
@@ -368,22 +368,22 @@ class StepRecorder:
         created: list[set[tuple[int, str, int]]] = [set() for _ in self._optimizers]
         values_by_state: dict[tuple[int, int, str], int] = {}
         for pending in self._pending:
-            members, values = self._states_of(pending, layouts[pending.optimizer], values_by_state)
+            members, values = self._bind_states(pending, layouts[pending.optimizer], values_by_state)
             update = OptimizerUpdate(self._optimizers[pending.optimizer], members, created[pending.optimizer])
-            self._complete(pending, update, values)
+            self._complete_op(pending, update, values)
 
-    def _states_of(
-        self, pending: _Pending, layouts: StateLayouts, values_by_state: dict[tuple[int, int, str], int]
+    def _bind_states(
+        self, pending: _PendingUpdate, layouts: StateLayouts, values_by_state: dict[tuple[int, int, str], int]
     ) -> tuple[list[Member], list[list[int]]]:
         optimizer = self._optimizers[pending.optimizer]
         reals = [(group, state.real) for group, state, _ in pending.members]
         grads = [None if g is None else shape_of(self._tables.values[g]) for _, _, g in pending.members]
-        shapes = [shape_of(self._tables.values[state.lasting[1]]) for _, state, _ in pending.members]
-        if updates_each_alone(optimizer):
+        shapes = [shape_of(self._tables.values[state.persistent[1]]) for _, state, _ in pending.members]
+        if updates_independently(optimizer):
             rows = zip(reals, grads, shapes, strict=True)
-            state_layouts = [layouts.learn([real], [grad], [shape])[0] for real, grad, shape in rows]
+            state_layouts = [layouts.find([real], [grad], [shape])[0] for real, grad, shape in rows]
         else:
-            state_layouts = layouts.learn(reals, grads, shapes)
+            state_layouts = layouts.find(reals, grads, shapes)
         members: list[Member] = []
         values: list[list[int]] = []
         # Parameters that are updated separately were rehearsed separately; the groups define their order.
@@ -399,21 +399,21 @@ class StepRecorder:
                 is_real = isinstance(real, torch.Tensor) and not self._is_sharded
                 shape = shape_of(real) if is_real else planned
                 if key not in values_by_state:
-                    values_by_state[key] = self._bind(pending.optimizer, state, name, shape)
+                    values_by_state[key] = self._bind_state(pending.optimizer, state, name, shape)
                 state_values.append(values_by_state[key])
-            place = places[id(state.real)] if updates_each_alone(optimizer) else layout.place
+            place = places[id(state.real)] if updates_independently(optimizer) else layout.place
             rank = pending.call, place
             members.append(Member(state.real, group, tuple(layout.tensors), rank=rank, order=layout.order))
             values.append(state_values)
         return members, values
 
-    def _bind(self, index: int, state: Mirrored, name: str, shape: TensorShape) -> int:
+    def _bind_state(self, index: int, state: MirroredState, name: str, shape: TensorShape) -> int:
         optimizer = self._optimizers[index]
         count, traced = shape.bytes, state.traced
         if traced is not None and shape.shape == (traced.shard.count,):
-            count = traced.shard.chunks.each * shape.dtype.itemsize  # the same in all processes
-        storage = self._tables.add_plain(count, StorageKind.OPTIMIZER_STATE, f"{state.name}.{name}")
-        value = self._tables.value(Value(storage, shape.dtype, shape.shape, shape.stride))
+            count = traced.shard.chunks.chunk_elements * shape.dtype.itemsize  # the same in all processes
+        storage = self._tables.add_storage(count, StorageKind.OPTIMIZER_STATE, f"{state.name}.{name}")
+        value = self._tables.index_of(Value(storage, shape.dtype, shape.shape, shape.stride))
         real = optimizer.state.get(state.real, {}).get(name)
         self.bindings.append(
             StateBinding(
@@ -426,9 +426,9 @@ class StepRecorder:
         )
         return value
 
-    def _complete(self, pending: _Pending, update: OptimizerUpdate, states: list[list[int]]) -> None:
+    def _complete_op(self, pending: _PendingUpdate, update: OptimizerUpdate, states: list[list[int]]) -> None:
         values = self._tables.values
-        params = [state.lasting[1] for _, state, _ in pending.members]
+        params = [state.persistent[1] for _, state, _ in pending.members]
         grads = [None if grad is None else Ref(grad) for _, _, grad in pending.members]
         args = (
             [Ref(value) for value in params],
@@ -437,7 +437,7 @@ class StepRecorder:
         )
         written = [*params, *(value for row in states for value in row)]
         read = [*written, *(grad.value for grad in grads if grad is not None)]
-        if not is_torchs_own(update.optimizer):
+        if not is_torch_optimizer(update.optimizer):
             # An unknown class may add weight decay to the gradient in place.
             written = read
         op, _ = self._tables.ops[pending.place]
@@ -458,7 +458,7 @@ UpdateArguments = tuple[Sequence[Ref], Sequence[Ref | None], Sequence[Sequence[R
 
 def call_of_update(update: OptimizerUpdate, args: UpdateArguments) -> Call:
     rehearsal = Rehearsal(update)
-    return Call(update, args, {}, (), rehearsal, rehearsal.first if rehearsal.makes_state else None)
+    return Call(update, args, {}, (), rehearsal, rehearsal.run_first if rehearsal.creates_state else None)
 
 
 def family_of_update(name: str, update: OptimizerUpdate, args: UpdateArguments, values: Sequence[Value]) -> str:
@@ -467,12 +467,12 @@ def family_of_update(name: str, update: OptimizerUpdate, args: UpdateArguments, 
         + "+".join(value_text(values[ref.value]) for ref in states)
         for p, g, states in zip(*args, strict=True)
     )
-    first = "first; " if update.is_first() else ""
+    first = "first; " if update.creates_state() else ""
     more = "" if all(member.is_last for member in update.members) else "others follow; "
-    return f"{name}({_settings(update)}; {first}{more}{texts})"
+    return f"{name}({_settings_text(update)}; {first}{more}{texts})"
 
 
-def _settings(update: OptimizerUpdate) -> str:
+def _settings_text(update: OptimizerUpdate) -> str:
     """Format the group settings that affect which kernels run.
 
     Numbers count only as zero or nonzero: their other values may change between steps without other kernels.
@@ -481,24 +481,24 @@ def _settings(update: OptimizerUpdate) -> str:
     parts: list[str] = []
     for index in groups:
         for name, value in sorted(update.optimizer.param_groups[index].items()):
-            if name not in _RATES and (text := _setting(value)) is not None:
+            if name not in _RATES and (text := _setting_text(value)) is not None:
                 parts.append(f"{name}={text}")
     return ",".join(parts)
 
 
-def _setting(value: object) -> str | None:
+def _setting_text(value: object) -> str | None:
     match value:
         case None | bool() | str():
             return str(value)
         case int() | float():
             return "0" if value == 0 else "number"
         case (int() | float(), *_):
-            return " ".join(str(_setting(item)) for item in value)
+            return " ".join(str(_setting_text(item)) for item in value)
         case _:
             return None
 
 
-def _unfinished(*_: Any) -> None:
+def _placeholder_update(*_: Any) -> None:
     """Placeholder for an update until its state is known."""
 
 
@@ -526,7 +526,7 @@ _UNSUPPORTED: tuple[tuple[Callable[[Any], Any], str, str], ...] = (
         "create it with differentiable=False",
     ),
     (
-        lambda o: o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks or global_optimizer_hooks(),
+        lambda o: o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks or has_global_optimizer_hooks(),
         "hooks are registered on its step, and an update runs a few parameters at a time",
         "do their work before or after optimizer.step() in the training step",
     ),

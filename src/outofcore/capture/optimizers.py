@@ -30,21 +30,21 @@ _ELEMENTWISE = frozenset({SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RA
 # With narrower dtypes PyTorch rounds differently at the end of a range, so ranges would change the bits.
 _DTYPES = frozenset({torch.float32, torch.float64})
 # Settings that update all parameters in one call, or in native code that needs no pieces.
-_AT_ONCE = ("foreach", "fused", "capturable", "differentiable")
+_SINGLE_CALL_SETTINGS = ("foreach", "fused", "capturable", "differentiable")
 
 
 @dataclass(frozen=True)
-class Piece:
+class UpdatePiece:
     """A parameter of an update, or a range of one."""
 
     member: int  # index of the parameter in its update
     parameter: torch.Tensor
     gradient: torch.Tensor | None
     states: tuple[torch.Tensor, ...]  # counts are copies, except in the last piece
-    own: dict[str, Any]  # state that the update does not place
+    unplaced: dict[str, Any]  # state that the update does not place
 
 
-def pieces_of(optimizer: Optimizer, group: int, whole: Piece) -> list[Piece]:
+def pieces_of(optimizer: Optimizer, group: int, whole: UpdatePiece) -> list[UpdatePiece]:
     """Split a long parameter into the pieces in which it is updated, if that gives the same bits."""
     if not _can_be_cut(optimizer, optimizer.param_groups[group], whole):
         return [whole]
@@ -56,32 +56,32 @@ def pieces_of(optimizer: Optimizer, group: int, whole: Piece) -> list[Piece]:
         return tensor.view(-1).narrow(0, start, min(PIECE_ELEMENTS, count - start))
 
     return [
-        Piece(
+        UpdatePiece(
             whole.member,
             slice_of(whole.parameter, start),
             None if whole.gradient is None else slice_of(whole.gradient, start),
             tuple(slice_of(tensor, start) for tensor in whole.states),
-            dict(whole.own),
+            dict(whole.unplaced),
         )
         for start in range(0, count, PIECE_ELEMENTS)
     ]
 
 
-def _goes_one_by_one(optimizer: Optimizer, settings: dict[str, Any]) -> bool:
+def _updates_one_by_one(optimizer: Optimizer, settings: dict[str, Any]) -> bool:
     """Return whether an optimizer updates elementwise, and one parameter after the other."""
-    return type(optimizer) in _ELEMENTWISE and not any(settings.get(name) for name in _AT_ONCE)
+    return type(optimizer) in _ELEMENTWISE and not any(settings.get(name) for name in _SINGLE_CALL_SETTINGS)
 
 
-def _can_be_cut(optimizer: Optimizer, settings: dict[str, Any], whole: Piece) -> bool:
+def _can_be_cut(optimizer: Optimizer, settings: dict[str, Any], whole: UpdatePiece) -> bool:
     parameter, gradient = whole.parameter, whole.gradient
     if (
         parameter.numel() < 2 * PIECE_ELEMENTS
-        or not _goes_one_by_one(optimizer, settings)
+        or not _updates_one_by_one(optimizer, settings)
         or not traits_of(parameter.device).updates_ranges
         or parameter.dtype not in _DTYPES
         or parameter.ndim == 0
         or gradient is None
-        or any(isinstance(value, torch.Tensor) for value in whole.own.values())
+        or any(isinstance(value, torch.Tensor) for value in whole.unplaced.values())
     ):
         return False
     return all(
@@ -128,13 +128,13 @@ class Member:
         return id(self.parameter), name, self.start
 
 
-def updates_each_alone(optimizer: Optimizer) -> bool:
+def updates_independently(optimizer: Optimizer) -> bool:
     """Return whether an optimizer updates each parameter from its own gradient and state only.
 
     The classes of ``torch.optim`` do. Other classes declare it with an attribute ``outofcore_independent = True``.
     Without it, one op updates all parameters, which must then be on the device together.
     """
-    return is_torchs_own(optimizer) or bool(getattr(optimizer, "outofcore_independent", False))
+    return is_torch_optimizer(optimizer) or bool(getattr(optimizer, "outofcore_independent", False))
 
 
 def updates_elementwise(optimizer: Optimizer) -> bool:
@@ -146,7 +146,7 @@ def updates_elementwise(optimizer: Optimizer) -> bool:
     return type(optimizer) in _ELEMENTWISE or bool(getattr(optimizer, "outofcore_elementwise", False))
 
 
-def is_torchs_own(optimizer: Optimizer) -> bool:
+def is_torch_optimizer(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
 
 
@@ -186,13 +186,13 @@ class OptimizerUpdate:
         self.optimizer = optimizer
         self.members = tuple(members)
         self._created = created  # keys of existing state; shared by the updates of a capture
-        self.forgotten = 0  # calls of ``forget``
+        self.forget_count = 0  # calls of ``forget``
         # Set if the optimizer keeps state that it did not keep, or kept differently, at capture. That state stays in
         # ``optimizer.state``, outside of the plan, until the step is captured again.
-        self.is_outgrown = False
+        self.needs_recapture = False
 
     @classmethod
-    def joined(cls, updates: Sequence[OptimizerUpdate]) -> OptimizerUpdate:
+    def join(cls, updates: Sequence[OptimizerUpdate]) -> OptimizerUpdate:
         """Combine updates of one capture and one optimizer, in their order."""
         first = updates[0]
         return cls(first.optimizer, [member for update in updates for member in update.members], first._created)
@@ -202,14 +202,14 @@ class OptimizerUpdate:
         if len(self.members) != 1:
             return False
         (member,) = self.members
-        one_by_one = _goes_one_by_one(self.optimizer, self.optimizer.param_groups[member.group])
+        one_by_one = _updates_one_by_one(self.optimizer, self.optimizer.param_groups[member.group])
         # A count that is a plain number is no storage, so no dependency would order its change after all ranges.
         counts = self.optimizer.state.get(member.parameter, {}).values()
         if not all(value is None or isinstance(value, torch.Tensor) for value in counts):
             return False
         return one_by_one and member.parameter.dtype in _DTYPES and member.start == 0 and member.is_last
 
-    def of_range(self, start: int, *, is_last: bool) -> OptimizerUpdate:
+    def for_range(self, start: int, *, is_last: bool) -> OptimizerUpdate:
         """Return the update of the range that begins with element ``start``."""
         (member,) = self.members
         return OptimizerUpdate(self.optimizer, [replace(member, start=start, is_last=is_last)], self._created)
@@ -218,25 +218,25 @@ class OptimizerUpdate:
     def name(self) -> str:
         return f"optimizer.{type(self.optimizer).__name__}"
 
-    def is_first(self) -> bool:
-        return not all(all(self._present(member)) for member in self.members)
+    def creates_state(self) -> bool:
+        return not all(all(self._existing(member)) for member in self.members)
 
     def forget(self) -> None:
         """Create the state again at the next call, unless it is in ``optimizer.state``."""
-        self.forgotten += 1
+        self.forget_count += 1
         for member in self.members:
             self._created.difference_update(map(member.key, member.names))
 
-    def made(self) -> Iterator[tuple[int, str]]:
+    def created_state(self) -> Iterator[tuple[int, str]]:
         """Yield the state that updates have created in its place: parameter id and name."""
         return ((parameter, name) for parameter, name, _ in self._created)
 
-    def kept_by_optimizer(self) -> Iterator[torch.Tensor]:
+    def optimizer_tensors(self) -> Iterator[torch.Tensor]:
         """Yield tensors in the optimizer's state, settings and attributes."""
         optimizer = self.optimizer
         for member in self.members:
             yield from leaves_in(optimizer.state.get(member.parameter, {}))
-        if is_torchs_own(optimizer):
+        if is_torch_optimizer(optimizer):
             return
         for key, value in optimizer.state.items():
             if not isinstance(key, torch.Tensor):
@@ -245,33 +245,33 @@ class OptimizerUpdate:
             yield from leaves_in([value for name, value in group.items() if name != "params"])
         yield from leaves_in([value for name, value in optimizer.__dict__.items() if name not in _SHADOWED])
 
-    def _present(self, member: Member) -> list[bool]:
+    def _existing(self, member: Member) -> list[bool]:
         entries = self.optimizer.state.get(member.parameter, {})
         return [
             member.key(name) in self._created or isinstance(entries.get(name), torch.Tensor) for name in member.names
         ]
 
-    def on(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States) -> UpdateOn:
+    def bind(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States) -> BoundUpdate:
         """Bind the update to tensors that stay the same from call to call."""
-        return UpdateOn(self, params, grads, states)
+        return BoundUpdate(self, params, grads, states)
 
-    def _own_entries(self, member: Member) -> dict[str, Any]:
+    def _unplaced_entries(self, member: Member) -> dict[str, Any]:
         entries = self.optimizer.state.get(member.parameter, {})
         unplaced = {n: v for n, v in entries.items() if n not in member.names or not isinstance(v, torch.Tensor)}
         return unplaced if member.is_last else copy.deepcopy(unplaced)
 
     def __call__(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States) -> None:
         """Update ``params`` and ``states`` in place; raises ``StateError`` for unknown state of a range."""
-        present = [self._present(member) for member in self.members]
-        entries_of_members = [self._own_entries(member) for member in self.members]
+        present = [self._existing(member) for member in self.members]
+        entries_of_members = [self._unplaced_entries(member) for member in self.members]
         shadow, remaining = self._run(params, grads, states, present, entries_of_members)
         for member, entries in zip(self.members, remaining, strict=True):
             self._created.update(member.key(name) for name in member.names if name not in entries)
-            unplaced = _without_unmade(entries)
+            unplaced = _without_missing(entries)
             if unplaced and member.is_last:
                 self.optimizer.state[member.parameter].update(unplaced)
-        if not is_torchs_own(self.optimizer):
-            self._mirror(shadow)
+        if not is_torch_optimizer(self.optimizer):
+            self._copy_attributes(shadow)
 
     def _run(
         self,
@@ -282,12 +282,12 @@ class OptimizerUpdate:
         unplaced_entries: list[dict[str, Any]],
     ) -> tuple[Optimizer, list[dict[str, Any]]]:
         """Step once, and return the shadow and the state that has no tensor in ``states``."""
-        pieces: list[Piece] = []
+        pieces: list[UpdatePiece] = []
         rows = zip(self.members, params, grads, states, present, unplaced_entries, strict=True)
         for index, (member, param, grad, tensors, has_state, entries) in enumerate(rows):
             # Counts must change with the last range only.
             given_states = [tensor if tensor.ndim or member.is_last else tensor.clone() for tensor in tensors]
-            whole = Piece(index, param, grad, tuple(given_states), dict(entries))
+            whole = UpdatePiece(index, param, grad, tuple(given_states), dict(entries))
             is_uniform = all(has_state) or not any(has_state)  # else the missing state may be created differently
             pieces += pieces_of(self.optimizer, member.group, whole) if is_uniform else [whole]
         # New state is copied to its tensor. Piece by piece, only a small part exists twice.
@@ -298,13 +298,15 @@ class OptimizerUpdate:
             shadow = self._step(batch, present, unplaced)
         return shadow, unplaced
 
-    def _step(self, pieces: Sequence[Piece], present: list[list[bool]], unplaced: list[dict[str, Any]]) -> Optimizer:
+    def _step(
+        self, pieces: Sequence[UpdatePiece], present: list[list[bool]], unplaced: list[dict[str, Any]]
+    ) -> Optimizer:
         """Step on some pieces, and store their remaining state in ``unplaced``."""
         leaves = [as_leaf(piece.parameter, piece.gradient) for piece in pieces]
         entries: list[dict[str, Any]] = []
         for piece in pieces:
             states = zip(self.members[piece.member].names, piece.states, present[piece.member], strict=True)
-            entries.append(piece.own | {name: tensor for name, tensor, has_state in states if has_state})
+            entries.append(piece.unplaced | {name: tensor for name, tensor, has_state in states if has_state})
         groups = [self.members[piece.member].group for piece in pieces]
         shadow = run_shadow(self.optimizer, list(zip(groups, leaves, strict=True)), entries)
         with torch.no_grad():
@@ -312,11 +314,13 @@ class OptimizerUpdate:
                 if leaf.data_ptr() != piece.parameter.data_ptr():
                     piece.parameter.copy_(leaf)
                 state, device = dict(shadow.state.get(leaf) or {}), piece.parameter.device
-                unplaced[piece.member] = self._adopt(self.members[piece.member], state, piece.states, device, piece.own)
+                unplaced[piece.member] = self._store_state(
+                    self.members[piece.member], state, piece.states, device, piece.unplaced
+                )
                 leaf.grad = None
         return shadow
 
-    def _adopt(
+    def _store_state(
         self,
         member: Member,
         entries: dict[str, Any],
@@ -330,29 +334,29 @@ class OptimizerUpdate:
         tensor.
         """
         for name, tensor in zip(member.names, tensors, strict=True):
-            created = entries.setdefault(name, _UNMADE)
-            if created is None or created is _UNMADE:
+            created = entries.setdefault(name, _MISSING)
+            if created is None or created is _MISSING:
                 continue
             if not isinstance(created, torch.Tensor) or created.shape != tensor.shape or created.dtype != tensor.dtype:
-                self._outgrow(member, name)
+                self._require_recapture(member, name)
                 continue
             if created is not tensor:
                 tensor.copy_(created)
             del entries[name]
         for name, created in entries.items():
             if isinstance(created, torch.Tensor) and created.device == device and created is not user_state.get(name):
-                self._outgrow(member, name)
+                self._require_recapture(member, name)
         return entries
 
-    def _outgrow(self, member: Member, name: str) -> None:
+    def _require_recapture(self, member: Member, name: str) -> None:
         if member.start or not member.is_last:
             raise StateError(
                 f"{type(self.optimizer).__name__} keeps its state {name!r} otherwise than when the step was captured, "
                 "and updates a parameter range by range; remove its attribute outofcore_elementwise"
             )
-        self.is_outgrown = True
+        self.needs_recapture = True
 
-    def _mirror(self, shadow: Optimizer) -> None:
+    def _copy_attributes(self, shadow: Optimizer) -> None:
         """Copy changed attributes, settings and shared state to the user's optimizer."""
         for name, value in shadow.__dict__.items():
             if name not in _SHADOWED and self.optimizer.__dict__.get(name) is not value:
@@ -380,12 +384,12 @@ class StateOrder:
                 if member.rank < first.rank:
                     members[id(member.parameter)] = member
         self._before: dict[int, dict[Any, list[Any]]] | None = None
-        self._is_made = False
+        self._creates_state = False
 
-    def begin(self, *, is_made: bool) -> None:
+    def begin(self, *, creates_state: bool) -> None:
         """Record the state before a step; ``creates_state`` means that the step will create state tensors."""
-        self._before, self._is_made = None, is_made
-        if is_made or any(
+        self._before, self._creates_state = None, creates_state
+        if creates_state or any(
             m.parameter not in o.state for o, members in self._members.values() for m in members.values()
         ):
             self._before = {
@@ -397,19 +401,21 @@ class StateOrder:
         """Sort the state added since ``begin``."""
         for number, before in (self._before or {}).items():
             optimizer, members = self._members[number]
-            if not self._is_made and len(optimizer.state) == len(before):
+            if not self._creates_state and len(optimizer.state) == len(before):
                 continue
             ranks = {parameter: member.rank for parameter, member in members.items()}
-            _order(optimizer.state, before, lambda key, ranks=ranks: ranks.get(id(key)))
+            _sort_added(optimizer.state, before, lambda key, ranks=ranks: ranks.get(id(key)))
             for member in members.values():
                 entry = optimizer.state.get(member.parameter)
                 if isinstance(entry, dict):
                     places = {name: (0, place) for place, name in enumerate(member.order)}
-                    _order(entry, before.get(member.parameter, ()), places.get)
+                    _sort_added(entry, before.get(member.parameter, ()), places.get)
         self._before = None
 
 
-def _order(table: dict[Any, Any], before: Container[Any], rank_of: Callable[[Any], tuple[int, int] | None]) -> None:
+def _sort_added(
+    table: dict[Any, Any], before: Container[Any], rank_of: Callable[[Any], tuple[int, int] | None]
+) -> None:
     """Sort the added entries of a table by rank; entries without a rank keep their position."""
     added = [key for key in table if key not in before]
     ranked = iter(sorted([key for key in added if rank_of(key) is not None], key=lambda key: rank_of(key) or (0, 0)))
@@ -422,35 +428,39 @@ class Rehearsal:
 
     def __init__(self, update: OptimizerUpdate) -> None:
         self._update = update
-        self.makes_state = update.is_first()  # whether the next real update creates state
-        self._left: list[dict[str, Any]] | None = None
+        self.creates_state = update.creates_state()  # whether the next real update creates state
+        self._unplaced: list[dict[str, Any]] | None = None
 
     # An update that creates state allocates differently.
-    def first(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States) -> None:
+    def run_first(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States) -> None:
         members = self._update.members
         absent = [[False] * len(member.names) for member in members]
-        self._left = self._run(params, grads, states, absent, [{} for _ in members])
+        self._unplaced = self._run(params, grads, states, absent, [{} for _ in members])
 
     def __call__(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States) -> None:
         members = self._update.members
-        if self._left is None and self.makes_state:
-            self.first(params, grads, states)
+        if self._unplaced is None and self.creates_state:
+            self.run_first(params, grads, states)
         # Uninitialised counts could overflow in the optimizer's arithmetic.
         for tensor in (tensor for tensors in states for tensor in tensors if tensor.ndim == 0):
             tensor.fill_(1)
-        unplaced = self._left if self._left is not None else [self._update._own_entries(member) for member in members]
+        unplaced = (
+            self._unplaced
+            if self._unplaced is not None
+            else [self._update._unplaced_entries(member) for member in members]
+        )
         present = [[True] * len(member.names) for member in members]
         self._run(params, grads, states, present, [copy.deepcopy(entries) for entries in unplaced])
 
     def _run(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States, *state_args: Any) -> Any:
-        before = self._update.is_outgrown
+        before = self._update.needs_recapture
         try:
-            return [_without_unmade(entry) for entry in self._update._run(params, grads, states, *state_args)[1]]
+            return [_without_missing(entry) for entry in self._update._run(params, grads, states, *state_args)[1]]
         finally:
-            self._update.is_outgrown = before  # a rehearsal must not change it
+            self._update.needs_recapture = before  # a rehearsal must not change it
 
 
-class UpdateOn:
+class BoundUpdate:
     """An ``OptimizerUpdate`` bound to fixed tensors, so that the optimizer's arguments are built once.
 
     Settings and the user's state are read at each call. It falls back to the update while state is missing, for
@@ -461,62 +471,62 @@ class UpdateOn:
         self, update: OptimizerUpdate, params: Tensors, grads: Sequence[torch.Tensor | None], states: States
     ) -> None:
         self._update = update
-        self.name, self.kept_by_optimizer = update.name, update.kept_by_optimizer
+        self.name, self.optimizer_tensors = update.name, update.optimizer_tensors
         self._params, self._grads, self._states = tuple(params), tuple(grads), tuple(map(tuple, states))
         self._placed = [dict(zip(m.names, rows, strict=True)) for m, rows in zip(update.members, states, strict=True)]
-        self._kept = self._may_be_kept()
+        self._is_reusable = self._can_reuse_shadow()
         self._shadow: Optimizer | None = None  # set when all state exists
         self._leaves: list[torch.nn.Parameter] = []
         self._groups: dict[int, list[torch.nn.Parameter]] = {}
         self._addresses: list[int] = []
-        self._forgotten = 0
+        self._forget_count = 0
         # The user's state entries for each parameter, and those without a bound tensor, as of the last look.
-        self._own: list[dict[str, Any]] = []
+        self._entries: list[dict[str, Any]] = []
         self._lengths: list[int] = []
-        self._others: list[tuple[dict[str, Any], str]] = []
-        self._other_values: list[Any] = []
+        self._unplaced: list[tuple[dict[str, Any], str]] = []
+        self._unplaced_values: list[Any] = []
         self._values: list[Any] = []  # all state passed to the optimizer's code
 
     def __call__(self, *_: Any) -> None:
         """Update the bound tensors; arguments are ignored."""
         update, shadow = self._update, self._shadow
-        if shadow is not None and self._forgotten == update.forgotten:
+        if shadow is not None and self._forget_count == update.forget_count:
             self._step(shadow)
             return
-        can_keep = self._kept and not update.is_first()
+        can_keep = self._is_reusable and not update.creates_state()
         update(self._params, self._grads, self._states)
         if can_keep:
-            self._keep()
+            self._make_shadow()
 
-    def _may_be_kept(self) -> bool:
+    def _can_reuse_shadow(self) -> bool:
         update, groups = self._update, self._update.optimizer.param_groups
         rows = zip(update.members, self._params, self._grads, self._states, strict=True)
         if not all(member.is_last for member in update.members):
             return False
-        return is_torchs_own(update.optimizer) and not any(
-            _can_be_cut(update.optimizer, groups[member.group], Piece(place, param, grad, states, {}))
+        return is_torch_optimizer(update.optimizer) and not any(
+            _can_be_cut(update.optimizer, groups[member.group], UpdatePiece(place, param, grad, states, {}))
             for place, (member, param, grad, states) in enumerate(rows)
         )
 
-    def _keep(self) -> None:
+    def _make_shadow(self) -> None:
         update = self._update
-        self._forgotten = update.forgotten
+        self._forget_count = update.forget_count
         self._leaves = [as_leaf(param, grad) for param, grad in zip(self._params, self._grads, strict=True)]
         self._addresses = [param.data_ptr() for param in self._params]
         self._groups = {}
         for member, leaf in zip(update.members, self._leaves, strict=True):
             self._groups.setdefault(member.group, []).append(leaf)
-        self._own = []
+        self._entries = []
         self._shadow = object.__new__(type(update.optimizer))
         self._shadow.state = defaultdict(dict)
 
     def _step(self, shadow: Optimizer) -> None:
         update = self._update
         optimizer, state = update.optimizer, shadow.state
-        entries = [optimizer.state.get(member.parameter) or _NOTHING for member in update.members]
-        if not self._is_as_seen(entries):
-            self._look_at(entries, state)
-        self._own = []  # an error during the step must not leave it valid
+        entries = [optimizer.state.get(member.parameter) or _NO_STATE for member in update.members]
+        if not self._is_unchanged(entries):
+            self._store_entries(entries, state)
+        self._entries = []  # an error during the step must not leave it valid
         shadow.__dict__.update(optimizer.__dict__)
         shadow.__dict__.pop("step", None)
         shadow.__dict__.update(without_hooks(optimizer))
@@ -527,29 +537,29 @@ class UpdateOn:
         with torch.no_grad():
             plain_optimizer_step(type(optimizer))(shadow)
             pointers = [leaf.data_ptr() for leaf in self._leaves]
-            if pointers != self._addresses or not _are(list(_values_of(state)), self._values):
-                self._bring_back(pointers, entries, state)
+            if pointers != self._addresses or not _are_identical(list(_values_of(state)), self._values):
+                self._copy_back(pointers, entries, state)
                 return
-        self._own = entries
+        self._entries = entries
 
-    def _is_as_seen(self, current: list[dict[str, Any]]) -> bool:
+    def _is_unchanged(self, current: list[dict[str, Any]]) -> bool:
         """Return whether the user's optimizer state is unchanged since ``_store_entries``."""
         return (
-            _are(current, self._own)
+            _are_identical(current, self._entries)
             and list(map(len, current)) == self._lengths
-            and _are([entries.get(name) for entries, name in self._others], self._other_values)
+            and _are_identical([entries.get(name) for entries, name in self._unplaced], self._unplaced_values)
         )
 
-    def _look_at(self, current: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
+    def _store_entries(self, current: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
         for leaf, entries, placed in zip(self._leaves, current, self._placed, strict=True):
             state[leaf] = {**entries, **placed}
         self._lengths = list(map(len, current))
         pairs = list(zip(current, self._placed, strict=True))
-        self._others = [(entries, name) for entries, placed in pairs for name in entries if name not in placed]
-        self._other_values = [entries[name] for entries, name in self._others]
+        self._unplaced = [(entries, name) for entries, placed in pairs for name in entries if name not in placed]
+        self._unplaced_values = [entries[name] for entries, name in self._unplaced]
         self._values = list(_values_of(state))
 
-    def _bring_back(self, pointers: list[int], current: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
+    def _copy_back(self, pointers: list[int], current: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
         for index, leaf in enumerate(self._leaves):
             if pointers[index] != self._addresses[index]:
                 self._params[index].copy_(leaf)
@@ -557,30 +567,32 @@ class UpdateOn:
             created, placed, entries = state[leaf], self._placed[index], current[index]
             for name, value in created.items():
                 if value is not placed.get(name) and value is not entries.get(name):
-                    self._take_over(index, created)
+                    self._copy_replaced_state(index, created)
                     break
 
-    def _take_over(self, place: int, created: dict[str, Any]) -> None:
+    def _copy_replaced_state(self, place: int, created: dict[str, Any]) -> None:
         """Copy replaced state into the bound tensors."""
         update, member, param = self._update, self._update.members[place], self._params[place]
-        remaining = _without_unmade(update._adopt(member, dict(created), self._states[place], param.device, _NOTHING))
+        remaining = _without_missing(
+            update._store_state(member, dict(created), self._states[place], param.device, _NO_STATE)
+        )
         if remaining:
             update.optimizer.state[member.parameter].update(remaining)
 
 
-_NOTHING: dict[str, Any] = {}
-_UNMADE = object()  # marks state that an optimizer has not created
+_NO_STATE: dict[str, Any] = {}
+_MISSING = object()  # marks state that an optimizer has not created
 
 
-def _without_unmade(entries: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in entries.items() if value is not _UNMADE}
+def _without_missing(entries: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entries.items() if value is not _MISSING}
 
 
 def _values_of(state: dict[Any, dict[str, Any]]) -> Iterator[Any]:
     return chain.from_iterable([entries.values() for entries in state.values()])
 
 
-def _are(first: list[Any], second: list[Any]) -> bool:
+def _are_identical(first: list[Any], second: list[Any]) -> bool:
     """Return whether two lists contain the same objects."""
     return len(first) == len(second) and all(map(is_, first, second))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 # Held while a step is captured or measured. Captures replace functions of PyTorch, and measurements that run
 # concurrently would distort each other.
-TURN = threading.RLock()
+CAPTURE_LOCK = threading.RLock()
 
 
 def capturing_thread() -> Callable[[], bool]:
@@ -27,14 +27,14 @@ def class_method(owner: type, name: str) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+def patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set ``owner.name`` to ``value`` for this thread, and restore the exact original afterwards."""
     attributes = vars(owner)
     existed, old = name in attributes, attributes.get(name)
     if isinstance(value, classmethod):
-        replacement: Any = classmethod(_for_this_thread(value.__func__, class_method(owner, name)))
+        replacement: Any = classmethod(_restrict_to_thread(value.__func__, class_method(owner, name)))
     else:
-        replacement = _for_this_thread(value, old if existed else getattr(owner, name))
+        replacement = _restrict_to_thread(value, old if existed else getattr(owner, name))
     setattr(owner, name, replacement)
     try:
         yield
@@ -45,7 +45,7 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
 
 
-def _for_this_thread(value: Any, original: Any) -> Any:
+def _restrict_to_thread(value: Any, original: Any) -> Any:
     if not callable(value):
         return value
     is_capturing = capturing_thread()

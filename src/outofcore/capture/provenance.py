@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from outofcore._torch_internals import autograd_sequence_number, current_autograd_node, node_sequence_number
-from outofcore.capture.patching import patched
+from outofcore.capture.patching import patch_attribute
 from outofcore.errors import CaptureError
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
@@ -35,7 +35,7 @@ _STANDARD = tuple(
 
 
 @functools.lru_cache(maxsize=4096)
-def is_users_file(name: str) -> bool:
+def is_user_file(name: str) -> bool:
     """Return whether a file is the user's or a third-party package's; models may come from packages."""
     if name.startswith(("<frozen", "<string>", "<__array_function__", _GENERATED)):
         return False
@@ -50,7 +50,7 @@ def is_users_file(name: str) -> bool:
 def is_installed(module: str) -> bool:
     """Return whether a module is in an installed package, the standard library or PyTorch."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return module != "__main__" and bool(file) and not _is_own_file(file)
+    return module != "__main__" and bool(file) and not _is_project_file(file)
 
 
 def _frames() -> Iterator[FrameType]:
@@ -62,7 +62,7 @@ def _frames() -> Iterator[FrameType]:
 
 def user_line() -> str:
     """Return the innermost ``file:line`` of user code on this thread's stack, or an empty string."""
-    return next((_line(frame) for frame in _frames() if is_users_file(frame.f_code.co_filename)), "")
+    return next((_line(frame) for frame in _frames() if is_user_file(frame.f_code.co_filename)), "")
 
 
 def graph_node(file: str, line: int) -> str:
@@ -70,7 +70,7 @@ def graph_node(file: str, line: int) -> str:
     return linecache.getline(file, line).partition(" = ")[0].strip() if file.startswith(_GENERATED) else ""
 
 
-def _graph_node_here() -> str:
+def _current_graph_node() -> str:
     """Return the node of the innermost module, or an empty string if it is no ``GraphModule``."""
     for frame in _frames():
         node = graph_node(frame.f_code.co_filename, frame.f_lineno)
@@ -79,18 +79,18 @@ def _graph_node_here() -> str:
     return ""
 
 
-def callers_line() -> str:
+def caller_line() -> str:
     """Return the innermost line outside of installed packages such as trainers, else ``user_line``."""
-    lines = (_line(frame) for frame in _frames() if _is_own_file(frame.f_code.co_filename))
+    lines = (_line(frame) for frame in _frames() if _is_project_file(frame.f_code.co_filename))
     return next(lines, "") or user_line()
 
 
-def line_in_backward() -> str:
+def backward_line() -> str:
     """Return the innermost user line that autograd called (a hook or ``Function``), or an empty string."""
     for frame in _frames():
         if frame.f_code.co_filename.startswith(_TORCH) and frame.f_code.co_name in _BEGINS_BACKWARD:
             return ""
-        if is_users_file(frame.f_code.co_filename):
+        if is_user_file(frame.f_code.co_filename):
             return _line(frame)
     return ""
 
@@ -99,14 +99,14 @@ def _line(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _is_own_file(name: str) -> bool:
-    return is_users_file(name) and not name.startswith(_SCRIPTS) and not any(part in name for part in _INSTALLED)
+def _is_project_file(name: str) -> bool:
+    return is_user_file(name) and not name.startswith(_SCRIPTS) and not any(part in name for part in _INSTALLED)
 
 
-def stacklevel_of_user() -> int:
+def user_stacklevel() -> int:
     """Return the ``warnings.warn`` stacklevel of the innermost user code."""
     for level, frame in enumerate(_frames()):
-        if is_users_file(frame.f_code.co_filename):
+        if is_user_file(frame.f_code.co_filename):
             return level
     return 2
 
@@ -115,18 +115,18 @@ def called_from(*file_suffixes: str) -> bool:
     return any(frame.f_code.co_filename.endswith(file_suffixes) for frame in _frames())
 
 
-def reader_within(package: str) -> CodeType | None:
+def innermost_code_in(package: str) -> CodeType | None:
     """Return the code of a package's innermost frame; None if user code is further in."""
     for frame in _frames():
         code = frame.f_code
         if package in code.co_filename:
             return code
-        if is_users_file(code.co_filename):
+        if is_user_file(code.co_filename):
             break
     return None
 
 
-def transform_running() -> str:
+def running_transform() -> str:
     """Return the outermost ``torch.func`` transform on the stack, or an empty string."""
     names = [
         frame.f_code.co_qualname.partition(".")[0].lstrip("_")
@@ -136,33 +136,33 @@ def transform_running() -> str:
     return next((f"torch.func.{name}" for name in reversed(names) if name in torch.func.__all__), "")
 
 
-def users_part(traceback: TracebackType | None) -> TracebackType | None:
+def user_frames(traceback: TracebackType | None) -> TracebackType | None:
     """Return the frames of a traceback that are in the user's code."""
     if traceback is None:
         return None
-    inner = users_part(traceback.tb_next)
-    if not is_users_file(traceback.tb_frame.f_code.co_filename):
+    inner = user_frames(traceback.tb_next)
+    if not is_user_file(traceback.tb_frame.f_code.co_filename):
         return inner
     return TracebackType(inner, traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
 
 
-def where_set(name: str, functions: Iterable[Any]) -> str:
+def setting_line(name: str, functions: Iterable[Any]) -> str:
     """Return the ``file:line`` where functions set a variable, else use it; empty if none do."""
     first_use = ""
     for code in [code for function in functions for code in codes_of(function)]:
         for instruction in dis.get_instructions(code):
             line = instruction.positions.lineno if instruction.positions else None
-            if instruction.argval == name and line is not None and is_users_file(code.co_filename):
+            if instruction.argval == name and line is not None and is_user_file(code.co_filename):
                 if instruction.opname.startswith("STORE"):
                     return f"{code.co_filename}:{line}"
                 first_use = first_use or f"{code.co_filename}:{line}"
     return first_use
 
 
-def where_defined(function: Any) -> str:
+def definition_line(function: Any) -> str:
     """Return the ``file:line`` where a function begins; empty if it has no Python code."""
     code = next(codes_of(function), None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code and is_users_file(code.co_filename) else ""
+    return f"{code.co_filename}:{code.co_firstlineno}" if code and is_user_file(code.co_filename) else ""
 
 
 def codes_of(function: Any) -> Iterator[CodeType]:
@@ -175,7 +175,7 @@ def codes_of(function: Any) -> Iterator[CodeType]:
                 yield from codes_of(constant)
 
 
-def name_on_the_stack(tensor: torch.Tensor) -> str:
+def find_name_on_stack(tensor: torch.Tensor) -> str:
     """Return the running code's name for a tensor, such as ``average.n_averaged``; empty if none."""
     path = ""
     for frame in _frames():
@@ -230,7 +230,7 @@ class Provenance:
         self._outside_backward = [0]
 
     @contextlib.contextmanager
-    def following(self) -> Iterator[None]:
+    def track_modules(self) -> Iterator[None]:
         original = nn.Module.__call__
         paths, running = self._paths, self._running
 
@@ -244,11 +244,11 @@ class Provenance:
             finally:
                 running.pop()
 
-        with patched(nn.Module, "__call__", call):
+        with patch_attribute(nn.Module, "__call__", call):
             yield
 
     @contextlib.contextmanager
-    def in_backward(self) -> Iterator[None]:
+    def enter_backward(self) -> Iterator[None]:
         """Distinguish autograd's ops from modules that checkpointing runs again."""
         self._outside_backward.append(len(self._running))
         try:
@@ -256,29 +256,29 @@ class Provenance:
         finally:
             self._outside_backward.pop()
 
-    def here(self) -> tuple[str, str]:
+    def locate_op(self) -> tuple[str, str]:
         """Return the module path and the user's ``file:line`` of the op being dispatched."""
         node = current_autograd_node()
         if node is not None and len(self._running) == self._outside_backward[-1]:
-            return self._of_node(node)
-        origin = (join(self._running[-1], _graph_node_here()), user_line()) if self._running else ("", callers_line())
+            return self._origin_of_node(node)
+        origin = (join(self._running[-1], _current_graph_node()), user_line()) if self._running else ("", caller_line())
         self._origin.setdefault(autograd_sequence_number() - 1, origin)
         return origin
 
-    def _of_node(self, node: Any) -> tuple[str, str]:
+    def _origin_of_node(self, node: Any) -> tuple[str, str]:
         variable = getattr(node, "variable", None)
         if isinstance(variable, torch.Tensor):
             owner = self._parameters.get(id(variable), "").rpartition(".")[0]
-            return owner, callers_line()
-        return self._origin.get(node_sequence_number(node)) or ("", callers_line())
+            return owner, caller_line()
+        return self._origin.get(node_sequence_number(node)) or ("", caller_line())
 
-    def located(self, error: CaptureError) -> CaptureError:
+    def add_location(self, error: CaptureError) -> CaptureError:
         """Add module and line of the differentiated op to an error in the backward pass."""
         node = current_autograd_node()
         if node is None or len(self._running) != self._outside_backward[-1]:
             return error
-        module, source = self._of_node(node)
-        source = line_in_backward() or source
+        module, source = self._origin_of_node(node)
+        source = backward_line() or source
         text = str(error).removeprefix(f"{error.location}: ")
         if module and f" {module}: " not in text:
             text = f"in the backward pass of {module}: {text}"

@@ -42,7 +42,7 @@ _TORCH_MODULES = (
     "torch.utils.checkpoint",
 )
 # Standard library packages that read attributes of their arguments.
-_READING = frozenset(
+_READING_PACKAGES = frozenset(
     ("argparse", "collections", "contextlib", "copy", "dataclasses", "enum", "functools", "operator", "os", "types")
 )
 # Code that loads one of these may read any attribute of an object, or any item.
@@ -57,7 +57,7 @@ _READS_BY_NAME = frozenset(("getattr", "hasattr", "attrgetter", "methodcaller", 
 # Code that loads one of these may find a module by its name.
 _FINDS_MODULES = frozenset(("modules", "import_module", "__import__", "globals", "eval", "exec"))
 _LOADS_ATTRIBUTE = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM", "DELETE_ATTR"))
-_NOT_LOOKED_INTO = (int, float, str, bytes, type(None), ModuleType, type, torch.Tensor)
+_NOT_SEARCHED = (int, float, str, bytes, type(None), ModuleType, type, torch.Tensor)
 _LOADS_GLOBAL = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"))
 
 
@@ -87,9 +87,9 @@ def names_of(code: CodeType) -> Names:
             globals_.add(name)
         elif instruction.opname == "IMPORT_NAME":
             imports.add(name)
-    _add_text(code.co_consts, text)
+    _collect_text(code.co_consts, text)
     loaded = attributes | globals_
-    all_attributes = not _READS_ATTRIBUTES.isdisjoint(loaded) or _reads_by_made_names(code, globals_)
+    all_attributes = not _READS_ATTRIBUTES.isdisjoint(loaded) or _reads_computed_names(code, globals_)
     if matches or not _READS_BY_NAME.isdisjoint(loaded):
         attributes |= text
     all_items = not _READS_ITEMS.isdisjoint(loaded)
@@ -105,17 +105,17 @@ def names_of(code: CodeType) -> Names:
     )
 
 
-def _add_text(values: tuple[Any, ...] | frozenset[Any], text: set[str]) -> None:
+def _collect_text(values: tuple[Any, ...] | frozenset[Any], text: set[str]) -> None:
     for value in values:
         if isinstance(value, str):
             text.add(value)
         elif isinstance(value, bytes):
             text.add(value.decode(errors="replace"))
         elif isinstance(value, tuple | frozenset):
-            _add_text(value, text)
+            _collect_text(value, text)
 
 
-def _reads_by_made_names(code: CodeType, globals_: set[str]) -> bool:
+def _reads_computed_names(code: CodeType, globals_: set[str]) -> bool:
     """Return whether code calls ``getattr`` with a computed name."""
     if _READS_BY_NAME.isdisjoint(globals_):
         return False
@@ -138,11 +138,11 @@ def origin_of(module: str) -> Origin:
     if package == "torch":
         return Origin.TORCH if f"{module}.".startswith(_TORCH_MODULES) else Origin.OTHER
     if package in sys.stdlib_module_names:
-        return Origin.USER if package in _READING else Origin.OTHER
+        return Origin.USER if package in _READING_PACKAGES else Origin.OTHER
     return Origin.USER
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Default of ``pause`` and ``resume`` outside of recordings."""
 
 
@@ -155,30 +155,30 @@ class Reads:
         default_factory=dict[int, tuple[CodeType, dict[str, Any], Origin]]
     )
     # Objects, by id, of which any attribute or item may have been read.
-    whole: dict[int, Any] = field(default_factory=dict[int, Any])
-    pause: Callable[[], object] = _nothing
-    go_on: Callable[[], object] = _nothing
-    _held: list[CodeType] = field(default_factory=list[CodeType])
+    fully_read: dict[int, Any] = field(default_factory=dict[int, Any])
+    pause: Callable[[], object] = _do_nothing
+    resume: Callable[[], object] = _do_nothing
+    _kept_alive: list[CodeType] = field(default_factory=list[CodeType])
 
     def clear(self) -> None:
         self.codes.clear()
-        self.whole.clear()
-        self._held.clear()
+        self.fully_read.clear()
+        self._kept_alive.clear()
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def record(self) -> Iterator[None]:
         """Record the code that this thread runs, without garbage collection and its callbacks."""
         previous, collects = sys.getprofile(), gc.isenabled()
-        library, record_frame = load_comparing(), self._note
+        library, record_frame = load_compare_library(), self._record_frame
         library.outofcore_forget_code()
-        self.pause, self.go_on = (partial(library.outofcore_tell_of_code, to) for to in (None, id(record_frame)))
+        self.pause, self.resume = (partial(library.outofcore_tell_of_code, to) for to in (None, id(record_frame)))
         gc.disable()
-        self.go_on()
+        self.resume()
         try:
             yield
         finally:
             self.pause()
-            self.pause = self.go_on = _nothing
+            self.pause = self.resume = _do_nothing
             if collects:
                 gc.enable()
             # Profilers of the standard library are objects that install themselves.
@@ -187,13 +187,13 @@ class Reads:
             elif previous is not None:
                 sys.setprofile(previous)
 
-    def _note(self, frame: FrameType) -> bool:
+    def _record_frame(self, frame: FrameType) -> bool:
         """Record a frame's code, and return whether its next call must be recorded too."""
         code = frame.f_code
         if id(code) not in self.codes:
             origin = origin_of(str(frame.f_globals.get("__name__", "")))
             if origin is Origin.OTHER:
-                self._held.append(code)  # so that its id is not reused
+                self._kept_alive.append(code)  # so that its id is not reused
                 return False
             self.codes[id(code)] = code, frame.f_globals, origin
         _, globals_, origin = self.codes[id(code)]
@@ -201,16 +201,16 @@ class Reads:
         if origin is not Origin.USER or not (names.all_attributes or names.all_items):
             return False
         for value in (*frame.f_locals.values(), *[globals_.get(name) for name in names.globals]):
-            attributes = getattr(value, "__dict__", {}) if not isinstance(value, _NOT_LOOKED_INTO) else {}
+            attributes = getattr(value, "__dict__", {}) if not isinstance(value, _NOT_SEARCHED) else {}
             # The code may read these attributes and then any of theirs.
             for item in (value, *[attributes[name] for name in names.attributes if name in attributes]):
-                if not isinstance(item, _NOT_LOOKED_INTO) and (names.all_attributes or isinstance(item, dict)):
-                    self.whole[id(item)] = item
+                if not isinstance(item, _NOT_SEARCHED) and (names.all_attributes or isinstance(item, dict)):
+                    self.fully_read[id(item)] = item
         return True
 
 
 @functools.cache
-def load_comparing() -> ctypes.PyDLL:
+def load_compare_library() -> ctypes.PyDLL:
     functions = {
         "first_change": ((ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64), ctypes.c_int64),
         "first_change_by_words": ((ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64), ctypes.c_int64),

@@ -21,28 +21,28 @@ from outofcore._torch_internals import (
     OpOverload,
     TorchDispatchMode,
     current_autograd_node,
-    finished_work,
+    make_finished_work,
     result_leaves,
 )
 from outofcore.capture import collectives, operators
 from outofcore.capture.captured import CPU, Call, Ref
 from outofcore.capture.device_traits import default_generator, traits_of
 from outofcore.capture.kernel_layouts import KernelLayouts
-from outofcore.capture.operators import SumOfCounted, faithful
-from outofcore.capture.patching import patched
+from outofcore.capture.operators import MaskedSum, wrap_exact
+from outofcore.capture.patching import patch_attribute
 from outofcore.capture.provenance import Provenance, join
 from outofcore.capture.reads import Reads
 from outofcore.capture.refusals import (
-    gradient_by_values,
-    gradient_of_zeros,
-    higher_order,
+    higher_order_refusal,
     refusal,
-    translated,
-    undeclared,
+    translate_error,
+    undeclared_tensor,
+    value_dependent_gradient,
+    zero_gradient,
 )
 from outofcore.capture.substitute import Substitute
 from outofcore.capture.tables import Tables, covers, describe, leaves_in, map_leaves
-from outofcore.capture.value_checks import Check, check_here
+from outofcore.capture.value_checks import ValueCheck, running_check
 from outofcore.errors import CaptureError
 from outofcore.graph import StorageKind
 from outofcore.units import KIB
@@ -67,7 +67,7 @@ _REFUSED = {
 }
 
 
-class Recorder(TorchDispatchMode):
+class OpRecorder(TorchDispatchMode):
     """A dispatch mode above a ``FakeTensorMode`` that turns operators into ops on storages."""
 
     # Otherwise PyTorch raises an error before ``__torch_dispatch__`` is called.
@@ -78,7 +78,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._tables, self._provenance, self._device = tables, provenance, tables.device
-        self._may_check = traits_of(tables.device).is_done_when_called
+        self._may_check = traits_of(tables.device).is_synchronous
         self._user, self._known = user, user.known
         self._layouts, self._reads = layouts, reads
         self._weights: dict[int, int | None] = {}  # mask of ignored targets, by storage of a loss's weights
@@ -96,44 +96,44 @@ class Recorder(TorchDispatchMode):
         self._reads.pause()
         try:
             with DisableTorchFunction():
-                return self._dispatched(func, args, kwargs or {})
+                return self._dispatch(func, args, kwargs or {})
         except CaptureError as error:
-            raise self._provenance.located(error) from error.__cause__
+            raise self._provenance.add_location(error) from error.__cause__
         finally:
-            self._reads.go_on()
+            self._reads.resume()
 
-    def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(func, HigherOrderOperator):
-            raise higher_order(func.name(), self._provenance.here()[0])
+            raise higher_order_refusal(func.name(), self._provenance.locate_op()[0])
         if func.namespace in _NO_TENSOR_EFFECT:
             return self._run(func, args, kwargs)
         name = func._schema.name
         if name.startswith(collectives.NAMESPACES):
-            return self._collective(func, self._user.swap(args), self._user.swap(kwargs))
+            return self._dispatch_collective(func, self._user.swap(args), self._user.swap(kwargs))
         if operators.traits(func).reads_values:
             results = self._known.results(func, args, kwargs)
             if results is not None:
                 return results
         if name == "aten::_local_scalar_dense" and self._may_check and args[0].dtype is torch.bool:
-            check = check_here(self._user.calling())
+            check = running_check(self._user.current_function())
             if check is not None:
-                return self._checked(args[0], check)
+                return self._record_check(args[0], check)
         if name in _LIFTS and not isinstance(args[0], FakeTensor):
             return self._bake(func, args, kwargs)
         if name == "aten::_efficientzerotensor":
-            raise gradient_of_zeros()
+            raise zero_gradient()
         for beginnings, (message, reason, advice) in _REFUSED.items():
             if name.startswith(beginnings):
                 raise refusal(message.format(func=func, name=name), reason, advice)
         if name.startswith("aten::_foreach_"):
-            return self._split(func, args, kwargs)
+            return self._record_foreach(func, args, kwargs)
         return self.record(func, args, kwargs)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return func(*args, **kwargs)
         except Exception as error:
-            translation = translated(error, self._user.calling() or str(func))
+            translation = translate_error(error, self._user.current_function() or str(func))
             if translation is None:
                 raise
             raise translation from error
@@ -142,18 +142,18 @@ class Recorder(TorchDispatchMode):
         """Run an operator on fake tensors and record it, unless it only makes views."""
         node = current_autograd_node()
         tables = self._tables
-        named = operators.by_name(func, args, kwargs)
-        if node is not None and _goes_by_values(node.name(), func, args):
-            raise gradient_by_values(node.name().partition("Backward")[0].lower())
+        named = operators.arguments_by_name(func, args, kwargs)
+        if node is not None and _depends_on_values(node.name(), func, args):
+            raise value_dependent_gradient(node.name().partition("Backward")[0].lower())
         written = operators.written_arguments(func, named)
         arguments = [(argument, tensor) for argument, item in named.items() for tensor in leaves_in(item)]
         for _, tensor in arguments:
-            self._check(tensor)
+            self._check_tensor(tensor)
         # Recorded before the call, because in-place views such as t_() change their argument's metadata.
         before = [(argument, tables.value_of(tensor)) for argument, tensor in arguments]
         refs = {id(tensor): Ref(value) for (_, tensor), (_, value) in zip(arguments, before, strict=True)}
         call_args, call_kwargs = map_leaves((args, kwargs), lambda tensor: refs[id(tensor)])
-        call_func, name = faithful(func, self._user.autocast()), str(func)
+        call_func, name = wrap_exact(func, self._user.current_autocast()), str(func)
 
         def family() -> str:
             return operators.family_text(name, call_args, call_kwargs, tables.values)
@@ -163,33 +163,33 @@ class Recorder(TorchDispatchMode):
         except CaptureError as error:
             if not isinstance(error.__cause__, DynamicOutputShapeException):
                 raise
-            return self._as_constants(self._known.results(func, args, kwargs), error)
+            return self._store_constants(self._known.results(func, args, kwargs), error)
         if self._layouts is not None:
             result = self._layouts.correct(func, family, call_func, args, kwargs, result)
         self._check_sizes(func, [tensor for _, tensor in arguments], [value for _, value in before])
 
-        module, source = self._provenance.here()
+        module, source = self._provenance.locate_op()
         leaves = result_leaves(result)
-        creates, results = self._made(func, leaves, module)
+        creates, results = self._register_results(func, leaves, module)
         changed = [tensor for argument, tensor in arguments if argument in written]
         overwritten = operators.traits(func).overwritten
         renewed = [tensor for argument, tensor in arguments if argument in written & overwritten]
-        self._known.learn(func, args, kwargs, leaves, changed, renewed)
+        self._known.record(func, args, kwargs, leaves, changed, renewed)
         mutates = [] if operators.traits(func).reshapes else [value for name, value in before if name in written]
         # Operators without results and writes exist to raise errors, such as the checks of torch.linalg.
         if not creates and not mutates and func._schema.returns:
             return result
 
         reads, discards = self._accesses(func, before, written)
-        ignored = self._ignored(func, before, creates)
+        ignored = self._ignored_targets(func, before, creates)
         if ignored is not None:
-            call_func, call_args = SumOfCounted(), (*call_args, Ref(ignored))
-            reads = _unique((*reads, tables.values[ignored].storage))
+            call_func, call_args = MaskedSum(), (*call_args, Ref(ignored))
+            reads = _without_duplicates((*reads, tables.values[ignored].storage))
         tables.append(
             name,
             Call(call_func, call_args, call_kwargs, results),
             reads=reads,
-            mutates=_unique(tables.values[value].storage for value in mutates),
+            mutates=_without_duplicates(tables.values[value].storage for value in mutates),
             creates=creates,
             rerunnable=not any(isinstance(item, torch.Generator) for item in named.values()),
             random=operators.is_random(func, named),
@@ -200,7 +200,9 @@ class Recorder(TorchDispatchMode):
         )
         return result
 
-    def _made(self, func: OpOverload, leaves: list[Any], module: str) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
+    def _register_results(
+        self, func: OpOverload, leaves: list[Any], module: str
+    ) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
         """Register an op's new storages, and return them with the value of each result on one of them."""
         tables = self._tables
         creates: list[int] = []
@@ -208,17 +210,17 @@ class Recorder(TorchDispatchMode):
         for tensor in leaves:
             value = None
             if isinstance(tensor, torch.Tensor):
-                self._check(tensor)
-                if tables.known(tensor) is None:
+                self._check_tensor(tensor)
+                if tables.find_storage(tensor) is None:
                     creates.append(self._create(func, tensor, module))
                 if tables.storage_of(tensor) in creates:
                     value = tables.value_of(tensor)
             results.append(value)
         return tuple(creates), tuple(results)
 
-    def _ignored(self, func: OpOverload, before: list[tuple[str, int]], creates: tuple[int, ...]) -> int | None:
+    def _ignored_targets(self, func: OpOverload, before: list[tuple[str, int]], creates: tuple[int, ...]) -> int | None:
         """Return the mask of ignored targets if the op sums a loss's target weights (``MaskedSum``)."""
-        if "cross_entropy" not in self._user.calling():
+        if "cross_entropy" not in self._user.current_function():
             return None
         storages = [self._tables.values[index].storage for _, index in before]
         match func._schema.name:
@@ -239,14 +241,14 @@ class Recorder(TorchDispatchMode):
         tables, traits = self._tables, operators.traits(func)
         overwritten, statistics = traits.overwritten & written, traits.statistics & written
         accesses = [(argument, tables.values[index]) for argument, index in before]
-        reads = _unique(
+        reads = _without_duplicates(
             value.storage
             for argument, value in accesses
             if not (argument in overwritten and covers(value, tables.storages[value.storage].bytes))
         )
         looked_at = {value.storage for argument, value in accesses if argument not in statistics}
         of_statistics = (value.storage for argument, value in accesses if argument in statistics)
-        return reads, _unique(storage for storage in of_statistics if storage not in looked_at)
+        return reads, _without_duplicates(storage for storage in of_statistics if storage not in looked_at)
 
     def _create(self, func: OpOverload, tensor: torch.Tensor, module: str) -> int:
         short = func._schema.name.partition("::")[2]
@@ -261,9 +263,9 @@ class Recorder(TorchDispatchMode):
             )
         return storage
 
-    def _check(self, tensor: torch.Tensor) -> None:
+    def _check_tensor(self, tensor: torch.Tensor) -> None:
         if not isinstance(tensor, FakeTensor):
-            raise undeclared(tensor)
+            raise undeclared_tensor(tensor)
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise refusal(
                 f"the step makes a {tensor.layout if tensor.layout is not torch.strided else 'quantised'} tensor",
@@ -273,7 +275,7 @@ class Recorder(TorchDispatchMode):
 
     def _check_sizes(self, func: OpOverload, tensors: list[torch.Tensor], values: list[int]) -> None:
         for tensor, value in zip(tensors, values, strict=True):
-            storage = self._tables.known(tensor)
+            storage = self._tables.find_storage(tensor)
             if storage is None or storage != self._tables.values[value].storage:
                 continue
             if tensor.untyped_storage().nbytes() != self._tables.storages[storage].bytes:
@@ -283,9 +285,9 @@ class Recorder(TorchDispatchMode):
                     "create a new tensor, or pass out= a tensor of the right size",
                 )
 
-    def _split(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _record_foreach(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a ``_foreach_`` operator as one op per tensor, so that they need not all be resident."""
-        split = operators.splits(func, operators.by_name(func, args, kwargs))
+        split = operators.split_arguments(func, operators.arguments_by_name(func, args, kwargs))
         if func._schema.name.endswith("_") and "Tensor scalars" in str(func._schema):
             raise refusal(f"the step calls {func}", "its scalars are a tensor", "pass the scalars as a list of numbers")
         names = operators.traits(func).names
@@ -300,15 +302,15 @@ class Recorder(TorchDispatchMode):
                 gathered.extend(results)
         return gathered if func._schema.returns else None
 
-    def _collective(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _dispatch_collective(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a collective, in place on its result; skip waits for one."""
         if func._schema.name == "_c10d_functional::wait_tensor":
             return args[0]
-        request = collectives.wanted(func, args, kwargs)
+        request = collectives.read_request(func, args, kwargs)
         target, source = request.target, request.source
         # The user's code may wait for the returned handle, so it is that of finished work.
-        result: Any = (args[0], finished_work()) if func.namespace == "c10d" else self._run(func, args, kwargs)
-        in_place = request.kind in (collectives.Kind.ALL_REDUCE, collectives.Kind.BROADCAST)
+        result: Any = (args[0], make_finished_work()) if func.namespace == "c10d" else self._run(func, args, kwargs)
+        in_place = request.kind in (collectives.CollectiveKind.ALL_REDUCE, collectives.CollectiveKind.BROADCAST)
         returned = result
         if target is None and in_place:
             memory_format = {"memory_format": torch.contiguous_format}
@@ -321,17 +323,17 @@ class Recorder(TorchDispatchMode):
             returned = target
         tensors = (target,) if in_place else (target, source)
         for tensor in tensors:
-            self._check(tensor)
+            self._check_tensor(tensor)
             if not tensor.is_contiguous():
                 raise refusal(
                     f"the collective {request.kind.value} is given a tensor that is not contiguous",
                     "it sends the bytes in memory order",
                     "pass tensor.contiguous()",
                 )
-        self._meet(request, tensors)
+        self._record_collective(request, tensors)
         return returned
 
-    def _meet(self, request: collectives.Wanted, tensors: tuple[torch.Tensor, ...]) -> None:
+    def _record_collective(self, request: collectives.CollectiveRequest, tensors: tuple[torch.Tensor, ...]) -> None:
         tables = self._tables
         self._known.forget(tensors[:1])
         values = [tables.value_of(tensor) for tensor in tensors]
@@ -342,12 +344,12 @@ class Recorder(TorchDispatchMode):
         call = collectives.Collective(
             request.kind, request.group, count, tensors[0].dtype, request.reduction, request.root
         )
-        module, source = self._provenance.here()
+        module, source = self._provenance.locate_op()
         refs = tuple(Ref(value) for value in values)
         tables.append(
             f"dist.{request.kind.value}",
             Call(call, refs, {}, ()),
-            reads=_unique(storages[1:] if overwrites else storages),
+            reads=_without_duplicates(storages[1:] if overwrites else storages),
             mutates=(storages[0],),
             rerunnable=False,
             communicates=True,
@@ -366,11 +368,11 @@ class Recorder(TorchDispatchMode):
                 "create it before the step and pass it as an argument, or register it as a buffer",
             )
         tables = self._tables
-        module, source = self._provenance.here()
+        module, source = self._provenance.locate_op()
         fake = self._run(func, args, kwargs)
-        self._known.learn_value(fake, real)
+        self._known.record_value(fake, real)
         constant = tables.add_constant(real, join(module, "constant"))
-        value = tables.value(describe(real, constant, tables.device))
+        value = tables.index_of(describe(real, constant, tables.device))
         created = tables.add(fake, StorageKind.ACTIVATION, " ".join(filter(None, (module, "constant"))))
         clone = torch.ops.aten.clone.default
         tables.append(
@@ -384,37 +386,37 @@ class Recorder(TorchDispatchMode):
         )
         return fake
 
-    def _checked(self, tensor: torch.Tensor, check: Check) -> bool:
+    def _record_check(self, tensor: torch.Tensor, check: ValueCheck) -> bool:
         """Record an op that repeats a check in each call, and assume that it passes."""
-        module, source = self._provenance.here()
+        module, source = self._provenance.locate_op()
         value = self._tables.value_of(tensor)
         call = Call(check, (Ref(value),), {}, ())
         reads = (self._tables.values[value].storage,)
         self._tables.append("check", call, reads=reads, family=f"check {check}", module=module, source=source)
         return check.passes
 
-    def _as_constants(self, results: Any, error: CaptureError) -> Any:
+    def _store_constants(self, results: Any, error: CaptureError) -> Any:
         """Store results of value-dependent size as constants; raise the error if they are unknown."""
         tensors = leaves_in(results)
         if not tensors or any(tensor.numel() > MAX_BAKED_ELEMENTS for tensor in tensors):
             raise error
         return map_leaves(results, lambda real: self._bake(torch.ops.aten.lift_fresh.default, (real,), {}))
 
-    def effect(self, name: str, func: Callable[..., None], rehearse: Callable[..., None]) -> None:
+    def record_effect(self, name: str, func: Callable[..., None], rehearse: Callable[..., None]) -> None:
         """Record an op that touches no storage: a change of a generator's state."""
-        module, source = self._provenance.here()
+        module, source = self._provenance.locate_op()
         call = Call(func, (), {}, (), rehearse)
         self._tables.append(name, call, rerunnable=False, random=True, family=name, module=module, source=source)
 
 
-def _goes_by_values(node: str, func: OpOverload, args: tuple[Any, ...]) -> bool:
+def _depends_on_values(node: str, func: OpOverload, args: tuple[Any, ...]) -> bool:
     """Return whether an autograd node's formula depends on values, and may differ outside of capture."""
     # For real numbers, the formulas of cumprod's backward are bit-identical since PyTorch 2.13.
     is_complex = node == "CumprodBackward0" and any(tensor.is_complex() for tensor in leaves_in(args))
     return is_complex or _BY_VALUES.get(node) == func._schema.name
 
 
-def _unique(items: Any) -> tuple[int, ...]:
+def _without_duplicates(items: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(items))
 
 
@@ -442,13 +444,13 @@ class GeneratorState:
         )
 
 
-def generators_on(device: torch.device) -> tuple[torch.Generator, ...]:
+def default_generators(device: torch.device) -> tuple[torch.Generator, ...]:
     """Return the default generators of a device and of the CPU."""
     generator = default_generator(device)
     return (generator,) if generator is torch.default_generator else (generator, torch.default_generator)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Replaces a change of a generator where an op is only measured."""
 
 
@@ -457,11 +459,11 @@ def _cuda_device(device: int | str | torch.device) -> torch.device:
 
 
 @contextlib.contextmanager
-def recorded_generators(recorder: Recorder) -> Iterator[None]:
+def record_generators(recorder: OpRecorder) -> Iterator[None]:
     """Record every save, restore and seed of a default generator."""
 
     def record(action: str, device: torch.device, apply: Callable[[], None]) -> None:
-        recorder.effect(f"generator.{action}.{device.type}", apply, _nothing)
+        recorder.record_effect(f"generator.{action}.{device.type}", apply, _do_nothing)
 
     def get(device: torch.device) -> GeneratorState:
         slot = GeneratorState(device)
@@ -484,7 +486,7 @@ def recorded_generators(recorder: Recorder) -> Iterator[None]:
             def apply() -> None:
                 seeder(number)
 
-            recorder.effect("generator.seed", apply, _nothing)
+            recorder.record_effect("generator.seed", apply, _do_nothing)
             return torch.default_generator
 
         return seeded
@@ -497,15 +499,19 @@ def recorded_generators(recorder: Recorder) -> Iterator[None]:
     )
     with contextlib.ExitStack() as stack:
         for module in (torch, torch.random):
-            stack.enter_context(patched(module, "get_rng_state", lambda: get(CPU)))
-            stack.enter_context(patched(module, "set_rng_state", lambda new_state: put(new_state, CPU)))
-            stack.enter_context(patched(module, "manual_seed", seed_all))
-            stack.enter_context(patched(module, "seed", fresh_seed))
+            stack.enter_context(patch_attribute(module, "get_rng_state", lambda: get(CPU)))
+            stack.enter_context(patch_attribute(module, "set_rng_state", lambda new_state: put(new_state, CPU)))
+            stack.enter_context(patch_attribute(module, "manual_seed", seed_all))
+            stack.enter_context(patch_attribute(module, "seed", fresh_seed))
         for module in (torch.cuda, torch.cuda.random):
-            stack.enter_context(patched(module, "get_rng_state", lambda device="cuda": get(_cuda_device(device))))
             stack.enter_context(
-                patched(module, "set_rng_state", lambda new_state, device="cuda": put(new_state, _cuda_device(device)))
+                patch_attribute(module, "get_rng_state", lambda device="cuda": get(_cuda_device(device)))
             )
-            stack.enter_context(patched(module, "manual_seed", seed_cuda))
-            stack.enter_context(patched(module, "manual_seed_all", seed_all_cuda))
+            stack.enter_context(
+                patch_attribute(
+                    module, "set_rng_state", lambda new_state, device="cuda": put(new_state, _cuda_device(device))
+                )
+            )
+            stack.enter_context(patch_attribute(module, "manual_seed", seed_cuda))
+            stack.enter_context(patch_attribute(module, "manual_seed_all", seed_all_cuda))
         yield

@@ -16,7 +16,7 @@ from outofcore._torch_internals import (
     is_differentiating_forward,
 )
 from outofcore.capture.device_traits import traits_of
-from outofcore.capture.provenance import called_from, name_on_the_stack, transform_running, user_line
+from outofcore.capture.provenance import called_from, find_name_on_stack, running_transform, user_line
 from outofcore.errors import CaptureError
 
 NO_VALUES = "the step is captured as one graph without running it, so no tensor has a value to read"
@@ -56,7 +56,7 @@ _READS = {
 
 
 # The end of a refusal if the step can run as an eager loop.
-_AS_A_LOOP = "Or run the unchanged loop within outofcore.budget(limit, model)."
+_LOOP_ADVICE = "Or run the unchanged loop within outofcore.budget(limit, model)."
 
 
 def refusal(event: str, reason: str, advice: str, location: str | None = None, *, is_loop: bool = True) -> CaptureError:
@@ -66,21 +66,21 @@ def refusal(event: str, reason: str, advice: str, location: str | None = None, *
     return CaptureError(f"{prefix}{event}: {reason}; {advice}.", line, is_loop=is_loop)
 
 
-def pointed_to_loops(error: CaptureError, devices: Iterable[torch.device]) -> CaptureError:
+def suggest_loop(error: CaptureError, devices: Iterable[torch.device]) -> CaptureError:
     """Add the advice to use ``budget()``, if that supports the step's devices."""
-    if error.is_loop and all(traits_of(device).runs_loops for device in devices):
-        error.args = (f"{str(error).rstrip('.')}. {_AS_A_LOOP}",)
+    if error.is_loop and all(traits_of(device).supports_eager_loops for device in devices):
+        error.args = (f"{str(error).rstrip('.')}. {_LOOP_ADVICE}",)
     return error
 
 
 def value_read(function: str) -> CaptureError:
     if called_from("torch/amp/grad_scaler.py"):
-        return grad_scaler()
+        return grad_scaler_refusal()
     written, advice = _READS.get(function, (function, _READ_ADVICE))
     return refusal(f"{written} reads the value of a tensor", NO_VALUES, advice)
 
 
-def gradient_by_values(function: str) -> CaptureError:
+def value_dependent_gradient(function: str) -> CaptureError:
     instead = "write torch.cumprod(x, dim).select(dim, -1)" if function == "prod" else "use real numbers"
     return refusal(
         f"the gradient formula of {function} depends on whether there are zeros",
@@ -90,7 +90,7 @@ def gradient_by_values(function: str) -> CaptureError:
 
 
 # Advice by the name of a higher-order operator.
-_PLAIN = {
+_PLAIN_ADVICE = {
     "cond": "write torch.where, or branch on a plain bool before the step",
     "while_loop": "write a Python loop with a fixed number of iterations",
     "map_impl": "write a Python loop and torch.stack, or one batched operator",
@@ -101,20 +101,20 @@ _PLAIN = {
 }
 
 
-def higher_order(name: str, module: str) -> CaptureError:
+def higher_order_refusal(name: str, module: str) -> CaptureError:
     return refusal(
         f"the step uses the higher-order operator {name}{module and f' in {module}'}",
         "it decides at run time which functions run, and how often, so it is not one op of a graph",
-        _PLAIN.get(name, "call its functions directly"),
+        _PLAIN_ADVICE.get(name, "call its functions directly"),
     )
 
 
-def gradient_of_zeros() -> CaptureError:
+def zero_gradient() -> CaptureError:
     """Refuse a tensor that PyTorch creates where a derivative is zero everywhere."""
     reason = "PyTorch allocates no memory for such a tensor, and handles it specially in later operators"
     if is_differentiating_forward():
         return refusal(
-            f"the step differentiates forward ({transform_running() or 'torch.autograd.forward_ad'}) and meets a "
+            f"the step differentiates forward ({running_transform() or 'torch.autograd.forward_ad'}) and meets a "
             "derivative that is zero throughout",
             reason,
             "use reverse mode, with torch.func.vjp, jacrev or grad, or torch.autograd.grad",
@@ -126,7 +126,7 @@ def gradient_of_zeros() -> CaptureError:
     )
 
 
-def grad_scaler() -> CaptureError:
+def grad_scaler_refusal() -> CaptureError:
     return refusal(
         "the step uses a GradScaler",
         "whether it skips an update depends on the values of the gradients",
@@ -134,9 +134,9 @@ def grad_scaler() -> CaptureError:
     )
 
 
-def undeclared(tensor: torch.Tensor) -> CaptureError:
+def undeclared_tensor(tensor: torch.Tensor) -> CaptureError:
     """Refuse a tensor from outside of the step that was not declared."""
-    dtype, name = str(tensor.dtype).removeprefix("torch."), name_on_the_stack(tensor)
+    dtype, name = str(tensor.dtype).removeprefix("torch."), find_name_on_stack(tensor)
     return refusal(
         f"the step uses a {dtype} tensor of shape {tuple(tensor.shape)} from outside{name and f', {name}'}",
         "it is neither an argument of the step nor a parameter or buffer of the models given, "
@@ -146,7 +146,7 @@ def undeclared(tensor: torch.Tensor) -> CaptureError:
     )
 
 
-def translated(error: Exception, function: str) -> CaptureError | None:
+def translate_error(error: Exception, function: str) -> CaptureError | None:
     """Return the refusal for an error of the fake tensors; None for other errors."""
     match error:
         case DataDependentOutputException():

@@ -24,18 +24,18 @@ from torch import nn
 from outofcore._torch_internals import (
     PARALLEL_SETTINGS,
     Feature,
-    at_the_end_of_backward,
     bucket_assignment,
+    bucket_limits,
+    call_after_backward,
     has_rebuilt_buckets,
     mark_buckets_rebuilt,
     parallel_buffers,
-    parallel_limits,
     parallel_parameters,
     require,
-    without_new_versions,
+    without_version_bumps,
 )
 from outofcore.analysis.chunks import is_dense
-from outofcore.capture.patching import patched
+from outofcore.capture.patching import patch_attribute
 from outofcore.errors import CaptureError, InputError
 
 if TYPE_CHECKING:
@@ -86,13 +86,13 @@ class ReplicaEnd:
 
     model: DistributedDataParallel
     sync_forward: bool  # the next forward pass broadcasts buffers
-    reduced: bool  # gradients were reduced
+    is_reduced: bool  # gradients were reduced
     order: tuple[int, ...]  # parameters in the order in which gradients arrived; empty if not reduced
 
     def apply(self) -> None:
         """Leave the wrapper as the step would have in eager PyTorch."""
         self.model.require_forward_param_sync = self.sync_forward
-        if self.reduced:
+        if self.is_reduced:
             mark_buckets_rebuilt(self.model)
 
 
@@ -111,7 +111,7 @@ class Replicas:
         self._replicas = {id(model): _Replica(model, fakes, orders.get(id(model), _NO_ORDER)) for model in wrappers}
 
     @contextlib.contextmanager
-    def following(self) -> Iterator[None]:
+    def replace_forward(self) -> Iterator[None]:
         """Replace the wrappers' forward passes, and reduce gradients by ops of the step."""
         if not self._replicas:
             yield
@@ -122,15 +122,15 @@ class Replicas:
 
         for replica in self._replicas.values():
             replica.listen()
-        with patched(torch.nn.parallel.DistributedDataParallel, "forward", forward):
+        with patch_attribute(torch.nn.parallel.DistributedDataParallel, "forward", forward):
             yield
 
     def ends(self) -> tuple[ReplicaEnd, ...]:
         return tuple(replica.end() for replica in self._replicas.values())
 
-    def unknown(self) -> bool:
+    def lacks_order(self) -> bool:
         """Return whether a reduction lacked the order of gradients."""
-        return any(replica.unknown for replica in self._replicas.values())
+        return any(replica.lacks_order for replica in self._replicas.values())
 
 
 class _Replica:
@@ -148,9 +148,9 @@ class _Replica:
         self._sync_forward = bool(model.require_forward_param_sync)
         self._order = order
         self._arrived: list[int] = []
-        self._armed = False
-        self._reduced = False
-        self.unknown = False
+        self._is_armed = False
+        self._is_reduced = False
+        self.lacks_order = False
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
         self._launched = 0
@@ -158,26 +158,26 @@ class _Replica:
     def listen(self) -> None:
         for index, parameter in enumerate(self._parameters):
             fake = self._fakes[id(parameter)]
-            fake.register_post_accumulate_grad_hook(partial(self._final, index))
+            fake.register_post_accumulate_grad_hook(partial(self._add_gradient, index))
 
     def end(self) -> ReplicaEnd:
-        order = tuple(self._arrived) if self._reduced else _NO_ORDER
-        return ReplicaEnd(self._model, self._sync_forward, self._reduced, order)
+        order = tuple(self._arrived) if self._is_reduced else _NO_ORDER
+        return ReplicaEnd(self._model, self._sync_forward, self._is_reduced, order)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         model = self._model
         if self._sync_forward and model.broadcast_buffers:
             self._receive_buffers()
         result = model.module(*inputs, **kwargs)
-        self._armed = self._sync_forward = torch.is_grad_enabled() and bool(model.require_backward_grad_sync)
-        if self._armed:
+        self._is_armed = self._sync_forward = torch.is_grad_enabled() and bool(model.require_backward_grad_sync)
+        if self._is_armed:
             self._prepare()
         return result
 
     def _receive_buffers(self) -> None:
         buffers = [self._fakes.get(id(buffer), buffer) for buffer in parallel_buffers(self._model)]
         group = self._model.process_group
-        with torch.no_grad(), without_new_versions(buffers):
+        with torch.no_grad(), without_version_bumps(buffers):
             for _, alike in groupby(sorted(buffers, key=lambda b: str(b.dtype)), key=lambda b: b.dtype):
                 tensors = list(alike)
                 flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -186,7 +186,7 @@ class _Replica:
                     tensor.copy_(part.view(tensor.shape))
 
     def _prepare(self) -> None:
-        first, later = parallel_limits(self._model)
+        first, later = bucket_limits(self._model)
         parameters = self._parameters
         if phase(self._model)[2]:
             # Gradients of the last layers arrive first.
@@ -194,24 +194,24 @@ class _Replica:
         elif len(self._order) == len(parameters):
             assignment = bucket_assignment(parameters, later, list(self._order))
         else:
-            self.unknown, assignment = True, bucket_assignment(parameters, later)[::-1]
+            self.lacks_order, assignment = True, bucket_assignment(parameters, later)[::-1]
         self._arrived, self._launched = [], 0
         self._buckets = [_Bucket(self._model, [parameters[i] for i in members], members) for members in assignment]
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.missing}
 
-    def _final(self, index: int, fake: torch.Tensor) -> None:
+    def _add_gradient(self, index: int, fake: torch.Tensor) -> None:
         """Copy a parameter's final gradient into its bucket, and reduce full buckets."""
-        if not self._armed:
+        if not self._is_armed:
             return
         if not self._arrived:
-            at_the_end_of_backward(self._finish)
+            call_after_backward(self._finish)
         self._arrived.append(index)
         gradient = fake.grad
         if gradient is None:
             raise CaptureError("a gradient is gone where DistributedDataParallel reduces it: keep it in .grad")
         bucket = self._bucket_of[index]
         with torch.no_grad():
-            bucket.put(index, gradient)
+            bucket.add(index, gradient)
             while self._launched < len(self._buckets) and not self._buckets[self._launched].missing:
                 self._buckets[self._launched].reduce()
                 self._launched += 1
@@ -229,11 +229,11 @@ class _Replica:
             )
         with torch.no_grad():
             for bucket in self._buckets:
-                for index, part in bucket.parts():
+                for index, part in bucket.slices():
                     gradient = self._fakes[id(self._parameters[index])].grad
                     if gradient is not None:
                         gradient.copy_(part)
-        self._armed, self._reduced, self._buckets, self._bucket_of = False, True, [], {}
+        self._is_armed, self._is_reduced, self._buckets, self._bucket_of = False, True, [], {}
 
 
 class _Bucket:
@@ -245,21 +245,21 @@ class _Bucket:
         self.missing = list(members)
         self._flat: torch.Tensor | None = None
 
-    def put(self, index: int, gradient: torch.Tensor) -> None:
+    def add(self, index: int, gradient: torch.Tensor) -> None:
         """Copy a gradient to its place, divided by the number of processes."""
         if self._flat is None:
             count = sum(parameter.numel() for parameter in self._members.values())
             self._flat = torch.empty(count, dtype=gradient.dtype, device=gradient.device)
-        torch.mul(gradient, 1.0 / self._group.size(), out=self._part(index))
+        torch.mul(gradient, 1.0 / self._group.size(), out=self._slice(index))
         self.missing.remove(index)
 
     def reduce(self) -> None:
         torch.distributed.all_reduce(self._flat, group=self._group)
 
-    def parts(self) -> Iterator[tuple[int, torch.Tensor]]:
-        return ((index, self._part(index)) for index in self._members)
+    def slices(self) -> Iterator[tuple[int, torch.Tensor]]:
+        return ((index, self._slice(index)) for index in self._members)
 
-    def _part(self, index: int) -> torch.Tensor:
+    def _slice(self, index: int) -> torch.Tensor:
         """Return a gradient's place in the bucket, with the parameter's strides if dense."""
         if self._flat is None:
             raise RuntimeError("a bucket was read before a gradient arrived; please report it")

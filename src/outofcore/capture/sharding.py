@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from outofcore._torch_internals import FakeTensorMode, at_the_end_of_backward
+from outofcore._torch_internals import FakeTensorMode, call_after_backward
 from outofcore.analysis.chunks import Chunks
 from outofcore.capture.captured import Call, Captured, Ref, Value, with_ops
-from outofcore.capture.collectives import Collective, Kind
+from outofcore.capture.collectives import Collective, CollectiveKind
 from outofcore.capture.shards import Shard, Shards
 from outofcore.capture.tables import Tables
 from outofcore.errors import CaptureError
@@ -28,25 +28,27 @@ from outofcore.graph import StorageKind
 from outofcore.units import MIB
 
 # Gradients of small parameters are reduced together when they reach this many bytes.
-_TOGETHER_BYTES = MIB
+_MIN_GROUP_BYTES = MIB
 
 RunOp = Callable[..., torch.Tensor]
 
 
 @dataclass
-class Traced:
+class TracedShard:
     """A sharded parameter in a trace."""
 
     sharding: Sharding
     shard: Shard
     row: torch.Tensor  # a fake of all elements in memory order, padded to whole chunks
     chunk: torch.Tensor  # a fake of this process's chunk, which is persistent
-    value: int  # this process's range
-    synced: int = 0  # number of ops in the trace when row and chunk last agreed
+    own_value: int  # this process's range
+    synced_at: int = 0  # number of ops in the trace when row and chunk last agreed
     gradient: torch.Tensor | None = None  # a fake of this process's chunk of the reduced gradient
-    gathered: int = -1  # storage of the whole gradient that was gathered from it
-    since: int = 0  # number of ops in the trace at that time
-    left: tuple[torch.Tensor, int] | None = None  # a persistent gradient: a fake of the chunk, and its range
+    gathered_storage: int = -1  # storage of the whole gradient that was gathered from it
+    gathered_at: int = 0  # number of ops in the trace at that time
+    persistent_gradient: tuple[torch.Tensor, int] | None = (
+        None  # a persistent gradient: a fake of the chunk, and its range
+    )
 
     def _is_written(self, storage: int, since: int) -> bool:
         return any(storage in op.mutates for op, _ in self.sharding.tables.ops[since:])
@@ -54,23 +56,25 @@ class Traced:
     def sync(self) -> None:
         """Copy the step's writes to the whole parameter into this process's range."""
         tables = self.sharding.tables
-        if self._is_written(tables.storage_of(self.row), self.synced):
+        if self._is_written(tables.storage_of(self.row), self.synced_at):
             with torch.no_grad():
-                self.chunk.copy_(self._window(self.row))
-        self.synced = len(tables.ops)
+                self.chunk.copy_(self._own_chunk(self.row))
+        self.synced_at = len(tables.ops)
 
-    def updated(self) -> None:
+    def gather_updated(self) -> None:
         """Gather the parameter again after an update, for other readers."""
         tables, module = self.sharding.tables, self.shard.name.rpartition(".")[0]
-        self.sharding.append(Kind.ALL_GATHER, self.row, self.chunk, module, mutates=(tables.storage_of(self.row),))
-        self.synced = len(tables.ops)
+        self.sharding.append_collective(
+            CollectiveKind.ALL_GATHER, self.row, self.chunk, module, mutates=(tables.storage_of(self.row),)
+        )
+        self.synced_at = len(tables.ops)
 
-    def own_gradient(self, gradient: torch.Tensor) -> int:
+    def own_gradient_value(self, gradient: torch.Tensor) -> int:
         """Return the value of this process's range of a gradient."""
         shard = self.shard
         if self.gradient is not None and self._is_reduced(gradient):
-            return self._of_gradient(self.gradient)
-        return self._of_gradient(self._as_row(gradient), shard.start)
+            return self._gradient_value(self.gradient)
+        return self._gradient_value(self._as_row(gradient), shard.start)
 
     def end_gradient(self, gradient: torch.Tensor, run: RunOp) -> int | None:
         """Return the value of a gradient's range that the step leaves; None if it is persistent."""
@@ -80,21 +84,21 @@ class Traced:
         if self.gradient is not None and self._is_reduced(gradient):
             chunk = self.gradient
         else:
-            chunk = self._window(self._as_row(gradient)).clone()
-        if self.left is None:
-            return self._of_gradient(chunk)
-        if chunk is not self.left[0]:
-            self.left[0].copy_(chunk)
+            chunk = self._own_chunk(self._as_row(gradient)).clone()
+        if self.persistent_gradient is None:
+            return self._gradient_value(chunk)
+        if chunk is not self.persistent_gradient[0]:
+            self.persistent_gradient[0].copy_(chunk)
         return None
 
     def _is_reduced(self, gradient: torch.Tensor) -> bool:
         """Return whether a gradient is unchanged since it was reduced and gathered."""
         shard = self.shard
         return (
-            self.sharding.tables.storage_of(gradient) == self.gathered
+            self.sharding.tables.storage_of(gradient) == self.gathered_storage
             and (tuple(gradient.shape), gradient.stride()) == (shard.shape, shard.stride)
             and gradient.storage_offset() == 0
-            and not self._is_written(self.gathered, self.since)
+            and not self._is_written(self.gathered_storage, self.gathered_at)
         )
 
     def _as_row(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -102,27 +106,27 @@ class Traced:
         tables, shard = self.sharding.tables, self.shard
         count = tables.storages[tables.storage_of(gradient)].bytes
         if (
-            count == shard.chunks.padded * gradient.element_size()
+            count == shard.chunks.padded_elements * gradient.element_size()
             and gradient.stride() == shard.stride
             and gradient.storage_offset() == 0
         ):
-            return gradient.detach().as_strided((shard.chunks.padded,), (1,))
+            return gradient.detach().as_strided((shard.chunks.padded_elements,), (1,))
         with torch.no_grad():
-            row = torch.empty(shard.chunks.padded, dtype=gradient.dtype, device=gradient.device)
+            row = torch.empty(shard.chunks.padded_elements, dtype=gradient.dtype, device=gradient.device)
             shard.whole_of(row).copy_(gradient)
         return row
 
-    def _of_gradient(self, memory: torch.Tensor, start: int = 0) -> int:
+    def _gradient_value(self, memory: torch.Tensor, start: int = 0) -> int:
         """Return the value of the range that begins at element ``start``, and name its storage."""
         tables, shard = self.sharding.tables, self.shard
         storage = tables.storage_of(memory)
         entry = tables.storages[storage]
         if entry.created and entry.kind is StorageKind.ACTIVATION:
             entry.kind, entry.name = StorageKind.GRADIENT, f"{shard.name}.grad"
-        return tables.value(Value(storage, memory.dtype, (shard.count,), (1,), start))
+        return tables.index_of(Value(storage, memory.dtype, (shard.count,), (1,), start))
 
-    def _window(self, row: torch.Tensor) -> torch.Tensor:
-        each = self.shard.chunks.each
+    def _own_chunk(self, row: torch.Tensor) -> torch.Tensor:
+        each = self.shard.chunks.chunk_elements
         return row[self.shard.rank * each :][:each]
 
 
@@ -133,55 +137,59 @@ class Sharding:
         self.tables = tables
         self._group: Any = shards.group
         self._count = shards.group.size()
-        self._traced: dict[int, Traced] = {}
+        self._traced: dict[int, TracedShard] = {}
         self._small: dict[torch.dtype, list[torch.Tensor]] = {}
         self._armed = False
 
-    def of(self, tensor: object) -> Shard | None:
-        return self._shards.of(tensor)
+    def shard_of(self, tensor: object) -> Shard | None:
+        return self._shards.shard_of(tensor)
 
     # Before the step
 
     def fake(self, shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a fake of the parameter, and the row that backs it."""
-        row = self._row(shard.chunks.padded, shard.dtype)
+        row = self._row(shard.chunks.padded_elements, shard.dtype)
         with self._mode, torch.no_grad():
             return nn.Parameter(shard.whole_of(row), requires_grad=shard.parameter.requires_grad), row
 
-    def begin(self, shard: Shard, row: torch.Tensor) -> Traced:
-        chunk, value = self._lasting(shard, StorageKind.PARAMETER, shard.name)
+    def begin(self, shard: Shard, row: torch.Tensor) -> TracedShard:
+        chunk, value = self._add_persistent_chunk(shard, StorageKind.PARAMETER, shard.name)
         self._gather_first(shard, row, chunk, shard.name)
-        traced = self._traced[id(shard.parameter)] = Traced(self, shard, row, chunk, value, len(self.tables.ops))
+        traced = self._traced[id(shard.parameter)] = TracedShard(self, shard, row, chunk, value, len(self.tables.ops))
         return traced
 
     def begin_gradient(self, shard: Shard, fake: torch.Tensor) -> int:
         """Gather the earlier gradient into a fake, and return the value of this process's range."""
-        row = self._row(shard.chunks.padded, shard.dtype)
-        chunk, value = self._lasting(shard, StorageKind.GRADIENT, f"{shard.name}.grad")
+        row = self._row(shard.chunks.padded_elements, shard.dtype)
+        chunk, value = self._add_persistent_chunk(shard, StorageKind.GRADIENT, f"{shard.name}.grad")
         self._gather_first(shard, row, chunk, f"{shard.name}.grad")
         with self._mode, torch.no_grad():
             fake.grad = shard.whole_of(row)
         traced = self._traced[id(shard.parameter)]
-        traced.left = chunk, value
+        traced.persistent_gradient = chunk, value
         # It is equivalent to a gradient that was just reduced.
-        traced.gradient, traced.gathered, traced.since = chunk, self.tables.storage_of(row), len(self.tables.ops)
+        traced.gradient, traced.gathered_storage, traced.gathered_at = (
+            chunk,
+            self.tables.storage_of(row),
+            len(self.tables.ops),
+        )
         return value
 
     def _row(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         with self._mode, torch.no_grad():
             return torch.empty(count, dtype=dtype, device=self.tables.device)
 
-    def _lasting(self, shard: Shard, kind: StorageKind, name: str) -> tuple[torch.Tensor, int]:
+    def _add_persistent_chunk(self, shard: Shard, kind: StorageKind, name: str) -> tuple[torch.Tensor, int]:
         """Add a storage for a persistent chunk, and the range on it as a value."""
-        chunk = self._row(shard.chunks.each, shard.dtype)
+        chunk = self._row(shard.chunks.chunk_elements, shard.dtype)
         storage = self.tables.add(chunk, kind, name)
-        return chunk, self.tables.value(Value(storage, shard.dtype, (shard.count,), (1,)))
+        return chunk, self.tables.index_of(Value(storage, shard.dtype, (shard.count,), (1,)))
 
     def _gather_first(self, shard: Shard, row: torch.Tensor, chunk: torch.Tensor, name: str) -> None:
         storage = self.tables.add(row, StorageKind.ACTIVATION, f"{name}, gathered")
-        self.append(Kind.ALL_GATHER, row, chunk, shard.name.rpartition(".")[0], creates=(storage,))
+        self.append_collective(CollectiveKind.ALL_GATHER, row, chunk, shard.name.rpartition(".")[0], creates=(storage,))
 
-    def listen(self, fake: torch.Tensor, shard: Shard | None, *, at_once: bool) -> None:
+    def listen(self, fake: torch.Tensor, shard: Shard | None, *, reduce_at_once: bool) -> None:
         """Hook a parameter's final gradient; ``reduce_at_once`` if other hooks must find it reduced."""
         if not fake.requires_grad or not fake.is_leaf:
             return
@@ -190,10 +198,10 @@ class Sharding:
             with torch.no_grad():
                 if shard is not None:
                     self._reduce(shard, parameter)
-                elif at_once:
+                elif reduce_at_once:
                     self._reduce_together([parameter])
                 else:
-                    self._put_off(parameter)
+                    self._queue(parameter)
 
         fake.register_post_accumulate_grad_hook(final)
 
@@ -203,45 +211,45 @@ class Sharding:
         """Reduce a gradient and replace it by the gathered result."""
         gradient = _gradient_of(fake, shard.name)
         traced = self._traced[id(shard.parameter)]
-        chunk = self._exchanged(self._scaled(shard, gradient))
-        row = torch.empty(shard.chunks.padded, dtype=chunk.dtype, device=chunk.device)
+        chunk = self._exchange(self._scale(shard, gradient))
+        row = torch.empty(shard.chunks.padded_elements, dtype=chunk.dtype, device=chunk.device)
         module = shard.name.rpartition(".")[0]
-        self.append(Kind.ALL_GATHER, row, chunk, module, mutates=(self.tables.storage_of(row),))
+        self.append_collective(CollectiveKind.ALL_GATHER, row, chunk, module, mutates=(self.tables.storage_of(row),))
         fake.grad = shard.whole_of(row)
-        traced.gradient, traced.gathered = chunk, self.tables.storage_of(row)
-        traced.since = len(self.tables.ops)
+        traced.gradient, traced.gathered_storage = chunk, self.tables.storage_of(row)
+        traced.gathered_at = len(self.tables.ops)
 
-    def _scaled(self, shard: Shard, gradient: torch.Tensor) -> torch.Tensor:
+    def _scale(self, shard: Shard, gradient: torch.Tensor) -> torch.Tensor:
         """Return a gradient's elements as a row, divided by the number of processes."""
         share = 1.0 / self._count
-        if shard.chunks.padded == shard.chunks.elements and gradient.stride() == shard.stride:
+        if shard.chunks.padded_elements == shard.chunks.elements and gradient.stride() == shard.stride:
             scaled = torch.mul(gradient, share)
             if scaled.stride() == shard.stride:
                 return scaled.as_strided((shard.chunks.elements,), (1,))
-        row = torch.empty(shard.chunks.padded, dtype=gradient.dtype, device=gradient.device)
+        row = torch.empty(shard.chunks.padded_elements, dtype=gradient.dtype, device=gradient.device)
         torch.mul(gradient, share, out=shard.whole_of(row))
         return row
 
-    def _exchanged(self, row: torch.Tensor) -> torch.Tensor:
+    def _exchange(self, row: torch.Tensor) -> torch.Tensor:
         """Return this process's chunk of a row, summed over all processes in their order."""
         received = torch.empty_like(row)
         storage = self.tables.storage_of(received)
-        self.append(Kind.ALL_TO_ALL, received, row, "", mutates=(storage,), again=False)
+        self.append_collective(CollectiveKind.ALL_TO_ALL, received, row, "", mutates=(storage,), rerunnable=False)
         parts = received.view(self._count, -1).unbind()
         total = torch.add(parts[0], parts[1])
         for part in parts[2:]:
             total.add_(part)
         return total
 
-    def _put_off(self, fake: torch.Tensor) -> None:
+    def _queue(self, fake: torch.Tensor) -> None:
         """Queue a small gradient for a common reduction."""
         if not self._armed:
             self._armed = True
-            at_the_end_of_backward(self._finish)
+            call_after_backward(self._finish)
         _gradient_of(fake, "a parameter")
         row = self._small.setdefault(fake.dtype, [])
         row.append(fake)
-        if sum(p.numel() * p.element_size() for p in row) >= _TOGETHER_BYTES:
+        if sum(p.numel() * p.element_size() for p in row) >= _MIN_GROUP_BYTES:
             del self._small[fake.dtype]
             self._reduce_together(row)
 
@@ -256,30 +264,30 @@ class Sharding:
         gradients = [_gradient_of(fake, "a parameter") for fake in fakes]
         chunks = Chunks(sum(gradient.numel() for gradient in gradients), self._count)
         first = gradients[0]
-        row = torch.empty(chunks.padded, dtype=first.dtype, device=first.device)
+        row = torch.empty(chunks.padded_elements, dtype=first.dtype, device=first.device)
         places, start = [], 0
         for gradient in gradients:
             places.append(row[start : start + gradient.numel()].view(gradient.shape))
             torch.mul(gradient, 1.0 / self._count, out=places[-1])
             start += gradient.numel()
-        total = self._exchanged(row)
+        total = self._exchange(row)
         whole = torch.empty_like(row)
-        self.append(Kind.ALL_GATHER, whole, total, "", mutates=(self.tables.storage_of(whole),))
+        self.append_collective(CollectiveKind.ALL_GATHER, whole, total, "", mutates=(self.tables.storage_of(whole),))
         start = 0
         for gradient in gradients:
             gradient.copy_(whole[start : start + gradient.numel()].view(gradient.shape))
             start += gradient.numel()
 
-    def append(
+    def append_collective(
         self,
-        kind: Kind,
+        kind: CollectiveKind,
         row: torch.Tensor,
         source: torch.Tensor,
         module: str,
         *,
         creates: tuple[int, ...] = (),
         mutates: tuple[int, ...] = (),
-        again: bool = True,
+        rerunnable: bool = True,
     ) -> None:
         """Record a collective that fills a whole row; it is dropped if the row is unused."""
         tables = self.tables
@@ -290,12 +298,12 @@ class Sharding:
             reads=(tables.storage_of(source),),
             mutates=mutates,
             creates=creates,
-            rerunnable=again,
+            rerunnable=rerunnable,
             communicates=True,
             family=str(call),
             module=module,
         )
-        tables.optional.add(place)
+        tables.optional_ops.add(place)
 
     # After the step
 
@@ -316,7 +324,7 @@ def _gradient_of(fake: torch.Tensor, name: str) -> torch.Tensor:
     return gradient
 
 
-def gathered_late(captured: Captured) -> Captured:
+def delay_gathers(captured: Captured) -> Captured:
     """Move gathers of sharded parameters from the step's beginning to their uses.
 
     Each gather starts when the previous one is needed, so it overlaps with ops, and at most two gathered parameters

@@ -54,10 +54,10 @@ class Shard:
     shape: tuple[int, ...]  # of the whole parameter, like ``stride`` and ``dtype``
     stride: tuple[int, ...]
     dtype: torch.dtype
-    own: torch.Tensor  # this process's range, of shape (count,), on memory for a whole chunk
-    aside: nn.Parameter | None = None  # the original parameter; without contents while it is sharded
+    own_range: torch.Tensor  # this process's range, of shape (count,), on memory for a whole chunk
+    original: nn.Parameter | None = None  # the original parameter; without contents while it is sharded
     # The user's ``parameter.grad``, and the versions of the two at the last check.
-    face: torch.Tensor | None = None
+    meta_gradient: torch.Tensor | None = None
     versions: tuple[int, int] = (0, 0)
 
     @property
@@ -70,10 +70,10 @@ class Shard:
 
     @property
     def chunk_bytes(self) -> int:
-        return self.chunks.each * self.dtype.itemsize
+        return self.chunks.chunk_elements * self.dtype.itemsize
 
     @property
-    def in_order(self) -> bool:
+    def is_row_major(self) -> bool:
         """Whether the elements are in row-major order, as in a file."""
         return torch.empty(self.shape, device="meta").stride() == self.stride
 
@@ -83,23 +83,23 @@ class Shard:
 
     def show_gradient(self) -> None:
         """Give the user's parameter a meta gradient if this range has a gradient."""
-        if self.own.grad is None:
-            self.face = None
-        elif self.face is None:
-            self.face = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-        self.parameter.grad = self.face
-        self.settle()
+        if self.own_range.grad is None:
+            self.meta_gradient = None
+        elif self.meta_gradient is None:
+            self.meta_gradient = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+        self.parameter.grad = self.meta_gradient
+        self.accept_writes()
 
-    def settle(self) -> None:
+    def accept_writes(self) -> None:
         """Accept the writes so far."""
-        self.versions = self.parameter._version, 0 if self.face is None else self.face._version
+        self.versions = self.parameter._version, 0 if self.meta_gradient is None else self.meta_gradient._version
 
     def check(self) -> None:
         """Clear a gradient that the user has cleared; raise ``StateError`` for other changes."""
         parameter, gradient = self.parameter, self.parameter.grad
         if gradient is None:
-            self.own.grad = self.face = None
-        elif gradient is not self.face or gradient._version != self.versions[1]:
+            self.own_range.grad = self.meta_gradient = None
+        elif gradient is not self.meta_gradient or gradient._version != self.versions[1]:
             raise StateError(
                 f"the gradient of {self.name} was changed between two steps, and its bytes are spread over the "
                 "processes: the write was lost; change it inside of the step, or clear it by zero_grad()"
@@ -120,8 +120,8 @@ class Shards:
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], group: Any) -> None:
         self.group = group
-        self.all: list[Shard] = []
-        self.is_spread = False  # whether the user's parameters are without contents
+        self.entries: list[Shard] = []
+        self.is_sharded = False  # whether the user's parameters are without contents
         self._optimizers = list(optimizers)
         if parallel_models(models):
             raise InputError(
@@ -135,13 +135,15 @@ class Shards:
             owners[storage_key(tensor)] = owners.get(storage_key(tensor), 0) + 1
         self._whole: list[torch.Tensor] = []  # tensors that every process has in full
         for key, name, kind, tensor in entries:
-            if kind is StorageKind.PARAMETER and owners[storage_key(tensor)] == 1 and _can_be_spread(tensor):
-                self.all.append(self._shard(key, name, tensor))
+            if kind is StorageKind.PARAMETER and owners[storage_key(tensor)] == 1 and _can_shard(tensor):
+                self.entries.append(self._shard(key, name, tensor))
             else:
                 self._whole.append(tensor)
-        self._by_id = {id(shard.parameter): shard for shard in self.all}
+        self._by_id = {id(shard.parameter): shard for shard in self.entries}
         for optimizer in optimizers:
-            spread = [s.name for g in optimizer.param_groups for p in g["params"] if (s := self.of(p)) is not None]
+            spread = [
+                s.name for g in optimizer.param_groups for p in g["params"] if (s := self.shard_of(p)) is not None
+            ]
             if spread and not updates_elementwise(optimizer):
                 raise InputError(
                     f"the optimizer {type(optimizer).__name__} updates {spread[0]}, which is spread over the "
@@ -160,21 +162,21 @@ class Shards:
     def rank(self) -> int:
         return self.group.rank()
 
-    def of(self, tensor: object) -> Shard | None:
+    def shard_of(self, tensor: object) -> Shard | None:
         """Return this process's shard of one of the user's parameters; None if it is not sharded."""
         return self._by_id.get(id(tensor))
 
     def check(self) -> None:
-        for shard in self.all:
+        for shard in self.entries:
             shard.check()
 
     def show_gradients(self) -> None:
-        for shard in self.all:
+        for shard in self.entries:
             shard.show_gradient()
 
     # All processes at once
 
-    def spread(self) -> None:
+    def shard(self) -> None:
         """Reduce each process to its range of process 0's contents; all processes must call it at once.
 
         Raises ``InputError`` if models differ, and ``StateError`` if a parameter cannot release its contents in some
@@ -182,29 +184,29 @@ class Shards:
         """
         error = ""
         try:
-            self._put_aside()
+            self._detach_contents()
         except RuntimeError as raised:
             error = str(raised)
         reports: list[Any] = [None] * self.group.size()
-        with talking():
-            torch.distributed.all_gather_object(reports, (error, self._described()), group=self.group)
+        with translate_group_errors():
+            torch.distributed.all_gather_object(reports, (error, self._describe()), group=self.group)
         for rank, (other_error, described) in enumerate(reports):
             if not other_error and described == reports[0][1]:
                 continue
-            self._take_back()
+            self._restore_contents()
             if other_error:
                 raise StateError(
                     f"the parameters of rank {rank} cannot be spread over the processes: {other_error}; delete "
                     "references to them, such as losses of earlier steps, or build the model again"
                 )
             raise InputError(f"rank {rank} and rank 0 have other models: {_difference(described, reports[0][1])}")
-        with talking(), torch.no_grad():
+        with translate_group_errors(), torch.no_grad():
             for tensor in self._whole:
                 if tensor.numel():
-                    self._share(tensor.detach())
-            for shard in self.all:
-                self._take_range(shard)
-        self.is_spread = True
+                    self._broadcast(tensor.detach())
+            for shard in self.entries:
+                self._keep_own_range(shard)
+        self.is_sharded = True
         self.show_gradients()
 
     def gather(self) -> None:
@@ -212,19 +214,19 @@ class Shards:
 
         Raises ``CommunicationError`` if another process has ended; ungathered parameters stay without contents.
         """
-        with talking(), torch.no_grad():
-            for shard in self.all:
-                if shard.aside is not None:
-                    self._make_whole(shard, shard.aside)
-        self.is_spread = False
+        with translate_group_errors(), torch.no_grad():
+            for shard in self.entries:
+                if shard.original is not None:
+                    self._make_whole(shard, shard.original)
+        self.is_sharded = False
 
-    def whole(self, shard: Shard, part: torch.Tensor) -> torch.Tensor:
+    def assemble(self, shard: Shard, part: torch.Tensor) -> torch.Tensor:
         """Assemble a parameter, or state of its shape, from all ranges on the CPU."""
-        wire = self._wire
-        chunk = torch.zeros(shard.chunks.each, dtype=part.dtype, device=wire)
+        wire = self._transfer_device
+        chunk = torch.zeros(shard.chunks.chunk_elements, dtype=part.dtype, device=wire)
         chunk[: shard.count].copy_(part)
-        row = torch.empty(shard.chunks.padded, dtype=part.dtype, device=wire)
-        with talking():
+        row = torch.empty(shard.chunks.padded_elements, dtype=part.dtype, device=wire)
+        with translate_group_errors():
             gather_into(row, chunk, self.group)
         assembled = torch.empty_strided(shard.shape, shard.stride, dtype=part.dtype)
         return assembled.copy_(shard.whole_of(row))
@@ -234,7 +236,7 @@ class Shards:
         if whole.stride() != shard.stride:
             whole = torch.empty_strided(shard.shape, shard.stride, dtype=whole.dtype).copy_(whole)
         row = whole.as_strided((shard.chunks.elements,), (1,), whole.storage_offset())
-        part = torch.zeros(shard.chunks.each, dtype=whole.dtype)[: shard.count]
+        part = torch.zeros(shard.chunks.chunk_elements, dtype=whole.dtype)[: shard.count]
         return part.copy_(row[shard.start : shard.start + shard.count])
 
     def states(self, shard: Shard) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
@@ -246,84 +248,84 @@ class Shards:
                     yield entries, name, value
 
     def send(self, part: torch.Tensor, rank: int) -> None:
-        with talking():
-            torch.distributed.send(part.contiguous().to(self._wire), group=self.group, group_dst=rank)
+        with translate_group_errors():
+            torch.distributed.send(part.contiguous().to(self._transfer_device), group=self.group, group_dst=rank)
 
     def receive(self, count: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
-        part = torch.empty(count, dtype=dtype, device=self._wire)
-        with talking():
+        part = torch.empty(count, dtype=dtype, device=self._transfer_device)
+        with translate_group_errors():
             torch.distributed.recv(part, group=self.group, group_src=rank)
         return part.cpu()
 
-    def settle(self, error: BaseException | None, action: str) -> None:
+    def raise_any_error(self, error: BaseException | None, action: str) -> None:
         """Raise this process's error, or ``StateError`` if another process failed."""
-        self.exchange(error, action)
+        self.exchange_error(error, action)
         if error is not None:
             raise error
 
-    def together(self, action: str) -> _Together:
+    def finish_together(self, action: str) -> _SharedOutcome:
         """Return a context that all processes leave together; it raises like ``exchange_error``."""
-        return _Together(self, action)
+        return _SharedOutcome(self, action)
 
-    def exchange(self, error: BaseException | None, action: str) -> None:
+    def exchange_error(self, error: BaseException | None, action: str) -> None:
         """Send an error to all processes; without one, raise ``StateError`` for another process's error."""
         texts: list[Any] = [None] * self.group.size()
-        with talking():
+        with translate_group_errors():
             torch.distributed.all_gather_object(texts, "" if error is None else str(error), group=self.group)
         for rank, text in enumerate(texts):
             if text and error is None:
                 raise StateError(f"rank {rank} could not {action}: {text}")
 
     @property
-    def _wire(self) -> torch.device:
+    def _transfer_device(self) -> torch.device:
         """Return the device of tensors that the process group can send."""
         is_gpu = torch.distributed.get_backend(self.group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
 
-    def _share(self, tensor: torch.Tensor) -> None:
+    def _broadcast(self, tensor: torch.Tensor) -> None:
         """Broadcast a tensor from process 0."""
-        sent = tensor.contiguous().to(self._wire)
+        sent = tensor.contiguous().to(self._transfer_device)
         torch.distributed.broadcast(sent, group=self.group, group_src=0)
         if sent.data_ptr() != tensor.data_ptr():
             tensor.copy_(sent)
 
-    def _put_aside(self) -> None:
-        for shard in self.all:
+    def _detach_contents(self) -> None:
+        for shard in self.entries:
             parameter = shard.parameter
             empty = torch.empty_strided(shard.shape, shard.stride, dtype=shard.dtype, device="meta")
             aside = nn.Parameter(empty, requires_grad=parameter.requires_grad)
             swap(parameter, aside)
             vars(parameter).update(vars(aside))
-            shard.aside = aside
+            shard.original = aside
 
-    def _take_back(self) -> None:
-        for shard in self.all:
-            if shard.aside is not None:
-                swap(shard.parameter, shard.aside)
-                shard.aside = None
+    def _restore_contents(self) -> None:
+        for shard in self.entries:
+            if shard.original is not None:
+                swap(shard.parameter, shard.original)
+                shard.original = None
 
-    def _described(self) -> list[tuple[str, str]]:
+    def _describe(self) -> list[tuple[str, str]]:
         """List facts that must be the same in all processes."""
         facts = [
             (f"the dtype and shape of number {k}", f"{t.dtype} {tuple(t.shape)}") for k, t in enumerate(self._whole)
         ]
-        for shard in self.all:
+        for shard in self.entries:
             states = ", ".join(f"{name} {tuple(value.shape)}" for _, name, value in self.states(shard))
-            gradient = shard.aside is not None and shard.aside.grad is not None
+            gradient = shard.original is not None and shard.original.grad is not None
             text = f"{shard.dtype} {shard.shape} {shard.stride}, state ({states}), {'a' if gradient else 'no'} gradient"
             facts.append((shard.key, text))
         return facts
 
-    def _take_range(self, shard: Shard) -> None:
-        aside = shard.aside
+    def _keep_own_range(self, shard: Shard) -> None:
+        aside = shard.original
         if aside is None:
             raise StateError(f"{shard.name} was spread before its contents were detached: please report it")
         whole = aside.detach()
         row = whole.as_strided((whole.numel(),), (1,), whole.storage_offset())
-        self._share(row)
-        shard.own = self.range_of(shard, whole.cpu())
+        self._broadcast(row)
+        shard.own_range = self.range_of(shard, whole.cpu())
         if aside.grad is not None:
-            shard.own.grad = self.range_of(shard, aside.grad.detach().cpu())
+            shard.own_range.grad = self.range_of(shard, aside.grad.detach().cpu())
             aside.grad = None
         for entries, name, value in self.states(shard):
             if tuple(value.shape) != shard.shape:
@@ -332,16 +334,16 @@ class Shards:
                     f"{shard.shape}; sharded state must have the shape of its parameter; remove 'shard'"
                 )
             shared = value.detach()
-            self._share(shared)
+            self._broadcast(shared)
             entries[name] = self.range_of(shard, shared.cpu())
         set_data(aside, torch.empty(0, dtype=shard.dtype))
 
     def _make_whole(self, shard: Shard, aside: nn.Parameter) -> None:
         parameter = shard.parameter
-        gradient = None if shard.own.grad is None else self.whole(shard, shard.own.grad.detach())
-        whole = self.whole(shard, shard.own.detach())
+        gradient = None if shard.own_range.grad is None else self.assemble(shard, shard.own_range.grad.detach())
+        whole = self.assemble(shard, shard.own_range.detach())
         for entries, name, value in self.states(shard):
-            entries[name] = self.whole(shard, value.detach())
+            entries[name] = self.assemble(shard, value.detach())
         set_data(aside, whole)
         aside.requires_grad_(parameter.requires_grad)
         parameter.grad = None
@@ -349,11 +351,11 @@ class Shards:
         vars(aside).update(vars(parameter))
         swap(parameter, aside)
         parameter.grad = gradient
-        shard.aside = shard.face = None
-        shard.own = torch.empty(shard.count, dtype=shard.dtype, device="meta")
+        shard.original = shard.meta_gradient = None
+        shard.own_range = torch.empty(shard.count, dtype=shard.dtype, device="meta")
 
 
-class _Together:
+class _SharedOutcome:
     def __init__(self, shards: Shards, action: str) -> None:
         self._shards, self._what = shards, action
 
@@ -363,10 +365,10 @@ class _Together:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._shards.exchange(error, self._what)
+        self._shards.exchange_error(error, self._what)
 
 
-def _can_be_spread(tensor: torch.Tensor) -> bool:
+def _can_shard(tensor: torch.Tensor) -> bool:
     """Return whether a parameter is large and dense, and shares its memory with no other tensor."""
     count = tensor.numel() * tensor.element_size()
     return (
@@ -389,7 +391,7 @@ def _difference(here: list[tuple[str, str]], reference: list[tuple[str, str]]) -
 
 
 @contextlib.contextmanager
-def talking() -> Iterator[None]:
+def translate_group_errors() -> Iterator[None]:
     """Translate errors of the process group into ``CommunicationError``."""
     try:
         yield

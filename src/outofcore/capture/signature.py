@@ -40,7 +40,7 @@ class Signature(NamedTuple):
     capture: int = 0  # distinguishes captures that differ only in the Python values that they have read
 
 
-def has_other_sizes(new: Signature, known: Iterable[Signature]) -> bool:
+def differs_only_in_sizes(new: Signature, known: Iterable[Signature]) -> bool:
     """Return whether a call has new argument sizes, and differs from a known one only in these."""
 
     def parts(signature: Signature) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -72,10 +72,10 @@ class Signer:
         self._models = list(models)
         self._optimizers = list(optimizers)
         self._structures: dict[tuple[int, ...], int] = {}
-        self._held: list[Any] = []
-        self._walk()
+        self._kept_alive: list[Any] = []
+        self._list_state()
 
-    def _walk(self) -> None:
+    def _list_state(self) -> None:
         """List the current modules and parameters."""
         modules: dict[int, tuple[str, nn.Module]] = {}
         parameters: dict[int, tuple[str, nn.Parameter]] = {}
@@ -103,7 +103,7 @@ class Signer:
         self._averages = [module for module in self._modules if isinstance(module, AveragedModel)]
         self._groups: list[list[Any]] = [group["params"] for o in self._optimizers for group in o.param_groups]
         # These objects must live, so that their ids are not reused.
-        self._held.append((list(self._modules), list(self._parameters), buffers))
+        self._kept_alive.append((list(self._modules), list(self._parameters), buffers))
         self._current = self._ids()
         self._number = self._structures.setdefault(self._current, len(self._structures))
 
@@ -113,8 +113,8 @@ class Signer:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
         """Return the signature of a call; raises ``CaptureError`` or ``InputError`` for invalid arguments."""
-        if any(self._empty) or self._ids() != self._current or self._regrouped():
-            self._walk()
+        if any(self._empty) or self._ids() != self._current or self._groups_changed():
+            self._list_state()
         leaves, spec = tree_flatten((args, kwargs))
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and not self._is_plain(leaf):
@@ -131,7 +131,7 @@ class Signer:
             tuple(map(_strides, gradients)),
             tuple([_settings(group) for optimizer in self._optimizers for group in optimizer.param_groups]),
             tuple([read() for read in _SURROUNDINGS.values()]),
-            (*self._begun_averages(), *self._phases()),
+            (*self._started_averages(), *self._phases()),
         )
 
     def _phases(self) -> list[tuple[str, Any]]:
@@ -142,12 +142,12 @@ class Signer:
             (f"{name} of replica {k}", (bool, v)) for k, values in phases for name, v in zip(names, values, strict=True)
         ]
 
-    def _begun_averages(self) -> list[tuple[str, Any]]:
+    def _started_averages(self) -> list[tuple[str, Any]]:
         """Return whether each ``AveragedModel`` has a model; it copies the first."""
         counts = [module.n_averaged for module in self._averages]
         return [(f"n_averaged > 0 of average {k}", (bool, bool(count > 0))) for k, count in enumerate(counts)]
 
-    def _regrouped(self) -> bool:
+    def _groups_changed(self) -> bool:
         groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
         return len(groups) != len(self._groups) or any(
             new is not old for new, old in zip(groups, self._groups, strict=True)

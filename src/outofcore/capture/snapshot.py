@@ -32,13 +32,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from outofcore.capture.effects import LOOK_THROUGH, slots_of
-from outofcore.capture.reads import Origin, Reads, load_comparing, names_of, origin_of
-from outofcore.capture.words import Kind, word_at, word_of
+from outofcore.capture.effects import MAX_SEARCHED_ITEMS, slots_of
+from outofcore.capture.reads import Origin, Reads, load_compare_library, names_of, origin_of
+from outofcore.capture.words import EntryKind, word_address, word_at
 
 
 @dataclass(frozen=True)
-class _Limits:
+class _ComparisonLimits:
     """Limits on the work before each call."""
 
     items: int = 65536  # the items of longer lists and sets are not compared
@@ -47,7 +47,7 @@ class _Limits:
     entries: int = 500_000  # with more entries, each call counts as changed
 
 
-_MOST = _Limits()
+_MOST = _ComparisonLimits()
 _ABSENT = object()
 _PLAIN = (
     int,
@@ -66,8 +66,8 @@ _PLAIN = (
 )
 _SCALARS = (int, float, complex, bool, str, bytes, torch.device, torch.Size, range)
 # Objects without numbers, or of the system.
-_OPAQUE = (logging.Logger, logging.Handler, torch.Generator, types.CodeType, types.FrameType, types.CoroutineType)
-_OWN_TABLES = frozenset(("_parameters", "_buffers", "_modules", "training"))
+_NOT_SEARCHED = (logging.Logger, logging.Handler, torch.Generator, types.CodeType, types.FrameType, types.CoroutineType)
+_MODULE_TABLES = frozenset(("_parameters", "_buffers", "_modules", "training"))
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
 
@@ -79,24 +79,24 @@ class Snapshot:
     """
 
     def __init__(self, reads: Reads, roots: Iterable[tuple[str, Any]], parameters: Iterable[tuple[str, Any]]) -> None:
-        walk = _Walk(reads)
+        walk = _ValueWalk(reads)
         for label, parameter in parameters:
             for name in _TENSOR_HOOKS:
-                walk.attribute(parameter, name, f"the hooks of {label}")
-            walk.attributes_of_tensor(parameter, label)
+                walk.add_attribute(parameter, name, f"the hooks of {label}")
+            walk.add_tensor_attributes(parameter, label)
         for label, root in roots:
-            walk.visit(root, label)
-        walk.globals_of_code()
+            walk.enqueue(root, label)
+        walk.add_globals()
         walk.run()
         self._is_whole = len(walk.entries) < _MOST.entries
         groups: dict[int, list[_Entry]] = {}
         alone: list[_Entry] = []
         for entry in walk.entries:
             kind, owner, key, *_ = entry
-            word = word_of(kind, owner, key)
+            word = word_address(kind, owner, key)
             (alone if word is None else groups.setdefault(word, [])).append(entry)
         self._entries = [entry for group in groups.values() for entry in group] + alone
-        self._alone = len(self._entries) - len(alone)  # index of the first entry without a word
+        self._first_without_word = len(self._entries) - len(alone)  # index of the first entry without a word
         self._table = np.array(
             [
                 (kind, id(owner), id(key), 0 if value is _ABSENT else id(value), count)
@@ -118,54 +118,54 @@ class Snapshot:
         """Describe the first relevant change, or return None."""
         if not self._is_whole:
             return f"the step can read more than {_MOST.entries} values, so that not all of them are compared"
-        library, start, count = load_comparing(), self._alone, len(self._entries)
+        library, start, count = load_compare_library(), self._first_without_word, len(self._entries)
         table, words = self._table.ctypes.data, self._words.ctypes.data
         while (place := library.outofcore_first_change_by_words(table, words, len(self._words))) >= 0:
-            description = self._compared(place)
+            description = self._compare_by_value(place)
             if description is not None:
                 return description
         while (start := library.outofcore_first_change(table, count, start)) < count:
-            description = self._compared(start)
+            description = self._compare_by_value(start)
             if description is not None:
                 return description
             start += 1
         return None
 
-    def _compared(self, place: int) -> str | None:
+    def _compare_by_value(self, place: int) -> str | None:
         """Compare a changed entry by value; if it is equal, store the new object."""
         kind, owner, key, before, count, label = self._entries[place]
         match kind:
-            case Kind.SIZE:
+            case EntryKind.SIZE:
                 names, keys = before
-                if _named(owner, names) != keys:
+                if _readable_keys(owner, names) != keys:
                     return f"{label} has other items or attributes"
                 count = dict.__len__(owner)
-            case Kind.ITEM | Kind.ATTRIBUTE | Kind.CELL:
-                now = _now(kind, owner, key)
+            case EntryKind.ITEM | EntryKind.ATTRIBUTE | EntryKind.CELL:
+                now = _current_value(kind, owner, key)
                 if not _is_equal(before, now):
-                    return f"{label} {_told(before, now)}"
+                    return f"{label} {_describe_change(before, now)}"
                 before = now
-            case Kind.LIST:
+            case EntryKind.LIST:
                 now = tuple(owner)
                 if not _are_equal(before, now):
                     return f"{label} has other items"
                 before = now
-            case Kind.TYPE:
+            case EntryKind.TYPE:
                 return f"{label} has become a {type(owner).__name__}"
-            case Kind.CALL:
+            case EntryKind.CALL:
                 return f"the contents of {label} changed"
         self._entries[place] = kind, owner, key, before, count, label
         self._table[place, 3:] = 0 if before is _ABSENT else id(before), count
         return None
 
 
-_Entry = tuple[Kind, Any, Any, Any, int, str]
+_Entry = tuple[EntryKind, Any, Any, Any, int, str]
 
 
-def _now(kind: Kind, owner: Any, key: Any) -> Any:
-    if kind is Kind.ITEM:
+def _current_value(kind: EntryKind, owner: Any, key: Any) -> Any:
+    if kind is EntryKind.ITEM:
         return dict.get(owner, key, _ABSENT)
-    if kind is Kind.CELL:
+    if kind is EntryKind.CELL:
         try:
             return owner.cell_contents
         except ValueError:
@@ -195,7 +195,7 @@ def _are_equal(before: Sequence[Any], now: Sequence[Any]) -> bool:
     return len(before) == len(now) and all(a is b or _is_equal(a, b) for a, b in zip(before, now, strict=True))
 
 
-def _told(before: Any, now: Any) -> str:
+def _describe_change(before: Any, now: Any) -> str:
     def show(value: Any) -> str:
         if value is _ABSENT:
             return "nothing"
@@ -206,12 +206,12 @@ def _told(before: Any, now: Any) -> str:
     return f"changed from {show(before)} to {show(now)}"
 
 
-def _named(table: dict[Any, Any], names: frozenset[str] | None) -> frozenset[Any]:
+def _readable_keys(table: dict[Any, Any], names: frozenset[str] | None) -> frozenset[Any]:
     """Return the keys that may be read; keys that are not text always count."""
     return frozenset(key for key in table if names is None or key in names or not isinstance(key, str))
 
 
-class _Walk:
+class _ValueWalk:
     """Follows the names that the code loads from the roots, and records their values."""
 
     def __init__(self, reads: Reads) -> None:
@@ -220,10 +220,10 @@ class _Walk:
         self._codes = reads.codes
         of_user = [names_of(code) for code, _, origin in reads.codes.values() if origin is Origin.USER]
         of_torch = [names_of(code) for code, _, origin in reads.codes.values() if origin is Origin.TORCH]
-        self._user: frozenset[str] = frozenset().union(*(names.attributes for names in of_user))
-        self._all: frozenset[str] = self._user.union(*(names.attributes for names in of_torch))
+        self._user_names: frozenset[str] = frozenset().union(*(names.attributes for names in of_user))
+        self._all_names: frozenset[str] = self._user_names.union(*(names.attributes for names in of_torch))
         self._keys: frozenset[str] = frozenset().union(*(names.keys for names in of_user))
-        self._user_keys = self._keys | self._user  # some objects expose their items as attributes
+        self._user_keys = self._keys | self._user_names  # some objects expose their items as attributes
         self._seen: dict[int, Any] = {}
         self._functions: set[int] = set()  # ids of code with a function that was found
         self._classes: set[type] = set()
@@ -231,34 +231,34 @@ class _Walk:
 
     # Entries
 
-    def _add(self, kind: Kind, owner: Any, key: Any, value: Any, label: str, count: int = 0) -> None:
+    def _add_entry(self, kind: EntryKind, owner: Any, key: Any, value: Any, label: str, count: int = 0) -> None:
         self.entries.append((kind, owner, key, value, count, label))
 
-    def _value(self, kind: Kind, owner: Any, key: Any, value: Any, label: str, *, named: bool = False) -> None:
-        if isinstance(value, torch.Tensor) and not (kind is Kind.CELL or isinstance(value, nn.Parameter)):
+    def _add_value(self, kind: EntryKind, owner: Any, key: Any, value: Any, label: str, *, named: bool = False) -> None:
+        if isinstance(value, torch.Tensor) and not (kind is EntryKind.CELL or isinstance(value, nn.Parameter)):
             return  # the entry would keep it alive, and a tensor must be an argument
-        self._add(kind, owner, key, value, label)
+        self._add_entry(kind, owner, key, value, label)
         if not isinstance(value, _PLAIN):
             self._stack.append((value, label, named))
 
-    def attribute(self, owner: Any, name: str, label: str) -> None:
+    def add_attribute(self, owner: Any, name: str, label: str) -> None:
         """Record an attribute that is not in the ``__dict__`` of its object."""
         value = getattr(owner, name, _ABSENT)
-        self._add(Kind.ATTRIBUTE, owner, name, value, label)
+        self._add_entry(EntryKind.ATTRIBUTE, owner, name, value, label)
         if value is not _ABSENT and not isinstance(value, (*_PLAIN, torch.Tensor)):
             self._stack.append((value, label, False))
 
-    def attributes_of_tensor(self, tensor: torch.Tensor, label: str) -> None:
+    def add_tensor_attributes(self, tensor: torch.Tensor, label: str) -> None:
         attributes: Any = tensor.__dict__
         if attributes:
-            self._dict(attributes, label, self._user)
+            self._visit_dict(attributes, label, self._user_names)
 
-    def _size(self, table: dict[Any, Any], names: frozenset[str] | None, label: str) -> None:
-        self._add(Kind.SIZE, table, None, (names, _named(table, names)), label, dict.__len__(table))
+    def _add_size(self, table: dict[Any, Any], names: frozenset[str] | None, label: str) -> None:
+        self._add_entry(EntryKind.SIZE, table, None, (names, _readable_keys(table, names)), label, dict.__len__(table))
 
     # Traversal
 
-    def visit(self, value: Any, label: str) -> None:
+    def enqueue(self, value: Any, label: str) -> None:
         self._stack.append((value, label, False))
 
     def run(self) -> None:
@@ -275,24 +275,24 @@ class _Walk:
         ]
         for function in gc.get_referrers(*unfound) if unfound else ():
             if isinstance(function, types.FunctionType):
-                self.visit(function, function.__qualname__)
+                self.enqueue(function, function.__qualname__)
         self._drain()
 
     def _drain(self) -> None:
         while self._stack and len(self.entries) < _MOST.entries:
             value, label, named = self._stack.pop()
-            if isinstance(value, (*_PLAIN, torch.Tensor, *_OPAQUE)) or id(value) in self._seen:
+            if isinstance(value, (*_PLAIN, torch.Tensor, *_NOT_SEARCHED)) or id(value) in self._seen:
                 continue
             self._seen[id(value)] = value
-            self._go(value, label, named=named)
+            self._visit_parts(value, label, named=named)
 
-    def globals_of_code(self) -> None:
+    def add_globals(self) -> None:
         names: dict[int, tuple[dict[str, Any], set[str], Origin]] = {}
         for code, module_globals, origin in self._codes.values():
             names.setdefault(id(module_globals), (module_globals, set(), origin))[1].update(names_of(code).globals)
             for module in names_of(code).imports if origin is Origin.USER else ():
                 for qualified in (module, f"{module_globals.get('__package__') or ''}.{module}"):
-                    self.visit(sys.modules.get(qualified), qualified)
+                    self.enqueue(sys.modules.get(qualified), qualified)
             if origin is Origin.USER and names_of(code).finds_modules:
                 names[id(module_globals)][1].update(self._user_keys)
         for module_globals, named, origin in names.values():
@@ -301,157 +301,159 @@ class _Walk:
                 label = name if module == "__main__" else f"{module}.{name}"
                 if name in module_globals:
                     value = module_globals[name]
-                    self._add(Kind.ITEM, module_globals, name, value, label)
+                    self._add_entry(EntryKind.ITEM, module_globals, name, value, label)
                     if origin is Origin.USER or isinstance(value, dict | list | types.ModuleType):
-                        self.visit(value, label)
+                        self.enqueue(value, label)
                 elif hasattr(builtins, name):
-                    self._add(Kind.ITEM, module_globals, name, _ABSENT, label)
+                    self._add_entry(EntryKind.ITEM, module_globals, name, _ABSENT, label)
 
-    def _go(self, value: Any, label: str, *, named: bool) -> None:
+    def _visit_parts(self, value: Any, label: str, *, named: bool) -> None:
         if isinstance(value, types.FunctionType):
-            self._function(value, label)
+            self._visit_function(value, label)
         elif isinstance(value, types.MethodType):
             self._stack += [(value.__self__, label.rpartition(".")[0] or label, False), (value.__func__, label, False)]
         elif isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
-            self.visit(value.__self__, label)
+            self.enqueue(value.__self__, label)
         elif isinstance(value, types.ModuleType):
-            self._module(value, label)
+            self._visit_module(value, label)
         elif isinstance(value, type):
             for kind in value.__mro__:
-                self._class(kind)
+                self._visit_class(kind)
         elif isinstance(value, functools.partial):
             self._stack += [(v, label, False) for v in (value.func, value.args, value.keywords)]
-            self._instance(value, label)
+            self._visit_instance(value, label)
         elif isinstance(value, property):
             self._stack += [(f, label, False) for f in (value.fget, value.fset) if f is not None]
         elif isinstance(value, staticmethod | classmethod):
-            self.visit(value.__func__, label)
+            self.enqueue(value.__func__, label)
         elif isinstance(value, functools.cached_property):
-            self.visit(value.func, label)
+            self.enqueue(value.func, label)
         elif isinstance(value, threading.local):
             attributes: Any = value.__dict__
-            self._dict(attributes, label, self._user)
+            self._visit_dict(attributes, label, self._user_names)
         elif isinstance(value, weakref.ref):
-            self.visit(value(), label)
+            self.enqueue(value(), label)
         elif isinstance(value, types.MappingProxyType):
             self._stack += [(mapping, label, named) for mapping in gc.get_referents(value)]
         else:
-            self._contents(value, label, named=named)
+            self._visit_contents(value, label, named=named)
             if type(value) not in (dict, list, tuple, set, frozenset, collections.OrderedDict, collections.defaultdict):
-                self._instance(value, label)
+                self._visit_instance(value, label)
 
-    def _function(self, function: types.FunctionType, label: str) -> None:
+    def _visit_function(self, function: types.FunctionType, label: str) -> None:
         if id(function.__code__) in self._codes:
             self._functions.add(id(function.__code__))
             for name in _FUNCTION_PARTS:
                 if getattr(function, name) is not None:
-                    self.attribute(function, name, label if name == "__code__" else f"a default of {label}")
+                    self.add_attribute(function, name, label if name == "__code__" else f"a default of {label}")
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-                self._value(Kind.CELL, cell, None, _now(Kind.CELL, cell, None), name)
+                self._add_value(EntryKind.CELL, cell, None, _current_value(EntryKind.CELL, cell, None), name)
         if function.__dict__:
-            self._dict(function.__dict__, label, self._user)
+            self._visit_dict(function.__dict__, label, self._user_names)
 
-    def _module(self, module: types.ModuleType, label: str) -> None:
+    def _visit_module(self, module: types.ModuleType, label: str) -> None:
         origin = origin_of(module.__name__)
         if origin is Origin.OTHER and module.__name__.partition(".")[0] in sys.stdlib_module_names:
             return
-        for name in self._all.intersection(vars(module)):
+        for name in self._all_names.intersection(vars(module)):
             value = vars(module)[name]
-            self._add(Kind.ITEM, vars(module), name, value, f"{label}.{name}")
+            self._add_entry(EntryKind.ITEM, vars(module), name, value, f"{label}.{name}")
             if isinstance(value, types.ModuleType) or (origin is Origin.USER and not isinstance(value, _PLAIN)):
-                self.visit(value, f"{label}.{name}")
+                self.enqueue(value, f"{label}.{name}")
 
-    def _class(self, kind: type) -> None:
+    def _visit_class(self, kind: type) -> None:
         if kind in self._classes or origin_of(str(kind.__module__)) is Origin.OTHER:
             return
         self._classes.add(kind)
         # The dict itself, not the read-only view in ``__dict__``.
         namespace = next((d for d in gc.get_referents(vars(kind)) if isinstance(d, dict)), None)
         if namespace is not None:
-            self._dict(namespace, kind.__qualname__, self._all if issubclass(kind, nn.Module) else self._user)
+            self._visit_dict(
+                namespace, kind.__qualname__, self._all_names if issubclass(kind, nn.Module) else self._user_names
+            )
 
-    def _instance(self, value: Any, label: str) -> None:
+    def _visit_instance(self, value: Any, label: str) -> None:
         kind = type(value)
         origin = origin_of(str(kind.__module__))
         is_module = isinstance(value, nn.Module)
         if origin is Origin.OTHER and not is_module and not isinstance(value, Optimizer):
             return
         for base in kind.__mro__:
-            self._class(base)
-        names: frozenset[str] | None = self._all if is_module else self._user
-        if id(value) in self._reads.whole:
+            self._visit_class(base)
+        names: frozenset[str] | None = self._all_names if is_module else self._user_names
+        if id(value) in self._reads.fully_read:
             names = None
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
             if not isinstance(value, Optimizer):
-                self._add(Kind.TYPE, value, None, kind, label)
+                self._add_entry(EntryKind.TYPE, value, None, kind, label)
             if value.__dict__ is attributes:  # some classes return a new dict each time
-                self._add(Kind.ATTRIBUTE, value, "__dict__", attributes, label)
-            self._dict(attributes, label, names, named=isinstance(value, Optimizer))
+                self._add_entry(EntryKind.ATTRIBUTE, value, "__dict__", attributes, label)
+            self._visit_dict(attributes, label, names, named=isinstance(value, Optimizer))
         if is_module:
             for name, child in value._modules.items():
                 if child is not None:
-                    self.visit(child, f"{label}.{name}")
+                    self.enqueue(child, f"{label}.{name}")
         for name in slots_of(kind):
             if not name.startswith("__") and (names is None or name in names):
-                self.attribute(value, name, f"{label}.{name}")
+                self.add_attribute(value, name, f"{label}.{name}")
 
-    def _dict(
+    def _visit_dict(
         self, attributes: dict[str, Any], label: str, names: frozenset[str] | None, *, named: bool = False
     ) -> None:
         """Record the named attributes in a ``__dict__``; ``named`` also restricts items of nested dicts."""
-        self._size(attributes, names, label)
+        self._add_size(attributes, names, label)
         for name, value in list(attributes.items()):
-            if (names is None or name in names) and name not in _OWN_TABLES and not _is_dunder(name):
-                self._value(Kind.ITEM, attributes, name, value, f"{label}.{name}", named=named)
+            if (names is None or name in names) and name not in _MODULE_TABLES and not _is_dunder(name):
+                self._add_value(EntryKind.ITEM, attributes, name, value, f"{label}.{name}", named=named)
 
-    def _contents(self, value: Any, label: str, *, named: bool) -> None:
+    def _visit_contents(self, value: Any, label: str, *, named: bool) -> None:
         if isinstance(value, dict):
-            self._items(value, label, named=named)
+            self._visit_items(value, label, named=named)
         elif isinstance(value, list):
             if len(value) <= _MOST.items:
-                self._add(Kind.LIST, value, None, tuple(value), label, len(value))
-            self._each(value, label, named=named)
+                self._add_entry(EntryKind.LIST, value, None, tuple(value), label, len(value))
+            self._enqueue_items(value, label, named=named)
         elif isinstance(value, tuple | frozenset):
-            self._each(value, label, named=named)
+            self._enqueue_items(value, label, named=named)
         elif isinstance(value, set | collections.deque | bytearray | array):
             if len(value) <= _MOST.items:
                 before = list(value)
-                self._check(lambda: _are_equal(before, list(value)), value, label)
+                self._add_check(lambda: _are_equal(before, list(value)), value, label)
             if not isinstance(value, bytearray | array):
-                self._each(value, label, named=named)
+                self._enqueue_items(value, label, named=named)
         elif isinstance(value, np.ndarray):
             if value.nbytes <= _MOST.array_bytes and not value.dtype.hasobject:
-                self._call(lambda: (value.shape, value.tobytes()), value, label)
+                self._add_call(lambda: (value.shape, value.tobytes()), value, label)
         elif isinstance(value, contextvars.ContextVar):
-            self._call(lambda: id(value.get(None)), value, label)
+            self._add_call(lambda: id(value.get(None)), value, label)
 
-    def _call(self, read: Callable[[], Any], value: Any, label: str) -> None:
+    def _add_call(self, read: Callable[[], Any], value: Any, label: str) -> None:
         before = read()
-        self._check(lambda: read() == before, value, label)
+        self._add_check(lambda: read() == before, value, label)
 
-    def _check(self, is_same: Callable[[], bool], value: Any, label: str) -> None:
-        self._add(Kind.CALL, value, None, is_same, label)
+    def _add_check(self, is_same: Callable[[], bool], value: Any, label: str) -> None:
+        self._add_entry(EntryKind.CALL, value, None, is_same, label)
 
-    def _each(self, values: Iterable[Any], label: str, *, named: bool) -> None:
-        if len(values) <= LOOK_THROUGH:  # type: ignore[arg-type]
+    def _enqueue_items(self, values: Iterable[Any], label: str, *, named: bool) -> None:
+        if len(values) <= MAX_SEARCHED_ITEMS:  # type: ignore[arg-type]
             self._stack += [
                 (v, f"{label}[{k}]", named) for k, v in enumerate(values) if not isinstance(v, (*_PLAIN, torch.Tensor))
             ]
 
-    def _items(self, table: dict[Any, Any], label: str, *, named: bool) -> None:
-        is_complete = not named and (len(table) <= _MOST.small_dict or id(table) in self._reads.whole)
+    def _visit_items(self, table: dict[Any, Any], label: str, *, named: bool) -> None:
+        is_complete = not named and (len(table) <= _MOST.small_dict or id(table) in self._reads.fully_read)
         keys = self._keys if named else self._user_keys
         names = None if is_complete else keys
-        self._size(table, names, label)
-        if len(table) > LOOK_THROUGH:
+        self._add_size(table, names, label)
+        if len(table) > MAX_SEARCHED_ITEMS:
             pairs: Iterable[tuple[Any, Any]] = [(k, table[k]) for k in keys.intersection(table)]
         else:
             pairs = list(dict.items(table))
         for key, value in pairs:
             text = key.decode(errors="replace") if isinstance(key, bytes) else key
             if is_complete or not isinstance(text, str) or text in keys:
-                self._value(Kind.ITEM, table, key, value, f"{label}[{key!r}]", named=named)
+                self._add_value(EntryKind.ITEM, table, key, value, f"{label}[{key!r}]", named=named)
 
 
 def _is_dunder(name: str) -> bool:

@@ -16,25 +16,25 @@ from outofcore._torch_internals import (
     FAKE_LOGGER,
     FakeTensorMode,
     Feature,
-    answering_what_is_fake,
+    override_fake_check,
     require,
     tree_flatten,
 )
-from outofcore.capture.assembly import Ending, assemble, check_inputs, read_ending
+from outofcore.capture.assembly import StepEnding, assemble, check_inputs, read_ending
 from outofcore.capture.captured import CPU, Captured, Value
 from outofcore.capture.guard import Guard, check_modules
 from outofcore.capture.kernel_layouts import KernelLayouts
 from outofcore.capture.mirror import Mirror
 from outofcore.capture.optimizer_steps import StepRecorder
-from outofcore.capture.patching import TURN, patched
-from outofcore.capture.provenance import Provenance, module_classes, users_part
+from outofcore.capture.patching import CAPTURE_LOCK, patch_attribute
+from outofcore.capture.provenance import Provenance, module_classes, user_frames
 from outofcore.capture.reads import Reads
-from outofcore.capture.recorder import Recorder, recorded_generators
-from outofcore.capture.refusals import pointed_to_loops, translated
+from outofcore.capture.recorder import OpRecorder, record_generators
+from outofcore.capture.refusals import suggest_loop, translate_error
 from outofcore.capture.replicas import Replicas, check_supported
-from outofcore.capture.sharding import Sharding, gathered_late
+from outofcore.capture.sharding import Sharding, delay_gathers
 from outofcore.capture.shards import Shards
-from outofcore.capture.substitute import Substitute, average_counts, uncompiled
+from outofcore.capture.substitute import Substitute, average_counts, run_uncompiled
 from outofcore.capture.tables import Tables
 from outofcore.errors import CaptureError
 
@@ -84,24 +84,24 @@ def capture_step(
         Exception: errors of the user's code, unchanged.
     """
     require(Feature.COMPILE)
-    with TURN:
+    with CAPTURE_LOCK:
         check_modules(models)
         call, options = _StepCall(step, models, optimizers, args, kwargs), options or CaptureOptions()
         try:
             check_supported(models)
-            captured, unknown = _captured(call, device, gradients or {}, options)
+            captured, unknown = _capture_once(call, device, gradients or {}, options)
             if unknown:
-                orders = {id(end.model): end.order for end in captured.replicas if end.reduced}
+                orders = {id(end.model): end.order for end in captured.replicas if end.is_reduced}
                 options = replace(options, orders={**orders, **options.orders})
-                captured, _ = _captured(call, device, gradients or {}, options)
+                captured, _ = _capture_once(call, device, gradients or {}, options)
             return captured
         except CaptureError as error:
             devices = {device or CPU, *(tensor.device for tensor in call.tensors())}
             # Frames inside of the capture are no use to the user.
-            raise pointed_to_loops(error, devices).with_traceback(users_part(error.__traceback__)) from None
+            raise suggest_loop(error, devices).with_traceback(user_frames(error.__traceback__)) from None
 
 
-def gradients_from_now_on(captured: Captured) -> dict[int, Value | None]:
+def steady_state_gradients(captured: Captured) -> dict[int, Value | None]:
     """Return the gradients that steady-state steps begin with, where they differ from the first call's.
 
     They are by parameter id, None for no gradient: the ``gradients`` with which ``capture_step`` captures the
@@ -134,7 +134,7 @@ class _StepCall:
         )
 
 
-def _captured(
+def _capture_once(
     call: _StepCall, device: torch.device | None, gradients: Mapping[int, Value | None], options: CaptureOptions
 ) -> tuple[Captured, bool]:
     """Capture a step; also return whether gradients were reduced in an unknown order."""
@@ -143,7 +143,7 @@ def _captured(
     counts = average_counts(models)
     if device is None:
         device = next((tensor.device for tensor in call.tensors()), CPU)
-    tables, reads = Tables(device, classes=module_classes(models)), Reads()
+    tables, reads = Tables(device, module_classes=module_classes(models)), Reads()
     mode = FakeTensorMode()
     with guard:
         mirror = Mirror(mode, tables, gradients, None if shards is None else Sharding(shards, mode, tables))
@@ -151,19 +151,19 @@ def _captured(
         args, kwargs = mirror.add_arguments(call.args, call.kwargs)
         provenance = Provenance(models, mirror.names)
         steps = StepRecorder(optimizers, mirror, tables, provenance)
-        substitute = Substitute(mirror.fakes, mirror.reals(), device, counts)
-        recorder = Recorder(tables, provenance, substitute, options.layouts, reads)
+        substitute = Substitute(mirror.fakes, mirror.real_tensors(), device, counts)
+        recorder = OpRecorder(tables, provenance, substitute, options.layouts, reads)
         replicas = Replicas(models, mirror.fakes, options.orders)
         with (
             # Errors of the step are raised; the fakes would also print them.
-            patched(FAKE_LOGGER, "disabled", True),
-            substitute.everywhere(provenance),
-            recorded_generators(recorder),
-            steps.standing_in(substitute.known.forget),
-            provenance.following(),
-            answering_what_is_fake(recorder.is_fake),
-            uncompiled(models),
-            replicas.following(),
+            patch_attribute(FAKE_LOGGER, "disabled", True),
+            substitute.cover_entry_points(provenance),
+            record_generators(recorder),
+            steps.replace_steps(substitute.known.forget),
+            provenance.track_modules(),
+            override_fake_check(recorder.is_fake),
+            run_uncompiled(models),
+            replicas.replace_forward(),
         ):
             result = _trace(partial(call.step, *args, **kwargs), substitute, mode, recorder, reads)
 
@@ -178,18 +178,18 @@ def _captured(
     check_inputs(mirror, tables)
     _check_learning(optimizers, steps, ending, mirror, tables)
     steps.finish()
-    captured = gathered_late(assemble(tables, mirror, steps.bindings, ending))
+    captured = delay_gathers(assemble(tables, mirror, steps.bindings, ending))
     captured = replace(captured, replicas=replicas.ends(), reads=reads, effects=effects)
-    return captured, replicas.unknown()
+    return captured, replicas.lacks_order()
 
 
 def _trace(
-    step: Callable[[], Any], substitute: Substitute, mode: FakeTensorMode, recorder: Recorder, reads: Reads
+    step: Callable[[], Any], substitute: Substitute, mode: FakeTensorMode, recorder: OpRecorder, reads: Reads
 ) -> Any:
     try:
         # On a GPU autograd would use another thread, with its own node numbers and without the user's lines on its
         # stack. The ops and their order are the same.
-        with torch.autograd.set_multithreading_enabled(mode=False), substitute, mode, recorder, reads.noted():
+        with torch.autograd.set_multithreading_enabled(mode=False), substitute, mode, recorder, reads.record():
             result = step()
     except CaptureError:
         raise
@@ -197,7 +197,7 @@ def _trace(
         # The user's code may have caught a refusal and raised something of its own.
         if substitute.first_refusal is not None:
             raise substitute.first_refusal from error
-        translation = translated(error, "")
+        translation = translate_error(error, "")
         if translation is not None:
             raise translation from error
         raise
@@ -207,11 +207,11 @@ def _trace(
 
 
 def _check_learning(
-    optimizers: Sequence[Optimizer], steps: StepRecorder, ending: Ending, mirror: Mirror, tables: Tables
+    optimizers: Sequence[Optimizer], steps: StepRecorder, ending: StepEnding, mirror: Mirror, tables: Tables
 ) -> None:
     written = {storage for op, _ in tables.ops for storage in op.mutates}
     added_to = any(tables.values[gradient.value].storage in written for gradient in mirror.gradients.values())
-    if optimizers and not steps.called and not ending.gradients and not added_to:
+    if optimizers and not steps.has_updates and not ending.gradients and not added_to:
         raise CaptureError(
             "optimizers were given, but the step neither updates a parameter nor leaves a gradient: the model "
             "would not learn; call loss.backward() and optimizer.step() inside the step, or pass no optimizer",

@@ -20,32 +20,39 @@ from outofcore._torch_internals import (
     TRANSFORM_ENTRY_POINTS,
     FakeTensor,
     HigherOrderOperator,
+    has_no_dispatch_modes,
     is_compiled,
     is_wrapper,
-    replayable,
     without_compiled_code,
     without_modes,
 )
 from outofcore.capture.device_traits import traits_of
-from outofcore.capture.engine_calls import around_engine
+from outofcore.capture.engine_calls import wrap_engine_calls
 from outofcore.capture.known import KnownValues
-from outofcore.capture.patching import capturing_thread, class_method, patched
+from outofcore.capture.patching import capturing_thread, class_method, patch_attribute
 from outofcore.capture.provenance import Provenance, called_from
-from outofcore.capture.refusals import grad_scaler, higher_order, refusal, translated, undeclared, value_read
+from outofcore.capture.refusals import (
+    grad_scaler_refusal,
+    higher_order_refusal,
+    refusal,
+    translate_error,
+    undeclared_tensor,
+    value_read,
+)
 from outofcore.capture.tables import map_leaves
 from outofcore.errors import CaptureError
 
 # Reads of a tensor's value for which fake tensors would return nonsense instead of raising an error.
 _READS = frozenset({"numpy", "__array__", "__repr__", "__format__", "data_ptr"})
 # Functions that expose the bytes of a tensor, or change them without operators.
-_GIVES_AWAY = frozenset(
+_EXPOSES_BYTES = frozenset(
     (
         *("__dlpack__", "__reduce_ex__", "__deepcopy__", "share_memory_", "apply_", "map_", "map2_"),
         *("const_data_ptr", "_const_data_ptr", "mutable_data_ptr", "__cuda_array_interface__"),
     )
 )
 # The same for storages.
-_OF_STORAGES = (
+_STORAGE_READS = (
     *("data_ptr", "tolist", "__getitem__", "__setitem__", "copy_", "fill_", "cpu", "cuda", "to", "clone", "pin_memory"),
     *("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_", "_write_file", "byteswap"),
     *("__reduce_ex__", "__deepcopy__", "resize_"),
@@ -65,7 +72,7 @@ _FACTORIES = frozenset({"tensor", "as_tensor", "asarray"})
 
 
 # Files that create tensors without contents.
-_OF_FAKES = ("torch/_subclasses/fake_tensor.py", "torch/_subclasses/meta_utils.py", "outofcore/capture/recorder.py")
+_FAKE_SOURCES = ("torch/_subclasses/fake_tensor.py", "torch/_subclasses/meta_utils.py", "outofcore/capture/recorder.py")
 
 
 class Substitute(TorchFunctionMode):
@@ -91,11 +98,11 @@ class Substitute(TorchFunctionMode):
         self.first_refusal: CaptureError | None = None  # the user's code may swallow it
         self.known = KnownValues()  # values that the step may read
 
-    def calling(self) -> str:
+    def current_function(self) -> str:
         """Return the name of the PyTorch function that the user's code has called; empty if none."""
         return self._functions[-1][0] if self._functions else ""
 
-    def autocast(self) -> tuple[str, torch.dtype] | None:
+    def current_autocast(self) -> tuple[str, torch.dtype] | None:
         """Return autocast's device type and dtype where the user's code called a PyTorch function.
 
         None if it was off. PyTorch turns autocast off before it dispatches an operator.
@@ -110,12 +117,12 @@ class Substitute(TorchFunctionMode):
             is_fake = isinstance(tensor, FakeTensor) or is_wrapper(tensor)
             replacement = tensor if is_fake else self._fakes.get(id(tensor))
             if replacement is None:
-                raise undeclared(tensor)
+                raise undeclared_tensor(tensor)
             return replacement
 
         return map_leaves(tree, fake)
 
-    def _swapping(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _swap_arguments(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: function(*self.swap(args), **self.swap(kwargs))
 
     def __torch_function__(
@@ -124,15 +131,15 @@ class Substitute(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if isinstance(func, HigherOrderOperator) and func.name() != "custom_function_call":
             # Many of them trace their functions to prepare gradients, so this check comes first.
-            raise self._refused(higher_order(func.name(), self._module()))
+            raise self._record_refusal(higher_order_refusal(func.name(), self._module()))
         if args and id(args[0]) in self._counts:
-            answer = self._counted(name, args)
+            answer = self._answer_count(name, args)
             if answer is not None:
                 return answer
         try:
             if name in _READS:
-                return self._read(func, name, args, kwargs or {})
-            if name in _GIVES_AWAY:
+                return self._read_value(func, name, args, kwargs or {})
+            if name in _EXPOSES_BYTES:
                 raise value_read(name)
             if name in _FACTORIES:
                 _refuse_array(args, kwargs or {})
@@ -150,14 +157,14 @@ class Substitute(TorchFunctionMode):
             finally:
                 self._functions.pop()
         except CaptureError as error:
-            raise self._refused(error) from error.__cause__
+            raise self._record_refusal(error) from error.__cause__
         except Exception as error:
-            answer = translated(error, name)
+            answer = translate_error(error, name)
             if answer is None:
                 raise
-            raise self._refused(answer) from error
+            raise self._record_refusal(answer) from error
 
-    def _read(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _read_value(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = None if name == "data_ptr" or args[0].requires_grad else self.known.value(args[0])
         if value is None:
             raise value_read(name)
@@ -165,7 +172,7 @@ class Substitute(TorchFunctionMode):
             result = func(value, *args[1:], **kwargs)
         return result if isinstance(result, str) else self.known.lend(args[0], result)
 
-    def _counted(self, name: str, args: tuple[Any, ...]) -> bool | None:
+    def _answer_count(self, name: str, args: tuple[Any, ...]) -> bool | None:
         """Return whether a count is zero, and track its changes; None for other questions."""
         key, number = id(args[0]), args[1] if len(args) > 1 else None
         if name in _ADDITIONS and type(number) is int:
@@ -176,24 +183,24 @@ class Substitute(TorchFunctionMode):
             return _COMPARISONS[name](self._counts[key], 0)
         return None
 
-    def _refused(self, error: CaptureError) -> CaptureError:
+    def _record_refusal(self, error: CaptureError) -> CaptureError:
         self.first_refusal = self.first_refusal or error
         return error
 
     @contextlib.contextmanager
-    def everywhere(self, provenance: Provenance) -> Iterator[None]:
+    def cover_entry_points(self, provenance: Provenance) -> Iterator[None]:
         """Cover entries into PyTorch that a function mode does not see.
 
         The autograd engine disables the mode for hooks, custom backwards and recomputed forwards; ``Function.apply``,
         ``from_numpy`` and ``tolist`` are not overridable.
         """
-        self._module = lambda: provenance.here()[0]
+        self._module = lambda: provenance.locate_op()[0]
         is_capturing = capturing_thread()
 
         def run_backward(engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if not is_capturing():
                 return engine(*args, **kwargs)
-            with self, provenance.in_backward():
+            with self, provenance.enter_backward():
                 return engine(*self.swap(args), **self.swap(kwargs))
 
         apply = class_method(torch.autograd.Function, "apply")
@@ -202,23 +209,23 @@ class Substitute(TorchFunctionMode):
             return apply(cls, *self.swap(args), **self.swap(kwargs))
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(around_engine(run_backward))
-            stack.enter_context(patched(torch.autograd.Function, "apply", classmethod(substituted_apply)))
-            for owner, name, replacement in self._ways_to_values():
-                stack.enter_context(patched(owner, name, replacement))
+            stack.enter_context(wrap_engine_calls(run_backward))
+            stack.enter_context(patch_attribute(torch.autograd.Function, "apply", classmethod(substituted_apply)))
+            for owner, name, replacement in self._value_readers():
+                stack.enter_context(patch_attribute(owner, name, replacement))
             for owner, name in TRANSFORM_ENTRY_POINTS:
-                stack.enter_context(patched(owner, name, self._swapping(getattr(owner, name))))
+                stack.enter_context(patch_attribute(owner, name, self._swap_arguments(getattr(owner, name))))
             # Gradient clipping uses another code path for types that are missing in this list.
             FOREACH_TENSOR_TYPES.append(FakeTensor)
             stack.callback(FOREACH_TENSOR_TYPES.remove, FakeTensor)
             yield
 
-    def _ways_to_values(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    def _value_readers(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         """Yield functions that read values, with replacements that refuse or use known values."""
 
         def refusing(error: Callable[[], CaptureError]) -> Callable[..., Any]:
             def refuse(*_: Any, **__: Any) -> Any:
-                raise self._refused(error())
+                raise self._record_refusal(error())
 
             return refuse
 
@@ -226,9 +233,9 @@ class Substitute(TorchFunctionMode):
 
         def tolist(tensor: torch.Tensor) -> Any:
             # Without a mode, the tensor is a known value.
-            value = tensor if replayable() else self.known.value(tensor)
+            value = tensor if has_no_dispatch_modes() else self.known.value(tensor)
             if value is None:
-                raise self._refused(value_read("tolist"))
+                raise self._record_refusal(value_read("tolist"))
             with without_modes():
                 return as_list(value)
 
@@ -237,8 +244,8 @@ class Substitute(TorchFunctionMode):
 
             def call(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
                 # Only PyTorch itself may use storages of tensors without contents, to create them.
-                if storage.device.type == "meta" and not called_from(*_OF_FAKES):
-                    raise self._refused(value_read("untyped_storage"))
+                if storage.device.type == "meta" and not called_from(*_FAKE_SOURCES):
+                    raise self._record_refusal(value_read("untyped_storage"))
                 return original(storage, *args, **kwargs)
 
             return call
@@ -247,13 +254,13 @@ class Substitute(TorchFunctionMode):
 
         def scaled(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
             if scaler.is_enabled():
-                raise self._refused(grad_scaler())
+                raise self._record_refusal(grad_scaler_refusal())
             return scale(scaler, outputs)
 
-        yield torch, "from_numpy", refusing(_array_refusal)
+        yield torch, "from_numpy", refusing(_numpy_refusal)
         for owner in (torch, torch.utils.dlpack):
             yield owner, "to_dlpack", refusing(partial(value_read, "__dlpack__"))
-        for name in _OF_STORAGES:
+        for name in _STORAGE_READS:
             if hasattr(torch.UntypedStorage, name):
                 yield torch.UntypedStorage, name, of_storage(name)
         for kind in (torch.Tensor, FakeTensor):
@@ -292,10 +299,10 @@ def _autocast_now(device_type: str) -> tuple[str, torch.dtype] | None:
 def _refuse_array(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for item in (*args[:1], kwargs.get("data"), kwargs.get("obj")):
         if hasattr(item, "__array_interface__") and getattr(item, "ndim", 0) > 0:
-            raise _array_refusal()
+            raise _numpy_refusal()
 
 
-def _array_refusal() -> CaptureError:
+def _numpy_refusal() -> CaptureError:
     return refusal(
         "the step makes a tensor from a NumPy array",
         "the contents of the array would be frozen into the step",
@@ -307,7 +314,7 @@ _log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def uncompiled(models: Sequence[nn.Module]) -> Iterator[None]:
+def run_uncompiled(models: Sequence[nn.Module]) -> Iterator[None]:
     """Run compiled functions and modules as eager code, and log the compiled modules."""
     names = [
         f"'{name}' ({type(module).__name__})" if name else f"the model ({type(module).__name__})"

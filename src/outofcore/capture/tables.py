@@ -12,7 +12,7 @@ import torch
 from outofcore._torch_internals import storage_key
 from outofcore.analysis.chunks import is_dense
 from outofcore.capture.captured import CPU, Call, Value
-from outofcore.capture.device_traits import are_alike
+from outofcore.capture.device_traits import have_same_type
 from outofcore.errors import CaptureError
 from outofcore.graph import Op, StorageKind
 
@@ -38,18 +38,18 @@ class Tables:
     values: list[Value] = field(default_factory=list)
     ops: list[tuple[Op, Call]] = field(default_factory=list)
     constants: dict[int, torch.Tensor] = field(default_factory=dict)
-    classes: Mapping[str, str] = field(default_factory=dict)  # names of module classes, by module path
-    optional: set[int] = field(default_factory=set)  # indices of ops that are dropped if their results are unused
+    module_classes: Mapping[str, str] = field(default_factory=dict)  # names of module classes, by module path
+    optional_ops: set[int] = field(default_factory=set)  # indices of ops that are dropped if their results are unused
     _by_key: dict[int, int] = field(default_factory=dict)
     _by_value: dict[Value, int] = field(default_factory=dict)
 
-    def known(self, tensor: torch.Tensor) -> int | None:
+    def find_storage(self, tensor: torch.Tensor) -> int | None:
         """Return the storage of a fake tensor; None if it is not registered."""
         return self._by_key.get(storage_key(tensor))
 
     def storage_of(self, tensor: torch.Tensor) -> int:
         """Return the storage of a fake tensor; raises ``CaptureError`` if it is not registered."""
-        storage = self.known(tensor)
+        storage = self.find_storage(tensor)
         if storage is None:
             raise CaptureError(
                 f"a tensor of shape {tuple(tensor.shape)} was created without a registered operator: the capture "
@@ -65,18 +65,18 @@ class Tables:
         self._by_key[storage_key(tensor)] = len(self.storages) - 1
         return len(self.storages) - 1
 
-    def add_plain(self, count: int, kind: StorageKind, name: str) -> int:
+    def add_storage(self, count: int, kind: StorageKind, name: str) -> int:
         """Register a storage of ``count`` bytes without a fake tensor."""
         self.storages.append(TracedStorage(count, kind, name, None))
         return len(self.storages) - 1
 
     def add_constant(self, tensor: torch.Tensor, name: str) -> int:
         count = tensor.untyped_storage().nbytes()
-        storage = self.add_plain(count, StorageKind.CONSTANT, name)
+        storage = self.add_storage(count, StorageKind.CONSTANT, name)
         self.constants[storage] = tensor
         return storage
 
-    def value(self, value: Value) -> int:
+    def index_of(self, value: Value) -> int:
         """Return the index of a value, registering a new one."""
         index = self._by_value.get(value)
         if index is None:
@@ -85,11 +85,11 @@ class Tables:
         return index
 
     def value_of(self, tensor: torch.Tensor) -> int:
-        return self.value(describe(tensor, self.storage_of(tensor), self.device))
+        return self.index_of(describe(tensor, self.storage_of(tensor), self.device))
 
     def source_of(self, tensor: torch.Tensor) -> str:
         """Return the user's line of the op that created a fake tensor's storage, or empty."""
-        storage = self.known(tensor)
+        storage = self.find_storage(tensor)
         return next((op.source for op, _ in self.ops if storage in op.creates), "")
 
     def append(
@@ -102,7 +102,7 @@ class Tables:
         **fields: Any,
     ) -> int:
         """Record an op and return its index; ``fields`` are further fields of ``Op``."""
-        kind = self.classes.get(fields.get("module", ""), "")
+        kind = self.module_classes.get(fields.get("module", ""), "")
         self.ops.append((Op(len(self.ops), name, reads, mutates, creates, module_class=kind, **fields), call))
         for storage in creates:
             self.storages[storage].created = True
@@ -111,7 +111,7 @@ class Tables:
 
 def describe(tensor: torch.Tensor, storage: int, device: torch.device) -> Value:
     """Return the value of a tensor, in a step that runs on ``device``."""
-    offset, foreign = int(tensor.storage_offset()), not are_alike(tensor.device, device)
+    offset, foreign = int(tensor.storage_offset()), not have_same_type(tensor.device, device)
     shape, stride = tuple(tensor.shape), tensor.stride()
     return Value(storage, tensor.dtype, shape, stride, offset, foreign, tensor.is_conj(), tensor.is_neg())
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from outofcore.capture.provenance import reader_within
+from outofcore.capture.provenance import innermost_code_in
 
 
 @dataclass(frozen=True)
-class Check:
+class ValueCheck:
     passes: bool  # the truth value that passes
     text: str
 
@@ -24,17 +24,17 @@ class Check:
 
 
 _DISTRIBUTIONS, _BASE, _CHECKING = "/torch/distributions/", "/distribution.py", ("__init__", "_validate_sample")
-_LOSSES = {"gaussian_nll_loss": Check(passes=False, text="var has negative entry/entries")}
-_OF_DISTRIBUTIONS = Check(
+_LOSSES = {"gaussian_nll_loss": ValueCheck(passes=False, text="var has negative entry/entries")}
+_DISTRIBUTION_CHECK = ValueCheck(
     passes=True,
     text="a parameter or a sample of a distribution does not satisfy its constraint; plain PyTorch names the value",
 )
 
 
-def check_here(function: str) -> Check | None:
+def running_check(function: str) -> ValueCheck | None:
     """Return the check that is reading a value, by the Python stack; None for other reads."""
     if function in _LOSSES:
         return _LOSSES[function]
-    code = reader_within(_DISTRIBUTIONS)
+    code = innermost_code_in(_DISTRIBUTIONS)
     is_check = code is not None and code.co_filename.endswith(_BASE) and code.co_name in _CHECKING
-    return _OF_DISTRIBUTIONS if is_check else None
+    return _DISTRIBUTION_CHECK if is_check else None

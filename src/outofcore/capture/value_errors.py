@@ -11,8 +11,8 @@ from typing import Any
 
 from outofcore._torch_internals import OpOverload, tree_flatten
 from outofcore.capture.captured import Call, Captured, Ref
-from outofcore.capture.operators import by_name
-from outofcore.capture.value_checks import Check
+from outofcore.capture.operators import arguments_by_name
+from outofcore.capture.value_checks import ValueCheck
 
 _OWN = frozenset({"aten", "prims", "prim"})
 # These check indices. Indices that passed an earlier op's check pass again, for example in that op's backward pass.
@@ -45,12 +45,16 @@ def ops_that_may_raise(captured: Captured) -> frozenset[int]:
     for op, call in zip(captured.graph.ops, captured.calls, strict=True):
         func = getattr(call.func, "run", call.func)  # unwrap an op that writes its result over an argument
         func = getattr(func, "func", func)  # unwrap an operator from ``operators.wrap_exact``
-        if isinstance(func, Check):
+        if isinstance(func, ValueCheck):
             op_ids.add(op.id)
         elif isinstance(func, OpOverload):
             space, _, name = func._schema.name.partition("::")
             name = name.removesuffix("_")
-            if space not in _OWN or name in _BY_VALUE or by_name(func, call.args, call.kwargs).get("check_errors"):
+            if (
+                space not in _OWN
+                or name in _BY_VALUE
+                or arguments_by_name(func, call.args, call.kwargs).get("check_errors")
+            ):
                 op_ids.add(op.id)
             elif name in _BY_INDEX:
                 indices = _integers(captured, call)

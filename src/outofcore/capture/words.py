@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 
-class Kind(IntEnum):
+class EntryKind(IntEnum):
     """The comparison that an entry makes; equals ``EntryKind`` in reads.cpp."""
 
     ITEM = 0  # of a dict
@@ -35,7 +35,7 @@ _WORD = 8  # bytes
 _TYPE, _SIZE, _VERSION, _CONTENTS, _COUNT = _WORD, 2 * _WORD, 3 * _WORD, 2 * _WORD, 3 * _WORD
 # The offset of an object's ``__dict__`` if its type has this flag (Py_TPFLAGS_MANAGED_DICT).
 _MANAGED, _IS_MANAGED = -3 * _WORD, 1 << 4
-_IS_KNOWN = sys.implementation.name == "cpython" and object.__basicsize__ == 2 * _WORD
+_IS_SUPPORTED = sys.implementation.name == "cpython" and object.__basicsize__ == 2 * _WORD
 _HAS_VERSIONS = sys.version_info < (3, 13)
 
 
@@ -43,35 +43,35 @@ def word_at(address: int) -> int:
     return ctypes.c_int64.from_address(address).value
 
 
-def word_of(kind: Kind, owner: Any, key: Any) -> int | None:
+def word_address(kind: EntryKind, owner: Any, key: Any) -> int | None:
     """Return the address of a word that changes with an entry's value, or None."""
-    if not _IS_KNOWN:
+    if not _IS_SUPPORTED:
         return None
     # The address is valid while ``owner`` lives. The word may also change while the value stays the same.
     match kind:
-        case Kind.ITEM if _HAS_VERSIONS:
+        case EntryKind.ITEM if _HAS_VERSIONS:
             return id(owner) + _VERSION
-        case Kind.SIZE:
+        case EntryKind.SIZE:
             return id(owner) + _SIZE
-        case Kind.TYPE:
+        case EntryKind.TYPE:
             return id(owner) + _TYPE
-        case Kind.CELL:
+        case EntryKind.CELL:
             return id(owner) + _CONTENTS
-        case Kind.CALL if type(owner) is set and not owner:
+        case EntryKind.CALL if type(owner) is set and not owner:
             return id(owner) + _COUNT
-        case Kind.ATTRIBUTE if key == "__dict__":
+        case EntryKind.ATTRIBUTE if key == "__dict__":
             type_ = type(owner)
             address = id(owner) + (_MANAGED if type_.__flags__ & _IS_MANAGED else type_.__dictoffset__)
             return address if word_at(address) == id(vars(owner)) else None
-        case Kind.ATTRIBUTE if type(owner) in (torch.Tensor, nn.Parameter):
-            offset = _place_in_tensor(key)
+        case EntryKind.ATTRIBUTE if type(owner) in (torch.Tensor, nn.Parameter):
+            offset = _hooks_offset(key)
             return None if offset is None else id(owner) + offset
         case _:
             return None
 
 
 @functools.cache
-def _place_in_tensor(name: str) -> int | None:
+def _hooks_offset(name: str) -> int | None:
     """Find the offset of a tensor's dict of hooks with a probe tensor; None if it fails."""
     probe, hooks = torch.zeros((), device="cpu", requires_grad=True), OrderedDict[int, Any]()
     try:

@@ -19,7 +19,7 @@ from outofcore._torch_internals import storage_key
 from outofcore.errors import InputError, StateError
 
 CPU_GENERATOR, _CUDA = "generator.cpu", "generator.cuda."
-_PLAIN = (type(None), bool, int, float, str)
+_PLAIN_TYPES = (type(None), bool, int, float, str)
 
 
 _Count = Annotated[int, Meta(ge=0, le=2**62)]
@@ -62,13 +62,13 @@ class SavedOptimizer(Struct):
     state: dict[str, dict[str, Any]]  # by the parameter's number, without tensors
 
 
-class _Python(Struct):
+class _PythonState(Struct):
     version: int
     state: list[int]
     gauss: float | None
 
 
-class _Numpy(Struct):
+class _NumpyState(Struct):
     kind: str
     key: list[Annotated[int, Meta(ge=0, lt=2**32)]]
     position: _Count
@@ -77,8 +77,8 @@ class _Numpy(Struct):
 
 
 class SavedGenerators(Struct):
-    python: _Python
-    numpy: _Numpy
+    python: _PythonState
+    numpy: _NumpyState
 
 
 class Index(Struct):
@@ -104,11 +104,11 @@ class ModelContents:
     """The tensors of a model by their first names, each once even if modules share it."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])  # in its state dict
-    rest: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])  # non-persistent buffers
+    non_persistent: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])  # non-persistent buffers
     aliases: dict[str, str] = field(default_factory=dict[str, str])  # further names: the first name of each
 
 
-def contents_of(model: nn.Module) -> ModelContents:
+def collect_contents(model: nn.Module) -> ModelContents:
     """Collect the tensors of a model; raises ``StateError`` if a module has other state."""
     contents = ModelContents()
     first_names: dict[Any, str] = {}
@@ -125,7 +125,7 @@ def contents_of(model: nn.Module) -> ModelContents:
             contents.aliases[name] = first_names[key]
         else:
             first_names[key] = name
-            (contents.tensors if persistent else contents.rest)[name] = tensor
+            (contents.tensors if persistent else contents.non_persistent)[name] = tensor
     return contents
 
 
@@ -139,7 +139,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]
                 yield f"{path}.{name}" if path else name, buffer, persistent
 
 
-def untrained(
+def unchanged_parameter_ids(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], written: Collection[torch.Tensor]
 ) -> set[int]:
     """Return the ids of frozen parameters that training does not change.
@@ -165,7 +165,7 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def known_to(models: Sequence[nn.Module]) -> set[int]:
+def model_parameter_ids(models: Sequence[nn.Module]) -> set[int]:
     return {id(parameter) for model in models for parameter in model.parameters()}
 
 
@@ -211,7 +211,7 @@ def check_plain(value: Any, description: str) -> None:
     elif isinstance(value, list | tuple):
         for item in value:
             check_plain(item, description)
-    elif type(value) not in _PLAIN:
+    elif type(value) not in _PLAIN_TYPES:
         raise StateError(
             f"{description} is a {type(value).__name__}, which a checkpoint cannot hold: numbers, text, True, False "
             "and None, and lists and dicts of these, can be saved"

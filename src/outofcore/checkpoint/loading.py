@@ -20,16 +20,16 @@ from outofcore.checkpoint.contents import (
     OmittedParameter,
     SavedModel,
     SavedOptimizer,
-    contents_of,
+    collect_contents,
     generator_tensors,
-    known_to,
+    model_parameter_ids,
     parameters_of,
     restore_generators,
     restore_plain_generators,
 )
 from outofcore.checkpoint.matching import check_fits
-from outofcore.checkpoint.saving import INDEX, other_generator, read_index
-from outofcore.checkpoint.tensor_files import Entry, InFile, TensorFile, fill, fill_range, new_buffer, read_header
+from outofcore.checkpoint.saving import INDEX, generator_name, read_index
+from outofcore.checkpoint.tensor_files import Entry, InFile, TensorFile, allocate_buffer, fill, fill_range, read_header
 from outofcore.errors import InputError, TransferError
 from outofcore.execution.aliases import Faces
 from outofcore.units import format_bytes
@@ -84,88 +84,90 @@ class Checkpoint:
         """
         self._shards = shards
         saved_optimizers = self._index.optimizers
-        fillings = self.targets_in(models)
+        fillings = self.targets_by_file(models)
         self._check_counts(len(optimizers), len(saved_optimizers), "optimizers")
         training_targets: Targets = {}
         for number, model in enumerate(models):
-            for name, tensor in contents_of(model).rest.items():
+            for name, tensor in collect_contents(model).non_persistent.items():
                 if (key := f"buffer.{number}.{name}") in self._files["training"].entries:
                     training_targets[key] = tensor
         for number, (optimizer, saved) in enumerate(zip(optimizers, saved_optimizers, strict=True)):
             self._check_optimizer(number, optimizer, saved)
-            training_targets |= self._optimizer_targets(number, optimizer, known_to(models))
+            training_targets |= self._optimizer_targets(number, optimizer, model_parameter_ids(models))
         fillings.append(("training", training_targets))
         for stem, targets in fillings:
             self._check_shapes(stem, targets)
         # All checks have passed: tensors are changed from here on.
-        allocated = self._new_tensors(models, optimizers, faces)
+        allocated = self._allocate_missing(models, optimizers, faces)
         training_targets |= allocated
         generators = {name: state.clone() for name, state in generator_tensors()}
         for name, state in generators.items():
-            saved_as = other_generator(shards.rank) if name == CPU_GENERATOR and shards and shards.rank else name
+            saved_as = generator_name(shards.rank) if name == CPU_GENERATOR and shards and shards.rank else name
             if saved_as in self._files["training"].entries:
                 training_targets[saved_as] = state
-        buffer = new_buffer()
+        buffer = allocate_buffer()
         for stem, targets in fillings:
             self._fill(stem, targets, faces, buffer)
         for number, (optimizer, saved) in enumerate(zip(optimizers, saved_optimizers, strict=True)):
             _restore_settings(optimizer, saved)
-            self._show_state(number, optimizer, saved, allocated)
+            self._restore_state(number, optimizer, saved, allocated)
         for number, model in enumerate(models):
-            for name, parameter in contents_of(model).tensors.items():
+            for name, parameter in collect_contents(model).tensors.items():
                 if parameter.is_leaf:
-                    shard = self._shard(parameter)
-                    (parameter if shard is None else shard.own).grad = training_targets.get(f"gradient.{number}.{name}")
+                    shard = self._shard_of(parameter)
+                    (parameter if shard is None else shard.own_range).grad = training_targets.get(
+                        f"gradient.{number}.{name}"
+                    )
         if shards is not None:
             shards.show_gradients()
         restore_generators(generators)
         restore_plain_generators(self._index.generators, self.folder / INDEX)
         _log.info("loaded %s from %s", format_bytes(sum(file.bytes for file in self._files.values())), self.folder)
 
-    def targets_in(self, models: Sequence[nn.Module]) -> list[tuple[str, Targets]]:
+    def targets_by_file(self, models: Sequence[nn.Module]) -> list[tuple[str, Targets]]:
         """Return the stem of each model's file, and the tensors to fill by their names in the file."""
         saved = self._index.models
         self._check_counts(len(models), len(saved), "models")
         return [
-            (saved_model.stem, self._model_targets(number, saved_model, contents_of(model).tensors))
+            (saved_model.stem, self._model_targets(number, saved_model, collect_contents(model).tensors))
             for number, (model, saved_model) in enumerate(zip(models, saved, strict=True))
         ]
 
-    def _shard(self, parameter: torch.Tensor) -> Shard | None:
-        return None if self._shards is None else self._shards.of(parameter)
+    def _shard_of(self, parameter: torch.Tensor) -> Shard | None:
+        return None if self._shards is None else self._shards.shard_of(parameter)
 
     def _target(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the tensor to fill for a parameter: the parameter, or this process's range of it."""
-        shard = self._shard(parameter)
-        return parameter if shard is None else self._range(shard, shard.own)
+        shard = self._shard_of(parameter)
+        return parameter if shard is None else self._record_range(shard, shard.own_range)
 
-    def _range(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
+    def _record_range(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
         """Record that a tensor is filled with a range of a sharded tensor."""
         self._ranges[id(tensor)] = shard
         return tensor
 
-    def _may_have(self, parameter: torch.Tensor, tensor: Any, entry: Entry) -> bool:
+    def _accepts_entry(self, parameter: torch.Tensor, tensor: Any, entry: Entry) -> bool:
         """Return whether an existing tensor fits a file's entry for a parameter; record its range, if any."""
-        shard = self._shard(parameter)
+        shard = self._shard_of(parameter)
         if not isinstance(tensor, torch.Tensor):
             return False
         if shard is None or not entry.shape:
             return _is_like(tensor, entry)
         if entry.shape == shard.shape and tuple(tensor.shape) == (shard.count,) and tensor.dtype == entry.dtype:
-            self._range(shard, tensor)
+            self._record_range(shard, tensor)
             return True
         return False
 
-    def _new(self, parameter: torch.Tensor, entry: Entry, faces: Faces | None) -> torch.Tensor:
-        shard = self._shard(parameter)
+    def _allocate(self, parameter: torch.Tensor, entry: Entry, faces: Faces | None) -> torch.Tensor:
+        shard = self._shard_of(parameter)
         if shard is None or entry.shape != shard.shape:
-            return _new_tensor(parameter, entry, faces)
-        count = shard.chunks.each * entry.dtype.itemsize
+            return _allocate_tensor(parameter, entry, faces)
+        count = shard.chunks.chunk_elements * entry.dtype.itemsize
         base = torch.zeros(count, dtype=torch.uint8)
         if faces is not None and is_large(count):
-            base = storage_bytes(faces.birth(count))
+            base = storage_bytes(faces.allocate(count))
         local = torch.empty(0, dtype=entry.dtype).set_(base.untyped_storage(), 0, (shard.count,), (1,))
-        return self._range(shard, local)
+        return self._record_range(shard, local)
 
     def _check_counts(self, passed: int, saved: int, kind: str) -> None:
         if passed != saved:
@@ -207,7 +209,7 @@ class Checkpoint:
                 f"{description} requires gradients, and {self.folder} was saved without it because it was frozen; "
                 "freeze it with requires_grad_(False), or load a checkpoint that was saved with frozen=True"
             )
-        if parameter.is_meta and self._shard(parameter) is None:
+        if parameter.is_meta and self._shard_of(parameter) is None:
             raise InputError(
                 f"{description} is on the device meta, and {self.folder} was saved without it because it was frozen; "
                 "load the frozen parameters first (outofcore.materialize(model, home=..., weights=...)), or load a "
@@ -234,7 +236,7 @@ class Checkpoint:
                     targets[entry.name] = self._target(parameter)
             for name, tensor in state.items():
                 entry = entries.get(f"optimizer.{number}.{name}")
-                if entry is not None and self._may_have(parameter, tensor, entry):
+                if entry is not None and self._accepts_entry(parameter, tensor, entry):
                     targets[f"optimizer.{number}.{name}"] = tensor
         for index, group in enumerate(optimizer.param_groups):
             for name, value in group.items():
@@ -252,7 +254,7 @@ class Checkpoint:
             if tensor.device.type != "cpu":
                 raise InputError(f"{name} is on {tensor.device}; a checkpoint is loaded into models on the CPU")
 
-    def _new_tensors(
+    def _allocate_missing(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], faces: Faces | None
     ) -> Targets:
         entries = self._files["training"].entries
@@ -262,17 +264,19 @@ class Checkpoint:
                 present = optimizer.state.get(parameter, {})
                 for name, entry in self._state.get((number, place), {}).items():
                     existing = present.get(name)
-                    if not self._may_have(parameter, existing, entry):
-                        allocated[entry.name] = self._new(parameter, entry, faces)
+                    if not self._accepts_entry(parameter, existing, entry):
+                        allocated[entry.name] = self._allocate(parameter, entry, faces)
         for number, model in enumerate(models):
-            for name, parameter in contents_of(model).tensors.items():
+            for name, parameter in collect_contents(model).tensors.items():
                 key = f"gradient.{number}.{name}"
                 if key in entries:
-                    shard = self._shard(parameter)
-                    gradient = (parameter if shard is None else shard.own).grad if parameter.is_leaf else None
+                    shard = self._shard_of(parameter)
+                    gradient = (parameter if shard is None else shard.own_range).grad if parameter.is_leaf else None
                     if gradient is not None and shard is not None:
-                        self._range(shard, gradient)
-                    allocated[key] = gradient if gradient is not None else self._new(parameter, entries[key], faces)
+                        self._record_range(shard, gradient)
+                    allocated[key] = (
+                        gradient if gradient is not None else self._allocate(parameter, entries[key], faces)
+                    )
         return allocated
 
     def _fill(self, stem: str, targets: Targets, faces: Faces | None, buffer: memoryview) -> None:
@@ -288,7 +292,7 @@ class Checkpoint:
                 shard = None if target is None else self._ranges.get(id(target))
                 if target is None:
                     crc32 = _checksum(source, entry.begin, entry.end, buffer, crc32)
-                elif shard is not None and shard.in_order:
+                elif shard is not None and shard.is_row_major:
                     crc32 = fill_range(target, shard.start, entry, source, faces, buffer, crc32)
                 elif shard is not None and self._shards is not None:
                     whole = torch.empty(shard.shape, dtype=target.dtype)
@@ -302,7 +306,7 @@ class Checkpoint:
                 "use another copy of the checkpoint"
             )
 
-    def _show_state(self, number: int, optimizer: Optimizer, saved: SavedOptimizer, allocated: Targets) -> None:
+    def _restore_state(self, number: int, optimizer: Optimizer, saved: SavedOptimizer, allocated: Targets) -> None:
         """Set the optimizer state of each parameter to the saved state, and delete any other state."""
         plain = saved.state
         for place, parameter in enumerate(parameters_of(optimizer)):
@@ -323,7 +327,7 @@ def _is_like(tensor: torch.Tensor, entry: Entry) -> bool:
     return tuple(tensor.shape) == entry.shape and tensor.dtype == entry.dtype
 
 
-def _new_tensor(parameter: torch.Tensor, entry: Entry, faces: Faces | None) -> torch.Tensor:
+def _allocate_tensor(parameter: torch.Tensor, entry: Entry, faces: Faces | None) -> torch.Tensor:
     """Allocate a tensor for a file's entry, with the parameter's layout if their shapes are equal."""
     shape = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
     if tuple(parameter.shape) == entry.shape:
@@ -331,7 +335,7 @@ def _new_tensor(parameter: torch.Tensor, entry: Entry, faces: Faces | None) -> t
     count = shape.untyped_storage().nbytes()
     if faces is None or not is_large(count):
         return torch.empty_strided(shape.shape, shape.stride(), dtype=entry.dtype)
-    base = storage_bytes(faces.birth(count)).untyped_storage()
+    base = storage_bytes(faces.allocate(count)).untyped_storage()
     return torch.empty(0, dtype=entry.dtype).set_(base, 0, shape.shape, shape.stride())
 
 

@@ -14,9 +14,9 @@ from outofcore.checkpoint.tensor_files import Entry, Weights
 from outofcore.errors import InputError
 
 _log = logging.getLogger("outofcore")
-_LISTED = 3  # names in a message
+_MAX_NAMES = 3  # names in a message
 # Parts that wrappers add to the names of a module's tensors.
-_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_WRAPPER_PARTS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def check_weights(model: nn.Module, weights: Weights) -> None:
@@ -47,13 +47,13 @@ def check_weights(model: nn.Module, weights: Weights) -> None:
     advice = _advice(unmatched, missing)
     if not matched:
         raise InputError(
-            f"no name in {path} is one of the model: the file has {listed(unmatched)}, and the model has "
-            f"{listed(sorted(meta_tensors))}; {advice or 'pass the weights of this model'}"
+            f"no name in {path} is one of the model: the file has {format_names(unmatched)}, and the model has "
+            f"{format_names(sorted(meta_tensors))}; {advice or 'pass the weights of this model'}"
         )
     if missing or unmatched:
-        parts = [f"the file lacks {listed(missing)}, which the model initialises instead"] if missing else []
+        parts = [f"the file lacks {format_names(missing)}, which the model initialises instead"] if missing else []
         if unmatched:
-            parts.append(f"the model lacks {listed(unmatched)}, which are ignored")
+            parts.append(f"the model lacks {format_names(unmatched)}, which are ignored")
         _log.warning("the model and %s differ: %s%s", path, "; ".join(parts), f"; {advice}" if advice else "")
 
 
@@ -61,14 +61,14 @@ def check_fits(name: str, tensor: torch.Tensor, shape: tuple[int, ...], entry: E
     """Raise ``InputError`` unless an entry has this shape, and a dtype of the tensor's kind."""
     if shape != entry.shape:
         raise InputError(f"{name} has the shape {shape}, and {entry.shape} in {path}")
-    if tensor.dtype != entry.dtype and _kind(tensor.dtype) != _kind(entry.dtype):
+    if tensor.dtype != entry.dtype and _dtype_kind(tensor.dtype) != _dtype_kind(entry.dtype):
         raise InputError(
             f"{name} is of {tensor.dtype}, and of {entry.dtype} in {path}: the numbers there mean something else "
             "(quantised weights need their scales); use weights that are not quantised, or the quantised model"
         )
 
 
-def _kind(dtype: torch.dtype) -> str:
+def _dtype_kind(dtype: torch.dtype) -> str:
     if dtype.is_complex:
         return "complex"
     if dtype.is_floating_point:
@@ -76,28 +76,28 @@ def _kind(dtype: torch.dtype) -> str:
     return "whole"
 
 
-def listed(names: Collection[str]) -> str:
-    first = ", ".join(list(names)[:_LISTED])
-    return first if len(names) <= _LISTED else f"{first} and {len(names) - _LISTED} more"
+def format_names(names: Collection[str]) -> str:
+    first = ", ".join(list(names)[:_MAX_NAMES])
+    return first if len(names) <= _MAX_NAMES else f"{first} and {len(names) - _MAX_NAMES} more"
 
 
 def _advice(theirs: Collection[str], ours: Collection[str]) -> str:
     """Return advice if names would match without a prefix or a wrapper's part, otherwise ""."""
-    prefix = _prefix(theirs, set(ours))
+    prefix = _common_prefix(theirs, set(ours))
     if prefix:
         return (
             f"the file's names begin with {prefix!r}: save the state_dict() of the module inside, or rename them: "
             f"save_file({{name.removeprefix({prefix!r}): t for name, t in load_file(path).items()}}, new_path)"
         )
-    prefix = _prefix(ours, set(theirs))
+    prefix = _common_prefix(ours, set(theirs))
     if prefix:
         return (
             f"the model's names begin with {prefix!r}: materialize model.get_submodule({prefix[:-1]!r}) with these "
             "weights first, and then the whole model"
         )
-    bare = {_unwrapped(name) for name in theirs} & {_unwrapped(name) for name in ours}
+    bare = {_strip_wrappers(name) for name in theirs} & {_strip_wrappers(name) for name in ours}
     if bare:
-        marks = [mark for mark in _WRAPPERS if any(mark in name.split(".") for name in (*theirs, *ours))]
+        marks = [mark for mark in _WRAPPER_PARTS if any(mark in name.split(".") for name in (*theirs, *ours))]
         return (
             f"the names differ by {' and '.join(marks)}, which a wrapper such as torch.compile or "
             "DistributedDataParallel adds: save and materialize the module without it"
@@ -105,7 +105,7 @@ def _advice(theirs: Collection[str], ours: Collection[str]) -> str:
     return ""
 
 
-def _prefix(longer: Iterable[str], shorter: set[str]) -> str:
+def _common_prefix(longer: Iterable[str], shorter: set[str]) -> str:
     """Return the most common prefix that turns shorter names into longer ones."""
     counts: Counter[str] = Counter()
     for name in longer:
@@ -117,5 +117,5 @@ def _prefix(longer: Iterable[str], shorter: set[str]) -> str:
     return counts.most_common(1)[0][0] if counts else ""
 
 
-def _unwrapped(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+def _strip_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)

@@ -23,21 +23,28 @@ from msgspec import to_builtins
 from torch import nn
 from torch.optim import Optimizer
 
-from outofcore.capture.shards import Shard, Shards, talking
+from outofcore.capture.shards import Shard, Shards, translate_group_errors
 from outofcore.checkpoint.contents import (
     Index,
     OmittedParameter,
     check_plain,
-    contents_of,
+    collect_contents,
     generator_tensors,
-    known_to,
+    model_parameter_ids,
     parameters_of,
     plain_generators,
     plain_settings,
     plain_state,
-    untrained,
+    unchanged_parameter_ids,
 )
-from outofcore.checkpoint.tensor_files import BUFFER_BYTES, OutFile, bytes_of, header_for, new_buffer, pour
+from outofcore.checkpoint.tensor_files import (
+    BUFFER_BYTES,
+    OutFile,
+    allocate_buffer,
+    append_tensor,
+    bytes_of,
+    header_for,
+)
 from outofcore.errors import InputError, StateError, TransferError
 from outofcore.execution.aliases import Faces
 from outofcore.jsonfile import decode_json
@@ -52,7 +59,7 @@ _DATA = re.compile(r"[a-z]+[0-9]*-([0-9]{6})\.safetensors")
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardRange:
     """This process's range of a sharded tensor, which the file stores whole."""
 
     shard: Shard
@@ -64,7 +71,7 @@ class Part:
         return torch.empty(self.shard.shape, dtype=self.tensor.dtype, device="meta")
 
 
-Named = list[tuple[str, torch.Tensor | Part]]
+NamedTensors = list[tuple[str, torch.Tensor | ShardRange]]
 
 
 def save_checkpoint(
@@ -88,62 +95,62 @@ def save_checkpoint(
         TransferError: a write or a read failed; the previous checkpoint is still complete.
         StateError: some state cannot be saved, another process is saving into the folder, or a process has failed.
     """
-    omitted = set[int]() if frozen else untrained(models, optimizers, written)
+    omitted = set[int]() if frozen else unchanged_parameter_ids(models, optimizers, written)
     if shards is None:
-        files, index = _contents(models, optimizers, extra, None, omitted)
+        files, index = _collect_contents(models, optimizers, extra, None, omitted)
         _save(folder, files, index, faces, None)
         return
-    together = Together(shards, faces)
-    with shards.together("save the model"):
-        files, index = _contents(models, optimizers, extra, shards, omitted)
-    files["training"] += together.generators()
-    with shards.together("save the model"):
+    together = ShardGatherer(shards, faces)
+    with shards.finish_together("save the model"):
+        files, index = _collect_contents(models, optimizers, extra, shards, omitted)
+    files["training"] += together.gather_generators()
+    with shards.finish_together("save the model"):
         if shards.rank:
             together.send([item for named in files.values() for _, item in named])
         else:
             _save(folder, files, index, faces, together)
 
 
-def _contents(
+def _collect_contents(
     models: Sequence[nn.Module],
     optimizers: Sequence[Optimizer],
     extra: Any,
     shards: Shards | None,
     omitted: Collection[int],
-) -> tuple[dict[str, Named], dict[str, Any]]:
+) -> tuple[dict[str, NamedTensors], dict[str, Any]]:
     """Return the tensors of each data file by its stem, and the plain data; skip ``omitted`` ids."""
 
-    def part_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor | Part:
-        shard = None if shards is None else shards.of(parameter)
+    def part_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor | ShardRange:
+        shard = None if shards is None else shards.shard_of(parameter)
         if shard is None:
             return value
         if value is parameter:
-            return Part(shard, shard.own)
-        return Part(shard, value) if value.ndim else value
+            return ShardRange(shard, shard.own_range)
+        return ShardRange(shard, value) if value.ndim else value
 
     check_plain(extra, "extra")
-    files: dict[str, Named] = {}
+    files: dict[str, NamedTensors] = {}
     saved_models: list[dict[str, Any]] = []
-    training: Named = []
+    training: NamedTensors = []
     for number, model in enumerate(models):
-        contents = contents_of(model)
+        contents = collect_contents(model)
         stem = "model" if len(models) == 1 else f"model{number}"
         files[stem] = [
             (n, part_of(tensor, tensor)) for n, tensor in contents.tensors.items() if id(tensor) not in omitted
         ]
         left_out = {n: OmittedParameter.of(tensor) for n, tensor in contents.tensors.items() if id(tensor) in omitted}
-        _check_devices(number, [*files[stem], *contents.rest.items()])
+        _check_devices(number, [*files[stem], *contents.non_persistent.items()])
         saved_models.append({"stem": stem, "aliases": contents.aliases, "omitted": to_builtins(left_out)})
-        training += [(f"buffer.{number}.{name}", tensor) for name, tensor in contents.rest.items()]
+        training += [(f"buffer.{number}.{name}", tensor) for name, tensor in contents.non_persistent.items()]
         for name, tensor in contents.tensors.items():
-            shard = None if shards is None else shards.of(tensor)
-            gradient = (tensor if shard is None else shard.own).grad if tensor.is_leaf else None
+            shard = None if shards is None else shards.shard_of(tensor)
+            gradient = (tensor if shard is None else shard.own_range).grad if tensor.is_leaf else None
             if gradient is not None:
                 training.append((f"gradient.{number}.{name}", part_of(tensor, gradient)))
-    model_ids = known_to(models)
+    model_ids = model_parameter_ids(models)
     saved_optimizers: list[dict[str, Any]] = []
     for number, optimizer in enumerate(optimizers):
-        training += _tensors_of(number, optimizer, model_ids, part_of)
+        training += _optimizer_tensors(number, optimizer, model_ids, part_of)
         saved_optimizers.append({"groups": plain_settings(optimizer), "state": plain_state(optimizer)})
     files["training"] = [*training, *generator_tensors()]
     index = {
@@ -156,76 +163,80 @@ def _contents(
 
 
 def _save(
-    folder: Path, files: Mapping[str, Named], index: Mapping[str, Any], faces: Faces | None, together: Together | None
+    folder: Path,
+    files: Mapping[str, NamedTensors],
+    index: Mapping[str, Any],
+    faces: Faces | None,
+    together: ShardGatherer | None,
 ) -> None:
     with contextlib.ExitStack() as stack:
         if together is not None:
             stack.enter_context(
-                together.receiving(sum(isinstance(i, Part) for named in files.values() for _, i in named))
+                together.receiving(sum(isinstance(i, ShardRange) for named in files.values() for _, i in named))
             )
-        ending = stack.enter_context(saving_into(folder))
+        ending = stack.enter_context(lock_folder(folder))
         # Free the disk space of files that an interrupted save left.
-        discard(folder, indexed_files(folder))
+        delete_unused_files(folder, indexed_files(folder))
         written: dict[str, dict[str, int]] = {}
-        buffer = new_buffer()
+        buffer = allocate_buffer()
         try:
             for stem, tensors in files.items():
                 name = f"{stem}{ending}"
                 written[name] = {}
-                written[name] = _write(folder / name, tensors, faces, buffer, together)
+                written[name] = _write_file(folder / name, tensors, faces, buffer, together)
             names = {stem: f"{stem}{ending}" for stem in files}
-            commit(folder, {**index, "names": names, "files": written}, set(written))
+            commit_index(folder, {**index, "names": names, "files": written}, set(written))
         except Exception:
-            discard(folder, indexed_files(folder))
+            delete_unused_files(folder, indexed_files(folder))
             raise
     _log.info("saved %s into %s", format_bytes(sum(facts["bytes"] for facts in written.values())), folder)
 
 
-class Together:
+class ShardGatherer:
     """Sends the ranges of all processes to the first one, which writes the files."""
 
     def __init__(self, shards: Shards, faces: Faces | None) -> None:
         self._shards = shards
         self._faces = faces
-        self._left = 0
+        self._remaining = 0
 
-    def generators(self) -> Named:
+    def gather_generators(self) -> NamedTensors:
         shards = self._shards
         states: list[Any] = [None] * shards.group.size()
-        with talking():
+        with translate_group_errors():
             torch.distributed.all_gather_object(states, torch.get_rng_state(), group=shards.group)
-        return [(other_generator(rank), state) for rank, state in enumerate(states) if rank]
+        return [(generator_name(rank), state) for rank, state in enumerate(states) if rank]
 
-    def send(self, items: Sequence[torch.Tensor | Part]) -> None:
+    def send(self, items: Sequence[torch.Tensor | ShardRange]) -> None:
         """Send this process's ranges to the first one, as long as it asks for them."""
         for part in items:
-            if not isinstance(part, Part):
+            if not isinstance(part, ShardRange):
                 continue
-            if not self._go_on():
+            if not self._broadcast_more():
                 return
-            if not part.shard.in_order:
-                self._shards.whole(part.shard, part.tensor)
+            if not part.shard.is_row_major:
+                self._shards.assemble(part.shard, part.tensor)
                 continue
-            for piece in self._own(part):
+            for piece in self._local_pieces(part):
                 self._shards.send(piece, 0)
 
     @contextlib.contextmanager
     def receiving(self, count: int) -> Iterator[None]:
         """Receive this many tensors in this context; notify the other processes if it fails."""
-        self._left = count
+        self._remaining = count
         try:
             yield
         finally:
-            if self._left:
-                self._go_on(wanted=False)
+            if self._remaining:
+                self._broadcast_more(more=False)
 
-    def pour(self, part: Part, out: OutFile, buffer: memoryview) -> None:
-        self._left -= 1
-        self._go_on()
-        if not part.shard.in_order:
-            pour(self._shards.whole(part.shard, part.tensor), out, None, buffer)
+    def pour(self, part: ShardRange, out: OutFile, buffer: memoryview) -> None:
+        self._remaining -= 1
+        self._broadcast_more()
+        if not part.shard.is_row_major:
+            append_tensor(self._shards.assemble(part.shard, part.tensor), out, None, buffer)
             return
-        pieces = self._pieces(part)
+        pieces = self._gathered_pieces(part)
         try:
             for piece in pieces:
                 out.write(bytes_of(piece.contiguous()))
@@ -234,20 +245,20 @@ class Together:
                 pass  # the other processes block until their pieces are received
             raise
 
-    def _go_on(self, *, wanted: bool = True) -> bool:
-        message = [wanted]
-        with talking():
+    def _broadcast_more(self, *, more: bool = True) -> bool:
+        message = [more]
+        with translate_group_errors():
             torch.distributed.broadcast_object_list(message, group=self._shards.group, group_src=0)
         return message[0]
 
-    def _pieces(self, part: Part) -> Iterator[torch.Tensor]:
-        yield from self._own(part)
+    def _gathered_pieces(self, part: ShardRange) -> Iterator[torch.Tensor]:
+        yield from self._local_pieces(part)
         chunks, max_elements = part.shard.chunks, BUFFER_BYTES // part.tensor.element_size()
         for rank in range(1, chunks.ranks):
             for start in range(0, chunks.count(rank), max_elements):
                 yield self._shards.receive(min(max_elements, chunks.count(rank) - start), part.tensor.dtype, rank)
 
-    def _own(self, part: Part) -> Iterator[torch.Tensor]:
+    def _local_pieces(self, part: ShardRange) -> Iterator[torch.Tensor]:
         for piece in part.tensor.detach().split(BUFFER_BYTES // part.tensor.element_size()):
             if piece.numel():
                 yield piece
@@ -255,14 +266,14 @@ class Together:
                 self._faces.drop_cache(part.tensor)
 
 
-def other_generator(rank: int) -> str:
+def generator_name(rank: int) -> str:
     return f"rank.{rank}.generator.cpu"
 
 
-def _tensors_of(
-    number: int, optimizer: Optimizer, model_ids: set[int], part_of: Callable[..., torch.Tensor | Part]
-) -> Named:
-    named: Named = []
+def _optimizer_tensors(
+    number: int, optimizer: Optimizer, model_ids: set[int], part_of: Callable[..., torch.Tensor | ShardRange]
+) -> NamedTensors:
+    named: NamedTensors = []
     for index, group in enumerate(optimizer.param_groups):
         named += [
             (f"optimizer.{number}.setting.{index}.{name}", value)
@@ -281,21 +292,21 @@ def _tensors_of(
     return named
 
 
-def _write(
-    path: Path, tensors: Named, faces: Faces | None, buffer: memoryview, together: Together | None
+def _write_file(
+    path: Path, tensors: NamedTensors, faces: Faces | None, buffer: memoryview, together: ShardGatherer | None
 ) -> dict[str, int]:
     with OutFile(path) as out:
-        out.write(header_for([(name, item.whole if isinstance(item, Part) else item) for name, item in tensors]))
+        out.write(header_for([(name, item.whole if isinstance(item, ShardRange) else item) for name, item in tensors]))
         for _, item in tensors:
-            if not isinstance(item, Part):
-                pour(item, out, faces, buffer)
+            if not isinstance(item, ShardRange):
+                append_tensor(item, out, faces, buffer)
             elif together is not None:
                 together.pour(item, out, buffer)
         out.finish()
         return {"bytes": out.bytes, "crc32": out.crc32}
 
 
-def _check_devices(number: int, tensors: Named) -> None:
+def _check_devices(number: int, tensors: NamedTensors) -> None:
     for name, tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
             raise InputError(
@@ -305,7 +316,7 @@ def _check_devices(number: int, tensors: Named) -> None:
 
 
 @contextlib.contextmanager
-def saving_into(folder: Path) -> Iterator[str]:
+def lock_folder(folder: Path) -> Iterator[str]:
     """Create the folder if needed, lock it, and yield the suffix of new data files: "-000001.safetensors".
 
     Raises ``TransferError`` if the folder is not writable, ``StateError`` if another process is saving into it.
@@ -332,7 +343,7 @@ def saving_into(folder: Path) -> Iterator[str]:
         os.close(descriptor)
 
 
-def commit(folder: Path, index: Mapping[str, Any], files: set[str]) -> None:
+def commit_index(folder: Path, index: Mapping[str, Any], files: set[str]) -> None:
     """Replace the index, and delete unused data files; on ``TransferError`` the old index is kept."""
     new = folder / _NEW_INDEX
     data = (json.dumps({"format": FORMAT, **index}, separators=(",", ":"), ensure_ascii=False) + "\n").encode()
@@ -354,10 +365,10 @@ def commit(folder: Path, index: Mapping[str, Any], files: set[str]) -> None:
             f"could not write the index of the checkpoint in {folder} ({error.strerror}); the checkpoint that was "
             "there before is still whole: make room there, or save elsewhere"
         ) from error
-    discard(folder, files)
+    delete_unused_files(folder, files)
 
 
-def discard(folder: Path, files: set[str]) -> None:
+def delete_unused_files(folder: Path, files: set[str]) -> None:
     """Delete the data files that are not in ``files``; ignore errors."""
     for path in folder.iterdir():
         if path.name == _NEW_INDEX or (_DATA.fullmatch(path.name) and path.name not in files):

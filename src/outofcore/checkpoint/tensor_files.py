@@ -34,11 +34,11 @@ from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
 
 BUFFER_BYTES = 4 * MIB
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
-_ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_LENGTH = struct.Struct("<Q")  # the header's length
-_MOST_HEADER_BYTES = 100_000_000
+_SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+_HEADER_LENGTH = struct.Struct("<Q")  # the header's length
+_MAX_HEADER_BYTES = 100_000_000
 _METADATA = "__metadata__"
-_MOST_TOLD = 200  # characters of a decoder's error in a message
+_MAX_REASON_CHARACTERS = 200  # characters of a decoder's error in a message
 
 _DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -58,7 +58,7 @@ _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +85,13 @@ def header_for(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
     described: dict[str, Any] = {_METADATA: {"format": "pt"}}
     offset = 0
     for name, tensor in tensors:
-        if tensor.dtype not in _NAMES:
+        if tensor.dtype not in _DTYPE_NAMES:
             raise InputError(
                 f"{name} is of dtype {tensor.dtype}, for which safetensors files have no name; convert it before saving"
             )
         count = tensor.numel() * tensor.element_size()
         described[name] = {
-            "dtype": _NAMES[tensor.dtype],
+            "dtype": _DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, offset + count],
         }
@@ -99,7 +99,7 @@ def header_for(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
     # Spaces after the JSON align the data to 8 bytes.
     text += b" " * (-len(text) % 8)
-    return _LENGTH.pack(len(text)) + text
+    return _HEADER_LENGTH.pack(len(text)) + text
 
 
 def read_header(path: Path) -> TensorFile:
@@ -108,18 +108,18 @@ def read_header(path: Path) -> TensorFile:
         with path.open("rb") as file:
             stamp = Stamp.of(file.fileno())
             total = stamp.bytes
-            length = int.from_bytes(file.read(_LENGTH.size), "little")
-            if total < _LENGTH.size or length > min(_MOST_HEADER_BYTES, total - _LENGTH.size):
+            length = int.from_bytes(file.read(_HEADER_LENGTH.size), "little")
+            if total < _HEADER_LENGTH.size or length > min(_MAX_HEADER_BYTES, total - _HEADER_LENGTH.size):
                 raise InputError(f"{path} is not a safetensors file, or was cut off")
             text = file.read(length)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     try:
-        described = json.loads(text, object_pairs_hook=_once_each)
-        start = _LENGTH.size + length
-        entries = [_entry(name, item, start) for name, item in described.items() if name != _METADATA]
+        described = json.loads(text, object_pairs_hook=_unique_names)
+        start = _HEADER_LENGTH.size + length
+        entries = [_parse_entry(name, item, start) for name, item in described.items() if name != _METADATA]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_MOST_TOLD]
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_REASON_CHARACTERS]
         raise InputError(f"the header of {path} is not that of a safetensors file ({reason})") from error
     end = start
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
@@ -134,29 +134,29 @@ def read_header(path: Path) -> TensorFile:
     return TensorFile(path, {entry.name: entry for entry in entries}, total, stamp)
 
 
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(pairs)
     if len(unique) != len(pairs):
         raise ValueError("a name occurs twice")
     return unique
 
 
-def _whole(number: object) -> int:
+def _parse_count(number: object) -> int:
     # JSON allows other numbers, and Python would accept them.
     if type(number) is not int or not 0 <= number < 1 << 63:
         raise ValueError(f"{number!r} is not a count")
     return number
 
 
-def _entry(name: str, item: Mapping[str, Any], start: int) -> Entry:
-    begin, end = map(_whole, item["data_offsets"])
-    shape = tuple(map(_whole, item["shape"]))
+def _parse_entry(name: str, item: Mapping[str, Any], start: int) -> Entry:
+    begin, end = map(_parse_count, item["data_offsets"])
+    shape = tuple(map(_parse_count, item["shape"]))
     if item["dtype"] not in _DTYPES:
         raise ValueError(f"{name} has the dtype {item['dtype']!r}")
     return Entry(name, _DTYPES[item["dtype"]], shape, start + begin, start + end)
 
 
-def new_buffer() -> memoryview:
+def allocate_buffer() -> memoryview:
     """Allocate ``BUFFER_BYTES`` of memory aligned for direct I/O."""
     return Region(map_anonymous(BUFFER_BYTES), BUFFER_BYTES).memory(0, BUFFER_BYTES)
 
@@ -168,7 +168,7 @@ class OutFile:
         self.path = path
         self.bytes = 0  # written so far
         self.crc32 = 0  # of these bytes
-        self._buffer = new_buffer()
+        self._buffer = allocate_buffer()
         self._filled = 0
         self._flushed = 0
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
@@ -264,17 +264,17 @@ class InFile(ByteStore):
     def locate(self, offset: int, count: int) -> Location:
         return Location(self._descriptor, offset, count, self, Cache.DROPPED)
 
-    def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
+    def transfer_error(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
         reason = os.strerror(failure) if failure > 0 else "the file ends there"
         return TransferError(f"could not read {self.path} at byte {offset}: {reason}; use another copy of the file")
 
 
-def pour(tensor: torch.Tensor, out: OutFile, faces: Faces | None, buffer: memoryview) -> None:
+def append_tensor(tensor: torch.Tensor, out: OutFile, faces: Faces | None, buffer: memoryview) -> None:
     """Append a strided CPU tensor to a file, in row-major order, through a buffer of whole pages."""
     count = tensor.numel() * tensor.element_size()
     if not count:
         return
-    slot = _whole_slot(tensor, faces, to_write=False)
+    slot = _row_major_slot(tensor, faces, to_write=False)
     if slot is not None:
         home, offset = slot
         for start in range(0, count, len(buffer)):
@@ -285,7 +285,7 @@ def pour(tensor: torch.Tensor, out: OutFile, faces: Faces | None, buffer: memory
     with torch.no_grad():
         for piece in _pieces(tensor.detach(), len(buffer), tensor.element_size()):
             out.write(bytes_of(piece.contiguous()))
-            _forget(tensor, faces)
+            _drop_cache(tensor, faces)
 
 
 def fill(
@@ -298,7 +298,7 @@ def fill(
     at, count = entry.begin, entry.end - entry.begin
     if not count:
         return crc32
-    slot = _whole_slot(tensor, faces, to_write=True)
+    slot = _row_major_slot(tensor, faces, to_write=True)
     if slot is not None and tensor.dtype == entry.dtype:
         home, offset = slot
         for start in range(0, count, len(buffer)):
@@ -316,7 +316,7 @@ def fill(
             crc32 = zlib.crc32(piece, crc32)
             at += len(piece)
             target.copy_(torch.frombuffer(piece, dtype=entry.dtype).view(target.shape))
-            _forget(tensor, faces)
+            _drop_cache(tensor, faces)
     return crc32
 
 
@@ -342,11 +342,11 @@ def fill_range(
             if low < high:
                 overlap = piece[(low - first) * itemsize : (high - first) * itemsize]
                 tensor[low - start : high - start].copy_(torch.frombuffer(overlap, dtype=entry.dtype))
-                _forget(tensor, faces)
+                _drop_cache(tensor, faces)
     return crc32
 
 
-def _whole_slot(tensor: torch.Tensor, faces: Faces | None, *, to_write: bool) -> tuple[HomeStore, int] | None:
+def _row_major_slot(tensor: torch.Tensor, faces: Faces | None, *, to_write: bool) -> tuple[HomeStore, int] | None:
     """Return the home and slot of a tensor if its elements fill the slot in row-major order."""
     whole = (
         tensor.is_contiguous()
@@ -375,7 +375,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memory_of(storage_bytes(tensor)[start : start + tensor.numel() * tensor.element_size()])
 
 
-def _forget(tensor: torch.Tensor, faces: Faces | None) -> None:
+def _drop_cache(tensor: torch.Tensor, faces: Faces | None) -> None:
     if faces is not None:
         faces.drop_cache(tensor)
 
@@ -395,9 +395,9 @@ class Weights:
         self.path = path
         self._entries: dict[str, tuple[TensorFile, Entry]] = {}
         if path.is_dir():
-            path = next((path / name for name in (_INDEX, _ONE) if (path / name).is_file()), path)
+            path = next((path / name for name in (_INDEX_FILE, _SINGLE_FILE) if (path / name).is_file()), path)
             if path.is_dir():
-                raise InputError(f"{path} has neither {_ONE} nor {_INDEX}; name the file itself")
+                raise InputError(f"{path} has neither {_SINGLE_FILE} nor {_INDEX_FILE}; name the file itself")
         if path.name.endswith(".json"):
             self._read_index(path)
         else:
@@ -426,7 +426,7 @@ class Weights:
         for name, tensor in targets.items():
             file, entry = self._entries[name]
             by_path[file.path].append((entry, tensor))
-        buffer = new_buffer()
+        buffer = allocate_buffer()
         for path, items in by_path.items():
             with InFile(path) as source:
                 for entry, tensor in sorted(items, key=lambda item: item[0].begin):

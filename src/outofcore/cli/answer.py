@@ -16,21 +16,21 @@ from time import perf_counter
 
 from outofcore import planning
 from outofcore.busy import NOTE
-from outofcore.cli.options import Answers, ReportOptions
+from outofcore.cli.options import AnswerOptions, ReportOptions
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError
 from outofcore.estimation.reports import ReportedStep, report_step, trace_step
-from outofcore.estimation.sweep import Estimate, budgets_between, estimated, points_text
+from outofcore.estimation.sweep import Estimate, budgets_between, estimate_graph, format_points
 from outofcore.graph import StepGraph
 from outofcore.graphfile import GraphFile, read_graph, write_graph
 from outofcore.planfile import PlanFile, read_plan, write_plan
 from outofcore.planning import POLICIES, Planned
-from outofcore.progress import following, silent
+from outofcore.progress import ignore_progress, show_progress
 from outofcore.report import (
     Page,
     StepReport,
     columns,
-    moved_text,
+    copies_text,
     page_content,
     step_report,
     step_text,
@@ -41,12 +41,12 @@ from outofcore.units import format_bytes, format_seconds
 from outofcore.validator import validate
 
 # Fractions of the in-core budget, by name. A comparison adds the smallest budget.
-COMPARED = {"0.9": 0.9, "0.5": 0.5, "0.25": 0.25, "0.133": 1 / 7.5}
-Say = Callable[[str], None]
+COMPARED_FRACTIONS = {"0.9": 0.9, "0.5": 0.5, "0.25": 0.25, "0.133": 1 / 7.5}
+Printer = Callable[[str], None]
 
 
 @contextmanager
-def saying(*, alone: bool) -> Generator[Say]:
+def answer_printer(*, alone: bool) -> Generator[Printer]:
     """Yield a function that prints the answer; with ``alone``, other output goes to standard error."""
     if not alone:
         yield print
@@ -89,7 +89,7 @@ class Subject:
     title: str
     file: GraphFile
     simulated: str = ""  # the device of simulated costs and their source; empty if costs were measured
-    parts: GraphFile | None = None  # the step with split ops, if that needs less memory
+    split_file: GraphFile | None = None  # the step with split ops, if that needs less memory
 
     @property
     def graph(self) -> StepGraph:
@@ -102,7 +102,7 @@ class Subject:
     @cached_property
     def smallest_budget(self) -> int:
         """The smallest budget in bytes that has a plan, with split ops if that needs less."""
-        split_step = self.parts
+        split_step = self.split_file
         split_budget = (
             self.whole_budget if split_step is None else planning.smallest_budget(split_step.graph, split_step.costs)
         )
@@ -113,11 +113,11 @@ class Subject:
         """The smallest budget in bytes that has a plan without split ops."""
         return planning.smallest_budget(self.graph, self.costs)
 
-    def within(self, budget: int | None) -> Subject:
+    def for_budget(self, budget: int | None) -> Subject:
         """Return the step to plan for a budget: with split ops if it does not fit otherwise."""
-        if self.parts is None or budget is None or budget >= self.whole_budget:
+        if self.split_file is None or budget is None or budget >= self.whole_budget:
             return self
-        return replace(self, title=f"{self.title}, large ops split", file=self.parts, parts=None)
+        return replace(self, title=f"{self.title}, large ops split", file=self.split_file, split_file=None)
 
     @cached_property
     def in_core_budget(self) -> int:
@@ -125,14 +125,14 @@ class Subject:
         return planning.in_core_budget(self.graph, self.costs)
 
 
-def subject_from(path: Path) -> Subject:
+def read_subject(path: Path) -> Subject:
     """Read the step in a graph file; raise ``InputError`` or ``GraphError``."""
     file = read_graph(path)
     return Subject(f"{path}: {len(file.graph.ops)} ops on {len(file.graph.storages)} storages", file)
 
 
 @dataclass(frozen=True)
-class Answer:
+class PolicyResult:
     """The result of one policy at one budget."""
 
     policy: str
@@ -143,25 +143,25 @@ class Answer:
     plan_seconds: float  # includes placement and simulation
 
 
-def answer(subject: Subject, budget: int, policy: str) -> Answer:
+def plan_subject(subject: Subject, budget: int, policy: str) -> PolicyResult:
     """Plan a step; raise ``InputError`` for an unknown policy or if the homes are too small."""
     start = perf_counter()
-    subject = subject.within(budget)
+    subject = subject.for_budget(budget)
     try:
         planned = planning.plan_step(subject.graph, subject.costs, budget, policy)
     except BudgetError as error:
-        return Answer(policy, budget, None, None, error, perf_counter() - start)
+        return PolicyResult(policy, budget, None, None, error, perf_counter() - start)
     seconds = perf_counter() - start
     report = step_report(subject.graph, planned.plan, planned.program, planned.timeline, budget)
-    return Answer(policy, budget, planned, report, None, seconds)
+    return PolicyResult(policy, budget, planned, report, None, seconds)
 
 
-def present(subject: Subject, budget: int | None, policy: str, options: Answers, printer: Say) -> bool:
+def print_plan(subject: Subject, budget: int | None, policy: str, options: AnswerOptions, printer: Printer) -> bool:
     """Print a plan for the budget, if any, and write the requested files; return False if it does not fit."""
-    whole_subject, subject = subject, subject.within(budget)
+    whole_subject, subject = subject, subject.for_budget(budget)
     if options.save_graph is not None:
         write_graph(options.save_graph, subject.file)
-    result = None if budget is None else answer(subject, budget, policy)
+    result = None if budget is None else plan_subject(subject, budget, policy)
     if result is not None and result.planned is not None:
         planned, timeline = result.planned, result.planned.timeline
         if options.save_plan is not None:
@@ -175,9 +175,9 @@ def present(subject: Subject, budget: int | None, policy: str, options: Answers,
     bound = None if budget is None else planning.lower_bound_seconds(subject.graph, subject.costs, budget)
     forecast = None
     if options.curve:
-        with following(silent if options.as_json else None) as tell:
-            split_step = whole_subject.parts
-            forecast = estimated(
+        with show_progress(ignore_progress if options.as_json else None) as tell:
+            split_step = whole_subject.split_file
+            forecast = estimate_graph(
                 whole_subject.graph,
                 whole_subject.costs,
                 parts=None if split_step is None else (split_step.graph, split_step.costs),
@@ -187,7 +187,7 @@ def present(subject: Subject, budget: int | None, policy: str, options: Answers,
                 tell=tell,
             )
     if options.as_json:
-        content = _content(whole_subject, result, bound)
+        content = _answer_content(whole_subject, result, bound)
         if forecast is not None:
             content |= {
                 "lossless_budget": forecast.lossless_budget,
@@ -195,11 +195,11 @@ def present(subject: Subject, budget: int | None, policy: str, options: Answers,
             }
         printer(json.dumps(content, indent=2))
     else:
-        printer(_text(whole_subject, result, bound, forecast))
+        printer(_answer_text(whole_subject, result, bound, forecast))
     return result is None or result.planned is not None
 
 
-def _content(subject: Subject, result: Answer | None, bound: float | None) -> dict[str, object]:
+def _answer_content(subject: Subject, result: PolicyResult | None, bound: float | None) -> dict[str, object]:
     report = None if result is None else result.report
     content = _step_content(subject) | {
         "policy": None if result is None else result.policy,
@@ -230,7 +230,7 @@ def _step_content(subject: Subject) -> dict[str, object]:
     }
 
 
-def _figures_content(subject: Subject, result: Answer | None) -> dict[str, object]:
+def _figures_content(subject: Subject, result: PolicyResult | None) -> dict[str, object]:
     report = None if result is None else result.report
     return {
         "predicted_step_seconds": report and report.seconds,
@@ -242,74 +242,76 @@ def _figures_content(subject: Subject, result: Answer | None) -> dict[str, objec
     }
 
 
-def _text(
+def _answer_text(
     subject: Subject,
-    result: Answer | None,
+    result: PolicyResult | None,
     bound: float | None,
     forecast: Estimate | None,
 ) -> str:
     report = None if result is None else result.report
     is_split = subject.smallest_budget < subject.whole_budget
     splitting = ", with large ops split" if is_split else ""
-    rows = [("smallest budget", f"{_exactly(subject.smallest_budget)}{splitting}")]
+    rows = [("smallest budget", f"{_bytes_text(subject.smallest_budget)}{splitting}")]
     if is_split:
-        rows.append(("without splitting", _exactly(subject.whole_budget)))
+        rows.append(("without splitting", _bytes_text(subject.whole_budget)))
     if forecast is not None:
-        rows.append(("no slowdown", f"from {_exactly(forecast.lossless_budget)} on, at most 1 % slower"))
-    rows.append(("nothing moves", f"from {_exactly(subject.in_core_budget)} on"))
+        rows.append(("no slowdown", f"from {_bytes_text(forecast.lossless_budget)} on, at most 1 % slower"))
+    rows.append(("nothing moves", f"from {_bytes_text(subject.in_core_budget)} on"))
     compute = f"{format_seconds(subject.costs.compute_seconds)} per step"
     if result is not None:
-        whole = subject.within(result.budget) is subject
+        whole = subject.for_budget(result.budget) is subject
         if report is None:
             verdict = "does not fit"
         elif whole:
             verdict = "fits, with copies" if report.moved else "fits, and nothing moves"
         else:
             verdict = "fits, with large ops split" + (" and copies" if report.moved else "; nothing moves")
-            compute += f", {format_seconds(subject.within(result.budget).costs.compute_seconds)} with large ops split"
-        rows.append(("budget", f"{_exactly(result.budget)}: {verdict}"))
+            compute += (
+                f", {format_seconds(subject.for_budget(result.budget).costs.compute_seconds)} with large ops split"
+            )
+        rows.append(("budget", f"{_bytes_text(result.budget)}: {verdict}"))
     rows.append(("compute time", compute))
     if report is not None and bound is not None:
         over = report.seconds / bound - 1 if bound else 0.0
         rows.append(("lower bound", f"{format_seconds(bound)} per step; the plan takes {max(over, 0.0):.1%} longer"))
-    lines = _titles(subject)
+    lines = _title_lines(subject)
     lines.append("\n".join(f"  {name:<18} {value}" for name, value in rows))
     if result is not None and result.refusal is not None:
         lines.append(str(result.refusal))
     if report is not None:
-        lines += [f"{'simulated' if subject.simulated else 'predicted'} step", step_text(report), moved_text(report)]
+        lines += [f"{'simulated' if subject.simulated else 'predicted'} step", step_text(report), copies_text(report)]
     if forecast is not None:
-        lines += ["step time over budgets", points_text(forecast.points)]
+        lines += ["step time over budgets", format_points(forecast.points)]
     return "\n".join(lines)
 
 
-def _exactly(count: int) -> str:
+def _bytes_text(count: int) -> str:
     return f"{format_bytes(count)} ({count} bytes)"
 
 
 # The label of a budget, and the result of a policy at it.
-Cell = tuple[str, Answer]
+Cell = tuple[str, PolicyResult]
 
 
-def _compared(subject: Subject) -> list[tuple[str, int]]:
+def _comparison_budgets(subject: Subject) -> list[tuple[str, int]]:
     """Return the name and bytes of each default budget of a comparison, falling."""
     in_core_bytes, smallest = subject.in_core_budget, subject.smallest_budget
-    named = [(f"in core × {name}", int(in_core_bytes * fraction)) for name, fraction in COMPARED.items()]
+    named = [(f"in core × {name}", int(in_core_bytes * fraction)) for name, fraction in COMPARED_FRACTIONS.items()]
     return [*((name, budget) for name, budget in named if budget > smallest), ("smallest", smallest)]
 
 
-def _swept(subject: Subject) -> list[tuple[str, int]]:
+def _sweep_budgets(subject: Subject) -> list[tuple[str, int]]:
     budgets = budgets_between(subject.smallest_budget, int(1.05 * subject.in_core_budget), 9)
     return [(format_bytes(budget), budget) for budget in budgets]
 
 
-def side_by_side(subject: Subject, budgets: Sequence[int], options: Answers, printer: Say) -> bool:
+def print_comparison(subject: Subject, budgets: Sequence[int], options: AnswerOptions, printer: Printer) -> bool:
     """Print each policy's result at each budget, or at default budgets; return whether any plan fits."""
     named = [(format_bytes(budget), budget) for budget in dict.fromkeys(budgets)]
-    named = named or (_swept(subject) if options.sweep else _compared(subject))
-    cells = [(label, answer(subject, budget, policy)) for label, budget in named for policy in POLICIES]
+    named = named or (_sweep_budgets(subject) if options.sweep else _comparison_budgets(subject))
+    cells = [(label, plan_subject(subject, budget, policy)) for label, budget in named for policy in POLICIES]
     if options.picture is not None:
-        _draw(subject, cells, options.picture)
+        _write_sweep_page(subject, cells, options.picture)
     if options.as_json:
         content = _step_content(subject) | {"cells": [_cell_content(subject, cell) for cell in cells]}
         printer(json.dumps(content, indent=2))
@@ -320,17 +322,17 @@ def side_by_side(subject: Subject, budgets: Sequence[int], options: Answers, pri
 
 def _compare_text(subject: Subject, budgets: Sequence[tuple[str, int]], cells: Sequence[Cell]) -> str:
     compute = subject.costs.compute_seconds
-    lines = _heading(subject)
+    lines = _heading_lines(subject)
     head = ("policy", "fits", "step", "slowdown", "evicted", "fetched", "recompute", "peak", "planning")
     for label, budget in budgets:
         rows = [(result.policy, *_figures(subject, result, compute)) for _, result in cells if result.budget == budget]
         name = "" if label == format_bytes(budget) else f", {label}"
-        lines.append(f"budget {_exactly(budget)}{name}")
+        lines.append(f"budget {_bytes_text(budget)}{name}")
         lines.append(columns([head, *rows]))
     return "\n".join(lines)
 
 
-def _figures(subject: Subject, result: Answer, compute: float) -> tuple[str, ...]:
+def _figures(subject: Subject, result: PolicyResult, compute: float) -> tuple[str, ...]:
     report = result.report
     plan_time = format_seconds(result.plan_seconds)
     if report is None:
@@ -353,19 +355,19 @@ def _sweep_text(subject: Subject, budgets: Sequence[tuple[str, int]], cells: Seq
     for label, budget in budgets:
         reports = [times[policy, budget] for policy in POLICIES]
         rows.append((label, *("-" if report is None else format_seconds(report.seconds) for report in reports)))
-    return "\n".join([*_heading(subject), "step time by budget and policy", columns(rows)])
+    return "\n".join([*_heading_lines(subject), "step time by budget and policy", columns(rows)])
 
 
-def _heading(subject: Subject) -> list[str]:
+def _heading_lines(subject: Subject) -> list[str]:
     return [
-        *_titles(subject),
+        *_title_lines(subject),
         f"  smallest budget {format_bytes(subject.smallest_budget)}, "
         f"in core (nothing moves) from {format_bytes(subject.in_core_budget)} on, "
         f"compute time {format_seconds(subject.costs.compute_seconds)} per step",
     ]
 
 
-def _titles(subject: Subject) -> list[str]:
+def _title_lines(subject: Subject) -> list[str]:
     notes = [f"SIMULATED: {subject.simulated}"] if subject.simulated else []
     return [subject.title, *notes, *([NOTE] if subject.costs.is_busy else [])]
 
@@ -383,7 +385,7 @@ def _cell_content(subject: Subject, cell: Cell) -> dict[str, object]:
     }
 
 
-def _draw(subject: Subject, cells: Sequence[Cell], path: Path) -> None:
+def _write_sweep_page(subject: Subject, cells: Sequence[Cell], path: Path) -> None:
     lines = {
         policy: sorted(
             (result.budget, result.report.seconds) for _, result in cells if result.policy == policy and result.report
@@ -394,8 +396,8 @@ def _draw(subject: Subject, cells: Sequence[Cell], path: Path) -> None:
     write_sweep(path, lines, title=title, floor=subject.costs.compute_seconds)
 
 
-def report_plan(subject: Subject, budget: int, policy: str, options: ReportOptions) -> None:
-    subject = subject.within(budget)
+def write_plan_report(subject: Subject, budget: int, policy: str, options: ReportOptions) -> None:
+    subject = subject.for_budget(budget)
     planned = planning.plan_step(subject.graph, subject.costs, budget, policy)
     step = ReportedStep(subject.graph, subject.costs, planned, budget, policy, simulated=subject.simulated)
     report_step(options.output, step, subject.title, count=None if options.curve else 0)
@@ -405,7 +407,7 @@ def report_plan(subject: Subject, budget: int, policy: str, options: ReportOptio
         print(f"trace: {options.trace}")
 
 
-def check(graph: Path, plan: Path, budget: int | None) -> None:
+def check_plan_file(graph: Path, plan: Path, budget: int | None) -> None:
     """Prove that a saved plan computes its step within a budget, by default the plan's; print the result."""
     file = read_graph(graph)
     saved = read_plan(plan, file.keys)

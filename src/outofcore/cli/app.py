@@ -17,7 +17,7 @@ from outofcore.cli import run as scripts
 from outofcore.cli.commands import Command, Group
 from outofcore.cli.options import (
     BATCH,
-    Answers,
+    AnswerOptions,
     Arrays,
     Batch,
     CacheFolder,
@@ -26,19 +26,19 @@ from outofcore.cli.options import (
     HostBudget,
     Model,
     OnnxOptions,
-    Places,
-    PlannedPlaces,
+    PlaceOptions,
+    PlannedPlaceOptions,
     PlannedTarget,
     ReportOptions,
-    Sharers,
+    SharingOptions,
     Target,
     TrainOptions,
     ZooOptions,
-    bytes_in,
     command,
+    parse_optional_bytes,
     refuse,
 )
-from outofcore.cli.targets import Kind, kind_of
+from outofcore.cli.targets import TargetKind, classify_target
 from outofcore.errors import ValidationError
 from outofcore.graphfile import write_graph
 from outofcore.presets import simulated
@@ -76,7 +76,7 @@ def train(
     budget: Annotated[str | None, typer.Option(help="Memory budget for all tensors of a step, e.g. 512MiB.")] = None,
     batch: Batch = BATCH,
     options: TrainOptions,
-    places: Places,
+    places: PlaceOptions,
     zoo: ZooOptions,
 ) -> None:
     """Train a model of the zoo within a memory budget.
@@ -85,7 +85,7 @@ def train(
     """
     options.check(budget)
     places.check()
-    limit = bytes_in(budget)
+    limit = parse_optional_bytes(budget)
     import_module("outofcore.cli.train").train(model, zoo.with_batch(batch), limit, options, places)
 
 
@@ -99,12 +99,12 @@ def plan(
     ] = None,
     batch: Batch = BATCH,
     onnx: OnnxOptions,
-    places: PlannedPlaces,
+    places: PlannedPlaceOptions,
     graph: Annotated[
         Path | None, typer.Option(help="Graph file of the step, in place of a model; works without PyTorch.")
     ] = None,
-    answers: Answers,
-    sharers: Sharers,
+    answers: AnswerOptions,
+    sharers: SharingOptions,
     zoo: ZooOptions,
     configured: ConfigOptions,
 ) -> None:
@@ -117,33 +117,38 @@ def plan(
     refuse((graph is not None and has_sizes, "--dim", "a graph file contains its sizes; leave --dim and --input out"))
     sharers.check(graph)
     budgets = () if budget is None else tuple(map(parse_bytes, budget.split(",")))
-    kind = None if model is None else kind_of(model)
-    with answer.saying(alone=answers.as_json) as printer:
-        if model is not None and kind is Kind.CONFIG:
+    kind = None if model is None else classify_target(model)
+    with answer.answer_printer(alone=answers.as_json) as printer:
+        if model is not None and kind is TargetKind.CONFIG:
             answers.refuse_for_config(places, sharers)
             zoo.refuse("a model's config.json", but=frozenset({"optimizer", "amp", "clip", "seed"}))
-            fits = _fit(model, configured.training(zoo, batch), places, budgets, answers.as_json, printer)
+            fits = _answer_config(model, configured.training(zoo, batch), places, budgets, answers.as_json, printer)
         else:
             _check_zoo(kind, zoo, batch)
             configured.refuse()
             preset = simulated(places.device)
-            if not budgets and preset is not None and not answers.several:
+            if not budgets and preset is not None and not answers.compares_plans:
                 budgets = (preset.memory_bytes,)
             answers.check(budgets)
-            subject = _subject(model, zoo.with_batch(batch), graph, places, answers.as_json, sharers, onnx)
-            if answers.several:
+            subject = _find_subject(model, zoo.with_batch(batch), graph, places, answers.as_json, sharers, onnx)
+            if answers.compares_plans:
                 if answers.save_graph is not None:
                     write_graph(answers.save_graph, subject.file)
-                fits = answer.side_by_side(subject, budgets, answers, printer)
+                fits = answer.print_comparison(subject, budgets, answers, printer)
             else:
-                shown = replace(answers, curve=kind is Kind.SCRIPT if answers.curve is None else answers.curve)
-                fits = answer.present(subject, budgets[0] if budgets else None, places.policy, shown, printer)
+                shown = replace(answers, curve=kind is TargetKind.SCRIPT if answers.curve is None else answers.curve)
+                fits = answer.print_plan(subject, budgets[0] if budgets else None, places.policy, shown, printer)
     if not fits:
         raise typer.Exit(1)
 
 
-def _fit(
-    model: str, training: dict[str, Any], places: Places, budgets: tuple[int, ...], as_json: bool, printer: answer.Say
+def _answer_config(
+    model: str,
+    training: dict[str, Any],
+    places: PlaceOptions,
+    budgets: tuple[int, ...],
+    as_json: bool,
+    printer: answer.Printer,
 ) -> bool:
     preset = simulated(places.device)
     reason = (
@@ -169,16 +174,16 @@ def _fit(
         gc.enable()
 
 
-def _check_zoo(kind: Kind | None, zoo: ZooOptions, batch: int) -> None:
+def _check_zoo(kind: TargetKind | None, zoo: ZooOptions, batch: int) -> None:
     """Refuse options of zoo models for other targets, which would ignore them."""
-    if kind is Kind.ZOO:
+    if kind is TargetKind.ZOO:
         return
     source = "a graph file" if kind is None else kind.value
     refuse((batch != BATCH, "--batch", f"only models of the zoo take this option; {source} sets it itself"))
     zoo.refuse(source)
 
 
-def _check_source(model: str | None, graph: Path | None, places: Places) -> None:
+def _check_source(model: str | None, graph: Path | None, places: PlaceOptions) -> None:
     is_file = graph is not None
     refuse(
         (
@@ -196,27 +201,27 @@ def _check_source(model: str | None, graph: Path | None, places: Places) -> None
     places.check()
 
 
-def _subject(
+def _find_subject(
     model: str | None,
     options: dict[str, Any],
     graph: Path | None,
-    places: Places,
+    places: PlaceOptions,
     quiet: bool,
-    sharers: Sharers,
+    sharers: SharingOptions,
     onnx: OnnxOptions,
 ) -> answer.Subject:
     if graph is not None:
-        return answer.subject_from(graph)
+        return answer.read_subject(graph)
     subjects = import_module("outofcore.cli.subjects")
     return subjects.subject_of(
         subjects.find_step(model, options, tuple(onnx.dims or ()), tuple(onnx.arrays or ())),
         device=places.device,
         home=places.home,
         quiet=quiet,
-        cache=places.kept,
+        cache=places.cache_argument,
         host_budget=places.host_bytes,
         ranks=sharers.ranks,
-        between=bytes_in(sharers.between),
+        between=parse_optional_bytes(sharers.between),
     )
 
 
@@ -227,7 +232,7 @@ def report(
     budget: Annotated[str | None, typer.Option(help="Memory budget, e.g. 6GiB. Required.")] = None,
     options: ReportOptions,
     batch: Batch = BATCH,
-    places: PlannedPlaces,
+    places: PlannedPlaceOptions,
     graph: Annotated[Path | None, typer.Option(help="Graph file of the step, in place of a model.")] = None,
     zoo: ZooOptions,
 ) -> None:
@@ -236,12 +241,12 @@ def report(
     if budget is None:
         raise typer.BadParameter("report needs a budget, such as --budget 512MiB", param_hint="--budget")
     limit = parse_bytes(budget)
-    _check_zoo(None if model is None else kind_of(model), zoo, batch)
+    _check_zoo(None if model is None else classify_target(model), zoo, batch)
     if graph is None and simulated(places.device) is None and options.steps:
         import_module("outofcore.cli.train").report(model, zoo.with_batch(batch), limit, options, places)
         return
-    subject = _subject(model, zoo.with_batch(batch), graph, places, False, Sharers(), OnnxOptions())
-    answer.report_plan(subject, limit, places.policy, options)
+    subject = _find_subject(model, zoo.with_batch(batch), graph, places, False, SharingOptions(), OnnxOptions())
+    answer.write_plan_report(subject, limit, places.policy, options)
 
 
 class _RunCommand(Command):
@@ -283,7 +288,7 @@ def run(
         typer.Option(
             help="Device that the budget applies to: cpu, cuda or cuda:0.",
             show_default="a GPU if there is one",
-            autocompletion=completion.own_devices,
+            autocompletion=completion.local_devices,
         ),
     ] = None,
     measure: Annotated[
@@ -334,7 +339,7 @@ def run(
             arrays or (),
             output,
             home=home,
-            host_budget=bytes_in(host_budget),
+            host_budget=parse_optional_bytes(host_budget),
             checked=check,
             quiet=quiet,
         )
@@ -349,13 +354,13 @@ def run(
         budget=limit,
         device=device,
         home=home,
-        host_budget=bytes_in(host_budget),
+        host_budget=parse_optional_bytes(host_budget),
         checked=check,
         quiet=quiet,
         measure=measure,
         grow=grow,
     )
-    raise scripts.Launching(scripts.checked(launch))
+    raise scripts.LaunchRequest(scripts.check_launch(launch))
 
 
 @command(app, "outofcore validate --graph step.json --plan plan.json")
@@ -371,7 +376,7 @@ def validate(
     """
     limit = None if budget is None else parse_bytes(budget)
     try:
-        answer.check(graph, plan, limit)
+        answer.check_plan_file(graph, plan, limit)
     except ValidationError as error:
         typer.echo(f"not valid: {error}", err=True)
         raise typer.Exit(1) from error
@@ -431,7 +436,7 @@ def main() -> None:
     hook, launch = sys.excepthook, None
     try:
         app(prog_name="outofcore")
-    except scripts.Launching as launching:
+    except scripts.LaunchRequest as launching:
         launch = launching.launch
     if launch is not None:
         sys.excepthook = hook  # typer has replaced it

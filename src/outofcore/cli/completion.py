@@ -26,5 +26,5 @@ def words(*choices: str) -> Callable[[str], list[str]]:
 models = words(*MODELS)
 policies = words(*POLICIES)
 homes = words("disk", "host")
-own_devices = words("cpu", "cuda")
+local_devices = words("cpu", "cuda")
 all_devices = words("cpu", "cuda", *(device.key for device in devices()))

@@ -30,7 +30,7 @@ _SIZES = re.compile(r"depths|(\w+_)?(sizes|dims?|kernels?|strides?|channels|head
 # The heads of a model with one of these need not divide its width.
 _HEAD_WIDTHS = ("head_dim", "d_kv", "d_head", "attention_head_size", "kv_channels", "v_head_dim", "qk_nope_head_dim")
 # No model has more, and products of two larger numbers overflow.
-_MOST, _MOST_MODULES = 2**31 - 1, 10_000
+_MAX_SIZE, _MAX_LAYERS = 2**31 - 1, 10_000
 _STACKED = re.compile(r"\w*(layers|layer|blocks|depth)")
 # Fields that mark weights as stored quantised, and fields in them that name the method.
 QUANTISED = ("quantization_config", "compression_config", "quantization", "load_in_8bit", "load_in_4bit")
@@ -39,31 +39,33 @@ _METHODS = ("quant_method", "quantization_method", "format", "quant_algo")
 
 def check_sizes(path: Path, content: Mapping[str, Any], kind: Any, class_of: Callable[[object], Any]) -> None:
     """Refuse sizes that no model has; ``class_of`` returns the class of transformers for a ``model_type``."""
-    _check(path, content, "", kind, class_of)
+    _check_fields(path, content, "", kind, class_of)
 
 
-def _check(path: Path, content: Mapping[str, Any], prefix: str, kind: Any, class_of: Callable[[object], Any]) -> None:
-    defaults = _default(kind)
+def _check_fields(
+    path: Path, content: Mapping[str, Any], prefix: str, kind: Any, class_of: Callable[[object], Any]
+) -> None:
+    defaults = _default_config(kind)
     renamed: Mapping[str, str] = getattr(kind, "attribute_map", {})
     core = _CORE | {renamed.get(name, name) for name in _CORE}
     for name, value in content.items():
-        default = _field(defaults, name)
+        default = _default_value(defaults, name)
         if isinstance(value, dict) and name.endswith("_config"):
             inner = cast("dict[str, Any]", value)
-            _check(path, inner, f"{prefix}{name}.", class_of(inner.get("model_type")) or type(default), class_of)
+            _check_fields(path, inner, f"{prefix}{name}.", class_of(inner.get("model_type")) or type(default), class_of)
         elif value != default and (name in core or _is_size(name, value, default)):
             _check_size(path, prefix + name, name, value, default, is_core=name in core)
     _check_heads(path, content, prefix, defaults, renamed)
 
 
-def _default(kind: Any) -> Any:
+def _default_config(kind: Any) -> Any:
     try:
         return None if kind is None else kind()
     except Exception:  # some classes of transformers require fields
         return None
 
 
-def _field(defaults: Any, name: str) -> Any:
+def _default_value(defaults: Any, name: str) -> Any:
     try:
         return getattr(defaults, name, None)
     except Exception:  # fields that differ from layer to layer
@@ -87,15 +89,15 @@ def _is_size(name: str, value: object, default: object) -> bool:
 def _check_size(path: Path, label: str, name: str, value: Any, default: Any, *, is_core: bool) -> None:
     if isinstance(value, dict) or (value is None and not (is_core and _is_whole(default))):
         return
-    max_size = _MOST_MODULES if _STACKED.fullmatch(name) else _MOST
+    max_size = _MAX_LAYERS if _STACKED.fullmatch(name) else _MAX_SIZE
     min_size = 1 if is_core or name in _NEVER_ZERO or isinstance(value, list) else 0
     min_size = min([min_size, *filter(_is_whole, _leaves(default))])
     for leaf in _leaves(value):
         if not _is_whole(leaf):
-            raise InputError(f"{path}: {label} must be a whole number, not {_shown(leaf)}")
+            raise InputError(f"{path}: {label} must be a whole number, not {_short_text(leaf)}")
         if not min_size <= leaf <= max_size:
             bound = f"at least {min_size}" if leaf < min_size else f"at most {max_size}"
-            raise InputError(f"{path}: {label} must be {bound}, not {_shown(leaf)}")
+            raise InputError(f"{path}: {label} must be {bound}, not {_short_text(leaf)}")
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -104,7 +106,7 @@ def _leaves(value: Any) -> list[Any]:
     return [leaf for item in cast("list[Any]", value) for leaf in _leaves(item)]
 
 
-def _shown(value: object) -> str:
+def _short_text(value: object) -> str:
     text = "null" if value is None else repr(value)
     return text if len(text) <= 40 else f"{text[:40]}…"
 
@@ -114,25 +116,25 @@ def _check_heads(
 ) -> None:
     def field_of(name: str) -> tuple[str, int] | None:
         key_name = next((key for key in (name, renamed.get(name, name)) if key in content), renamed.get(name, name))
-        value = content.get(key_name, _field(defaults, key_name))
+        value = content.get(key_name, _default_value(defaults, key_name))
         return (prefix + key_name, value) if _is_whole(value) and value > 0 else None
 
     heads, groups, width = field_of("num_attention_heads"), field_of("num_key_value_heads"), field_of("hidden_size")
     if heads and groups and heads[1] % groups[1] and "num_key_value_heads" in content:
         raise InputError(f"{path}: {heads[0]} is {heads[1]}, not a multiple of {groups[0]}, {groups[1]}")
-    if any(content.get(name) for name in _HEAD_WIDTHS) or not _divides(defaults):
+    if any(content.get(name) for name in _HEAD_WIDTHS) or not _heads_divide_width(defaults):
         return
     for head_field in (heads, field_of("encoder_attention_heads"), field_of("decoder_attention_heads")):
         if width and head_field and width[1] % head_field[1]:
             raise InputError(f"{path}: {width[0]} is {width[1]}, not a multiple of {head_field[0]}, {head_field[1]}")
 
 
-def _divides(defaults: Any) -> bool:
-    width, heads = _field(defaults, "hidden_size"), _field(defaults, "num_attention_heads")
+def _heads_divide_width(defaults: Any) -> bool:
+    width, heads = _default_value(defaults, "hidden_size"), _default_value(defaults, "num_attention_heads")
     if not (_is_whole(width) and _is_whole(heads) and heads) or cast("int", width) % cast("int", heads):
         return False
     head_width = cast("int", width) // cast("int", heads)
-    return all(_field(defaults, name) in (None, head_width) for name in _HEAD_WIDTHS)
+    return all(_default_value(defaults, name) in (None, head_width) for name in _HEAD_WIDTHS)
 
 
 def check_dtype(path: Path, content: Mapping[str, Any], is_dtype: Callable[[str], bool]) -> None:
@@ -141,10 +143,10 @@ def check_dtype(path: Path, content: Mapping[str, Any], is_dtype: Callable[[str]
     for name, value in dtypes.items():
         if not isinstance(value, dict) and not (isinstance(value, str) and is_dtype(value.removeprefix("torch."))):
             raise InputError(
-                f'{path}: {name} is {_shown(value)}, which is not a dtype of PyTorch; write e.g. "bfloat16"'
+                f'{path}: {name} is {_short_text(value)}, which is not a dtype of PyTorch; write e.g. "bfloat16"'
             )
     if len({str(value).removeprefix("torch.") for value in dtypes.values()}) > 1:
-        conflict = " and ".join(f"{name} is {_shown(value)}" for name, value in dtypes.items())
+        conflict = " and ".join(f"{name} is {_short_text(value)}" for name, value in dtypes.items())
         raise InputError(f"{path}: {conflict}; remove one of the two")
 
 

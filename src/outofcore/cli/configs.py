@@ -26,7 +26,7 @@ from torch import nn, optim
 from outofcore._torch_internals import tree_flatten
 from outofcore.cli.config_fields import QUANTISED, check_dtype, check_sizes, quantisation_of
 from outofcore.errors import InputError, is_out_of_memory
-from outofcore.estimation.repeating import KEPT, Stack
+from outofcore.estimation.repeating import KEPT_BLOCKS, Stack
 from outofcore.options import UserStep
 from outofcore.units import format_bytes
 
@@ -51,12 +51,19 @@ _OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], optim.Optimizer]] = {
 }
 INFERENCE = "none"
 # Default sequence length in tokens; less if the model has fewer positions.
-_SEQUENCE = 1024
+_DEFAULT_SEQUENCE = 1024
 # If a configuration lacks one of these fields, it may describe another model than its author thinks.
-_SHAPES = ("hidden_size", "d_model", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length")
+_SHAPE_FIELDS = (
+    "hidden_size",
+    "d_model",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+)
+_POSITION_FIELDS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length")
 # The longest period of alternating layers.
-_PERIOD = 8
+_MAX_PERIOD = 8
 # Sample rate of speech models, with frames of 10 ms; transformers does not store it in the configuration.
 _SAMPLES_PER_S = 16_000
 # Advice for JSON files that are mistaken for configurations, by a field that identifies them.
@@ -129,7 +136,7 @@ class ModelConfig:
 
     path: Path
     config: Any
-    kind: type[nn.Module]
+    model_class: type[nn.Module]
     labels: Labels
     notes: tuple[str, ...] = ()  # for the reader of the answer
     quantised: str = ""  # the field and method of quantisation, if any
@@ -141,7 +148,7 @@ class ModelConfig:
     @property
     def sequence_limit(self) -> int | None:
         """The number of positions of the model; None: no limit, or it reads no tokens."""
-        limits = (getattr(self.text, name, None) for name in _POSITIONS)
+        limits = (getattr(self.text, name, None) for name in _POSITION_FIELDS)
         return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
 
     @property
@@ -151,8 +158,8 @@ class ModelConfig:
             isinstance(getattr(self.text, "vocab_size", None), int)
             and self.labels is not Labels.PAIRS
             and (
-                "input_ids" in signature(self.kind.forward).parameters
-                or "decoder_input_ids" in signature(self.kind.forward).parameters
+                "input_ids" in signature(self.model_class.forward).parameters
+                or "decoder_input_ids" in signature(self.model_class.forward).parameters
             )
         )
 
@@ -189,8 +196,8 @@ def _quiet() -> Generator[None]:
 
 def read_config(target: str) -> ModelConfig:
     """Read a ``config.json``, given its path or folder; raise ``InputError`` if it cannot be used."""
-    path = _path_of(target)
-    content = _content(path)
+    path = _config_path(target)
+    content = _read_json(path)
     try:
         with _quiet():
             import transformers  # noqa: PLC0415
@@ -202,7 +209,7 @@ def read_config(target: str) -> ModelConfig:
             f"{path} is a model's configuration, and planning it needs transformers, which is not installed; install "
             f"it with: {_INSTALL}"
         ) from error
-    name = _type_of(path, content, CONFIG_MAPPING, transformers.__version__)
+    name = _model_type(path, content, CONFIG_MAPPING, transformers.__version__)
 
     def class_of(kind: object) -> Any:
         return CONFIG_MAPPING[kind] if isinstance(kind, str) and kind in CONFIG_MAPPING else None
@@ -221,10 +228,12 @@ def read_config(target: str) -> ModelConfig:
             f"{path}: transformers cannot use this configuration of a {name}: {_one_line(error)}"
         ) from error
     kind = _model_class(path, content, config, transformers)
-    return ModelConfig(path, config, kind, _labels_of(kind), _notes(config, content), quantisation_of(content))
+    return ModelConfig(
+        path, config, kind, _model_labels(kind), _config_notes(config, content), quantisation_of(content)
+    )
 
 
-def _path_of(target: str) -> Path:
+def _config_path(target: str) -> Path:
     path = Path(target)
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -233,7 +242,7 @@ def _path_of(target: str) -> Path:
     return path
 
 
-def _type_of(path: Path, content: Mapping[str, Any], known_types: Any, version: str) -> str:
+def _model_type(path: Path, content: Mapping[str, Any], known_types: Any, version: str) -> str:
     name = content.get("model_type")
     if not isinstance(name, str):
         advice = next((said for key, said in _OTHER_FILES.items() if key in content), "")
@@ -254,12 +263,14 @@ def _type_of(path: Path, content: Mapping[str, Any], known_types: Any, version: 
     return name
 
 
-def _notes(config: Any, content: Mapping[str, Any]) -> tuple[str, ...]:
+def _config_notes(config: Any, content: Mapping[str, Any]) -> tuple[str, ...]:
     notes: list[str] = []
     if content.get("auto_map"):
         notes.append("the configuration names its own code, which is not run; this is the model of transformers")
     absent = [
-        f"{key}={getattr(config, key)}" for key in _SHAPES if hasattr(config, key) and not _said(config, content, key)
+        f"{key}={getattr(config, key)}"
+        for key in _SHAPE_FIELDS
+        if hasattr(config, key) and not _is_in_file(config, content, key)
     ]
     if absent:
         notes.append(f"not in the file, so defaults of {type(config).__name__}: {', '.join(absent)}")
@@ -276,12 +287,12 @@ def _without_quantisation(content: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _said(config: Any, content: Mapping[str, Any], key: str) -> bool:
+def _is_in_file(config: Any, content: Mapping[str, Any], key: str) -> bool:
     names = {key, getattr(type(config), "attribute_map", {}).get(key, key)}
     return bool(names & content.keys()) or not isinstance(getattr(config, key), int)
 
 
-def _content(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -321,7 +332,7 @@ def _model_class(path: Path, content: Mapping[str, Any], config: Any, transforme
     )
 
 
-def _labels_of(kind: type[nn.Module]) -> Labels:
+def _model_labels(kind: type[nn.Module]) -> Labels:
     from transformers.models.auto import modeling_auto  # noqa: PLC0415
 
     for task, labels in _TASKS.items():
@@ -337,21 +348,21 @@ def _labels_of(kind: type[nn.Module]) -> Labels:
 
 
 # The number of tensors in optimizer state for each parameter, of the same size.
-_KEPT = {"adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "momentum": 1}
+_STATE_TENSORS = {"adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "momentum": 1}
 
 
-def at_once(step: ConfiguredStep, training: Training) -> str:
+def size_text(step: ConfiguredStep, training: Training) -> str:
     """Describe the bytes of a step that are known before it is captured, in one line."""
     parameters = [(p.numel() * p.element_size(), p.requires_grad) for p in step.user.models[0].parameters()]
     parts = [f"{format_bytes(sum(count for count, _ in parameters))} of parameters"]
     if training.trains:
         trained = sum(count for count, learns in parameters if learns)
         parts.append(f"{format_bytes(trained)} of gradients")
-        parts.append(f"{format_bytes(trained * _KEPT.get(training.optimizer, 0))} of optimizer state")
+        parts.append(f"{format_bytes(trained * _STATE_TENSORS.get(training.optimizer, 0))} of optimizer state")
     return f"model: {', '.join(parts)}; activations, times and the largest sizes follow in a few seconds ..."
 
 
-def dtype_of(model_config: ModelConfig, training: Training) -> torch.dtype:
+def parameter_dtype(model_config: ModelConfig, training: Training) -> torch.dtype:
     """Return the requested or configured dtype of the parameters, or bfloat16 for quantised ones."""
     if training.dtype is not None:
         if training.dtype not in _DTYPES:
@@ -370,17 +381,17 @@ def dtype_of(model_config: ModelConfig, training: Training) -> torch.dtype:
 
 def configured_step(model_config: ModelConfig, training: Training) -> ConfiguredStep:
     """Build a model on the device "meta", and its step; raise ``InputError`` if that fails."""
-    _check(model_config, training)
-    dtype = dtype_of(model_config, training)
-    model = _built(model_config, training, dtype)
-    stacks = stacks_of(model, model_config.config)
+    _check_options(model_config, training)
+    dtype = parameter_dtype(model_config, training)
+    model = _build_model(model_config, training, dtype)
+    stacks = find_stacks(model, model_config.config)
     if training.blocks is not None:
         for stack in stacks:
             del cast("nn.ModuleList", model.get_submodule(stack.path))[stack.first + stack.period * training.blocks :]
-    length = length_of(model_config, training)
+    length = sequence_length(model_config, training)
     batch, unit, items = _inputs(model_config, model, training, dtype, length)
     if training.lora is not None:
-        model = _adapted(model, training.lora)
+        model = _add_adapters(model, training.lora)
         stacks = [replace(stack, path=f"base_model.model.{stack.path}") for stack in stacks]
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
@@ -392,7 +403,9 @@ def configured_step(model_config: ModelConfig, training: Training) -> Configured
         model.eval()
     notes = list(model_config.notes)
     if model_config.labels is Labels.NONE and training.trains:
-        notes.append(f"{model_config.kind.__name__} has no loss of its own; the mean of its first result replaces it")
+        notes.append(
+            f"{model_config.model_class.__name__} has no loss of its own; the mean of its first result replaces it"
+        )
     step = _training_step(model, optimizers, training) if training.trains else _forward_step(model)
     parameter_count, trained_count = sum(p.numel() for p in parameters), sum(p.numel() for p in trained)
     if training.lora is not None:
@@ -404,11 +417,11 @@ def configured_step(model_config: ModelConfig, training: Training) -> Configured
                 "experts, which have none"
             )
     shapes = ", ".join(f"{name} {'×'.join(map(str, tensor.shape))}" for name, tensor in batch.items())
-    description = _how(training, dtype, parameter_count, trained_count if training.trains else 0)
+    description = _training_text(training, dtype, parameter_count, trained_count if training.trains else 0)
     return ConfiguredStep(
         UserStep(step, [model], optimizers),
         (batch,),
-        f"{model_config.kind.__name__} of {model_config.path}: {description}; {shapes}",
+        f"{model_config.model_class.__name__} of {model_config.path}: {description}; {shapes}",
         unit,
         items,
         length,
@@ -433,7 +446,7 @@ def _warning(model_config: ModelConfig, training: Training, dtype: torch.dtype) 
     )
 
 
-def _how(training: Training, dtype: torch.dtype, parameters: int, trained: int) -> str:
+def _training_text(training: Training, dtype: torch.dtype, parameters: int, trained: int) -> str:
     parts = [f"{parameters:,} parameters in {str(dtype).removeprefix('torch.')}"]
     if not training.trains:
         return ", ".join([*parts, "a forward pass alone"])
@@ -447,7 +460,7 @@ def _how(training: Training, dtype: torch.dtype, parameters: int, trained: int) 
     return ", ".join(parts)
 
 
-def _check(model_config: ModelConfig, training: Training) -> None:
+def _check_options(model_config: ModelConfig, training: Training) -> None:
     if training.batch < 1 or (training.sequence is not None and training.sequence < 2):
         raise InputError("--batch must be at least 1, and --sequence at least 2")
     if training.optimizer != INFERENCE and training.optimizer not in _OPTIMIZERS:
@@ -456,7 +469,9 @@ def _check(model_config: ModelConfig, training: Training) -> None:
             f"{', '.join(_OPTIMIZERS)}, or {INFERENCE} for a forward pass alone"
         )
     if training.sequence is not None and not model_config.reads_tokens:
-        raise InputError(f"{model_config.kind.__name__} takes no sequence of variable length: leave --sequence out")
+        raise InputError(
+            f"{model_config.model_class.__name__} takes no sequence of variable length: leave --sequence out"
+        )
     limit = model_config.sequence_limit
     if training.sequence is not None and limit is not None and training.sequence > limit:
         raise InputError(
@@ -470,55 +485,57 @@ def _check(model_config: ModelConfig, training: Training) -> None:
         raise InputError(f"--lora, the rank of adapters, must be at least 1, not {training.lora}")
 
 
-def length_of(model_config: ModelConfig, training: Training) -> int | None:
+def sequence_length(model_config: ModelConfig, training: Training) -> int | None:
     """Return the tokens of a sequence; None if the model has no sequence."""
     if not model_config.reads_tokens:
         return None
-    return training.sequence or min(_SEQUENCE, model_config.sequence_limit or _SEQUENCE)
+    return training.sequence or min(_DEFAULT_SEQUENCE, model_config.sequence_limit or _DEFAULT_SEQUENCE)
 
 
-def _built(model_config: ModelConfig, training: Training, dtype: torch.dtype) -> nn.Module:
+def _build_model(model_config: ModelConfig, training: Training, dtype: torch.dtype) -> nn.Module:
     # transformers writes into it, e.g. the dtype.
     config = copy.deepcopy(model_config.config)
     try:
         with _quiet(), torch.device("meta"):
-            model = cast("Any", model_config.kind)._from_config(config, dtype=dtype)
+            model = cast("Any", model_config.model_class)._from_config(config, dtype=dtype)
             if training.checkpointing:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     except Exception as error:
         if is_out_of_memory(error):
             raise
         problem = "does not support gradient checkpointing" if "checkpointing" in str(error) else "cannot be built"
-        raise InputError(f"{model_config.path}: {model_config.kind.__name__} {problem}: {_one_line(error)}") from error
+        raise InputError(
+            f"{model_config.path}: {model_config.model_class.__name__} {problem}: {_one_line(error)}"
+        ) from error
     return model
 
 
-def stacks_of(model: nn.Module, config: Any) -> list[Stack]:
+def find_stacks(model: nn.Module, config: Any) -> list[Stack]:
     """Return the lists of layers of a model that are equal, or alternate, from some layer on."""
     stacks: list[Stack] = []
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{stack.path}.") for stack in stacks):
-            kinds = _kinds_of(list(module), config)
-            stacks += [stack for stack in [_stack_of(path, kinds)] if stack is not None]
+            kinds = _layer_kinds(list(module), config)
+            stacks += [stack for stack in [_best_stack(path, kinds)] if stack is not None]
     return stacks
 
 
-def _stack_of(path: str, kinds: Sequence[int]) -> Stack | None:
+def _best_stack(path: str, kinds: Sequence[int]) -> Stack | None:
     """Return the stack that needs the fewest layers; None if it would not be shorter."""
     count, best = len(kinds), None
     fewest = count
     for first in range(count):
-        for period in range(1, _PERIOD + 1):
+        for period in range(1, _MAX_PERIOD + 1):
             blocks = (count - first) // period
             start = count - blocks * period
-            if start + KEPT * period < fewest and all(
+            if start + KEPT_BLOCKS * period < fewest and all(
                 kinds[index] == kinds[index + period] for index in range(first, count - period)
             ):
-                best, fewest = Stack(path, start, period, blocks), start + KEPT * period
+                best, fewest = Stack(path, start, period, blocks), start + KEPT_BLOCKS * period
     return best
 
 
-def _kinds_of(layers: Sequence[nn.Module], config: Any) -> list[int]:
+def _layer_kinds(layers: Sequence[nn.Module], config: Any) -> list[int]:
     """Return a number for each layer, equal for layers that differ only in their own index."""
     parts = [config, *(part for part in vars(config).values() if hasattr(part, "to_dict"))]
     per_layer = [
@@ -528,7 +545,7 @@ def _kinds_of(layers: Sequence[nn.Module], config: Any) -> list[int]:
         if isinstance(values, list | tuple) and len(cast("Sequence[Any]", values)) == len(layers)
     ]
     descriptions = [
-        _described(layer) | {("", str(number)): repr(values[index]) for number, values in enumerate(per_layer)}
+        _describe_layer(layer) | {("", str(number)): repr(values[index]) for number, values in enumerate(per_layer)}
         for index, layer in enumerate(layers)
     ]
     first = descriptions[0] if descriptions else {}
@@ -545,7 +562,7 @@ def _kinds_of(layers: Sequence[nn.Module], config: Any) -> list[int]:
     return [kinds.setdefault(description, len(kinds)) for description in signatures]
 
 
-def _described(layer: nn.Module) -> dict[tuple[str, str], object]:
+def _describe_layer(layer: nn.Module) -> dict[tuple[str, str], object]:
     description: dict[tuple[str, str], object] = {}
     for path, module in layer.named_modules():
         description[path, ""] = type(module)
@@ -557,7 +574,7 @@ def _described(layer: nn.Module) -> dict[tuple[str, str], object]:
     return description
 
 
-def _adapted(model: nn.Module, rank: int) -> nn.Module:
+def _add_adapters(model: nn.Module, rank: int) -> nn.Module:
     try:
         with _quiet():
             from peft import LoraConfig, get_peft_model  # noqa: PLC0415
@@ -582,7 +599,7 @@ def _inputs(
     model_config: ModelConfig, model: nn.Module, training: Training, dtype: torch.dtype, length: int | None
 ) -> tuple[dict[str, torch.Tensor], Unit, float]:
     """Return the model's inputs by name, unwritten; the unit of work, and the amount."""
-    config, accepted = model_config.config, signature(model_config.kind.forward).parameters
+    config, accepted = model_config.config, signature(model_config.model_class.forward).parameters
     main_input = cast("str", getattr(model, "main_input_name", "input_ids"))
     count = training.batch
     batch: dict[str, torch.Tensor] = {}
@@ -600,9 +617,9 @@ def _inputs(
         batch["pixel_values"] = torch.empty(shape, dtype=dtype, device="meta")
         unit, items = Unit.IMAGES, float(count)
     if main_input == "input_features":
-        frames = 2 * _needed(model_config, config, "max_source_positions")
+        frames = 2 * _required_field(model_config, config, "max_source_positions")
         batch[main_input] = torch.empty(
-            (count, _needed(model_config, config, "num_mel_bins"), frames), dtype=dtype, device="meta"
+            (count, _required_field(model_config, config, "num_mel_bins"), frames), dtype=dtype, device="meta"
         )
         unit, items = Unit.AUDIO, count * frames / 100
     if main_input == "input_values":
@@ -610,22 +627,22 @@ def _inputs(
         batch[main_input] = torch.empty((count, seconds * _SAMPLES_PER_S), dtype=dtype, device="meta")
         unit, items = Unit.AUDIO, float(count * seconds)
     if model_config.labels is Labels.PAIRS:
-        batch["input_ids"] = ids(count, model_config.sequence_limit or _SEQUENCE)
+        batch["input_ids"] = ids(count, model_config.sequence_limit or _DEFAULT_SEQUENCE)
     elif main_input == "input_ids" and length is not None:
         batch["input_ids"] = ids(count, length)
     if not batch:
         raise InputError(
-            f"{model_config.path}: {model_config.kind.__name__} takes {main_input!r}, an input that outofcore cannot "
-            "generate; write a function that builds your step, and give it as my_script.py:build"
+            f"{model_config.path}: {model_config.model_class.__name__} takes {main_input!r}, an input that outofcore "
+            "cannot generate; write a function that builds your step, and give it as my_script.py:build"
         )
     if training.trains:
-        batch |= _labels(model_config, count, length)
+        batch |= _label_inputs(model_config, count, length)
     elif length is not None and "decoder_input_ids" in accepted:
         batch["decoder_input_ids"] = ids(count, length)
     return batch, unit, items
 
 
-def _labels(model_config: ModelConfig, count: int, length: int | None) -> dict[str, torch.Tensor]:
+def _label_inputs(model_config: ModelConfig, count: int, length: int | None) -> dict[str, torch.Tensor]:
     labels = torch.empty(count, dtype=torch.long, device="meta")
     match model_config.labels:
         case Labels.TOKENS:
@@ -640,17 +657,17 @@ def _labels(model_config: ModelConfig, count: int, length: int | None) -> dict[s
             return {}
 
 
-def _needed(model_config: ModelConfig, config: Any, name: str) -> Any:
+def _required_field(model_config: ModelConfig, config: Any, name: str) -> Any:
     value = getattr(config, name, None)
     if value is None:
         raise InputError(
-            f"{model_config.path} has no {name!r}, which sets the size of the inputs of {model_config.kind.__name__}; "
-            "add it"
+            f"{model_config.path} has no {name!r}, which sets the size of the inputs of "
+            f"{model_config.model_class.__name__}; add it"
         )
     return value
 
 
-def _call(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], Any]:
+def _make_call(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], Any]:
     inner = cast("Any", model).get_base_model() if hasattr(model, "peft_config") else model
     accepted = signature(inner.forward).parameters
     extra: dict[str, Any] = {}
@@ -664,14 +681,14 @@ def _call(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], Any]:
 def _training_step(
     model: nn.Module, optimizers: Sequence[optim.Optimizer], training: Training
 ) -> Callable[[dict[str, torch.Tensor]], Any]:
-    call = _call(model)
+    call = _make_call(model)
 
     def train_step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16) if training.amp else nullcontext():
             output = call(batch)
             loss = getattr(output, "loss", None)
             if loss is None:
-                loss = _first(output).float().mean()
+                loss = _first_tensor(output).float().mean()
         loss.backward()
         if training.clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), training.clip)
@@ -684,16 +701,16 @@ def _training_step(
 
 
 def _forward_step(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], Any]:
-    call = _call(model)
+    call = _make_call(model)
 
     def forward(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         with torch.no_grad():
-            return _first(call(batch))
+            return _first_tensor(call(batch))
 
     return forward
 
 
-def _first(output: Any) -> torch.Tensor:
+def _first_tensor(output: Any) -> torch.Tensor:
     leaves = tree_flatten(tuple(output.to_tuple()) if hasattr(output, "to_tuple") else output)[0]
     return next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
 

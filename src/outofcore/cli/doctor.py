@@ -18,7 +18,7 @@ from outofcore.units import format_bytes
 CPU_BUILD = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
 
 
-class Result(Enum):
+class CheckStatus(Enum):
     """The result of a check; the value is the first word of its line."""
 
     OK = "ok"
@@ -29,7 +29,7 @@ class Result(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    result: Result
+    result: CheckStatus
     name: str
     text: str
 
@@ -42,7 +42,7 @@ def doctor(home: str, cache: Path | None) -> bool:
     problems: dict[str, None] = {}
     for finding in _findings(home, cache):
         print(finding, flush=True)
-        if finding.result is Result.PROBLEM:
+        if finding.result is CheckStatus.PROBLEM:
             problems[finding.name] = None
     count = f"{len(problems)} problem{'' if len(problems) == 1 else 's'}"
     print(f"{count}: {', '.join(problems)}" if problems else "everything works")
@@ -52,18 +52,18 @@ def doctor(home: str, cache: Path | None) -> bool:
 def _findings(home: str, cache: Path | None) -> Iterator[Finding]:
     machine = this_machine()
     versions = f"{outofcore.__version__}, Python {machine.python}, {machine.kernel}"
-    yield Finding(Result.OK, "outofcore", versions)
-    yield Finding(Result.OK, "CPU", f"{machine.cpu}, {machine.cores} cores")
+    yield Finding(CheckStatus.OK, "outofcore", versions)
+    yield Finding(CheckStatus.OK, "CPU", f"{machine.cpu}, {machine.cores} cores")
     available = available_memory_bytes()
     free = "" if available is None else f", {format_bytes(available)} available"
-    yield Finding(Result.OK, "memory", f"{format_bytes(machine.memory_bytes)}{free}")
+    yield Finding(CheckStatus.OK, "memory", f"{format_bytes(machine.memory_bytes)}{free}")
     pages = transparent_huge_pages()
-    result = Result.NOTE if pages == "never" else Result.OK
+    result = CheckStatus.NOTE if pages == "never" else CheckStatus.OK
     yield Finding(result, "huge pages", f"transparent huge pages: {pages or 'unknown on this system'}")
-    yield _compiler()
+    yield _compiler_finding()
     stored = Cache(default_cache_folder() if cache is None else cache)
     files = sum(path.suffix == ".json" for path in stored.files())
-    yield Finding(Result.OK, "measurements", f"{stored.folder}, {files} files, {format_bytes(stored.bytes())}")
+    yield Finding(CheckStatus.OK, "measurements", f"{stored.folder}, {files} files, {format_bytes(stored.bytes())}")
     torch_problem = _torch_problem()
     if torch_problem is None:
         yield from import_module("outofcore.cli.torch_checks").findings(home)
@@ -71,13 +71,13 @@ def _findings(home: str, cache: Path | None) -> Iterator[Finding]:
         yield torch_problem
 
 
-def _compiler() -> Finding:
+def _compiler_finding() -> Finding:
     compiler = next((path for path in map(shutil.which, COMPILERS) if path), None)
     if compiler is not None:
-        return Finding(Result.OK, "C++ compiler", compiler)
+        return Finding(CheckStatus.OK, "C++ compiler", compiler)
     # Only a note: a wheel may contain the compiled code, which the check of the native code detects.
     return Finding(
-        Result.NOTE,
+        CheckStatus.NOTE,
         "C++ compiler",
         f"none on PATH (looked for {', '.join(COMPILERS)}); install one, e.g. apt install g++ or dnf install gcc-c++",
     )
@@ -89,14 +89,14 @@ def _torch_problem() -> Finding | None:
         import_module("torch")
     except ModuleNotFoundError as error:
         if error.name != "torch":
-            return _broken_torch(error)
+            return _broken_torch_finding(error)
         text = f"not installed; install it with: pip install torch, or the much smaller CPU build: {CPU_BUILD}"
-        return Finding(Result.PROBLEM, "PyTorch", text)
+        return Finding(CheckStatus.PROBLEM, "PyTorch", text)
     except (ImportError, OSError) as error:
-        return _broken_torch(error)
+        return _broken_torch_finding(error)
     return None
 
 
-def _broken_torch(error: Exception) -> Finding:
+def _broken_torch_finding(error: Exception) -> Finding:
     reason = str(error).partition("\n")[0]
-    return Finding(Result.PROBLEM, "PyTorch", f"installed, but cannot be imported ({reason}); install it again")
+    return Finding(CheckStatus.PROBLEM, "PyTorch", f"installed, but cannot be imported ({reason}); install it again")

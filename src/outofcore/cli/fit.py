@@ -14,31 +14,31 @@ from functools import partial
 from time import perf_counter
 
 from outofcore import planning
-from outofcore.cli.answer import Say
+from outofcore.cli.answer import Printer
 from outofcore.cli.configs import (
     ConfiguredStep,
     ModelConfig,
     Training,
     Unit,
-    at_once,
     configured_step,
-    dtype_of,
-    length_of,
+    parameter_dtype,
+    sequence_length,
+    size_text,
 )
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError, CaptureError, InputError, OutOfCoreError, is_out_of_memory
-from outofcore.estimation.costing import estimated_step
-from outofcore.estimation.repeating import KEPT, Step, deepened, same_step
+from outofcore.estimation.costing import estimate_step
+from outofcore.estimation.repeating import KEPT_BLOCKS, CostedStep, are_equal_steps, deepen_step
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.planning import PolicyLike, SearchParams
 from outofcore.presets import Device, device
-from outofcore.progress import Tell, following, silent
+from outofcore.progress import ProgressCallback, ignore_progress, show_progress
 from outofcore.report import columns, step_report
 from outofcore.units import format_bytes, format_seconds
 
 # The answer must come within seconds, so few candidates are placed and further tuning is off. Training plans with more
 # effort.
-SWIFT = SearchParams(further=0, placed=2, polish_ops=0)
+QUICK_SEARCH = SearchParams(further=0, placed=2, polish_ops=0)
 # The number of pieces of logits and loss in the change that splits them.
 _PIECES = 8
 
@@ -48,25 +48,25 @@ class Axis:
     """A size of a step that is searched."""
 
     field: str  # of ``Training``
-    what: str  # the unit
+    unit_name: str  # the unit
     stride: int  # sizes are multiples of this
-    most: int  # the search limit, in strides
+    max_strides: int  # the search limit, in strides
     is_models: bool = False  # whether that limit is the model's own
-    least: int = 1  # the smallest size
+    min_size: int = 1  # the smallest size
 
-    def sized(self, training: Training, count: int) -> Training:
-        return replace(training, **{self.field: max(count * self.stride, self.least)})
-
-
-SAMPLES = Axis("batch", "samples", 1, 1 << 16)
+    def training_at(self, training: Training, count: int) -> Training:
+        return replace(training, **{self.field: max(count * self.stride, self.min_size)})
 
 
-def tokens_of(model_config: ModelConfig) -> Axis:
+BATCH_AXIS = Axis("batch", "samples", 1, 1 << 16)
+
+
+def sequence_axis(model_config: ModelConfig) -> Axis:
     """Return the axis of sequence lengths: multiples of 64, which suit kernels, unless positions are few."""
     max_tokens = model_config.sequence_limit or 1 << 24
     stride = 64 if max_tokens >= 4 * 64 else 1
     return Axis(
-        "sequence", "tokens", stride, max(max_tokens // stride, 1), model_config.sequence_limit is not None, least=2
+        "sequence", "tokens", stride, max(max_tokens // stride, 1), model_config.sequence_limit is not None, min_size=2
     )
 
 
@@ -104,7 +104,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlanFigures:
     """A plan for a budget, in figures per step."""
 
     budget: int  # bytes
@@ -128,7 +128,7 @@ class Fit:
     trained: int
     device: Device | None
     need: Need
-    plans: tuple[Planned, ...]
+    plans: tuple[PlanFigures, ...]
     longest: Largest | None
     batch: Largest | None
     changes: tuple[Change, ...]
@@ -149,11 +149,16 @@ class Captures:
     """
 
     def __init__(
-        self, model_config: ModelConfig, target_device: Device, tell: Tell = silent, *, repeats: bool | None = None
+        self,
+        model_config: ModelConfig,
+        target_device: Device,
+        tell: ProgressCallback = ignore_progress,
+        *,
+        repeats: bool | None = None,
     ) -> None:
         self._found, self._where, self._tell = model_config, target_device, tell
-        self._known: dict[Training, Step] = {}
-        self._few: dict[Training, Step] = {}  # the same steps with few blocks
+        self._known: dict[Training, CostedStep] = {}
+        self._few: dict[Training, CostedStep] = {}  # the same steps with few blocks
         self._smallest: dict[Training, int] = {}
         self._placed: dict[tuple[Training, int], bool] = {}
         # Whether equal layers are derived from a few; None: unknown yet.
@@ -163,26 +168,26 @@ class Captures:
     def repeats(self) -> bool:
         return bool(self._repeats)
 
-    def of(self, training: Training) -> tuple[StepGraph, Costs]:
+    def capture(self, training: Training) -> tuple[StepGraph, Costs]:
         """Return a step with its costs; raise as ``fit`` does."""
         if training not in self._known:
-            self._known[training] = self._repeated(training) or self._captured(training)[1]
+            self._known[training] = self._derive_step(training) or self._capture_step(training)[1]
         step = self._known[training]
         return step.graph, step.costs
 
-    def smallest(self, training: Training) -> int:
+    def smallest_budget(self, training: Training) -> int:
         if training not in self._smallest:
-            self._smallest[training] = planning.smallest_budget(*self.of(training))
+            self._smallest[training] = planning.smallest_budget(*self.capture(training))
         return self._smallest[training]
 
-    def placed(self, training: Training, memory: int) -> bool:
+    def is_placed(self, training: Training, memory: int) -> bool:
         """Return whether an offload-all plan fits a memory size; of equal layers only a few are planned."""
         if (training, memory) not in self._placed:
-            graph, costs = self.of(training)
+            graph, costs = self.capture(training)
             memory_left = memory
             if training in self._few:
                 few = self._few[training]
-                memory_left -= self.smallest(training) - planning.smallest_budget(few.graph, few.costs)
+                memory_left -= self.smallest_budget(training) - planning.smallest_budget(few.graph, few.costs)
                 graph, costs = few.graph, few.costs
             self._placed[training, memory] = False
             with contextlib.suppress(BudgetError):
@@ -190,24 +195,24 @@ class Captures:
                 self._placed[training, memory] = True
         return self._placed[training, memory]
 
-    def fitted(self, training: Training, memory: int) -> None:
+    def record_fit(self, training: Training, memory: int) -> None:
         """Record that a plan for a step within a memory size exists."""
         self._placed[training, memory] = True
 
-    def _repeated(self, training: Training) -> Step | None:
+    def _derive_step(self, training: Training) -> CostedStep | None:
         """Return a step derived from a few of its equal layers; None if layers do not match."""
         if self._repeats is False:
             return None
         try:
-            step, shallow = self._captured(replace(training, blocks=KEPT))
+            step, shallow = self._capture_step(replace(training, blocks=KEPT_BLOCKS))
             if not step.stacks:
                 self._repeats = False
                 return shallow  # it has all layers
-            deep = deepened(shallow, step.stacks)
+            deep = deepen_step(shallow, step.stacks)
             if deep is not None and self._repeats is None:
-                _, shallower = self._captured(replace(training, blocks=KEPT - 1))
-                expected = deepened(shallow, step.stacks, KEPT - 1)
-                deep = deep if expected is not None and same_step(expected, shallower) else None
+                _, shallower = self._capture_step(replace(training, blocks=KEPT_BLOCKS - 1))
+                expected = deepen_step(shallow, step.stacks, KEPT_BLOCKS - 1)
+                deep = deep if expected is not None and are_equal_steps(expected, shallower) else None
             if deep is not None:
                 self._few[training] = shallow
         except (InputError, CaptureError):
@@ -216,13 +221,13 @@ class Captures:
             self._repeats = deep is not None
         return deep
 
-    def _captured(self, training: Training) -> tuple[ConfiguredStep, Step]:
+    def _capture_step(self, training: Training) -> tuple[ConfiguredStep, CostedStep]:
         step = configured_step(self._found, training)
         try:
-            return step, estimated_step(step.user, step.inputs, self._where, self._tell)
+            return step, estimate_step(step.user, step.inputs, self._where, self._tell)
         except CaptureError as error:
             raise CaptureError(
-                f"{self._found.path}: {self._found.kind.__name__} cannot be captured as one graph: {error} "
+                f"{self._found.path}: {self._found.model_class.__name__} cannot be captured as one graph: {error} "
                 "outofcore.budget(...) can train it, but it cannot be planned ahead."
             ) from error
         except OutOfCoreError:
@@ -232,7 +237,7 @@ class Captures:
                 raise
             # Errors of transformers mostly come from the configuration.
             raise InputError(
-                f"{self._found.path}: a step of {self._found.kind.__name__} fails: {type(error).__name__}: "
+                f"{self._found.path}: a step of {self._found.model_class.__name__} fails: {type(error).__name__}: "
                 f"{' '.join(str(error).split())[:400]}; its fields contradict each other, or the model needs other "
                 "inputs; for those, write a function that builds your step, and give it as my_script.py:build"
             ) from error
@@ -244,8 +249,8 @@ def fit(
     card: Device | None,
     budgets: tuple[int, ...],
     policy: PolicyLike,
-    tell: Tell,
-    say: Say | None = None,
+    tell: ProgressCallback,
+    say: Printer | None = None,
 ) -> Fit:
     """Compute the answer for a configuration; print facts that need no capture with ``say``.
 
@@ -255,33 +260,35 @@ def fit(
     start = perf_counter()
     captures = Captures(model_config, card or device("a100-80gb"), tell)
     # With the length set, equal steps have equal keys and are captured once.
-    training = replace(training, sequence=training.sequence or length_of(model_config, training))
+    training = replace(training, sequence=training.sequence or sequence_length(model_config, training))
     step = configured_step(model_config, training)
     if say is not None:
-        say(at_once(step, training))
-    graph, costs = captures.of(training)
+        say(size_text(step, training))
+    graph, costs = captures.capture(training)
     if not graph.ops:
         raise InputError(
-            f"{model_config.path}: a step of {model_config.kind.__name__} has no ops; check the sizes in the file"
+            f"{model_config.path}: a step of {model_config.model_class.__name__} has no ops; "
+            "check the sizes in the file"
         )
     memory = None if card is None else card.memory_bytes
-    need = _need(graph, costs, memory)
+    need = _step_need(graph, costs, memory)
     budgets_to_plan = (*budgets, *([] if memory is None else [memory]))
     bounds = {} if memory is None or need.bound_seconds is None else {memory: need.bound_seconds}
     plans = tuple(
-        _planned(graph, costs, budget, policy, step.items, card, bounds) for budget in dict.fromkeys(budgets_to_plan)
+        _plan_figures(graph, costs, budget, policy, step.items, card, bounds)
+        for budget in dict.fromkeys(budgets_to_plan)
     )
     for plan in plans:
         if plan.fits:
-            captures.fitted(training, plan.budget)
+            captures.record_fit(training, plan.budget)
     longest = batch = None
     limit = memory if memory is not None else (min(budgets) if budgets else None)
     if limit is not None:
         tell("search for the largest that fits", 0, 2)
         if step.sequence is not None:
-            longest = _Largest(captures, training, tokens_of(model_config), limit).found(step.sequence, need)
+            longest = _SizeSearch(captures, training, sequence_axis(model_config), limit).find(step.sequence, need)
         tell("search for the largest that fits", 1, 2)
-        batch = _Largest(captures, training, SAMPLES, limit).found(training.batch, need)
+        batch = _SizeSearch(captures, training, BATCH_AXIS, limit).find(training.batch, need)
         tell("search for the largest that fits", 2, 2)
     changes = _changes(captures, model_config, training, memory, tell)
     if card is None:
@@ -297,27 +304,27 @@ def fit(
         plans=plans,
         longest=longest,
         batch=batch,
-        changes=tuple(sorted(changes, key=partial(_rank, need, limit))),
+        changes=tuple(sorted(changes, key=partial(_benefit_key, need, limit))),
         notes=step.notes,
         warning=step.warning,
         took_seconds=perf_counter() - start,
     )
 
 
-def _need(graph: StepGraph, costs: Costs, memory: int | None) -> Need:
+def _step_need(graph: StepGraph, costs: Costs, memory: int | None) -> Need:
     smallest = planning.smallest_budget(graph, costs)
     whole = planning.in_core_budget(graph, costs)
     bound = None
     if memory is not None and memory >= smallest:
-        bound = costs.compute_seconds if whole <= memory else _bound(graph, costs, memory)
+        bound = costs.compute_seconds if whole <= memory else _lower_bound(graph, costs, memory)
     return Need(smallest, whole, costs.compute_seconds if memory is not None else None, bound)
 
 
-def _bound(graph: StepGraph, costs: Costs, budget: int) -> float:
+def _lower_bound(graph: StepGraph, costs: Costs, budget: int) -> float:
     return max(planning.lower_bound_seconds(graph, costs, budget) or 0.0, costs.compute_seconds)
 
 
-def _planned(
+def _plan_figures(
     graph: StepGraph,
     costs: Costs,
     budget: int,
@@ -325,63 +332,65 @@ def _planned(
     items: float,
     card: Device | None,
     bounds: dict[int, float],
-) -> Planned:
+) -> PlanFigures:
     try:
-        planned = planning.plan_step(graph, costs, budget, policy, params=SWIFT)
+        planned = planning.plan_step(graph, costs, budget, policy, params=QUICK_SEARCH)
         if card is None:
-            return Planned(budget, True)
-        bound = bounds.get(budget) or _bound(graph, costs, budget)
+            return PlanFigures(budget, True)
+        bound = bounds.get(budget) or _lower_bound(graph, costs, budget)
     except BudgetError as error:
-        return Planned(budget, False, reason=str(error))
+        return PlanFigures(budget, False, reason=str(error))
     seconds = planned.timeline.step_seconds
     report = step_report(graph, planned.plan, planned.program, planned.timeline, budget)
     rate = items / seconds if seconds else None
-    return Planned(budget, True, seconds, rate, report.bytes_out, report.bytes_in, min(bound, seconds))
+    return PlanFigures(budget, True, seconds, rate, report.bytes_out, report.bytes_in, min(bound, seconds))
 
 
 # The largest size that fits
 
 
-class _Largest:
+class _SizeSearch:
     """A search for the longest sequence or the largest batch that fits a memory size."""
 
     def __init__(self, captures: Captures, training: Training, axis: Axis, memory: int) -> None:
         self._captures, self._training, self._axis, self._memory = captures, training, axis, memory
 
-    def _smallest(self, count: int) -> int:
-        return self._captures.smallest(self._axis.sized(self._training, count))
+    def _smallest_budget(self, count: int) -> int:
+        return self._captures.smallest_budget(self._axis.training_at(self._training, count))
 
-    def found(self, now: int, need: Need) -> Largest:
+    def find(self, now: int, need: Need) -> Largest:
         axis, memory = self._axis, self._memory
-        size = _search(self._smallest, {now / axis.stride: need.smallest_budget}, memory, axis.most)
+        size = _search_count(self._smallest_budget, {now / axis.stride: need.smallest_budget}, memory, axis.max_strides)
         method = "derived from equal layers" if self._captures.repeats else "captured whole"
         if not size:
-            min_budget, reason = self._smallest(1), f"the smallest size was {method} and does not fit"
+            min_budget, reason = self._smallest_budget(1), f"the smallest size was {method} and does not fit"
             return Largest(0, axis.stride, False, min_budget, min_budget, False, reason)
-        placed = self._captures.placed(axis.sized(self._training, size), memory)
-        largest = Largest(size * axis.stride, axis.stride, False, self._smallest(size), None, placed, "")
-        if size == axis.most:
+        placed = self._captures.is_placed(axis.training_at(self._training, size), memory)
+        largest = Largest(size * axis.stride, axis.stride, False, self._smallest_budget(size), None, placed, "")
+        if size == axis.max_strides:
             reason = "the model's own limit" if axis.is_models else "the search limit"
             return replace(largest, limit=True, certainty=f"{reason}, which fits the device")
         planned = "with a plan" if placed else "without a plan"
         certainty = f"{method}, {planned}; the next size does not fit"
         in_core = self._in_core(now / axis.stride, need, size)
         in_core = None if in_core is None else in_core * axis.stride
-        return replace(largest, next_smallest_budget=self._smallest(size + 1), certainty=certainty, in_core=in_core)
+        return replace(
+            largest, next_smallest_budget=self._smallest_budget(size + 1), certainty=certainty, in_core=in_core
+        )
 
     def _in_core(self, now: float, need: Need, size: int) -> int | None:
         """Estimate the size up to which all tensors stay resident, by linear interpolation."""
         if need.in_core_budget > self._memory and now <= 1:
             return 0
-        above = planning.in_core_budget(*self._captures.of(self._axis.sized(self._training, size)))
+        above = planning.in_core_budget(*self._captures.capture(self._axis.training_at(self._training, size)))
         if above <= self._memory:
             return size
         points = {now: need.in_core_budget, float(size): above}
-        crossing = _where(points, self._memory) if now != size else None
+        crossing = _crossing(points, self._memory) if now != size else None
         return None if crossing is None else max(min(int(crossing), size), 0)
 
 
-def _search(need: Callable[[int], int], known_points: dict[float, int], memory: int, max_count: int) -> int:
+def _search_count(need: Callable[[int], int], known_points: dict[float, int], memory: int, max_count: int) -> int:
     """Return the largest count up to ``max_count`` with a need that fits the memory; 0 if no count fits.
 
     Guesses assume that needs are linear in the count; every fourth guess bisects the interval.
@@ -398,7 +407,7 @@ def _search(need: Callable[[int], int], known_points: dict[float, int], memory: 
         if high - low <= 1:
             break
         # Every fourth guess bisects, in case needs are not linear.
-        guess = _where(points, memory) if tries % 4 < 3 else None
+        guess = _crossing(points, memory) if tries % 4 < 3 else None
         count = (low + high) // 2 if guess is None else int(guess)
         count = min(max(count, low + 1), high - 1)
         if fits(count):
@@ -415,7 +424,7 @@ def _search(need: Callable[[int], int], known_points: dict[float, int], memory: 
     return low
 
 
-def _where(points: dict[float, int], memory: int) -> float | None:
+def _crossing(points: dict[float, int], memory: int) -> float | None:
     """Return where the line through the two points nearest to the memory meets it; None if it falls."""
     points = points if len(points) > 1 else {0.0: 0, **points}
     if len(points) < 2:
@@ -429,33 +438,33 @@ def _where(points: dict[float, int], memory: int) -> float | None:
 
 
 def _changes(
-    captures: Captures, model_config: ModelConfig, training: Training, memory: int | None, tell: Tell
+    captures: Captures, model_config: ModelConfig, training: Training, memory: int | None, tell: ProgressCallback
 ) -> list[Change]:
-    graph, costs = captures.of(training)
+    graph, costs = captures.capture(training)
     changes: list[Change] = []
-    pieces = _in_pieces(model_config, training, graph)
+    pieces = _with_split_loss(model_config, training, graph)
     if pieces is not None:
-        changes.append(Change(f"logits and loss in {_PIECES} pieces", "", _need(pieces, costs, memory)))
+        changes.append(Change(f"logits and loss in {_PIECES} pieces", "", _step_need(pieces, costs, memory)))
     candidates: list[tuple[str, str, Training]] = []
     if training.trains:
         if not training.checkpointing:
             candidates.append(("gradient checkpointing", "--checkpointing", replace(training, checkpointing=True)))
         if training.lora is None:
             candidates.append(("LoRA of rank 16", "--lora 16", replace(training, lora=16)))
-    if dtype_of(model_config, training).itemsize == 4:
+    if parameter_dtype(model_config, training).itemsize == 4:
         candidates.append(("parameters in bfloat16", "--dtype bf16", replace(training, dtype="bf16")))
     for number, (name, flag, changed_training) in enumerate(candidates):
         tell("try helpful changes", number, len(candidates))
         try:
-            changed, changed_costs = captures.of(changed_training)
+            changed, changed_costs = captures.capture(changed_training)
         except (InputError, CaptureError, ModuleNotFoundError):
             continue  # e.g. a model without checkpointing, or no peft
-        changes.append(Change(name, flag, _need(changed, changed_costs, memory)))
+        changes.append(Change(name, flag, _step_need(changed, changed_costs, memory)))
     tell("try helpful changes", len(candidates), len(candidates))
     return changes
 
 
-def _in_pieces(model_config: ModelConfig, training: Training, graph: StepGraph) -> StepGraph | None:
+def _with_split_loss(model_config: ModelConfig, training: Training, graph: StepGraph) -> StepGraph | None:
     """Return the step with logits and their gradients cut, as by a loss in pieces; None without logits."""
     words, length = getattr(model_config.text, "vocab_size", None), training.sequence
     if not isinstance(words, int) or not model_config.reads_tokens:
@@ -472,7 +481,7 @@ def _in_pieces(model_config: ModelConfig, training: Training, graph: StepGraph) 
     return replace(graph, storages=tuple(smaller.get(s.id, s) for s in graph.storages))
 
 
-def _rank(now: Need, memory: int | None, change: Change) -> tuple[float, float]:
+def _benefit_key(now: Need, memory: int | None, change: Change) -> tuple[float, float]:
     """Return a sort key, best first: changes that make the step fit, then faster ones, then smaller ones."""
     need = change.need
     if memory is None or need.bound_seconds is None:
@@ -483,7 +492,7 @@ def _rank(now: Need, memory: int | None, change: Change) -> tuple[float, float]:
 # Output
 
 
-def content_of(result: Fit) -> dict[str, object]:
+def json_content(result: Fit) -> dict[str, object]:
     return {
         "model": result.title,
         "unit": result.unit.value,
@@ -504,7 +513,7 @@ def content_of(result: Fit) -> dict[str, object]:
     }
 
 
-def text_of(result: Fit) -> str:
+def answer_text(result: Fit) -> str:
     need = result.need
     rows = [
         ("smallest budget", f"{format_bytes(need.smallest_budget)} ({need.smallest_budget} bytes)"),
@@ -544,7 +553,7 @@ def _rate(result: Fit, seconds: float) -> str:
     return f", {result.items / seconds:,.0f} {result.unit.value} per second" if seconds and result.items else ""
 
 
-def _plan_text(result: Fit, plan: Planned) -> str:
+def _plan_text(result: Fit, plan: PlanFigures) -> str:
     if not plan.fits:
         missing = result.need.smallest_budget - plan.budget
         return f"does not fit: needs {format_bytes(missing)} more" if missing > 0 else "no plan was found"
@@ -587,10 +596,10 @@ def answer(
     budgets: tuple[int, ...],
     policy: PolicyLike,
     as_json: bool,
-    say: Say = print,
+    say: Printer = print,
 ) -> bool:
     """Print the answer for a configuration; return whether every budget has a plan."""
-    with following(silent if as_json else None) as tell:
+    with show_progress(ignore_progress if as_json else None) as tell:
         result = fit(model_config, training, card, budgets, policy, tell, None if as_json else say)
-    say(json.dumps(content_of(result), indent=2) if as_json else text_of(result))
+    say(json.dumps(json_content(result), indent=2) if as_json else answer_text(result))
     return result.fits

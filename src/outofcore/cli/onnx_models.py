@@ -19,7 +19,7 @@ from outofcore.onnx import OnnxModel, load
 from outofcore.onnx.storage import DTYPES
 
 # Dtypes that NumPy lacks: files store such inputs and outputs as float32.
-_WITHOUT_ARRAYS = (
+_DTYPES_WITHOUT_NUMPY = (
     torch.bfloat16,
     torch.float8_e4m3fn,
     torch.float8_e4m3fnuz,
@@ -49,7 +49,7 @@ def forward_step(path: str, dims: Sequence[str], arrays: Sequence[str]) -> Forwa
             raise InputError("--input and --dim both give sizes; leave one of them out")
         inputs = read_inputs(model, arrays)
     else:
-        inputs = _made(model, path, _sizes(dims))
+        inputs = _meta_inputs(model, path, _parse_dims(dims))
     shapes = ", ".join(
         f"{name} {'×'.join(map(str, x.shape))}" for name, x in zip(model.input_names, inputs, strict=True)
     )
@@ -57,7 +57,7 @@ def forward_step(path: str, dims: Sequence[str], arrays: Sequence[str]) -> Forwa
     return ForwardStep(model, inputs, f"{path}: forward pass, {count:,} weights, inputs {shapes or 'none'}")
 
 
-def _sizes(dims: Sequence[str]) -> dict[str, int]:
+def _parse_dims(dims: Sequence[str]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for text in dims:
         name, _, size = text.rpartition("=")
@@ -67,7 +67,7 @@ def _sizes(dims: Sequence[str]) -> dict[str, int]:
     return sizes
 
 
-def _made(model: OnnxModel, path: str, sizes: Mapping[str, int]) -> tuple[torch.Tensor, ...]:
+def _meta_inputs(model: OnnxModel, path: str, sizes: Mapping[str, int]) -> tuple[torch.Tensor, ...]:
     inputs: list[torch.Tensor] = []
     used: set[str] = set()
     missing: dict[str, str] = {}
@@ -111,7 +111,7 @@ def read_inputs(model: OnnxModel, arrays: Sequence[str]) -> tuple[torch.Tensor, 
     arrays_by_name: dict[str, np.ndarray[Any, Any]] = {}
     for text in arrays:
         name, _, path = text.rpartition("=") if "=" in text and not Path(text).exists() else ("", "", text)
-        content = _read(Path(path))
+        content = _read_arrays(Path(path))
         if not isinstance(content, dict):
             if not name and len(model.input_names) != 1:
                 raise InputError(
@@ -130,7 +130,7 @@ def read_inputs(model: OnnxModel, arrays: Sequence[str]) -> tuple[torch.Tensor, 
                 f"no file contains the model's input {declared.name!r}; the files contain "
                 f"{', '.join(arrays_by_name) or 'no arrays'}"
             )
-        inputs.append(_tensor(declared.name, arrays_by_name.pop(declared.name), DTYPES.get(declared.code or 0)))
+        inputs.append(_to_tensor(declared.name, arrays_by_name.pop(declared.name), DTYPES.get(declared.code or 0)))
     if arrays_by_name:
         raise InputError(
             f"the model has no input {next(iter(arrays_by_name))!r}; it has {', '.join(model.input_names) or 'none'}"
@@ -138,7 +138,7 @@ def read_inputs(model: OnnxModel, arrays: Sequence[str]) -> tuple[torch.Tensor, 
     return tuple(inputs)
 
 
-def _read(path: Path) -> np.ndarray[Any, Any] | dict[str, np.ndarray[Any, Any]]:
+def _read_arrays(path: Path) -> np.ndarray[Any, Any] | dict[str, np.ndarray[Any, Any]]:
     try:
         content = np.load(path, allow_pickle=False)
         if isinstance(content, np.ndarray):
@@ -149,12 +149,12 @@ def _read(path: Path) -> np.ndarray[Any, Any] | dict[str, np.ndarray[Any, Any]]:
         raise InputError(f"cannot read arrays from {path}: {error}; write it with numpy.savez or numpy.save") from error
 
 
-def _tensor(name: str, array: np.ndarray[Any, Any], dtype: torch.dtype | None) -> torch.Tensor:
+def _to_tensor(name: str, array: np.ndarray[Any, Any], dtype: torch.dtype | None) -> torch.Tensor:
     try:
         tensor = torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
     except TypeError as error:
         raise InputError(f"the input {name!r} has the dtype {array.dtype}, which PyTorch lacks; convert it") from error
-    if dtype in _WITHOUT_ARRAYS and tensor.dtype is torch.float32:
+    if dtype in _DTYPES_WITHOUT_NUMPY and tensor.dtype is torch.float32:
         return tensor.to(dtype)
     return tensor
 
@@ -163,7 +163,7 @@ def write_outputs(path: Path, outputs: Mapping[str, torch.Tensor]) -> None:
     try:
         with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as file:
             for name, tensor in outputs.items():
-                writable = tensor.to(torch.float32) if tensor.dtype in _WITHOUT_ARRAYS else tensor
+                writable = tensor.to(torch.float32) if tensor.dtype in _DTYPES_WITHOUT_NUMPY else tensor
                 with file.open(f"{name}.npy", "w", force_zip64=True) as member:
                     np.lib.format.write_array(member, writable.detach().cpu().contiguous().numpy(), allow_pickle=False)
     except OSError as error:
@@ -189,9 +189,9 @@ def run_model(
         raise InputError(f"there is no folder {output.resolve().parent}; create it, or choose another --output")
     check: CheckName = "sampled" if checked else "off"
     try:
-        names, outputs, stats = _planned(path, limit, arrays, home, host_budget, check)
+        names, outputs, stats = _run_compiled(path, limit, arrays, home, host_budget, check)
     except CaptureError:  # sizes or branches depend on values
-        names, outputs, stats = _followed(path, limit, arrays, home, host_budget, check)
+        names, outputs, stats = _run_eagerly(path, limit, arrays, home, host_budget, check)
     outputs_by_name: dict[str, torch.Tensor] = {}
     for name, output_value in zip(names, outputs, strict=True):
         if not isinstance(output_value, torch.Tensor):
@@ -205,12 +205,12 @@ def run_model(
         print(f"outofcore: {repr(stats).strip('<>')}", file=sys.stderr)
 
 
-_Ran = tuple[tuple[str, ...], tuple[Any, ...], object]
+_RunResult = tuple[tuple[str, ...], tuple[Any, ...], object]
 
 
-def _planned(
+def _run_compiled(
     path: str, limit: int, arrays: Sequence[str], home: str | None, host_budget: int | None, check: CheckName
-) -> _Ran:
+) -> _RunResult:
     """Run a compiled step; raise ``CaptureError`` if the model cannot be captured."""
     with open_home(home, host_budget, check=check) as opened:
         model = build(lambda: load(path), home=opened)
@@ -220,9 +220,9 @@ def _planned(
             return model.output_names, outputs if isinstance(outputs, tuple) else (outputs,), step.stats
 
 
-def _followed(
+def _run_eagerly(
     path: str, limit: int, arrays: Sequence[str], home: str | None, host_budget: int | None, check: CheckName
-) -> _Ran:
+) -> _RunResult:
     model = load(path)
     arrays_read = read_inputs(model, arrays)
     loop = budget(limit, model, home=home, host_budget=host_budget, policy=None, check=check)

@@ -68,10 +68,10 @@ Arrays = Annotated[
 ]
 
 # A smaller budget without a unit is probably a mistake.
-_LEAST_BARE = 64 * KIB
+_MIN_BARE_BUDGET = 64 * KIB
 
 
-def bytes_in(text: str | None) -> int | None:
+def parse_optional_bytes(text: str | None) -> int | None:
     return None if text is None else parse_bytes(text)
 
 
@@ -79,7 +79,7 @@ def check_budget(budgets: str | None) -> None:
     """Raise ``InputError`` for a small number without a unit, such as ``6``; budgets have commas between."""
     for text in () if budgets is None else budgets.split(","):
         number = text.strip()
-        if number.isdigit() and 0 < int(number) < _LEAST_BARE:
+        if number.isdigit() and 0 < int(number) < _MIN_BARE_BUDGET:
             unit = "GiB" if int(number) < 100 else "MiB"
             raise InputError(
                 f"the budget {number} has no unit, and would be {number} bytes; did you mean {number}{unit}? "
@@ -87,7 +87,7 @@ def check_budget(budgets: str | None) -> None:
             )
 
 
-def _known_policy(text: str) -> str:
+def _check_policy(text: str) -> str:
     try:
         policy_of(text)
     except InputError as error:
@@ -104,11 +104,11 @@ def refuse(*rules: tuple[bool, str, str]) -> None:
 
 
 @dataclass(frozen=True)
-class Places:
+class PlaceOptions:
     """Where a step runs, where its evicted tensors and measurements are stored, and how it is planned."""
 
     device: Annotated[
-        str, typer.Option(help="Device of the step: cpu, cuda or cuda:0.", autocompletion=completion.own_devices)
+        str, typer.Option(help="Device of the step: cpu, cuda or cuda:0.", autocompletion=completion.local_devices)
     ] = "cpu"
     home: Annotated[
         str | None,
@@ -122,7 +122,7 @@ class Places:
     policy: Annotated[
         str,
         typer.Option(
-            callback=_known_policy,
+            callback=_check_policy,
             help=f"Planning policy: {', '.join(POLICIES)}; optionally with settings, e.g. window:reach=2.",
             autocompletion=completion.policies,
         ),
@@ -135,10 +135,10 @@ class Places:
 
     @property
     def host_bytes(self) -> int | None:
-        return bytes_in(self.host_budget)
+        return parse_optional_bytes(self.host_budget)
 
     @property
-    def kept(self) -> bool | Path:
+    def cache_argument(self) -> bool | Path:
         """The value for the argument ``cache`` of ``compile``."""
         return False if self.no_cache else self.cache or True
 
@@ -147,7 +147,7 @@ class Places:
         refuse((both, "--no-cache", "give one of --cache and --no-cache"))
 
 
-def _listing(value: str) -> str:
+def _print_devices(value: str) -> str:
     """Print the devices that can be simulated and exit, if the value is ``list``."""
     if value != "list":
         return value
@@ -168,13 +168,13 @@ def _listing(value: str) -> str:
 
 
 @dataclass(frozen=True)
-class PlannedPlaces(Places):
+class PlannedPlaceOptions(PlaceOptions):
     device: Annotated[
         str,
         typer.Option(
             "--device",
             "--gpu",  # the older name
-            callback=_listing,
+            callback=_print_devices,
             help="Device to plan for: cpu, cuda or cuda:0 (measured), or a simulated one, e.g. rtx4090 (list prints "
             "all) or '24GiB, 80 TFLOPS, 25 GB/s'.",
             autocompletion=completion.all_devices,
@@ -235,7 +235,7 @@ class ReportOptions:
 
 
 @dataclass(frozen=True)
-class Answers:
+class AnswerOptions:
     compare: Annotated[bool, typer.Option("--compare", help="Table of all policies at several budgets.")] = False
     sweep: Annotated[bool, typer.Option("--sweep", help="Table of step times by budget and policy.")] = False
     picture: Annotated[
@@ -254,11 +254,11 @@ class Answers:
     as_json: Annotated[bool, typer.Option("--json", help="JSON for programs, in bytes and seconds.")] = False
 
     @property
-    def several(self) -> bool:
+    def compares_plans(self) -> bool:
         """Whether the command makes more than one plan."""
         return self.compare or self.sweep
 
-    def refuse_for_config(self, places: Places, sharers: Sharers) -> None:
+    def refuse_for_config(self, places: PlaceOptions, sharers: SharingOptions) -> None:
         reason = "this option does not work with a model's config.json; leave it out"
         options = {
             "--compare": self.compare,
@@ -277,20 +277,28 @@ class Answers:
         draws, saves = self.picture is not None, self.save_plan is not None
         refuse(
             (self.compare and self.sweep, "--sweep", "give one of --compare and --sweep"),
-            (len(budgets) > 1 and not self.several, "--budget", "more than one budget needs --compare or --sweep"),
+            (
+                len(budgets) > 1 and not self.compares_plans,
+                "--budget",
+                "more than one budget needs --compare or --sweep",
+            ),
             (not budgets and saves, "--save-plan", "this option needs a budget to plan for; give --budget"),
             (
                 not budgets and draws and not self.sweep,
                 "--picture",
                 "this option needs a budget to plan for; give --budget",
             ),
-            (self.several and saves, "--save-plan", "this option saves a single plan; leave --compare and --sweep out"),
+            (
+                self.compares_plans and saves,
+                "--save-plan",
+                "this option saves a single plan; leave --compare and --sweep out",
+            ),
             (self.compare and draws, "--picture", "--compare draws no picture; use --sweep"),
         )
 
 
 @dataclass(frozen=True)
-class Sharers:
+class SharingOptions:
     """Processes that share a model; they need not exist."""
 
     shard: Annotated[bool, typer.Option("--shard", help="Plan for one of --ranks processes that share the model.")] = (
@@ -443,7 +451,7 @@ def command(
                 kwargs[name] = option_class(**{field.name: kwargs.pop(field.name) for field in fields(option_class)})
             is_own_step = kwargs.get("graph") is None  # a graph file may contain a tiny step
             checks = [partial(check_budget, kwargs.get("budget"))] if is_own_step else []
-            _called(*checks, partial(function, *args, **kwargs), debug=debug)
+            _run_reporting_errors(*checks, partial(function, *args, **kwargs), debug=debug)
 
         # typer reads the options of a command from these attributes.
         run.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
@@ -460,7 +468,7 @@ def _options_of(kind: type) -> list[inspect.Parameter]:
     return [inspect.Parameter(f.name, only, default=f.default, annotation=hints[f.name]) for f in fields(kind)]
 
 
-def _called(*functions: Callable[[], None], debug: bool) -> None:
+def _run_reporting_errors(*functions: Callable[[], None], debug: bool) -> None:
     """Run a command after its checks; without ``debug``, print an expected error and exit with status 2."""
     if debug:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
@@ -468,14 +476,14 @@ def _called(*functions: Callable[[], None], debug: bool) -> None:
         for function in functions:
             function()
     except Exception as error:
-        message = _said(error)
+        message = _error_message(error)
         if debug or not message:
             raise
         typer.echo(f"error: {message}", err=True)
         raise typer.Exit(2) from error
 
 
-def _said(error: Exception) -> str:
+def _error_message(error: Exception) -> str:
     """Return the message for an error; empty where only a traceback helps."""
     if isinstance(error, OutOfCoreError):
         return str(error)

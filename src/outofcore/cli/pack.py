@@ -17,9 +17,9 @@ from outofcore.validator import Placed, check_packing
 
 # Other column names of MiniMalloc. "end" is the last moment of a lifetime, "upper" the moment after it.
 _ALIASES = {"buffer": "id", "buffer_id": "id", "start": "lower", "begin": "lower", "end": "upper"}
-_NEEDED = ("id", "lower", "upper", "size")
+_REQUIRED_COLUMNS = ("id", "lower", "upper", "size")
 # The maximum number of characters of a field in a message.
-_SHOWN = 40
+_MAX_SHOWN = 40
 # Rectangles visited with an effort of 1; see ``PlacementParams``.
 EFFORT = 4_000_000_000
 
@@ -51,7 +51,7 @@ def read_table(text: str) -> Table:
     (_, header), *body = lines
     raw_names = [name.strip() for name in header]
     names = [_ALIASES.get(name, name) for name in raw_names]
-    missing = [name for name in _NEEDED if name not in names]
+    missing = [name for name in _REQUIRED_COLUMNS if name not in names]
     if missing or len(set(names)) < len(names):
         problem = f"lacks {', '.join(missing)}" if missing else "names a column twice"
         raise InputError(f"the first line ({','.join(header)}) {problem}; it must name the columns id,lower,upper,size")
@@ -64,8 +64,8 @@ def read_table(text: str) -> Table:
         rectangle = _rectangle(number, dict(zip(names, fields, strict=True)), end_offset)
         if rectangle.id in line_of_id:
             raise InputError(
-                f"line {number} repeats the id {_shown(str(rectangle.id))} of line {line_of_id[rectangle.id]}; make "
-                "ids unique"
+                f"line {number} repeats the id {_short_text(str(rectangle.id))} of line {line_of_id[rectangle.id]}; "
+                "make ids unique"
             )
         line_of_id[rectangle.id] = number
         rectangles.append(rectangle)
@@ -87,8 +87,8 @@ def _records(text: str) -> Iterator[tuple[int, tuple[str, ...]]]:
             yield number, tuple(fields)
 
 
-def _shown(field: str) -> str:
-    return repr(field if len(field) <= _SHOWN else field[:_SHOWN] + "…")
+def _short_text(field: str) -> str:
+    return repr(field if len(field) <= _MAX_SHOWN else field[:_MAX_SHOWN] + "…")
 
 
 def _rectangle(number: int, fields: Mapping[str, str], end_offset: int) -> Rectangle:
@@ -96,20 +96,20 @@ def _rectangle(number: int, fields: Mapping[str, str], end_offset: int) -> Recta
         try:
             return int(fields[name])
         except ValueError:
-            raise InputError(f"line {number}: {name} must be a whole number, not {_shown(fields[name])}") from None
+            raise InputError(f"line {number}: {name} must be a whole number, not {_short_text(fields[name])}") from None
 
     alignment = whole("alignment") if "alignment" in fields else 1
     gap = None
     gaps = fields.get("gaps", "").split()
     if len(gaps) > 1 or "@" in fields.get("gaps", ""):
         raise InputError(
-            f"line {number}: a lifetime may have only one gap, without a window, not {_shown(fields['gaps'])}"
+            f"line {number}: a lifetime may have only one gap, without a window, not {_short_text(fields['gaps'])}"
         )
     if gaps:
         try:
             begin, end = (int(part) for part in gaps[0].split("-"))
         except ValueError:
-            raise InputError(f"line {number}: a gap is written as 3-7, not {_shown(gaps[0])}") from None
+            raise InputError(f"line {number}: a gap is written as 3-7, not {_short_text(gaps[0])}") from None
         gap = (begin, end + end_offset)
     rectangle = Rectangle(
         fields["id"].strip(), whole("lower"), whole("upper") + end_offset, whole("size"), alignment, gap
@@ -121,7 +121,7 @@ def _rectangle(number: int, fields: Mapping[str, str], end_offset: int) -> Recta
     return rectangle
 
 
-def explain(rectangles: tuple[Rectangle, ...], packing: Packing, capacity: int) -> str:
+def explain_failure(rectangles: tuple[Rectangle, ...], packing: Packing, capacity: int) -> str:
     peak_use = peak(rectangles)
     if peak_use.bytes > capacity:
         live = set(peak_use.ids)
@@ -150,7 +150,7 @@ def explain(rectangles: tuple[Rectangle, ...], packing: Packing, capacity: int) 
     )
 
 
-def _text(file: Path) -> str:
+def _read_text(file: Path) -> str:
     data = file.read_bytes()
     try:
         return data.decode("utf-8-sig")
@@ -162,7 +162,7 @@ def _text(file: Path) -> str:
 def run(file: Path, *, capacity: int, output: Path | None, effort: float, seconds: float | None) -> bool:
     """Place the rectangles of a file and write it with offsets; return False if they do not fit."""
     try:
-        table = read_table(_text(file))
+        table = read_table(_read_text(file))
     except (OSError, InputError) as error:
         raise InputError(f"cannot read {file}: {error}") from error
     if not math.isfinite(effort):
@@ -170,7 +170,7 @@ def run(file: Path, *, capacity: int, output: Path | None, effort: float, second
     params = PlacementParams(effort=int(effort * EFFORT), seconds=seconds)
     packing = pack(table.rectangles, capacity=capacity, params=params)
     if packing.height > capacity:
-        sys.stderr.write(explain(table.rectangles, packing, capacity) + "\n")
+        sys.stderr.write(explain_failure(table.rectangles, packing, capacity) + "\n")
         return False
     check_packing(
         (

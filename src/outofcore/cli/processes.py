@@ -17,29 +17,29 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Processes:
+class CommandProcesses:
     """The processes of a command; ``device`` is the device of this one."""
 
     rank: int = 0
     count: int = 1
     device: str = "cpu"
 
-    def wrapped(self, network: nn.Module, *, shard: bool = False) -> nn.Module:
+    def wrap(self, network: nn.Module, *, shard: bool = False) -> nn.Module:
         """Wrap the network in ``DistributedDataParallel``, unless it is sharded or this process is alone."""
         if self.count == 1 or shard:
             return network
         return torch.nn.parallel.DistributedDataParallel(network)
 
-    def share(self, batches: Iterator[T], begun: int) -> Iterator[T]:
+    def select_batches(self, batches: Iterator[T], begun: int) -> Iterator[T]:
         return itertools.islice(batches, begun * self.count + self.rank, None, self.count)
 
 
 @contextlib.contextmanager
-def joined(device: str) -> Generator[Processes]:
+def join_processes(device: str) -> Generator[CommandProcesses]:
     """Join the processes that torchrun has started; inside the context only the first one prints."""
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1 or "RANK" not in os.environ or not torch.distributed.is_available():
-        yield Processes(device=device)
+        yield CommandProcesses(device=device)
         return
     rank = int(os.environ["RANK"])
     if device == "cuda":  # one GPU per process; never run
@@ -51,6 +51,6 @@ def joined(device: str) -> Generator[Processes]:
             if rank:
                 null = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
                 stack.enter_context(contextlib.redirect_stdout(null))
-            yield Processes(rank, count, device)
+            yield CommandProcesses(rank, count, device)
     finally:
         torch.distributed.destroy_process_group()

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
-from outofcore.cli.targets import nearest_beside, split_script
+from outofcore.cli.targets import nearest_sibling, split_script
 from outofcore.errors import InputError, OutOfCoreError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Launch:
     grow: bool = False
 
 
-class Launching(BaseException):
+class LaunchRequest(BaseException):
     """Carries a launch out of the command-line parser, so that its handlers do not enclose the script."""
 
     def __init__(self, launch: Launch) -> None:
@@ -47,7 +47,7 @@ class Launching(BaseException):
         self.launch = launch
 
 
-def checked(launch: Launch) -> Launch:
+def check_launch(launch: Launch) -> Launch:
     if launch.is_module:
         return launch
     target, script = launch.target, split_script(launch.target)
@@ -58,7 +58,7 @@ def checked(launch: Launch) -> Launch:
             f"with: outofcore plan {target}"
         )
     if not path.exists():
-        suggestion = nearest_beside(path)
+        suggestion = nearest_sibling(path)
         hint = f"did you mean {suggestion}? Otherwise " if suggestion else ""
         raise InputError(
             f"there is no file {target}; {hint}give the path of a script, or the name of a module after -m (to train a "
@@ -71,11 +71,11 @@ def checked(launch: Launch) -> Launch:
 
 def run(launch: Launch) -> NoReturn:
     """Run the script and exit as it does: with its exit status, or by its exception."""
-    process, loop_starter = os.getpid(), _Follower(launch)
+    process, loop_starter = os.getpid(), _LoopStarter(launch)
     own_error: OutOfCoreError | None = None
     try:
         with loop_starter:
-            code, module = _prepared(launch)
+            code, module = _prepare_main(launch)
             exec(code, vars(module))
     except BaseException as error:  # Ctrl-C and sys.exit() too end a script as they would in Python
         if error is not loop_starter.raised and isinstance(error, OutOfCoreError):
@@ -83,25 +83,25 @@ def run(launch: Launch) -> NoReturn:
         elif loop_starter.raised is None:
             raise
     raised = loop_starter.raised
-    _tell(raised)
+    _print_traceback(raised)
     if process == os.getpid():  # a child of the script may return here, too
         if own_error is not None:
-            _say(str(own_error))
-        if not launch.quiet and (loop_starter.began or raised is None):
-            _say(loop_starter.summary())
-    _leave(raised, failed=own_error is not None)
+            _print_line(str(own_error))
+        if not launch.quiet and (loop_starter.has_begun or raised is None):
+            _print_line(loop_starter.summary())
+    _exit(raised, failed=own_error is not None)
 
 
-def _tell(raised: BaseException | None) -> None:
+def _print_traceback(raised: BaseException | None) -> None:
     """Print the traceback as Python would, starting at the script's first frame."""
     if raised is None or isinstance(raised, SystemExit):
         return
     _flush()
-    raised.__traceback__ = _without_ours(raised.__traceback__)
+    raised.__traceback__ = _strip_own_frames(raised.__traceback__)
     sys.excepthook(type(raised), raised, raised.__traceback__)
 
 
-def _leave(raised: BaseException | None, *, failed: bool) -> NoReturn:
+def _exit(raised: BaseException | None, *, failed: bool) -> NoReturn:
     if isinstance(raised, SystemExit):
         code = raised.code
         raise SystemExit(1 if failed and code in (None, 0) else code)
@@ -112,7 +112,7 @@ def _leave(raised: BaseException | None, *, failed: bool) -> NoReturn:
     raise SystemExit(1 if raised is not None or failed else 0)
 
 
-def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+def _strip_own_frames(trace: TracebackType | None) -> TracebackType | None:
     """Drop our leading frames, and frames of a loader that found invalid code."""
     own_files = (__file__, "<frozen importlib")
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(own_files):
@@ -120,7 +120,7 @@ def _without_ours(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     _flush()
     print(f"outofcore: {text}", file=sys.stderr, flush=True)
 
@@ -133,14 +133,14 @@ def _flush() -> None:
 # ---- Running a script as Python does ---------------------------------------------------------------------------------
 
 
-def _prepared(launch: Launch) -> tuple[CodeType, ModuleType]:
+def _prepare_main(launch: Launch) -> tuple[CodeType, ModuleType]:
     is_container = not launch.is_module and (Path(launch.target).is_dir() or zipfile.is_zipfile(launch.target))
     if launch.is_module:
-        module_spec = _module(launch)
+        module_spec = _module_spec(launch)
     elif is_container:
-        module_spec = _inside(launch.target)
+        module_spec = _container_spec(launch.target)
     else:
-        module_spec = _file(launch.target)
+        module_spec = _script_spec(launch.target)
     loader = module_spec.loader
     code = None
     if isinstance(loader, importlib.machinery.SourceFileLoader) and not (launch.is_module or is_container):
@@ -165,24 +165,24 @@ def _prepared(launch: Launch) -> tuple[CodeType, ModuleType]:
     return code, main
 
 
-def _file(target: str) -> importlib.machinery.ModuleSpec:
-    _put_first(str(Path(target).resolve().parent))
+def _script_spec(target: str) -> importlib.machinery.ModuleSpec:
+    _set_first_search_folder(str(Path(target).resolve().parent))
     name = str(Path(target).absolute())
     kind = importlib.machinery.SourcelessFileLoader if name.endswith(".pyc") else importlib.machinery.SourceFileLoader
     return importlib.machinery.ModuleSpec("__main__", kind("__main__", name), origin=name)
 
 
-def _inside(target: str) -> importlib.machinery.ModuleSpec:
+def _container_spec(target: str) -> importlib.machinery.ModuleSpec:
     name = str(Path(target).absolute())
-    _put_first(name)
+    _set_first_search_folder(name)
     module_spec = importlib.machinery.PathFinder.find_spec("__main__", [name])
     if module_spec is None:
         raise ImportError(f"can't find '__main__' module in {target!r}", path=target)
     return module_spec
 
 
-def _module(launch: Launch) -> importlib.machinery.ModuleSpec:
-    _put_first(str(Path.cwd()))
+def _module_spec(launch: Launch) -> importlib.machinery.ModuleSpec:
+    _set_first_search_folder(str(Path.cwd()))
     sys.argv = ["-m", *launch.arguments]  # the value that Python has while it imports a package
     name = launch.target
     module_spec = importlib.util.find_spec(name)
@@ -194,7 +194,7 @@ def _module(launch: Launch) -> importlib.machinery.ModuleSpec:
     return module_spec
 
 
-def _put_first(folder: str) -> None:
+def _set_first_search_folder(folder: str) -> None:
     """Replace the first entry of the search path, the folder of this program."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
@@ -203,7 +203,7 @@ def _put_first(folder: str) -> None:
 # ---- The loop within the budget --------------------------------------------------------------------------------------
 
 
-class _Follower:
+class _LoopStarter:
     """Starts the loop once PyTorch is imported, and stops it at the end; ``raised`` ended the script.
 
     Importing PyTorch earlier would read environment variables that the script may still set.
@@ -213,13 +213,13 @@ class _Follower:
         self._launch = launch
         self._loop: Loop | None = None
         self.raised: BaseException | None = None
-        self._finder: _AfterTorch | None = None
+        self._finder: _TorchFinder | None = None
 
     def __enter__(self) -> None:
         if "torch" in sys.modules:
-            self._start()
+            self._start_loop()
         else:
-            self._finder = _AfterTorch(self._start)
+            self._finder = _TorchFinder(self._start_loop)
             sys.meta_path.insert(0, self._finder)
 
     def __exit__(
@@ -227,12 +227,12 @@ class _Follower:
     ) -> None:
         self.raised = error
         if self._finder is not None:
-            self._finder.forget()
+            self._finder.uninstall()
         if self._loop is not None:
             self._loop.__exit__(kind, error, trace)
 
     @property
-    def began(self) -> bool:
+    def has_begun(self) -> bool:
         return self._loop is not None
 
     def summary(self) -> str:
@@ -240,7 +240,7 @@ class _Follower:
             return "the budget had no effect: the script did not import torch in its main thread"
         return self._loop.stats.summary
 
-    def _start(self) -> None:
+    def _start_loop(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
         from outofcore.api import budget  # noqa: PLC0415 - it imports torch
@@ -250,7 +250,7 @@ class _Follower:
         try:
             self._loop = budget(
                 launch.budget,
-                device=launch.device or _device_here(),
+                device=launch.device or _local_device(),
                 home=launch.home,
                 host_budget=launch.host_budget,
                 check=check,
@@ -262,7 +262,7 @@ class _Follower:
             raise SystemExit(2) from error
 
 
-def _device_here() -> str:
+def _local_device() -> str:
     import torch  # noqa: PLC0415
 
     if not torch.cuda.is_available():
@@ -271,13 +271,13 @@ def _device_here() -> str:
     return f"cuda:{int(rank) % torch.cuda.device_count() if rank.isdigit() else 0}"
 
 
-class _AfterTorch(importlib.abc.MetaPathFinder):
+class _TorchFinder(importlib.abc.MetaPathFinder):
     """A finder that calls a function after PyTorch has been imported."""
 
     def __init__(self, then: Callable[[], None]) -> None:
         self._then = then
 
-    def forget(self) -> None:
+    def uninstall(self) -> None:
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
@@ -286,14 +286,14 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != "torch":
             return None
-        self.forget()
+        self.uninstall()
         torch_spec = importlib.util.find_spec("torch")
         if torch_spec is not None and torch_spec.loader is not None:
-            torch_spec.loader = _ThenCalling(torch_spec.loader, self._then)
+            torch_spec.loader = _CallbackLoader(torch_spec.loader, self._then)
         return torch_spec
 
 
-class _ThenCalling(importlib.abc.Loader):
+class _CallbackLoader(importlib.abc.Loader):
     def __init__(self, loader: importlib.abc.Loader, then: Callable[[], None]) -> None:
         self._loader, self._then = loader, then
 

@@ -18,25 +18,33 @@ import torch
 from outofcore import zoo
 from outofcore.cli.answer import Subject
 from outofcore.cli.completion import MODELS
-from outofcore.cli.targets import BUILDS, Kind, functions_in, functions_text, kind_of, nearest, split_script
+from outofcore.cli.targets import (
+    BUILDER_TEXT,
+    TargetKind,
+    classify_target,
+    functions_in,
+    functions_text,
+    nearest,
+    split_script,
+)
 from outofcore.errors import InputError, OutOfCoreError, is_out_of_memory
-from outofcore.estimation.costing import LocalMachine, Sharing, costed, opened_place
+from outofcore.estimation.costing import AssumedSharding, LocalMachine, cost_step, open_target
 from outofcore.graphfile import GraphFile
 from outofcore.options import UserStep
 from outofcore.planning import smallest_budget
 from outofcore.presets import Device
 from outofcore.profiling.groups import GroupCost
-from outofcore.progress import following, silent
+from outofcore.progress import ignore_progress, show_progress
 from outofcore.step_variants import Split
 from outofcore.units import GIB, format_bytes
 
 # Assumed cost of collectives on a typical network: latency in seconds, and bytes per second.
-_USUAL_NETWORK = GroupCost(50e-6, 1.0 * GIB)
+_DEFAULT_NETWORK = GroupCost(50e-6, 1.0 * GIB)
 
 
-def _link_between(place: LocalMachine | Device, between: int | None) -> GroupCost:
-    default_rate = place.in_bytes_per_s if isinstance(place, Device) else _USUAL_NETWORK.bytes_per_s
-    return replace(_USUAL_NETWORK, bytes_per_s=default_rate if between is None else float(between))
+def _group_cost(place: LocalMachine | Device, between: int | None) -> GroupCost:
+    default_rate = place.in_bytes_per_s if isinstance(place, Device) else _DEFAULT_NETWORK.bytes_per_s
+    return replace(_DEFAULT_NETWORK, bytes_per_s=default_rate if between is None else float(between))
 
 
 def find_workload(model: str, options: Mapping[str, Any]) -> zoo.Workload:
@@ -71,18 +79,18 @@ class PlainStep:
     title: str
 
 
-def build(target: str) -> PlainStep:
+def build_user_step(target: str) -> PlainStep:
     """Run the user's function "folder/file.py:function"; raise ``InputError`` if that fails."""
     script = split_script(target)
     if script is None:
         raise InputError(f"{target!r} names no function in a file; write it as my_script.py:build")
     path, name = script
-    module = _load(path)
+    module = _load_script(path)
     function = getattr(module, name, None)
     if not callable(function):
-        suggestion = nearest(name, functions_in(path, all_of_them=True))
+        suggestion = nearest(name, functions_in(path, include_all=True))
         hint = f"did you mean {path}:{suggestion}? " if suggestion else ""
-        raise InputError(f"{path} has no function {name!r}; {hint}{functions_text(path)}. Name {BUILDS}")
+        raise InputError(f"{path} has no function {name!r}; {hint}{functions_text(path)}. Name {BUILDER_TEXT}")
     try:
         signature(function).bind()
     except TypeError as error:
@@ -92,24 +100,24 @@ def build(target: str) -> PlainStep:
         ) from error
     except ValueError:  # a class or function of an extension may have no signature
         pass
-    return _checked(target, _run_users(target, function))
+    return _step_from_result(target, _call_user_code(target, function))
 
 
-def _load(path: Path) -> ModuleType:
+def _load_script(path: Path) -> ModuleType:
     if not path.is_file():
-        kind_of(str(path))  # raises an error with a suggestion
+        classify_target(str(path))  # raises an error with a suggestion
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise InputError(f"{path} is not a Python file; give one with {BUILDS}")
+        raise InputError(f"{path} is not a Python file; give one with {BUILDER_TEXT}")
     module = importlib.util.module_from_spec(spec)
     # As for a script in Python: modules in its folder can be imported, and so can the script itself.
     sys.path.insert(0, str(path.resolve().parent))
     sys.modules.setdefault(path.stem, module)
-    _run_users(str(path), partial(spec.loader.exec_module, module))
+    _call_user_code(str(path), partial(spec.loader.exec_module, module))
     return module
 
 
-def _run_users(target: str, function: Callable[[], Any]) -> Any:
+def _call_user_code(target: str, function: Callable[[], Any]) -> Any:
     try:
         return function()
     except OutOfCoreError:
@@ -128,7 +136,7 @@ def _run_users(target: str, function: Callable[[], Any]) -> Any:
         ) from error
 
 
-def _checked(target: str, built: object) -> PlainStep:
+def _step_from_result(target: str, built: object) -> PlainStep:
     if not isinstance(built, tuple | list) or len(built) != 4:
         actual = f"{len(built)} values" if isinstance(built, tuple | list) else f"a {type(built).__name__}"
         raise InputError(f"{target} returned {actual}; it must return four values: step, model, optimizer, inputs")
@@ -163,17 +171,17 @@ def find_step(
     model: str, options: Mapping[str, Any], dims: Sequence[str] = (), arrays: Sequence[str] = ()
 ) -> PlainStep:
     """Find the step to plan; ``dims`` and ``arrays`` are for ONNX files, ``options`` for zoo models."""
-    kind = kind_of(model)
-    if kind is Kind.ONNX:
+    kind = classify_target(model)
+    if kind is TargetKind.ONNX:
         from outofcore.cli.onnx_models import forward_step  # noqa: PLC0415 - few plan such files
 
         forward = forward_step(model, dims, arrays)
         return PlainStep(UserStep(forward, [forward.model], []), forward.inputs, forward.title)
     if dims or arrays:
         raise InputError("--dim and --input are for ONNX files")
-    if kind is Kind.CONFIG:
+    if kind is TargetKind.CONFIG:
         raise InputError(f"{model} is a model's configuration; only the command plan takes it")
-    return build(model) if kind is Kind.SCRIPT else plain_step(find_workload(model, options))
+    return build_user_step(model) if kind is TargetKind.SCRIPT else plain_step(find_workload(model, options))
 
 
 def subject_of(
@@ -192,13 +200,18 @@ def subject_of(
     ``ranks`` processes share the model, and each sends ``between`` bytes per second.
     """
     title, simulation = plain.title, ""
-    with following(silent if quiet else None) as tell, opened_place(device, home, host_budget, cache) as place:
-        sharing = None if ranks is None else Sharing(ranks, _link_between(place, between))
-        costed_step = costed(plain.user, plain.inputs, {}, place, tell=tell, sharing=sharing, split=Split.EXACT)
+    with (
+        show_progress(ignore_progress if quiet else None) as tell,
+        open_target(device, home, host_budget, cache) as place,
+    ):
+        sharing = None if ranks is None else AssumedSharding(ranks, _group_cost(place, between))
+        costed_step = cost_step(plain.user, plain.inputs, {}, place, tell=tell, sharing=sharing, split=Split.EXACT)
     if isinstance(place, Device):
         simulation = place.describe()
     elif place.backend.driver is not None:
-        outside_bytes = format_bytes(place.backend.beside(smallest_budget(costed_step.graph, costed_step.costs), 0, 0))
+        outside_bytes = format_bytes(
+            place.backend.unavailable_bytes(smallest_budget(costed_step.graph, costed_step.costs), 0, 0)
+        )
         title += (
             f", on {place.backend.device} (bytes of the arena; a budget needs at least {outside_bytes} in addition)"
         )

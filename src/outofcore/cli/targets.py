@@ -13,44 +13,44 @@ from outofcore.errors import InputError
 
 _FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
 _WEIGHTS = frozenset({".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".gguf", ".h5", ".npz", ".npy"})
-BUILDS = "a function that takes no arguments and returns (step, model, optimizer, inputs)"
+BUILDER_TEXT = "a function that takes no arguments and returns (step, model, optimizer, inputs)"
 _KINDS = (
     "a model of the zoo, such as resnet50; a function of a script, as my_script.py:build; an ONNX file; "
     "or a model's config.json"
 )
 
 
-class Kind(Enum):
+class TargetKind(Enum):
     ZOO = "a model of the zoo"
     SCRIPT = "a function of a script"
     ONNX = "an ONNX file"
     CONFIG = "a model's configuration"
 
 
-def kind_of(target: str) -> Kind:
+def classify_target(target: str) -> TargetKind:
     """Classify a target; raise ``InputError`` with a suggestion. Names of zoo models are checked later."""
     path = Path(target)
     if not target.strip():
         raise InputError(f"the name is empty; give {_KINDS}")
     if split_script(target) is not None:
-        return Kind.SCRIPT
+        return TargetKind.SCRIPT
     if path.suffix == ".py" or target.rpartition(":")[0].endswith(".py"):
-        raise InputError(_script_alone(target))
+        raise InputError(_script_message(target))
     if path.suffix in (".onnx", ".json"):
         if not path.exists():
-            raise InputError(_missing(path))
-        return Kind.ONNX if path.suffix == ".onnx" else Kind.CONFIG
+            raise InputError(_missing_message(path))
+        return TargetKind.ONNX if path.suffix == ".onnx" else TargetKind.CONFIG
     # A folder that happens to have the name of a zoo model is not a configuration.
     if path.is_dir() and ((path / "config.json").is_file() or path.name != target):
-        return Kind.CONFIG
+        return TargetKind.CONFIG
     if path.is_file():
-        raise InputError(_other_file(path))
+        raise InputError(_unsupported_message(path))
     script = Path(f"{target.partition(':')[0]}.py")
     if ":" in target and script.is_file():
         raise InputError(f"{target}: write {script}:{target.partition(':')[2]}, with the suffix .py")
     if ":" in target or "/" in target or "\\" in target or path.suffix:
-        raise InputError(_missing(path))
-    return Kind.ZOO
+        raise InputError(_missing_message(path))
+    return TargetKind.ZOO
 
 
 def split_script(target: str) -> tuple[Path, str] | None:
@@ -58,11 +58,11 @@ def split_script(target: str) -> tuple[Path, str] | None:
     return None if match is None else (Path(match["file"]), match["name"])
 
 
-def check_takes(target: str, takes: Iterable[Kind], command: str, instead: str) -> Kind:
+def check_kind(target: str, takes: Iterable[TargetKind], command: str, instead: str) -> TargetKind:
     """Return the kind of a target; raise ``InputError`` with ``instead`` as advice if it is not allowed."""
     allowed = tuple(takes)
     is_script = Path(target).suffix == ".py" and Path(target).is_file()
-    kind = Kind.SCRIPT if is_script and Kind.SCRIPT not in allowed else kind_of(target)
+    kind = TargetKind.SCRIPT if is_script and TargetKind.SCRIPT not in allowed else classify_target(target)
     if kind not in allowed:
         names = " or ".join(allowed_kind.value for allowed_kind in allowed)
         actual = "a script" if is_script else kind.value
@@ -70,21 +70,21 @@ def check_takes(target: str, takes: Iterable[Kind], command: str, instead: str) 
     return kind
 
 
-def _script_alone(target: str) -> str:
+def _script_message(target: str) -> str:
     text, _, name = target.rpartition(":")
     path = Path(text if text.endswith(".py") else target)
     if not path.is_file():
-        return _missing(path)
+        return _missing_message(path)
     is_named = text.endswith(".py") and name
     problem = f"{name!r} is not the name of a function" if is_named else f"{path} names a script but no function of it"
     function = next(iter(functions_in(path)), "build")
     return (
-        f"{problem}; write {path}:{function}, where {function} is {BUILDS}. {functions_text(path)}. "
+        f"{problem}; write {path}:{function}, where {function} is {BUILDER_TEXT}. {functions_text(path)}. "
         f"To run the whole script within a budget, use: outofcore run --budget 6GiB {path}"
     )
 
 
-def functions_in(path: Path, *, all_of_them: bool = False) -> list[str]:
+def functions_in(path: Path, *, include_all: bool = False) -> list[str]:
     """Return the public functions of a script, ``build`` first; by default those without arguments."""
     try:
         tree = ast.parse(path.read_bytes(), str(path))
@@ -97,12 +97,12 @@ def functions_in(path: Path, *, all_of_them: bool = False) -> list[str]:
     named = [
         node.name
         for node in functions
-        if not node.name.startswith("_") and (all_of_them or not _wants_arguments(node.args))
+        if not node.name.startswith("_") and (include_all or not _requires_arguments(node.args))
     ]
     return sorted(dict.fromkeys(named), key=lambda name: name != "build")
 
 
-def _wants_arguments(arguments: ast.arguments) -> bool:
+def _requires_arguments(arguments: ast.arguments) -> bool:
     positional = len(arguments.posonlyargs) + len(arguments.args) - len(arguments.defaults)
     return positional > 0 or any(default is None for default in arguments.kw_defaults)
 
@@ -115,19 +115,19 @@ def functions_text(path: Path) -> str:
     return f"Functions of {path} without arguments: {', '.join(listed)}{f' and {remaining} more' if remaining else ''}"
 
 
-def _missing(path: Path) -> str:
+def _missing_message(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         is_hub_name = str(path).count("/") == 1 and not path.suffix and not str(path).startswith((".", "/"))
         hint = " (outofcore downloads no models: for a model on a hub, give its config.json)" if is_hub_name else ""
         return f"there is no file or folder {path}, and no folder {folder}{hint}; give {_KINDS}"
-    suggestion = nearest_beside(path)
+    suggestion = nearest_sibling(path)
     if path.suffix == ".py" and not suggestion:
         return f"there is no file {path} in {Path.cwd()}; give the path of your script"
     return f"there is no file or folder {path}; {f'did you mean {suggestion}?' if suggestion else f'give {_KINDS}'}"
 
 
-def _other_file(path: Path) -> str:
+def _unsupported_message(path: Path) -> str:
     if path.name.endswith(".json.gz"):
         return f"{path} looks like a graph file; give it as --graph {path}"
     if path.suffix in _WEIGHTS:
@@ -138,7 +138,7 @@ def _other_file(path: Path) -> str:
     return f"{path} is not a file that describes a step; give {_KINDS}"
 
 
-def nearest_beside(path: Path) -> Path | None:
+def nearest_sibling(path: Path) -> Path | None:
     try:
         name = nearest(path.name, (entry.name for entry in path.parent.iterdir()))
     except OSError:

@@ -12,7 +12,7 @@ from torch import nn
 
 import outofcore
 from outofcore._torch_internals import TESTED_TEXT, Feature, is_tested, missing
-from outofcore.cli.doctor import CPU_BUILD, Finding, Result
+from outofcore.cli.doctor import CPU_BUILD, CheckStatus, Finding
 from outofcore.compiling import is_built
 from outofcore.errors import OutOfCoreError, StateError
 from outofcore.execution.cuda.backend import CudaBackend
@@ -37,8 +37,8 @@ def findings(home: str) -> Iterator[Finding]:
         yield from _torch_findings()
         yield from _gpu_findings()
         yield from _native_findings("native code", Flavor.CPU)
-        text = f"{_rate(measure_memory_bandwidth())} read and written by a copy"
-        yield Finding(Result.OK, "memory speed", text)
+        text = f"{_rate_text(measure_memory_bandwidth())} read and written by a copy"
+        yield Finding(CheckStatus.OK, "memory speed", text)
         yield from _home_findings(store)
         if isinstance(store, DiskHome):
             host = HostHome()
@@ -53,47 +53,47 @@ def findings(home: str) -> Iterator[Finding]:
         yield _device_link_finding()
     for device in ("cpu", "cuda") if has_gpu else ("cpu",):
         for name, losses_of in (("compile", _compiled_losses), ("budget", _loop_losses)):
-            yield _trial(f"{name} on {device}", losses_of, device, home if device == "cpu" else "host")
+            yield _training_finding(f"{name} on {device}", losses_of, device, home if device == "cpu" else "host")
 
 
 def _torch_findings() -> Iterator[Finding]:
     version, threads = torch.__version__, f"{torch.get_num_threads()} threads"
     if is_tested():
-        yield Finding(Result.OK, "PyTorch", f"{version}, {threads}; outofcore is tested with {TESTED_TEXT}")
+        yield Finding(CheckStatus.OK, "PyTorch", f"{version}, {threads}; outofcore is tested with {TESTED_TEXT}")
     else:
         text = f"{version}, {threads}; outofcore is tested with {TESTED_TEXT} and may not work with this version"
-        yield Finding(Result.NOTE, "PyTorch", text)
+        yield Finding(CheckStatus.NOTE, "PyTorch", text)
     for feature in Feature:
         if names := missing(feature):
             text = f"{feature.value} does not work with this version: it lacks {', '.join(names)}"
-            yield Finding(Result.PROBLEM, "PyTorch", text)
+            yield Finding(CheckStatus.PROBLEM, "PyTorch", text)
 
 
 def _gpu_findings() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
         text = f"{device.name}, {format_bytes(device.total_memory)}, compute capability {device.major}.{device.minor}"
-        yield Finding(Result.OK, f"GPU {index}", text)
+        yield Finding(CheckStatus.OK, f"GPU {index}", text)
     if torch.cuda.is_available():
         return
     if torch.version.cuda is None:
-        yield Finding(Result.OK, "GPU", "not used: this PyTorch is built for the CPU")
+        yield Finding(CheckStatus.OK, "GPU", "not used: this PyTorch is built for the CPU")
     elif Path("/proc/driver/nvidia").exists():
-        yield Finding(Result.NOTE, "GPU", "PyTorch cannot use the NVIDIA GPU of this machine; update its driver")
+        yield Finding(CheckStatus.NOTE, "GPU", "PyTorch cannot use the NVIDIA GPU of this machine; update its driver")
     else:
         text = f"none; to save the 5 GB of CUDA libraries: pip uninstall torch, then {CPU_BUILD}"
-        yield Finding(Result.NOTE, "GPU", text)
+        yield Finding(CheckStatus.NOTE, "GPU", text)
 
 
 def _native_findings(name: str, flavor: Flavor) -> Iterator[Finding]:
     if not is_built(library_file(flavor)) and not sys.stderr.isatty():  # on a terminal the compilation reports itself
-        yield Finding(Result.BEGINS, name, "compiling now, once, for about half a minute ...")
+        yield Finding(CheckStatus.BEGINS, name, "compiling now, once, for about half a minute ...")
     try:
         load_native(flavor)
     except StateError as error:
-        yield Finding(Result.PROBLEM, name, str(error))
+        yield Finding(CheckStatus.PROBLEM, name, str(error))
     else:
-        yield Finding(Result.OK, name, "works")
+        yield Finding(CheckStatus.OK, name, "works")
 
 
 def _device_link_finding() -> Finding:
@@ -102,16 +102,16 @@ def _device_link_finding() -> Finding:
     try:
         link = measure_link(home, driver=backend.driver)
     except OutOfCoreError as error:
-        return Finding(Result.PROBLEM, "pinned memory", f"cannot be measured: {error}")
+        return Finding(CheckStatus.PROBLEM, "pinned memory", f"cannot be measured: {error}")
     finally:
         home.close()
     text = (
-        f"{_speeds(link.alone)}, latency {format_seconds(link.latency_s)}; both at once while ops run: "
-        f"{_speeds(link.together)}"
+        f"{_speeds_text(link.alone)}, latency {format_seconds(link.latency_s)}; both at once while ops run: "
+        f"{_speeds_text(link.together)}"
     )
     if home.pinned:
-        return Finding(Result.OK, "pinned memory", text)
-    return Finding(Result.NOTE, "pinned memory", f"refused by the system, so copies are slower; {text}")
+        return Finding(CheckStatus.OK, "pinned memory", text)
+    return Finding(CheckStatus.NOTE, "pinned memory", f"refused by the system, so copies are slower; {text}")
 
 
 def _home_findings(store: HomeStore) -> Iterator[Finding]:
@@ -120,51 +120,53 @@ def _home_findings(store: HomeStore) -> Iterator[Finding]:
     if isinstance(store, DiskHome):
         system = file_system_of(store.directory) or "unknown file system"
         room = f"{store.directory} ({system}), {room}"
-    yield Finding(Result.OK, name, room)
+    yield Finding(CheckStatus.OK, name, room)
     try:
         link = measure_link(store)
     except OutOfCoreError as error:
-        yield Finding(Result.PROBLEM, name, f"cannot be measured: {error}")
+        yield Finding(CheckStatus.PROBLEM, name, f"cannot be measured: {error}")
         return
-    text = f"{_speeds(link.alone)}, latency {format_seconds(link.latency_s)}"
-    yield Finding(Result.OK, f"{store.name} speed", text)
-    text = f"{_speeds(link.computing)} while ops run, which slows them by {link.compute_slowdown:.0%}; "
-    text += f"both at once: {_speeds(link.together)}"
-    yield Finding(Result.OK, f"{store.name} under load", text)
+    text = f"{_speeds_text(link.alone)}, latency {format_seconds(link.latency_s)}"
+    yield Finding(CheckStatus.OK, f"{store.name} speed", text)
+    text = f"{_speeds_text(link.computing)} while ops run, which slows them by {link.compute_slowdown:.0%}; "
+    text += f"both at once: {_speeds_text(link.together)}"
+    yield Finding(CheckStatus.OK, f"{store.name} under load", text)
     if isinstance(store, DiskHome):
         store.ensure(PAGE_BYTES)
         if store.locate(0, PAGE_BYTES).cache is file_io.Cache.PAST:
-            yield Finding(Result.OK, "direct I/O", "yes")
+            yield Finding(CheckStatus.OK, "direct I/O", "yes")
         else:
             text = "no: copies go through the page cache, which takes CPU time"
-            yield Finding(Result.NOTE, "direct I/O", text)
+            yield Finding(CheckStatus.NOTE, "direct I/O", text)
 
 
-def _speeds(rates: Rates) -> str:
-    return f"write {_rate(rates.out)}, read {_rate(rates.into)}"
+def _speeds_text(rates: Rates) -> str:
+    return f"write {_rate_text(rates.out)}, read {_rate_text(rates.into)}"
 
 
-def _rate(bytes_per_s: float) -> str:
+def _rate_text(bytes_per_s: float) -> str:
     return f"{format_bytes(bytes_per_s)}/s"
 
 
-def _trial(name: str, losses_of: Callable[[_Training, str], list[float]], device: str, home: str) -> Finding:
+def _training_finding(
+    name: str, losses_of: Callable[[_SmallTraining, str], list[float]], device: str, home: str
+) -> Finding:
     """Train a small model with one entry point, and compare its losses with plain PyTorch's."""
     began = time.perf_counter()
-    plain, trained = _Training(device), _Training(device)
+    plain, trained = _SmallTraining(device), _SmallTraining(device)
     try:
         expected = [plain.step(plain.x).item() for _ in range(_TRIAL_STEPS)]
         losses = losses_of(trained, home)
     except Exception as error:  # any error is a finding
-        return Finding(Result.PROBLEM, name, f"{type(error).__name__}: {error}".partition("\n")[0])
+        return Finding(CheckStatus.PROBLEM, name, f"{type(error).__name__}: {error}".partition("\n")[0])
     if losses != expected:
-        return Finding(Result.PROBLEM, name, f"losses {losses} differ from plain PyTorch's, {expected}")
+        return Finding(CheckStatus.PROBLEM, name, f"losses {losses} differ from plain PyTorch's, {expected}")
     seconds = format_seconds(time.perf_counter() - began)
     text = f"{_TRIAL_STEPS} steps within {format_bytes(_TRIAL_BUDGET)}, losses as in plain PyTorch; {seconds}"
-    return Finding(Result.OK, name, text)
+    return Finding(CheckStatus.OK, name, text)
 
 
-class _Training:
+class _SmallTraining:
     """A small model with its optimizer and input; every instance starts equal."""
 
     def __init__(self, device: str) -> None:
@@ -183,7 +185,7 @@ class _Training:
         return loss
 
 
-def _compiled_losses(training: _Training, home: str) -> list[float]:
+def _compiled_losses(training: _SmallTraining, home: str) -> list[float]:
     model, device = training.model, str(training.x.device)
     with outofcore.compile(
         training.step, model, training.optimizer, budget=_TRIAL_BUDGET, device=device, home=home, cache=False
@@ -191,6 +193,6 @@ def _compiled_losses(training: _Training, home: str) -> list[float]:
         return [step(training.x).item() for _ in range(_TRIAL_STEPS)]
 
 
-def _loop_losses(training: _Training, home: str) -> list[float]:
+def _loop_losses(training: _SmallTraining, home: str) -> list[float]:
     with outofcore.budget(_TRIAL_BUDGET, training.model, home=home, cache=False):
         return [training.step(training.x).item() for _ in range(_TRIAL_STEPS)]

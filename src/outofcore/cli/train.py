@@ -16,14 +16,14 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import outofcore
-from outofcore.cli.options import Places, ReportOptions, TrainOptions
-from outofcore.cli.processes import Processes, joined
-from outofcore.cli.subjects import build, find_workload
-from outofcore.cli.targets import Kind, check_takes
+from outofcore.cli.options import PlaceOptions, ReportOptions, TrainOptions
+from outofcore.cli.processes import CommandProcesses, join_processes
+from outofcore.cli.subjects import build_user_step, find_workload
+from outofcore.cli.targets import TargetKind, check_kind
 from outofcore.errors import InputError
 from outofcore.execution.opening import open_backend
 from outofcore.options import UserStep
-from outofcore.report import Page, moved_text, page_content, step_report, step_text, write_report
+from outofcore.report import Page, copies_text, page_content, step_report, step_text, write_report
 from outofcore.report.machine import peak_memory_bytes
 from outofcore.units import format_bytes, format_seconds
 from outofcore.zoo import Workload
@@ -31,7 +31,7 @@ from outofcore.zoo.workload import TrainStep
 
 
 @dataclass(frozen=True, slots=True)
-class _Done:
+class _StepResult:
     loss: float
     seconds: float
     arena_bytes: int | None = None
@@ -48,7 +48,7 @@ class _Done:
         return "  ".join(parts)
 
 
-class _Lines:
+class _LineDisplay:
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._stage = ""
@@ -59,11 +59,11 @@ class _Lines:
             self._stage = stage
             print(f"{stage} …", flush=True)
 
-    def step(self, number: int, result: _Done) -> None:
+    def step(self, number: int, result: _StepResult) -> None:
         print(f"step {number}/{self._steps}  {result.text()}", flush=True)
 
 
-class _Live:
+class _BarDisplay:
     def __init__(self, steps: int) -> None:
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -82,33 +82,33 @@ class _Live:
             self._stage_task, description=stage, completed=finished, total=total, visible=finished < total
         )
 
-    def step(self, number: int, result: _Done) -> None:
+    def step(self, number: int, result: _StepResult) -> None:
         self._progress.update(self._stage_task, visible=False)
         self._progress.update(self._steps, completed=number, told=result.text())
 
 
-def _display(steps: int) -> _Lines | _Live:
-    return (_Live if sys.stdout.isatty() else _Lines)(steps)
+def _make_display(steps: int) -> _LineDisplay | _BarDisplay:
+    return (_BarDisplay if sys.stdout.isatty() else _LineDisplay)(steps)
 
 
 @dataclass(frozen=True)
-class _Training:
+class _TrainCommand:
     work: Workload
     options: TrainOptions
-    places: Places
-    processes: Processes
+    places: PlaceOptions
+    processes: CommandProcesses
 
-    def within(self, display: _Lines | _Live, budget: int) -> None:
+    def train_compiled(self, display: _LineDisplay | _BarDisplay, budget: int) -> None:
         options, processes = self.options, self.processes
         shard = options.shard and processes.count > 1
         with (
-            _built(self.work, processes, self.places, options.resume, shard=shard) as built,
-            built.compiled(budget, self.places, processes.device, shard=shard) as step,
+            _built_step(self.work, processes, self.places, options.resume, shard=shard) as built,
+            built.compile(budget, self.places, processes.device, shard=shard) as step,
         ):
             step.on_progress = display.stage
-            results = self.loop(display, step, built.begun, step)
+            results = self.run_steps(display, step, built.steps_done, step)
             if options.save is not None and (shard or not processes.rank):
-                step.save(options.save, extra={"steps": built.begun + options.steps})
+                step.save(options.save, extra={"steps": built.steps_done + options.steps})
             if shard:
                 graph = step.captured.graph
                 persistent = format_bytes(sum(graph.storages[storage].bytes for storage in graph.persistent))
@@ -127,29 +127,33 @@ class _Training:
                 write_report(options.picture, content)
                 print(f"picture: {options.picture}")
 
-    def eagerly(self, display: _Lines | _Live) -> None:
+    def train_eagerly(self, display: _LineDisplay | _BarDisplay) -> None:
         work, options, processes = self.work, self.options, self.processes
         device = open_backend(processes.device).device
         network = work.build().to(device)
         optimizer = work.optimizer(network)
-        _seed(work, processes)
-        begun = 0 if options.resume is None else _steps_in(outofcore.load(options.resume, network, optimizer))
-        plain = work.make_step(processes.wrapped(network), optimizer)
-        results = self.loop(display, lambda *batch: plain(*(tensor.to(device) for tensor in batch)), begun)
+        _seed_dropout(work, processes)
+        begun = 0 if options.resume is None else _saved_steps(outofcore.load(options.resume, network, optimizer))
+        plain = work.make_step(processes.wrap(network), optimizer)
+        results = self.run_steps(display, lambda *batch: plain(*(tensor.to(device) for tensor in batch)), begun)
         if options.save is not None and not processes.rank:
             outofcore.save(options.save, network, optimizer, extra={"steps": begun + options.steps})
         _print_summary(results)
 
-    def loop(
-        self, display: _Lines | _Live, run: TrainStep, begun: int, step: outofcore.Step[..., Any] | None = None
-    ) -> list[_Done]:
-        batches = self.processes.share(self.work.batches(), begun)
-        results: list[_Done] = []
+    def run_steps(
+        self,
+        display: _LineDisplay | _BarDisplay,
+        run: TrainStep,
+        begun: int,
+        step: outofcore.Step[..., Any] | None = None,
+    ) -> list[_StepResult]:
+        batches = self.processes.select_batches(self.work.batches(), begun)
+        results: list[_StepResult] = []
         with display.shown:
             for number, batch in enumerate(itertools.islice(batches, self.options.steps), 1):
                 start = time.perf_counter()
                 loss = run(*batch)
-                result = _Done(loss.item(), time.perf_counter() - start, bits=self.options.bits)
+                result = _StepResult(loss.item(), time.perf_counter() - start, bits=self.options.bits)
                 if step is not None:
                     stats, arena = step.stats, step.planned.program.arena_bytes
                     result = replace(result, arena_bytes=arena, bytes_out=stats.bytes_out, bytes_in=stats.bytes_in)
@@ -157,11 +161,11 @@ class _Training:
                 display.step(number, result)
         return results
 
-    def elastically(self, workers: int, budget: int) -> None:
+    def train_elastically(self, workers: int, budget: int) -> None:
         """Train with logical workers; each process takes the batches of its workers, and process 0 prints."""
         work, options, places = self.work, self.options, self.places
         with ExitStack() as stack:
-            home = _home_at(places, stack)
+            home = _open_home(places, stack)
             network = work.build() if home is None else outofcore.build(work.build, home=home)
             optimizer = work.optimizer(network)
             training = stack.enter_context(
@@ -177,14 +181,14 @@ class _Training:
                     home=home or places.home,
                     host_budget=None if home else places.host_bytes,
                     policy=places.policy,
-                    cache=places.kept,
+                    cache=places.cache_argument,
                 )
             )
             if options.resume is not None:
                 training.load(options.resume)
             batches = itertools.islice(work.batches(), training.steps * workers, None)
-            results: list[_Done] = []
-            display = _display(options.steps) if training.rank == 0 else None
+            results: list[_StepResult] = []
+            display = _make_display(options.steps) if training.rank == 0 else None
             if display is not None:
                 processes = "process" if training.processes == 1 else "processes"
                 print(f"{work.describe()}; {workers} logical workers on {training.processes} {processes}")
@@ -194,7 +198,7 @@ class _Training:
                     step_batches = list(itertools.islice(batches, workers))
                     losses = training({worker: step_batches[worker] for worker in training.workers})
                     if display is not None:
-                        results.append(_Done(losses[0].item(), training.stats.seconds, bits=options.bits))
+                        results.append(_StepResult(losses[0].item(), training.stats.seconds, bits=options.bits))
                         display.step(number, results[-1])
             if options.save is not None:
                 training.save(options.save)
@@ -206,12 +210,12 @@ class _Training:
                 print(f"  sent per step  {sent} by this process; a ring would send {ring_bytes} on average")
 
 
-def train(model: str, zoo: Mapping[str, Any], budget: int | None, options: TrainOptions, places: Places) -> None:
+def train(model: str, zoo: Mapping[str, Any], budget: int | None, options: TrainOptions, places: PlaceOptions) -> None:
     """Train and print progress and a summary; without a budget, in plain PyTorch."""
     script = f"{model.rpartition('.py')[0] or 'my_script'}.py"
-    check_takes(
+    check_kind(
         model,
-        [Kind.ZOO],
+        [TargetKind.ZOO],
         "train",
         f"to train your own script, use: outofcore run --budget 6GiB {script}",
     )
@@ -219,24 +223,26 @@ def train(model: str, zoo: Mapping[str, Any], budget: int | None, options: Train
         raise InputError(f"--save takes a folder, but {options.save} is a file; name a folder")
     work = find_workload(model, zoo)
     if options.elastic is not None and budget is not None:
-        _Training(work, options, places, Processes(device=places.device)).elastically(options.elastic, budget)
+        _TrainCommand(work, options, places, CommandProcesses(device=places.device)).train_elastically(
+            options.elastic, budget
+        )
         return
-    with joined(places.device) as processes:
+    with join_processes(places.device) as processes:
         print(work.describe())
         if processes.count > 1:
             print(f"{processes.count} processes, each with its own batches; the lines below describe the first")
-        training, display = _Training(work, options, places, processes), _display(options.steps)
+        training, display = _TrainCommand(work, options, places, processes), _make_display(options.steps)
         if budget is None:
-            training.eagerly(display)
+            training.train_eagerly(display)
         else:
-            training.within(display, budget)
+            training.train_compiled(display, budget)
 
 
-def _seed(work: Workload, processes: Processes) -> None:
+def _seed_dropout(work: Workload, processes: CommandProcesses) -> None:
     torch.manual_seed(work.options.seed + processes.rank)  # for dropout; weights have their own generator
 
 
-def _home_at(places: Places, stack: ExitStack) -> outofcore.OpenHome | None:
+def _open_home(places: PlaceOptions, stack: ExitStack) -> outofcore.OpenHome | None:
     """Open a home to build the model in; None for a GPU, where the step opens its own homes."""
     if open_backend(places.device).driver is not None:
         return None
@@ -244,14 +250,16 @@ def _home_at(places: Places, stack: ExitStack) -> outofcore.OpenHome | None:
 
 
 @dataclass(frozen=True)
-class _Made:
+class _BuiltStep:
     """A step ready to be compiled."""
 
     user: UserStep[..., Any]
-    begun: int = 0  # steps that the model has been trained for
+    steps_done: int = 0  # steps that the model has been trained for
     home: outofcore.OpenHome | None = None  # where the model was built; None: in ordinary memory
 
-    def compiled(self, budget: int, places: Places, device: str, *, shard: bool = False) -> outofcore.Step[..., Any]:
+    def compile(
+        self, budget: int, places: PlaceOptions, device: str, *, shard: bool = False
+    ) -> outofcore.Step[..., Any]:
         user, home = self.user, self.home
         return outofcore.compile(
             user.function,
@@ -262,49 +270,54 @@ class _Made:
             home=home or places.home,
             host_budget=None if home else places.host_bytes,
             policy=places.policy,
-            cache=places.kept,
+            cache=places.cache_argument,
             shard=shard or None,
         )
 
 
 @contextmanager
-def _built(
-    work: Workload, processes: Processes, places: Places, resume: Path | None = None, *, shard: bool = False
-) -> Generator[_Made]:
+def _built_step(
+    work: Workload,
+    processes: CommandProcesses,
+    places: PlaceOptions,
+    resume: Path | None = None,
+    *,
+    shard: bool = False,
+) -> Generator[_BuiltStep]:
     with ExitStack() as stack:
-        home = _home_at(places, stack)
+        home = _open_home(places, stack)
         if home is None:
             network = work.build()
         else:
             network = outofcore.build(work.build, home=home) if resume is None else work.skeleton()
         optimizer = work.optimizer(network)
-        _seed(work, processes)
-        begun = 0 if resume is None else _steps_in(outofcore.load(resume, network, optimizer, home=home))
-        network = processes.wrapped(network, shard=shard)
-        yield _Made(UserStep(work.make_step(network, optimizer), [network], [optimizer]), begun, home)
+        _seed_dropout(work, processes)
+        begun = 0 if resume is None else _saved_steps(outofcore.load(resume, network, optimizer, home=home))
+        network = processes.wrap(network, shard=shard)
+        yield _BuiltStep(UserStep(work.make_step(network, optimizer), [network], [optimizer]), begun, home)
 
 
-def report(model: str, zoo: Mapping[str, Any], budget: int, options: ReportOptions, places: Places) -> None:
+def report(model: str, zoo: Mapping[str, Any], budget: int, options: ReportOptions, places: PlaceOptions) -> None:
     """Train some steps, at least one, and write a report of the last."""
     with ExitStack() as stack:
-        processes = Processes(device=places.device)
-        kind = check_takes(
+        processes = CommandProcesses(device=places.device)
+        kind = check_kind(
             model,
-            [Kind.ZOO, Kind.SCRIPT],
+            [TargetKind.ZOO, TargetKind.SCRIPT],
             "report",
             "use outofcore plan instead, with --picture to draw the memory of a step",
         )
-        if kind is Kind.SCRIPT:
-            user_step = build(model)
-            built, title = _Made(user_step.user), user_step.title
+        if kind is TargetKind.SCRIPT:
+            user_step = build_user_step(model)
+            built, title = _BuiltStep(user_step.user), user_step.title
             batches: Iterator[tuple[Any, ...]] = itertools.repeat(user_step.inputs)
         else:
             work = find_workload(model, zoo)
             title = work.describe()
-            processes = stack.enter_context(joined(places.device))
-            built = stack.enter_context(_built(work, processes, places))
-            batches = processes.share(work.batches(), 0)
-        step = stack.enter_context(built.compiled(budget, places, processes.device))
+            processes = stack.enter_context(join_processes(places.device))
+            built = stack.enter_context(_built_step(work, processes, places))
+            batches = processes.select_batches(work.batches(), 0)
+        step = stack.enter_context(built.compile(budget, places, processes.device))
         for number in range(1, options.steps + 1):
             step(*next(batches))
             print(f"step {number}/{options.steps}  {format_seconds(step.stats.seconds)}", flush=True)
@@ -317,7 +330,7 @@ def report(model: str, zoo: Mapping[str, Any], budget: int, options: ReportOptio
             print(f"trace: {options.trace}")
 
 
-def _steps_in(extra: Any) -> int:
+def _saved_steps(extra: Any) -> int:
     steps = extra.get("steps") if isinstance(extra, dict) else None
     if not isinstance(steps, int):
         raise InputError(
@@ -327,7 +340,7 @@ def _steps_in(extra: Any) -> int:
     return steps
 
 
-def _print_summary(results: list[_Done], step: outofcore.Step[..., Any] | None = None) -> None:
+def _print_summary(results: list[_StepResult], step: outofcore.Step[..., Any] | None = None) -> None:
     first, later = results[0], results[1:] or results
     rows = [
         ("loss", f"first {first.loss:.4f}, last {results[-1].loss:.4f}"),
@@ -347,7 +360,7 @@ def _print_summary(results: list[_Done], step: outofcore.Step[..., Any] | None =
     if step is not None:
         planned, graph = step.planned, step.captured.graph
         report = step_report(graph, planned.plan, planned.program, step.timeline, step.budget)
-        print(f"last step\n{step_text(report)}\n{moved_text(report)}")
+        print(f"last step\n{step_text(report)}\n{copies_text(report)}")
     width = max(len(name) for name, _ in rows)
     print("all steps")
     print("\n".join(f"  {name:<{width}}  {value}" for name, value in rows))

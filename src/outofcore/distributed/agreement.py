@@ -21,7 +21,7 @@ from outofcore._torch_internals import gather_into
 from outofcore.capture.collectives import Collective
 from outofcore.capture.replicas import group_of, parallel_models
 from outofcore.errors import CommunicationError, InputError, StateError
-from outofcore.finalization import end_when_threads_rest
+from outofcore.finalization import wait_for_threads_at_exit
 from outofcore.peers import StepFacts
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.groups import GroupCost, group_cost
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # The maximum length of a message for another process.
-_MOST_TEXT = 2000
+_MAX_TEXT = 2000
 
 
 class Agreement:
@@ -42,31 +42,31 @@ class Agreement:
         self._costs: dict[int, GroupCost] = {}
         self._follows_one_plan = group is not None
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            end_when_threads_rest()
+            wait_for_threads_at_exit()
         groups = [group_of(model) for model in parallel_models(models)]
         if group is not None:
             groups.append(group)
         if groups:
-            self._join(groups)
+            self._set_group(groups)
 
     @property
-    def joined(self) -> bool:
+    def is_joined(self) -> bool:
         """Whether processes synchronise: at once if a model is wrapped, else after the first collective."""
         return self._group is not None
 
-    def _join(self, groups: Sequence[ProcessGroup]) -> None:
+    def _set_group(self, groups: Sequence[ProcessGroup]) -> None:
         is_single = all(group is groups[0] for group in groups)
         group = groups[0] if is_single else torch.distributed.group.WORLD
         if group is not None and group.size() > 1:
-            end_when_threads_rest()
+            wait_for_threads_at_exit()
             self._group = group
 
     def join(self, collectives: Sequence[Collective]) -> None:
         """Record the collectives of a step."""
         if self._group is None and collectives:
-            self._join([collective.group for collective in collectives])
+            self._set_group([collective.group for collective in collectives])
 
-    def meet(self, facts: StepFacts | None, device: torch.device) -> bool:
+    def rendezvous(self, facts: StepFacts | None, device: torch.device) -> bool:
         """Return whether all processes have a plan for the next call; ``facts`` is None without one.
 
         Raises ``StateError`` for different collectives, ``InputError`` for different steps of a shared model.
@@ -76,34 +76,36 @@ class Agreement:
             return facts is not None
         number = 0
         if facts is not None:
-            number = _number((*facts.collectives, facts.graph) if self._follows_one_plan else facts.collectives)
+            number = _collectives_number(
+                (*facts.collectives, facts.graph) if self._follows_one_plan else facts.collectives
+            )
         own_number = torch.tensor([number], dtype=torch.int64, device=device)
         everyone = torch.empty(group.size(), dtype=torch.int64, device=device)
-        with _talking():
+        with _translated_errors():
             gather_into(everyone, own_number, group)
         numbers = everyone.tolist()
         if 0 in numbers:
             return False
         if len(set(numbers)) > 1 and facts is not None:
-            _check_alike(self._gathered(facts), follow_one_plan=self._follows_one_plan)
+            _check_facts_match(self._gather_facts(facts), follow_one_plan=self._follows_one_plan)
         return True
 
-    def compare(self, facts: StepFacts) -> tuple[StepFacts, ...]:
+    def compare_facts(self, facts: StepFacts) -> tuple[StepFacts, ...]:
         """Return the facts of all processes by rank; raise an error if they cannot run the step together."""
-        everyone = self._gathered(facts)
-        self._raise_for_others(facts, everyone)
-        _check_alike(everyone, follow_one_plan=self._follows_one_plan)
+        everyone = self._gather_facts(facts)
+        self._raise_other_error(facts, everyone)
+        _check_facts_match(everyone, follow_one_plan=self._follows_one_plan)
         return everyone
 
-    def _gathered(self, facts: StepFacts) -> tuple[StepFacts, ...]:
+    def _gather_facts(self, facts: StepFacts) -> tuple[StepFacts, ...]:
         if self._group is None:
             return (facts,)
         everyone: list[Any] = [None] * self._group.size()
-        with _talking():
+        with _translated_errors():
             torch.distributed.all_gather_object(everyone, facts, group=self._group)
         return tuple(everyone)
 
-    def _raise_for_others(self, facts: StepFacts, everyone: Sequence[StepFacts]) -> None:
+    def _raise_other_error(self, facts: StepFacts, everyone: Sequence[StepFacts]) -> None:
         for rank, other_facts in enumerate(everyone):
             if other_facts.error and not facts.error:
                 raise StateError(f"rank {rank} cannot run this step, so no rank runs it: {other_facts.error}")
@@ -116,7 +118,7 @@ class Agreement:
         """Return the cost of each group by its number of processes; all processes must call this at once."""
         for collective in collectives:
             if collective.group.size() not in self._costs:
-                with _talking():
+                with _translated_errors():
                     self._costs[collective.group.size()] = group_cost(collective.group, device, self._cache)
         return self._costs
 
@@ -128,7 +130,7 @@ class Agreement:
 
         def share(result: Any, failure: str) -> tuple[Any, str]:
             shared: list[Any] = [result, failure]
-            with _talking():
+            with _translated_errors():
                 torch.distributed.broadcast_object_list(shared, group=group, group_src=leader)
             return shared[0], shared[1]
 
@@ -138,7 +140,7 @@ class Agreement:
 
         result: Any = None
         if self.rank == leader:
-            with _telling(report_failure):
+            with _reported_errors(report_failure):
                 result = make()
         result, failure = share(result, "")
         if failure:
@@ -146,25 +148,25 @@ class Agreement:
         return result
 
     @contextlib.contextmanager
-    def agreeing(self) -> Iterator[None]:
+    def synchronized(self) -> Iterator[None]:
         """Leave the block when all processes do; raise this one's error, or ``StateError`` for another's."""
-        with _telling(self._tell):
+        with _reported_errors(self._exchange_texts):
             yield
-        for rank, other_error in enumerate(self._tell("")):
+        for rank, other_error in enumerate(self._exchange_texts("")):
             if other_error:
                 raise StateError(f"rank {rank} cannot run this step, so no rank runs it: {other_error}")
 
-    def _tell(self, text: str) -> list[str]:
+    def _exchange_texts(self, text: str) -> list[str]:
         texts = [text]
         if self._group is not None:
             texts = [""] * self._group.size()
-            with _talking():
+            with _translated_errors():
                 torch.distributed.all_gather_object(texts, text, group=self._group)
         return texts
 
 
 @contextlib.contextmanager
-def _talking() -> Iterator[None]:
+def _translated_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
@@ -176,30 +178,30 @@ def _talking() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _telling(send: Callable[[str], object]) -> Iterator[None]:
+def _reported_errors(send: Callable[[str], object]) -> Iterator[None]:
     """Report an error in the block to the other processes, and raise it."""
     try:
         yield
     except BaseException as error:  # after any error, since the other processes wait for this one
-        send(told(error))
+        send(error_text(error))
         raise
 
 
-def told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:_MOST_TEXT]
+def error_text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:_MAX_TEXT]
 
 
-def _number(collectives: Sequence[str]) -> int:
+def _collectives_number(collectives: Sequence[str]) -> int:
     """Return a number that identifies the collectives of a step; never 0."""
     digest = hashlib.sha256(json.dumps(list(collectives)).encode()).digest()
     return int.from_bytes(digest[:7], "big") + 1
 
 
-def _check_alike(everyone: Sequence[StepFacts], *, follow_one_plan: bool) -> None:
+def _check_facts_match(everyone: Sequence[StepFacts], *, follow_one_plan: bool) -> None:
     first = everyone[0]
     for rank, facts in enumerate(everyone[1:], 1):
         ranks = f"rank {rank} and rank 0"
-        for name, advice in _ALIKE.items():
+        for name, advice in _EQUAL_FACTS.items():
             mine, theirs = getattr(facts, name), getattr(first, name)
             if mine != theirs:
                 raise InputError(f"{ranks} differ in {name}: {mine} there, and {theirs} on rank 0; {advice}")
@@ -227,7 +229,7 @@ def _check_alike(everyone: Sequence[StepFacts], *, follow_one_plan: bool) -> Non
 
 
 # Facts that must be equal, with advice if they are not.
-_ALIKE = {
+_EQUAL_FACTS = {
     "versions": "install the same versions on all ranks",
     "budget": "give all ranks the same budget, since they would wait for the slowest",
     "policy": "give all ranks the same policy",

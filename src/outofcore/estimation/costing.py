@@ -20,26 +20,26 @@ from outofcore._torch_internals import OpOverload
 from outofcore.capture.captured import CPU, Call, Captured, Ref
 from outofcore.capture.collectives import Collective
 from outofcore.capture.kernel_layouts import KernelLayouts
-from outofcore.capture.operators import by_name
+from outofcore.capture.operators import arguments_by_name
 from outofcore.capture.shards import AssumedGroup, Shards
 from outofcore.capture.tables import leaves_in
 from outofcore.capture.value_errors import ops_that_may_raise
 from outofcore.costs import Costs, Home, OpCost
-from outofcore.estimation.repeating import Step
+from outofcore.estimation.repeating import CostedStep
 from outofcore.execution.backend import Backend
-from outofcore.execution.opening import homes_of, open_backend
+from outofcore.execution.opening import open_backend, open_homes_of_backend
 from outofcore.graph import Op, StepGraph
 from outofcore.options import UserStep
 from outofcore.presets import Device, Number, Work, simulated
 from outofcore.profiling.cache import Cache, open_cache
 from outofcore.profiling.groups import GroupCost
-from outofcore.profiling.links import links_to
-from outofcore.progress import Tell, silent
+from outofcore.profiling.links import measure_homes
+from outofcore.progress import ProgressCallback, ignore_progress
 from outofcore.runtime.homes import HomeStore
 from outofcore.step_variants import Split, StepVariants
-from outofcore.transforms.fusing import fusing
+from outofcore.transforms.fusing import capture_and_fuse
 from outofcore.transforms.kernels import Kernels
-from outofcore.transforms.partial_sums import summing
+from outofcore.transforms.partial_sums import capture_and_split_sums
 from outofcore.units import MIB
 from outofcore.variant import LOWEST_MEMORY, Variant, smallest_variant
 
@@ -47,15 +47,15 @@ _HALVES = frozenset({torch.float16, torch.bfloat16})
 # The positions of both factors among the arguments.
 _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 # Multiplies each group of rows by a matrix of its own.
-_GROUPED = "_grouped_mm"
+_GROUPED_PRODUCT = "_grouped_mm"
 # Operators that allocate memory and run no kernel.
-_ALLOCATES = frozenset(
+_ALLOCATION_OPS = frozenset(
     ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
 )
 
 
 @dataclass(frozen=True)
-class Sharing:
+class AssumedSharding:
     """An assumed group of processes that share a model."""
 
     ranks: int
@@ -70,7 +70,7 @@ class LocalMachine:
 
 
 @contextmanager
-def opened_place(
+def open_target(
     device: str | None,
     home: str | os.PathLike[str] | None,
     host_budget: int | str | None,
@@ -83,26 +83,26 @@ def opened_place(
         return
     backend, measurements = open_backend(device), open_cache(cache)
     with ExitStack() as stack:
-        stores = homes_of(backend, home, host_budget)
+        stores = open_homes_of_backend(backend, home, host_budget)
         for store in stores:
             stack.callback(store.close)
         yield LocalMachine(backend, stores, measurements)
 
 
-class Costed(NamedTuple):
+class StepCosts(NamedTuple):
     graph: StepGraph
     costs: Costs
     parts: tuple[StepGraph, Costs] | None = None  # with split ops, if these need less memory
 
 
-def captured_variants(
+def capture_variants(
     user: UserStep[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     target: LocalMachine | Device,
     kernels: Kernels | None,
     split: Split,
-    tell: Tell = silent,
+    tell: ProgressCallback = ignore_progress,
 ) -> StepVariants:
     """Capture a call of a step; takes the arguments and raises the errors of ``cost_step``."""
     if isinstance(target, Device):
@@ -111,22 +111,22 @@ def captured_variants(
     else:
         local_backend, cache, layouts = target.backend, target.cache, KernelLayouts()
         home_bytes = target.stores[0].capacity if target.stores else None
-    plain = user.capturing(args, kwargs, CPU if local_backend is None else local_backend.device, layouts)
-    capture = summing(fusing(plain, kernels, tell), is_on=split is Split.CLOSE)
+    plain = user.capturer(args, kwargs, CPU if local_backend is None else local_backend.device, layouts)
+    capture = capture_and_split_sums(capture_and_fuse(plain, kernels, tell), is_on=split is Split.CLOSE)
     return StepVariants(capture(), capture, local_backend, cache, split, home_bytes)
 
 
-def costed(
+def cost_step(
     user: UserStep[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    where: LocalMachine | Device,
+    target: LocalMachine | Device,
     *,
-    tell: Tell,
-    sharing: Sharing | None = None,
+    tell: ProgressCallback,
+    sharing: AssumedSharding | None = None,
     kernels: Kernels | None = None,
     split: Split = Split.OFF,
-) -> Costed:
+) -> StepCosts:
     """Capture a step, and measure or estimate its costs without training; raises ``CaptureError``.
 
     If later calls differ from the first, return the step that needs the larger budget. ``sharing`` is the group that
@@ -135,53 +135,57 @@ def costed(
     tell("capture the step", 0, 1)
     if sharing is not None:
         user = replace(user, shards=Shards(user.models, user.optimizers, AssumedGroup(sharing.ranks)))
-    first = captured_variants(user, args, kwargs, where, kernels, split, tell)
+    first = capture_variants(user, args, kwargs, target, kernels, split, tell)
     tell("capture the step", 1, 1)
     links: tuple[Home, ...] = ()
-    if isinstance(where, LocalMachine):
-        where.backend.prepare()
+    if isinstance(target, LocalMachine):
+        target.backend.prepare()
         first.costs(LOWEST_MEMORY, timed=True, advance=partial(tell, "measure ops"))
         tell("measure copies", 0, 1)
-        links = links_to(where.stores, where.cache, where.backend, 64 * MIB)
+        links = measure_homes(target.stores, target.cache, target.backend, 64 * MIB)
         tell("measure copies", 1, 1)
 
     def costs_of(step: StepVariants, variant: Variant, stage: str) -> tuple[StepGraph, Costs]:
-        captured = step.made(variant)
-        if isinstance(where, Device):
-            graph, costs = captured.graph.unwatched(), estimated_costs(captured, where)
+        captured = step.get_variant(variant)
+        if isinstance(target, Device):
+            graph, costs = captured.graph.unwatched(), estimate_costs(captured, target)
         else:
             costs = step.costs(variant, timed=True, advance=partial(tell, stage))
             graph, costs = captured.graph, replace(costs, homes=links)
-        return graph, _with_collectives(captured, costs, sharing)
+        return graph, _add_collective_costs(captured, costs, sharing)
 
-    steps = _calls_of(first)
-    whole = costs_of(_neediest(steps), LOWEST_MEMORY, "measure ops")
+    steps = _distinct_calls(first)
+    whole = costs_of(_largest_step(steps), LOWEST_MEMORY, "measure ops")
     if split is Split.OFF:
-        return Costed(*whole)
+        return StepCosts(*whole)
     smallest = [(step, *smallest_variant(step)) for step in steps]
     smallest_step, variant, _ = max(smallest, key=lambda candidate: candidate[2])
-    return Costed(*whole, None if variant.op_bytes is None else costs_of(smallest_step, variant, "measure split ops"))
+    return StepCosts(
+        *whole, None if variant.op_bytes is None else costs_of(smallest_step, variant, "measure split ops")
+    )
 
 
-def estimated_step(user: UserStep[..., Any], args: tuple[Any, ...], device: Device, tell: Tell = silent) -> Step:
+def estimate_step(
+    user: UserStep[..., Any], args: tuple[Any, ...], device: Device, tell: ProgressCallback = ignore_progress
+) -> CostedStep:
     """Capture a step, and estimate its costs on another device; raises ``CaptureError``."""
     tell("capture the step", 0, 1)
-    first = captured_variants(user, args, {}, device, None, Split.OFF, tell)
-    captured = _neediest(_calls_of(first)).made(LOWEST_MEMORY)
+    first = capture_variants(user, args, {}, device, None, Split.OFF, tell)
+    captured = _largest_step(_distinct_calls(first)).get_variant(LOWEST_MEMORY)
     tell("capture the step", 1, 1)
-    return Step(captured.graph.unwatched(), estimated_costs(captured, device), ops_that_may_raise(captured))
+    return CostedStep(captured.graph.unwatched(), estimate_costs(captured, device), ops_that_may_raise(captured))
 
 
-def _calls_of(first: StepVariants) -> list[StepVariants]:
+def _distinct_calls(first: StepVariants) -> list[StepVariants]:
     """Return the step of the first call, and that of later calls if it differs."""
     return [first] if first.later is None else [first, first.later]
 
 
-def _neediest(steps: list[StepVariants]) -> StepVariants:
-    return steps[0] if len(steps) == 1 else max(steps, key=lambda step: step.need(LOWEST_MEMORY) or 0)
+def _largest_step(steps: list[StepVariants]) -> StepVariants:
+    return steps[0] if len(steps) == 1 else max(steps, key=lambda step: step.smallest_arena(LOWEST_MEMORY) or 0)
 
 
-def _with_collectives(captured: Captured, costs: Costs, sharing: Sharing | None) -> Costs:
+def _add_collective_costs(captured: Captured, costs: Costs, sharing: AssumedSharding | None) -> Costs:
     if sharing is None:
         return costs
     ops = [
@@ -191,18 +195,18 @@ def _with_collectives(captured: Captured, costs: Costs, sharing: Sharing | None)
     return replace(costs, ops=tuple(ops))
 
 
-def estimated_costs(captured: Captured, device: Device) -> Costs:
+def estimate_costs(captured: Captured, device: Device) -> Costs:
     """Estimate the costs of a captured step on a device with host memory as its only home."""
     ops = [
-        OpCost(_seconds(captured, op, call, device))
+        OpCost(_op_seconds(captured, op, call, device))
         for op, call in zip(captured.graph.ops, captured.calls, strict=True)
     ]
     return Costs(tuple(ops), (device.home(),))
 
 
-def _seconds(captured: Captured, op: Op, call: Call, device: Device) -> float:
+def _op_seconds(captured: Captured, op: Op, call: Call, device: Device) -> float:
     values = [captured.values[index] for index in _values_of(call)]
-    if not op.touched or not values or _only_allocates(call):
+    if not op.touched or not values or _is_allocation(call):
         return 0.0
     # Expanded dimensions, of stride 0, repeat the same bytes.
     moved = sum(
@@ -210,15 +214,15 @@ def _seconds(captured: Captured, op: Op, call: Call, device: Device) -> float:
         for value in values
         if prod(value.shape)
     )
-    work, operations = operations_of(captured, op, call)
-    return device.seconds(work, _number([value.dtype for value in values], work), operations, moved)
+    work, operations = count_operations(captured, op, call)
+    return device.seconds(work, _number_format([value.dtype for value in values], work), operations, moved)
 
 
-def _only_allocates(call: Call) -> bool:
-    return isinstance(call.func, OpOverload) and call.func._schema.name in _ALLOCATES
+def _is_allocation(call: Call) -> bool:
+    return isinstance(call.func, OpOverload) and call.func._schema.name in _ALLOCATION_OPS
 
 
-def operations_of(captured: Captured, op: Op, call: Call) -> tuple[Work, float]:
+def count_operations(captured: Captured, op: Op, call: Call) -> tuple[Work, float]:
     """Return an op's kind of work, and its number of additions and multiplications (0 if memory-bound)."""
     name = op.name.split(".")[1] if op.name.startswith("aten.") else ""
     shapes: list[tuple[int, ...]] = [
@@ -230,10 +234,10 @@ def operations_of(captured: Captured, op: Op, call: Call) -> tuple[Work, float]:
         products = 5 if "backward" in name else 2  # of matrices; the backward pass recomputes the scores
         # Fused kernels skip the masked half of causal attention.
         func = call.func
-        causal = isinstance(func, OpOverload) and by_name(func, call.args, call.kwargs).get("is_causal")
+        causal = isinstance(func, OpOverload) and arguments_by_name(func, call.args, call.kwargs).get("is_causal")
         share = 0.5 if causal else 1.0
         return Work.ATTENTION, 2.0 * products * share * prod(query) * key[-2]
-    if name == _GROUPED:
+    if name == _GROUPED_PRODUCT:
         # Forward, each row is multiplied by the weights of one expert; backward, all columns by all rows.
         left_shape, right_shape = shapes[:2]
         return Work.MATMUL, 2.0 * prod(left_shape) * right_shape[-1]
@@ -243,21 +247,23 @@ def operations_of(captured: Captured, op: Op, call: Call) -> tuple[Work, float]:
     if name in ("convolution", "_convolution"):
         transposed = call.args[6]
         result = captured.values[call.results[0]].shape if call.results[0] is not None else ()
-        return Work.CONVOLUTION, _convolution(shapes[0] if transposed else result, shapes[1])
+        return Work.CONVOLUTION, _convolution_operations(shapes[0] if transposed else result, shapes[1])
     if name == "convolution_backward":
         gradient, input_shape, weight = shapes[:3]
         transposed, needs_gradient = call.args[7], call.args[10]
         # One convolution for the gradient of the input, one for that of the weight.
-        return Work.CONVOLUTION, sum(needs_gradient[:2]) * _convolution(input_shape if transposed else gradient, weight)
+        return Work.CONVOLUTION, sum(needs_gradient[:2]) * _convolution_operations(
+            input_shape if transposed else gradient, weight
+        )
     return Work.STREAMING, 0.0
 
 
-def _convolution(outer: tuple[int, ...], weight: tuple[int, ...]) -> float:
+def _convolution_operations(outer: tuple[int, ...], weight: tuple[int, ...]) -> float:
     """Count the operations of a convolution with this output shape (if transposed: input shape)."""
     return 2.0 * prod(outer) * prod(weight[1:])
 
 
-def _number(dtypes: list[torch.dtype], work: Work) -> Number:
+def _number_format(dtypes: list[torch.dtype], work: Work) -> Number:
     floating = [dtype for dtype in dtypes if dtype.is_floating_point]
     if floating and floating[0] in _HALVES:
         return Number.HALF

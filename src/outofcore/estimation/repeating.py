@@ -23,10 +23,10 @@ from outofcore.graph import PERSISTENT_KINDS, Op, StepGraph, Storage, StorageKin
 from outofcore.presets import LAUNCH_SECONDS
 
 # Blocks of a shallow model: the first, two that must match, the last.
-KEPT = 4
-_FIRST, _ONE, _TWO, _LAST = range(KEPT)
+KEPT_BLOCKS = 4
+_FIRST, _ONE, _TWO, _LAST = range(KEPT_BLOCKS)
 _UPDATE = "optimizer."
-_NAMING_STORAGES = ("reads", "mutates", "creates", "discards")
+_STORAGE_FIELDS = ("reads", "mutates", "creates", "discards")
 
 
 @dataclass(frozen=True)
@@ -39,28 +39,28 @@ class Stack:
     blocks: int  # number of blocks in the whole model
 
     @cached_property
-    def _named(self) -> re.Pattern[str]:
+    def _name_pattern(self) -> re.Pattern[str]:
         return re.compile(rf"{re.escape(self.path)}\.(\d+)(?![^. ])")
 
-    def block(self, name: str) -> int | None:
+    def block_of(self, name: str) -> int | None:
         """Return the block of a module or tensor by its name; None: outside of all blocks."""
-        match = self._named.match(name)
+        match = self._name_pattern.match(name)
         layer = -1 if match is None else int(match[1]) - self.first
         return None if layer < 0 else layer // self.period
 
-    def moved(self, name: str, by: int) -> str:
+    def shift_name(self, name: str, by: int) -> str:
         """Return the corresponding name ``by`` blocks later."""
-        match = self._named.match(name) if by else None
+        match = self._name_pattern.match(name) if by else None
         if match is None:
             return name
         return f"{self.path}.{int(match[1]) + by * self.period}{name[match.end() :]}"
 
-    def holds(self, module: str) -> bool:
+    def is_inside(self, module: str) -> bool:
         return not module or self.path.startswith(f"{module}.")
 
 
 @dataclass(frozen=True)
-class Step:
+class CostedStep:
     """A step that was captured on the CPU, and its costs on a device."""
 
     graph: StepGraph
@@ -68,25 +68,25 @@ class Step:
     raising: frozenset[int] = frozenset()  # ops that may raise an error; no update moves before one
 
 
-class _UnlikeError(Exception):
+class _MismatchError(Exception):
     """The blocks do not match."""
 
 
-def deepened(step: Step, stacks: Iterable[Stack], blocks: int | None = None) -> Step | None:
+def deepen_step(step: CostedStep, stacks: Iterable[Stack], blocks: int | None = None) -> CostedStep | None:
     """Derive the step of the deep model from a shallow one; None: the inner blocks do not match.
 
     The shallow step has ``KEPT_BLOCKS`` blocks per stack. ``blocks``, at least 3, replaces the number of every stack.
     """
     try:
-        step = _updates_last(step)
+        step = _join_updates_at_end(step)
         for stack in stacks:
-            step = _Blocks(step, stack).repeated((blocks or stack.blocks) - 2)
-        return _updates_joined(step)
-    except _UnlikeError:
+            step = _BlockRepeater(step, stack).repeat((blocks or stack.blocks) - 2)
+        return _chunk_and_hoist_updates(step)
+    except _MismatchError:
         return None
 
 
-def same_step(a_step: Step, b_step: Step) -> bool:
+def are_equal_steps(a_step: CostedStep, b_step: CostedStep) -> bool:
     """Return whether two steps are equal, ignoring names, storage ids and the order of update inputs."""
     first, first_costs, second, second_costs = a_step.graph, a_step.costs, b_step.graph, b_step.costs
     if len(first.ops) != len(second.ops) or len(first.outputs) != len(second.outputs):
@@ -97,7 +97,7 @@ def same_step(a_step: Step, b_step: Step) -> bool:
             return False
         if cost.workspace_bytes != second_cost.workspace_bytes or abs(cost.seconds - second_cost.seconds) > 1e-12:
             return False
-        for field in _NAMING_STORAGES:
+        for field in _STORAGE_FIELDS:
             first_refs, second_refs = getattr(a, field), getattr(b, field)
             if len(first_refs) != len(second_refs):
                 return False
@@ -123,7 +123,7 @@ def _is_joint_update(graph: StepGraph, op: Op) -> bool:
     return bool(sizes) and max(sizes) < traits_of(CPU).update_bytes.alone
 
 
-def _members(graph: StepGraph, op: Op) -> list[list[int]]:
+def _reads_by_parameter(graph: StepGraph, op: Op) -> list[list[int]]:
     """Return the reads of an update by parameter: the parameter, its state, its gradient."""
     members = {graph.storages[s].name: [s] for s in op.reads if graph.storages[s].kind is StorageKind.PARAMETER}
     for s in op.reads:
@@ -131,65 +131,65 @@ def _members(graph: StepGraph, op: Op) -> list[list[int]]:
             continue
         owner = graph.storages[s].name.rpartition(".")[0]
         if owner not in members:
-            raise _UnlikeError
+            raise _MismatchError
         members[owner].append(s)
     return sorted(members.values())
 
 
-def _updates_last(step: Step) -> Step:
+def _join_updates_at_end(step: CostedStep) -> CostedStep:
     graph, costs = step.graph, step.costs.ops
     joint = [op for op in graph.ops if _is_joint_update(graph, op)]
     ids = {op.id for op in joint}
-    parts = [_Part(op, costs[op.id], op.id in step.raising) for op in graph.ops if op.id not in ids]
+    parts = [_CostedOp(op, costs[op.id], op.id in step.raising) for op in graph.ops if op.id not in ids]
     for name in dict.fromkeys(op.name for op in joint):
         same_kind = [op for op in joint if op.name == name]
-        members = sorted(member for op in same_kind for member in _members(graph, op))
+        members = sorted(member for op in same_kind for member in _reads_by_parameter(graph, op))
         mutates = {s for op in same_kind for s in op.mutates}
         reads = tuple(s for member in members for s in member)
         op = replace(same_kind[0], reads=reads, mutates=tuple(s for s in reads if s in mutates), module="")
         seconds = sum(costs[op.id].seconds - LAUNCH_SECONDS for op in same_kind)
-        parts.append(_Part(op, OpCost(LAUNCH_SECONDS + seconds)))
-    return _step_of(graph.storages, parts, graph.outputs, step.costs)
+        parts.append(_CostedOp(op, OpCost(LAUNCH_SECONDS + seconds)))
+    return _build_step(graph.storages, parts, graph.outputs, step.costs)
 
 
-def _updates_joined(step: Step) -> Step:
+def _chunk_and_hoist_updates(step: CostedStep) -> CostedStep:
     """Split joint updates like a capture does, and hoist updates to where their gradients are final."""
     graph = step.graph
-    parts: list[_Part] = []
+    parts: list[_CostedOp] = []
     # Sorted by the parameter at which the optimizer makes the update.
-    updates: list[tuple[float, _Part]] = []
+    updates: list[tuple[float, _CostedOp]] = []
     for op, cost in zip(graph.ops, step.costs.ops, strict=True):
         if _is_joint_update(graph, op):
-            updates += _chunks(graph, op, cost)
+            updates += _split_joint_update(graph, op, cost)
         elif op.name.startswith(_UPDATE):
             at = next((s for s in op.reads if graph.storages[s].kind is StorageKind.PARAMETER), len(graph.storages))
-            updates.append((at, _Part(op, cost, op.id in step.raising)))
+            updates.append((at, _CostedOp(op, cost, op.id in step.raising)))
         else:
-            parts.append(_Part(op, cost, op.id in step.raising))
+            parts.append(_CostedOp(op, cost, op.id in step.raising))
     updates.sort(key=itemgetter(0))
     first = len(parts)
     parts += [part for _, part in updates]
-    step = _with_states_in_order(_step_of(graph.storages, parts, graph.outputs, step.costs), first)
+    step = _renumber_states(_build_step(graph.storages, parts, graph.outputs, step.costs), first)
     graph = step.graph
     order = hoisted_order(graph, [op.id for op in graph.ops[first:] if not op.random], step.raising)
-    hoisted = [_Part(graph.ops[at], step.costs.ops[at], at in step.raising) for at in order]
-    return _step_of(graph.storages, hoisted, graph.outputs, step.costs)
+    hoisted = [_CostedOp(graph.ops[at], step.costs.ops[at], at in step.raising) for at in order]
+    return _build_step(graph.storages, hoisted, graph.outputs, step.costs)
 
 
-def _chunks(graph: StepGraph, op: Op, cost: OpCost) -> list[tuple[float, _Part]]:
+def _split_joint_update(graph: StepGraph, op: Op, cost: OpCost) -> list[tuple[float, _CostedOp]]:
     """Split a joint update into chunks, each with the parameter at which it is full."""
     max_bytes = traits_of(CPU).update_bytes.chunk
     kinds = (StorageKind.PARAMETER, StorageKind.OPTIMIZER_STATE)
     chunks: list[tuple[float, list[list[int]]]] = []
     chunk: list[list[int]] = []
-    for member in _members(graph, op):
-        if _bytes(graph, (previous[0] for previous in chunk)) + graph.storages[member[0]].bytes > max_bytes:
+    for member in _reads_by_parameter(graph, op):
+        if _total_bytes(graph, (previous[0] for previous in chunk)) + graph.storages[member[0]].bytes > max_bytes:
             chunks.append((member[0] - 0.5, chunk))
             chunk = []
         chunk.append(member)
     chunks.append((inf, chunk))
-    mutates, whole = set(op.mutates), _bytes(graph, op.reads)
-    chunk_updates: list[tuple[float, _Part]] = []
+    mutates, whole = set(op.mutates), _total_bytes(graph, op.reads)
+    chunk_updates: list[tuple[float, _CostedOp]] = []
     for at, members in chunks:
         reads = [s for member in members for s in member]
         reads = [
@@ -198,12 +198,12 @@ def _chunks(graph: StepGraph, op: Op, cost: OpCost) -> list[tuple[float, _Part]]
         ]
         module = graph.storages[members[0][0]].name.rpartition(".")[0]
         part = replace(op, reads=tuple(reads), mutates=tuple(s for s in reads if s in mutates), module=module)
-        share = _bytes(graph, reads) / whole
-        chunk_updates.append((at, _Part(part, OpCost(LAUNCH_SECONDS + (cost.seconds - LAUNCH_SECONDS) * share))))
+        share = _total_bytes(graph, reads) / whole
+        chunk_updates.append((at, _CostedOp(part, OpCost(LAUNCH_SECONDS + (cost.seconds - LAUNCH_SECONDS) * share))))
     return chunk_updates
 
 
-def _with_states_in_order(step: Step, first: int) -> Step:
+def _renumber_states(step: CostedStep, first: int) -> CostedStep:
     """Renumber optimizer states contiguously, in the order of the updates from op ``first`` on."""
     graph, state_kind = step.graph, StorageKind.OPTIMIZER_STATE
     states = dict.fromkeys(s for op in graph.ops[first:] for s in op.reads if graph.storages[s].kind is state_kind)
@@ -216,31 +216,33 @@ def _with_states_in_order(step: Step, first: int) -> Step:
         return tuple(new[s] for s in old)
 
     parts = [
-        _Part(
-            replace(op, **{field: numbers(getattr(op, field)) for field in _NAMING_STORAGES}),
+        _CostedOp(
+            replace(op, **{field: numbers(getattr(op, field)) for field in _STORAGE_FIELDS}),
             cost,
             op.id in step.raising,
         )
         for op, cost in zip(graph.ops, step.costs.ops, strict=True)
     ]
     storages = tuple(replace(graph.storages[old], id=at) for at, old in enumerate(order))
-    return _step_of(storages, parts, numbers(graph.outputs), step.costs)
+    return _build_step(storages, parts, numbers(graph.outputs), step.costs)
 
 
-def _bytes(graph: StepGraph, storages: Iterable[int]) -> int:
+def _total_bytes(graph: StepGraph, storages: Iterable[int]) -> int:
     return sum(graph.storages[s].bytes for s in storages)
 
 
 @dataclass(frozen=True)
-class _Part:
+class _CostedOp:
     op: Op
     cost: OpCost
     raises: bool = False
 
 
-def _step_of(storages: tuple[Storage, ...], parts: Sequence[_Part], outputs: tuple[int, ...], costs: Costs) -> Step:
+def _build_step(
+    storages: tuple[Storage, ...], parts: Sequence[_CostedOp], outputs: tuple[int, ...], costs: Costs
+) -> CostedStep:
     ops = tuple(part.op if part.op.id == at else replace(part.op, id=at) for at, part in enumerate(parts))
-    return Step(
+    return CostedStep(
         StepGraph(storages, ops, outputs),
         replace(costs, ops=tuple(part.cost for part in parts)),
         frozenset(at for at, part in enumerate(parts) if part.raises),
@@ -250,19 +252,19 @@ def _step_of(storages: tuple[Storage, ...], parts: Sequence[_Part], outputs: tup
 # Blocks
 
 
-class _Blocks:
+class _BlockRepeater:
     """A step with ``KEPT_BLOCKS`` blocks of a stack; the two in the middle match."""
 
-    def __init__(self, step: Step, stack: Stack) -> None:
+    def __init__(self, step: CostedStep, stack: Stack) -> None:
         self._step, self._stack = step, stack
         self._graph = graph = step.graph
-        self._labels = self._labelled()
+        self._labels = self._label_ops()
         inner = [[op for op, label in zip(graph.ops, self._labels, strict=True) if label == b] for b in (_ONE, _TWO)]
         if not inner[0] or len(inner[0]) != len(inner[1]):
-            raise _UnlikeError
+            raise _MismatchError
         pairs = list(zip(*inner, strict=True))
         # The index of each op within its block.
-        self._place = {op.id: at for ops in inner for at, op in enumerate(ops)}
+        self._index_in_block = {op.id: at for ops in inner for at, op in enumerate(ops)}
         # The block of each storage, and its role in the block.
         self._block: dict[int, int | None] = {}
         self._role: dict[int, object] = {}
@@ -270,43 +272,43 @@ class _Blocks:
             creator = graph.creator.get(s.id)
             if creator is not None:
                 self._block[s.id] = self._labels[creator]
-                if creator in self._place:
-                    self._role[s.id] = self._place[creator], graph.ops[creator].creates.index(s.id)
+                if creator in self._index_in_block:
+                    self._role[s.id] = self._index_in_block[creator], graph.ops[creator].creates.index(s.id)
             else:
-                block = stack.block(s.name) if s.kind in PERSISTENT_KINDS else None
+                block = stack.block_of(s.name) if s.kind in PERSISTENT_KINDS else None
                 self._block[s.id] = block
                 if block is not None:
-                    self._role[s.id] = stack.moved(s.name, -block)
+                    self._role[s.id] = stack.shift_name(s.name, -block)
         self._check_storages()
-        self._ways = [self._checked(first, second) for first, second in pairs]
+        self._references = [self._match_ops(first, second) for first, second in pairs]
 
-    def _labelled(self) -> list[int | None]:
+    def _label_ops(self) -> list[int | None]:
         """Return the block of each op; an op without a module belongs to the block before it."""
-        labels = [self._stack.block(op.module) for op in self._graph.ops]
+        labels = [self._stack.block_of(op.module) for op in self._graph.ops]
         at = 0
         while at < len(labels):
             end = at
-            while end < len(labels) and labels[end] is None and self._stack.holds(self._graph.ops[end].module):
+            while end < len(labels) and labels[end] is None and self._stack.is_inside(self._graph.ops[end].module):
                 end += 1
             if at < end < len(labels) and at and labels[at - 1] is not None and labels[end] is not None:
                 labels[at:end] = [labels[at - 1]] * (end - at)
             at = max(end, at + 1)
-        if any(label is not None and label >= KEPT for label in labels):
-            raise _UnlikeError
+        if any(label is not None and label >= KEPT_BLOCKS for label in labels):
+            raise _MismatchError
         return labels
 
     def _check_storages(self) -> None:
         roles: list[dict[object, tuple[int, StorageKind]]] = [{}, {}]
-        self._found: dict[tuple[int, object], int] = {}
+        self._storage_by_role: dict[tuple[int, object], int] = {}
         for s, block in self._block.items():
             if block in (_ONE, _TWO):
                 storage = self._graph.storages[s]
                 roles[block - _ONE][self._role[s]] = storage.bytes, storage.kind
-                self._found[block, self._role[s]] = s
+                self._storage_by_role[block, self._role[s]] = s
         if roles[0] != roles[1] or any(self._block[s] in (_ONE, _TWO) for s in self._graph.outputs):
-            raise _UnlikeError
+            raise _MismatchError
 
-    def _checked(self, first: Op, second: Op) -> dict[str, list[tuple[int, int]]]:
+    def _match_ops(self, first: Op, second: Op) -> dict[str, list[tuple[int, int]]]:
         """Return the storages of two matching ops, paired by field."""
         costs = self._step.costs.ops
         alike = (first.name, first.rerunnable, first.random, first.family) == (
@@ -316,16 +318,16 @@ class _Blocks:
             second.family,
         )
         if not alike or costs[first.id] != costs[second.id]:
-            raise _UnlikeError
+            raise _MismatchError
         pairs: dict[str, list[tuple[int, int]]] = {}
-        for field in _NAMING_STORAGES:
+        for field in _STORAGE_FIELDS:
             first_refs, second_refs = getattr(first, field), getattr(second, field)
-            if len(first_refs) != len(second_refs) or any(map(self._differ, first_refs, second_refs)):
-                raise _UnlikeError
+            if len(first_refs) != len(second_refs) or any(map(self._refer_differently, first_refs, second_refs)):
+                raise _MismatchError
             pairs[field] = list(zip(first_refs, second_refs, strict=True))
         return pairs
 
-    def _differ(self, s: int, t: int) -> bool:
+    def _refer_differently(self, s: int, t: int) -> bool:
         blocks = self._block[s], self._block[t]
         if s == t:
             return blocks[0] in (_ONE, _TWO)
@@ -333,17 +335,17 @@ class _Blocks:
             return self._graph.storages[s].bytes != self._graph.storages[t].bytes
         return blocks != (_ONE, _TWO) or self._role[s] != self._role[t]
 
-    def repeated(self, count: int) -> Step:
+    def repeat(self, count: int) -> CostedStep:
         """Return the step with ``count`` blocks, at least one, instead of the two in the middle."""
         graph, stack = self._graph, self._stack
         storages: list[Storage] = []
         new: dict[tuple[object, int | None], int] = {}
         blocks, roles = [self._block[s.id] for s in graph.storages], [self._role.get(s.id) for s in graph.storages]
-        for s, k in _order(blocks, roles, count, strict=False) or ():
+        for s, k in _repeated_order(blocks, roles, count, strict=False) or ():
             old = graph.storages[s]
-            by = self._shift(self._block[s], k, count)
+            by = self._name_shift(self._block[s], k, count)
             new[s if k is None else self._role[s], k] = len(storages)
-            storages.append(replace(old, id=len(storages), name=stack.moved(old.name, by)))
+            storages.append(replace(old, id=len(storages), name=stack.shift_name(old.name, by)))
 
         def inner(pair: tuple[int, int], k: int) -> int:
             s, t = pair
@@ -364,32 +366,32 @@ class _Blocks:
             if label is not None:
                 near, end = (_ONE, 1) if label == _FIRST else (_TWO, count)
                 if (_ONE + _TWO - near) in blocks:
-                    raise _UnlikeError
+                    raise _MismatchError
                 return tuple(new[(self._role[s], end) if self._block[s] == near else (s, None)] for s in refs)
-            order = _order(blocks, [self._role.get(s) for s in refs], count)
+            order = _repeated_order(blocks, [self._role.get(s) for s in refs], count)
             if order is None:
-                raise _UnlikeError
+                raise _MismatchError
             return tuple(new[refs[at] if k is None else self._role[refs[at]], k] for at, k in order)
 
-        parts: list[_Part] = []
-        order = _order(self._labels, [self._place.get(op.id) for op in graph.ops], count)
+        parts: list[_CostedOp] = []
+        order = _repeated_order(self._labels, [self._index_in_block.get(op.id) for op in graph.ops], count)
         if order is None:
-            raise _UnlikeError
+            raise _MismatchError
         for at, k in order:
             op, cost, label = graph.ops[at], self._step.costs.ops[at], self._labels[at]
-            module = stack.moved(op.module, self._shift(label, k, count))
+            module = stack.shift_name(op.module, self._name_shift(label, k, count))
             if k is not None:
-                references = self._ways[self._place[at]]
+                references = self._references[self._index_in_block[at]]
                 fields = {field: tuple(inner(pair, k) for pair in references[field]) for field in references}
             else:
-                fields = {field: outer(getattr(op, field), label) for field in _NAMING_STORAGES}
-                cost = self._stretched(op, cost, fields["reads"] + fields["mutates"], storages)
+                fields = {field: outer(getattr(op, field), label) for field in _STORAGE_FIELDS}
+                cost = self._scale_cost(op, cost, fields["reads"] + fields["mutates"], storages)
             new_op = replace(op, id=len(parts), module=module, **fields)
-            parts.append(_Part(new_op, cost, at in self._step.raising))
+            parts.append(_CostedOp(new_op, cost, at in self._step.raising))
         outputs = tuple(new[s, None] for s in graph.outputs)
-        return _step_of(tuple(storages), parts, outputs, self._step.costs)
+        return _build_step(tuple(storages), parts, outputs, self._step.costs)
 
-    def _stretched(self, op: Op, cost: OpCost, used: tuple[int, ...], storages: Sequence[Storage]) -> OpCost:
+    def _scale_cost(self, op: Op, cost: OpCost, used: tuple[int, ...], storages: Sequence[Storage]) -> OpCost:
         """Scale the cost of an op outside of blocks that now reads the storages of more blocks."""
         before = dict.fromkeys(op.reads + op.mutates)
         after = dict.fromkeys(used)
@@ -397,17 +399,17 @@ class _Blocks:
             return cost
         if any(is_large(self._graph.storages[s].bytes) for s in op.creates):
             # Its result grows with the number of layers, and so do all values derived from it.
-            raise _UnlikeError
-        share = sum(storages[s].bytes for s in after) / max(_bytes(self._graph, before), 1)
+            raise _MismatchError
+        share = sum(storages[s].bytes for s in after) / max(_total_bytes(self._graph, before), 1)
         return replace(cost, seconds=LAUNCH_SECONDS + (cost.seconds - LAUNCH_SECONDS) * share)
 
-    def _shift(self, block: int | None, k: int | None, count: int) -> int:
+    def _name_shift(self, block: int | None, k: int | None, count: int) -> int:
         if k is not None:
             return k - _ONE
         return count - 2 if block == _LAST else 0
 
 
-def _order(
+def _repeated_order(
     blocks: Sequence[int | None], roles: Sequence[object], count: int, *, strict: bool = True
 ) -> list[tuple[int, int | None]] | None:
     """Return the order of items with ``count`` inner blocks instead of two; None: these do not match.

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from outofcore.busy import NOTE
 from outofcore.costs import Costs, Home
-from outofcore.estimation.sweep import POINTS, insight
+from outofcore.estimation.sweep import CURVE_POINTS, build_insight
 from outofcore.graph import StepGraph
 from outofcore.planning import Planned, PolicyLike
 from outofcore.program import Timeline
-from outofcore.progress import following
+from outofcore.progress import show_progress
 from outofcore.report.content import Page, page_content
 from outofcore.report.machine import this_machine
 from outofcore.report.page import write_report
@@ -32,10 +32,10 @@ class ReportedStep:
     measured: Timeline | None = None  # None: the step did not run
     simulated: str = ""  # the device of the costs; "": this machine
 
-    def timelines(self, foreseen: str) -> list[tuple[str, Timeline]]:
+    def timelines(self, planned_name: str) -> list[tuple[str, Timeline]]:
         """Return the measured timeline, if any, and the planned one under the name ``foreseen``."""
         ran = [] if self.measured is None else [("measured", self.measured)]
-        return [*ran, (foreseen, self.planned.timeline)]
+        return [*ran, (planned_name, self.planned.timeline)]
 
 
 def report_step(
@@ -46,28 +46,30 @@ def report_step(
     ``count`` is the number of other budgets on the curve of step time; ``notes`` are names and texts of further facts.
     """
     graph, costs, planned = step.graph, step.costs, step.planned
-    with following() as tell:
-        budget_insight = insight(
+    with show_progress() as tell:
+        budget_insight = build_insight(
             graph,
             costs,
             step.budget,
             planned,
             measured=step.measured,
-            count=POINTS if count is None else count,
+            count=CURVE_POINTS if count is None else count,
             policy=step.policy,
             tell=lambda finished, total: tell("plan for several budgets", finished, total),
         )
-    page = Page(title, step.budget, budget_insight, [home.name for home in costs.homes], [*_notes(step), *notes])
+    page = Page(
+        title, step.budget, budget_insight, [home.name for home in costs.homes], [*_standard_notes(step), *notes]
+    )
     timelines = step.timelines("simulated" if step.simulated else "predicted")
     write_report(path, page_content(graph, planned.plan, planned.program, timelines, page))
 
 
 def trace_step(path: Path, step: ReportedStep, *, began_ns: int = 0, beside: Path | None = None) -> None:
     timelines = step.timelines("predicted")
-    write_trace(path, step.graph, step.planned.program, timelines, began_ns=began_ns, beside=beside)
+    write_trace(path, step.graph, step.planned.program, timelines, began_ns=began_ns, profiler_trace=beside)
 
 
-def _notes(step: ReportedStep) -> list[tuple[str, str]]:
+def _standard_notes(step: ReportedStep) -> list[tuple[str, str]]:
     machine, graph, planned = this_machine(), step.graph, step.planned
     description = (
         f"{machine.cpu}, {machine.cores} cores, {format_bytes(machine.memory_bytes)} of memory, {machine.kernel}"
@@ -75,13 +77,13 @@ def _notes(step: ReportedStep) -> list[tuple[str, str]]:
     return [
         ("SIMULATED" if step.simulated else "machine", step.simulated or description),
         *([("note", NOTE)] if step.costs.is_busy else []),
-        *((f"link to {home.name}", _link(home)) for home in step.costs.homes),
+        *((f"link to {home.name}", _format_link(home)) for home in step.costs.homes),
         ("step", f"{len(graph.ops)} ops on {len(graph.storages)} storages"),
         ("plan", f"policy {planned.plan.policy}, {len(planned.program.instructions)} instructions"),
     ]
 
 
-def _link(home: Home) -> str:
+def _format_link(home: Home) -> str:
     return (
         f"{format_bytes(home.bytes_per_s_out)}/s out, {format_bytes(home.bytes_per_s_in)}/s in, "
         f"{format_seconds(home.latency_s)} a copy"

@@ -12,7 +12,7 @@ from outofcore.errors import BudgetError, GraphError
 from outofcore.graph import StepGraph
 from outofcore.planning import Planned, PolicyLike
 from outofcore.program import Timeline
-from outofcore.progress import Tell
+from outofcore.progress import ProgressCallback
 from outofcore.report import columns, facts_html, step_report, table_html
 from outofcore.report.data import Help, Insight, Point
 from outofcore.report.waits import TimeSpent, time_spent
@@ -20,19 +20,19 @@ from outofcore.simulator import simulate
 from outofcore.units import MIB, format_bytes, format_seconds, parse_bytes
 
 # A step counts as lossless up to this multiple of its fastest time.
-LOSSLESS = 1.01
+LOSSLESS_RATIO = 1.01
 # Budgets on a curve.
-POINTS = 5
+CURVE_POINTS = 5
 # Shares of the step time: up to the first ops are the limit, above the second the budget is.
-_LITTLE, _MUCH = 0.005, 0.02
+_NEGLIGIBLE_SHARE, _LARGE_SHARE = 0.005, 0.02
 # Larger relative errors of a prediction are reported.
-_FAR = 0.1
+_LARGE_ERROR = 0.1
 
 # Progress callback: number of plans made, and in total.
-Count = Callable[[int, int], None]
+PlanProgress = Callable[[int, int], None]
 
 
-def point(graph: StepGraph, costs: Costs, budget: int, policy: PolicyLike = "auto") -> Point:
+def predict_point(graph: StepGraph, costs: Costs, budget: int, policy: PolicyLike = "auto") -> Point:
     """Plan for one budget, and return the prediction; raises ``InputError`` for an unknown policy."""
     try:
         planned = planning.plan_step(graph, costs, budget, policy)
@@ -49,7 +49,7 @@ def point_of(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> P
     )
 
 
-def budgets_between(smallest: int, in_core: int, count: int = POINTS) -> tuple[int, ...]:
+def budgets_between(smallest: int, in_core: int, count: int = CURVE_POINTS) -> tuple[int, ...]:
     """Return budgets at equal ratios, from the smallest to that of a step in core."""
     smallest, in_core = max(smallest, 1), max(in_core, smallest, 1)
     if count < 2 or smallest == in_core:
@@ -59,27 +59,31 @@ def budgets_between(smallest: int, in_core: int, count: int = POINTS) -> tuple[i
     return tuple(dict.fromkeys([smallest, *inner, in_core]))
 
 
-def curve(
-    graph: StepGraph, costs: Costs, budgets: Iterable[int], policy: PolicyLike = "auto", tell: Count | None = None
+def plan_curve(
+    graph: StepGraph,
+    costs: Costs,
+    budgets: Iterable[int],
+    policy: PolicyLike = "auto",
+    tell: PlanProgress | None = None,
 ) -> tuple[Point, ...]:
     """Return the predicted step time for each budget, which never rises with the budget."""
     ordered = sorted(set(budgets))
     points: list[Point] = []
     for number, budget in enumerate(ordered, 1):
-        points.append(_no_slower(point(graph, costs, budget, policy), points))
+        points.append(_best_point(predict_point(graph, costs, budget, policy), points))
         if tell is not None:
             tell(number, len(ordered))
     return tuple(points)
 
 
-def _no_slower(new: Point, before: Sequence[Point]) -> Point:
+def _best_point(new: Point, before: Sequence[Point]) -> Point:
     best = min((p for p in before if p.seconds is not None), key=lambda p: p.seconds or 0.0, default=None)
     if best is None or best.seconds is None or (new.seconds is not None and new.seconds <= best.seconds):
         return new
     return replace(best, budget=new.budget)
 
 
-def lossless_budget(
+def find_lossless_budget(
     graph: StepGraph, costs: Costs, points: Sequence[Point], policy: PolicyLike = "auto"
 ) -> tuple[int, tuple[Point, ...]]:
     """Find by bisection the smallest budget with a step at most 1 % slower than in core.
@@ -87,29 +91,29 @@ def lossless_budget(
     The last of ``points`` must be in core. Also return the points including the bisection.
     """
     ordered = sorted(points, key=lambda p: p.budget)
-    limit = (ordered[-1].seconds or 0.0) * LOSSLESS
+    limit = (ordered[-1].seconds or 0.0) * LOSSLESS_RATIO
     index = next(i for i, p in enumerate(ordered) if p.seconds is not None and p.seconds <= limit)
     for _ in range(3 if index else 0):
         low, high = ordered[index - 1].budget, ordered[index].budget
-        if high - low < 2 * MIB or high < low * LOSSLESS:
+        if high - low < 2 * MIB or high < low * LOSSLESS_RATIO:
             break
-        new = _no_slower(point(graph, costs, (low + high) // 2, policy), ordered[:index])
+        new = _best_point(predict_point(graph, costs, (low + high) // 2, policy), ordered[:index])
         ordered.insert(index, new)
         if new.seconds is None or new.seconds > limit:
             index += 1
     return ordered[index].budget, tuple(ordered)
 
 
-def insight(
+def build_insight(
     graph: StepGraph,
     costs: Costs,
     budget: int,
     planned: Planned,
     *,
     measured: Timeline | None = None,
-    count: int = POINTS,
+    count: int = CURVE_POINTS,
     policy: PolicyLike = "auto",
-    tell: Count | None = None,
+    tell: PlanProgress | None = None,
 ) -> Insight:
     """Compare a planned step with other budgets and faster machines, and find its bottleneck.
 
@@ -123,21 +127,21 @@ def insight(
     budgets: set[int] = set()
     if count:
         budgets = {*budgets_between(smallest, in_core, count), *((budget + extra,) if extra else ())} - {budget}
-    curve_points = curve(graph, costs, budgets, policy, tell)
+    curve_points = plan_curve(graph, costs, budgets, policy, tell)
     points = sorted([*curve_points, current], key=lambda p: p.budget)
-    helps = _machines(graph, costs, planned)
+    helps = _faster_machines(graph, costs, planned)
     larger = next((p for p in curve_points if p.budget == budget + extra and extra), None)
     if larger is not None and larger.seconds is not None and current.seconds is not None:
         helps.append(Help(f"{format_bytes(extra)} more budget", max(current.seconds - larger.seconds, 0.0)))
     helps.sort(key=lambda h: -h.saves)
     spent, _ = time_spent(graph, planned.program, measured or planned.timeline)
-    verdict = _verdict(spent, bool(current.bytes_in or current.bytes_out))
+    verdict = _describe_bottleneck(spent, bool(current.bytes_in or current.bytes_out))
     if measured is not None:
-        verdict += _off(planned.timeline.step_seconds, measured.step_seconds)
+        verdict += _describe_error(planned.timeline.step_seconds, measured.step_seconds)
     return Insight(smallest, in_core, costs.compute_seconds, tuple(points), tuple(helps), verdict)
 
 
-def _machines(graph: StepGraph, costs: Costs, planned: Planned) -> list[Help]:
+def _faster_machines(graph: StepGraph, costs: Costs, planned: Planned) -> list[Help]:
     """Return the seconds that the same program saves with faster ops or a faster link."""
     now = planned.timeline.step_seconds
     faster = replace(costs, ops=tuple(OpCost(cost.seconds / 2, cost.workspace_bytes) for cost in costs.ops))
@@ -150,15 +154,15 @@ def _machines(graph: StepGraph, costs: Costs, planned: Planned) -> list[Help]:
     return [Help(name, max(now - simulate(graph, c, planned.program).step_seconds, 0.0)) for name, c in cases]
 
 
-def _off(predicted: float, measured: float) -> str:
+def _describe_error(predicted: float, measured: float) -> str:
     ratio = measured / predicted - 1 if predicted else 0.0
-    if abs(ratio) <= _FAR:
+    if abs(ratio) <= _LARGE_ERROR:
         return ""
     direction = "longer" if ratio > 0 else "shorter"
     return f" The step took {abs(ratio):.0%} {direction} than predicted: the machine has changed since it was measured."
 
 
-def _verdict(spent: TimeSpent, moves: bool) -> str:
+def _describe_bottleneck(spent: TimeSpent, moves: bool) -> str:
     total = spent.seconds or 1.0
     shares = {
         "the link": spent.for_copies + spent.end,
@@ -167,7 +171,7 @@ def _verdict(spent: TimeSpent, moves: bool) -> str:
     }
     worst = max(shares, key=lambda name: shares[name])
     lost = sum(shares.values())
-    if lost <= _LITTLE * total:
+    if lost <= _NEGLIGIBLE_SHARE * total:
         reason = "all copies overlap with ops" if moves else "no tensor is evicted"
         return f"Ops are the limit: {reason}. Only faster ops or a smaller model would help."
     cost = f"{format_seconds(shares[worst])} of {format_seconds(total)}"
@@ -175,7 +179,7 @@ def _verdict(spent: TimeSpent, moves: bool) -> str:
         return f"The link is the limit: ops wait {cost} for copies."
     if worst == "room":
         return f"The budget is the limit: ops wait {cost} for room."
-    if lost > _MUCH * total:
+    if lost > _LARGE_SHARE * total:
         return f"The budget is the limit: recomputation to save memory takes {cost}."
     return f"Little is lost: recomputation to save memory takes {cost}."
 
@@ -232,7 +236,7 @@ class Estimate:
         graph, costs = self.graph, self.costs
         if self.parts is not None and self.whole_budget is not None and budget_bytes < self.whole_budget:
             graph, costs = self.parts
-        return existing or point(graph, costs, budget_bytes, self.policy)
+        return existing or predict_point(graph, costs, budget_bytes, self.policy)
 
     def _facts(self) -> list[tuple[str, str]]:
         whole = [] if self.whole_budget is None else [("without splitting", format_bytes(self.whole_budget))]
@@ -253,10 +257,12 @@ class Estimate:
         rows = self._facts()
         width = max(len(name) for name, _ in rows)
         lines = [f"  {name:<{width}}  {text}" for name, text in rows]
-        return "\n".join([*([f"SIMULATED: {self.machine}"] if self.machine else []), *lines, points_text(self.points)])
+        return "\n".join(
+            [*([f"SIMULATED: {self.machine}"] if self.machine else []), *lines, format_points(self.points)]
+        )
 
 
-def points_text(points: Sequence[Point]) -> str:
+def format_points(points: Sequence[Point]) -> str:
     return columns(_rows(points))
 
 
@@ -276,7 +282,7 @@ def _rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
     return rows
 
 
-def estimated(
+def estimate_graph(
     graph: StepGraph,
     costs: Costs,
     *,
@@ -284,7 +290,7 @@ def estimated(
     policy: PolicyLike = "auto",
     machine: str = "",
     parts: tuple[StepGraph, Costs] | None = None,
-    tell: Tell,
+    tell: ProgressCallback,
 ) -> Estimate:
     """Plan a step for these budgets and for a range of its own; raises ``GraphError`` if it has no ops.
 
@@ -294,18 +300,18 @@ def estimated(
         raise GraphError("the step has no ops, so it has no costs to estimate; compute with tensors in it")
     smallest, in_core = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)
     candidates = budgets_between(smallest, in_core)
-    points = curve(
+    points = plan_curve(
         graph, costs, candidates, policy, lambda finished, total: tell("plan for several budgets", finished, total)
     )
     tell("find the budget without slowdown", 0, 1)
-    lossless, points = lossless_budget(graph, costs, points, policy)
+    lossless, points = find_lossless_budget(graph, costs, points, policy)
     remaining = set(budgets) - {point.budget for point in points}
     smallest_split = smallest if parts is None else min(planning.smallest_budget(*parts), smallest)
     if smallest_split < smallest and parts is not None:
         below = {smallest_split, *(budget for budget in remaining if budget < smallest)}
-        points = (*points, *curve(*parts, below, policy))
+        points = (*points, *plan_curve(*parts, below, policy))
         remaining -= below
-    points = (*points, *(point(graph, costs, budget, policy) for budget in remaining))
+    points = (*points, *(predict_point(graph, costs, budget, policy) for budget in remaining))
     tell("find the budget without slowdown", 1, 1)
     return Estimate(
         smallest_budget=smallest_split,

@@ -27,11 +27,11 @@ from outofcore.errors import StateError
 from outofcore.execution.binding import tensor_on
 from outofcore.graph import StorageKind
 from outofcore.runtime.checksums import checksum
-from outofcore.runtime.file_ranges import FIRST_RANGE, ReadFile, writes_are_seen
+from outofcore.runtime.file_ranges import FIRST_RANGE, ReadFile, can_detect_writes
 from outofcore.runtime.homes import HomeStore
 from outofcore.runtime.mapped_files import MappedFiles
 from outofcore.runtime.slots import Slots
-from outofcore.tensor_data import is_in_host_memory, move_onto, set_data
+from outofcore.tensor_data import is_in_host_memory, rebase_tensor, set_data
 
 _POINTER = torch.Tensor.data_ptr
 _STRIDE = torch.Tensor.stride
@@ -39,79 +39,88 @@ _SIZE = torch.Tensor.size
 _DTYPE = attrgetter("dtype")
 
 
-class Place(Enum):
+class StatePlace(Enum):
     OWN = "own"  # in ordinary memory of the tensor
     HOME = "home"  # in a slot of a home
     ARENA = "arena"  # in a block that persists between steps, or in the block of a gradient
-    UNBORN = "absent"  # without bytes: optimizer state before its first update, or a cleared gradient
+    ABSENT = "absent"  # without bytes: optimizer state before its first update, or a cleared gradient
 
 
 # All moves of bytes. Between two steps of one program no bytes move.
-TRANSITIONS: Mapping[tuple[Place, Place], str] = {
-    (Place.OWN, Place.OWN): "moved off the device to make room for the arena, or back to it",
-    (Place.OWN, Place.HOME): "written to a slot; or created in a slot, which the step adopts",
-    (Place.OWN, Place.ARENA): "copied into its block in the arena",
-    (Place.OWN, Place.UNBORN): "a gradient in ordinary memory was cleared or removed",
-    (Place.HOME, Place.OWN): "read back when the step is closed; or released in place for the next owner",
-    (Place.HOME, Place.HOME): "moved to another home, or within one to defragment it",
-    (Place.HOME, Place.ARENA): "read into its block in the arena",
-    (Place.HOME, Place.UNBORN): "a gradient at home was cleared or removed; its slot is kept for the next one",
-    (Place.ARENA, Place.OWN): "moved out because it is small or no home has room; or replaced by the user",
-    (Place.ARENA, Place.HOME): "saved when another program gets the arena, or the arena is closed",
-    (Place.ARENA, Place.ARENA): "moved to its block in the next program",
-    (Place.ARENA, Place.UNBORN): "a gradient in the arena was cleared or removed",
-    (Place.UNBORN, Place.OWN): "a step produced a small gradient",
-    (Place.UNBORN, Place.HOME): "a step produced a gradient in its slot; or the slot was zeroed for a first update",
-    (Place.UNBORN, Place.ARENA): "a step produced a gradient in the arena; or the block was zeroed for a first update",
+TRANSITIONS: Mapping[tuple[StatePlace, StatePlace], str] = {
+    (StatePlace.OWN, StatePlace.OWN): "moved off the device to make room for the arena, or back to it",
+    (StatePlace.OWN, StatePlace.HOME): "written to a slot; or created in a slot, which the step adopts",
+    (StatePlace.OWN, StatePlace.ARENA): "copied into its block in the arena",
+    (StatePlace.OWN, StatePlace.ABSENT): "a gradient in ordinary memory was cleared or removed",
+    (StatePlace.HOME, StatePlace.OWN): "read back when the step is closed; or released in place for the next owner",
+    (StatePlace.HOME, StatePlace.HOME): "moved to another home, or within one to defragment it",
+    (StatePlace.HOME, StatePlace.ARENA): "read into its block in the arena",
+    (
+        StatePlace.HOME,
+        StatePlace.ABSENT,
+    ): "a gradient at home was cleared or removed; its slot is kept for the next one",
+    (StatePlace.ARENA, StatePlace.OWN): "moved out because it is small or no home has room; or replaced by the user",
+    (StatePlace.ARENA, StatePlace.HOME): "saved when another program gets the arena, or the arena is closed",
+    (StatePlace.ARENA, StatePlace.ARENA): "moved to its block in the next program",
+    (StatePlace.ARENA, StatePlace.ABSENT): "a gradient in the arena was cleared or removed",
+    (StatePlace.ABSENT, StatePlace.OWN): "a step produced a small gradient",
+    (
+        StatePlace.ABSENT,
+        StatePlace.HOME,
+    ): "a step produced a gradient in its slot; or the slot was zeroed for a first update",
+    (
+        StatePlace.ABSENT,
+        StatePlace.ARENA,
+    ): "a step produced a gradient in the arena; or the block was zeroed for a first update",
 }
 
 
 @dataclass(slots=True)
-class Window:
+class StateAlias:
     """One of the user's tensors on a state; ``tensor`` is a copy for the step if ``shared_tensor`` is set."""
 
     key: str
     tensor: torch.Tensor
     value: Value  # the layout that the step expects
     address: int = 0  # of the data, when it was last set or checked
-    stands_in: bool = False  # replaces a cleared gradient that the user no longer has
-    users: torch.Tensor | None = None  # the user's tensor, if its memory is shared and must stay in place
-    seen: int | None = None  # fingerprint of the last copied contents of the shared memory
+    is_placeholder: bool = False  # replaces a cleared gradient that the user no longer has
+    shared_tensor: torch.Tensor | None = None  # the user's tensor, if its memory is shared and must stay in place
+    fingerprint: int | None = None  # fingerprint of the last copied contents of the shared memory
 
     @property
-    def known_as(self) -> torch.Tensor:
-        return self.tensor if self.users is None else self.users
+    def user_tensor(self) -> torch.Tensor:
+        return self.tensor if self.shared_tensor is None else self.shared_tensor
 
-    def read(self) -> None:
+    def read_shared(self) -> None:
         """Copy shared memory to the step's tensor if it has changed; raise ``StateError`` for another shape."""
-        if self.users is None:
+        if self.shared_tensor is None:
             return
-        self.check_alike()
-        fingerprint = _fingerprint_of(self.users)
-        if fingerprint is None or fingerprint != self.seen:
-            self._copy(self.tensor, self.users)
-            self.seen = fingerprint
+        self.check_shape_and_dtype()
+        fingerprint = _fingerprint_of(self.shared_tensor)
+        if fingerprint is None or fingerprint != self.fingerprint:
+            self._copy(self.tensor, self.shared_tensor)
+            self.fingerprint = fingerprint
 
-    def write(self) -> None:
-        if self.users is not None:
-            self._copy(self.users, self.tensor)
-            self.seen = _fingerprint_of(self.users)
+    def write_shared(self) -> None:
+        if self.shared_tensor is not None:
+            self._copy(self.shared_tensor, self.tensor)
+            self.fingerprint = _fingerprint_of(self.shared_tensor)
 
     @staticmethod
     def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
         if to.data_ptr() != source.data_ptr():
             to.data.copy_(source.data)
 
-    def stay(self) -> None:
+    def keep_in_place(self) -> None:
         """Keep the user's tensor in place from now on, and create another one for the step."""
-        self.users, self.seen = self.tensor, None
-        self.tensor = self.users.detach()
+        self.shared_tensor, self.fingerprint = self.tensor, None
+        self.tensor = self.shared_tensor.detach()
 
     def point_at(self, view: torch.Tensor) -> None:
         set_data(self.tensor, view)
         self.address = view.data_ptr()
 
-    def moved(self) -> bool:
+    def has_moved(self) -> bool:
         """Return whether the user has given the tensor other data, or another layout such as transposed."""
         tensor, value = self.tensor, self.value
         return (
@@ -121,23 +130,23 @@ class Window:
             or tensor.dtype != value.dtype
         )
 
-    def give_up(self) -> torch.Tensor | None:
+    def release_tensor(self) -> torch.Tensor | None:
         """Release the tensor; return it if another reference keeps it alive."""
         reference = weakref.ref(self.tensor)
-        self.tensor, self.users = torch.empty(0, dtype=self.value.dtype), None
+        self.tensor, self.shared_tensor = torch.empty(0, dtype=self.value.dtype), None
         return reference()
 
-    def lies_as(self, value: Value) -> bool:
+    def has_layout(self, value: Value) -> bool:
         return self.value.layout() == value.layout()
 
-    def renew(self, value: Value) -> bool:
+    def update_layout(self, value: Value) -> bool:
         """Record the layout of a gradient that a step has produced; return whether it is unchanged."""
-        is_unchanged = self.lies_as(value)
-        self.value, self.stands_in = value, False
+        is_unchanged = self.has_layout(value)
+        self.value, self.is_placeholder = value, False
         return is_unchanged
 
-    def check_alike(self) -> None:
-        new, value = self.known_as, self.value
+    def check_shape_and_dtype(self) -> None:
+        new, value = self.user_tensor, self.value
         if tuple(new.shape) != value.shape or new.dtype != value.dtype:
             raise StateError(
                 f"{self.key} was given data of shape {tuple(new.shape)} and {new.dtype} in place of {value.shape} and "
@@ -158,101 +167,101 @@ def _extent(tensor: torch.Tensor) -> int:
 
 
 @dataclass(slots=True)
-class State:
+class PersistentState:
     """A storage that persists across steps, with the user's tensors on it."""
 
     key: str
     bytes: int
-    place: Place
-    windows: list[Window] = field(default_factory=list[Window])
+    place: StatePlace
+    aliases: list[StateAlias] = field(default_factory=list[StateAlias])
     # Offset of its slot at its home. In the arena: of a copy at home with the fingerprint ``home_fingerprint``.
     slot: int | None = None
-    mark: int | None = None
+    home_fingerprint: int | None = None
     home: int = 0  # index of the home of its slot, nearest first
     origin: torch.device = CPU  # the user's device
     # The bytes last shown at home or in the arena. The reference prevents a replacement from reusing their address.
     shown: torch.Tensor | None = None
     address: int = 0  # of these bytes
-    references: int = 0  # to a gradient when a step produced it (see ``count_references``)
+    reference_count: int = 0  # to a gradient when a step produced it (see ``count_references``)
 
-    def show(self, base: torch.Tensor, place: Place) -> None:
-        self.look_at(None if place is Place.OWN else base)
-        for window in self.windows:
+    def show(self, base: torch.Tensor, place: StatePlace) -> None:
+        self.set_shown(None if place is StatePlace.OWN else base)
+        for window in self.aliases:
             window.point_at(tensor_on(base, window.value))
         self.become(place)
 
-    def become(self, place: Place) -> None:
+    def become(self, place: StatePlace) -> None:
         """Set ``place``, which no other method sets; raise ``StateError`` for an invalid transition."""
         if place is not self.place and (self.place, place) not in TRANSITIONS:
             raise StateError(f"{self.key} moved from {self.place.value} to {place.value}: please report it")
         self.place = place
 
-    def lay(self, key: str, value: Value) -> None:
+    def apply_layout(self, key: str, value: Value) -> None:
         """Give a gradient the layout that a step expects; another step may have transposed it."""
-        for window in self.windows:
-            if window.key != key or window.lies_as(value):
+        for window in self.aliases:
+            if window.key != key or window.has_layout(value):
                 continue
             data = window.tensor.data.clone()
             window.value = value
-            if self.shown is not None and not window.stands_in:
+            if self.shown is not None and not window.is_placeholder:
                 window.point_at(tensor_on(self.shown, value).copy_(data))
 
-    def look_at(self, base: torch.Tensor | None) -> None:
+    def set_shown(self, base: torch.Tensor | None) -> None:
         self.shown = base
         self.address = 0 if base is None else base.data_ptr()
 
-    def stays(self) -> bool:
+    def is_shared(self) -> bool:
         """Return whether the bytes are in shared memory that must stay in place; the step works on a copy."""
-        return bool(self.windows) and all(window.users is not None for window in self.windows)
+        return bool(self.aliases) and all(window.shared_tensor is not None for window in self.aliases)
 
-    def is_idle(self) -> bool:
+    def is_unused(self) -> bool:
         """Return whether its bytes are unused, because all gradients on it were cleared."""
-        return bool(self.windows) and all(window.stands_in for window in self.windows)
+        return bool(self.aliases) and all(window.is_placeholder for window in self.aliases)
 
-    def lose(self) -> None:
-        self.become(Place.UNBORN)
-        self.look_at(None)
+    def mark_absent(self) -> None:
+        self.become(StatePlace.ABSENT)
+        self.set_shown(None)
 
-    def bytes_now(self) -> torch.Tensor:
+    def current_bytes(self) -> torch.Tensor:
         """Return the current bytes as uint8: a view if the layout is as expected, else a copy."""
-        if self.lies_together():
-            return internals.storage_bytes(self.windows[0].tensor)[: self.bytes]
-        gathered = torch.zeros(self.bytes, dtype=torch.uint8, device=self.windows[0].tensor.device)
-        for window in self.windows:
+        if self.has_expected_layout():
+            return internals.storage_bytes(self.aliases[0].tensor)[: self.bytes]
+        gathered = torch.zeros(self.bytes, dtype=torch.uint8, device=self.aliases[0].tensor.device)
+        for window in self.aliases:
             tensor_on(gathered, window.value).copy_(window.tensor.data)
         return gathered
 
     def fingerprint(self) -> int:
-        return checksum(internals.memory_of(self.bytes_now() if self.shown is None else self.shown))
+        return checksum(internals.memory_of(self.current_bytes() if self.shown is None else self.shown))
 
     def offset_in(self, address: int) -> int:
-        window = self.windows[0]
+        window = self.aliases[0]
         return window.address - window.value.offset * window.value.dtype.itemsize - address
 
-    def lies_together(self) -> bool:
+    def has_expected_layout(self) -> bool:
         """Return whether the user's tensors share one storage in the expected layout."""
-        first = self.windows[0].tensor
+        first = self.aliases[0].tensor
         return first.untyped_storage().nbytes() >= self.bytes and all(
             internals.storage_key(window.tensor) == internals.storage_key(first)
             and window.tensor.storage_offset() == window.value.offset
             and window.tensor.stride() == window.value.stride
-            for window in self.windows
+            for window in self.aliases
         )
 
-    def is_elsewhere(self) -> bool:
+    def is_replaced(self) -> bool:
         """Return whether the user has replaced the shown memory of all tensors on it."""
         if self.shown is None:
             return False
         shown_key = internals.storage_key(self.shown)
-        return all(w.moved() and internals.storage_key(w.tensor) != shown_key for w in self.windows)
+        return all(w.has_moved() and internals.storage_key(w.tensor) != shown_key for w in self.aliases)
 
-    def let_go(self) -> list[Window]:
+    def release_moved_aliases(self) -> list[StateAlias]:
         """Remove and return the aliases that the user has given other memory."""
-        moved = [window for window in self.windows if window.moved()]
-        self.windows = [window for window in self.windows if not window.moved()]
+        moved = [window for window in self.aliases if window.has_moved()]
+        self.aliases = [window for window in self.aliases if not window.has_moved()]
         return moved
 
-    def tie(self, window: Window) -> None:
+    def add_alias(self, window: StateAlias) -> None:
         tensor = window.tensor
         value = replace(
             window.value,
@@ -261,14 +270,14 @@ class State:
             stride=tensor.stride(),
             offset=tensor.storage_offset(),
         )
-        self.windows.append(Window(window.key, tensor, value, tensor.data_ptr()))
+        self.aliases.append(StateAlias(window.key, tensor, value, tensor.data_ptr()))
 
-    def moved_away(self) -> bool:
+    def has_storage_moved(self) -> bool:
         return self.shown is not None and self.shown.data_ptr() != self.address
 
-    def check_in_place(self) -> None:
+    def check_not_moved(self) -> None:
         """Raise ``StateError`` if the storage was moved with all tensors on it, as into shared memory."""
-        if self.moved_away():
+        if self.has_storage_moved():
             raise StateError(
                 f"{self.key} has been moved to memory that processes share, by share_memory() or by being sent to "
                 "another process, and a step cannot work there; give other processes a copy (copy.deepcopy(model)), "
@@ -276,14 +285,14 @@ class State:
             )
 
 
-def take_over(states: Iterable[State]) -> list[str]:
+def adopt_replacements(states: Iterable[PersistentState]) -> list[str]:
     """Copy the user's replacements of shown tensors into place, and return their keys.
 
     Raises ``StateError`` if a replacement has another shape or dtype than before, and then copies no tensor.
     """
-    replacements = [(state, window) for state in states for window in state.windows if window.moved()]
+    replacements = [(state, window) for state in states for window in state.aliases if window.has_moved()]
     for _, window in replacements:
-        window.check_alike()
+        window.check_shape_and_dtype()
     shown_keys = {internals.storage_key(state.shown) for state, _ in replacements if state.shown is not None}
     # Replacements may view bytes that are overwritten here, in another order or of another tensor: copy them first.
     copies = {
@@ -299,28 +308,28 @@ def take_over(states: Iterable[State]) -> list[str]:
     return [window.key for _, window in replacements]
 
 
-def shared_otherwise(states: Iterable[State]) -> bool:
+def has_sharing_changed(states: Iterable[PersistentState]) -> bool:
     """Return whether tensors were tied or untied since they were captured, as by ``a.data = b.data``."""
-    owners: dict[int, State] = {}
+    owners: dict[int, PersistentState] = {}
     for state in states:
-        if state.place is Place.UNBORN or not state.bytes:
+        if state.place is StatePlace.ABSENT or not state.bytes:
             continue
-        keys = {internals.storage_key(window.tensor) for window in state.windows}
-        apart = len(state.windows) > 1 and not state.lies_together()
+        keys = {internals.storage_key(window.tensor) for window in state.aliases}
+        apart = len(state.aliases) > 1 and not state.has_expected_layout()
         if apart or any(owners.setdefault(key, state) is not state for key in keys):
             return True
     return False
 
 
-def lie_otherwise(states: Iterable[State]) -> bool:
+def has_layout_changed(states: Iterable[PersistentState]) -> bool:
     """Return whether a replacement has another layout; raise ``StateError`` for another shape or dtype."""
-    moved = [window for state in states for window in state.windows if window.moved()]
+    moved = [window for state in states for window in state.aliases if window.has_moved()]
     for window in moved:
-        window.check_alike()
+        window.check_shape_and_dtype()
     return any(window.tensor.stride() != window.value.stride for window in moved)
 
 
-def fits(captured: Captured) -> bool:
+def matches_capture(captured: Captured) -> bool:
     """Return whether the user's tensors share memory and have layouts as in the capture.
 
     Layouts decide which kernels run, and in which order these add up.
@@ -331,7 +340,7 @@ def fits(captured: Captured) -> bool:
     for binding in captured.states:
         value, tensor = captured.values[binding.value], binding.tensor
         if isinstance(binding.owner, StateOwner):
-            tensor = binding.owner.optimizer.state.get(binding.owner.parameter, _NOTHING).get(binding.owner.name)
+            tensor = binding.owner.optimizer.state.get(binding.owner.parameter, _NO_STATE).get(binding.owner.name)
         elif binding.kind is StorageKind.GRADIENT:
             tensor = getattr(by_key[binding.key.removesuffix(".grad")], "grad", None)
         if not isinstance(tensor, torch.Tensor):
@@ -345,23 +354,25 @@ def fits(captured: Captured) -> bool:
     return True
 
 
-def let_go(states: Iterable[State]) -> list[State]:
+def release_replacements(states: Iterable[PersistentState]) -> list[PersistentState]:
     """Release the user's replacements of shown tensors; return the states that have no tensor left."""
-    shown_states = [state for state in states if state.place in (Place.HOME, Place.ARENA)]
-    moved = [window for state in shown_states for window in state.let_go()]
+    shown_states = [state for state in states if state.place in (StatePlace.HOME, StatePlace.ARENA)]
+    moved = [window for state in shown_states for window in state.release_moved_aliases()]
     if not moved:
         return []
-    shown = {internals.storage_key(s.shown): s for s in shown_states if s.shown is not None and not s.moved_away()}
+    shown = {
+        internals.storage_key(s.shown): s for s in shown_states if s.shown is not None and not s.has_storage_moved()
+    }
     for window in moved:
         state = shown.get(internals.storage_key(window.tensor))
         if state is not None:
-            state.tie(window)
-    return [state for state in shown_states if not state.windows]
+            state.add_alias(window)
+    return [state for state in shown_states if not state.aliases]
 
 
-def unmoved(states: Iterable[State]) -> bool:
+def is_unmoved(states: Iterable[PersistentState]) -> bool:
     """Return whether all tensors are as last shown; runs before every step, so it uses loops in C."""
-    windows = [window for state in states for window in state.windows]
+    windows = [window for state in states for window in state.aliases]
     tensors, values = [window.tensor for window in windows], [window.value for window in windows]
     return (
         list(map(_POINTER, tensors)) == [window.address for window in windows]
@@ -371,10 +382,10 @@ def unmoved(states: Iterable[State]) -> bool:
     )
 
 
-def displaced(states: Iterable[State]) -> list[str]:
+def displaced_keys(states: Iterable[PersistentState]) -> list[str]:
     """Return the keys of tensors at home or in the arena that have left their last shown address."""
-    places = (Place.HOME, Place.ARENA)
-    windows = [window for state in states if state.place in places for window in state.windows]
+    places = (StatePlace.HOME, StatePlace.ARENA)
+    windows = [window for state in states if state.place in places for window in state.aliases]
     addresses, shown = (
         list(map(_POINTER, [window.tensor for window in windows])),
         [window.address for window in windows],
@@ -414,19 +425,19 @@ class Faces:
         self._faces: dict[int, Face] = {}
         self._keys: dict[tuple[int, int], int] = {}  # of the last face of each slot
         # ``drop_cache`` for tensors in the home of an eager loop.
-        self.drop_elsewhere: Callable[[torch.Tensor], object] | None = None
+        self.drop_loop_cache: Callable[[torch.Tensor], object] | None = None
 
     def show(self, home: int, offset: int, count: int, *, owned: bool = True) -> torch.Tensor:
         """Create a face of a slot (see ``HomeStore.face``) and forget an older one."""
         tensor = self.slots[home].home.face(offset, count)
         if count:
-            self.drop(home, offset)
+            self.forget(home, offset)
             reference = StorageWeakRef(tensor.untyped_storage())
             self._faces[internals.storage_key(tensor)] = Face(home, offset, count, owned, reference)
             self._keys[home, offset] = internals.storage_key(tensor)
         return tensor
 
-    def drop(self, home: int, offset: int) -> None:
+    def forget(self, home: int, offset: int) -> None:
         key = self._keys.pop((home, offset), None)
         if key is not None:
             del self._faces[key]
@@ -443,8 +454,8 @@ class Faces:
         face = self.find(tensor)
         if face is not None:
             self.store_of(face).drop_cache(tensor)
-        elif self.drop_elsewhere is not None:
-            self.drop_elsewhere(tensor)
+        elif self.drop_loop_cache is not None:
+            self.drop_loop_cache(tensor)
 
     def restore(self, tensor: torch.Tensor) -> None:
         face = self.find(tensor)
@@ -452,15 +463,15 @@ class Faces:
         if face is not None and files is not None:
             files.restore(face.offset)
 
-    def birth(self, count: int) -> torch.Tensor:
+    def allocate(self, count: int) -> torch.Tensor:
         """Create a face of ``count`` uninitialized bytes at the last home, for a tensor that is created there."""
-        self.sweep()
+        self.release_expired()
         last = len(self.slots) - 1
         return self.show(last, self.slots[last].take(count), count, owned=False)
 
     def adopt(self, file: ReadFile, begin: int, count: int) -> torch.Tensor:
         """Create a face of a file's bytes at the last home, without a copy; raise ``StateError`` if it cannot."""
-        self.sweep()
+        self.release_expired()
         last = len(self.slots) - 1
         files = self.slots[last].home.files
         if files is None:
@@ -476,13 +487,13 @@ class Faces:
         storage = tensor.untyped_storage()
         if not is_in_host_memory(tensor) or not is_large(storage.nbytes()) or not self.takes_files:
             return None
-        file_range = files.unwritten(storage.data_ptr(), storage.nbytes())
+        file_range = files.find_unwritten(storage.data_ptr(), storage.nbytes())
         return None if file_range is None else self.adopt(*file_range, storage.nbytes())
 
     @property
     def takes_files(self) -> bool:
         """Whether the last home reads files in place, and detects writes to tensors that show them."""
-        return self.slots[-1].home.files is not None and writes_are_seen()
+        return self.slots[-1].home.files is not None and can_detect_writes()
 
     def slot_of(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
         """Return the home and slot that have a tensor's bytes; None if the bytes are only in the tensor.
@@ -494,35 +505,35 @@ class Faces:
             return None
         slots = self.slots[face.home]
         if to_write:
-            slots.own(face.offset)
+            slots.move_to_home(face.offset)
         moved = face.offset >= FIRST_RANGE and not slots.is_in_file(face.offset)  # may not be page-aligned
         return None if slots.was_written(face.offset) or (moved and to_write) else (slots.home, face.offset)
 
-    def part(self, tensor: torch.Tensor | None) -> None:
+    def move_to_own_memory(self, tensor: torch.Tensor | None) -> None:
         """Move a tensor that the user keeps to memory of its own, so that its slot can be reused."""
         if tensor is None:
             return
         count = tensor.untyped_storage().nbytes()
-        base = self.birth(count) if is_large(count) else torch.empty(count, dtype=torch.uint8)
+        base = self.allocate(count) if is_large(count) else torch.empty(count, dtype=torch.uint8)
         base.copy_(internals.storage_bytes(tensor))
         self.drop_cache(base)
-        move_onto(tensor, base)
+        rebase_tensor(tensor, base)
 
     def disown(self, home: int, offset: int, count: int) -> None:
         key = self._keys.get((home, offset))
         if key is None:
-            self.slots[home].give(offset, count)
+            self.slots[home].free(offset, count)
         else:
             self._faces[key].owned = False
 
-    def sweep(self) -> None:
+    def release_expired(self) -> None:
         """Forget expired faces, and release their slots unless a step owns them."""
         for key, face in [(k, f) for k, f in self._faces.items() if f.reference.expired()]:
             del self._faces[key]
             if self._keys.get((face.home, face.offset)) == key:
                 del self._keys[face.home, face.offset]
             if not face.owned:
-                self.slots[face.home].give(face.offset, face.bytes)
+                self.slots[face.home].free(face.offset, face.bytes)
 
 
 # Gradients and optimizer state, as the user has them
@@ -541,15 +552,15 @@ def assign_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     set_data(gradient, data)
 
 
-def references_to(gradient: torch.Tensor) -> int:
+def count_references(gradient: torch.Tensor) -> int:
     """Return the number of Python references to a tensor; stale ones count, such as an old loop variable."""
     return sys.getrefcount(gradient)
 
 
-_NOTHING: dict[str, Any] = {}
+_NO_STATE: dict[str, Any] = {}
 
 
-class Owned:
+class OptimizerStates:
     """Checks all optimizer state of a capture at once, before every step."""
 
     def __init__(self, captured: Captured) -> None:
@@ -565,28 +576,28 @@ class Owned:
         self._pairs = [pair for pairs in together.values() for pair in pairs]
         self._bindings = [binding for binding, _ in self._pairs]
         self._strides = [captured.values[binding.value].stride for binding in self._bindings]
-        self._seen: list[torch.Tensor | None] | None = None
+        self._last_tensors: list[torch.Tensor | None] | None = None
 
-    def _live(self) -> list[torch.Tensor | None]:
+    def _current_tensors(self) -> list[torch.Tensor | None]:
         tensors: list[torch.Tensor | None] = []
         for optimizer, parameter, names in self._parameters:
-            tensors += map(optimizer.state.get(parameter, _NOTHING).get, names)
+            tensors += map(optimizer.state.get(parameter, _NO_STATE).get, names)
         return tensors
 
-    def is_other(self, *, begun: bool) -> bool:
+    def has_changed(self, *, begun: bool) -> bool:
         """Return whether optimizer state is missing after a step has ``begun``, or has another layout."""
-        tensors = self._seen = self._live()
+        tensors = self._last_tensors = self._current_tensors()
         existing = [tensor for tensor in tensors if tensor is not None]
         if len(existing) == len(tensors):
             return list(map(_STRIDE, existing)) != self._strides
         pairs = zip(tensors, self._strides, strict=True)
         return begun or any(tensor is not None and tensor.stride() != stride for tensor, stride in pairs)
 
-    def replaced(
+    def find_replaced(
         self, shown_as: Callable[[StateBinding], torch.Tensor]
     ) -> list[tuple[StateBinding, StateOwner, torch.Tensor | None]]:
         """Return optimizer state with another tensor than ``shown_as`` gives, and that tensor or None."""
-        tensors, self._seen = self._seen or self._live(), None
+        tensors, self._last_tensors = self._last_tensors or self._current_tensors(), None
         shown = list(map(shown_as, self._bindings))
         if all(map(is_, tensors, shown)):
             return []

@@ -24,7 +24,7 @@ import torch
 
 from outofcore.analysis import LARGE_BYTES
 from outofcore.errors import ArenaError, StateError
-from outofcore.planning.placement.requests import Event, EventKind
+from outofcore.planning.placement.requests import AllocatorEvent, EventKind
 from outofcore.runtime.homes import HomeStore
 from outofcore.runtime.memory import Region, advise_pages, map_anonymous, tensor_over, unmap
 from outofcore.runtime.native import Flavor, load_native
@@ -85,25 +85,25 @@ class Lender(Protocol):
         """Start serving the requests of a step; ``pause`` must return once no copy is running."""
         ...
 
-    def keep(self, count: int) -> torch.Tensor | None:
+    def allocate_lasting(self, count: int) -> torch.Tensor | None:
         """Return memory for an optimizer's new state; None if ordinary memory fits the budget."""
         ...
 
-    def settle(self) -> None:
+    def restore(self) -> None:
         """Fetch the bytes evicted for the last op, after its scope has ended and before the next instruction."""
         ...
 
     def end(self) -> None: ...
 
 
-class Memory(Protocol):
+class DeviceArena(Protocol):
     """The interface of an arena on any device."""
 
     library: ctypes.PyDLL  # the native allocator
     handle: int  # the native allocator's handle of the arena
     bytes: int
     address: int
-    takes_turns: bool  # whether an op has ended when the next one is called, so that ops can share a workspace
+    is_synchronous: bool  # whether an op has ended when the next one is called, so that ops can share a workspace
 
     @property
     def region(self) -> object:
@@ -143,13 +143,13 @@ class Arena:
     the memory, or the allocator cannot be installed under PyTorch; ``StateError`` if there is no native code.
     """
 
-    takes_turns = True
+    is_synchronous = True
 
     def __init__(self, count: int, *, reserve: int = 0, annex: int = 0) -> None:
         library = self.library = load_native()
         self.bytes = round_up(max(count, 1), PAGE_BYTES)
         self.annex_bytes = round_up(annex, PAGE_BYTES)
-        self._lender: Callable[[], Lender | None] = _nobody
+        self._lender: Callable[[], Lender | None] = _no_lender
         self.reserve = reserve
         whole = self.bytes + self.annex_bytes
         try:
@@ -185,7 +185,7 @@ class Arena:
 
     def close(self) -> None:
         """Release the memory, and PyTorch's allocator with the last arena; may be called again."""
-        self._region, self._lender = None, _nobody
+        self._region, self._lender = None, _no_lender
         self._uninstall()
 
     @property
@@ -247,7 +247,7 @@ class Arena:
             pointer = None if lender is None else ctypes.cast(lender, ctypes.c_void_p)
             self.library.outofcore_arena_lender(self.handle, pointer)
 
-    def lent(self) -> set[int]:
+    def lent_addresses(self) -> set[int]:
         """Return the addresses from the lender that are in use."""
         if self._region is None:
             return set()
@@ -288,7 +288,7 @@ class ScopeTable:
 
     def __init__(
         self,
-        arena: Memory,
+        arena: DeviceArena,
         scopes: Sequence[Sequence[tuple[int, int | None]]],
         workspaces: Sequence[tuple[int, int]] = (),
     ) -> None:
@@ -308,7 +308,7 @@ class ScopeTable:
         first = np.cumsum([0, *(len(scope) for scope in scopes)], dtype=np.int64)
         table = library.outofcore_table_new(arena.handle, len(scopes), first.ctypes.data, requests.ctypes.data)
         if table is None:
-            raise _exhausted()
+            raise _out_of_memory_error()
         self._table: int = table
         if workspaces:
             places = np.array([(arena.address + at, size) if size else (0, 0) for size, at in workspaces], np.int64)
@@ -322,12 +322,12 @@ class ScopeTable:
             table,
         )
 
-    def passes(self, tensor: torch.Tensor) -> bool:
+    def is_scope_memory(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is in scope memory, which is reused when the thread's scope ends."""
         return bool(self._library.outofcore_passes(tensor.untyped_storage().data_ptr()))
 
     @contextlib.contextmanager
-    def unbounded(self) -> Iterator[None]:
+    def use_process_memory(self) -> Iterator[None]:
         """Serve requests from memory of the process, which is counted while in use."""
         self._library.outofcore_unbounded(1)
         try:
@@ -335,7 +335,7 @@ class ScopeTable:
         finally:
             self._library.outofcore_unbounded(0)
 
-    def surprises(self) -> dict[int, list[Event]]:
+    def take_unplanned_events(self) -> dict[int, list[AllocatorEvent]]:
         """Return by scope the events of its last visit with unplanned requests of 64 KiB and more, once each."""
         library, table = self._library, self._table
         count = library.outofcore_table_surprises(table, None, 0)
@@ -343,18 +343,18 @@ class ScopeTable:
             return {}
         scopes = (ctypes.c_int64 * count)()
         library.outofcore_table_surprises(table, scopes, count)
-        events = {s: _events(library, library.outofcore_table_surprise_log(table, s)) for s in scopes}
+        events = {s: _read_events(library, library.outofcore_table_surprise_log(table, s)) for s in scopes}
         library.outofcore_table_forget(table)
         return events
 
 
-class Recorder:
+class AllocationRecorder:
     """Records the calling thread's allocations in ``with recorder:``; each ``with`` starts with no events."""
 
     def __init__(self, flavor: Flavor = Flavor.CPU) -> None:
         self._library = load_native(flavor)
         self._log: int | None = None
-        self.events: list[Event] = []
+        self.events: list[AllocatorEvent] = []
 
     def __enter__(self) -> Self:
         self.events = []
@@ -364,7 +364,7 @@ class Recorder:
         self._log = self._library.outofcore_record_begin()
         if self._log is None:
             self._library.outofcore_uninstall()
-            raise _exhausted()
+            raise _out_of_memory_error()
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -375,7 +375,7 @@ class Recorder:
         library.outofcore_uninstall()
         log, self._log = self._log, None
         try:
-            self.events = _events(library, log)
+            self.events = _read_events(library, log)
         finally:
             library.outofcore_record_free(log)
 
@@ -421,20 +421,20 @@ def _drop(library: ctypes.PyDLL, handle: int, address: int, count: int) -> None:
     library.outofcore_arena_drop(handle)
 
 
-def _events(library: ctypes.PyDLL, log: int) -> list[Event]:
+def _read_events(library: ctypes.PyDLL, log: int) -> list[AllocatorEvent]:
     count = library.outofcore_record_size(log)
     if count < 0:
-        raise _exhausted()
+        raise _out_of_memory_error()
     if not count:
         return []
     numbers = list((ctypes.c_int64 * (3 * count)).from_address(library.outofcore_record_data(log)))
     return [
-        Event(EventKind.FREE if freed else EventKind.ALLOCATE, size, pointer)
+        AllocatorEvent(EventKind.FREE if freed else EventKind.ALLOCATE, size, pointer)
         for freed, size, pointer in zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
     ]
 
 
-def _exhausted() -> ArenaError:
+def _out_of_memory_error() -> ArenaError:
     return ArenaError("the host has no memory left for the log of an allocator; end other processes, or use less")
 
 
@@ -442,5 +442,5 @@ def _free_table(library: ctypes.PyDLL, table: int, region: object) -> None:
     library.outofcore_table_free(table)
 
 
-def _nobody() -> None:
+def _no_lender() -> None:
     """Return None: an arena starts without a lender."""

@@ -15,7 +15,7 @@ from outofcore._torch_internals import storage_key
 from outofcore.analysis import SMALL_ALIGNMENT
 from outofcore.capture.captured import Captured
 from outofcore.errors import ArenaError, BudgetError
-from outofcore.execution.arena import Arena, Memory, Recorder
+from outofcore.execution.arena import AllocationRecorder, Arena, DeviceArena
 from outofcore.execution.cpu import CpuEngine
 from outofcore.execution.cuda.interface import Driver
 from outofcore.execution.engines import Engine
@@ -23,7 +23,7 @@ from outofcore.runtime.homes import HomeStore
 from outofcore.runtime.native import Flavor
 from outofcore.units import format_bytes
 
-_ANNEX = 2  # size of the annex in budgets: larger than 1, since its pieces may be fragmented
+_ANNEX_BUDGETS = 2  # size of the annex in budgets: larger than 1, since its pieces may be fragmented
 
 
 class Backend(Protocol):
@@ -48,7 +48,7 @@ class Backend(Protocol):
         """Whether the first run of an op may allocate differently from later ones."""
         ...
 
-    def arena(self, count: int, reserve: int, room: int = 0) -> Memory:
+    def arena(self, count: int, reserve: int, room: int = 0) -> DeviceArena:
         """Open an arena of ``count`` bytes, with ``reserve`` bytes for off-plan requests.
 
         Where unused memory is free, it gets ``room`` bytes at once, which programs for other input shapes may need.
@@ -59,7 +59,7 @@ class Backend(Protocol):
 
     def reserve(self, budget: int) -> int: ...
 
-    def beside(self, budget: int, given: int, moved: int) -> int:
+    def unavailable_bytes(self, budget: int, output_bytes: int, state_bytes: int) -> int:
         """Return the bytes of a budget that the arena cannot have.
 
         ``output_bytes`` are outside of the arena; ``state_bytes`` are states that will be moved off the device.
@@ -68,7 +68,7 @@ class Backend(Protocol):
 
     def prepare(self) -> None: ...
 
-    def recorder(self) -> Recorder: ...
+    def recorder(self) -> AllocationRecorder: ...
 
     @property
     def timer(self) -> Callable[[Callable[[], object]], float] | None:
@@ -80,16 +80,16 @@ class Backend(Protocol):
     def facts(self) -> Mapping[str, object]: ...
 
 
-def beside_the_arena(captured: Captured, backend: Backend, budget: int) -> int:
+def bytes_unavailable_to_arena(captured: Captured, backend: Backend, budget: int) -> int:
     output_bytes = sum(captured.graph.storages[storage].bytes for storage in captured.graph.outputs)
     tensors = [b.tensor for b in captured.states if b.tensor is not None]
     moved = {storage_key(t): t.untyped_storage().nbytes() for t in tensors if t.device.type == backend.device.type}
-    return backend.beside(budget, output_bytes, sum(moved.values()))
+    return backend.unavailable_bytes(budget, output_bytes, sum(moved.values()))
 
 
 def room_for_arena(captured: Captured, backend: Backend, budget: int) -> int:
     """Return the bytes of a budget that a step's arena may have; raise ``BudgetError`` if it may have 0."""
-    unavailable = beside_the_arena(captured, backend, budget)
+    unavailable = bytes_unavailable_to_arena(captured, backend, budget)
     if unavailable >= budget:
         raise BudgetError(
             f"the budget of {format_bytes(budget)} leaves no room for the step: {format_bytes(unavailable)} of it is "
@@ -99,7 +99,7 @@ def room_for_arena(captured: Captured, backend: Backend, budget: int) -> int:
     return budget - unavailable
 
 
-def in_terms_of_the_budget(error: BudgetError, budget: int, room: int) -> BudgetError:
+def restate_for_budget(error: BudgetError, budget: int, room: int) -> BudgetError:
     """Convert a ``BudgetError`` about an arena's size to one about the whole budget."""
     if room == budget or error.smallest_budget is None:
         return error
@@ -127,7 +127,7 @@ class CpuBackend:
 
     def arena(self, count: int, reserve: int, room: int = 0) -> Arena:
         """Include ``room``: untouched pages take no memory. Retry with less if addresses are limited."""
-        for size, annex in ((max(room, count), _ANNEX * max(room, count)), (max(room, count), 0)):
+        for size, annex in ((max(room, count), _ANNEX_BUDGETS * max(room, count)), (max(room, count), 0)):
             with contextlib.suppress(ArenaError):
                 return Arena(size, reserve=reserve, annex=annex)
         return Arena(count, reserve=reserve)
@@ -138,14 +138,14 @@ class CpuBackend:
     def reserve(self, budget: int) -> int:
         return 0  # ``DemandEviction`` uses the part of the budget that the plan does not
 
-    def beside(self, budget: int, given: int, moved: int) -> int:
+    def unavailable_bytes(self, budget: int, output_bytes: int, state_bytes: int) -> int:
         return 0
 
     def prepare(self) -> None:
         """Return at once: the CPU needs no initialization."""
 
-    def recorder(self) -> Recorder:
-        return Recorder()
+    def recorder(self) -> AllocationRecorder:
+        return AllocationRecorder()
 
     def generators(self) -> Sequence[torch.Generator]:
         return (torch.default_generator,)

@@ -17,11 +17,11 @@ from outofcore.capture.captured import Captured, Ref, Value
 from outofcore.capture.optimizers import OptimizerUpdate
 from outofcore.capture.tables import map_leaves
 from outofcore.errors import GraphError
-from outofcore.execution.arena import Memory
+from outofcore.execution.arena import DeviceArena
 from outofcore.graph import StepGraph
-from outofcore.planning.placement.requests import Requests, Result, Scratch
+from outofcore.planning.placement.requests import Requests, ResultStorage, Scratch
 from outofcore.program import Block, CopyIn, CopyOut, Program, Queue, Run, Wait, lane_of
-from outofcore.transforms.passes import Over
+from outofcore.transforms.passes import OverwritingOverload
 
 
 class Lane(IntEnum):
@@ -31,10 +31,10 @@ class Lane(IntEnum):
     COMMUNICATE = -1  # the collectives: the last queue, since Python's negative indices count from the end
 
 
-class Draws(Enum):
-    FREELY = "untouched"  # leave it alone: the op draws no random numbers, or never runs again
-    FIRST = "save"  # save its state before the op, which runs again later in the step
-    AGAIN = "restore"  # the op draws from the saved state; afterwards the current state is restored
+class GeneratorUse(Enum):
+    UNTOUCHED = "untouched"  # leave it alone: the op draws no random numbers, or never runs again
+    SAVE = "save"  # save its state before the op, which runs again later in the step
+    RESTORE = "restore"  # the op draws from the saved state; afterwards the current state is restored
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class BoundRun:
     waits: tuple[tuple[int, int], ...]  # number of the queue, number of the instruction in it
     number: int  # place in its queue, from 1
     awaited: bool  # whether an instruction of another queue waits for this one
-    draws: Draws
+    generator_use: GeneratorUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +65,12 @@ class BoundCopy:
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, as a key of caches
-class Bound:
+class BoundProgram:
     """A program bound to an arena; ``copies`` are by queue, in the order of ``queue_number``."""
 
     graph: StepGraph
     program: Program
-    arena: Memory
+    arena: DeviceArena
     runs: tuple[BoundRun, ...]
     copies: tuple[tuple[BoundCopy, ...], ...]
     collectives: tuple[BoundRun, ...] = ()
@@ -92,17 +92,17 @@ def tensor_on(base: torch.Tensor, value: Value) -> torch.Tensor:
 
 
 class _Binder:
-    def __init__(self, captured: Captured, program: Program, arena: Memory, homes: int) -> None:
+    def __init__(self, captured: Captured, program: Program, arena: DeviceArena, homes: int) -> None:
         self.captured, self.program, self.arena = captured, program, arena
         self.bases: dict[int, torch.Tensor] = {}
         self.tensors: dict[tuple[int, int], torch.Tensor] = {}
-        self.awaited = {pair for i in program.instructions for pair in _pairs(i.waits)}
-        self.random_again = {
+        self.awaited = {pair for i in program.instructions for pair in _wait_pairs(i.waits)}
+        self.rerun_random_ops = {
             i.op for i in program.instructions if isinstance(i, Run) and i.again and captured.graph.ops[i.op].random
         }
         self.counts = [0] * (2 + 2 * homes)
 
-    def place(self, queue: int) -> tuple[int, bool]:
+    def next_number(self, queue: int) -> tuple[int, bool]:
         """Return the number of the next instruction of a queue, and whether another queue waits for it."""
         self.counts[queue] += 1
         return self.counts[queue], (queue, self.counts[queue]) in self.awaited
@@ -127,21 +127,21 @@ class _Binder:
         args, kwargs = map_leaves((call.args, call.kwargs), to_tensor, Ref)
         func = call.func
         if isinstance(func, OptimizerUpdate):
-            func = func.on(*args)
-        elif isinstance(func, Over):
-            func, kwargs = func.run, func.completed(args, kwargs)
-        draws = Draws.FREELY
-        if op.id in self.random_again:
-            draws = Draws.AGAIN if instruction.again else Draws.FIRST
-        waits = _pairs(instruction.waits)
-        return BoundRun(index, op.id, func, args, kwargs, tuple(results), waits, *self.place(queue), draws)
+            func = func.bind(*args)
+        elif isinstance(func, OverwritingOverload):
+            func, kwargs = func.run, func.complete_kwargs(args, kwargs)
+        draws = GeneratorUse.UNTOUCHED
+        if op.id in self.rerun_random_ops:
+            draws = GeneratorUse.RESTORE if instruction.again else GeneratorUse.SAVE
+        waits = _wait_pairs(instruction.waits)
+        return BoundRun(index, op.id, func, args, kwargs, tuple(results), waits, *self.next_number(queue), draws)
 
     def copy(self, index: int, instruction: CopyOut | CopyIn, queue: int) -> BoundCopy:
         block, home = self.program.blocks[instruction.block], instruction.home
         if block.storage is None:
             raise GraphError(f"instruction {index} copies a workspace")
-        waits = _pairs(instruction.waits)
-        return BoundCopy(index, block.storage, home, block.offset, block.bytes, waits, *self.place(queue))
+        waits = _wait_pairs(instruction.waits)
+        return BoundCopy(index, block.storage, home, block.offset, block.bytes, waits, *self.next_number(queue))
 
     def tensor(self, value_index: int, block: Block) -> torch.Tensor:
         tensor = self.tensors.get((value_index, block.id))
@@ -150,12 +150,12 @@ class _Binder:
             base = self.bases.get(block.id)
             if base is None:
                 count = self.captured.graph.storages[value.storage].bytes
-                base = self.foreign(value.storage, count) if value.foreign else self.arena.view(block.offset, count)
+                base = self.host_memory(value.storage, count) if value.foreign else self.arena.view(block.offset, count)
                 self.bases[block.id] = base
             tensor = self.tensors[value_index, block.id] = tensor_on(base, value)
         return tensor
 
-    def foreign(self, storage: int, count: int) -> torch.Tensor:
+    def host_memory(self, storage: int, count: int) -> torch.Tensor:
         """Return host memory for a small tensor that a step on a GPU keeps on the CPU."""
         constant = self.captured.constants.get(storage)
         if constant is not None:
@@ -163,11 +163,11 @@ class _Binder:
         return torch.zeros(count, dtype=torch.uint8)
 
 
-def _pairs(waits: tuple[Wait, ...]) -> tuple[tuple[int, int], ...]:
+def _wait_pairs(waits: tuple[Wait, ...]) -> tuple[tuple[int, int], ...]:
     return tuple((queue_number(wait.queue, wait.home), wait.count) for wait in waits)
 
 
-def bind(captured: Captured, program: Program, arena: Memory, homes: int = 1) -> Bound:
+def bind(captured: Captured, program: Program, arena: DeviceArena, homes: int = 1) -> BoundProgram:
     """Bind a placed and wired program to an arena of at least ``program.arena_bytes``.
 
     Raises ``GraphError`` if the program copies a workspace, or uses a home that does not exist.
@@ -187,10 +187,10 @@ def bind(captured: Captured, program: Program, arena: Memory, homes: int = 1) ->
             (collectives if instruction.communicates else runs).append(binder.run(index, instruction, queue))
         else:
             copies[queue - 1].append(binder.copy(index, instruction, queue))
-    return Bound(captured.graph, program, arena, tuple(runs), tuple(map(tuple, copies)), tuple(collectives))
+    return BoundProgram(captured.graph, program, arena, tuple(runs), tuple(map(tuple, copies)), tuple(collectives))
 
 
-def scopes(
+def requests_by_scope(
     captured: Captured, program: Program, requests: Sequence[Requests] | Mapping[int, Requests]
 ) -> list[list[tuple[int, int | None]]]:
     """Return the (bytes, offset in the arena) of each op's measured requests, except collectives."""
@@ -205,7 +205,7 @@ def scopes(
         for request in requests[run.op].requests:
             offset = None
             match request.placement:
-                case Result(leaf):
+                case ResultStorage(leaf):
                     value_index = results[leaf]
                     block = None if value_index is None else blocks[captured.values[value_index].storage]
                     foreign = value_index is not None and captured.values[value_index].foreign

@@ -19,19 +19,19 @@ from typing import NamedTuple
 
 from outofcore.errors import StateError, TransferError
 from outofcore.execution.arena import Arena
-from outofcore.execution.binding import Bound, BoundCopy
-from outofcore.execution.interrupts import SIGNALS_SECONDS
-from outofcore.runtime.checks import Sums, damaged
+from outofcore.execution.binding import BoundCopy, BoundProgram
+from outofcore.execution.interrupts import SIGNAL_POLL_SECONDS
+from outofcore.runtime.checks import SlotChecksums, damage_error
 from outofcore.runtime.file_io import MEMORY, Location
 from outofcore.runtime.file_ranges import FIRST_RANGE
 from outofcore.runtime.homes import HomeStore
 from outofcore.runtime.native import Flavor, load_unlocked
-from outofcore.runtime.slots import Piece
+from outofcore.runtime.slots import SlotPiece
 
 _NOT_SUMMED = -1  # in place of the row of a piece in ``_Work.sums``
 
 
-class _Failure(IntEnum):
+class _CopyFailure(IntEnum):
     """Why a copy failed, in place of an errno value; as in file_io.h and copying.cpp."""
 
     NONE = 0
@@ -50,7 +50,7 @@ class _Piece(ctypes.Structure):
         ("cache", ctypes.c_int32),
     )
 
-    def lies_at(self, place: Location) -> None:
+    def set_location(self, place: Location) -> None:
         self.descriptor, self.outside, self.bytes, self.cache = place.descriptor, place.start, place.bytes, place.cache
 
 
@@ -98,11 +98,11 @@ class _Source(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Copies:
-    slots: Mapping[int, tuple[Piece, ...]]  # pieces at home by copy index, from which these were made
-    given: _Work  # passed to native code; refers to the arrays
-    parts: tuple[object, ...]
+    slots: Mapping[int, tuple[SlotPiece, ...]]  # pieces at home by copy index, from which these were made
+    work: _Work  # passed to native code; refers to the arrays
+    arrays: tuple[object, ...]
     pieces: ctypes.Array[_Piece]  # of all copies
-    summed: tuple[tuple[Sums, int], ...]  # checksums of the home and offset, of each slot with a checksum
+    summed: tuple[tuple[SlotChecksums, int], ...]  # checksums of the home and offset, of each slot with a checksum
     sums: ctypes.Array[_Sum]  # checksum of each of these slots in this step
     ports: tuple[tuple[int, int], ...]  # storage and piece of each copy to or from the caller's memory
     ranges: tuple[int, ...]  # pieces in files that the home does not own; a write moves them to its own file
@@ -119,7 +119,7 @@ class _Rows:
     ports: list[tuple[int, int]] = field(default_factory=list)
     ranges: list[int] = field(default_factory=list)
     sums: dict[tuple[int, int], int] = field(default_factory=dict)  # by home and offset: the row
-    summed: list[tuple[Sums, int]] = field(default_factory=list)
+    summed: list[tuple[SlotChecksums, int]] = field(default_factory=list)
     places: dict[int, tuple[HomeStore, int, int, Location]] = field(default_factory=dict)
 
     def add(self, piece: _Piece, source: _Source | None) -> None:
@@ -127,8 +127,12 @@ class _Rows:
         self.sources.append(source)
 
 
-def copies_of(
-    bound: Bound, arena: Arena, slots: Mapping[int, tuple[Piece, ...]], homes: Sequence[HomeStore], queues: int
+def prepare_copies(
+    bound: BoundProgram,
+    arena: Arena,
+    slots: Mapping[int, tuple[SlotPiece, ...]],
+    homes: Sequence[HomeStore],
+    queues: int,
 ) -> Copies:
     """Convert the copies of a bound program to native form; copies without slots are the caller's.
 
@@ -189,7 +193,7 @@ def copies_of(
 
 
 def _add_pieces(
-    rows: _Rows, home: HomeStore, copy: BoundCopy, address: int, pieces_at_home: Sequence[Piece], *, writes: bool
+    rows: _Rows, home: HomeStore, copy: BoundCopy, address: int, pieces_at_home: Sequence[SlotPiece], *, writes: bool
 ) -> None:
     for piece in pieces_at_home:
         place = home.locate(piece.offset, piece.bytes)
@@ -199,7 +203,7 @@ def _add_pieces(
             if row == len(rows.summed):
                 rows.summed.append((home.sums, piece.offset))
         entry = _Piece(address=address, slot=piece.offset, sum=row)
-        entry.lies_at(place)
+        entry.set_location(place)
         if piece.offset >= FIRST_RANGE:
             rows.ranges.append(len(rows.pieces))
         else:
@@ -214,7 +218,7 @@ class Copying:
     def __init__(self, library: ctypes.PyDLL, queues: int) -> None:
         self._library = library
         self._queues = queues
-        self._raised: BaseException | None = None
+        self._error: BaseException | None = None
         self._copies: Copies | None = None
         unlocked = load_unlocked(Flavor.CPU)
         self._wait = unlocked.outofcore_copying_wait
@@ -244,21 +248,21 @@ class Copying:
         for number in copies.ranges:
             source, piece = copies.sources[number], copies.pieces[number]
             if source is not None:
-                piece.lies_at(source.home.locate(source.offset, piece.bytes))
+                piece.set_location(source.home.locate(source.offset, piece.bytes))
         for (stored, offset), current in zip(copies.summed, copies.sums, strict=True):
-            current.bytes, current.found = stored.known.get(offset, (-1, 0))
+            current.bytes, current.found = stored.recorded.get(offset, (-1, 0))
         for storage, number in copies.ports:
             address, count, _ = ports[storage]
             copies.pieces[number].outside, copies.pieces[number].bytes = address, count
-        self._raised = None
+        self._error = None
         self._copies = copies
         status = self._library.outofcore_copying_begin(
-            self.handle, ctypes.addressof(copies.given), starts.buffer_info()[0], ends.buffer_info()[0]
+            self.handle, ctypes.addressof(copies.work), starts.buffer_info()[0], ends.buffer_info()[0]
         )
         if status != 0:
             resource = "memory" if status == errno.ENOMEM else "thread"
             error = TransferError(
-                f"the system gives no {resource} for the {copies.given.count} threads that copy "
+                f"the system gives no {resource} for the {copies.work.count} threads that copy "
                 f"({os.strerror(status)}); raise the limit on processes (ulimit -u), or end other programs"
             )
             error.errno = status
@@ -270,7 +274,7 @@ class Copying:
             index = queue % self._queues
             if self._library.outofcore_copying_reached(self._pointer, ctypes.c_int64(index), ctypes.c_int64(number)):
                 continue
-            while status := self._wait(self.handle, index, number, SIGNALS_SECONDS):
+            while status := self._wait(self.handle, index, number, SIGNAL_POLL_SECONDS):
                 if status > 1:
                     raise StateError("another queue of the step failed") from self.failure
 
@@ -287,35 +291,35 @@ class Copying:
     def fail(self, error: BaseException) -> None:
         """Cancel the step with an error, unless it was cancelled before."""
         if self._library.outofcore_copying_stop(self.handle):
-            self._raised = error
+            self._error = error
 
-    def let_go(self) -> None:
+    def release_error(self) -> None:
         """Release the exception, which keeps the caller's frames alive."""
-        self._raised = None
+        self._error = None
 
     @property
     def failure(self) -> BaseException | None:
         report = (ctypes.c_int64 * 4)()
         self._library.outofcore_copying_failure(self.handle, report)
         index, piece, done_bytes, code = report
-        if code in (_Failure.NONE, _Failure.STOPPED) or self._copies is None:
-            return self._raised
+        if code in (_CopyFailure.NONE, _CopyFailure.STOPPED) or self._copies is None:
+            return self._error
         source = self._copies.sources[piece]
         if source is None:
             return StateError(f"copy {index} between arena and caller failed; please report it")
         count = self._copies.pieces[piece].bytes
-        if code == _Failure.DAMAGED:
-            return damaged(source.home.name, source.offset, count)
+        if code == _CopyFailure.DAMAGED:
+            return damage_error(source.home.name, source.offset, count)
         return source.home.failed(source.offset + done_bytes, count - done_bytes, code, writes=source.writes)
 
     def finish(self) -> None:
         """Wait until all copies are done, or the step was cancelled and no copy is running."""
-        while self._idle(self.handle, SIGNALS_SECONDS):
+        while self._idle(self.handle, SIGNAL_POLL_SECONDS):
             pass
         if self._copies is not None:
             for (stored, offset), current in zip(self._copies.summed, self._copies.sums, strict=True):
                 if current.bytes >= 0:
-                    stored.known[offset] = current.bytes, current.found
+                    stored.recorded[offset] = current.bytes, current.found
 
     def close(self) -> None:
         self._release()

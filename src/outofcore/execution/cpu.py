@@ -14,26 +14,26 @@ from weakref import WeakKeyDictionary
 import torch
 
 from outofcore import _torch_internals as internals
-from outofcore.capture.optimizers import UpdateOn
+from outofcore.capture.optimizers import BoundUpdate
 from outofcore.errors import CommunicationError, OutOfCoreError, StateError, TransferError
 from outofcore.execution.arena import Arena, Lender, ScopeTable, as_arena_error
-from outofcore.execution.binding import Bound, BoundRun, Draws, Lane
-from outofcore.execution.copying import Copies, Copying, copies_of
+from outofcore.execution.binding import BoundProgram, BoundRun, GeneratorUse, Lane
+from outofcore.execution.copying import Copies, Copying, prepare_copies
 from outofcore.execution.engines import GeneratorStates, Port, place_results
-from outofcore.execution.interrupts import SIGNALS_SECONDS
-from outofcore.execution.replay import Replay, is_worth_it, spans
-from outofcore.execution.undo import Reached
-from outofcore.finalization import end_when_threads_rest
+from outofcore.execution.interrupts import SIGNAL_POLL_SECONDS
+from outofcore.execution.replay import Replay, is_worth_replaying, replayable_spans
+from outofcore.execution.undo import StepProgress
+from outofcore.finalization import wait_for_threads_at_exit
 from outofcore.program import Timeline
 from outofcore.runtime.homes import HomeStore
 from outofcore.runtime.native import load_native
-from outofcore.runtime.slots import Piece
-from outofcore.tensor_data import is_in_host_memory, move_onto
+from outofcore.runtime.slots import SlotPiece
+from outofcore.tensor_data import is_in_host_memory, rebase_tensor
 
 _log = logging.getLogger("outofcore")
 
 
-class _Reporting:
+class _FailureReporter:
     """A reusable context that reports its exceptions to the other queues."""
 
     def __init__(self, copying: Copying) -> None:
@@ -76,7 +76,7 @@ class _Communicator(threading.Thread):
     def finish(self) -> None:
         with self._condition:
             while self._work is not None:
-                self._condition.wait(SIGNALS_SECONDS)
+                self._condition.wait(SIGNAL_POLL_SECONDS)
 
     def close(self) -> None:
         with self._condition:
@@ -110,22 +110,22 @@ class _Communicator(threading.Thread):
                 return
             self._gate.wait()
             self._starts[run.index] = perf_counter()
-            _communicate(run)
+            _run_collective(run)
             self._ends[run.index] = perf_counter()
             if run.awaited:
                 self._copying.publish(Lane.COMMUNICATE, run.number)
 
 
 @dataclass
-class _Replayed:
+class _RecordedCalls:
     """The recorded op calls of a program; ``span_ends`` is None until all ops have run once."""
 
     replay: Replay
-    taken: list[bool]
-    until: list[int] | None = None
+    recorded: list[bool]
+    span_ends: list[int] | None = None
 
 
-class _Calls:
+class _OpCaller:
     """Calls the ops of one step from Python.
 
     ``failure`` is the exception of an optimizer's code: later updates are skipped, and all other ops run.
@@ -136,25 +136,25 @@ class _Calls:
         table: ScopeTable,
         starts: array[float],
         ends: array[float],
-        recording: _Replayed | None,
+        recording: _RecordedCalls | None,
         lender: Lender | None,
     ) -> None:
         self._table, self._lender = table, lender
         self._starts, self._ends = starts, ends
-        self._taken = recording
+        self._recording = recording
         self._generators = GeneratorStates((torch.default_generator,))
-        self._elsewhere: list[torch.Tensor] = []  # kept alive until the next scope begins
+        self._misplaced: list[torch.Tensor] = []  # kept alive until the next scope begins
         self.failure: Exception | None = None
 
     def __call__(self, scope: int, run: BoundRun) -> None:
-        update = run.func if isinstance(run.func, UpdateOn) else None
+        update = run.func if isinstance(run.func, BoundUpdate) else None
         if update is not None and self.failure is not None:
             return
         self._starts[run.index] = perf_counter()
-        if run.draws is not Draws.FREELY:
-            self._generators.before(run)
+        if run.generator_use is not GeneratorUse.UNTOUCHED:
+            self._generators.save_or_restore(run)
         self._table.begin(scope)
-        self._elsewhere.clear()
+        self._misplaced.clear()
         try:
             self._run(scope, run)
         except Exception as error:
@@ -162,16 +162,16 @@ class _Calls:
                 raise
             self.failure = error
         finally:
-            if run.draws is Draws.AGAIN:
-                self._generators.after()
+            if run.generator_use is GeneratorUse.RESTORE:
+                self._generators.reset()
         if update is not None:
-            _keep_what_stays(self._table, update, self._lender)
+            _move_unplanned_state(self._table, update, self._lender)
         if self._lender is not None and self._lender.is_active:
-            self.settle(self._lender)
+            self.restore_arena(self._lender)
         self._ends[run.index] = perf_counter()
 
-    def run_all(self, runs: Sequence[BoundRun], copying: Copying, replayed: _Replayed | None) -> None:
-        span_ends = None if replayed is None else replayed.until
+    def run_all(self, runs: Sequence[BoundRun], copying: Copying, replayed: _RecordedCalls | None) -> None:
+        span_ends = None if replayed is None else replayed.span_ends
         lender = self._lender
         stops = None if lender is None else lender.flag
         index = 0
@@ -185,8 +185,8 @@ class _Calls:
                     if lender is None or not lender.is_active:
                         continue
                     self._table.end()
-                    replayed.replay.let_go()
-                    self.settle(lender)
+                    replayed.replay.release_results()
+                    self.restore_arena(lender)
                     run = runs[index - 1]
                 else:
                     if run.waits:
@@ -194,68 +194,68 @@ class _Calls:
                     self(index, run)
                     index += 1
             except StateError as error:
-                raise _explained(copying.failure or error) from error
+                raise _as_library_error(copying.failure or error) from error
             except RuntimeError as error:
                 raise as_arena_error(error) or error from error
             if run.awaited:
                 copying.publish(Lane.COMPUTE, run.number)
         if replayed is not None:
-            replayed.replay.let_go()
+            replayed.replay.release_results()
 
-    def settle(self, lender: Lender) -> None:
+    def restore_arena(self, lender: Lender) -> None:
         """Restore the planned contents of the arena after an op that was lent memory."""
         self._table.end()
-        self._elsewhere.clear()
-        lender.settle()
+        self._misplaced.clear()
+        lender.restore()
 
     def _run(self, scope: int, run: BoundRun) -> None:
-        will_record = self._taken is not None and self._taken.replay.expect(run)
+        will_record = self._recording is not None and self._recording.replay.expect_call(run)
         out = run.func(*run.args, **run.kwargs)
-        if will_record and self._taken is not None:
-            self._taken.taken[scope] = self._taken.replay.take(scope, run, scope)
+        if will_record and self._recording is not None:
+            self._recording.recorded[scope] = self._recording.replay.record_call(scope, run, scope)
         if run.results:
             leaves = (out,) if isinstance(out, torch.Tensor) else internals.result_leaves(out)
-            self._elsewhere = place_results(run, leaves)
+            self._misplaced = place_results(run, leaves)
 
 
-def _keep_what_stays(table: ScopeTable, update: UpdateOn, lender: Lender | None) -> None:
+def _move_unplanned_state(table: ScopeTable, update: BoundUpdate, lender: Lender | None) -> None:
     """Move unplanned tensors that an optimizer has created and keeps to memory of their own."""
     by_storage: dict[int, list[torch.Tensor]] = {}
-    for tensor in update.kept_by_optimizer():
-        if is_in_host_memory(tensor) and table.passes(tensor):
+    for tensor in update.optimizer_tensors():
+        if is_in_host_memory(tensor) and table.is_scope_memory(tensor):
             by_storage.setdefault(internals.storage_key(tensor), []).append(tensor)
     if by_storage:
         _log.info("%s keeps tensors that are not in the plan, outside of the arena until the next call", update.name)
     for tensors in by_storage.values():
-        with table.unbounded():
+        with table.use_process_memory():
             old_bytes = internals.storage_bytes(tensors[0])
-            home_bytes = None if lender is None else lender.keep(old_bytes.numel())
+            home_bytes = None if lender is None else lender.allocate_lasting(old_bytes.numel())
             new_bytes = old_bytes.clone() if home_bytes is None else home_bytes.copy_(old_bytes)
         for tensor in tensors:
-            move_onto(tensor, new_bytes)
+            rebase_tensor(tensor, new_bytes)
 
 
 class CpuEngine:
     """Runs steps on the CPU; use one at a time per process. ``homes`` are nearest first."""
 
     def __init__(self, homes: Sequence[HomeStore], *, replay: bool = True) -> None:
-        self._replays = replay
+        self._can_replay = replay
         self._homes = tuple(homes)
         self._queues = 2 + 2 * len(self._homes)  # ops, two for each home, collectives
         self._copying = Copying(load_native(), self._queues)
-        self._copies: WeakKeyDictionary[Bound, Copies] = WeakKeyDictionary()
-        self._slots: Mapping[int, tuple[Piece, ...]] = {}
+        self._copies: WeakKeyDictionary[BoundProgram, Copies] = WeakKeyDictionary()
+        self._slots: Mapping[int, tuple[SlotPiece, ...]] = {}
         self._ports: dict[int, Port] = {}
         self._communicator: _Communicator | None = None
-        self._replayed: WeakKeyDictionary[Bound, _Replayed] = WeakKeyDictionary()
+        self._replayed: WeakKeyDictionary[BoundProgram, _RecordedCalls] = WeakKeyDictionary()
         self.update_failure: Exception | None = None
-        self._seconds = 0.0  # duration of the last step
+        self._last_seconds = 0.0  # duration of the last step
         self._steps = 0
         self._starts: array[float] = array("d")
         self._ends: array[float] = array("d")
 
-    def reached(self) -> Reached:
-        return Reached.at(self._starts, self._ends)
+    def read_progress(self) -> StepProgress:
+        return StepProgress.from_times(self._starts, self._ends)
 
     def close(self) -> None:
         if self._communicator is not None:
@@ -266,11 +266,11 @@ class CpuEngine:
     def synchronize(self) -> None:
         """Return at once: between two steps all queues are idle."""
 
-    def forget(self) -> None:
+    def release_step(self) -> None:
         self._slots, self._ports = {}, {}
 
     def run(
-        self, bound: Bound, table: ScopeTable, slots: Mapping[int, tuple[Piece, ...]], ports: dict[int, Port]
+        self, bound: BoundProgram, table: ScopeTable, slots: Mapping[int, tuple[SlotPiece, ...]], ports: dict[int, Port]
     ) -> Timeline:
         count, arena = len(bound.program.instructions), bound.arena
         starts, ends = self._starts, self._ends = array("d", bytes(8 * count)), array("d", bytes(8 * count))
@@ -282,34 +282,34 @@ class CpuEngine:
         try:
             self._run_queues(bound, arena, table)
             if self._copying.failure is not None:
-                raise _explained(self._copying.failure)
+                raise _as_library_error(self._copying.failure)
         finally:
-            self._copying.let_go()
+            self._copying.release_error()
         end = perf_counter()
-        self._seconds = end - begin
+        self._last_seconds = end - begin
         self._steps += 1
         return Timeline(
             tuple(max(s - begin, 0.0) for s in starts), tuple(max(e - begin, 0.0) for e in ends), end - begin
         )
 
-    def _run_queues(self, bound: Bound, arena: Arena, table: ScopeTable) -> None:
+    def _run_queues(self, bound: BoundProgram, arena: Arena, table: ScopeTable) -> None:
         """Run all queues to their ends; ``Copying.failure`` has an error of any queue but that of ops."""
         copying, starts, ends = self._copying, self._starts, self._ends
         # Each queue is listed before it begins, since a signal may arrive in between.
         finishers: list[Callable[[], None]] = []
         lender: Lender | None = None
         self.update_failure = None
-        reporting = _Reporting(copying)
+        reporting = _FailureReporter(copying)
         try:
             with reporting:
-                copies = self._copies_of(bound, arena)
+                copies = self._find_copies(bound, arena)
                 finishers.append(copying.finish)
                 copying.begin(copies, self._ports, starts, ends)
                 if bound.collectives:
-                    communicator = self._talking()
+                    communicator = self._start_communicator()
                     finishers.append(communicator.finish)
                     communicator.begin(bound.collectives, starts, ends)
-                lender = self._lender_of(arena)
+                lender = self._connect_lender(arena)
                 with internals.below_autograd():
                     self.update_failure = self._compute(bound, table, lender)
         finally:
@@ -319,9 +319,9 @@ class CpuEngine:
                     with reporting:
                         lender.end()
             finally:
-                _finish(finishers, copying)
+                _wait_for_all(finishers, copying)
 
-    def _lender_of(self, arena: Arena) -> Lender | None:
+    def _connect_lender(self, arena: Arena) -> Lender | None:
         """Return the arena's lender, after passing it functions that pause and resume the other queues."""
         lender, copying, communicator = arena.lender, self._copying, self._communicator
         if lender is None:
@@ -340,49 +340,49 @@ class CpuEngine:
         lender.begin(self._starts, self._ends, pause, resume)
         return lender
 
-    def _talking(self) -> _Communicator:
+    def _start_communicator(self) -> _Communicator:
         if self._communicator is None:
-            end_when_threads_rest()
+            wait_for_threads_at_exit()
             self._communicator = _Communicator(self._copying)
             self._communicator.start()
         return self._communicator
 
-    def _copies_of(self, bound: Bound, arena: Arena) -> Copies:
+    def _find_copies(self, bound: BoundProgram, arena: Arena) -> Copies:
         copies = self._copies.get(bound)
         if copies is None or copies.slots != self._slots:
-            copies = self._copies[bound] = copies_of(bound, arena, self._slots, self._homes, self._queues)
+            copies = self._copies[bound] = prepare_copies(bound, arena, self._slots, self._homes, self._queues)
         return copies
 
-    def _replay(self, bound: Bound) -> _Replayed | None:
+    def _find_recording(self, bound: BoundProgram) -> _RecordedCalls | None:
         """Return the recorded calls of a program; None if Python calls its ops in this step."""
-        if not self._replays or not internals.replayable():
+        if not self._can_replay or not internals.has_no_dispatch_modes():
             return None
         if (replayed := self._replayed.get(bound)) is not None:
             return replayed
-        if not self._steps or not is_worth_it(len(bound.runs), self._seconds):
+        if not self._steps or not is_worth_replaying(len(bound.runs), self._last_seconds):
             return None
         count = len(bound.runs)
-        recording = self._replayed[bound] = _Replayed(Replay(load_native(), count), [False] * count)
+        recording = self._replayed[bound] = _RecordedCalls(Replay(load_native(), count), [False] * count)
         return recording
 
-    def _compute(self, bound: Bound, table: ScopeTable, lender: Lender | None) -> Exception | None:
-        replayed = self._replay(bound)
-        is_new = replayed is not None and replayed.until is None
-        calls = _Calls(table, self._starts, self._ends, replayed if is_new else None, lender)
+    def _compute(self, bound: BoundProgram, table: ScopeTable, lender: Lender | None) -> Exception | None:
+        replayed = self._find_recording(bound)
+        is_new = replayed is not None and replayed.span_ends is None
+        calls = _OpCaller(table, self._starts, self._ends, replayed if is_new else None, lender)
         if replayed is None or not is_new:
             calls.run_all(bound.runs, self._copying, replayed)
             return calls.failure
-        with replayed.replay.watching():
+        with replayed.replay.watch_calls():
             calls.run_all(bound.runs, self._copying, None)
         for number, run in enumerate(bound.runs):
-            if replayed.taken[number]:
+            if replayed.recorded[number]:
                 waits = [(queue % self._queues, count) for queue, count in run.waits]
-                replayed.replay.order(number, waits, run.number if run.awaited else None)
-        replayed.until = spans(replayed.taken)
+                replayed.replay.set_waits(number, waits, run.number if run.awaited else None)
+        replayed.span_ends = replayable_spans(replayed.recorded)
         return calls.failure
 
 
-def _finish(finishers: Sequence[Callable[[], None]], copying: Copying) -> None:
+def _wait_for_all(finishers: Sequence[Callable[[], None]], copying: Copying) -> None:
     """Wait until no copy and no collective is running, even if signal handlers raise exceptions."""
     interrupted: BaseException | None = None
     for finish in finishers:
@@ -400,7 +400,7 @@ def _finish(finishers: Sequence[Callable[[], None]], copying: Copying) -> None:
             del interrupted  # its traceback refers to this frame, which would be a cycle
 
 
-def _communicate(run: BoundRun) -> None:
+def _run_collective(run: BoundRun) -> None:
     try:
         with internals.below_autograd():
             run.func(*run.args, **run.kwargs)
@@ -411,7 +411,7 @@ def _communicate(run: BoundRun) -> None:
         ) from error
 
 
-def _explained(failure: BaseException) -> BaseException:
+def _as_library_error(failure: BaseException) -> BaseException:
     if isinstance(failure, OutOfCoreError):
         return failure
     if isinstance(failure, OSError):

@@ -29,11 +29,11 @@ from outofcore.capture.captured import Captured
 from outofcore.compiling import native_callback
 from outofcore.errors import OutOfCoreError, SpillError
 from outofcore.execution.arena import Answer, Arena
-from outofcore.execution.undo import Reached, Undo
+from outofcore.execution.undo import StepProgress, Undo
 from outofcore.graph import Op
 from outofcore.program import Block, CopyIn, CopyOut, Program, Run
-from outofcore.runtime.memory import advise_pages, lasting_tensor
-from outofcore.runtime.slots import Piece, Slots
+from outofcore.runtime.memory import advise_pages, tensor_with_release
+from outofcore.runtime.slots import SlotPiece, Slots
 from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
 _log = logging.getLogger("outofcore")
@@ -43,7 +43,7 @@ _Pages = npt.NDArray[np.uint8]
 
 class _Page(IntEnum):
     FREE = 0
-    HELD = 1  # may be evicted
+    EVICTABLE = 1  # may be evicted
     PINNED = 2  # in use by the running op
 
 
@@ -61,26 +61,26 @@ class DemandEviction:
         self._instructions = [
             index for index, i in enumerate(program.instructions) if isinstance(i, Run) and not i.communicates
         ]  # by scope
-        self._users: list[list[int]] | None = None  # by block
+        self._cached_users: list[list[int]] | None = None  # by block
         self._starts: array[float] = array("d")
         self._ends: array[float] = array("d")
-        self._pause: Callable[[], object] = _nothing
-        self._resume: Callable[[], object] = _nothing
+        self._pause: Callable[[], object] = _do_nothing
+        self._resume: Callable[[], object] = _do_nothing
         self._flag = ctypes.c_int64(0)
         self.flag = ctypes.addressof(self._flag)  # not 0 while active
         self.is_active = False  # whether the running op has been lent memory
         self.may_refuse = True  # False where other processes wait for the step to end
-        self.refused: tuple[Op, int] | None = None  # op and bytes of this step's refused request
+        self.refused_request: tuple[Op, int] | None = None  # op and bytes of this step's refused request
         self.error: OutOfCoreError | None = None  # the failed eviction behind it
         self.peak_bytes = self.evicted_bytes = self.overflow_bytes = 0
-        self.is_lost = False  # whether evicted bytes could not be fetched
-        self._overflowing: set[int] = set()  # ops of this step
+        self.has_lost_bytes = False  # whether evicted bytes could not be fetched
+        self._overflowed_ops: set[int] = set()  # ops of this step
         self._pages: _Pages = np.zeros(0, np.uint8)
-        self._evicted: list[tuple[int, int, Piece]] = []  # offset in the arena, home, piece of its slot
+        self._evicted: list[tuple[int, int, SlotPiece]] = []  # offset in the arena, home, piece of its slot
         self._lent: dict[int, int] = {}  # bytes of the annex by address
         self._faces: dict[int, tuple[torch.Tensor, Slots, int]] = {}  # memory of homes by address, and its slot
         # An op may keep memory beyond the step, as a cache of its own, and must never lose it.
-        weakref.finalize(self, _strand, self._faces).atexit = False
+        weakref.finalize(self, _keep_stranded, self._faces).atexit = False
         this = weakref.ref(self)
 
         def serve(count: int, scope: int) -> int:
@@ -95,35 +95,35 @@ class DemandEviction:
 
     @property
     def has_overflowed(self) -> bool:
-        return bool(self._overflowing)
+        return bool(self._overflowed_ops)
 
     def begin(
         self, starts: array[float], ends: array[float], pause: Callable[[], object], resume: Callable[[], object]
     ) -> None:
         self._starts, self._ends, self._pause, self._resume = starts, ends, pause, resume
-        self.refused, self.error, self.is_lost = None, None, False
-        self._overflowing.clear()
+        self.refused_request, self.error, self.has_lost_bytes = None, None, False
+        self._overflowed_ops.clear()
         self._arena.set_lender(self._callback)
 
     def end(self) -> None:
         self._arena.set_lender(None)
         try:
-            self.settle()
+            self.restore()
         finally:
-            self._pause = self._resume = _nothing
+            self._pause = self._resume = _do_nothing
 
-    def settle(self) -> None:
+    def restore(self) -> None:
         if not self.is_active:
             return
-        self._reap()
-        self.is_lost = True
+        self._release_unused()
+        self.has_lost_bytes = True
         try:
             for offset, home, piece in self._evicted:
                 self._arena.load(offset, piece.bytes, self._slots[home].home, piece.offset)
-            self.is_lost = False
+            self.has_lost_bytes = False
         finally:
             for _, home, piece in self._evicted:
-                self._slots[home].give(piece.offset, piece.bytes)
+                self._slots[home].free(piece.offset, piece.bytes)
             self._evicted = []
             self.is_active, self._flag.value = False, 0
             self._resume()
@@ -137,13 +137,13 @@ class DemandEviction:
             self.error, address = error, None
         if address is not None:
             return address
-        op = self._op(scope)
-        if self.may_refuse and self.undo.is_possible(Reached.at(self._starts, self._ends)):
-            self.refused = op, count
+        op = self._op_of_scope(scope)
+        if self.may_refuse and self.undo.is_possible(StepProgress.from_times(self._starts, self._ends)):
+            self.refused_request = op, count
             return Answer.REFUSE
         overflow = self._overflow(count)
-        if op.id not in self._overflowing:
-            self._overflowing.add(op.id)
+        if op.id not in self._overflowed_ops:
+            self._overflowed_ops.add(op.id)
             location = "is beyond the budget" if overflow is None else f"is in the home ({overflow[1]})"
             _log.warning(
                 "%s asked for %s and more beyond its plan after parameters had been updated, which the budget of %s "
@@ -159,7 +159,7 @@ class DemandEviction:
         """Return the address of memory in a home, and the home's name; None if no home has room."""
         for face, slots, _ in self._faces.values():  # lets the system write out earlier requests
             slots.home.drop_cache(face)
-        overflow = _face(self._slots, count)
+        overflow = _create_overflow_memory(self._slots, count)
         if overflow is None:
             return None
         face, slots, _ = overflow
@@ -167,18 +167,18 @@ class DemandEviction:
         self.overflow_bytes += count
         return face.data_ptr(), slots.home.name
 
-    def keep(self, count: int) -> torch.Tensor | None:
+    def allocate_lasting(self, count: int) -> torch.Tensor | None:
         """Return home memory for an optimizer's new state; None if ordinary memory fits, or no home has room."""
         if self._arena.counters().live_bytes + count <= self._arena.reserve:
             return None
-        overflow = _face(self._slots, count)
+        overflow = _create_overflow_memory(self._slots, count)
         if overflow is None:
             return None
         face, slots, offset = overflow
         self.overflow_bytes += count
-        return lasting_tensor(face.data_ptr(), count, partial(_give, slots, offset, face))
+        return tensor_with_release(face.data_ptr(), count, partial(_release_slot, slots, offset, face))
 
-    def _op(self, scope: int) -> Op:
+    def _op_of_scope(self, scope: int) -> Op:
         run = self._program.instructions[self._instructions[scope]]
         if not isinstance(run, Run):
             raise TypeError(f"scope {scope} is not that of an op; please report it")
@@ -187,13 +187,13 @@ class DemandEviction:
     def _lend(self, count: int, scope: int) -> int | None:
         """Return an address of whole pages for a request; None if too few pages can be evicted."""
         self._activate()
-        self._reap()
-        address = self._fit(count)
+        self._release_unused()
+        address = self._find_address(count)
         occupied = int(np.count_nonzero(self._pages)) * PAGE_BYTES
         # Live bytes outside of the arena, such as a library's cache, cannot be evicted.
         used = occupied + sum(self._lent.values()) + self._arena.counters().live_bytes
         missing = max(used + count - self._budget, 0)
-        if address is None or missing > int(np.count_nonzero(self._pages == _Page.HELD)) * PAGE_BYTES:
+        if address is None or missing > int(np.count_nonzero(self._pages == _Page.EVICTABLE)) * PAGE_BYTES:
             return None
         self._evict(missing)
         self._lent[address] = count
@@ -206,19 +206,19 @@ class DemandEviction:
             return
         self._pause()
         self.is_active, self._flag.value = True, 1
-        self._pages = self._survey()
-        for first, last in _runs(self._pages == _Page.FREE):
+        self._pages = self._classify_pages()
+        for first, last in _page_runs(self._pages == _Page.FREE):
             self._arena.discard(first * PAGE_BYTES, (last - first) * PAGE_BYTES)
 
-    def _reap(self) -> None:
-        live = self._arena.lent()
+    def _release_unused(self) -> None:
+        live = self._arena.lent_addresses()
         for address in [address for address in self._lent if address not in live]:
             advise_pages(address, self._lent.pop(address), mmap.MADV_DONTNEED)
         for address in [address for address in self._faces if address not in live]:
             face, slots, offset = self._faces.pop(address)
-            slots.give(offset, face.numel())
+            slots.free(offset, face.numel())
 
-    def _fit(self, count: int) -> int | None:
+    def _find_address(self, count: int) -> int | None:
         """Return the lowest free address in the annex, or None."""
         start = self._arena.address + self._arena.bytes
         end = start + self._arena.annex_bytes
@@ -230,11 +230,11 @@ class DemandEviction:
 
     def _evict(self, count: int) -> None:
         """Write pages that the op does not touch to a home, and release their memory."""
-        for first, last in sorted(_runs(self._pages == _Page.HELD), key=lambda run: run[0] - run[1]):
+        for first, last in sorted(_page_runs(self._pages == _Page.EVICTABLE), key=lambda run: run[0] - run[1]):
             if count <= 0:
                 return
             size = min((last - first) * PAGE_BYTES, round_up(count, PAGE_BYTES))
-            home, pieces = self._room(size)
+            home, pieces = self._take_slots(size)
             start = first * PAGE_BYTES
             for piece in pieces:
                 self._arena.save(start, piece.bytes, self._slots[home].home, piece.offset)
@@ -245,7 +245,7 @@ class DemandEviction:
             count -= size
             self.evicted_bytes += size
 
-    def _room(self, count: int) -> tuple[int, tuple[Piece, ...]]:
+    def _take_slots(self, count: int) -> tuple[int, tuple[SlotPiece, ...]]:
         refusals: list[str] = []
         for home, slots in enumerate(self._slots):
             try:
@@ -256,22 +256,22 @@ class DemandEviction:
 
     # Contents of the arena
 
-    def _survey(self) -> _Pages:
+    def _classify_pages(self) -> _Pages:
         pages = np.zeros(self._arena.bytes // PAGE_BYTES, np.uint8)
         # Small blocks share pages, so pinned pages are marked last.
         for block in self._program.blocks:
-            if block.bytes and self._holds(block):
-                pages[_pages(block)] = _Page.HELD
+            if block.bytes and self._is_needed(block):
+                pages[_page_range(block)] = _Page.EVICTABLE
         for index, instruction in enumerate(self._program.instructions):
             if self._starts[index] > 0 and self._ends[index] <= 0:
                 for number in blocks_of(instruction):
                     block = self._program.blocks[number]
                     if block.bytes:
-                        pages[_pages(block)] = _Page.PINNED
+                        pages[_page_range(block)] = _Page.PINNED
         return pages
 
-    def _holds(self, block: Block) -> bool:
-        users = self._uses[block.id]
+    def _is_needed(self, block: Block) -> bool:
+        users = self._users_by_block[block.id]
         if not block.wraps:
             waits = block.dies >= len(self._program.instructions) or self._is_awaited(users)
             return self._starts[block.born] > 0 and waits
@@ -283,20 +283,20 @@ class DemandEviction:
         return not users or any(self._ends[user] <= 0 for user in users)
 
     @property
-    def _uses(self) -> list[list[int]]:
-        if self._users is None:
-            self._users = [[] for _ in self._program.blocks]
+    def _users_by_block(self) -> list[list[int]]:
+        if self._cached_users is None:
+            self._cached_users = [[] for _ in self._program.blocks]
             for index, instruction in enumerate(self._program.instructions):
                 for number in blocks_of(instruction):
-                    self._users[number].append(index)
-        return self._users
+                    self._cached_users[number].append(index)
+        return self._cached_users
 
 
-def _pages(block: Block) -> slice:
+def _page_range(block: Block) -> slice:
     return slice(block.offset // PAGE_BYTES, -(-(block.offset + block.bytes) // PAGE_BYTES))
 
 
-def _face(homes: Sequence[Slots], count: int) -> tuple[torch.Tensor, Slots, int] | None:
+def _create_overflow_memory(homes: Sequence[Slots], count: int) -> tuple[torch.Tensor, Slots, int] | None:
     """Return a new slot of a home as a tensor, its slots and its offset; None if no home has room."""
     for slots in homes:
         try:
@@ -306,18 +306,18 @@ def _face(homes: Sequence[Slots], count: int) -> tuple[torch.Tensor, Slots, int]
         try:
             return slots.home.face(offset, count), slots, offset
         except OutOfCoreError:
-            slots.give(offset, count)
+            slots.free(offset, count)
     return None
 
 
-def _give(slots: Slots, offset: int, face: torch.Tensor) -> None:
-    slots.give(offset, face.numel())
+def _release_slot(slots: Slots, offset: int, face: torch.Tensor) -> None:
+    slots.free(offset, face.numel())
 
 
 _stranded: list[object] = []  # memory that outlives its lender, kept until the process ends
 
 
-def _strand(faces: dict[int, tuple[torch.Tensor, Slots, int]]) -> None:
+def _keep_stranded(faces: dict[int, tuple[torch.Tensor, Slots, int]]) -> None:
     if faces:
         _stranded.append(faces)
 
@@ -328,11 +328,11 @@ def blocks_of(instruction: Run | CopyIn | CopyOut) -> tuple[int, ...]:
     return instruction.blocks if instruction.workspace is None else (*instruction.blocks, instruction.workspace)
 
 
-def _runs(selected: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+def _page_runs(selected: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
     """Return the ranges of selected pages as (first, last + 1)."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], selected.view(np.int8), [0]))))
     return [(int(first), int(last)) for first, last in edges.reshape(-1, 2)]
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Stub of ``pause`` and ``resume`` between steps."""

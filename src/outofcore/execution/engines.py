@@ -8,13 +8,13 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 import torch
 
 from outofcore.execution.arena import ScopeTable
-from outofcore.execution.binding import Bound, BoundRun, Draws
-from outofcore.execution.undo import Reached
+from outofcore.execution.binding import BoundProgram, BoundRun, GeneratorUse
+from outofcore.execution.undo import StepProgress
 from outofcore.program import Timeline
-from outofcore.runtime.slots import Piece
+from outofcore.runtime.slots import SlotPiece
 
 # Whether native code may call ops, and on a GPU make CUDA graphs of them.
-Replaying: TypeAlias = bool | Literal["graphs"]
+ReplayMode: TypeAlias = bool | Literal["graphs"]
 
 
 class Port(NamedTuple):
@@ -34,7 +34,7 @@ class Engine(Protocol):
     update_failure: Exception | None
 
     def run(
-        self, bound: Bound, table: ScopeTable, slots: Mapping[int, tuple[Piece, ...]], ports: dict[int, Port]
+        self, bound: BoundProgram, table: ScopeTable, slots: Mapping[int, tuple[SlotPiece, ...]], ports: dict[int, Port]
     ) -> Timeline:
         """Run one step to its end and return its timeline, or the last measured one.
 
@@ -43,13 +43,13 @@ class Engine(Protocol):
         """
         ...
 
-    def reached(self) -> Reached | None:
+    def read_progress(self) -> StepProgress | None:
         """Return the progress of the last step, which must be idle; None if the device failed."""
         ...
 
     def synchronize(self) -> None: ...
 
-    def forget(self) -> None:
+    def release_step(self) -> None:
         """Release references to the last step, which keep its arena's memory alive."""
         ...
 
@@ -67,19 +67,19 @@ class GeneratorStates:
         self._saved: dict[int, list[torch.Tensor]] = {}  # by op
         self._current: list[torch.Tensor] = []
 
-    def before(self, run: BoundRun) -> None:
+    def save_or_restore(self, run: BoundRun) -> None:
         """Save the states before an op's first run, or restore them before a later one."""
         states = [generator.get_state() for generator in self._generators]
-        if run.draws is Draws.FIRST:
+        if run.generator_use is GeneratorUse.SAVE:
             self._saved[run.op] = states
         else:
             self._current = states
             self._set(self._saved[run.op])
 
-    def after(self) -> None:
+    def reset(self) -> None:
         self._set(self._current)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self._saved.clear()
         self._current = []
 

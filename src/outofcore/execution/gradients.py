@@ -7,91 +7,93 @@ import torch
 from outofcore.analysis import is_large
 from outofcore.capture.captured import Captured, StateBinding
 from outofcore.errors import StateError
-from outofcore.execution.aliases import Place, State, assign_gradient, references_to
-from outofcore.execution.arena import Memory
+from outofcore.execution.aliases import PersistentState, StatePlace, assign_gradient, count_references
+from outofcore.execution.arena import DeviceArena
 from outofcore.execution.model_state import StateKeeper
 from outofcore.graph import StorageKind
 from outofcore.program import Program
 
 
 class StepGradients:
-    def __init__(self, captured: Captured, program: Program, keeper: StateKeeper, states: dict[int, State]) -> None:
+    def __init__(
+        self, captured: Captured, program: Program, keeper: StateKeeper, states: dict[int, PersistentState]
+    ) -> None:
         self._captured = captured
         self._keeper = keeper
-        self._left = {
-            produced.value: (captured.states[produced.parameter], keeper.gradient(captured, produced))
+        self._produced = {
+            produced.value: (captured.states[produced.parameter], keeper.gradient_state(captured, produced))
             for produced in captured.gradients_left
         }
         end = len(program.instructions)
         blocks = {b.storage: b for b in program.blocks if b.storage in program.staying and b.dies == end}
         # Offsets of the gradients that stay in the arena, by value.
-        self._staying = {
+        self._arena_offsets = {
             index: blocks[storage].offset
-            for index in self._left
+            for index in self._produced
             if (storage := captured.values[index].storage) in blocks
         }
-        self._cleared = [parameter_of(captured.states[i]) for i in captured.gradients_cleared]
+        self._cleared_parameters = [parameter_of(captured.states[i]) for i in captured.gradients_cleared]
         self._accumulated = [
             (binding, states[captured.values[binding.value].storage])
             for binding in captured.states
             if binding.kind is StorageKind.GRADIENT
         ]
 
-    def at_home(self) -> dict[int, State]:
+    def states_at_home(self) -> dict[int, PersistentState]:
         """Return by storage the gradients that the step writes to a slot and leaves there."""
         return {
             self._captured.values[index].storage: state
-            for index, (_, state) in self._left.items()
-            if is_large(state.bytes) and index not in self._staying
+            for index, (_, state) in self._produced.items()
+            if is_large(state.bytes) and index not in self._arena_offsets
         }
 
-    def in_arena(self) -> set[int]:
-        return {self._captured.values[index].storage for index in self._staying}
+    def storages_in_arena(self) -> set[int]:
+        return {self._captured.values[index].storage for index in self._arena_offsets}
 
-    def take_over(self) -> None:
+    def adopt_replacements(self) -> None:
         """Adopt the gradients that the user has replaced, and drop the removed ones."""
-        for binding, state in self._left.values():
+        for binding, state in self._produced.values():
             # A gradient that the step clears must survive for other references to it.
-            is_referenced = references_to(state.windows[0].tensor) > state.references
-            if is_referenced or parameter_of(binding).grad is not state.windows[0].tensor:
-                self._keeper.taken(state)
+            is_referenced = count_references(state.aliases[0].tensor) > state.reference_count
+            if is_referenced or parameter_of(binding).grad is not state.aliases[0].tensor:
+                self._keeper.release_gradient(state)
         for binding, state in self._accumulated:
-            self._keeper.rebind(state, binding, self._live(binding))
-            state.lay(binding.key, self._captured.values[binding.value])
+            self._keeper.rebind(state, binding, self._current_gradient(binding))
+            state.apply_layout(binding.key, self._captured.values[binding.value])
 
-    def show(self, arena: Memory, results: dict[int, torch.Tensor]) -> None:
+    def assign(self, arena: DeviceArena, results: dict[int, torch.Tensor]) -> None:
         """Set or clear the user's ``.grad`` after a step; ``results`` has small gradients by storage."""
-        for index, (parameter, state) in self._left.items():
+        for index, (parameter, state) in self._produced.items():
             value = self._captured.values[index]
-            if index in self._staying:
-                shown = self._keeper.stayed(state, value, arena, self._staying[index])
+            if index in self._arena_offsets:
+                shown = self._keeper.show_arena_gradient(state, value, arena, self._arena_offsets[index])
             else:
-                shown = self._keeper.arrived(state, value, results.get(value.storage))
+                shown = self._keeper.show_gradient(state, value, results.get(value.storage))
             assign_gradient(parameter_of(parameter), shown)
         shown = None
-        for _, state in self._left.values():
-            state.references = references_to(state.windows[0].tensor)
-        for parameter in self._cleared:
+        for _, state in self._produced.values():
+            state.reference_count = count_references(state.aliases[0].tensor)
+        for parameter in self._cleared_parameters:
             parameter.grad = None
         for binding, state in self._accumulated:
-            if self._owner(binding).grad is None:
-                self._keeper.forget(state, binding)
+            if self._find_parameter(binding).grad is None:
+                self._keeper.clear_gradient(state, binding)
 
-    def leave_arena(self) -> None:
+    def detach_from_arena(self) -> None:
         """Detach gradients in the arena from the user's parameters: their memory may be reused."""
-        for index in self._staying:
-            parameter, state = self._left[index]
-            if state.place is Place.ARENA:
-                if parameter_of(parameter).grad is state.windows[0].tensor:
+        for index in self._arena_offsets:
+            parameter, state = self._produced[index]
+            if state.place is StatePlace.ARENA:
+                if parameter_of(parameter).grad is state.aliases[0].tensor:
                     parameter_of(parameter).grad = None
-                self._keeper.taken(state)
+                self._keeper.release_gradient(state)
 
-    def _owner(self, binding: StateBinding) -> torch.Tensor:
+    def _find_parameter(self, binding: StateBinding) -> torch.Tensor:
         key = binding.key.removesuffix(".grad")
         return parameter_of(next(b for b in self._captured.states if b.key == key))
 
-    def _live(self, binding: StateBinding) -> torch.Tensor:
-        gradient = self._owner(binding).grad
+    def _current_gradient(self, binding: StateBinding) -> torch.Tensor:
+        gradient = self._find_parameter(binding).grad
         if gradient is None:
             raise StateError(f"{binding.key} was there when the step was captured and is None now")
         return gradient

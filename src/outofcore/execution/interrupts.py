@@ -12,12 +12,12 @@ from typing import Any, Self
 _log = logging.getLogger("outofcore")
 
 # Waiting threads wake at this interval: a signal that arrives as a thread falls asleep is handled at the next wake-up.
-SIGNALS_SECONDS = 0.05
+SIGNAL_POLL_SECONDS = 0.05
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Deferred:
+class DeferredSignals:
     """A context that defers signals with a Python handler to its end: ``with DeferredSignals(activity):``.
 
     The second signal (the third with ``stops=3``) is handled at once if ``may_stop`` allows it, and leaves the block if
@@ -27,10 +27,10 @@ class Deferred:
     """
 
     def __init__(self, activity: str, *, stops: int = 2, may_stop: Callable[[], bool] = lambda: True) -> None:
-        self._what = activity
+        self._activity = activity
         self._stops = stops
         self._may_stop = may_stop
-        self._is_told = False
+        self._is_handled = False
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._pending: list[tuple[int, FrameType | None]] = []
 
@@ -49,23 +49,23 @@ class Deferred:
             _log.warning(
                 "%s: waiting for %s to finish; %s stops it half way",
                 signal.Signals(number).name,
-                self._what,
+                self._activity,
                 "a second signal" if self._stops == 2 else "a third signal",
             )
-        elif len(self._pending) >= self._stops and not self._is_told:
+        elif len(self._pending) >= self._stops and not self._is_handled:
             if self._may_stop():
-                self._is_told = True
+                self._is_handled = True
                 self._handlers[number](number, frame)
             elif len(self._pending) == self._stops:
                 _log.warning(
                     "parameters are being updated, and stopping now would leave only some of them updated: waiting for "
                     "%s to finish; SIGQUIT (Ctrl-\\) or SIGKILL ends the process",
-                    self._what,
+                    self._activity,
                 )
 
     def __exit__(self, *raised: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        if self._pending and not self._is_told:
+        if self._pending and not self._is_handled:
             number, frame = self._pending[0]
             self._handlers[number](number, frame)

@@ -15,7 +15,7 @@ from outofcore.errors import InputError, StateError, UnitError
 from outofcore.execution.aliases import Faces
 from outofcore.execution.backend import Backend, CpuBackend
 from outofcore.execution.cuda.backend import CudaBackend
-from outofcore.execution.engines import Replaying
+from outofcore.execution.engines import ReplayMode
 from outofcore.runtime.file_io import copy_buffer
 from outofcore.runtime.homes import DiskHome, HomeStore, HostHome
 from outofcore.runtime.slots import Slots
@@ -38,13 +38,13 @@ class OpenHome:
     True
     """
 
-    def __init__(self, stores: Sequence[HomeStore], *, kept: bool) -> None:
+    def __init__(self, stores: Sequence[HomeStore], *, stays_open: bool) -> None:
         self.stores = tuple(stores)
         self.faces = Faces([Slots(store) for store in stores])
-        self.kept = kept  # whether tensors stay in the home when a step is closed
-        self._holders = 1 if kept else 0
+        self.stays_open = stays_open  # whether tensors stay in the home when a step is closed
+        self._holders = 1 if stays_open else 0
         self._closed = False
-        self._tenant: tuple[object, Callable[[], None]] | None = None
+        self._occupant: tuple[object, Callable[[], None]] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -74,7 +74,7 @@ class OpenHome:
         tensor(1023.)
         """
         size = count * dtype.itemsize
-        base = self.faces.birth(size) if is_large(size) else torch.empty(size, dtype=torch.uint8)
+        base = self.faces.allocate(size) if is_large(size) else torch.empty(size, dtype=torch.uint8)
         return base.view(dtype)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -120,7 +120,7 @@ class OpenHome:
 
         Tensors in it stay valid.
         """
-        if self.kept and not self._closed:
+        if self.stays_open and not self._closed:
             self._closed = True
             self.release()
 
@@ -144,30 +144,30 @@ class OpenHome:
     @property
     def shared(self) -> bool:
         """Whether anything other than the step that asks may use the home's tensors."""
-        return self.kept or self._holders > 1
+        return self.stays_open or self._holders > 1
 
     def start(self) -> None:
         """Record that any tensor at home may have changed since it was last written."""
         for store in self.stores:
             store.start()
 
-    def occupy(self, step: object, vacate: Callable[[], None]) -> bool:
+    def occupy(self, step: object, move_out: Callable[[], None]) -> bool:
         """Let a step move tensors into its arena, after the previous step has moved its own out.
 
         ``move_out`` moves this step's tensors home when another step needs them. Returns whether another step had them
         last. Raises ``StateError`` if that step cannot move them out.
         """
-        if self._tenant is not None and self._tenant[0] is step:
+        if self._occupant is not None and self._occupant[0] is step:
             return False
-        if self._tenant is not None:
-            self._tenant[1]()
-        self._tenant = (step, vacate)
+        if self._occupant is not None:
+            self._occupant[1]()
+        self._occupant = (step, move_out)
         return True
 
     def leave(self, step: object) -> None:
         """Record that a step has no tensors in its arena any more."""
-        if self._tenant is not None and self._tenant[0] is step:
-            self._tenant = None
+        if self._occupant is not None and self._occupant[0] is step:
+            self._occupant = None
 
 
 def _is_memory(tensor: torch.Tensor) -> bool:
@@ -178,7 +178,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def host_limit(host_budget: int | str | None) -> int | None:
+def parse_host_limit(host_budget: int | str | None) -> int | None:
     """Parse a limit of host memory to bytes; raise ``UnitError`` if it is invalid or below a page."""
     limit = None if host_budget is None else parse_bytes(host_budget)
     if limit is not None and limit < PAGE_BYTES:
@@ -194,16 +194,16 @@ def open_homes(home: str | os.PathLike[str] | None, host_budget: int | str | Non
     By default host memory is unlimited for "host", and not used before a disk. Raises ``UnitError`` for an invalid
     budget, ``SpillError`` if a home cannot be used.
     """
-    limit = host_limit(host_budget)
+    limit = parse_host_limit(host_budget)
     if home == "host":
         return [HostHome(limit)]
     disk = DiskHome() if home is None or home == "disk" else DiskHome(Path(home))
     return [disk] if limit is None else [HostHome(limit), disk]
 
 
-def open_backend(device: str | torch.device | None, *, replay: Replaying = True) -> Backend:
+def open_backend(device: str | torch.device | None, *, replay: ReplayMode = True) -> Backend:
     """Open the backend of a device, by default the CPU; raise ``InputError`` if steps cannot run there."""
-    _begin_vector_math()
+    _initialize_vector_math()
     try:
         parsed = torch.device("cpu" if device is None else device)
     except RuntimeError as error:
@@ -215,7 +215,7 @@ def open_backend(device: str | torch.device | None, *, replay: Replaying = True)
     raise InputError(f"device={str(parsed)!r} is not supported; use 'cpu' or a CUDA device")
 
 
-def _begin_vector_math() -> None:
+def _initialize_vector_math() -> None:
     """Let MKL's vector functions initialize themselves in one thread.
 
     If several threads make a process's first call of such a function (``sqrt``, ``exp``, ``erf`` …), some of them
@@ -231,13 +231,13 @@ def open_device_homes(
 
     Raises ``UnitError`` for an invalid budget, ``SpillError`` if a home cannot be used.
     """
-    limit = host_limit(host_budget)
+    limit = parse_host_limit(host_budget)
     if home is None or home == "host":
         return [backend.home(limit)]
     return [backend.home(limit), DiskHome() if home == "disk" else DiskHome(Path(home))]
 
 
-def homes_of(
+def open_homes_of_backend(
     backend: Backend, home: str | os.PathLike[str] | None, host_budget: int | str | None = None
 ) -> list[HomeStore]:
     if isinstance(backend, CudaBackend):

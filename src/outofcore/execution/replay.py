@@ -14,13 +14,13 @@ import torch
 from outofcore import _torch_internals as internals
 from outofcore.errors import StateError
 from outofcore.execution.arena import ScopeTable
-from outofcore.execution.binding import BoundRun, Draws
+from outofcore.execution.binding import BoundRun, GeneratorUse
 from outofcore.execution.copying import Copying
-from outofcore.execution.interrupts import SIGNALS_SECONDS
+from outofcore.execution.interrupts import SIGNAL_POLL_SECONDS
 from outofcore.runtime.native import Flavor, load_unlocked
 
 # Seconds of a step per op: in a longer step Python's calls, 5 us each, take less than a thousandth of the time.
-_WORTH_SECONDS = 5e-3
+_MAX_SECONDS_PER_OP = 5e-3
 
 
 class _Failure(IntEnum):
@@ -60,8 +60,8 @@ _ERRORS: dict[_Failure, type[Exception]] = {
 }
 
 
-def is_worth_it(calls: int, seconds: float) -> bool:
-    return calls * _WORTH_SECONDS > seconds
+def is_worth_replaying(calls: int, seconds: float) -> bool:
+    return calls * _MAX_SECONDS_PER_OP > seconds
 
 
 class Replay:
@@ -78,21 +78,21 @@ class Replay:
         self._run = load_unlocked(Flavor.CPU).replay_run  # copies run in their own threads
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
+    def watch_calls(self) -> Iterator[None]:
         self._library.replay_watch()
         try:
             yield
         finally:
             self._library.replay_unwatch()
 
-    def expect(self, run: BoundRun) -> bool:
+    def expect_call(self, run: BoundRun) -> bool:
         """Prepare to record the next op call with ``record_call``; return whether that is possible."""
-        if internals.operator_name(run.func) is None or run.draws is not Draws.FREELY:
+        if internals.operator_name(run.func) is None or run.generator_use is not GeneratorUse.UNTOUCHED:
             return False
         self._library.replay_expect()
         return True
 
-    def take(self, number: int, run: BoundRun, scope: int) -> bool:
+    def record_call(self, number: int, run: BoundRun, scope: int) -> bool:
         name = internals.operator_name(run.func)
         if name is None:
             return False
@@ -115,11 +115,11 @@ class Replay:
         )
         return bool(recorded)
 
-    def issue(self, number: int, action: tuple[int, int, int, int]) -> None:
+    def add_actions(self, number: int, action: tuple[int, int, int, int]) -> None:
         """Make an entry call a native function; ``action`` has its address and three arguments."""
         self._library.replay_issue(self._handle, number, *action)
 
-    def order(self, number: int, waits: Sequence[tuple[int, int]], publishes: int | None) -> None:
+    def set_waits(self, number: int, waits: Sequence[tuple[int, int]], publishes: int | None) -> None:
         """Make an entry wait for (queue, number) pairs and publish its own number, if ``run`` gets ``queues``."""
         flat = [part for wait in waits for part in wait]
         flat_waits = (ctypes.c_int64 * len(flat))(*flat)
@@ -153,7 +153,7 @@ class Replay:
             self._handle,
             first,
             end,
-            SIGNALS_SECONDS,
+            SIGNAL_POLL_SECONDS,
             begin,
             close if ends_scopes else None,
             pointer,
@@ -167,7 +167,7 @@ class Replay:
         return int(next_entry)
 
     @property
-    def at(self) -> int:
+    def failed_entry(self) -> int:
         return int(self._library.replay_at(self._handle))
 
     def _error(self) -> Exception:
@@ -178,12 +178,12 @@ class Replay:
             return StateError("another queue of the step failed")
         return _ERRORS[failure](self._library.replay_message(self._handle).decode(errors="replace"))
 
-    def let_go(self) -> None:
+    def release_results(self) -> None:
         """Release results that were kept until the next scope begins."""
         self._library.replay_let_go(self._handle)
 
 
-def spans(recorded: Sequence[bool]) -> list[int]:
+def replayable_spans(recorded: Sequence[bool]) -> list[int]:
     """Return for each op the end of the longest replayable span that starts there, or its own index.
 
     >>> spans([True, True, False, True])

@@ -15,19 +15,19 @@ from outofcore.capture.captured import Captured, LeafKind
 from outofcore.capture.optimizers import OptimizerUpdate, StateOrder
 from outofcore.costs import Costs
 from outofcore.errors import OutOfCoreError, StateError
-from outofcore.execution.aliases import Owned, Place, State
-from outofcore.execution.arena import Arena, Memory, ScopeTable
-from outofcore.execution.binding import Bound, BoundRun, bind, scopes, tensor_on
+from outofcore.execution.aliases import OptimizerStates, PersistentState, StatePlace
+from outofcore.execution.arena import Arena, DeviceArena, ScopeTable
+from outofcore.execution.binding import BoundProgram, BoundRun, bind, requests_by_scope, tensor_on
 from outofcore.execution.demand_eviction import DemandEviction
 from outofcore.execution.engines import Engine, Port
 from outofcore.execution.gradients import StepGradients
 from outofcore.execution.model_state import StateKeeper
-from outofcore.execution.stopping import can_stop, stop, stops_as_plain, updates_of
+from outofcore.execution.stopping import can_stop, find_updates, finish_state_copies, matches_plain_pytorch
 from outofcore.execution.undo import Undo
 from outofcore.graph import Op
-from outofcore.planning.placement.requests import Event, EventKind, Requests, Result, workspace_layout
+from outofcore.planning.placement.requests import AllocatorEvent, EventKind, Requests, ResultStorage, workspace_layout
 from outofcore.program import CopyIn, CopyOut, Program, Run, Timeline
-from outofcore.runtime.slots import Layout, Piece, lay_out, needed_bytes
+from outofcore.runtime.slots import SlotLayout, SlotPiece, allocate_slots, needed_bytes
 
 
 class UpdateError(Exception):
@@ -35,16 +35,16 @@ class UpdateError(Exception):
 
 
 @dataclass(frozen=True)
-class _Placed:
-    arena: Memory
-    bound: Bound
+class _PlacedProgram:
+    arena: DeviceArena
+    bound: BoundProgram
     table: ScopeTable
     first_table: ScopeTable | None  # until all updates have created their state
-    layout: Layout
-    slots: dict[int, tuple[Piece, ...]]  # by the index of a copy
-    copies: dict[int, int]  # slot offsets of storages that are evicted without a copy
+    layout: SlotLayout
+    slots: dict[int, tuple[SlotPiece, ...]]  # by the index of a copy
+    home_copies: dict[int, int]  # slot offsets of storages that are evicted without a copy
     undo: Undo
-    left: tuple[tuple[int, Piece], ...]  # home and piece of the slots that outlive the step
+    lasting_slots: tuple[tuple[int, SlotPiece], ...]  # home and piece of the slots that outlive the step
     lender: DemandEviction | None  # serves requests beyond the plan
 
 
@@ -59,7 +59,7 @@ class Runner:
         requests: Sequence[Requests],
         first_requests: dict[int, Requests],
         keeper: StateKeeper,
-        states: dict[int, State] | None = None,
+        states: dict[int, PersistentState] | None = None,
         budget: int = 0,
     ) -> None:
         self.captured = captured
@@ -70,31 +70,31 @@ class Runner:
         self._first_requests = first_requests
         self._keeper = keeper
         self._generation = keeper.generation
-        self._states = keeper.adopt(captured) if states is None else states
-        self._placed: _Placed | None = None
-        self._kept: Bound | None = None  # the binding to the last arena, which still exists
+        self._states = keeper.register(captured) if states is None else states
+        self._placed: _PlacedProgram | None = None
+        self._last_binding: BoundProgram | None = None  # the binding to the last arena, which still exists
         self._ran_first = False  # whether the last run was the first of some update
-        self._begun = False  # whether the last run reached its first instruction
+        self._has_begun = False  # whether the last run reached its first instruction
         self._makes_state = False  # whether the last run had to create optimizer state
         self._table: ScopeTable | None = None  # of the last run
         self._updates = [call.func for call in captured.calls if isinstance(call.func, OptimizerUpdate)]
         self._state_order = StateOrder(self._updates)
         self._optimizers = list({id(u.optimizer): u.optimizer for u in self._updates}.values())
         self._gradients = StepGradients(captured, program, keeper, self._states)
-        self._owned = Owned(captured)
+        self._optimizer_states = OptimizerStates(captured)
         written = {storage for op in captured.graph.ops for storage in op.mutates}
         written |= {part.whole for storage, part in captured.ranges.items() if storage in written}
-        self._written = {id(state) for storage, state in self._states.items() if storage in written}
+        self._written_states = {id(state) for storage, state in self._states.items() if storage in written}
 
     @property
-    def states(self) -> dict[int, State]:
+    def states(self) -> dict[int, PersistentState]:
         return self._states
 
     def is_current(self) -> bool:
         """Return whether the keeper still has the states; otherwise a new runner must adopt them."""
         return self._generation == self._keeper.generation
 
-    def enter(self, arena: Memory) -> None:
+    def enter(self, arena: DeviceArena) -> None:
         """Make this runner's program the one in the arena, which the last program has released.
 
         If it raises ``SpillError`` or ``TransferError``, all states are out of the arena.
@@ -103,35 +103,37 @@ class Runner:
         for slots in keeper.slots:
             slots.home.start()
         with contextlib.ExitStack() as undo:
-            undo.callback(keeper.moves.leave, arena)
-            bound = self._kept
+            undo.callback(keeper.moves.leave_arena, arena)
+            bound = self._last_binding
             if bound is None or bound.arena is not arena:
                 bound = bind(self.captured, self.program, arena, max(len(keeper.slots), 1))
-            self._take_over()
+            self._adopt_replacements()
             needed = needed_bytes(self.captured.graph, self._costs, self.program)
             for slots, count in zip(keeper.slots, needed, strict=False):
-                slots.expect(count)
+                slots.grow_ahead(count)
             wholes = {part.whole for part in self.captured.ranges.values()}
             keeper.moves.enter(self._states, self.program, arena, self.captured.graph.frozen - wholes)
-            lasting = self._lasting()
-            layout = lay_out(self.captured.graph, self._costs, self.program, keeper.slots)
-            undo.callback(layout.give_back, keeper.slots)
-            self._placed = self._bound(arena, bound, lasting, layout)
+            lasting = self._persistent_slots()
+            layout = allocate_slots(self.captured.graph, self._costs, self.program, keeper.slots)
+            undo.callback(layout.free, keeper.slots)
+            self._placed = self._place(arena, bound, lasting, layout)
             undo.pop_all()
 
-    def _bound(self, arena: Memory, bound: Bound, lasting: dict[int, int], layout: Layout) -> _Placed:
+    def _place(
+        self, arena: DeviceArena, bound: BoundProgram, lasting: dict[int, int], layout: SlotLayout
+    ) -> _PlacedProgram:
         slots = dict(layout.pieces)
         for index, instruction in enumerate(self.program.instructions):
             if isinstance(instruction, CopyOut | CopyIn) and index not in slots:
                 block = self.program.blocks[instruction.block]
                 if block.storage in lasting:
-                    slots[index] = (Piece(lasting[block.storage], block.bytes),)
-        workspaces = self._workspaces() if arena.takes_turns else []
-        table = ScopeTable(arena, scopes(self.captured, self.program, self._requests), workspaces)
+                    slots[index] = (SlotPiece(lasting[block.storage], block.bytes),)
+        workspaces = self._workspaces() if arena.is_synchronous else []
+        table = ScopeTable(arena, requests_by_scope(self.captured, self.program, self._requests), workspaces)
         first_table = None
         if self._first_requests:
             first = [self._first_requests.get(i, r) for i, r in enumerate(self._requests)]
-            first_table = ScopeTable(arena, scopes(self.captured, self.program, first), workspaces)
+            first_table = ScopeTable(arena, requests_by_scope(self.captured, self.program, first), workspaces)
         self._load_constants(arena)
         lasting_slots = tuple(
             (instruction.home, slots[index][0])
@@ -144,44 +146,44 @@ class Runner:
             lender = DemandEviction(self.captured, self.program, arena, self._budget, self._keeper.slots, undo)
             arena.lender = lender
         copies = {storage: lasting[storage] for storage in self.program.clean}
-        return _Placed(arena, bound, table, first_table, layout, slots, copies, undo, lasting_slots, lender)
+        return _PlacedProgram(arena, bound, table, first_table, layout, slots, copies, undo, lasting_slots, lender)
 
     def _workspaces(self) -> list[tuple[int, int]]:
         runs = [i for i in self.program.instructions if isinstance(i, Run) and not i.communicates]
         blocks = [None if run.workspace is None else self.program.blocks[run.workspace] for run in runs]
         return [(0, 0) if block is None else (block.bytes, block.offset) for block in blocks]
 
-    def _lasting(self) -> dict[int, int]:
+    def _persistent_slots(self) -> dict[int, int]:
         """Return the slot offsets of storages that are at home between steps, except in the caller's memory."""
         slots: dict[int, int] = {}
         for storage, state in self._states.items():
-            if state.place is Place.HOME or storage in self.program.clean:
-                slots[storage] = self._keeper.moves.slot(state)
-        for storage, state in self._gradients.at_home().items():
-            slots[storage] = self._keeper.moves.slot(state)
+            if state.place is StatePlace.HOME or storage in self.program.clean:
+                slots[storage] = self._keeper.moves.ensure_slot(state)
+        for storage, state in self._gradients.states_at_home().items():
+            slots[storage] = self._keeper.moves.ensure_slot(state)
         for storage, part in self.captured.ranges.items():
-            slots[storage] = self._keeper.moves.slot(self._states[part.whole]) + part.offset
+            slots[storage] = self._keeper.moves.ensure_slot(self._states[part.whole]) + part.offset
         return slots
 
-    def _load_constants(self, arena: Memory) -> None:
+    def _load_constants(self, arena: DeviceArena) -> None:
         """Copy the constants into their blocks, except constants of another device, which are bound in place."""
         foreign = {value.storage for value in self.captured.values if value.foreign}
         for block in self.program.blocks:
             constant = None if block.storage is None else self.captured.constants.get(block.storage)
             if block.storage is not None and constant is not None and block.storage not in foreign:
-                count = self.captured.own_bytes(block.storage)
+                count = self.captured.unrounded_bytes(block.storage)
                 arena.view(block.offset, count).copy_(internals.storage_bytes(constant)[:count])
 
-    def make_way(self) -> None:
+    def yield_arena(self) -> None:
         """Release the arena, but leave the states in it to the next program."""
         if self._placed is not None:
-            self._placed.layout.give_back(self._keeper.slots)
-            self._kept = self._placed.bound
+            self._placed.layout.free(self._keeper.slots)
+            self._last_binding = self._placed.bound
             self._placed = self._table = None
 
-    def leave(self) -> None:
-        self.make_way()
-        self._kept = None
+    def release_arena(self) -> None:
+        self.yield_arena()
+        self._last_binding = None
 
     def run(self, engine: Engine, leaves: Sequence[Any], *, may_refuse: bool = True) -> tuple[Any, Timeline]:
         """Run one step; return the user's result, in memory of its own, and the timeline.
@@ -192,15 +194,15 @@ class Runner:
         placed, captured = self._placed, self.captured
         if placed is None:
             raise StateError("the step was run before its program was in the arena")
-        self._begun = False
-        to_publish = self._makes_state = self._take_over()
+        self._has_begun = False
+        to_publish = self._makes_state = self._adopt_replacements()
         self._keeper.read_shared()
-        self._state_order.begin(is_made=to_publish)
+        self._state_order.begin(creates_state=to_publish)
         ports, results = self._ports(leaves)
         table = self._table = placed.table
         self._ran_first = False
         if placed.first_table is not None:
-            if any(update.is_first() for update in self._updates):
+            if any(update.creates_state() for update in self._updates):
                 table = self._table = placed.first_table
                 self._ran_first = True
             else:
@@ -208,13 +210,13 @@ class Runner:
                 self._first_requests = {}
         for slots in self._keeper.slots:
             slots.home.start()
-        self._keeper.moves.notice_writes()
-        placed = self._bring_home(placed)
+        self._keeper.moves.move_written_states()
+        placed = self._update_home_copies(placed)
         lender = self._lender
         if lender is not None:
             lender.may_refuse = may_refuse
         placed.undo.begin(placed.arena)
-        self._begun = True
+        self._has_begun = True
         try:
             timeline = engine.run(placed.bound, table, placed.slots, ports)
         except Exception as error:
@@ -222,20 +224,20 @@ class Runner:
             raise
         for replica in captured.replicas:
             replica.apply()
-        self._check_left()
-        self._keeper.write_shared(self._written)
-        self._gradients.show(placed.arena, results)
+        self._check_after_run()
+        self._keeper.write_shared(self._written_states)
+        self._gradients.assign(placed.arena, results)
         if to_publish:
-            self._publish()
+            self._show_new_state()
         if engine.update_failure is not None:
             self._state_order.end()
             raise UpdateError from engine.update_failure
         self._state_order.end()
         for optimizer in self._optimizers:
             mark_stepped(optimizer)
-        return self._returned(leaves, results), timeline
+        return self._build_result(leaves, results), timeline
 
-    def _returned(self, leaves: Sequence[Any], results: dict[int, torch.Tensor]) -> Any:
+    def _build_result(self, leaves: Sequence[Any], results: dict[int, torch.Tensor]) -> Any:
         captured = self.captured
         returned: list[Any] = []
         for leaf in captured.outputs:
@@ -244,7 +246,7 @@ class Runner:
                     value = captured.values[leaf.index]
                     returned.append(tensor_on(results[value.storage], value))
                 case LeafKind.STATE:
-                    returned.append(self._keeper.tensor(captured.states[leaf.index]))
+                    returned.append(self._keeper.user_tensor(captured.states[leaf.index]))
                 case LeafKind.INPUT:
                     returned.append(leaves[leaf.index])
                 case LeafKind.CONSTANT:
@@ -256,27 +258,27 @@ class Runner:
         return None if self._placed is None else self._placed.lender
 
     @property
-    def refused(self) -> tuple[Op, int] | None:
+    def refused_request(self) -> tuple[Op, int] | None:
         """The op that made a request beyond the budget in the last run, and the request's bytes."""
-        return None if self._lender is None else self._lender.refused
+        return None if self._lender is None else self._lender.refused_request
 
     @property
     def has_overflowed(self) -> bool:
         return self._lender is not None and self._lender.has_overflowed
 
     @property
-    def refusal(self) -> OutOfCoreError | None:
+    def eviction_error(self) -> OutOfCoreError | None:
         return None if self._lender is None else self._lender.error
 
     def _name_op(self, engine: Engine, error: Exception) -> None:
         """Add a note with the op that raised: no line of the user's is on the stack."""
-        progress = engine.reached()
+        progress = engine.read_progress()
         if progress is None:
             return
         half_way = [
             instruction
             for instruction, started, ended in zip(
-                self.program.instructions, progress.started, progress.done, strict=True
+                self.program.instructions, progress.started, progress.finished, strict=True
             )
             if isinstance(instruction, Run) and started and not ended
         ]
@@ -284,12 +286,12 @@ class Runner:
             op = self.captured.graph.ops[half_way[0].op]
             error.add_note(f"Raised by {op.text}.")
 
-    def _bring_home(self, placed: _Placed) -> _Placed:
+    def _update_home_copies(self, placed: _PlacedProgram) -> _PlacedProgram:
         """Update the home copies of states that are evicted without a copy, if the user has changed them."""
         for storage in self.program.clean:
-            self._keeper.moves.bring_home(self._states[storage], placed.arena)
-        copies = {storage: self._keeper.moves.slot(self._states[storage]) for storage in self.program.clean}
-        moved = {storage: slot for storage, slot in copies.items() if slot != placed.copies[storage]}
+            self._keeper.moves.update_home_copy(self._states[storage], placed.arena)
+        copies = {storage: self._keeper.moves.ensure_slot(self._states[storage]) for storage in self.program.clean}
+        moved = {storage: slot for storage, slot in copies.items() if slot != placed.home_copies[storage]}
         if not moved:
             return placed
         slots = dict(placed.slots)
@@ -297,71 +299,71 @@ class Runner:
             if isinstance(instruction, CopyIn) and index not in placed.layout.pieces:
                 block = self.program.blocks[instruction.block]
                 if block.storage in moved:
-                    slots[index] = (Piece(moved[block.storage], block.bytes),)
+                    slots[index] = (SlotPiece(moved[block.storage], block.bytes),)
         undo = Undo(self.captured, self.program, slots)
         if self._lender is not None:
             self._lender.undo = undo
-        self._placed = replace(placed, slots=slots, copies=copies, undo=undo)
+        self._placed = replace(placed, slots=slots, home_copies=copies, undo=undo)
         return self._placed
 
     def undo(self, engine: Engine) -> bool:
-        if self._placed is None or not self._begun:
+        if self._placed is None or not self._has_begun:
             return True
-        progress = engine.reached()
-        if progress is None or (self._lender is not None and self._lender.is_lost):
+        progress = engine.read_progress()
+        if progress is None or (self._lender is not None and self._lender.has_lost_bytes):
             return False
-        self._gradients.leave_arena()
+        self._gradients.detach_from_arena()
         return self._placed.undo.undo(self._placed.arena, self._keeper.slots, progress)
 
     def may_stop(self, engine: Engine) -> bool:
         """Return whether the running step can be left half way: no update has begun."""
-        if not self._begun:
+        if not self._has_begun:
             return True
-        progress = engine.reached()
-        return progress is not None and not any(progress.started[i] for i in updates_of(self.captured, self.program))
+        progress = engine.read_progress()
+        return progress is not None and not any(progress.started[i] for i in find_updates(self.captured, self.program))
 
     def stop(self, engine: Engine) -> bool:
         """Bring the model to its state in plain PyTorch after the error; return False if that is impossible."""
         placed, captured, program = self._placed, self.captured, self.program
-        progress = engine.reached()
-        if placed is None or progress is None or (self._lender is not None and self._lender.is_lost):
+        progress = engine.read_progress()
+        if placed is None or progress is None or (self._lender is not None and self._lender.has_lost_bytes):
             return False
-        if not (can_stop(captured, program, progress) and stops_as_plain(captured, program, progress)):
+        if not (can_stop(captured, program, progress) and matches_plain_pytorch(captured, program, progress)):
             return False
-        self._gradients.leave_arena()
-        stop(captured, program, placed.slots, placed.arena, self._keeper.slots, progress)
-        self._keeper.write_shared(self._written)
+        self._gradients.detach_from_arena()
+        finish_state_copies(captured, program, placed.slots, placed.arena, self._keeper.slots, progress)
+        self._keeper.write_shared(self._written_states)
         if self._makes_state:
-            self._publish()
+            self._show_new_state()
         self._state_order.end()
         return True
 
-    def _check_left(self) -> None:
+    def _check_after_run(self) -> None:
         """Check that no other thread has moved a state, and that the slots written by the step are intact."""
-        moved = self._keeper.displaced()
+        moved = self._keeper.find_displaced()
         if moved:
             raise StateError(
                 f"{', '.join(moved[:3])}{' and others' if len(moved) > 3 else ''} got other memory while the step ran, "
                 "from another step or another thread; let one step at a time run over a model"
             )
-        for home, piece in self._placed.left if self._placed is not None else ():
+        for home, piece in self._placed.lasting_slots if self._placed is not None else ():
             self._keeper.slots[home].home.read_back(piece.offset)
 
     @property
     def first_ops(self) -> Set[int]:
         return self._first_requests.keys() if self._ran_first else frozenset()
 
-    def surprises(self) -> dict[int, Requests]:
+    def find_unplanned_requests(self) -> dict[int, Requests]:
         """Return the requests of ops that had unplanned requests of 64 KiB or more in the last run."""
         if self._placed is None or self._table is None:
             return {}
         requests: dict[int, Requests] = {}
-        for scope, events in self._table.surprises().items():
+        for scope, events in self._table.take_unplanned_events().items():
             run = self._placed.bound.runs[scope]
             planned = self._requests[run.op]
             if self._ran_first:
                 planned = self._first_requests.get(run.op, planned)
-            observed = requests_seen(run, planned, events, self.captured.alignment)
+            observed = derive_requests(run, planned, events, self.captured.alignment)
             # Of several runs of an op, the largest workspace counts.
             if run.op not in requests or observed.workspace_bytes > requests[run.op].workspace_bytes:
                 requests[run.op] = observed
@@ -374,34 +376,38 @@ class Runner:
         for binding in captured.inputs:
             storage = captured.values[binding.value].storage
             leaf = leaves[binding.leaf]
-            ports[storage] = Port(leaf.data_ptr(), captured.own_bytes(storage), leaf)
+            ports[storage] = Port(leaf.data_ptr(), captured.unrounded_bytes(storage), leaf)
         results: dict[int, torch.Tensor] = {}
-        elsewhere = self._gradients.in_arena() | self._gradients.at_home().keys()
+        elsewhere = self._gradients.storages_in_arena() | self._gradients.states_at_home().keys()
         for storage in captured.graph.outputs:
             if storage in elsewhere:
                 continue
-            count = captured.own_bytes(storage)
+            count = captured.unrounded_bytes(storage)
             result = results[storage] = torch.empty(count, dtype=torch.uint8, device=captured.device)
             ports[storage] = Port(result.data_ptr(), count, result)
         return ports, results
 
-    def _publish(self) -> None:
+    def _show_new_state(self) -> None:
         """Give the optimizer the state that an update has created."""
-        created = {key for update in {id(u.optimizer): u for u in self._updates}.values() for key in update.made()}
-        for binding, owner, tensor in self._owned.replaced(self._keeper.tensor):
+        created = {
+            key for update in {id(u.optimizer): u for u in self._updates}.values() for key in update.created_state()
+        }
+        for binding, owner, tensor in self._optimizer_states.find_replaced(self._keeper.user_tensor):
             if tensor is not None or (id(owner.parameter), owner.name) not in created:
                 continue  # its update was skipped, or its state has other keys now
-            owner.optimizer.state[owner.parameter][owner.name] = self._keeper.tensor(binding)
+            owner.optimizer.state[owner.parameter][owner.name] = self._keeper.user_tensor(binding)
 
     def is_outdated(self) -> bool:
         """Return whether the step must be captured again: its optimizer state is gone or has another layout."""
-        return self._owned.is_other(begun=self._begun) or any(update.is_outgrown for update in self._updates)
+        return self._optimizer_states.has_changed(begun=self._has_begun) or any(
+            update.needs_recapture for update in self._updates
+        )
 
-    def _take_over(self) -> bool:
+    def _adopt_replacements(self) -> bool:
         """Adopt the user's gradients and optimizer state; return whether optimizer state must be created."""
-        self._gradients.take_over()
+        self._gradients.adopt_replacements()
         cleared = False
-        for binding, _, tensor in self._owned.replaced(self._keeper.tensor):
+        for binding, _, tensor in self._optimizer_states.find_replaced(self._keeper.user_tensor):
             if tensor is None:
                 cleared = True
             else:
@@ -412,7 +418,7 @@ class Runner:
         return cleared
 
 
-def requests_seen(run: BoundRun, planned: Requests, events: Sequence[Event], alignment: int) -> Requests:
+def derive_requests(run: BoundRun, planned: Requests, events: Sequence[AllocatorEvent], alignment: int) -> Requests:
     """Derive the requests of an op from the allocator events of one visit to its scope."""
     sizes: dict[int, int] = {}  # bytes by pointer, in order of the requests
     for event in events:
@@ -424,7 +430,7 @@ def requests_seen(run: BoundRun, planned: Requests, events: Sequence[Event], ali
     pointers: dict[int, int] = {}
     missing: list[tuple[int, int]] = []
     for request in planned.requests:
-        if isinstance(request.placement, Result) and request.placement.key in addresses:
+        if isinstance(request.placement, ResultStorage) and request.placement.key in addresses:
             address = addresses[request.placement.key]
             if sizes.get(address) == request.bytes:
                 pointers[address] = request.placement.key

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from outofcore.capture.captured import Captured
 from outofcore.capture.optimizers import OptimizerUpdate
 from outofcore.capture.value_errors import ops_that_may_raise
-from outofcore.execution.arena import Memory
-from outofcore.execution.undo import Reached
+from outofcore.execution.arena import DeviceArena
+from outofcore.execution.undo import StepProgress
 from outofcore.program import CopyIn, CopyOut, Program, Run
-from outofcore.runtime.slots import Piece, Slots
+from outofcore.runtime.slots import SlotPiece, Slots
 
 
-def updates_of(captured: Captured, program: Program) -> tuple[int, ...]:
+def find_updates(captured: Captured, program: Program) -> tuple[int, ...]:
     return tuple(
         index
         for index, instruction in enumerate(program.instructions)
@@ -25,22 +25,22 @@ def updates_of(captured: Captured, program: Program) -> tuple[int, ...]:
     )
 
 
-def stops_as_plain(captured: Captured, program: Program, progress: Reached) -> bool:
+def matches_plain_pytorch(captured: Captured, program: Program, progress: StepProgress) -> bool:
     """Return whether plain PyTorch would have made the same updates before it raised at the same op."""
-    started, ended = progress.started, progress.done
-    if not any(started[index] for index in updates_of(captured, program)):
+    started, ended = progress.started, progress.finished
+    if not any(started[index] for index in find_updates(captured, program)):
         return True
     runs = ((i, instruction) for i, instruction in enumerate(program.instructions) if isinstance(instruction, Run))
     half_way = [instruction.op for i, instruction in runs if started[i] and not ended[i]]
     return len(half_way) == 1 and half_way[0] in ops_that_may_raise(captured)
 
 
-def can_stop(captured: Captured, program: Program, progress: Reached) -> bool:
+def can_stop(captured: Captured, program: Program, progress: StepProgress) -> bool:
     """Return whether all persistent state has its bytes; storages about to be overwritten do not."""
     if captured.ranges or captured.replicas:
         return False
     for index, instruction in enumerate(program.instructions):
-        if isinstance(instruction, Run) and not progress.done[index]:
+        if isinstance(instruction, Run) and not progress.finished[index]:
             op = captured.graph.ops[instruction.op]
             is_update = isinstance(captured.calls[instruction.op].func, OptimizerUpdate)  # new state has no bytes yet
             overwritten = set(op.mutates) - set(op.reads)
@@ -49,17 +49,17 @@ def can_stop(captured: Captured, program: Program, progress: Reached) -> bool:
     return True
 
 
-def stop(
+def finish_state_copies(
     captured: Captured,
     program: Program,
-    slots: Mapping[int, tuple[Piece, ...]],
-    arena: Memory,
+    slots: Mapping[int, tuple[SlotPiece, ...]],
+    arena: DeviceArena,
     homes: Sequence[Slots],
-    progress: Reached,
+    progress: StepProgress,
 ) -> None:
     """Make the outstanding copies of persistent state in program order, while all queues are idle."""
     for index, copy in enumerate(program.instructions):
-        if not isinstance(copy, CopyIn | CopyOut) or progress.done[index] or index not in slots:
+        if not isinstance(copy, CopyIn | CopyOut) or progress.finished[index] or index not in slots:
             continue
         block = program.blocks[copy.block]
         if block.storage not in captured.graph.persistent:

@@ -16,47 +16,47 @@ import torch
 from outofcore.analysis import is_large
 from outofcore.capture.captured import Captured
 from outofcore.capture.optimizers import OptimizerUpdate
-from outofcore.capture.recorder import generators_on
-from outofcore.execution.arena import Memory
+from outofcore.capture.recorder import default_generators
+from outofcore.execution.arena import DeviceArena
 from outofcore.program import Block, CopyIn, CopyOut, Program, Run
-from outofcore.runtime.slots import Piece, Slots, meet
+from outofcore.runtime.slots import SlotPiece, Slots, share_page
 from outofcore.units import MIB
 
 # The saved bytes do not count towards the budget, so they are limited.
-_ASIDE_BYTES = 4 * MIB
+_MAX_SAVED_BYTES = 4 * MIB
 
 
 @dataclass(frozen=True)
-class Reached:
+class StepProgress:
     """Progress of a step: which instructions have started and which are done, by index."""
 
     started: Sequence[bool]
-    done: Sequence[bool]
+    finished: Sequence[bool]
 
     @classmethod
-    def at(cls, starts: Sequence[float], ends: Sequence[float]) -> Self:
+    def from_times(cls, starts: Sequence[float], ends: Sequence[float]) -> Self:
         return cls([time > 0 for time in starts], [time > 0 for time in ends])
 
 
 @dataclass(frozen=True)
-class _Stray:
+class _EvictedBlock:
     """A block that persists from step to step and was evicted within the step."""
 
     block: Block
-    out: int | None  # the first copy out; None: evicted without one, since the home has the same bytes
-    pieces: tuple[Piece, ...]
+    copy_out: int | None  # the first copy out; None: evicted without one, since the home has the same bytes
+    pieces: tuple[SlotPiece, ...]
     home: int
-    back: int | None  # the copy that fetches it before the step ends
-    others: tuple[int, ...]  # later copies out that overwrite pages of the same slot
+    copy_in: int | None  # the copy that fetches it before the step ends
+    overwriting_copies: tuple[int, ...]  # later copies out that overwrite pages of the same slot
 
 
 class Undo:
     """Restores the state of one program; ``slots`` maps a copy's index to the block's pieces at home."""
 
-    def __init__(self, captured: Captured, program: Program, slots: Mapping[int, tuple[Piece, ...]]) -> None:
+    def __init__(self, captured: Captured, program: Program, slots: Mapping[int, tuple[SlotPiece, ...]]) -> None:
         graph = captured.graph
         small: list[Block] = []
-        self._final: list[int] = []  # the step cannot be undone once one of these has started
+        self._irreversible: list[int] = []  # the step cannot be undone once one of these has started
         early: set[int] = set()
         wrapping = {b.storage: b for b in program.blocks if b.wraps and b.storage in graph.persistent}
         for index, instruction in enumerate(program.instructions):
@@ -64,67 +64,79 @@ class Undo:
                 changed = [s for s in graph.ops[instruction.op].mutates if s in graph.persistent]
                 update = isinstance(captured.calls[instruction.op].func, OptimizerUpdate)
                 if update or any(is_large(graph.storages[s].bytes) for s in changed):
-                    self._final.append(index)
+                    self._irreversible.append(index)
                 else:
                     early.update(changed)
             elif isinstance(instruction, CopyOut):
                 storage = program.blocks[instruction.block].storage
                 # The user sees writes to a slot that outlives the step: a gradient, or a range of persistent state.
                 if (storage in graph.outputs or storage in captured.ranges) and index in slots:
-                    self._final.append(index)
+                    self._irreversible.append(index)
         small = [wrapping[storage] for storage in sorted(early) if storage in wrapping]
-        self._span = (min(b.offset for b in small), max(b.offset + b.bytes for b in small)) if small else (0, 0)
-        self._possible = len(small) == len(early) and self._span[1] - self._span[0] <= _ASIDE_BYTES
-        self._strays: list[_Stray] = []
-        if self._possible:
-            self._strays = _strays(program, {b.id for b in wrapping.values()}, slots)
-            self._strays += [_clean(program, wrapping[storage], slots) for storage in program.clean]
-        self._aside: torch.Tensor | None = None
+        self._saved_span = (min(b.offset for b in small), max(b.offset + b.bytes for b in small)) if small else (0, 0)
+        self._is_supported = len(small) == len(early) and self._saved_span[1] - self._saved_span[0] <= _MAX_SAVED_BYTES
+        self._evicted_blocks: list[_EvictedBlock] = []
+        if self._is_supported:
+            self._evicted_blocks = _find_evicted_blocks(program, {b.id for b in wrapping.values()}, slots)
+            self._evicted_blocks += [
+                _describe_clean_block(program, wrapping[storage], slots) for storage in program.clean
+            ]
+        self._saved_bytes: torch.Tensor | None = None
         self._device = captured.device
-        self._generators = generators_on(captured.device)
-        self._drawn: list[torch.Tensor] = []  # states of the generators when the step started
+        self._generators = default_generators(captured.device)
+        self._saved_generator_states: list[torch.Tensor] = []  # states of the generators when the step started
 
-    def begin(self, arena: Memory) -> None:
-        if not self._possible:
+    def begin(self, arena: DeviceArena) -> None:
+        if not self._is_supported:
             return
-        first, last = self._span
+        first, last = self._saved_span
         if last > first:
-            if self._aside is None:
-                self._aside = torch.empty(last - first, dtype=torch.uint8, device=self._device)
-            self._aside.copy_(arena.view(first, last - first))
-        self._drawn = [generator.get_state() for generator in self._generators]
+            if self._saved_bytes is None:
+                self._saved_bytes = torch.empty(last - first, dtype=torch.uint8, device=self._device)
+            self._saved_bytes.copy_(arena.view(first, last - first))
+        self._saved_generator_states = [generator.get_state() for generator in self._generators]
 
-    def is_possible(self, progress: Reached) -> bool:
-        if not self._possible or not self._drawn or any(progress.started[index] for index in self._final):
+    def is_possible(self, progress: StepProgress) -> bool:
+        if (
+            not self._is_supported
+            or not self._saved_generator_states
+            or any(progress.started[index] for index in self._irreversible)
+        ):
             return False
-        return not any(progress.started[index] for block in self._lost(progress) for index in block.others)
+        return not any(
+            progress.started[index] for block in self._blocks_to_restore(progress) for index in block.overwriting_copies
+        )
 
-    def _lost(self, progress: Reached) -> list[_Stray]:
-        evicted = [block for block in self._strays if block.out is None or progress.done[block.out]]
-        return [block for block in evicted if block.back is None or not progress.done[block.back]]
+    def _blocks_to_restore(self, progress: StepProgress) -> list[_EvictedBlock]:
+        evicted = [
+            block for block in self._evicted_blocks if block.copy_out is None or progress.finished[block.copy_out]
+        ]
+        return [block for block in evicted if block.copy_in is None or not progress.finished[block.copy_in]]
 
-    def undo(self, arena: Memory, homes: Sequence[Slots], progress: Reached) -> bool:
+    def undo(self, arena: DeviceArena, homes: Sequence[Slots], progress: StepProgress) -> bool:
         """Restore the model to the start of the step; return False if it is too late for that.
 
         No instruction may be running. Raises ``TransferError`` if an evicted block cannot be read back.
         """
         if not self.is_possible(progress):
             return False
-        for evicted in self._lost(progress):
+        for evicted in self._blocks_to_restore(progress):
             offset = evicted.block.offset
             for piece in evicted.pieces:
                 arena.load(offset, piece.bytes, homes[evicted.home].home, piece.offset)
                 offset += piece.bytes
-        first, last = self._span
-        if self._aside is not None:
-            arena.view(first, last - first).copy_(self._aside)
-        for generator, state in zip(self._generators, self._drawn, strict=True):
+        first, last = self._saved_span
+        if self._saved_bytes is not None:
+            arena.view(first, last - first).copy_(self._saved_bytes)
+        for generator, state in zip(self._generators, self._saved_generator_states, strict=True):
             generator.set_state(state)
         return True
 
 
-def _strays(program: Program, wrapping: set[int], slots: Mapping[int, tuple[Piece, ...]]) -> list[_Stray]:
-    evicted: list[_Stray] = []
+def _find_evicted_blocks(
+    program: Program, wrapping: set[int], slots: Mapping[int, tuple[SlotPiece, ...]]
+) -> list[_EvictedBlock]:
+    evicted: list[_EvictedBlock] = []
     block_ids: set[int] = set()
     outs = [(i, c) for i, c in enumerate(program.instructions) if isinstance(c, CopyOut) and i in slots]
     for index, copy in outs:
@@ -141,13 +153,15 @@ def _strays(program: Program, wrapping: set[int], slots: Mapping[int, tuple[Piec
             ),
             None,
         )
-        overwriting = tuple(i for i, later in outs if i > index and later.home == copy.home and meet(pieces, slots[i]))
-        evicted.append(_Stray(block, index, pieces, copy.home, fetch, overwriting))
+        overwriting = tuple(
+            i for i, later in outs if i > index and later.home == copy.home and share_page(pieces, slots[i])
+        )
+        evicted.append(_EvictedBlock(block, index, pieces, copy.home, fetch, overwriting))
     return evicted
 
 
-def _clean(program: Program, block: Block, slots: Mapping[int, tuple[Piece, ...]]) -> _Stray:
+def _describe_clean_block(program: Program, block: Block, slots: Mapping[int, tuple[SlotPiece, ...]]) -> _EvictedBlock:
     """Describe a block that is evicted without a copy; no other block uses its slot."""
     copies = enumerate(program.instructions)
     index, fetch = next((i, c) for i, c in copies if isinstance(c, CopyIn) and c.block == block.id)
-    return _Stray(block, None, slots[index], fetch.home, index, ())
+    return _EvictedBlock(block, None, slots[index], fetch.home, index, ())

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from outofcore._torch_internals import DLPACK_EXPORTERS, FILE_WRITER, TENSOR_MODULE
-from outofcore.follow.native import flavor_of, has_pieces, trampoline
+from outofcore.follow.native import flavor_of, has_loop_tensors, make_trampoline
 
 # By class: the methods, and a property, that expose an address. Omitted are methods that share the storage itself
 # (``set_``, ``_weak_ref``), copy it (``copy.copy`` of a storage, ``UntypedStorage.from_buffer``), move it to memory
@@ -35,7 +35,7 @@ _METHODS: tuple[tuple[Any, tuple[str, ...]], ...] = (
 
 
 # Modules that only compare addresses, such as savers, which take that of every parameter.
-_COMPARE = frozenset(
+_COMPARING_MODULES = frozenset(
     {
         TENSOR_MODULE,
         "torch.serialization",
@@ -48,7 +48,7 @@ _COMPARE = frozenset(
 
 
 # Modules that read the memory, and have finished before the next op of their thread.
-_SAVE = frozenset({"safetensors.torch"})
+_SAVING_MODULES = frozenset({"safetensors.torch"})
 
 # By class: methods that read memory without an op, and have finished when they return.
 _READERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -59,7 +59,7 @@ _READERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
 
 _STORAGE_MODULE = torch.TypedStorage.__module__
 # This library takes addresses only between calls of a compiled step.
-_OURS = "outofcore."
+_OWN_PACKAGE = "outofcore."
 
 
 class AddressWatch:
@@ -69,10 +69,10 @@ class AddressWatch:
         self,
         # The flag: only threads other than the loop's keep the address until their next op.
         fix: Callable[[torch.UntypedStorage, bool], object],
-        held: Callable[[torch.UntypedStorage], contextlib.AbstractContextManager[None]],
+        hold: Callable[[torch.UntypedStorage], contextlib.AbstractContextManager[None]],
     ) -> None:
         self._fix = fix
-        self._held = held
+        self._hold = hold
         self._open = False
         self._undo: contextlib.ExitStack | None = None
         self._wrapped: list[tuple[Any, str, object]] = []
@@ -89,34 +89,34 @@ class AddressWatch:
         finally:
             with self._lock:
                 self._open = False
-            self._stop_if_needless()
+            self._unwrap_if_unused()
 
-    def _stop_if_needless(self) -> None:
+    def _unwrap_if_unused(self) -> None:
         with self._lock:
             # Watching continues as long as a tensor is in memory of a loop, open or not.
-            if self._open or self._undo is None or has_pieces():
+            if self._open or self._undo is None or has_loop_tensors():
                 return
             # If other code has wrapped a method since, leave the wrappers in place for now.
             if all(vars(kind).get(name) is wrapper for kind, name, wrapper in self._wrapped):
                 self._undo.close()
                 self._undo = None
 
-    def _tell(self, value: object, in_others: bool = False) -> None:
+    def _report(self, value: object, in_other_threads: bool = False) -> None:
         if not self._open:
-            self._stop_if_needless()
+            self._unwrap_if_unused()
         storage = _storage_of(value)
         if storage is not None:
-            self._fix(storage, in_others)
+            self._fix(storage, in_other_threads)
 
     def _wrap(self) -> contextlib.ExitStack:
         def wrap_exporter(method: Callable[..., Any]) -> Callable[..., Any]:
             def report_and_call(self_: Any, *args: Any, **kwargs: Any) -> Any:
-                caller = _module_of(sys._getframe(1))
-                if caller not in _COMPARE and not caller.startswith(_OURS):
-                    self._tell(self_, caller in _SAVE)
+                caller = _calling_module(sys._getframe(1))
+                if caller not in _COMPARING_MODULES and not caller.startswith(_OWN_PACKAGE):
+                    self._report(self_, caller in _SAVING_MODULES)
                 return method(self_, *args, **kwargs)
 
-            return _named_like(report_and_call, method)
+            return _copy_name(report_and_call, method)
 
         def wrap_reader(method: Callable[..., Any]) -> Callable[..., Any]:
             def hold_and_call(self_: Any, *args: Any, **kwargs: Any) -> Any:
@@ -125,18 +125,18 @@ class AddressWatch:
                         with contextlib.suppress(RuntimeError):  # a tensor without memory, such as in vmap
                             storage = _storage_of(value)
                             if storage is not None:
-                                contexts.enter_context(self._held(storage))
+                                contexts.enter_context(self._hold(storage))
                     return method(self_, *args, **kwargs)
 
-            return _named_like(hold_and_call, method)
+            return _copy_name(hold_and_call, method)
 
         def wrap_slicing(method: Callable[..., Any]) -> Callable[..., Any]:
             def report_and_call(self_: Any, index: Any) -> Any:
                 if isinstance(index, slice):  # a new storage on the same memory
-                    self._tell(self_)
+                    self._report(self_)
                 return method(self_, index)
 
-            return _named_like(report_and_call, method)
+            return _copy_name(report_and_call, method)
 
         undo = contextlib.ExitStack()
         self._wrapped = []
@@ -149,12 +149,12 @@ class AddressWatch:
             for name in names:
                 self._replace(undo, kind, name, wrap_reader)
         for number, function in enumerate(DLPACK_EXPORTERS):
-            _divert(undo, function, functools.partial(trampoline, number, self._tell_of_all))
+            _redirect(undo, function, functools.partial(make_trampoline, number, self._report_all))
         return undo
 
-    def _tell_of_all(self, arguments: tuple[object, ...]) -> int:
+    def _report_all(self, arguments: tuple[object, ...]) -> int:
         for argument in arguments:
-            self._tell(argument)
+            self._report(argument)
         return 0
 
     def _replace(
@@ -185,7 +185,7 @@ def _storage_of(value: object) -> torch.UntypedStorage | None:
     return None
 
 
-def _module_of(frame: FrameType | None) -> str:
+def _calling_module(frame: FrameType | None) -> str:
     """Return the module that asks for an address, skipping frames of typed storages."""
     name = ""
     while frame is not None:
@@ -196,7 +196,7 @@ def _module_of(frame: FrameType | None) -> str:
     return name
 
 
-def _named_like(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+def _copy_name(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     function.__name__ = original.__name__
     function.__doc__ = original.__doc__
     return function
@@ -214,16 +214,16 @@ class _MethodDef(ctypes.Structure):
 
 
 # The flags METH_VARARGS | METH_KEYWORDS.
-_TAKES_ALL = 3
+_VARARGS_AND_KEYWORDS = 3
 
 
-def _divert(undo: contextlib.ExitStack, function: Any, trampoline: Callable[[int], int]) -> None:
+def _redirect(undo: contextlib.ExitStack, function: Any, trampoline: Callable[[int], int]) -> None:
     """Redirect all references to a C function to a trampoline, which receives its address; only on CPython."""
     if sys.implementation.name != "cpython" or type(function) is not type(len):
         return
     definition_address = ctypes.c_void_p.from_address(id(function) + object.__basicsize__).value
     definition = _MethodDef.from_address(definition_address or 0) if definition_address else None
-    if definition is None or definition.flags != _TAKES_ALL or definition.name != function.__name__.encode():
+    if definition is None or definition.flags != _VARARGS_AND_KEYWORDS or definition.name != function.__name__.encode():
         return
     plain = definition.function
     definition.function = trampoline(plain)

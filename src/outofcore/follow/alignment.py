@@ -6,7 +6,7 @@ import torch
 
 from outofcore._torch_internals import is_aligned, storage_address
 from outofcore.analysis import SMALL_ALIGNMENT
-from outofcore.follow.native import flavor_of, loaded_paging
+from outofcore.follow.native import flavor_of, loaded_library
 from outofcore.runtime.native import Flavor
 
 
@@ -26,7 +26,7 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """
     if flavor_of(tensor.device) is not Flavor.CPU or is_aligned(tensor, SMALL_ALIGNMENT):
         return tensor
-    library = None if tensor.storage_offset() else loaded_paging(tensor.device)
+    library = None if tensor.storage_offset() else loaded_library(tensor.device)
     if library is not None and library.follow_where(storage_address(tensor.untyped_storage())) != 0:
         return tensor  # in a loop, ops see it at the beginning of a page
     return tensor.clone()

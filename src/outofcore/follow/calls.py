@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 
 from outofcore._torch_internals import storage_address, storage_bytes, storage_key, tree_flatten, tree_unflatten
 from outofcore.follow.devices import CPU
-from outofcore.follow.failures import explained
+from outofcore.follow.failures import explain_error
 from outofcore.follow.loop import Loop
 from outofcore.follow.native import call
 from outofcore.follow.stats import LoopStats
 from outofcore.follow.user_tensors import state_of, tensors_of
 from outofcore.runtime.mapped_files import MappedFiles
-from outofcore.tensor_data import move_onto
+from outofcore.tensor_data import rebase_tensor
 
 _log = logging.getLogger("outofcore")
 
@@ -36,7 +36,7 @@ class CallStats:
     bytes_in: int
 
 
-class FollowedCalls:
+class BudgetedCalls:
     """Calls a training function in eager PyTorch within the budget of a loop that is not started yet."""
 
     def __init__(self, loop: Loop, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -53,21 +53,21 @@ class FollowedCalls:
     def stats(self) -> LoopStats:
         return self._loop.stats
 
-    def take(self, move: Callable[[], object]) -> None:
+    def adopt_from(self, move: Callable[[], object]) -> None:
         """Run a function that gives tensors new memory, which the loop then owns; raises its exceptions."""
-        self._followed(move)
+        self._run_in_loop(move)
 
     def __call__(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function; return its result detached, and in memory outside of the loop."""
         begin, stats_before = time.perf_counter(), self.stats
 
         def run() -> Any:
-            self._take_strangers()
+            self._adopt_untracked()
             result = step(*args, **kwargs)
-            self._loop.end_of_step()
+            self._loop.end_step()
             return result
 
-        result = self._followed(run)
+        result = self._run_in_loop(run)
         stats_after = self.stats
         self.count += 1
         self.last = CallStats(
@@ -76,29 +76,29 @@ class FollowedCalls:
             stats_after.written_bytes - stats_before.written_bytes,
             stats_after.fetched_bytes - stats_before.fetched_bytes,
         )
-        return self._given(result)
+        return self._detach_result(result)
 
     def drop_cache(self, tensor: torch.Tensor) -> None:
         """Release memory of an evicted tensor that is resident only because the user read it at its home."""
         CPU.library.follow_forget(storage_address(tensor.untyped_storage()))
 
-    def vacate(self) -> None:
+    def evict_all(self) -> None:
         """Evict all tensors, so that another step can use the model."""
-        self._loop.vacate()
+        self._loop.evict_all()
 
-    def close(self, *, stays: bool) -> None:
+    def close(self, *, keep_memory: bool) -> None:
         """End the loop. With ``stays`` the model keeps its memory until it is freed, else it gets new memory."""
-        self._loop.vacate()
-        if not stays:
+        self._loop.evict_all()
+        if not keep_memory:
             self._loop.release()
         self._stop()
 
-    def _followed(self, run: Callable[[], Any]) -> Any:
+    def _run_in_loop(self, run: Callable[[], Any]) -> Any:
         try:
             self._loop.resume()
             return run()
         except RuntimeError as error:
-            explained_error = explained(error)
+            explained_error = explain_error(error)
             if explained_error is None:
                 raise
             try:
@@ -108,15 +108,15 @@ class FollowedCalls:
         finally:
             self._loop.pause()
 
-    def _states(self) -> Iterator[torch.Tensor]:
+    def _state_tensors(self) -> Iterator[torch.Tensor]:
         for model in self._models:
             yield from tensors_of(model)
         for optimizer in self._optimizers:
             yield from state_of(optimizer)
 
-    def _take_strangers(self) -> None:
+    def _adopt_untracked(self) -> None:
         """Adopt tensors that the user, a checkpoint or another step has replaced."""
-        untracked = self._loop.strangers([tensor for tensor in self._states() if CPU.has(tensor)])
+        untracked = self._loop.find_untracked([tensor for tensor in self._state_tensors() if CPU.can_move(tensor)])
         if not untracked:
             return
         library, mapped = CPU.library, MappedFiles()
@@ -133,18 +133,18 @@ class FollowedCalls:
         for tensors in by_storage.values():
             copy = storage_bytes(tensors[0]).clone()
             for tensor in tensors:
-                move_onto(tensor, copy)
+                rebase_tensor(tensor, copy)
         _log.info("adopted %d tensors from other memory", len(untracked))
 
-    def _given(self, result: Any) -> Any:
-        library, persistent = CPU.library, {storage_key(tensor) for tensor in self._states()}
+    def _detach_result(self, result: Any) -> Any:
+        library, persistent = CPU.library, {storage_key(tensor) for tensor in self._state_tensors()}
 
         def convert(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
             if value.grad_fn is not None:
                 value = value.detach()
-            if CPU.has(value) and storage_key(value) not in persistent:
+            if CPU.can_move(value) and storage_key(value) not in persistent:
                 call(library, "follow_release", storage_address(value.untyped_storage()))
             return value
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from outofcore.errors import SpillError
-from outofcore.follow.gpu import Shares, budget_for, divide, graphs_refused, make_workspaces, shares_of
+from outofcore.follow.gpu import BudgetShares, budget_for, divide_budget, make_workspaces, refuse_graphs, shares_of
 from outofcore.follow.native import flavor_of, load_paging
 from outofcore.runtime.folders import default_spill_directory
 from outofcore.runtime.mapped_files import MappedFiles
@@ -56,7 +56,7 @@ class LoopDevice:
     def library(self) -> ctypes.CDLL:
         return load_paging(self.flavor)
 
-    def has(self, tensor: torch.Tensor) -> bool:
+    def can_move(self, tensor: torch.Tensor) -> bool:
         """Return whether a loop on this device can move a tensor."""
         return tensor.layout is torch.strided and flavor_of(tensor.device) is self.flavor
 
@@ -67,7 +67,7 @@ class LoopDevice:
         """Open the homes; raises ``SpillError`` if one cannot be used."""
         in_memory = options.home == "host"
         if in_memory or options.host_limit is not None:
-            file = _memory_file()
+            file = _create_memory_file()
             add(file, file, True, options.host_capacity)
         if not in_memory:
             is_path = options.home is not None and options.home != "disk"
@@ -75,25 +75,25 @@ class LoopDevice:
             with contextlib.closing(spill):
                 add(*spill.duplicate(), False, _DISK_CAPACITY)
 
-    def shares(self, budget: int) -> Shares:
-        return Shares(budget, 0, 0)
+    def divide_budget(self, budget: int) -> BudgetShares:
+        return BudgetShares(budget, 0, 0)
 
-    def room_of(self, budget: int, beside: int) -> int:
+    def room_of(self, budget: int, library_bytes: int) -> int:
         """Return the bytes of tensors that fit a budget of which libraries need ``library_bytes``."""
-        return budget - beside
+        return budget - library_bytes
 
-    def budget_for(self, room: int, beside: int) -> int:
+    def budget_for(self, room: int, library_bytes: int) -> int:
         """Return the smallest budget that has ``room`` bytes for tensors."""
-        return room + beside
+        return room + library_bytes
 
     def mapped_files(self) -> MappedFiles | None:
         """Return the files that tensors may be mapped from; None if the device has no such tensors."""
         return MappedFiles()
 
-    def following(self) -> contextlib.AbstractContextManager[object]:
+    def running_context(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
-    def planned_by(self, policy: object) -> str:
+    def plan_key(self, policy: object) -> str:
         """Return the name under which plans of a policy are stored."""
         return repr(policy)
 
@@ -109,7 +109,7 @@ class LoopGpu(LoopDevice):
     reserves_late: ClassVar[bool] = True
     is_host: ClassVar[bool] = False
 
-    def has(self, tensor: torch.Tensor) -> bool:
+    def can_move(self, tensor: torch.Tensor) -> bool:
         return tensor.layout is torch.strided and tensor.device == self.device
 
     def prepare(self) -> None:
@@ -118,22 +118,22 @@ class LoopGpu(LoopDevice):
     def add_homes(self, options: LoopHome, add: AddHome) -> None:
         add(-1, -1, True, options.host_capacity)
 
-    def shares(self, budget: int) -> Shares:
+    def divide_budget(self, budget: int) -> BudgetShares:
         return shares_of(budget, self.device)
 
-    def room_of(self, budget: int, beside: int) -> int:
-        return divide(budget, beside).room
+    def room_of(self, budget: int, library_bytes: int) -> int:
+        return divide_budget(budget, library_bytes).room
 
-    def budget_for(self, room: int, beside: int) -> int:
-        return budget_for(room, beside)
+    def budget_for(self, room: int, library_bytes: int) -> int:
+        return budget_for(room, library_bytes)
 
     def mapped_files(self) -> None:
         return None
 
-    def following(self) -> contextlib.AbstractContextManager[object]:
-        return graphs_refused()
+    def running_context(self) -> contextlib.AbstractContextManager[object]:
+        return refuse_graphs()
 
-    def planned_by(self, policy: object) -> str:
+    def plan_key(self, policy: object) -> str:
         return f"{policy!r} on cuda"
 
 
@@ -141,7 +141,7 @@ def loop_device(device: torch.device) -> LoopDevice:
     return LoopGpu(device) if flavor_of(device) is Flavor.CUDA else CPU
 
 
-def _memory_file() -> int:
+def _create_memory_file() -> int:
     try:
         return os.memfd_create("outofcore")
     except OSError as error:

@@ -6,13 +6,13 @@ from types import TracebackType
 
 from outofcore.errors import BudgetError
 from outofcore.follow.native import REFUSAL_FIELDS, error_of, refusal_of
-from outofcore.follow.observed import Known
+from outofcore.follow.observed import KnownStorages
 from outofcore.follow.running import sources
 from outofcore.follow.sources import IN_BACKWARD, places_of
 from outofcore.units import format_bytes
 
 
-def explained(error: BaseException, names: Known | None = None) -> Exception | None:
+def explain_error(error: BaseException, names: KnownStorages | None = None) -> Exception | None:
     """Convert an error of the native code to a library exception; None for any other error."""
     text = str(error)
     if not isinstance(error, RuntimeError):
@@ -28,7 +28,7 @@ def explained(error: BaseException, names: Known | None = None) -> Exception | N
     if refused.beside:
         details += f"; {counts['beside']} are kept for libraries, tensors below {counts['smallest']} and holes"
     parameter = (names or {}).get(refused.parameter, ("a parameter",))[0] if refused.sums else None
-    op_name = _named(op, parameter, error.__traceback__)
+    op_name = _describe_op(op, parameter, error.__traceback__)
     return BudgetError(
         f"the budget of {counts['budget']} is too small: {op_name} needs {counts['asked']} on top of "
         f"{counts['used']} that it uses{details}. Use a budget of at least {counts['least']}, or smaller batches. "
@@ -38,7 +38,7 @@ def explained(error: BaseException, names: Known | None = None) -> Exception | N
     )
 
 
-def _named(op: str, parameter: str | None, trace: TracebackType | None) -> str:
+def _describe_op(op: str, parameter: str | None, trace: TracebackType | None) -> str:
     """Name an op with its module and the user's line, or with the parameter of the gradient that it adds to."""
     if IN_BACKWARD in op:
         return op

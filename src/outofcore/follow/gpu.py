@@ -23,23 +23,23 @@ from outofcore.follow.addresses import replace_attribute
 from outofcore.units import format_bytes, round_up
 
 # Refused methods of a CUDA graph, with the participle for the message.
-_REFUSED = {"capture_begin": "captured", "replay": "replayed"}
+_REFUSED_METHODS = {"capture_begin": "captured", "replay": "replayed"}
 # For requests from this size on, PyTorch's allocator takes multiples of a segment from the device.
-_LARGE = ALLOCATOR.middle_segment // 2
+_LARGE_REQUEST = ALLOCATOR.middle_segment // 2
 # The part of the budget for the loop's small tensors, and its minimum in bytes.
-_SMALL_SHARE, _LEAST_SMALL = 64, 4 * ALLOCATOR.segment
+_SMALL_SHARE, _MIN_SMALL = 64, 4 * ALLOCATOR.segment
 # This part of the arena stays free: an op's operands fragment the free space, and its results need holes.
 _SPARE_SHARE = 32
 
 
 @dataclass(frozen=True)
-class Shares:
+class BudgetShares:
     """A division of a budget, in bytes."""
 
     arena: int
     spare: int  # part of the arena that is left free
     segments: int  # for small tensors
-    beside: int = 0  # kept by libraries
+    library_bytes: int = 0  # kept by libraries
 
     @property
     def room(self) -> int:
@@ -47,14 +47,14 @@ class Shares:
         return self.arena - self.spare
 
 
-def shares_of(budget: int, device: torch.device) -> Shares:
+def shares_of(budget: int, device: torch.device) -> BudgetShares:
     """Divide a budget after the models have left the device; raises ``BudgetError`` if it leaves no arena."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    libraries = _bytes_beside(device)
-    shares = divide(budget, libraries)
-    if shares.arena < _LARGE:
-        minimum = libraries + _LEAST_SMALL + _LARGE
+    libraries = _measure_library_bytes(device)
+    shares = divide_budget(budget, libraries)
+    if shares.arena < _LARGE_REQUEST:
+        minimum = libraries + _MIN_SMALL + _LARGE_REQUEST
         raise BudgetError(
             f"a budget of {format_bytes(budget)} leaves no room for a loop on {device}: libraries keep "
             f"{format_bytes(libraries)} there, with tensors of less than {format_bytes(LARGE_BYTES)}. Give a budget of "
@@ -64,20 +64,22 @@ def shares_of(budget: int, device: torch.device) -> Shares:
     return shares
 
 
-def divide(budget: int, beside: int) -> Shares:
-    segments = max(round_up(budget // _SMALL_SHARE, ALLOCATOR.segment), _LEAST_SMALL)
-    arena = (budget - beside - segments) // ALLOCATOR.segment * ALLOCATOR.segment
-    return Shares(arena, arena // _SPARE_SHARE, segments, beside)
+def divide_budget(budget: int, library_bytes: int) -> BudgetShares:
+    segments = max(round_up(budget // _SMALL_SHARE, ALLOCATOR.segment), _MIN_SMALL)
+    arena = (budget - library_bytes - segments) // ALLOCATOR.segment * ALLOCATOR.segment
+    return BudgetShares(arena, arena // _SPARE_SHARE, segments, library_bytes)
 
 
-def budget_for(room: int, beside: int) -> int:
+def budget_for(room: int, library_bytes: int) -> int:
     """Return the smallest budget, in whole segments, that leaves ``room`` bytes for tensors."""
     segment = ALLOCATOR.segment
-    max_segments = 2 * (room + beside + _LEAST_SMALL) // segment + 1
-    return segment * bisect_left(range(max_segments), room, key=lambda count: divide(count * segment, beside).room)
+    max_segments = 2 * (room + library_bytes + _MIN_SMALL) // segment + 1
+    return segment * bisect_left(
+        range(max_segments), room, key=lambda count: divide_budget(count * segment, library_bytes).room
+    )
 
 
-def _bytes_beside(device: torch.device) -> int:
+def _measure_library_bytes(device: torch.device) -> int:
     """Return the bytes that PyTorch has from the device, without tensors of 64 KiB and more."""
     used = Counter(
         block["size"]
@@ -104,7 +106,7 @@ def make_workspaces(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def graphs_refused() -> Iterator[None]:
+def refuse_graphs() -> Iterator[None]:
     """Raise ``StateError`` in this context if a CUDA graph is used: it would keep addresses of moved tensors."""
 
     def refusing(action: str) -> Callable[..., Any]:
@@ -117,6 +119,6 @@ def graphs_refused() -> Iterator[None]:
         return refuse
 
     with contextlib.ExitStack() as undo:
-        for name, action in _REFUSED.items():
+        for name, action in _REFUSED_METHODS.items():
             replace_attribute(undo, torch.cuda.CUDAGraph, name, refusing(action))
         yield

@@ -24,36 +24,36 @@ from outofcore._torch_internals import Feature, require, storage_address
 from outofcore.capture.provenance import user_line
 from outofcore.errors import StateError
 from outofcore.follow.devices import LoopDevice, LoopHome
-from outofcore.follow.failures import explained
+from outofcore.follow.failures import explain_error
 from outofcore.follow.loop_planner import LoopPlanner
 from outofcore.follow.loop_plans import LoopPlans
-from outofcore.follow.measuring import LoopMeasurer, Measurement, Needs
-from outofcore.follow.native import call, is_followed, open_paging
+from outofcore.follow.measuring import LoopMeasurer, LoopNeeds, Measurement
+from outofcore.follow.native import call, is_any_loop_running, open_space
 from outofcore.follow.observed import (
     LINKS,
-    Known,
-    Observed,
-    PlanMade,
+    KnownStorages,
+    ObservedStep,
+    PlanSummary,
     departure_marks,
     observed_notes,
     read_observed,
 )
-from outofcore.follow.running import patches, sources, started
+from outofcore.follow.running import patches, sources, started_loops
 from outofcore.follow.space import Excess, Space
 from outofcore.follow.stats import LoopStats, loop_facts
-from outofcore.follow.step_ends import Sign, StepEnds
+from outofcore.follow.step_ends import StepEnds, StepSign
 from outofcore.follow.user_tensors import (
     Optimizers,
-    alive,
+    inner_tensors_of,
+    list_alive,
     names_of_storages,
-    others_optimizers,
     parameters_of,
-    parts_of,
     state_of,
     tensors_of,
+    untracked_optimizers,
 )
 from outofcore.planning import PolicyLike
-from outofcore.progress import Tell, following, silent
+from outofcore.progress import ProgressCallback, ignore_progress, show_progress
 from outofcore.report.content import Page, page_content
 from outofcore.report.machine import process_memory, this_machine
 from outofcore.report.notebook import ReportPath, facts_html
@@ -68,7 +68,7 @@ _log = logging.getLogger("outofcore")
 REPORT_PATH = "outofcore-report.html"
 
 # Moving models of this size to the home takes long enough to show progress.
-_LONG = 256 * MIB
+_LARGE_MODEL_BYTES = 256 * MIB
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class LoopOptions:
     plans: Path | None = None  # folder that keeps plans for later processes
     check: Check = Check.SAMPLED
     excess: Excess = Excess.REFUSED
-    beside: bool = False  # for a compiled step, which pauses the loop between calls
+    for_compiled_step: bool = False  # for a compiled step, which pauses the loop between calls
 
 
 class Loop:
@@ -112,19 +112,19 @@ class Loop:
         self._space: Space | None = None
         self._thread: int | None = None
         self._process = os.getpid()
-        self._where = ""  # the user's line that called start()
+        self._start_line = ""  # the user's line that called start()
         # Protects the space: another thread may end the loop.
         self._lock = threading.RLock()
         self._undo = contextlib.ExitStack()
-        self._ends = StepEnds()
+        self._step_ends = StepEnds()
         self._planner: LoopPlanner | None = None
         self._measurer: LoopMeasurer | None = None
-        self._needs: Needs | None = None  # after the loop has stopped
-        self._made: Sequence[PlanMade] = ()  # the planner's recent plans
-        self._last = LoopStats()
+        self._needs: LoopNeeds | None = None  # after the loop has stopped
+        self._recent_plans: Sequence[PlanSummary] = ()  # the planner's recent plans
+        self._last_stats = LoopStats()
         # The data of a report, after the loop has stopped.
-        self._happened: tuple[Sequence[int], Sequence[str], Known] | None = None
-        self.on_progress: Tell | None = None
+        self._last_log: tuple[Sequence[int], Sequence[str], KnownStorages] | None = None
+        self.on_progress: ProgressCallback | None = None
         self._optimizers: Optimizers = weakref.WeakValueDictionary()  # that have stepped in the loop's thread
 
     def __enter__(self) -> Self:
@@ -134,7 +134,7 @@ class Loop:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-        explained_error = None if error is None else explained(error, self._happened[2] if self._happened else {})
+        explained_error = None if error is None else explain_error(error, self._last_log[2] if self._last_log else {})
         try:
             if explained_error is not None:
                 raise explained_error from error
@@ -149,9 +149,9 @@ class Loop:
             "the loop within %s that was started%s has ended, because its last reference is gone: keep the result of "
             "start(), or use outofcore.budget() in a with-statement",
             format_bytes(self._limit),
-            self._started_at(),
+            self._start_location(),
         )
-        self.end(remembered=False)
+        self.end(keep_results=False)
 
     def start(self) -> Self:
         """Run this thread within the budget from now on.
@@ -163,11 +163,11 @@ class Loop:
             SpillError: the home cannot be used.
         """
         if self._space is not None:
-            raise StateError(f"this loop is running already; stop() it first: it was started{self._started_at()}")
+            raise StateError(f"this loop is running already; stop() it first: it was started{self._start_location()}")
         device, options = self._device, self._options
         library = device.library
-        self._paused, self._ends, self._planner, self._made = False, StepEnds(), None, ()
-        self._process, self._where = os.getpid(), user_line()
+        self._paused, self._step_ends, self._planner, self._recent_plans = False, StepEnds(), None, ()
+        self._process, self._start_line = os.getpid(), user_line()
         device.prepare()
         with contextlib.ExitStack() as on_error:
             is_planned = options.policy is not None
@@ -176,12 +176,12 @@ class Loop:
             device.add_homes(options.home, partial(space.call, "follow_add_home"))
             room = 0 if device.reserves_late else space.reserve(self._limit)
             try:
-                self._take_turn(space)
+                self._open_space(space)
             except StateError:  # perhaps because of an unreferenced loop or compiled step
                 gc.collect()
-                self._take_turn(space)
+                self._open_space(space)
             self._space, self._thread = space, threading.get_ident()
-            started[id(self)] = self
+            started_loops[id(self)] = self
             on_error.pop_all()
             on_error.callback(self.end)
             self._undo.enter_context(patches)
@@ -189,15 +189,15 @@ class Loop:
             self._adopt_models()
             if device.reserves_late:
                 room = space.reserve(self._limit)
-            self._undo.enter_context(device.following())
+            self._undo.enter_context(device.running_context())
             trim_heap()
-            library.follow_ask_source(sources.ask)
+            library.follow_ask_source(sources.callback)
             library.follow_thread(1)
             if options.excess is Excess.MEASURED:
                 self._measurer = LoopMeasurer(space)
             elif options.policy is not None:
                 self._planner = LoopPlanner(space, options.policy, LoopPlans(options.plans), room)
-                self._made = self._planner.made
+                self._recent_plans = self._planner.recent_plans
                 self._undo.callback(self._planner.background.close)
             on_error.pop_all()
         return self
@@ -220,7 +220,7 @@ class Loop:
         if self._needs is not None:
             print(f"outofcore: {self.measurement()}", file=sys.stderr, flush=True)
 
-    def end(self, *, remembered: bool = True) -> None:
+    def end(self, *, keep_results: bool = True) -> None:
         """End the loop from any thread, when no op uses its memory; ``keep_results`` for ``stats`` and ``report``."""
         with self._lock, contextlib.ExitStack() as cleanup:
             space, self._undo, undo = self._space, contextlib.ExitStack(), self._undo
@@ -228,8 +228,8 @@ class Loop:
                 return
             cleanup.callback(space.close)
             cleanup.callback(setattr, self, "_space", None)
-            if remembered:
-                cleanup.callback(self._remember, space)
+            if keep_results:
+                cleanup.callback(self._store_results, space)
             if not self._paused and threading.get_ident() == self._thread:
                 cleanup.callback(space.library.follow_thread, 0)
             cleanup.enter_context(undo)
@@ -247,10 +247,10 @@ class Loop:
         with self._lock:
             if self._space is not None and self._paused:
                 self._paused, self._thread = False, threading.get_ident()  # first, so that pause() works after an error
-                self._take_turn(self._space)
+                self._open_space(self._space)
                 self._space.library.follow_thread(1)
 
-    def vacate(self) -> None:
+    def evict_all(self) -> None:
         """Evict all tensors, and return the arena's memory to the system until it is used again."""
         with self._lock:
             if self._space is not None:
@@ -262,19 +262,19 @@ class Loop:
             if self._space is not None and tensors is None:
                 self._space.call("follow_release_all")
             for tensor in tensors or ():
-                if self._space is not None and self._device.has(tensor):
+                if self._space is not None and self._device.can_move(tensor):
                     call(self._space.library, "follow_release", storage_address(tensor.untyped_storage()))
 
-    def strangers(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [] if self._space is None else self._space.strangers(tensors)
+    def find_untracked(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [] if self._space is None else self._space.find_untracked(tensors)
 
     @property
     def stats(self) -> LoopStats:
         """The counters since the loop was started."""
         with self._lock:
             if self._space is not None:
-                self._last = self._read_stats(self._space)
-            return self._last
+                self._last_stats = self._read_stats(self._space)
+            return self._last_stats
 
     def report(self, path: str | os.PathLike[str] = REPORT_PATH, *, title: str = "") -> Path:
         """Write the last complete step as one self-contained HTML page.
@@ -295,9 +295,9 @@ class Loop:
             StateError: no op was recorded yet.
             InputError: the file cannot be written.
         """
-        observed, machine = self._what_happened(), this_machine()
+        observed, machine = self._last_step(), this_machine()
         notes = [
-            *observed_notes(observed, self._made),
+            *observed_notes(observed, self._recent_plans),
             (
                 "machine",
                 f"{machine.cpu}, {machine.cores} cores, {format_bytes(machine.memory_bytes)} of memory, "
@@ -330,14 +330,14 @@ class Loop:
             StateError: no op was recorded yet.
             InputError: a file cannot be read or written.
         """
-        observed = self._what_happened()
+        observed = self._last_step()
         write_trace(
             Path(path),
             observed.graph,
             observed.program,
             [("measured", observed.timeline)],
             began_ns=observed.began_ns,
-            beside=None if beside is None else Path(beside),
+            profiler_trace=None if beside is None else Path(beside),
             measured=LoopMeasurements(LINKS, observed.memory, observed.on_demand, departure_marks(observed)),
         )
 
@@ -349,31 +349,33 @@ class Loop:
         state = "stopped" if self._space is None else "running"
         return f"<loop within {format_bytes(self._limit)}, {state}: {self.stats!r}>"
 
-    def _take_turn(self, space: Space) -> None:
+    def _open_space(self, space: Space) -> None:
         """Open a space; raises ``StateError`` if another loop is running or a compiled step is open."""
-        if is_followed():
+        if is_any_loop_running():
             raise StateError(
-                f"a loop is running already{self._where_other()}, and only one can run at a time: end it with "
+                f"a loop is running already{self._other_loop_location()}, and only one can run at a time: end it with "
                 "outofcore.stop(), or by leaving its with-statement"
             )
-        open_paging(space.library, space, self._options.beside)
+        open_space(space.library, space, self._options.for_compiled_step)
 
-    def _where_other(self) -> str:
+    def _other_loop_location(self) -> str:
         # A separate function: the frames in an error's traceback would keep the other loop alive.
-        return next((loop._started_at() for loop in alive(started) if loop is not self and loop.is_running()), "")
+        return next(
+            (loop._start_location() for loop in list_alive(started_loops) if loop is not self and loop.is_running()), ""
+        )
 
-    def _started_at(self) -> str:
-        return f" at {self._where}" if self._where else ""
+    def _start_location(self) -> str:
+        return f" at {self._start_line}" if self._start_line else ""
 
     def is_open(self) -> bool:
         """Return whether a user started the loop in this process, and it has not ended."""
-        return self._space is not None and not self._options.beside and self._process == os.getpid()
+        return self._space is not None and not self._options.for_compiled_step and self._process == os.getpid()
 
     def is_running(self) -> bool:
         """Return whether the loop is running in some thread of this process now."""
         return self._space is not None and not self._paused and self._process == os.getpid()
 
-    def _is_here(self) -> bool:
+    def _runs_in_this_thread(self) -> bool:
         return self.is_running() and threading.get_ident() == self._thread
 
     def measurement(self) -> Measurement:
@@ -394,36 +396,36 @@ class Loop:
         True
         """
         with self._lock:
-            needs = self._needs if self._measurer is None else self._measurer.needs(self._ends.count)
+            needs = self._needs if self._measurer is None else self._measurer.collect_needs(self._step_ends.count)
         if needs is None:
             raise StateError("this loop was not measured: open it by outofcore.budget(..., measure=True), and start it")
         return needs.measurement(self._options.policy or "auto")
 
-    def _remember(self, space: Space) -> None:
-        self._last = self._read_stats(space)
+    def _store_results(self, space: Space) -> None:
+        self._last_stats = self._read_stats(space)
         if self._measurer is not None:
-            self._needs, self._measurer = self._measurer.needs(self._ends.count), None
-        elif self._last.exceedances and (need := space.need()) is not None:
+            self._needs, self._measurer = self._measurer.collect_needs(self._step_ends.count), None
+        elif self._last_stats.exceedances and (need := space.largest_need()) is not None:
             _log.warning(
                 "the budget of %s was exceeded %d times, up to %s, because ops need more. The largest need: %s, %s",
                 format_bytes(self._limit),
-                self._last.exceedances,
-                format_bytes(self._last.peak_bytes),
+                self._last_stats.exceedances,
+                format_bytes(self._last_stats.peak_bytes),
                 need[1],
                 format_bytes(need[0]),
             )
         try:
-            self._happened = self._observe(space)
+            self._last_log = self._read_log(space)
         except MemoryError as error:
-            self._happened = None
+            self._last_log = None
             _log.warning("there is no report of the loop: %s", error)
 
-    def _what_happened(self) -> Observed:
+    def _last_step(self) -> ObservedStep:
         with self._lock:
-            recorded = self._happened if self._space is None else self._observe(self._space)
+            recorded = self._last_log if self._space is None else self._read_log(self._space)
         observed = None
         if recorded is not None:
-            policy = self._made[-1].policy if self._made else "on demand"
+            policy = self._recent_plans[-1].policy if self._recent_plans else "on demand"
             observed = read_observed(*recorded, self._limit, policy)
         if observed is None or not observed.graph.ops:
             raise StateError(
@@ -432,18 +434,18 @@ class Loop:
             )
         return observed
 
-    def _observe(self, space: Space) -> tuple[Sequence[int], Sequence[str], Known]:
-        numbers = space.numbers("follow_observed")
-        names = names_of_storages(space, self.named_models(), alive(self._optimizers))
-        return numbers, space.names("follow_observed_names"), names
+    def _read_log(self, space: Space) -> tuple[Sequence[int], Sequence[str], KnownStorages]:
+        numbers = space.read_numbers("follow_observed")
+        names = names_of_storages(space, self.named_models(), list_alive(self._optimizers))
+        return numbers, space.read_names("follow_observed_names"), names
 
     def named_models(self) -> Iterator[tuple[str, nn.Module]]:
         for index, model in enumerate(self._models):
             yield f"models[{index}]." if len(self._models) > 1 else "", model
 
     def _read_stats(self, space: Space) -> LoopStats:
-        plans = 0 if self._planner is None else self._planner.count
-        stats = space.stats(steps=self._ends.count, plans=plans)
+        plans = 0 if self._planner is None else self._planner.plan_count
+        stats = space.read_stats(steps=self._step_ends.count, plans=plans)
         memory = process_memory()
         counted = stats.arena_bytes + stats.small_bytes + stats.outside_bytes if self._device.is_host else 0
         return replace(
@@ -456,11 +458,11 @@ class Loop:
 
     def _adopt_models(self) -> None:
         tensors = [tensor for model in self._models for tensor in tensors_of(model)]
-        is_long = sum(tensor.nbytes for tensor in tensors if self._device.has(tensor)) >= _LONG
-        with following(self.on_progress, show=None if is_long else False) as tell:
+        is_long = sum(tensor.nbytes for tensor in tensors if self._device.can_move(tensor)) >= _LARGE_MODEL_BYTES
+        with show_progress(self.on_progress, show=None if is_long else False) as tell:
             self.adopt(tensors, tell, len(tensors))
 
-    def adopt(self, tensors: Iterable[torch.Tensor], tell: Tell = silent, count: int = 0) -> None:
+    def adopt(self, tensors: Iterable[torch.Tensor], tell: ProgressCallback = ignore_progress, count: int = 0) -> None:
         """Move tensors to the home, regardless of the owner of their memory."""
         with self._lock:
             if self._space is not None:
@@ -469,43 +471,47 @@ class Loop:
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Adopt an optimizer's tensors before its first step in the loop's thread."""
         if not self._device.library.follow_tracked():
-            others_optimizers[id(optimizer)] = optimizer
+            untracked_optimizers[id(optimizer)] = optimizer
             return
-        others_optimizers.pop(id(optimizer), None)
+        untracked_optimizers.pop(id(optimizer), None)
         if id(optimizer) in self._optimizers:
             return
         self._optimizers[id(optimizer)] = optimizer
-        parameters = (part for tensor in parameters_of(optimizer) for part in parts_of(tensor))
+        parameters = (part for tensor in parameters_of(optimizer) for part in inner_tensors_of(tensor))
         self.adopt([*state_of(optimizer), *parameters])
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._device.library.follow_tracked():
-            self._note_end(Sign.OPTIMIZER, weakref.ref(optimizer))
+            self._record_end(StepSign.OPTIMIZER, weakref.ref(optimizer))
 
     def after_backward(self) -> None:
-        if self._ends.sign is Sign.OPTIMIZER or self._options.beside or not self._is_here():
+        if (
+            self._step_ends.sign is StepSign.OPTIMIZER
+            or self._options.for_compiled_step
+            or not self._runs_in_this_thread()
+        ):
             return
-        if self._ends.note_backward():
-            self._note_end(Sign.BACKWARD, user_line())
+        if self._step_ends.record_backward():
+            self._record_end(StepSign.BACKWARD, user_line())
 
     def after_call(self, model: nn.Module) -> None:
-        if self._ends.sign is Sign.CALL and self._is_here() and not torch.is_grad_enabled():
-            self._note_end(Sign.CALL, weakref.ref(model))
+        if self._step_ends.sign is StepSign.CALL and self._runs_in_this_thread() and not torch.is_grad_enabled():
+            self._record_end(StepSign.CALL, weakref.ref(model))
 
-    def _note_end(self, sign: Sign, source: Hashable) -> None:
-        self._ends.note(sign)
+    def _record_end(self, sign: StepSign, source: Hashable) -> None:
+        self._step_ends.record_end(sign)
         # For a compiled step, each call is a step.
-        if not self._options.beside and self._is_here() and self._ends.ends_step(source):
-            self.end_of_step()
+        if not self._options.for_compiled_step and self._runs_in_this_thread() and self._step_ends.ends_step(source):
+            self.end_step()
 
     def _watch_calls(self) -> None:
         for model in self._models:
-            if not self._options.beside and not isinstance(model, torch.jit.ScriptModule):
+            if not self._options.for_compiled_step and not isinstance(model, torch.jit.ScriptModule):
                 hook = model.register_forward_hook(_CallHook(self))
                 _handles.add(hook)
-                self._undo.callback(_remove, hook)
+                self._undo.callback(_remove_hook, hook)
 
-    def end_of_step(self) -> None:
+    def end_step(self) -> None:
         """End a step of the loop, then plan it or select its plan."""
         with self._lock:
             if self._space is None:
@@ -513,9 +519,9 @@ class Loop:
             try:
                 is_proposed = bool(self._space.call("follow_end_of_step"))
                 if self._measurer is not None and is_proposed:
-                    self._measurer.step_ended()
+                    self._measurer.on_step_end()
                 if self._planner is not None:
-                    self._planner.step_ended(self._ends.count, is_proposed=is_proposed)
+                    self._planner.on_step_end(self._step_ends.count, is_proposed=is_proposed)
             except MemoryError as error:  # an error here would hide that the optimizer has stepped
                 _log.warning("the step that has ended is not planned: %s", error)
 
@@ -543,6 +549,6 @@ class _CallHook:
 _handles: set[RemovableHandle] = set()
 
 
-def _remove(hook: RemovableHandle) -> None:
+def _remove_hook(hook: RemovableHandle) -> None:
     hook.remove()
     _handles.discard(hook)

@@ -11,8 +11,8 @@ from outofcore._torch_internals import Feature, missing
 from outofcore.analysis import LARGE_BYTES
 from outofcore.background import BackgroundPlanner, PlanJob
 from outofcore.busy import Counters, read_loop_counters, was_busy
-from outofcore.follow.loop_plans import FollowedPlan, LoopPlans
-from outofcore.follow.observed import PlanMade
+from outofcore.follow.loop_plans import LoopPlan, LoopPlans
+from outofcore.follow.observed import PlanSummary
 from outofcore.follow.recipes import Recipes
 from outofcore.follow.recompute_trial import RecomputeTrial
 from outofcore.follow.records import StepRecord, read_record, schedule_of
@@ -35,7 +35,7 @@ _PLANNING_SHARE = 0.03
 _LONG_STEP_SECONDS = 1.0
 _SETTLED_STEPS = 32
 # Limit on the steps that wait for the thorough search; the oldest is dropped.
-_MOST_ROUGH = 8
+_MAX_ROUGH = 8
 # Share of the budget that a plan leaves free: a loop sometimes allocates more than in the recorded step.
 _SPARE = 0.02
 # Load from other processes is measured until this many steps in a row were not proposed: it can take 1 ms.
@@ -49,64 +49,64 @@ class LoopPlanner:
 
     def __init__(self, space: Space, policy: PolicyLike, store: LoopPlans, room: int) -> None:
         self._space, self._policy, self._store, self._room = space, policy, store, room
-        self._planned_by = space.device.planned_by(policy)
+        self._planned_by = space.device.plan_key(policy)
         recomputes = isinstance(policy, Auto) and policy.params.recompute_changes > 0
         self._trial = RecomputeTrial(Recipes(space)) if recomputes and not missing(Feature.RECOMPUTE) else None
         self._reruns = self._rerun_microseconds = 0  # as of the end of the last step
         self._rerun_seconds: float | None = None  # in the step that is being planned; None: it recomputed no storage
         self._counters: Counters | None = read_loop_counters()  # at the end of the last step
-        self._ended = 0  # steps so far; the loop's own count may lag behind
-        self._unproposed = 0  # steps in a row that were not proposed
+        self._ended_steps = 0  # steps so far; the loop's own count may lag behind
+        self._unproposed_steps = 0  # steps in a row that were not proposed
         self._is_busy = False  # whether other programs delayed the step that is being planned
         self._is_quick = False  # whether the quick search plans that step
         # Long steps that wait for the thorough search, each with ``_rerun_seconds`` and ``_is_busy``.
-        self._rough: deque[tuple[StepRecord, float | None, bool]] = deque(maxlen=_MOST_ROUGH)
+        self._roughly_planned: deque[tuple[StepRecord, float | None, bool]] = deque(maxlen=_MAX_ROUGH)
         self._started = time.monotonic()
         self._planning_seconds = 0.0
         self.background: BackgroundPlanner[StepRecord] = BackgroundPlanner()
-        self.count = 0  # plans that were used
-        self.made: deque[PlanMade] = deque(maxlen=_LISTED_PLANS)
+        self.plan_count = 0  # plans that were used
+        self.recent_plans: deque[PlanSummary] = deque(maxlen=_LISTED_PLANS)
 
-    def step_ended(self, steps: int, *, is_proposed: bool) -> None:
+    def on_step_end(self, steps: int, *, is_proposed: bool) -> None:
         """Use a finished plan, if any, and plan the step that has ended, if it is proposed."""
-        stats = self._space.stats(steps=steps, plans=self.count)
+        stats = self._space.read_stats(steps=steps, plans=self.plan_count)
         rerun_seconds = (stats.rerun_microseconds - self._rerun_microseconds) / 1e6
         reran = stats.reruns > self._reruns
         self._reruns, self._rerun_microseconds = stats.reruns, stats.rerun_microseconds
-        self._ended += 1
-        self._unproposed = 0 if is_proposed else self._unproposed + 1
+        self._ended_steps += 1
+        self._unproposed_steps = 0 if is_proposed else self._unproposed_steps + 1
         is_busy = self._was_busy()
         if self._trial is not None:
-            self._trial.step_ended()
+            self._trial.on_step_end()
         if (finished := self.background.poll()) is not None:
             record, answer = finished
             self._planning_seconds += answer.processor_seconds
             planned = answer.planned
             if planned is None:
-                _log.info("no plan of a step of %d ops: %s", record.ops, answer.reason)
+                _log.info("no plan of a step of %d ops: %s", record.op_count, answer.reason)
                 if self._trial is not None and self._rerun_seconds is not None:
-                    self._trial.plan_failed()
+                    self._trial.on_plan_failure()
             else:
                 schedule = schedule_of(record, planned.plan, planned.program)
                 seconds = planned.timeline.step_seconds
-                plan = FollowedPlan(schedule, planned.plan.policy, seconds, self._is_busy, self._is_quick)
-                if self._follow(record, plan, steps, answer.seconds):
-                    self._store.keep(record, self._room, self._planned_by, plan)
+                plan = LoopPlan(schedule, planned.plan.policy, seconds, self._is_busy, self._is_quick)
+                if self._use_plan(record, plan, steps, answer.seconds):
+                    self._store.store(record, self._room, self._planned_by, plan)
         if self.background.is_busy or not self._may_plan():
             return
         if is_proposed:
             self._rerun_seconds, self._is_busy = rerun_seconds if reran else None, is_busy
-            self._plan(steps)
-        elif self._unproposed > _SETTLED_STEPS and self._rough:
-            record, rerun, busy = self._rough.popleft()
+            self._plan_step(steps)
+        elif self._unproposed_steps > _SETTLED_STEPS and self._roughly_planned:
+            record, rerun, busy = self._roughly_planned.popleft()
             if (rerun is not None) == reran:  # else the loop has switched recomputation on or off since
                 self._rerun_seconds, self._is_busy = rerun, busy
-                self._start(record, steps, is_quick=False)
+                self._start_job(record, steps, is_quick=False)
 
     def _was_busy(self) -> bool:
         """Return whether other programs are known to have delayed the step that has ended."""
         last_counters = self._counters
-        self._counters = read_loop_counters() if self._unproposed < _WATCHED_STEPS else None
+        self._counters = read_loop_counters() if self._unproposed_steps < _WATCHED_STEPS else None
         if last_counters is None or self._counters is None:
             return False
         return was_busy(self._counters - last_counters, computes=False)  # waiting for data is not a sign of load
@@ -119,24 +119,24 @@ class LoopPlanner:
 
     def _free_seconds(self) -> float:
         """Return for how many seconds planning may compete with the loop."""
-        return max(_FREE_SECONDS, _FREE_STEPS * (time.monotonic() - self._started) / max(self._ended, 1))
+        return max(_FREE_SECONDS, _FREE_STEPS * (time.monotonic() - self._started) / max(self._ended_steps, 1))
 
-    def _plan(self, steps: int) -> None:
-        numbers = self._space.numbers("follow_proposal")
+    def _plan_step(self, steps: int) -> None:
+        numbers = self._space.read_numbers("follow_proposal")
         if not numbers:
             return
-        record = read_record(numbers, self._space.names("follow_names"))
+        record = read_record(numbers, self._space.read_names("follow_names"))
         stored = self._store.find(record, self._room, self._planned_by)
         if stored is not None:
-            self._follow(record, stored, steps, 0.0)
+            self._use_plan(record, stored, steps, 0.0)
             if self._is_busy or not stored.is_busy:
                 return
             _log.info("planning a step again: its stored plan was made with times of a busy machine")
-        self._start(record, steps, is_quick=True)
+        self._start_job(record, steps, is_quick=True)
 
-    def _start(self, record: StepRecord, steps: int, *, is_quick: bool) -> None:
+    def _start_job(self, record: StepRecord, steps: int, *, is_quick: bool) -> None:
         # Round up, so that a few small tensors do not change the plan.
-        small = round_up(self._space.stats(steps=steps, plans=self.count).peak_small_bytes, LARGE_BYTES)
+        small = round_up(self._space.read_stats(steps=steps, plans=self.plan_count).peak_small_bytes, LARGE_BYTES)
         budget = int((self._room - small) * (1 - _SPARE))
         policy = quick_policy(self._policy) if is_quick else self._policy
         self._is_quick = is_quick and policy is not self._policy
@@ -144,23 +144,25 @@ class LoopPlanner:
         niceness = _FREE_NICENESS if is_free else _NICENESS
         self.background.start(record, PlanJob(record.graph, record.costs, budget, policy), niceness)
 
-    def _follow(self, record: StepRecord, plan: FollowedPlan, steps: int, planning_seconds: float) -> bool:
+    def _use_plan(self, record: StepRecord, plan: LoopPlan, steps: int, planning_seconds: float) -> bool:
         """Pass a plan to the native code; return False if the plan is obsolete."""
-        numbers = plan.schedule.numbers()
-        if not self._space.call("follow_schedule", record.anchor, (ctypes.c_int64 * len(numbers))(*numbers)):
+        numbers = plan.schedule.flatten()
+        if not self._space.call("follow_schedule", record.bucket, (ctypes.c_int64 * len(numbers))(*numbers)):
             return False
         if plan.is_quick and record.costs.compute_seconds >= _LONG_STEP_SECONDS:
-            self._rough.append((record, self._rerun_seconds, plan.is_busy))
-        self.count += 1
-        self.made.append(PlanMade(steps, record.ops, plan.policy, plan.seconds, planning_seconds))
+            self._roughly_planned.append((record, self._rerun_seconds, plan.is_busy))
+        self.plan_count += 1
+        self.recent_plans.append(
+            PlanSummary(steps, record.op_count, plan.policy, plan.predicted_seconds, planning_seconds)
+        )
         _log.info(
             "steps of %d ops run by a plan of %s: %.3f s predicted, planned in %.1f s",
-            record.ops,
+            record.op_count,
             plan.policy,
-            plan.seconds,
+            plan.predicted_seconds,
             planning_seconds,
         )
         if self._trial is not None:
             rate = record.costs.homes[0].bytes_per_s_out
-            self._trial.plan_made(plan.seconds, record.costs.compute_seconds, rate, self._rerun_seconds)
+            self._trial.on_plan(plan.predicted_seconds, record.costs.compute_seconds, rate, self._rerun_seconds)
         return True

@@ -17,7 +17,7 @@ _FORMAT = "outofcore-followed/1"
 _Count = Annotated[int, Meta(ge=0, le=2**62)]
 
 
-class _File(Document):
+class _LoopPlanFile(Document):
     policy: str
     seconds: Annotated[float, Meta(ge=0)]
     leave: tuple[tuple[_Count, _Count], ...]
@@ -30,10 +30,10 @@ class _File(Document):
 
 
 @dataclass(frozen=True)
-class FollowedPlan:
+class LoopPlan:
     schedule: Schedule
     policy: str
-    seconds: float  # predicted for a step
+    predicted_seconds: float  # predicted for a step
     is_busy: bool = False  # whether other programs delayed the recorded step
     is_quick: bool = False  # whether the quick search made it
 
@@ -42,24 +42,24 @@ class LoopPlans:
     """The stored plans of recorded steps in a folder; with None, the store is empty."""
 
     def __init__(self, folder: Path | None) -> None:
-        self._store = PlanStore(folder, "loop", _FORMAT, _File)
+        self._store = PlanStore(folder, "loop", _FORMAT, _LoopPlanFile)
 
-    def find(self, record: StepRecord, budget: int, policy: str) -> FollowedPlan | None:
-        def check(document: _File, path: Path) -> FollowedPlan:
+    def find(self, record: StepRecord, budget: int, policy: str) -> LoopPlan | None:
+        def check(document: _LoopPlanFile, path: Path) -> LoopPlan:
             schedule = Schedule(document.leave, document.fetch, document.write, document.offsets, document.scratch)
-            ops, storages = record.ops, len(record.graph.storages)
-            pairs = (*schedule.leave, *schedule.fetch, *schedule.write, *((op, s) for op, s, _ in schedule.offsets))
+            ops, storages = record.op_count, len(record.graph.storages)
+            pairs = (*schedule.release, *schedule.fetch, *schedule.write, *((op, s) for op, s, _ in schedule.offsets))
             if any(op >= ops or s >= storages for op, s in pairs) or any(op >= ops for op, _ in schedule.scratch):
                 refuse(path, "$", "is of another step")
-            return FollowedPlan(schedule, document.policy, document.seconds, document.is_busy, document.is_quick)
+            return LoopPlan(schedule, document.policy, document.seconds, document.is_busy, document.is_quick)
 
         return self._store.find(_key(record, budget, policy), check)
 
-    def keep(self, record: StepRecord, budget: int, policy: str, plan: FollowedPlan) -> None:
+    def store(self, record: StepRecord, budget: int, policy: str, plan: LoopPlan) -> None:
         schedule = plan.schedule
-        lists = (schedule.leave, schedule.fetch, schedule.write, schedule.offsets, schedule.scratch)
-        file = _File(_FORMAT, plan.policy, plan.seconds, *lists, plan.is_busy, plan.is_quick)
-        self._store.keep(_key(record, budget, policy), file)
+        lists = (schedule.release, schedule.fetch, schedule.write, schedule.offsets, schedule.scratch)
+        file = _LoopPlanFile(_FORMAT, plan.policy, plan.predicted_seconds, *lists, plan.is_busy, plan.is_quick)
+        self._store.save(_key(record, budget, policy), file)
 
 
 def _key(record: StepRecord, budget: int, policy: str) -> str:

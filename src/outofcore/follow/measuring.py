@@ -13,7 +13,7 @@ from outofcore.planning import QUICK, PolicyLike
 from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
 # Fractions of the peak in core for which times are predicted.
-PARTS = (0.75, 0.5, 0.25)
+FRACTIONS = (0.75, 0.5, 0.25)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +67,20 @@ class Measurement:
         if not self.smallest_budget:
             return f"measured {self.steps} steps: no op used a tensor of 64 KiB or more"
         rows = [
-            ("in core", f"{_exact(self.in_core_bytes)}: nothing moves from here on"),
-            ("smallest budget", f"{_exact(self.smallest_budget)}, which {self.op} needs"),
+            ("in core", f"{_exact_bytes(self.in_core_bytes)}: nothing moves from here on"),
+            ("smallest budget", f"{_exact_bytes(self.smallest_budget)}, which {self.op} needs"),
             *((f"within {format_bytes(prediction.budget)}", prediction.text) for prediction in self.predicted),
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join([f"measured {self.steps} steps", *(f"  {name:<{width}}  {text}" for name, text in rows)])
 
 
-def _exact(count: int) -> str:
+def _exact_bytes(count: int) -> str:
     return f"{format_bytes(count)} ({count} bytes)"
 
 
 @dataclass(frozen=True)
-class Needs:
+class LoopNeeds:
     steps: int
     in_core_bytes: int
     smallest_budget: int
@@ -88,20 +88,20 @@ class Needs:
     rooms: tuple[
         tuple[int, int], ...
     ]  # budgets that are fractions of ``in_core_bytes``, each with its room for tensors
-    largest: StepRecord | None  # the step that creates the most bytes; None if no step came twice
+    largest_step: StepRecord | None  # the step that creates the most bytes; None if no step came twice
 
     def measurement(self, policy: PolicyLike) -> Measurement:
         """Predict times within fractions of the peak, which takes seconds."""
         if not self.smallest_budget:
             return Measurement(self.steps, 0, 0, "")
-        predicted = tuple(self._predicted(budget, room, policy) for budget, room in self.rooms)
+        predicted = tuple(self._predict(budget, room, policy) for budget, room in self.rooms)
         return Measurement(self.steps, self.in_core_bytes, self.smallest_budget, self.op, predicted)
 
-    def _predicted(self, budget: int, room: int, policy: PolicyLike) -> Predicted:
+    def _predict(self, budget: int, room: int, policy: PolicyLike) -> Predicted:
         fits = budget >= self.smallest_budget
-        if not fits or self.largest is None or not self.largest.costs.compute_seconds:
+        if not fits or self.largest_step is None or not self.largest_step.costs.compute_seconds:
             return Predicted(budget, None, fits)
-        graph, costs = self.largest.graph, self.largest.costs
+        graph, costs = self.largest_step.graph, self.largest_step.costs
         try:
             planned = planning.plan_step(graph, costs, room, policy, params=QUICK)
         except OutOfCoreError:  # without a plan, ops run on demand
@@ -115,24 +115,24 @@ class LoopMeasurer:
     def __init__(self, space: Space) -> None:
         self._space = space
         self._largest: StepRecord | None = None
-        self._made = -1
+        self._max_created_bytes = -1
 
-    def step_ended(self) -> None:
-        numbers = self._space.numbers("follow_proposal")
+    def on_step_end(self) -> None:
+        numbers = self._space.read_numbers("follow_proposal")
         if not numbers:
             return
-        record = read_record(numbers, self._space.names("follow_names"))
+        record = read_record(numbers, self._space.read_names("follow_names"))
         created_bytes = sum(s.bytes for s in record.graph.storages if s.kind is StorageKind.ACTIVATION)
-        if created_bytes > self._made:
-            self._largest, self._made = record, created_bytes
+        if created_bytes > self._max_created_bytes:
+            self._largest, self._max_created_bytes = record, created_bytes
 
-    def needs(self, steps: int) -> Needs:
-        stats = self._space.stats(steps=steps, plans=0)
-        device, library_bytes = self._space.device, self._space.beside
-        need, op = self._space.need() or (0, "")
+    def collect_needs(self, steps: int) -> LoopNeeds:
+        stats = self._space.read_stats(steps=steps, plans=0)
+        device, library_bytes = self._space.device, self._space.library_bytes
+        need, op = self._space.largest_need() or (0, "")
         small = round_up(stats.peak_small_bytes, PAGE_BYTES)
         total = max(stats.peak_total_bytes + small, need)
         smallest, in_core = (device.budget_for(room, library_bytes) if need else 0 for room in (need, total))
-        budgets = [int(in_core * part) for part in PARTS]
+        budgets = [int(in_core * part) for part in FRACTIONS]
         rooms = tuple((budget, device.room_of(budget, library_bytes) - small) for budget in budgets)
-        return Needs(steps, in_core, smallest, op, rooms, self._largest)
+        return LoopNeeds(steps, in_core, smallest, op, rooms, self._largest)

@@ -12,13 +12,13 @@ import torch
 from outofcore._torch_internals import has_python_kernel, storage_address
 from outofcore.compiling import native_callback
 from outofcore.errors import SpillError, StateError, TransferError
-from outofcore.runtime.mapped_files import OWNERS
+from outofcore.runtime.mapped_files import OWNERSHIP_TESTS
 from outofcore.runtime.native import Flavor, load_unlocked
 
 # Keyed by device type.
 _FLAVORS = {flavor.value: flavor for flavor in Flavor}
 
-_OURS = "outofcore: "  # prefix of messages from paging.cpp
+_MESSAGE_PREFIX = "outofcore: "  # prefix of messages from paging.cpp
 # Exception classes, by a fragment of the message; any other message becomes a TransferError.
 _ERRORS: dict[str, type[Exception]] = {
     "no home has room": SpillError,
@@ -38,16 +38,16 @@ def _has_python_kernel(name: bytes, overload: bytes) -> int:
 _is_python = native_callback(_has_python_kernel, ctypes.c_char_p, ctypes.c_char_p, failed=0)
 
 
-class _Key:
+class _DispatchKey:
     """The dispatch key and its owner, a library that keeps it until another library needs it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.holder: ctypes.CDLL | None = None
+        self.owner: ctypes.CDLL | None = None
         self.loaded: dict[Flavor, ctypes.CDLL] = {}
 
 
-_key = _Key()
+_key = _DispatchKey()
 
 
 def flavor_of(device: torch.device) -> Flavor | None:
@@ -55,42 +55,42 @@ def flavor_of(device: torch.device) -> Flavor | None:
     return _FLAVORS.get(device.type)
 
 
-def loaded_paging(device: torch.device) -> ctypes.CDLL | None:
+def loaded_library(device: torch.device) -> ctypes.CDLL | None:
     """Return the library for tensors of a device, if this process has loaded it."""
     flavor = flavor_of(device)
     return None if flavor is None else _key.loaded.get(flavor)
 
 
-def loaded_pagings() -> list[ctypes.CDLL]:
+def loaded_libraries() -> list[ctypes.CDLL]:
     return list(_key.loaded.values())
 
 
 def load_paging(flavor: Flavor = Flavor.CPU) -> ctypes.CDLL:
-    return _loaded(flavor)
+    return _load_once(flavor)
 
 
 @functools.cache
-def _loaded(flavor: Flavor) -> ctypes.CDLL:
+def _load_once(flavor: Flavor) -> ctypes.CDLL:
     library = load_unlocked(flavor)
     with _key.lock:
-        if _key.holder is None:
+        if _key.owner is None:
             _take_key(library)
         _key.loaded[flavor] = library
-    OWNERS.append(lambda storage: library.follow_where(storage_address(storage)) != 0)
+    OWNERSHIP_TESTS.append(lambda storage: library.follow_where(storage_address(storage)) != 0)
     return library
 
 
-def open_paging(library: ctypes.CDLL, space: object, beside: bool) -> None:
+def open_space(library: ctypes.CDLL, space: object, for_compiled_step: bool) -> None:
     """Open a space and give its library the dispatch key; raises ``StateError``."""
     with _key.lock:
-        if _key.holder is not library:
-            if is_followed():
+        if _key.owner is not library:
+            if is_any_loop_running():
                 raise StateError("a loop is running already, on another device; stop() it first")
-            if _key.holder is not None:
-                _key.holder.follow_unload()
-                _key.holder = None
+            if _key.owner is not None:
+                _key.owner.follow_unload()
+                _key.owner = None
             _take_key(library)
-        call(library, "follow_open", space, int(beside))
+        call(library, "follow_open", space, int(for_compiled_step))
 
 
 def _take_key(library: ctypes.CDLL) -> None:
@@ -99,27 +99,27 @@ def _take_key(library: ctypes.CDLL) -> None:
             f"torch {torch.__version__} uses the dispatch key for itself that outofcore.budget() needs; "
             "use outofcore.compile, or another release of torch"
         )
-    _key.holder = library
+    _key.owner = library
 
 
 # Keeps the callbacks alive: native code has their addresses.
 _trampolines: list[object] = []
 
 
-def trampoline(number: int, tell: Callable[[tuple[object, ...]], int], function: int) -> int:
+def make_trampoline(number: int, report: Callable[[tuple[object, ...]], int], function: int) -> int:
     """Return the address of a C function that passes its arguments to ``report`` and then calls ``function``."""
     # ``number`` is 0 or 1, and there is one trampoline for each; ``function`` takes a tuple and a dictionary.
-    callback = native_callback(tell, ctypes.py_object, failed=0)
+    callback = native_callback(report, ctypes.py_object, failed=0)
     _trampolines.append(callback)
-    return loaded_pagings()[0].follow_told(number, function, callback)
+    return loaded_libraries()[0].follow_told(number, function, callback)
 
 
-def has_pieces() -> bool:
+def has_loop_tensors() -> bool:
     """Return whether any tensor is in memory of a loop, even of one that has ended."""
-    return any(library.follow_pieces() for library in loaded_pagings())
+    return any(library.follow_pieces() for library in loaded_libraries())
 
 
-def is_followed() -> bool:
+def is_any_loop_running() -> bool:
     return any(library.follow_current() for library in _key.loaded.values())
 
 
@@ -144,7 +144,7 @@ class Refusal(ctypes.Structure):
 def refusal_of(text: str) -> tuple[str, Refusal] | None:
     """Return the op and numbers of a refusal, by the text of its error; None for any other error."""
     numbers = Refusal()
-    for library in loaded_pagings():
+    for library in loaded_libraries():
         op: bytes | None = library.follow_refusal(text.encode(errors="replace"), ctypes.byref(numbers))
         if op is not None:
             return op.decode(errors="replace"), numbers
@@ -153,10 +153,10 @@ def refusal_of(text: str) -> tuple[str, Refusal] | None:
 
 def error_of(text: str) -> Exception | None:
     """Return the exception for a message of the native code; None for refusals and any other message."""
-    start = text.find(_OURS)
+    start = text.find(_MESSAGE_PREFIX)
     if start < 0 or refusal_of(text) is not None:
         return None
-    message = text[start + len(_OURS) :].splitlines()[0]
+    message = text[start + len(_MESSAGE_PREFIX) :].splitlines()[0]
     for words, kind in _ERRORS.items():
         if words in message:
             return kind(message)

@@ -10,7 +10,7 @@ from enum import IntEnum, IntFlag
 from itertools import islice
 from typing import NamedTuple
 
-from outofcore.follow.records import take
+from outofcore.follow.records import read_fields
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.program import Block, CopyIn, CopyOut, Instruction, Program, Queue, Run, Timeline, Wait, lane_of
@@ -18,7 +18,7 @@ from outofcore.report.data import WORKSPACE, MemoryOverTime
 from outofcore.units import format_bytes, format_seconds
 
 # Names and kinds of storages, by number.
-Known = Mapping[int, tuple[str, StorageKind]]
+KnownStorages = Mapping[int, tuple[str, StorageKind]]
 
 
 class Link(IntEnum):
@@ -29,14 +29,14 @@ class Link(IntEnum):
 LINKS = tuple(link.name.lower() for link in Link)
 
 
-class Touched(IntFlag):
+class TouchFlags(IntFlag):
     """How an op uses a block, in addition to reading it."""
 
     WRITES = 1
     CREATES = 2
 
 
-class Event(IntEnum):
+class LogEvent(IntEnum):
     HELD = 0  # a block has memory when the step begins
     TAKEN = 1  # a block gets memory
     GIVEN = 2  # a block releases its memory
@@ -48,8 +48,8 @@ class Event(IntEnum):
     FREED = 8  # a block was freed
 
 
-class Copied(IntEnum):
-    BESIDE = 0  # overlapped with ops
+class CopyTiming(IntEnum):
+    OVERLAPPED = 0  # overlapped with ops
     WAITED = 1  # overlapped, and then the loop waited for it
     ON_DEMAND = 2  # in the loop's thread, between two ops or in one
 
@@ -70,10 +70,10 @@ class Departure:
     seconds: float  # since the beginning of the observed step
     cause: Cause
     expected: str  # the planned operator
-    came: str  # the operator that ran; empty at the end of the step
+    actual: str  # the operator that ran; empty at the end of the step
     bytes: int
-    missed: int  # ops until a plan matched again
-    back: int  # the op of the plan that matched; -1 if no plan matched in that step
+    missed_ops: int  # ops until a plan matched again
+    resumed_at: int  # the op of the plan that matched; -1 if no plan matched in that step
 
     @property
     def text(self) -> str:
@@ -85,23 +85,23 @@ class Departure:
         if self.cause is Cause.END:
             return f"the step ended where {self.expected} was planned"
         if self.cause is Cause.MEMORY:
-            return f"{self.came} needed more memory than planned: an extra {format_bytes(self.bytes)} was evicted"
+            return f"{self.actual} needed more memory than planned: an extra {format_bytes(self.bytes)} was evicted"
         if self.cause is Cause.PLACE:
-            return f"{format_bytes(self.bytes)} was evicted from an offset planned for {self.came}"
+            return f"{format_bytes(self.bytes)} was evicted from an offset planned for {self.actual}"
         event = (
-            f"{self.came} ran with other tensors than planned"
-            if self.came == self.expected
-            else f"{self.came} ran where {self.expected} was planned"
+            f"{self.actual} ran with other tensors than planned"
+            if self.actual == self.expected
+            else f"{self.actual} ran where {self.expected} was planned"
         )
-        ops = f"{self.missed} {'op' if self.missed == 1 else 'ops'}"
-        if self.back < 0:
+        ops = f"{self.missed_ops} {'op' if self.missed_ops == 1 else 'ops'}"
+        if self.resumed_at < 0:
             return f"{event}; {ops} ran on demand, and the plan did not resume"
-        on_demand = f"{ops} ran on demand, then " if self.missed else ""
-        return f"{event}; {on_demand}the plan resumed at op {self.back}"
+        on_demand = f"{ops} ran on demand, then " if self.missed_ops else ""
+        return f"{event}; {on_demand}the plan resumed at op {self.resumed_at}"
 
 
 @dataclass(frozen=True, slots=True)
-class PlanMade:
+class PlanSummary:
     """A background plan for steps of ``ops`` ops, which was ready after step number ``step``."""
 
     step: int
@@ -124,10 +124,10 @@ class PlanMade:
 
 
 @dataclass(frozen=True)
-class Observed:
+class ObservedStep:
     step: int
-    complete: bool
-    cut: int  # events missing at the end, because the log was full
+    is_complete: bool
+    missing_events: int  # events missing at the end, because the log was full
     began_ns: int  # since 1970
     graph: StepGraph  # storages of 64 KiB and more
     plan: Plan  # evictions, planned or not
@@ -136,14 +136,14 @@ class Observed:
     memory: MemoryOverTime  # arena bytes in use, including unused storages that stay resident
     on_demand: frozenset[int]
     departures: tuple[Departure, ...]  # the last ones, in order
-    departures_ever: int
+    departure_count: int
 
     @property
-    def planned(self) -> int:
+    def planned_count(self) -> int:
         return len(self.graph.ops) - len(self.on_demand)
 
 
-class _Header(NamedTuple):
+class _LogHeader(NamedTuple):
     steps: int  # number of ended steps
     complete: int  # whether this step has ended
     cut: int  # number of omitted events
@@ -151,13 +151,13 @@ class _Header(NamedTuple):
     nanos: int
     events: int
     departures: int  # number of listed departures
-    departures_ever: int
+    departure_count: int
 
 
-class _Row(NamedTuple):
+class _LogRow(NamedTuple):
     """An event of the log; its times are in nanoseconds in the native log, and in seconds after parsing."""
 
-    event: Event
+    event: LogEvent
     start: float
     end: float
     number: int  # of the block or the operator
@@ -165,28 +165,30 @@ class _Row(NamedTuple):
     flags: int  # for an op: whether it was planned; for a touch: ``TouchFlags``; for a copy: ``CopyTiming``
 
 
-def read_observed(numbers: Sequence[int], names: Sequence[str], known: Known, budget: int, policy: str) -> Observed:
+def read_observed(
+    numbers: Sequence[int], names: Sequence[str], known: KnownStorages, budget: int, policy: str
+) -> ObservedStep:
     """Parse a step from the native code's numbers: a header, the rows of the log, and the departures."""
     remaining = iter(numbers)
-    header = take(remaining, _Header)
+    header = read_fields(remaining, _LogHeader)
     seconds = header.nanos / 1e9
 
     def within(time: float) -> float:
         return min(max(time / 1e9, 0.0), seconds)
 
-    rows = (take(remaining, _Row) for _ in range(header.events))
-    log = [_Row(Event(row.event), within(row.start), within(row.end), *row[3:]) for row in rows]
+    rows = (read_fields(remaining, _LogRow) for _ in range(header.events))
+    log = [_LogRow(LogEvent(row.event), within(row.start), within(row.end), *row[3:]) for row in rows]
     departures: list[Departure] = []
     for _ in range(header.departures):
         step, op, nanos, cause, size, missed, back, expected, came = islice(remaining, len(fields(Departure)))
-        expected_name, name = _name(names, expected), _name(names, came)
+        expected_name, name = _operator_name(names, expected), _operator_name(names, came)
         departures.append(Departure(step, op, nanos / 1e9, Cause(cause), expected_name, name, size, missed, back))
-    reader = _Reader(log, names, known)
+    reader = _LogReader(log, names, known)
     graph = reader.graph()
     program, timeline = reader.program(seconds)
     memory = reader.memory(seconds)
     decisions = reader.decisions()
-    return Observed(
+    return ObservedStep(
         header.steps - header.complete,
         bool(header.complete),
         header.cut,
@@ -198,100 +200,100 @@ def read_observed(numbers: Sequence[int], names: Sequence[str], known: Known, bu
         memory,
         frozenset(reader.on_demand),
         tuple(departures),
-        header.departures_ever,
+        header.departure_count,
     )
 
 
-class _Reader:
+class _LogReader:
     """Reads the log once and builds the parts of ``ObservedStep``."""
 
-    def __init__(self, log: Sequence[_Row], names: Sequence[str], known: Known) -> None:
+    def __init__(self, log: Sequence[_LogRow], names: Sequence[str], known: KnownStorages) -> None:
         self._known = known
         self._bytes: dict[int, int] = {}
-        self._moved: set[int] = set()
-        self._outlived: set[int] = set()  # blocks that existed at the beginning
+        self._copied: set[int] = set()
+        self._initial: set[int] = set()  # blocks that existed at the beginning
         self._freed: dict[int, int] = {}  # by block: the number of ops before
         self._uses: dict[int, list[int]] = defaultdict(list)
         self._creator: dict[int, int] = {}
-        self._ops: list[tuple[str, list[_Row]]] = []
+        self._ops: list[tuple[str, list[_LogRow]]] = []
         self._starts: list[float] = []
         self.on_demand: set[int] = set()
         self._stays: list[tuple[int, float, float | None]] = []  # block, begin and end of its time in memory
         # Executions: begin, end; op or -1; block, whether it is copied out, link; stays; copies that the op waited for.
-        self._ran: list[tuple[float, float, int, int, bool, int, list[int], list[int]]] = []
-        self._left: list[tuple[int, int, int]] = []  # block, its last use, the number of ops before
-        self._back: dict[int, list[float]] = defaultdict(list)  # by block: begins of copies in
-        self._go_through(log, names)
+        self._executions: list[tuple[float, float, int, int, bool, int, list[int], list[int]]] = []
+        self._evictions: list[tuple[int, int, int]] = []  # block, its last use, the number of ops before
+        self._fetch_starts: dict[int, list[float]] = defaultdict(list)  # by block: begins of copies in
+        self._read_rows(log, names)
         self._numbers = {block: i for i, block in enumerate(b for b in self._bytes if self._is_storage(b))}
 
-    def _go_through(self, log: Sequence[_Row], names: Sequence[str]) -> None:
+    def _read_rows(self, log: Sequence[_LogRow], names: Sequence[str]) -> None:
         current_stays: dict[int, int] = {}
         awaited: list[int] = []
         for row in log:
             block = row.number
-            if row.event is not Event.OP:
+            if row.event is not LogEvent.OP:
                 self._bytes.setdefault(block, row.bytes)
-            if row.event in (Event.HELD, Event.TAKEN):
+            if row.event in (LogEvent.HELD, LogEvent.TAKEN):
                 current_stays[block] = len(self._stays)
-                self._stays.append((block, 0.0 if row.event is Event.HELD else row.start, None))
-                if row.event is Event.HELD:
-                    self._outlived.add(block)
-            elif row.event is Event.GIVEN and block in current_stays:
+                self._stays.append((block, 0.0 if row.event is LogEvent.HELD else row.start, None))
+                if row.event is LogEvent.HELD:
+                    self._initial.add(block)
+            elif row.event is LogEvent.GIVEN and block in current_stays:
                 stay = current_stays.pop(block)
                 self._stays[stay] = (block, self._stays[stay][1], row.start)
-            elif row.event is Event.OP:
-                awaited_copies = [i for i in awaited if self._ran[i][1] <= row.start]
+            elif row.event is LogEvent.OP:
+                awaited_copies = [i for i in awaited if self._executions[i][1] <= row.start]
                 awaited = []
                 if not row.flags:
                     self.on_demand.add(len(self._ops))
-                self._ran.append((row.start, row.end, len(self._ops), -1, False, Link.AHEAD, [], awaited_copies))
+                self._executions.append((row.start, row.end, len(self._ops), -1, False, Link.AHEAD, [], awaited_copies))
                 self._ops.append((names[row.number], []))
                 self._starts.append(row.start)
-            elif row.event is Event.TOUCH:
-                self._touch(row, current_stays.get(block))
-            elif row.event in (Event.IN, Event.OUT):
-                self._moved.add(block)
-                if row.event is Event.IN:
-                    self._back[block].append(row.start)
-                link = Link.LATE if row.flags == Copied.ON_DEMAND else Link.AHEAD
-                if row.flags != Copied.BESIDE:
-                    awaited.append(len(self._ran))
+            elif row.event is LogEvent.TOUCH:
+                self._record_touch(row, current_stays.get(block))
+            elif row.event in (LogEvent.IN, LogEvent.OUT):
+                self._copied.add(block)
+                if row.event is LogEvent.IN:
+                    self._fetch_starts[block].append(row.start)
+                link = Link.LATE if row.flags == CopyTiming.ON_DEMAND else Link.AHEAD
+                if row.flags != CopyTiming.OVERLAPPED:
+                    awaited.append(len(self._executions))
                 stays = [current_stays[block]] if block in current_stays else []
-                self._ran.append((row.start, row.end, -1, block, row.event is Event.OUT, link, stays, []))
-            elif row.event is Event.LEFT:
-                self._moved.add(block)
+                self._executions.append((row.start, row.end, -1, block, row.event is LogEvent.OUT, link, stays, []))
+            elif row.event is LogEvent.LEFT:
+                self._copied.add(block)
                 uses = self._uses.get(block)
-                self._left.append((block, uses[-1] if uses else -1, len(self._ops)))
-            elif row.event is Event.FREED:
+                self._evictions.append((block, uses[-1] if uses else -1, len(self._ops)))
+            elif row.event is LogEvent.FREED:
                 self._freed[block] = len(self._ops)
 
-    def _touch(self, row: _Row, stay: int | None) -> None:
+    def _record_touch(self, row: _LogRow, stay: int | None) -> None:
         op = len(self._ops) - 1
         block = row.number
         uses = self._uses[block]
-        if row.flags & Touched.CREATES and not uses and block not in self._outlived and block not in self._moved:
+        if row.flags & TouchFlags.CREATES and not uses and block not in self._initial and block not in self._copied:
             self._creator[block] = op
         if not uses or uses[-1] != op:
             uses.append(op)
         self._ops[-1][1].append(row)
-        stays = self._ran[-1][6]
+        stays = self._executions[-1][6]
         if stay is not None and stay not in stays:
             stays.append(stay)
 
     def _is_storage(self, block: int) -> bool:
         """Return whether a block is a storage, and not an op's scratch memory."""
-        return block in self._uses or block in self._moved or block in self._outlived
+        return block in self._uses or block in self._copied or block in self._initial
 
-    def _lasts(self, block: int) -> bool:
+    def _is_persistent(self, block: int) -> bool:
         return block not in self._freed and block not in self._creator
 
     def _kind(self, block: int) -> StorageKind:
         if block in self._known:
             return self._known[block][1]
-        if self._lasts(block):
+        if self._is_persistent(block):
             return StorageKind.BUFFER
         # A report does not count copies of inputs, so a block that was copied must not be an input.
-        outside = block not in self._creator and block not in self._outlived and block not in self._moved
+        outside = block not in self._creator and block not in self._initial and block not in self._copied
         return StorageKind.INPUT if outside else StorageKind.ACTIVATION
 
     def graph(self) -> StepGraph:
@@ -300,7 +302,7 @@ class _Reader:
             new = {t.number for t in touches if self._creator.get(t.number) == index}
             reads = dict.fromkeys(self._numbers[t.number] for t in touches if t.number not in new)
             writes = dict.fromkeys(
-                self._numbers[t.number] for t in touches if t.number not in new and t.flags & Touched.WRITES
+                self._numbers[t.number] for t in touches if t.number not in new and t.flags & TouchFlags.WRITES
             )
             creates = dict.fromkeys(self._numbers[t.number] for t in touches if t.number in new)
             ops.append(
@@ -320,7 +322,7 @@ class _Reader:
         ]
         return StepGraph(tuple(storages), tuple(ops))
 
-    def _module(self, touches: Sequence[_Row]) -> str:
+    def _module(self, touches: Sequence[_LogRow]) -> str:
         """Return the module of the parameters that an op uses; empty unless it is exactly one."""
         known_blocks = (self._known[t.number] for t in touches if t.number in self._known)
         owners = {name.rpartition(".")[0] for name, kind in known_blocks if kind is StorageKind.PARAMETER}
@@ -336,7 +338,7 @@ class _Reader:
         return f"{ops[creator].module} {short}".strip()
 
     def program(self, seconds: float) -> tuple[Program, Timeline]:
-        order = sorted(range(len(self._ran)), key=lambda i: self._ran[i][0])
+        order = sorted(range(len(self._executions)), key=lambda i: self._executions[i][0])
         lanes: dict[tuple[Queue, int], int] = defaultdict(int)
         places: dict[int, Wait] = {}  # by index of the execution: how to wait for its end
         blocks: dict[int, int] = {}  # by stay
@@ -344,7 +346,7 @@ class _Reader:
         versions: dict[int, int] = defaultdict(int)
         instructions: list[Instruction] = []
         for ran in order:
-            _, _, op, block, out, link, stays, copies = self._ran[ran]
+            _, _, op, block, out, link, stays, copies = self._executions[ran]
             for stay in stays:
                 number = blocks.setdefault(stay, len(blocks))
                 if number == len(spans):
@@ -359,7 +361,7 @@ class _Reader:
                         latest[link_key] = wait
                 instruction: Instruction = Run(op, used_blocks, None, tuple(latest.values()))
                 for touch in self._ops[op][1]:
-                    versions[touch.number] += bool(touch.flags & Touched.WRITES)
+                    versions[touch.number] += bool(touch.flags & TouchFlags.WRITES)
             elif used_blocks:
                 instruction = (CopyOut if out else CopyIn)(used_blocks[0], versions[block], (), link)
             else:  # the block's memory was released before the copy was logged
@@ -370,7 +372,9 @@ class _Reader:
             instructions.append(instruction)
         executed = [i for i in order if i in places]
         placed = tuple(self._block(number, self._stays[stay][0], *spans[number]) for stay, number in blocks.items())
-        timeline = Timeline(tuple(self._ran[i][0] for i in executed), tuple(self._ran[i][1] for i in executed), seconds)
+        timeline = Timeline(
+            tuple(self._executions[i][0] for i in executed), tuple(self._executions[i][1] for i in executed), seconds
+        )
         return Program(tuple(instructions), placed), timeline
 
     def _block(self, number: int, block: int, first: int, last: int) -> Block:
@@ -400,11 +404,11 @@ class _Reader:
         """Return the decisions for gaps in which a storage was evicted."""
         op_count = len(self._ops)
         by_gap: dict[Gap, Decision] = {}
-        for block, last, ops_before in self._left:
+        for block, last, ops_before in self._evictions:
             uses = self._uses.get(block, [])
             if last < 0:
                 # Its last use is in the step before; assume that this was the same as this step's.
-                if not uses or not self._lasts(block):
+                if not uses or not self._is_persistent(block):
                     continue
                 gap = Gap(self._numbers[block], uses[-1], op_count + uses[0])
                 release_by = uses[-1] + 1
@@ -412,18 +416,20 @@ class _Reader:
                 next_use = bisect_right(uses, last)
                 if next_use < len(uses):
                     end = uses[next_use]
-                elif self._lasts(block):
+                elif self._is_persistent(block):
                     end = op_count + uses[0]
                 else:  # it was freed, or is used in another step
                     end = max(self._freed.get(block, op_count), last + 1)
                 gap = Gap(self._numbers[block], last, end)
                 release_by = max(ops_before, last + 1)
             release_by = min(release_by, gap.end)
-            returns = [i for start in self._back[block] if release_by <= (i := self._begun(start)) <= gap.end]
+            returns = [
+                i for start in self._fetch_starts[block] if release_by <= (i := self._count_begun(start)) <= gap.end
+            ]
             by_gap[gap] = Decision(gap, Residency.OFFLOAD, release_by, returns[0] if returns else gap.end, Link.AHEAD)
         return tuple(by_gap[gap] for gap in sorted(by_gap))
 
-    def _begun(self, time: float) -> int:
+    def _count_begun(self, time: float) -> int:
         return bisect_right(self._starts, time)
 
 
@@ -437,30 +443,30 @@ def graph_name(name: str) -> str:
     return f"{space}.{operator}" if "." in operator else f"{space}.{operator}.default"
 
 
-def _name(names: Sequence[str], number: int) -> str:
+def _operator_name(names: Sequence[str], number: int) -> str:
     return names[number] if number >= 0 else ""
 
 
-def observed_notes(observed: Observed, plans: Sequence[PlanMade]) -> list[tuple[str, str]]:
+def observed_notes(observed: ObservedStep, plans: Sequence[PlanSummary]) -> list[tuple[str, str]]:
     """Return a report's notes on a step, as pairs of name and text."""
     graph, max_departures = observed.graph, 20
     size = f"{len(graph.ops)} ops on {len(graph.storages)} storages of 64 KiB and more"
     notes = [
         ("step", f"step {observed.step + 1} of the loop: {size}")
-        if observed.complete
+        if observed.is_complete
         else ("so far", f"no optimizer step is complete; since the loop was started: {size}"),
-        ("ops", f"{observed.planned} by plan, {len(observed.on_demand)} on demand"),
+        ("ops", f"{observed.planned_count} by plan, {len(observed.on_demand)} on demand"),
         ("copies", "ahead: overlapped with ops; late: while an op waited for them"),
     ]
-    if observed.cut:
-        notes.append(("left out", f"the last {observed.cut} events of the step"))
+    if observed.missing_events:
+        notes.append(("left out", f"the last {observed.missing_events} events of the step"))
     notes += [("plan", plan.text) for plan in plans] or [("plan", "no plan so far")]
     listed = observed.departures[-max_departures:]
-    if observed.departures_ever > len(listed):
-        notes.append(("departures from plans", f"{observed.departures_ever} in total; the last are listed"))
+    if observed.departure_count > len(listed):
+        notes.append(("departures from plans", f"{observed.departure_count} in total; the last are listed"))
     return [*notes, *((f"step {d.step + 1}, op {d.op} of the plan", d.text) for d in listed)]
 
 
-def departure_marks(observed: Observed) -> tuple[tuple[float, str, str], ...]:
+def departure_marks(observed: ObservedStep) -> tuple[tuple[float, str, str], ...]:
     """Return the departures in the step itself: time, name and reason."""
     return tuple((d.seconds, "left the plan", d.text) for d in observed.departures if d.step == observed.step)

@@ -15,16 +15,16 @@ import torch
 
 from outofcore._torch_internals import DisableTorchFunction, saved_tensors_of, tensor_at, tensor_impl
 from outofcore.compiling import native_callback
-from outofcore.follow.remaking import Made
+from outofcore.follow.remaking import ComputedStorage
 from outofcore.follow.space import Space
 
 
-class Recompute(enum.IntEnum):
+class RecomputeMode(enum.IntEnum):
     """Which saved tensors autograd gets recipes for; mirrors the native code's modes."""
 
     OFF = 0
     CHOSEN = 1  # the chosen storages
-    EVERYTHING = 2  # every storage that can be recomputed, even if that does not pay off
+    ALL = 2  # every storage that can be recomputed, even if that does not pay off
     NOTING = 3  # no storage; it is recorded how storages are computed
 
 
@@ -33,43 +33,45 @@ class Recipes:
 
     def __init__(self, space: Space) -> None:
         self._space = space
-        _listen(space.library)
+        _register_callback(space.library)
 
-    def off(self) -> None:
+    def switch_off(self) -> None:
         """Stop recomputation of newly saved tensors. Recipes that autograd already has remain valid."""
-        self._switch(Recompute.OFF)
+        self._switch(RecomputeMode.OFF)
 
-    def everything(self) -> None:
+    def recompute_all(self) -> None:
         """Recompute every tensor that can be recomputed: a test of exactness that saves no memory."""
-        self._switch(Recompute.EVERYTHING)
+        self._switch(RecomputeMode.ALL)
 
     def choose(self, storages: Iterable[int]) -> None:
         """Recompute these storages (ids in the loop's history), and storages with the same roles in later steps."""
         chosen = list(storages)
         ids = (ctypes.c_int64 * len(chosen))(*chosen)
         self._space.call("follow_recompute_set", ids, len(chosen))
-        self._switch(Recompute.CHOSEN)
+        self._switch(RecomputeMode.CHOSEN)
 
-    def note(self) -> None:
-        self._switch(Recompute.NOTING)
+    def start_noting(self) -> None:
+        self._switch(RecomputeMode.NOTING)
 
-    def noted(self) -> tuple[Made, ...]:
+    def read_notes(self) -> tuple[ComputedStorage, ...]:
         """Return the storages computed or saved since ``start_noting``, in the order of their ids."""
-        numbers = self._space.numbers("follow_notes")
-        notes: list[Made] = []
+        numbers = self._space.read_numbers("follow_notes")
+        notes: list[ComputedStorage] = []
         position = 0
         while position < len(numbers):
             storage, size, nanoseconds, saved, inputs = numbers[position : position + 5]
             position += 5 + inputs
             seconds = None if nanoseconds < 0 else nanoseconds / 1e9
-            notes.append(Made(storage, size, seconds, tuple(numbers[position - inputs : position]), bool(saved)))
+            notes.append(
+                ComputedStorage(storage, size, seconds, tuple(numbers[position - inputs : position]), bool(saved))
+            )
         return tuple(notes)
 
-    def _switch(self, mode: Recompute) -> None:
+    def _switch(self, mode: RecomputeMode) -> None:
         self._space.call("follow_recompute", int(mode))
 
 
-class _Packed:
+class _PackedTensor:
     """A reference to a native recipe, which autograd holds in place of a tensor."""
 
     __slots__ = ("_address", "_library")
@@ -80,15 +82,15 @@ class _Packed:
     def __del__(self) -> None:
         self._library.follow_drop(self._address)
 
-    def unpacked(self) -> torch.Tensor:
+    def unpack(self) -> torch.Tensor:
         tensor = self._library.follow_unpack(self._address)
         if tensor is None:
             raise RuntimeError(self._library.follow_failure().decode(errors="replace"))
         return tensor_at(tensor)
 
 
-def _unpack(packed: _Packed) -> torch.Tensor:
-    return packed.unpacked()
+def _unpack(packed: _PackedTensor) -> torch.Tensor:
+    return packed.unpack()
 
 
 def _replace_saved(result: torch.Tensor, library: ctypes.CDLL) -> None:
@@ -101,25 +103,25 @@ def _replace_saved(result: torch.Tensor, library: ctypes.CDLL) -> None:
         address = library.follow_pack(tensor_impl(tensor))
         if address is None:
             continue
-        packed = _Packed(address, library)
+        packed = _PackedTensor(address, library)
         # Keep a tensor that was changed since it was saved: PyTorch raises an error for it in the backward pass.
         if saved.is_unchanged():
-            saved.replace(functools.partial(_instead, packed), _unpack)
+            saved.replace(functools.partial(_pack_again, packed), _unpack)
 
 
-def _instead(packed: _Packed, _: torch.Tensor) -> _Packed:
+def _pack_again(packed: _PackedTensor, _: torch.Tensor) -> _PackedTensor:
     return packed
 
 
 @functools.cache
-def _listen(library: ctypes.CDLL) -> object:
+def _register_callback(library: ctypes.CDLL) -> object:
     """Register the callback for results of ops with the native code. Return the callback, which must stay alive."""
 
-    def offered(address: int) -> int:
+    def offer(address: int) -> int:
         with DisableTorchFunction():
             _replace_saved(tensor_at(address), library)
         return 0
 
-    callback = native_callback(offered, ctypes.c_void_p, failed=0)
+    callback = native_callback(offer, ctypes.c_void_p, failed=0)
     library.follow_offer_to(callback)
     return callback

@@ -12,26 +12,26 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Protocol
 
-from outofcore.follow.remaking import Made, worth_making_again
+from outofcore.follow.remaking import ComputedStorage, choose_recomputed
 
 _log = logging.getLogger("outofcore")
 
 # As shares of the step time: the delay by copies that starts a trial, and the speedup that keeps recomputation on.
-WORTH_TRYING = 0.03
-WORTH_KEEPING = 0.01
+MIN_DELAY = 0.03
+MIN_SPEEDUP = 0.01
 
 
-class Phase(Enum):
+class TrialPhase(Enum):
     UNTRIED = "untried"  # no plan so far has shown that copies delay steps
     NOTING = "noting"  # the current step is recorded
     TRYING = "trying"  # tensors are recomputed, until a plan predicts the time of that
-    SETTLED = "settled"  # recomputation stays on or off
+    DECIDED = "settled"  # recomputation stays on or off
 
 
 class _Recipes(Protocol):
-    def off(self) -> None: ...
-    def note(self) -> None: ...
-    def noted(self) -> tuple[Made, ...]: ...
+    def switch_off(self) -> None: ...
+    def start_noting(self) -> None: ...
+    def read_notes(self) -> tuple[ComputedStorage, ...]: ...
     def choose(self, storages: Iterable[int]) -> None: ...
 
 
@@ -40,17 +40,17 @@ class RecomputeTrial:
 
     def __init__(self, recipes: _Recipes) -> None:
         self._recipes = recipes
-        self.phase = Phase.UNTRIED
-        self._enough = 0
-        self._rate = 1.0
+        self.phase = TrialPhase.UNTRIED
+        self._target_bytes = 0
+        self._bytes_per_second = 1.0
         self._slowdown = 1.0  # without recomputation
 
     @property
     def awaits_plan(self) -> bool:
         """Whether steps run on demand until a step with recomputation has a plan."""
-        return self.phase is Phase.TRYING
+        return self.phase is TrialPhase.TRYING
 
-    def plan_made(
+    def on_plan(
         self,
         seconds: float,  # predicted for the step
         compute_seconds: float,  # of all its ops
@@ -59,17 +59,17 @@ class RecomputeTrial:
     ) -> None:
         """Advance the trial with a new plan of a step."""
         slowdown = seconds / max(compute_seconds - (rerun_seconds or 0.0), 1e-9)
-        if self.phase is Phase.UNTRIED and rerun_seconds is None:
+        if self.phase is TrialPhase.UNTRIED and rerun_seconds is None:
             delay = seconds - compute_seconds
-            if delay <= WORTH_TRYING * compute_seconds:
+            if delay <= MIN_DELAY * compute_seconds:
                 return
-            self._slowdown, self._rate = slowdown, bytes_per_second
-            self._enough = int(delay * bytes_per_second)
-            self._recipes.note()
-            self.phase = Phase.NOTING
-        elif self.phase is Phase.TRYING and rerun_seconds is not None:
-            self.phase = Phase.SETTLED
-            is_faster = slowdown < self._slowdown * (1 - WORTH_KEEPING)
+            self._slowdown, self._bytes_per_second = slowdown, bytes_per_second
+            self._target_bytes = int(delay * bytes_per_second)
+            self._recipes.start_noting()
+            self.phase = TrialPhase.NOTING
+        elif self.phase is TrialPhase.TRYING and rerun_seconds is not None:
+            self.phase = TrialPhase.DECIDED
+            is_faster = slowdown < self._slowdown * (1 - MIN_SPEEDUP)
             _log.info(
                 "predicted slowdown with recomputation: %.3f, without: %.3f; recomputation is %s",
                 slowdown,
@@ -77,22 +77,22 @@ class RecomputeTrial:
                 "on" if is_faster else "off",
             )
             if not is_faster:
-                self._recipes.off()
+                self._recipes.switch_off()
 
-    def plan_failed(self) -> None:
+    def on_plan_failure(self) -> None:
         """End the trial if a step with recomputation got no plan."""
-        if self.phase is Phase.TRYING:
-            self._recipes.off()
-            self.phase = Phase.SETTLED
+        if self.phase is TrialPhase.TRYING:
+            self._recipes.switch_off()
+            self.phase = TrialPhase.DECIDED
 
-    def step_ended(self) -> None:
+    def on_step_end(self) -> None:
         """Choose the storages to recompute, if a step was just recorded for that."""
-        if self.phase is not Phase.NOTING:
+        if self.phase is not TrialPhase.NOTING:
             return
-        chosen = worth_making_again(self._recipes.noted(), self._rate, enough=self._enough)
+        chosen = choose_recomputed(self._recipes.read_notes(), self._bytes_per_second, target_bytes=self._target_bytes)
         if chosen:
             self._recipes.choose(chosen)
-            self.phase = Phase.TRYING
+            self.phase = TrialPhase.TRYING
         else:
-            self._recipes.off()
-            self.phase = Phase.SETTLED
+            self._recipes.switch_off()
+            self.phase = TrialPhase.DECIDED

@@ -28,35 +28,35 @@ _ENOUGH_BYTES = 16 * MIB
 
 @dataclass(frozen=True)
 class StepRecord:
-    anchor: int  # number of its size bucket; each size bucket has one plan
+    bucket: int  # number of its size bucket; each size bucket has one plan
     graph: StepGraph  # with a pseudo-op for the end of each storage
     costs: Costs
     places: tuple[int, ...]  # for each op of the graph its index in the record; for a pseudo-op that of the next op
-    ops: int  # in the record
+    op_count: int  # in the record
 
 
 @dataclass(frozen=True)
 class Schedule:
     """A plan in terms of the record, as sorted pairs of op and storage."""
 
-    leave: tuple[tuple[int, int], ...]  # when the op begins, the storage's memory may be reused
+    release: tuple[tuple[int, int], ...]  # when the op begins, the storage's memory may be reused
     fetch: tuple[tuple[int, int], ...]  # when the op begins, the fetch begins
     write: tuple[tuple[int, int], ...]  # when the op has finished, the copy to the home begins
     offsets: tuple[tuple[int, int, int], ...] = ()  # (op, storage, arena offset in bytes from this use on)
     scratch: tuple[tuple[int, int], ...] = ()  # (op, arena offset of its scratch memory)
 
-    def numbers(self) -> list[int]:
+    def flatten(self) -> list[int]:
         """Flatten the lists, each after its length.
 
         >>> Schedule(((2, 0),), (), ((1, 0),), ((0, 0, 4096),)).numbers()
         [1, 2, 0, 0, 1, 1, 0, 1, 0, 0, 4096, 0]
         """
-        lists = (self.leave, self.fetch, self.write, self.offsets, self.scratch)
+        lists = (self.release, self.fetch, self.write, self.offsets, self.scratch)
         return [number for entries in lists for number in (len(entries), *chain.from_iterable(entries))]
 
 
-class _Header(NamedTuple):
-    anchor: int
+class _RecordHeader(NamedTuple):
+    bucket: int
     ops: int
     storages: int
     leftovers: int
@@ -66,14 +66,14 @@ class _Header(NamedTuple):
     out_nanos: int
 
 
-class _Storage(NamedTuple):
+class _RecordedStorage(NamedTuple):
     bytes: int
     freed: int  # number of ops begun when it was freed; -1 if it was not
     created: int  # whether an op of the step created it
-    lasts: int  # whether it is persistent
+    persistent: int  # whether it is persistent
 
 
-class _Op(NamedTuple):
+class _RecordedOp(NamedTuple):
     name: int
     nanos: int
     workspace: int
@@ -90,7 +90,7 @@ class _Touch(NamedTuple):
 _T = TypeVar("_T", bound=NamedTuple)
 
 
-def take(numbers: Iterator[int], fields_type: type[_T]) -> _T:
+def read_fields(numbers: Iterator[int], fields_type: type[_T]) -> _T:
     """Read the fields of one named tuple from an iterator of numbers."""
     return fields_type._make(islice(numbers, len(fields_type._fields)))
 
@@ -98,12 +98,12 @@ def take(numbers: Iterator[int], fields_type: type[_T]) -> _T:
 def read_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
     """Parse a step from the native code's numbers."""
     remaining = iter(numbers)
-    header = take(remaining, _Header)
-    storages = [take(remaining, _Storage) for _ in range(header.storages)]
-    ops: list[tuple[_Op, list[_Touch]]] = []
+    header = read_fields(remaining, _RecordHeader)
+    storages = [read_fields(remaining, _RecordedStorage) for _ in range(header.storages)]
+    ops: list[tuple[_RecordedOp, list[_Touch]]] = []
     for _ in range(header.ops):
-        op = take(remaining, _Op)
-        ops.append((op, [take(remaining, _Touch) for _ in range(op.touches)]))
+        op = read_fields(remaining, _RecordedOp)
+        ops.append((op, [read_fields(remaining, _Touch) for _ in range(op.touches)]))
     # By storage: how many ops of the next step had begun when it was freed.
     leftovers = {next(remaining): next(remaining) for _ in range(header.leftovers)}
 
@@ -117,34 +117,34 @@ def read_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
         for s, freed in leftovers.items()
         if storages[s].created and storages[s].freed < 0 and 0 < freed < uses[s][0]
     }
-    graph, costs, places = _graph(storages, ops, _ends(storages, uses, carried, header.ops), carried, names)
+    graph, costs, places = _build_graph(storages, ops, _list_ends(storages, uses, carried, header.ops), carried, names)
     home = replace(
         _USUAL_HOME,
-        bytes_per_s_out=_rate(header.out_bytes, header.out_nanos, _USUAL_HOME.bytes_per_s_out),
-        bytes_per_s_in=_rate(header.in_bytes, header.in_nanos, _USUAL_HOME.bytes_per_s_in),
+        bytes_per_s_out=_measured_rate(header.out_bytes, header.out_nanos, _USUAL_HOME.bytes_per_s_out),
+        bytes_per_s_in=_measured_rate(header.in_bytes, header.in_nanos, _USUAL_HOME.bytes_per_s_in),
     )
     graph.check()
-    return StepRecord(header.anchor, graph, Costs(tuple(costs), (home,)), tuple(places), header.ops)
+    return StepRecord(header.bucket, graph, Costs(tuple(costs), (home,)), tuple(places), header.ops)
 
 
-def _ends(
-    storages: Sequence[_Storage], uses: Sequence[Sequence[int]], carried: Mapping[int, int], count: int
+def _list_ends(
+    storages: Sequence[_RecordedStorage], uses: Sequence[Sequence[int]], carried: Mapping[int, int], count: int
 ) -> list[list[int]]:
     """List the storages that end before each op, and before the end of the step."""
     ends: list[list[int]] = [[] for _ in range(count + 1)]
     for number, storage in enumerate(storages):
         if number in carried:
             ends[carried[number]].append(number)
-        elif not storage.lasts:
+        elif not storage.persistent:
             end = storage.freed if storage.freed >= 0 else count
             if end > uses[number][-1] + 1:
                 ends[end].append(number)
     return ends
 
 
-def _graph(
-    storages: Sequence[_Storage],
-    recorded_ops: Sequence[tuple[_Op, Sequence[_Touch]]],
+def _build_graph(
+    storages: Sequence[_RecordedStorage],
+    recorded_ops: Sequence[tuple[_RecordedOp, Sequence[_Touch]]],
     ends: Sequence[Sequence[int]],
     carried: Mapping[int, int],
     names: Sequence[str],
@@ -174,20 +174,20 @@ def _graph(
             (t.storage for t in touches if (t.storage in carried if t.storage in new else t.writes)),
             (s for s in sorted(new) if s not in carried),
         )
-    kinds = (_kind(storage, is_carried=number in carried) for number, storage in enumerate(storages))
+    kinds = (_storage_kind(storage, is_carried=number in carried) for number, storage in enumerate(storages))
     graph_storages = tuple(Storage(number, storages[number].bytes, kind) for number, kind in enumerate(kinds))
     return StepGraph(graph_storages, tuple(ops)), costs, places
 
 
-def _kind(storage: _Storage, *, is_carried: bool) -> StorageKind:
-    if storage.lasts or is_carried:
+def _storage_kind(storage: _RecordedStorage, *, is_carried: bool) -> StorageKind:
+    if storage.persistent or is_carried:
         return StorageKind.PARAMETER
     return StorageKind.ACTIVATION if storage.created else StorageKind.INPUT
 
 
 def schedule_of(record: StepRecord, plan: Plan, program: Program) -> Schedule:
     """Convert a plan of a record and its placed program to the native code's schedule."""
-    op_count, record_ops = len(record.graph.ops), record.ops
+    op_count, record_ops = len(record.graph.ops), record.op_count
     leave: list[tuple[int, int]] = []
     fetch: list[tuple[int, int]] = []
     write: list[tuple[int, int]] = []
@@ -203,11 +203,11 @@ def schedule_of(record: StepRecord, plan: Plan, program: Program) -> Schedule:
             leave.append((record.places[decision.release_by % op_count] % record_ops, gap.storage))
         if record.graph.ops[gap.end % op_count].name != FREED and gap.start >= 0:
             fetch.append((record.places[decision.fetch_at % op_count] % record_ops, gap.storage))
-    offsets, scratch = _offsets(record, program)
+    offsets, scratch = _collect_offsets(record, program)
     return Schedule(tuple(sorted(leave)), tuple(sorted(fetch)), tuple(sorted(write)), offsets, scratch)
 
 
-def _offsets(
+def _collect_offsets(
     record: StepRecord, program: Program
 ) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...]]:
     last_offsets: dict[int, int] = {}
@@ -226,5 +226,5 @@ def _offsets(
     return tuple(offsets), tuple(scratch)
 
 
-def _rate(count: int, nanos: int, usual: float) -> float:
-    return count / nanos * 1e9 if count >= _ENOUGH_BYTES else usual
+def _measured_rate(count: int, nanos: int, assumed: float) -> float:
+    return count / nanos * 1e9 if count >= _ENOUGH_BYTES else assumed

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class ComputedStorage:
     """A storage of a loop, and how it was computed."""
 
     storage: int  # its id in the loop's history
@@ -17,7 +17,9 @@ class Made:
     saved: bool  # whether autograd saved it for the backward pass
 
 
-def worth_making_again(made: Sequence[Made], bytes_per_second: float, *, enough: int | None = None) -> tuple[int, ...]:
+def choose_recomputed(
+    storages: Sequence[ComputedStorage], bytes_per_second: float, *, target_bytes: int | None = None
+) -> tuple[int, ...]:
     """Choose storages to recompute; return their ids in order, each followed by its intermediates.
 
     A storage qualifies if recomputing it is faster than copying it home and back, and if its inputs stay: they are
@@ -35,10 +37,10 @@ def worth_making_again(made: Sequence[Made], bytes_per_second: float, *, enough:
     """
     if not bytes_per_second > 0:
         raise ValueError(f"bytes_per_second must be positive, and is {bytes_per_second}")
-    by_id = {target.storage: target for target in made}
-    candidates: list[tuple[float, Made, _Way]] = []
-    for target in made:
-        derivation = _way_to(target, by_id, _DEEPEST) if target.saved and target.bytes > 0 else None
+    by_id = {target.storage: target for target in storages}
+    candidates: list[tuple[float, ComputedStorage, _Derivation]] = []
+    for target in storages:
+        derivation = _derive(target, by_id, _MAX_DEPTH) if target.saved and target.bytes > 0 else None
         if derivation is not None and derivation.seconds / target.bytes < 2 / bytes_per_second:
             candidates.append((derivation.seconds / target.bytes, target, derivation))
     candidates.sort(key=lambda candidate: (candidate[0], candidate[1].storage))
@@ -46,30 +48,30 @@ def worth_making_again(made: Sequence[Made], bytes_per_second: float, *, enough:
     needed: set[int] = set()  # inputs of chosen storages, which must stay
     chosen_bytes = 0
     for _, target, derivation in candidates:
-        if enough is not None and chosen_bytes >= enough:
+        if target_bytes is not None and chosen_bytes >= target_bytes:
             break
-        if target.storage in needed or not derivation.start.isdisjoint(chosen):
+        if target.storage in needed or not derivation.inputs.isdisjoint(chosen):
             continue
-        chosen.update(dict.fromkeys((target.storage, *sorted(derivation.between))))
-        needed |= derivation.start
+        chosen.update(dict.fromkeys((target.storage, *sorted(derivation.intermediates))))
+        needed |= derivation.inputs
         chosen_bytes += target.bytes
     return tuple(chosen)
 
 
 # The longest recomputation sequence, including the saved storage; the native code has the same limit.
-_DEEPEST = 4
+_MAX_DEPTH = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _Derivation:
     """How to compute a storage from resident ones: the time, the intermediates, and the inputs."""
 
     seconds: float
-    between: frozenset[int]
-    start: frozenset[int]
+    intermediates: frozenset[int]
+    inputs: frozenset[int]
 
 
-def _way_to(target: Made, by_id: Mapping[int, Made], max_depth: int) -> _Way | None:
+def _derive(target: ComputedStorage, by_id: Mapping[int, ComputedStorage], max_depth: int) -> _Derivation | None:
     if target.seconds is None or max_depth == 0:
         return None
     seconds = target.seconds
@@ -80,10 +82,10 @@ def _way_to(target: Made, by_id: Mapping[int, Made], max_depth: int) -> _Way | N
         if source is None or source.saved:
             inputs.add(i)
             continue
-        derivation = _way_to(source, by_id, max_depth - 1)
+        derivation = _derive(source, by_id, max_depth - 1)
         if derivation is None:
             return None
         seconds += derivation.seconds
-        intermediates |= {i, *derivation.between}
-        inputs |= derivation.start
-    return _Way(seconds, frozenset(intermediates), frozenset(inputs))
+        intermediates |= {i, *derivation.intermediates}
+        inputs |= derivation.inputs
+    return _Derivation(seconds, frozenset(intermediates), frozenset(inputs))

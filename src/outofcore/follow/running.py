@@ -21,26 +21,26 @@ from outofcore._torch_internals import (
     storage_address,
     without_python_dispatch,
 )
-from outofcore.capture.engine_calls import around_engine
+from outofcore.capture.engine_calls import wrap_engine_calls
 from outofcore.follow.addresses import AddressWatch
-from outofcore.follow.native import DISPATCH_KEY, call, loaded_paging, loaded_pagings
+from outofcore.follow.native import DISPATCH_KEY, call, loaded_libraries, loaded_library
 from outofcore.follow.sources import Sources
-from outofcore.follow.user_tensors import alive
+from outofcore.follow.user_tensors import list_alive
 
 if TYPE_CHECKING:
     from outofcore.follow.loop import Loop
 
 # Loops that were started, even if they were stopped since, keyed by id().
-started: weakref.WeakValueDictionary[int, Loop] = weakref.WeakValueDictionary()
+started_loops: weakref.WeakValueDictionary[int, Loop] = weakref.WeakValueDictionary()
 
 
 def running_loops() -> list[Loop]:
-    return [loop for loop in alive(started) if loop.is_running()]
+    return [loop for loop in list_alive(started_loops) if loop.is_running()]
 
 
 def stop_loops() -> bool:
     """End all running and paused loops of ``outofcore.budget``, in any thread; return whether there was any."""
-    running = [loop for loop in alive(started) if loop.is_open()]
+    running = [loop for loop in list_alive(started_loops) if loop.is_open()]
     for loop in running:
         loop.end()
     return bool(running)
@@ -55,7 +55,7 @@ sources = Sources(_running_models)
 
 
 @contextlib.contextmanager
-def _backward_passes_seen() -> Iterator[None]:
+def _report_backward_passes() -> Iterator[None]:
     """Report the end of each outermost backward pass, unless it fails or keeps its graph."""
 
     def run_engine(engine: Any, outputs: Any, gradients: Any, keep_graph: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,12 +68,12 @@ def _backward_passes_seen() -> Iterator[None]:
             if outermost:
                 _after_backward(complete)
 
-    with around_engine(run_engine):
+    with wrap_engine_calls(run_engine):
         yield
 
 
 def _after_backward(complete: bool) -> None:
-    for library in loaded_pagings():
+    for library in loaded_libraries():
         library.follow_leave_thread()  # a loop may have ended in the backward pass
     for loop in running_loops() if complete else ():
         loop.after_backward()
@@ -112,15 +112,15 @@ class _OptimizerHooks:
         self._handles = []
 
 
-def _fix(storage: torch.UntypedStorage, in_others: bool) -> None:
-    library = loaded_paging(storage.device)
-    if library is not None and not (in_others and library.follow_is_opener()):
+def _fix_address(storage: torch.UntypedStorage, in_other_threads: bool) -> None:
+    library = loaded_library(storage.device)
+    if library is not None and not (in_other_threads and library.follow_is_opener()):
         call(library, "follow_fix", storage_address(storage))
 
 
 @contextlib.contextmanager
-def _storage_held(storage: torch.UntypedStorage) -> Iterator[None]:
-    library = loaded_paging(storage.device)
+def _hold_storage(storage: torch.UntypedStorage) -> Iterator[None]:
+    library = loaded_library(storage.device)
     is_held = library is not None and call(library, "follow_hold", storage_address(storage)) == 1
     try:
         yield
@@ -129,12 +129,12 @@ def _storage_held(storage: torch.UntypedStorage) -> Iterator[None]:
             library.follow_unhold()
 
 
-class Overlapping:
+class SharedContext:
     """A context made by ``make`` that may be open several times, and be closed in any order and thread."""
 
     def __init__(self, make: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
         self._make = make
-        self._open = 0
+        self._open_count = 0
         self._undo = contextlib.ExitStack()
         self._lock = threading.RLock()  # reentrant: garbage collection under the lock may end a loop
         # Never collected: at exit, the generators of an open context would run without their modules.
@@ -142,26 +142,26 @@ class Overlapping:
 
     def __enter__(self) -> None:
         with self._lock:
-            if self._open == 0:
+            if self._open_count == 0:
                 self._undo.enter_context(self._make())
-            self._open += 1
+            self._open_count += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
-            self._open -= 1
-            if self._open == 0:
+            self._open_count -= 1
+            if self._open_count == 0:
                 self._undo.close()
 
 
-_addresses = AddressWatch(_fix, _storage_held)
+_addresses = AddressWatch(_fix_address, _hold_storage)
 _optimizer_hooks = _OptimizerHooks()
 
 
 @contextlib.contextmanager
-def _reporting() -> Iterator[None]:
-    with _addresses.watching(), without_python_dispatch(DISPATCH_KEY), _backward_passes_seen(), _optimizer_hooks:
+def _patch_pytorch() -> Iterator[None]:
+    with _addresses.watching(), without_python_dispatch(DISPATCH_KEY), _report_backward_passes(), _optimizer_hooks:
         yield
 
 
 # Open while any loop is open.
-patches = Overlapping(_reporting)
+patches = SharedContext(_patch_pytorch)

@@ -11,13 +11,13 @@ from types import FrameType, TracebackType
 from torch import nn
 
 from outofcore._torch_internals import BACKWARD_ENTRY_POINTS
-from outofcore.capture.provenance import graph_node, is_users_file, join
+from outofcore.capture.provenance import graph_node, is_user_file, join
 from outofcore.compiling import native_callback
 
 # A frame and its current line.
-Place = tuple[FrameType, int]
+FramePlace = tuple[FrameType, int]
 
-_INSTALLED = ("site-packages", "dist-packages")
+_PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 _MODULE_CALL = nn.Module.__call__.__code__
 _ENGINE = BACKWARD_ENTRY_POINTS[0][1]
 IN_BACKWARD = " in the backward pass of "
@@ -25,7 +25,7 @@ IN_BACKWARD = " in the backward pass of "
 _AN_OP = "an op"
 
 
-def places_here() -> Iterator[Place]:
+def current_places() -> Iterator[FramePlace]:
     """Yield the frames of this thread's stack. A caller must not keep them: they keep their variables alive."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -33,9 +33,9 @@ def places_here() -> Iterator[Place]:
         frame = frame.f_back
 
 
-def places_of(trace: TracebackType | None) -> Iterator[Place]:
+def places_of(trace: TracebackType | None) -> Iterator[FramePlace]:
     """Yield the frames of a traceback, innermost first, and then their callers."""
-    raised: list[Place] = []
+    raised: list[FramePlace] = []
     callers = None if trace is None else trace.tb_frame.f_back
     while trace is not None:
         raised.append((trace.tb_frame, trace.tb_lineno))
@@ -66,11 +66,11 @@ class Sources:
     def __init__(self, models: Callable[[], Iterable[tuple[str, nn.Module]]]) -> None:
         self._models = models
         self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._kept: dict[str, ctypes.Array[ctypes.c_char]] = {}
-        nowhere = self._kept[""] = ctypes.create_string_buffer(b"")
-        self.ask = native_callback(self._answer, failed=ctypes.addressof(nowhere))
+        self._buffers: dict[str, ctypes.Array[ctypes.c_char]] = {}
+        nowhere = self._buffers[""] = ctypes.create_string_buffer(b"")
+        self.callback = native_callback(self._describe_to_native, failed=ctypes.addressof(nowhere))
 
-    def find(self, places: Iterable[Place], *, beyond_backward: bool = True) -> tuple[str, str]:
+    def find(self, places: Iterable[FramePlace], *, beyond_backward: bool = True) -> tuple[str, str]:
         """Return an op's module (path and class) and the nearest ``file:line`` of the user; empty strings if unknown.
 
         The path starts at a loop's model, or else at the outermost running module. In a ``torch.fx.GraphModule`` it
@@ -90,9 +90,9 @@ class Sources:
             if code is _MODULE_CALL and not in_backward:
                 outermost = frame.f_locals["self"]
                 innermost = innermost or outermost
-            if is_users_file(code.co_filename):
+            if is_user_file(code.co_filename):
                 line = f"{code.co_filename}:{number}"
-                if not any(folder in code.co_filename for folder in _INSTALLED):
+                if not any(folder in code.co_filename for folder in _PACKAGE_FOLDERS):
                     user_line = user_line or line
                 package_line = package_line or line
         if innermost is None or outermost is None:
@@ -110,14 +110,14 @@ class Sources:
 
     def of_backward(self) -> str:
         """Describe where the running op of the backward pass comes from; empty if unknown."""
-        module, line = self.find(places_here(), beyond_backward=False)
+        module, line = self.find(current_places(), beyond_backward=False)
         if not module and not line:
             return ""
         return IN_BACKWARD + (module or _AN_OP) + (f" at {line}" if line else "")
 
-    def _answer(self) -> int:
+    def _describe_to_native(self) -> int:
         text = self.of_backward()
-        buffer = self._kept.get(text)
+        buffer = self._buffers.get(text)
         if buffer is None:
-            buffer = self._kept[text] = ctypes.create_string_buffer(text.encode(errors="replace"))
+            buffer = self._buffers[text] = ctypes.create_string_buffer(text.encode(errors="replace"))
         return ctypes.addressof(buffer)

@@ -16,7 +16,7 @@ from outofcore.follow.devices import LoopDevice
 from outofcore.follow.native import Refusal, call
 from outofcore.follow.sources import forward_place
 from outofcore.follow.stats import LoopStats
-from outofcore.progress import Tell, silent
+from outofcore.progress import ProgressCallback, ignore_progress
 from outofcore.runtime.checks import Check
 from outofcore.runtime.mapped_files import FileMapping
 from outofcore.units import format_bytes
@@ -24,7 +24,7 @@ from outofcore.units import format_bytes
 _log = logging.getLogger("outofcore")
 
 # The codes that ``follow_new`` in paging.cpp accepts.
-_VERIFIED = {Check.OFF: 0, Check.SAMPLED: 1, Check.FULL: 2}
+_CHECK_CODES = {Check.OFF: 0, Check.SAMPLED: 1, Check.FULL: 2}
 
 
 class Excess(enum.IntEnum):
@@ -33,7 +33,7 @@ class Excess(enum.IntEnum):
     MEASURED = 2  # the op may exceed the budget, and its need is recorded
 
 
-class Adopted(enum.IntEnum):
+class AdoptionResult(enum.IntEnum):
     NO = 0
     YES = 1
     HAS_ARRAY = 2  # not adopted, because a NumPy array may share its memory
@@ -44,14 +44,14 @@ class Space:
 
     def __init__(self, device: LoopDevice, limit: int, check: Check, excess: Excess, *, is_planned: bool) -> None:
         self.device, self.library = device, device.library
-        self.beside = 0  # bytes of the budget that libraries keep, set by reserve()
-        index, verified = device.device.index or 0, _VERIFIED[check]
+        self.library_bytes = 0  # bytes of the budget that libraries keep, set by reserve()
+        index, verified = device.device.index or 0, _CHECK_CODES[check]
         self._as_parameter_ = call(self.library, "follow_new", limit, index, verified, int(is_planned), excess)
 
     def call(self, function: str, *arguments: object) -> int:
         return call(self.library, function, self, *arguments)
 
-    def numbers(self, function: str) -> list[int]:
+    def read_numbers(self, function: str) -> list[int]:
         """Call a native function that fills a buffer and returns the number of entries; return all entries."""
         capacity = 0
         while True:  # other threads may add numbers between two calls
@@ -61,7 +61,7 @@ class Space:
                 return numbers[:needed]
             capacity = needed
 
-    def names(self, function: str) -> list[str]:
+    def read_names(self, function: str) -> list[str]:
         """Return the lines of text that a native function returns."""
         text: bytes = getattr(self.library, function)(self)
         return text.decode().splitlines()
@@ -71,8 +71,8 @@ class Space:
 
     def reserve(self, budget: int) -> int:
         """Reserve the arena, and return its room for tensors; raises ``BudgetError`` or ``ArenaError``."""
-        shares = self.device.shares(budget)
-        self.beside = shares.beside
+        shares = self.device.divide_budget(budget)
+        self.library_bytes = shares.library_bytes
         if self.call("follow_reserve", shares.arena, shares.spare, shares.segments) == 0:
             raise ArenaError(
                 f"{self.device.device} does not give {format_bytes(shares.arena)} for the arena; lower the budget, or "
@@ -80,14 +80,14 @@ class Space:
             )
         return shares.room
 
-    def adopt(self, tensors: Iterable[torch.Tensor], tell: Tell = silent, count: int = 0) -> None:
+    def adopt(self, tensors: Iterable[torch.Tensor], tell: ProgressCallback = ignore_progress, count: int = 0) -> None:
         """Move tensors to the home, regardless of the owner of their memory; ``count`` of them to report progress."""
         mapped = self.device.mapped_files()
         files: dict[FileMapping, int] = {}
         unmoved_bytes = 0
         for position, tensor in enumerate(tensors, 1):
             tell("move the model to its home", position - 1, count)
-            if not self.device.has(tensor):
+            if not self.device.can_move(tensor):
                 continue
             # A private mapping of a weights file can be adopted. A shared mapping must stay, since others see writes.
             if mapped is not None and mapped.is_shared(tensor):
@@ -98,7 +98,7 @@ class Space:
             number = -1 if mapping is None else self._file_number(mapping, files)
             offset = 0 if mapping is None else mapping.offset + address - mapping.begin
             adopted = call(self.library, "follow_adopt", storage_address(storage), number, offset)
-            unmoved_bytes += storage.nbytes() if adopted == Adopted.HAS_ARRAY else 0
+            unmoved_bytes += storage.nbytes() if adopted == AdoptionResult.HAS_ARRAY else 0
         if count:
             tell("move the model to its home", count, count)
         if unmoved_bytes:
@@ -115,7 +115,7 @@ class Space:
             files[mapping] = -1 if file is None else self.call("follow_add_file", file)
         return files[mapping]
 
-    def strangers(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def find_untracked(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors of 64 KiB and more that are not in the arena or the homes."""
         addresses = [storage_address(tensor.untyped_storage()) for tensor in tensors]
         untracked: list[torch.Tensor] = []
@@ -129,7 +129,7 @@ class Space:
             begin += 1
         return untracked
 
-    def need(self) -> tuple[int, str] | None:
+    def largest_need(self) -> tuple[int, str] | None:
         """Return the most bytes of tensors that an op needs at once, and the op; None if no need was recorded."""
         numbers = Refusal()
         text: bytes | None = self.library.follow_need(self, ctypes.byref(numbers))
@@ -138,7 +138,7 @@ class Space:
         op, _, place = text.decode(errors="replace").partition("\n")
         return numbers.asked + numbers.used + numbers.kept + numbers.small, op + forward_place(place)
 
-    def stats(self, *, steps: int, plans: int) -> LoopStats:
+    def read_stats(self, *, steps: int, plans: int) -> LoopStats:
         expected = (
             len(fields(LoopStats)) - 6
         )  # Python counts steps and plans, and has the budget and the memory of the process

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Hashable
 
 
-class Sign(enum.IntEnum):
+class StepSign(enum.IntEnum):
     """An event that ends a step, the strongest last. A loop uses the strongest sign so far.
 
     Of several sources, such as the two optimizers of a GAN, the first ends all steps, until another one gives the sign
@@ -27,34 +27,34 @@ class StepEnds:
 
     def __init__(self) -> None:
         self.count = 0  # ended steps
-        self.sign = Sign.CALL  # the strongest so far
+        self.sign = StepSign.CALL  # the strongest so far
         self._leader: Hashable | None = None  # the source that ends steps
-        self._others: set[Hashable] = set()  # the other sources since the leader's last sign
-        self._passes = 0  # backward passes before the first optimizer step
+        self._other_sources: set[Hashable] = set()  # the other sources since the leader's last sign
+        self._backward_passes = 0  # backward passes before the first optimizer step
 
-    def note_backward(self) -> bool:
+    def record_backward(self) -> bool:
         """Record the end of a complete backward pass; return whether it is a sign."""
-        self._passes += 1
-        self.count += self._passes == 2  # the first pass was a step, too
-        return self._passes > 1
+        self._backward_passes += 1
+        self.count += self._backward_passes == 2  # the first pass was a step, too
+        return self._backward_passes > 1
 
-    def note(self, sign: Sign) -> None:
+    def record_end(self, sign: StepSign) -> None:
         """Count a step that ended by this sign or a stronger one."""
         if sign > self.sign:
-            if self.sign is Sign.BACKWARD:  # the earlier passes belong to this step
-                self.count -= self._passes
+            if self.sign is StepSign.BACKWARD:  # the earlier passes belong to this step
+                self.count -= self._backward_passes
             self.sign, self._leader = sign, None
-            self._others.clear()
+            self._other_sources.clear()
         self.count += 1
 
     def ends_step(self, source: Hashable) -> bool:
         """Return whether this source of the sign ends a step; only one of several sources does."""
         leader = self._leader
         gone = leader is None or (isinstance(leader, weakref.ref) and leader() is None)
-        if gone or source in self._others:
+        if gone or source in self._other_sources:
             self._leader = source
         elif source != leader:
-            self._others.add(source)
+            self._other_sources.add(source)
             return False
-        self._others.clear()
+        self._other_sources.clear()
         return True

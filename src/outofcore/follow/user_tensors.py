@@ -20,18 +20,18 @@ _UNINITIALIZED = (nn.parameter.UninitializedParameter, nn.parameter.Uninitialize
 # Keyed by id().
 Optimizers = weakref.WeakValueDictionary[int, Optimizer]
 # Optimizers that have stepped in threads outside of any loop.
-others_optimizers: Optimizers = weakref.WeakValueDictionary()
+untracked_optimizers: Optimizers = weakref.WeakValueDictionary()
 
 
-def alive(references: weakref.WeakValueDictionary[int, _T]) -> list[_T]:
+def list_alive(references: weakref.WeakValueDictionary[int, _T]) -> list[_T]:
     """List the objects that still exist, as a snapshot: other threads may add objects meanwhile."""
     return [target for reference in references.valuerefs() if (target := reference()) is not None]
 
 
-def _trained_elsewhere() -> set[int]:
+def _find_trained_elsewhere() -> set[int]:
     """Return the ids of parameters that another thread trains."""
     # PyTorch crashes if one thread reads the gradient of a parameter while another one sets it to None.
-    return {id(parameter) for optimizer in alive(others_optimizers) for parameter in parameters_of(optimizer)}
+    return {id(parameter) for optimizer in list_alive(untracked_optimizers) for parameter in parameters_of(optimizer)}
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -40,32 +40,32 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
     """Yield parameters, buffers and gradients with memory, except gradients that another thread may change."""
-    ids_trained_elsewhere = _trained_elsewhere()
+    ids_trained_elsewhere = _find_trained_elsewhere()
     for parameter in model.parameters():
         if not isinstance(parameter, _UNINITIALIZED):
-            yield from parts_of(parameter)
+            yield from inner_tensors_of(parameter)
             if id(parameter) not in ids_trained_elsewhere and parameter.grad is not None:
-                yield from parts_of(parameter.grad)
+                yield from inner_tensors_of(parameter.grad)
     for buffer in model.buffers():
         if not isinstance(buffer, _UNINITIALIZED):
-            yield from parts_of(buffer)
+            yield from inner_tensors_of(buffer)
 
 
 def state_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):
-                yield from parts_of(value)
+                yield from inner_tensors_of(value)
 
 
-def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def inner_tensors_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the inner tensors of a wrapper subclass, such as a quantised tensor, or else the tensor itself."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield tensor
         return
     for name in flatten()[0]:
-        yield from parts_of(getattr(tensor, name))
+        yield from inner_tensors_of(getattr(tensor, name))
 
 
 def names_of_storages(
@@ -73,31 +73,31 @@ def names_of_storages(
 ) -> dict[int, tuple[str, StorageKind]]:
     """Return the names and kinds of the storages of models (with name prefixes) and optimizers, by number."""
     names_and_kinds: dict[int, tuple[str, StorageKind]] = {}
-    elsewhere = _trained_elsewhere()
+    elsewhere = _find_trained_elsewhere()
     parameter_names: dict[int, str] = {}  # by id() of the parameter
 
-    def note(tensor: object, name: str, kind: StorageKind) -> None:
+    def record_name(tensor: object, name: str, kind: StorageKind) -> None:
         if not isinstance(tensor, torch.Tensor) or isinstance(tensor, _UNINITIALIZED):
             return
-        for part in parts_of(tensor):
-            if space.device.has(part):
+        for part in inner_tensors_of(tensor):
+            if space.device.can_move(part):
                 number = space.library.follow_number(space, storage_address(part.untyped_storage()))
                 if number >= 0:
                     names_and_kinds.setdefault(number, (name, kind))
         if kind is StorageKind.PARAMETER and id(tensor) not in elsewhere:
-            note(tensor.grad, f"gradient of {name}", StorageKind.GRADIENT)
+            record_name(tensor.grad, f"gradient of {name}", StorageKind.GRADIENT)
 
     for prefix, model in models:
         for name, parameter in model.named_parameters():
             parameter_names[id(parameter)] = prefix + name
-            note(parameter, prefix + name, StorageKind.PARAMETER)
+            record_name(parameter, prefix + name, StorageKind.PARAMETER)
         for name, buffer in model.named_buffers():
-            note(buffer, prefix + name, StorageKind.BUFFER)
+            record_name(buffer, prefix + name, StorageKind.BUFFER)
     for optimizer in optimizers:
         for index, parameter in enumerate(parameters_of(optimizer)):
             name = parameter_names.get(id(parameter), f"parameter {index}")
-            note(parameter, name, StorageKind.PARAMETER)
+            record_name(parameter, name, StorageKind.PARAMETER)
             state = optimizer.state.get(parameter)
             for key, value in state.items() if isinstance(state, dict) else ():
-                note(value, f"{key} of {name}", StorageKind.OPTIMIZER_STATE)
+                record_name(value, f"{key} of {name}", StorageKind.OPTIMIZER_STATE)
     return names_and_kinds

@@ -12,7 +12,7 @@ from outofcore.api import CheckName, Loop, LoopStats, budget
 from outofcore.errors import OutOfCoreError, StateError
 
 
-class Lifetime:
+class LoopLifetime:
     """Starts a loop when a trainer starts, and stops it at the end; arguments as for ``outofcore.budget``."""
 
     def __init__(
@@ -27,31 +27,31 @@ class Lifetime:
         self._limit, self._home, self._host_budget = budget, home, host_budget
         self._check: CheckName = check
         self._logs = log
-        self._loop(None)  # raises InputError for invalid arguments
-        self._last: Loop | None = None
+        self._make_loop(None)  # raises InputError for invalid arguments
+        self._last_loop: Loop | None = None
 
     @property
     def run(self) -> Loop | None:
         """The last loop; None before the first."""
-        return self._last
+        return self._last_loop
 
     @property
     def stats(self) -> LoopStats:
         """Statistics of the last loop so far."""
-        return LoopStats() if self._last is None else self._last.stats
+        return LoopStats() if self._last_loop is None else self._last_loop.stats
 
-    def _begin(self, model: nn.Module | None) -> None:
-        self._end()
-        self._last = self._loop(model).start()
+    def _start_loop(self, model: nn.Module | None) -> None:
+        self._stop_loop()
+        self._last_loop = self._make_loop(model).start()
         # Stops the loop of a failed trainer when it is garbage collected.
-        weakref.finalize(self, _stop, self._last).atexit = False
+        weakref.finalize(self, _stop, self._last_loop).atexit = False
 
-    def _end(self, error: BaseException | None = None) -> None:
+    def _stop_loop(self, error: BaseException | None = None) -> None:
         """Stop the loop, if one runs, and add its explanation to the error that ended it."""
-        if self._last is None:
+        if self._last_loop is None:
             return
         try:
-            self._last.__exit__(
+            self._last_loop.__exit__(
                 None if error is None else type(error), error, None if error is None else error.__traceback__
             )
         except OutOfCoreError as explanation:
@@ -59,7 +59,7 @@ class Lifetime:
                 raise
             error.add_note(f"outofcore: {explanation}")
 
-    def _loop(self, model: nn.Module | None) -> Loop:
+    def _make_loop(self, model: nn.Module | None) -> Loop:
         return budget(self._limit, model, home=self._home, host_budget=self._host_budget, check=self._check)
 
 

@@ -15,13 +15,13 @@ class Meter:
         self._began = time.perf_counter()
         self._calls: list[StepStats] = []
 
-    def begin(self, stats: LoopStats) -> None:
+    def reset(self, stats: LoopStats) -> None:
         self._before, self._began = stats, time.perf_counter()
 
-    def of_loop(self, stats: LoopStats, steps: int) -> dict[str, float]:
+    def read_loop(self, stats: LoopStats, steps: int) -> dict[str, float]:
         """Return the values of a loop's steps since the last reading, in wall-clock time with data loading."""
         count, before, began = max(steps, 1), self._before, self._began
-        self.begin(stats)
+        self.reset(stats)
         return {
             "step_seconds": (self._began - began) / count,
             "wait_seconds": (stats.transfer_microseconds - before.transfer_microseconds) / 1e6 / count,
@@ -33,7 +33,7 @@ class Meter:
     def add(self, stats: StepStats) -> None:
         self._calls.append(stats)
 
-    def of_calls(self) -> dict[str, float]:
+    def read_calls(self) -> dict[str, float]:
         """Return the values of the calls since the last reading, without the time between calls."""
         calls, self._calls = self._calls, []
         count = max(len(calls), 1)
@@ -46,5 +46,5 @@ class Meter:
         }
 
 
-def prefixed(values: dict[str, float], prefix: str) -> dict[str, float]:
+def add_prefix(values: dict[str, float], prefix: str) -> dict[str, float]:
     return {prefix + name: value for name, value in values.items()}

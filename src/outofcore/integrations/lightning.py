@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outofcore.integrations._lifetime import Lifetime
-from outofcore.integrations._meter import Meter, prefixed
+from outofcore.integrations._lifetime import LoopLifetime
+from outofcore.integrations._meter import Meter, add_prefix
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
@@ -28,7 +28,7 @@ else:
 __all__ = ["OutOfCore"]
 
 
-class OutOfCore(Lifetime, Callback):
+class OutOfCore(LoopLifetime, Callback):
     """Runs a trainer within a budget: ``Trainer(..., callbacks=[OutOfCore("6GiB")])``.
 
     ``fit``, ``validate``, ``test`` and ``predict`` run within the budget from setup to end. If an op does not fit, a
@@ -55,25 +55,25 @@ class OutOfCore(Lifetime, Callback):
     _step = 0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._begin(pl_module)
+        self._start_loop(pl_module)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._step = trainer.global_step
         if self._logs:
             self._meter = Meter()
-            self._meter.begin(self.stats)
+            self._meter.reset(self.stats)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         interval, steps = trainer.log_every_n_steps, trainer.global_step - self._step
         if self._meter is None or not interval or steps < interval:
             return
         self._step = trainer.global_step
-        values = prefixed(self._meter.of_loop(self.stats, steps), "outofcore/")
+        values = add_prefix(self._meter.read_loop(self.stats, steps), "outofcore/")
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.global_step)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._end()
+        self._stop_loop()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._end(exception)
+        self._stop_loop(exception)

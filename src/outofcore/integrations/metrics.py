@@ -6,7 +6,7 @@ from typing import Any
 
 from outofcore.api import Loop, Step
 from outofcore.errors import InputError
-from outofcore.integrations._meter import Meter, prefixed
+from outofcore.integrations._meter import Meter, add_prefix
 
 __all__ = ["StepMetrics"]
 
@@ -64,9 +64,9 @@ class StepMetrics:
         self._source, self._every, self._prefix = source, every, prefix
         self._writer: Any = writer
         self._meter = Meter()
-        self._done = 0
+        self._steps_done = 0
         if isinstance(source, Loop):
-            self._meter.begin(source.stats)
+            self._meter.reset(source.stats)
 
     def step(self, number: int | None = None) -> dict[str, float]:
         """Record the end of a step; call it once after each.
@@ -80,22 +80,22 @@ class StepMetrics:
         Raises:
             StateError: the compiled step has not been called yet.
         """
-        self._done += 1
+        self._steps_done += 1
         if isinstance(self._source, Step):
             self._meter.add(self._source.stats)
-        if self._done % self._every:
+        if self._steps_done % self._every:
             return {}
         values = (
-            self._meter.of_calls()
+            self._meter.read_calls()
             if isinstance(self._source, Step)
-            else self._meter.of_loop(self._source.stats, self._every)
+            else self._meter.read_loop(self._source.stats, self._every)
         )
-        prefixed_values = prefixed(values, self._prefix)
+        prefixed_values = add_prefix(values, self._prefix)
         self._write(prefixed_values, number)
         return prefixed_values
 
     def _write(self, values: dict[str, float], number: int | None) -> None:
-        step = self._done if number is None else number
+        step = self._steps_done if number is None else number
         if self._method == "add_scalar":
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from outofcore.integrations._lifetime import Lifetime
-from outofcore.integrations._meter import Meter, prefixed
+from outofcore.integrations._lifetime import LoopLifetime
+from outofcore.integrations._meter import Meter, add_prefix
 
 try:
     from transformers import TrainerCallback
@@ -22,7 +22,7 @@ except ModuleNotFoundError as error:
 __all__ = ["OutOfCoreCallback"]
 
 
-class OutOfCoreCallback(Lifetime, TrainerCallback):
+class OutOfCoreCallback(LoopLifetime, TrainerCallback):
     """Trains bit for bit the same in a budget: ``Trainer(..., callbacks=[OutOfCoreCallback("6GiB")])``.
 
     The loop runs from the beginning of the training to its end, including evaluations. A trainer does not inform its
@@ -47,25 +47,25 @@ class OutOfCoreCallback(Lifetime, TrainerCallback):
     0
     """
 
-    _numbers: _Numbers | None = None
+    _log_values: _LogValues | None = None
 
     def stop(self) -> None:
         """Stop the loop after a training that failed. May be called at any time, repeatedly."""
-        self._end()
+        self._stop_loop()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._begin(kwargs.get("model"))
+        self._start_loop(kwargs.get("model"))
         if self._logs:
-            self._numbers = self._numbers or _Numbers(self)
-            self._numbers.begin(state.global_step)
+            self._log_values = self._log_values or _LogValues(self)
+            self._log_values.begin(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._end()
-        if self._numbers is not None:
-            self._numbers.end()
+        self._stop_loop()
+        if self._log_values is not None:
+            self._log_values.end()
 
 
-class _Numbers(TrainerCallback):
+class _LogValues(TrainerCallback):
     """Adds values to the logs before the callbacks that report them."""
 
     def __init__(self, owner: OutOfCoreCallback) -> None:
@@ -78,7 +78,7 @@ class _Numbers(TrainerCallback):
         """Become the trainer's first callback, since callbacks that report come before the user's."""
         self.end()
         self._step = step
-        self._meter.begin(self._owner.stats)
+        self._meter.reset(self._owner.stats)
         # Callbacks get no reference to their handler, so search the stack for it.
         frame = sys._getframe(1)
         while frame is not None and self._handler is None:
@@ -98,7 +98,7 @@ class _Numbers(TrainerCallback):
         if not logs or "loss" not in logs or state.global_step <= self._step:  # logs of an evaluation or of the end
             return
         steps, self._step = state.global_step - self._step, state.global_step
-        values = prefixed(self._meter.of_loop(self._owner.stats, steps), "outofcore/")
+        values = add_prefix(self._meter.read_loop(self._owner.stats, steps), "outofcore/")
         logs.update(values)
         if state.log_history:  # its last entry is a copy of these logs
             state.log_history[-1].update(values)

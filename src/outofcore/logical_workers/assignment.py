@@ -33,9 +33,9 @@ def shares(workers: int, seconds: Sequence[float]) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def runs(counts: Sequence[int]) -> tuple[range, ...]:
+def worker_ranges(counts: Sequence[int]) -> tuple[range, ...]:
     return tuple(range(start, end) for start, end in pairwise(accumulate(counts, initial=0)))
 
 
-def evenly(workers: int, processes: int) -> tuple[range, ...]:
-    return runs(shares(workers, [1.0] * processes))
+def even_ranges(workers: int, processes: int) -> tuple[range, ...]:
+    return worker_ranges(shares(workers, [1.0] * processes))

@@ -30,7 +30,7 @@ class Span:
     count: int
 
 
-def pieces(extents: Sequence[Extent], max_bytes: int) -> list[tuple[Span, ...]]:
+def cut_pieces(extents: Sequence[Extent], max_bytes: int) -> list[tuple[Span, ...]]:
     """Cut tensors, in order, into pieces of one dtype; ``max_bytes`` is a multiple of the page size."""
     result: list[tuple[Span, ...]] = []
     open_spans: list[Span] = []
@@ -60,12 +60,12 @@ class Round:
     back: int | None  # the summed piece that process p + 1 sent
 
 
-def rounds(count: int, processes: int, place: int) -> Iterator[Round]:
+def schedule_rounds(count: int, processes: int, position: int) -> Iterator[Round]:
     """Yield the rounds of the process at a place in the chain, until it has the sum of all pieces."""
     turn = 2 * (processes - 1)
-    for number in range(count + turn - place if count else 0):
-        forward, back = number - place, number - turn + place
+    for number in range(count + turn - position if count else 0):
+        forward, back = number - position, number - turn + position
         yield Round(
             forward if 0 <= forward < count else None,
-            back if place < processes - 1 and 0 <= back < count else None,
+            back if position < processes - 1 and 0 <= back < count else None,
         )

@@ -52,7 +52,7 @@ class Context:
     gpu: torch.Tensor | None  # of the step's GPU; None on the CPU
 
     @staticmethod
-    def beginning(seed: int, worker: int, gpu: torch.device | None) -> Context:
+    def initial(seed: int, worker: int, gpu: torch.device | None) -> Context:
         """Return a worker's initial context, seeded independently of other workers."""
         numbers = [int(n) for n in np.random.SeedSequence([seed, worker]).generate_state(4, np.uint64)]
         numpy = np.random.RandomState(numbers[1] % 2**32).get_state(legacy=False)
@@ -61,19 +61,19 @@ class Context:
         return Context(random.Random(numbers[0]).getstate(), dict(numpy), on_cpu, on_gpu)
 
     @staticmethod
-    def now(gpu: torch.device | None) -> Context:
+    def capture(gpu: torch.device | None) -> Context:
         on_gpu = None if gpu is None else torch.cuda.get_rng_state(gpu)
         numpy: Any = np.random.get_state(legacy=False)
         return Context(random.getstate(), numpy, torch.get_rng_state(), on_gpu)
 
-    def enter(self, gpu: torch.device | None) -> None:
+    def apply(self, gpu: torch.device | None) -> None:
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch)
         if self.gpu is not None and gpu is not None:
             torch.cuda.set_rng_state(self.gpu, gpu)
 
-    def saved(self) -> SavedContext:
+    def to_saved(self) -> SavedContext:
         state = self.numpy["state"]
         version, numbers, gauss = self.python
         numpy = _Numpy(
@@ -87,7 +87,7 @@ class Context:
         return SavedContext(_Plain(_Python(version, list(numbers), gauss), numpy), _hex(self.torch), on_gpu)
 
     @staticmethod
-    def restored(saved: SavedContext) -> Context:
+    def from_saved(saved: SavedContext) -> Context:
         python, numpy = saved.plain.python, saved.plain.numpy
         return Context(
             (python.version, tuple(python.state), python.gauss),
@@ -103,13 +103,13 @@ class Context:
 
 
 @contextlib.contextmanager
-def generators_kept(gpu: torch.device | None) -> Iterator[None]:
+def preserve_generators(gpu: torch.device | None) -> Iterator[None]:
     """Restore the generators at the end of the block."""
-    before = Context.now(gpu)
+    before = Context.capture(gpu)
     try:
         yield
     finally:
-        before.enter(gpu)
+        before.apply(gpu)
 
 
 def _hex(state: torch.Tensor) -> str:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from outofcore import OpenHome
 from outofcore.errors import InputError
-from outofcore.logical_workers.gradients import Buffers, Layout, Tensors
+from outofcore.logical_workers.gradients import GradientLayout, PieceBuffers, TensorRows
 
 
 def kernel_facts(workers: int, seed: int, gpu: torch.device | None) -> dict[str, str]:
@@ -51,12 +51,12 @@ def _matmul_precision(backend: Any) -> str:
 def model_facts(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], home: OpenHome) -> dict[str, str]:
     """Return names, shapes and contents, which must be equal in processes that start together."""
     names: list[str] = []
-    contents, buffers = 0, Buffers(1)
+    contents, buffers = 0, PieceBuffers(1)
     for number, model in enumerate(models):
         for name, tensor in chain(model.named_parameters(), model.named_buffers()):
             names.append(f"{number}.{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}")
             tensors = [tensor.detach().contiguous()]
-            layout, rows = Layout(tensors), Tensors(tensors, home)
+            layout, rows = GradientLayout(tensors), TensorRows(tensors, home)
             for spans in layout.spans:
                 elements = buffers.row(0, layout, spans)
                 rows.read(spans[0], elements)
@@ -80,7 +80,7 @@ _ADVICE = {
 }
 
 
-def difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, str, str, str] | None:
+def first_difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, str, str, str] | None:
     """Return the first fact that differs (name, both values, advice); None if all are equal."""
     for name in dict.fromkeys((*mine, *theirs)):
         my_value, their_value = mine.get(name, "unknown"), theirs.get(name, "unknown")
@@ -89,10 +89,10 @@ def difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str,
     return None
 
 
-def check_all_alike(facts: Sequence[Mapping[str, str]]) -> None:
+def check_facts_match(facts: Sequence[Mapping[str, str]]) -> None:
     """Raise ``InputError`` for the first fact in which a process differs from process 0."""
     for rank, rank_facts in enumerate(facts):
-        mismatch = difference(facts[0], rank_facts)
+        mismatch = first_difference(facts[0], rank_facts)
         if mismatch is not None:
             name, first_value, value, advice = mismatch
             raise InputError(f"{name}: process 0 has {first_value}, but process {rank} has {value}; {advice}")

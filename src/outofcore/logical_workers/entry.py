@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 import outofcore
 from outofcore.errors import InputError
-from outofcore.logical_workers.phases import phases
-from outofcore.logical_workers.processes import Processes
+from outofcore.logical_workers.phases import combine_phases
+from outofcore.logical_workers.processes import WorkerProcesses
 from outofcore.logical_workers.training import Elastic
 
 # Class names of wrappers that exchange gradients themselves.
@@ -106,10 +106,10 @@ def elastic(
         raise InputError(f"seed must be at least 0, not {seed}")
     _check_unwrapped(models)
     with contextlib.ExitStack() as cleanup:
-        processes = Processes(timedelta(seconds=timeout))
+        processes = WorkerProcesses(timedelta(seconds=timeout))
         cleanup.callback(processes.close)
         compiled = outofcore.compile(
-            phases(step, models, optimizers, update),
+            combine_phases(step, models, optimizers, update),
             models,
             optimizers,
             budget=budget,

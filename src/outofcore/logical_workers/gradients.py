@@ -9,13 +9,13 @@ from zlib import crc32
 import torch
 
 from outofcore import OpenHome
-from outofcore.logical_workers.chain import Extent, Span, pieces
+from outofcore.logical_workers.chain import Extent, Span, cut_pieces
 
 # Bytes that are sent and added at once: a multiple of the page size, large enough to hide the cost of a message.
 PIECE_BYTES = 1 << 20
 
 
-class Tensors:
+class TensorRows:
     """Dense tensors as rows of elements, in memory or at a home."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], home: OpenHome) -> None:
@@ -23,12 +23,12 @@ class Tensors:
         self._home = home
 
     def read(self, span: Span, elements: torch.Tensor) -> None:
-        self._home.copy(self.part(span), elements)
+        self._home.copy(self.view(span), elements)
 
     def write(self, span: Span, elements: torch.Tensor) -> None:
-        self._home.copy(elements, self.part(span))
+        self._home.copy(elements, self.view(span))
 
-    def part(self, span: Span) -> torch.Tensor:
+    def view(self, span: Span) -> torch.Tensor:
         return self._rows[span.tensor][span.start : span.start + span.count]
 
 
@@ -38,27 +38,27 @@ def _row(tensor: torch.Tensor) -> torch.Tensor:
     return row.set_(tensor.untyped_storage(), tensor.storage_offset(), (tensor.numel(),), (1,))
 
 
-class Layout:
+class GradientLayout:
     """The shapes, strides and dtypes of a step's gradients, the same for all workers."""
 
     def __init__(self, gradients: Sequence[torch.Tensor]) -> None:
         self._shapes = [(tuple(g.shape), g.stride(), g.dtype) for g in gradients]
         extents = [Extent(str(g.dtype), g.element_size(), g.numel()) for g in gradients]
-        self.spans = pieces(extents, PIECE_BYTES)
+        self.spans = cut_pieces(extents, PIECE_BYTES)
         self.itemsizes = [extent.itemsize for extent in extents]
         self.dtypes = [g.dtype for g in gradients]
         self.bytes = sum(extent.itemsize * extent.elements for extent in extents)
         self.digest = crc32(repr(self._shapes).encode())
 
-    def is_of(self, gradients: Sequence[torch.Tensor]) -> bool:
+    def matches(self, gradients: Sequence[torch.Tensor]) -> bool:
         return self._shapes == [(tuple(g.shape), g.stride(), g.dtype) for g in gradients]
 
-    def new(self, home: OpenHome) -> Tensors:
+    def allocate(self, home: OpenHome) -> TensorRows:
         """Allocate rows for such gradients, large ones at home."""
-        return Tensors([home.empty(torch.Size(shape).numel(), dtype) for shape, _, dtype in self._shapes], home)
+        return TensorRows([home.empty(torch.Size(shape).numel(), dtype) for shape, _, dtype in self._shapes], home)
 
 
-class Buffers:
+class PieceBuffers:
     """Page-aligned memory for pieces, as direct I/O requires."""
 
     def __init__(self, count: int) -> None:
@@ -68,7 +68,7 @@ class Buffers:
             for _ in range(count)
         ]
 
-    def row(self, number: int, layout: Layout, spans: Sequence[Span]) -> torch.Tensor:
+    def row(self, number: int, layout: GradientLayout, spans: Sequence[Span]) -> torch.Tensor:
         """View a buffer as the elements of a piece."""
         first = spans[0].tensor
         count = sum(span.count for span in spans) * layout.itemsizes[first]
@@ -80,41 +80,41 @@ class Gradients:
 
     def __init__(self, parameters: Sequence[torch.Tensor], home: OpenHome) -> None:
         self._parameters, self._home = parameters, home
-        self._buffers = Buffers(2)
-        self.layout: Layout | None = None
-        self.kept: dict[int, Tensors] = {}  # by the number of the turn
+        self._buffers = PieceBuffers(2)
+        self.layout: GradientLayout | None = None
+        self.stored: dict[int, TensorRows] = {}  # by the number of the turn
 
     @property
     def bytes(self) -> int:
         return 0 if self.layout is None else self.layout.bytes
 
-    def present(self) -> list[torch.Tensor]:
+    def current(self) -> list[torch.Tensor]:
         return [p.grad for p in self._parameters if p.grad is not None]
 
-    def tensors(self) -> Tensors:
-        return Tensors(self.present(), self._home)
+    def tensors(self) -> TensorRows:
+        return TensorRows(self.current(), self._home)
 
     def clear(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def note_layout(self) -> Layout:
+    def update_layout(self) -> GradientLayout:
         """Return the layout of ``.grad``; a new layout discards stored gradients."""
-        gradients = self.present()
-        if self.layout is None or not self.layout.is_of(gradients):
-            self.layout = Layout(gradients)
-            self.kept.clear()
+        gradients = self.current()
+        if self.layout is None or not self.layout.matches(gradients):
+            self.layout = GradientLayout(gradients)
+            self.stored.clear()
         return self.layout
 
-    def keep(self, turn: int, *, add: bool) -> None:
+    def store(self, turn: int, *, add: bool) -> None:
         """Move ``.grad`` to the home, or add it to the gradients stored for the turn."""
-        layout = self.note_layout()
-        if turn not in self.kept:
-            self.kept[turn] = layout.new(self._home)
-        current, stored = self.tensors(), self.kept[turn]
+        layout = self.update_layout()
+        if turn not in self.stored:
+            self.stored[turn] = layout.allocate(self._home)
+        current, stored = self.tensors(), self.stored[turn]
         for span in (part for spans in layout.spans for part in spans):
             if not add:
-                self._home.copy(current.part(span), stored.part(span))
+                self._home.copy(current.view(span), stored.view(span))
                 continue
             elements, total = (self._buffers.row(number, layout, [span]) for number in (0, 1))
             current.read(span, elements)

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import default_collate
 
 from outofcore.errors import InputError
-from outofcore.logical_workers.contexts import Context, generators_kept
+from outofcore.logical_workers.contexts import Context, preserve_generators
 
 
 class Samples(Protocol):
@@ -20,7 +20,7 @@ class Samples(Protocol):
 
 
 @dataclass(frozen=True)
-class Order:
+class SampleOrder:
     """The order of samples: as in ``torch.utils.data.DistributedSampler`` with one replica per worker.
 
     Of every N consecutive samples each worker has one; ``drop_last`` is true.
@@ -41,7 +41,7 @@ class Order:
         """Steps of an epoch, without a last one that would not fill the batches of all workers."""
         return self.length // (self.workers * self.batch_size)
 
-    def of_epoch(self, epoch: int) -> torch.Tensor:
+    def epoch_order(self, epoch: int) -> torch.Tensor:
         if not self.shuffle:
             return torch.arange(self.length)
         return torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + epoch))
@@ -52,39 +52,39 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Place:
+class DataPosition:
     """The position in the data: ``step`` steps of an epoch have been used."""
 
     epoch: int = 0
     step: int = 0
 
-    def after(self, order: Order) -> Place:
+    def after(self, order: SampleOrder) -> DataPosition:
         if self.step + 1 >= order.steps:
-            return Place(self.epoch + 1, 0)
+            return DataPosition(self.epoch + 1, 0)
         return replace(self, step=self.step + 1)
 
 
-class Course:
+class WorkerProgress:
     """The workers of one process: their random generators, and their position in the data."""
 
     def __init__(self, gpu: torch.device | None, contexts: dict[int, Context]) -> None:
         self._gpu = gpu
         self.contexts = contexts  # after the last step of each worker
-        self.order: Order | None = None  # None without a loader
-        self.place = Place()
+        self.order: SampleOrder | None = None  # None without a loader
+        self.place = DataPosition()
         self._drawn: tuple[dict[int, Any], dict[int, Context]] | None = (
             None  # the last batches, and contexts after them
         )
 
-    def draw(self, batch_of: Callable[[int], Any]) -> dict[int, Any]:
+    def draw_batches(self, batch_of: Callable[[int], Any]) -> dict[int, Any]:
         """Make a batch for each worker with the worker's own random generators."""
         batches: dict[int, Any] = {}
         drawn: dict[int, Context] = {}
-        with generators_kept(self._gpu):
+        with preserve_generators(self._gpu):
             for worker, context in self.contexts.items():
-                context.enter(self._gpu)
+                context.apply(self._gpu)
                 batches[worker] = batch_of(worker)
-                drawn[worker] = Context.now(self._gpu)
+                drawn[worker] = Context.capture(self._gpu)
         self._drawn = batches, drawn
         return batches
 
@@ -115,7 +115,7 @@ class Loader:
     """
 
     def __init__(
-        self, course: Course, dataset: Samples, order: Order, collate: Callable[[list[Any]], Any] | None
+        self, course: WorkerProgress, dataset: Samples, order: SampleOrder, collate: Callable[[list[Any]], Any] | None
     ) -> None:
         self._course = course
         self._dataset = dataset
@@ -133,19 +133,19 @@ class Loader:
 
     def __iter__(self) -> Iterator[dict[int, Any]]:
         course, epoch = self._course, self._course.place.epoch
-        order = self.order.of_epoch(epoch)
+        order = self.order.epoch_order(epoch)
         while course.place.epoch == epoch:
             step = course.place.step
 
             def batch_of(worker: int, step: int = step) -> Any:
                 return self._collate([self._dataset[number] for number in self.order.samples(order, step, worker)])
 
-            batches = course.draw(batch_of)
+            batches = course.draw_batches(batch_of)
             yield batches
             course.skip(batches)
 
 
-def checked_order(dataset: Any, workers: int, batch_size: int, seed: int, shuffle: bool) -> Order:
+def make_order(dataset: Any, workers: int, batch_size: int, seed: int, shuffle: bool) -> SampleOrder:
     """Return the order of a dataset's samples; raise ``InputError`` for an unsuitable dataset."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise InputError(
@@ -154,7 +154,7 @@ def checked_order(dataset: Any, workers: int, batch_size: int, seed: int, shuffl
         )
     if batch_size < 1:
         raise InputError(f"batch_size must be at least 1, not {batch_size}")
-    order = Order(workers, batch_size, len(dataset), seed, shuffle)
+    order = SampleOrder(workers, batch_size, len(dataset), seed, shuffle)
     if not order.steps:
         raise InputError(
             f"{order.length} samples are too few for one batch of {batch_size} for each of {workers} workers"
@@ -162,7 +162,7 @@ def checked_order(dataset: Any, workers: int, batch_size: int, seed: int, shuffl
     return order
 
 
-def arguments(batch: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+def step_arguments(batch: Any) -> tuple[Sequence[Any], dict[str, Any]]:
     """Return the step's arguments for a batch: a tuple or list, a dict by name, or a single value."""
     if isinstance(batch, tuple | list):
         return batch, {}

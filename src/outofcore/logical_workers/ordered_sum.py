@@ -6,20 +6,22 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from outofcore.logical_workers.chain import Span, rounds
-from outofcore.logical_workers.gradients import Buffers, Layout, Tensors
-from outofcore.logical_workers.processes import Processes
+from outofcore.logical_workers.chain import Span, schedule_rounds
+from outofcore.logical_workers.gradients import GradientLayout, PieceBuffers, TensorRows
+from outofcore.logical_workers.processes import WorkerProcesses
 
 
 class OrderedSum:
     """Sums gradients piece by piece in a few buffers; ``processes`` are in the order of their workers."""
 
-    def __init__(self, processes: Processes) -> None:
+    def __init__(self, processes: WorkerProcesses) -> None:
         self._processes = processes
         # In each direction, one piece arrives, one is sent and one is added to; the last buffer has the addend.
-        self._buffers = Buffers(7)
+        self._buffers = PieceBuffers(7)
 
-    def __call__(self, gradients: Sequence[Tensors], target: Tensors, layout: Layout, divisor: int) -> None:
+    def __call__(
+        self, gradients: Sequence[TensorRows], target: TensorRows, layout: GradientLayout, divisor: int
+    ) -> None:
         """Write the mean of all workers' gradients to ``target`` on every process.
 
         ``gradients`` are in the order of this process's workers; at process 0 the first may be a sum itself. After a
@@ -28,12 +30,14 @@ class OrderedSum:
         if self._processes.count == 1:
             for spans in layout.spans:
                 total = self._buffers.row(0, layout, spans)
-                self._add(gradients, layout, spans, total, first=True)
-                self._write(target, spans, total.div_(divisor))
+                self._add_gradients(gradients, layout, spans, total, first=True)
+                self._write_sum(target, spans, total.div_(divisor))
             return
-        self._along_the_chain(gradients, target, layout, divisor)
+        self._sum_in_chain(gradients, target, layout, divisor)
 
-    def _along_the_chain(self, gradients: Sequence[Tensors], target: Tensors, layout: Layout, divisor: int) -> None:
+    def _sum_in_chain(
+        self, gradients: Sequence[TensorRows], target: TensorRows, layout: GradientLayout, divisor: int
+    ) -> None:
         processes, pieces = self._processes, layout.spans
         rank, last = processes.rank, processes.count - 1
         sent: dict[int, Callable[[], None]] = {}  # by the buffer that is being sent
@@ -56,7 +60,7 @@ class OrderedSum:
             expect(0, 0, rank - 1)
         if rank < last:
             expect(1, 0, rank + 1)
-        for turn in rounds(len(pieces), processes.count, rank):
+        for turn in schedule_rounds(len(pieces), processes.count, rank):
             if turn.forward is not None:
                 spans, number = pieces[turn.forward], buffer(0, turn.forward)
                 if rank > 0:
@@ -65,25 +69,25 @@ class OrderedSum:
                 elif number in sent:
                     sent.pop(number)()
                 total = self._buffers.row(number, layout, spans)
-                self._add(gradients, layout, spans, total, first=rank == 0)
+                self._add_gradients(gradients, layout, spans, total, first=rank == 0)
                 if rank == last:
-                    self._write(target, spans, total.div_(divisor))
+                    self._write_sum(target, spans, total.div_(divisor))
                 send(number, total, rank - 1 if rank == last else rank + 1)
             if turn.back is not None:
                 spans, number = pieces[turn.back], buffer(1, turn.back)
                 arriving.pop((1, turn.back))()
                 expect(1, turn.back + 1, rank + 1)
                 total = self._buffers.row(number, layout, spans)
-                self._write(target, spans, total)
+                self._write_sum(target, spans, total)
                 if rank > 0:
                     send(number, total, rank - 1)
         for wait in sent.values():
             wait()
 
-    def _add(
+    def _add_gradients(
         self,
-        process_gradients: Sequence[Tensors],
-        layout: Layout,
+        process_gradients: Sequence[TensorRows],
+        layout: GradientLayout,
         spans: Sequence[Span],
         total: torch.Tensor,
         *,
@@ -102,7 +106,7 @@ class OrderedSum:
             start += span.count
 
     @staticmethod
-    def _write(target: Tensors, spans: Sequence[Span], total: torch.Tensor) -> None:
+    def _write_sum(target: TensorRows, spans: Sequence[Span], total: torch.Tensor) -> None:
         at = 0
         for span in spans:
             target.write(span, total[at : at + span.count])

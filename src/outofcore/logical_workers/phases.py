@@ -20,7 +20,7 @@ from outofcore.errors import CaptureError
 _LIBRARIES = tuple(str(Path(package.__file__ or "").parent) + os.sep for package in (torch, outofcore))
 
 
-def phases(
+def combine_phases(
     step: Callable[..., Any],
     models: Sequence[nn.Module],
     optimizers: Sequence[Optimizer],

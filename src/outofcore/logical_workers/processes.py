@@ -18,19 +18,19 @@ from torch.distributed.rendezvous import rendezvous
 from outofcore.errors import StateError
 
 # Environment variables that torchrun sets.
-_TOLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass
-class Meeting:
+class StepComparison:
     """The values that processes compare at the end of ``synchronized``."""
 
     steps: int = 0  # made by this process
     digest: int = 0  # of its work in this step
-    told: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # of each process, by rank
+    by_rank: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # of each process, by rank
 
 
-class Processes:
+class WorkerProcesses:
     """The processes that train together; the constructor raises ``StateError`` if one is missing.
 
     They are the processes of ``torch.distributed`` if it is initialised; otherwise torchrun's, for which it is
@@ -45,9 +45,9 @@ class Processes:
         if not dist.is_available():
             return
         try:
-            if not dist.is_initialized() and all(name in os.environ for name in _TOLD):
+            if not dist.is_initialized() and all(name in os.environ for name in _TORCHRUN_VARIABLES):
                 store, rank, count = next(rendezvous("env://", timeout=timeout))
-                name = met(store, rank, count, timeout)
+                name = agree_on_start(store, rank, count, timeout)
                 store = dist.PrefixStore(name, store)  # pyright: ignore[reportPrivateImportUsage]
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timeout)
             if dist.is_initialized():
@@ -70,61 +70,61 @@ class Processes:
         if self.count == 1:
             return [item]
         items: list[Any] = [None] * self.count
-        self._answered(lambda: dist.all_gather_object(items, item, self._group))
+        self._call_group(lambda: dist.all_gather_object(items, item, self._group))
         return items
 
     @contextlib.contextmanager
-    def together(self, activity: str) -> Iterator[Meeting]:
+    def synchronized(self, activity: str) -> Iterator[StepComparison]:
         """Leave the block when all processes do; raise this one's error, or ``StateError`` for another's."""
-        meeting = Meeting()
+        meeting = StepComparison()
         try:
             yield meeting
         except BaseException as error:  # after any error, since the other processes wait for this one
             try:
-                self._numbers([0, 0, 0])
+                self._gather_numbers([0, 0, 0])
             except StateError as another:
                 error.add_note(str(another))
             raise
-        numbers = self._numbers([1, meeting.steps, meeting.digest])
+        numbers = self._gather_numbers([1, meeting.steps, meeting.digest])
         failed = [rank for rank, (succeeded, _, _) in enumerate(numbers) if not succeeded]
         if failed:
             raise StateError(
                 f"process {failed[0]} failed in {activity} and reports the cause; this process has made no changes"
             )
-        meeting.told = [(steps, digest) for _, steps, digest in numbers]
+        meeting.by_rank = [(steps, digest) for _, steps, digest in numbers]
 
-    def _numbers(self, numbers: list[int]) -> list[list[int]]:
+    def _gather_numbers(self, numbers: list[int]) -> list[list[int]]:
         if self.count == 1:
             return [numbers]
         row = torch.tensor(numbers, dtype=torch.int64)
         rows = [torch.empty_like(row) for _ in range(self.count)]
-        self._answered(lambda: dist.all_gather(rows, row, self._group))
+        self._call_group(lambda: dist.all_gather(rows, row, self._group))
         return [result.tolist() for result in rows]
 
-    def share(self, tensor: torch.Tensor) -> None:
+    def broadcast(self, tensor: torch.Tensor) -> None:
         """Broadcast a tensor from process 0."""
         if self.count > 1:
-            self._answered(lambda: dist.broadcast(tensor, 0, self._group))
+            self._call_group(lambda: dist.broadcast(tensor, 0, self._group))
             self.bytes_sent += tensor.numel() * tensor.element_size() * (self.rank == 0)
 
     def send(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
         """Begin to send a tensor; the returned function waits until it may be used again."""
         self.bytes_sent += tensor.numel() * tensor.element_size()
-        return self._begun(lambda: dist.isend(tensor.view(torch.uint8), rank, self._group))
+        return self._start_transfer(lambda: dist.isend(tensor.view(torch.uint8), rank, self._group))
 
     def receive(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
         """Begin to receive a tensor; the returned function waits until it is complete."""
-        return self._begun(lambda: dist.irecv(tensor.view(torch.uint8), rank, self._group))
+        return self._start_transfer(lambda: dist.irecv(tensor.view(torch.uint8), rank, self._group))
 
-    def _begun(self, begin: Callable[[], Any]) -> Callable[[], None]:
-        work = self._answered(begin)
+    def _start_transfer(self, begin: Callable[[], Any]) -> Callable[[], None]:
+        work = self._call_group(begin)
 
         def wait() -> None:
-            self._answered(work.wait)
+            self._call_group(work.wait)
 
         return wait
 
-    def _answered(self, call: Callable[[], Any]) -> Any:
+    def _call_group(self, call: Callable[[], Any]) -> Any:
         """Call the group; raise ``StateError`` if another process has ended or did not answer in time."""
         try:
             return call()
@@ -136,10 +136,10 @@ class Processes:
 
 
 # Seconds between two looks at a store.
-_POLL = 0.01
+_POLL_SECONDS = 0.01
 
 
-def met(store: Any, rank: int, count: int, timeout: timedelta) -> str:
+def agree_on_start(store: Any, rank: int, count: int, timeout: timedelta) -> str:
     """Return a name that all processes of this start agree on, and that no earlier start used.
 
     torchrun keeps its store when it restarts processes, so keys of earlier starts remain. Each process but the first
@@ -152,7 +152,7 @@ def met(store: Any, rank: int, count: int, timeout: timedelta) -> str:
         while not is_done():
             if time.monotonic() > end:
                 raise RuntimeError("not all processes have started in time")
-            time.sleep(_POLL)
+            time.sleep(_POLL_SECONDS)
 
     if rank > 0:
         store.set(f"outofcore/here/{rank}", fresh)

@@ -13,8 +13,8 @@ from msgspec import Struct
 import outofcore
 from outofcore.errors import InputError
 from outofcore.logical_workers.contexts import Context, SavedContext
-from outofcore.logical_workers.contract import difference
-from outofcore.logical_workers.loader import Course, Order, Place
+from outofcore.logical_workers.contract import first_difference
+from outofcore.logical_workers.loader import DataPosition, SampleOrder, WorkerProgress
 
 _log = logging.getLogger("outofcore")
 
@@ -43,7 +43,9 @@ class SavedTraining(Struct):
     order: _SavedOrder | None
 
     @staticmethod
-    def of(facts: dict[str, str], steps: int, contexts: Mapping[int, SavedContext], course: Course) -> SavedTraining:
+    def of(
+        facts: dict[str, str], steps: int, contexts: Mapping[int, SavedContext], course: WorkerProgress
+    ) -> SavedTraining:
         order = course.order
         return SavedTraining(
             facts,
@@ -68,12 +70,12 @@ class SavedTraining(Struct):
         try:
             saved = msgspec.convert(extra[_KEY], SavedTraining)
             for context in saved.contexts.values():
-                Context.restored(context)
+                Context.from_saved(context)
         except (msgspec.ValidationError, ValueError) as error:
             raise InputError(f"the workers in the checkpoint in {folder} cannot be read: {error}") from error
         return saved, extra.get("extra")
 
-    def check(self, folder: Path, workers: int, current_facts: Mapping[str, str], *, exact: bool) -> None:
+    def check_compatible(self, folder: Path, workers: int, current_facts: Mapping[str, str], *, exact: bool) -> None:
         """Refuse a checkpoint of another training; if not ``exact``, only log facts that change the bits."""
         facts, key = dict(self.facts), "logical workers"
         if facts.get(key) != str(workers) or self.contexts.keys() != {str(k) for k in range(workers)}:
@@ -83,7 +85,7 @@ class SavedTraining(Struct):
             )
         # The seed decides only the first contexts, and saved contexts replace them.
         facts["seed"] = current_facts["seed"]
-        mismatch = difference(facts, current_facts)
+        mismatch = first_difference(facts, current_facts)
         if mismatch is None:
             return
         name, before, now, advice = mismatch
@@ -94,10 +96,10 @@ class SavedTraining(Struct):
             )
         _log.warning("%s was %s and is now %s; the bits of later steps change", name, before, now)
 
-    def restore(self, course: Course, workers: range, count: int) -> None:
+    def restore(self, course: WorkerProgress, workers: range, count: int) -> None:
         saved_order = self.order
-        course.place = Place(self.place.epoch, self.place.step)
-        course.order = saved_order and Order(
+        course.place = DataPosition(self.place.epoch, self.place.step)
+        course.order = saved_order and SampleOrder(
             count, saved_order.batch_size, saved_order.length, saved_order.seed, saved_order.shuffle
         )
-        course.restore({k: Context.restored(self.contexts[str(k)]) for k in workers})
+        course.restore({k: Context.from_saved(self.contexts[str(k)]) for k in workers})

@@ -21,13 +21,13 @@ from torch.optim import Optimizer
 import outofcore
 from outofcore.errors import BudgetError, CaptureError, InputError, SpillError, StateError
 from outofcore.graph import StorageKind
-from outofcore.logical_workers.assignment import evenly, runs, shares
-from outofcore.logical_workers.contexts import Context, SavedContext, generators_kept
-from outofcore.logical_workers.contract import check_all_alike, kernel_facts, model_facts
-from outofcore.logical_workers.gradients import Gradients, Tensors
-from outofcore.logical_workers.loader import Course, Loader, Place, Samples, arguments, checked_order
+from outofcore.logical_workers.assignment import even_ranges, shares, worker_ranges
+from outofcore.logical_workers.contexts import Context, SavedContext, preserve_generators
+from outofcore.logical_workers.contract import check_facts_match, kernel_facts, model_facts
+from outofcore.logical_workers.gradients import Gradients, TensorRows
+from outofcore.logical_workers.loader import DataPosition, Loader, Samples, WorkerProgress, make_order, step_arguments
 from outofcore.logical_workers.ordered_sum import OrderedSum
-from outofcore.logical_workers.processes import Meeting, Processes
+from outofcore.logical_workers.processes import StepComparison, WorkerProcesses
 from outofcore.logical_workers.saved import SavedTraining
 from outofcore.logical_workers.stats import ElasticStats
 from outofcore.logical_workers.turns import Turns
@@ -35,7 +35,7 @@ from outofcore.logical_workers.turns import Turns
 _log = logging.getLogger("outofcore")
 
 # The number of recent steps for the median time of a turn.
-_TIMED = 9
+_TIMED_STEPS = 9
 
 
 class Elastic:
@@ -76,10 +76,10 @@ class Elastic:
         workers: int,
         seed: int,
         gpu: torch.device | None,
-        processes: Processes,
+        processes: WorkerProcesses,
     ) -> None:
         self.step = compiled
-        self._count, self._gpu, self._processes = workers, gpu, processes
+        self._worker_count, self._gpu, self._processes = workers, gpu, processes
         self.steps = 0
         model_parameters = (p for model in models for p in model.parameters())
         optimizer_parameters = (
@@ -87,21 +87,21 @@ class Elastic:
         )
         parameters = list({id(p): p for p in chain(model_parameters, optimizer_parameters)}.values())
         self._gradients = Gradients(parameters, compiled.home)
-        self._may_add = True  # whether a turn may add to the gradients of the previous turn
-        self._timed: deque[float] = deque(maxlen=_TIMED)
+        self._accumulates = True  # whether a turn may add to the gradients of the previous turn
+        self._timed: deque[float] = deque(maxlen=_TIMED_STEPS)
         self._stats: ElasticStats | None = None
         self._facts = kernel_facts(workers, seed, gpu)
         if processes.count > 1:
-            check_all_alike(processes.gather(self._facts | model_facts(models, optimizers, compiled.home)))
-        self._ranges = evenly(workers, processes.count)
+            check_facts_match(processes.gather(self._facts | model_facts(models, optimizers, compiled.home)))
+        self._ranges = even_ranges(workers, processes.count)
         self._sum = OrderedSum(processes)
-        self._course = Course(gpu, {k: Context.beginning(seed, k, gpu) for k in self.workers})
+        self._progress = WorkerProgress(gpu, {k: Context.initial(seed, k, gpu) for k in self.workers})
 
     def __repr__(self) -> str:
         processes = self._processes
         return (
-            f"<outofcore elastic training: workers {self.workers.start} to {self.workers.stop - 1} of {self._count} in "
-            f"process {processes.rank} of {processes.count}, {self.steps} steps>"
+            f"<outofcore elastic training: workers {self.workers.start} to {self.workers.stop - 1} of {self._worker_count} "
+            f"in process {processes.rank} of {processes.count}, {self.steps} steps>"
         )
 
     def __enter__(self) -> Self:
@@ -114,7 +114,7 @@ class Elastic:
 
     def close(self) -> None:
         """Give model and optimizers their own memory, and leave the processes. May be called repeatedly."""
-        self._gradients.kept.clear()
+        self._gradients.stored.clear()
         self.step.close()
         self._processes.close()
 
@@ -134,9 +134,9 @@ class Elastic:
         return self._processes.count
 
     @property
-    def place(self) -> Place:
+    def place(self) -> DataPosition:
         """The position of ``loader`` in the data."""
-        return self._course.place
+        return self._progress.place
 
     @property
     def stats(self) -> ElasticStats:
@@ -173,22 +173,22 @@ class Elastic:
         started, sent = time.perf_counter(), self._processes.bytes_sent
         turns = Turns()
         with contextlib.ExitStack() as undo:
-            with self._processes.together("this step") as meeting:
+            with self._processes.synchronized("this step") as meeting:
                 self._check_batches(batches)
-                undo.callback(self._take_back, turns)
-                with generators_kept(self._gpu):
+                undo.callback(self._undo_turns, turns)
+                with preserve_generators(self._gpu):
                     losses, contexts = self._take_turns(batches, turns)
                 self.step.prepare(True)
                 meeting.steps, meeting.digest = self.steps, self._digest(turns)
                 waited = time.perf_counter()
-            self._check_alike(meeting)
+            self._check_comparison(meeting)
             self._sum_gradients(turns)
-            turns.share(self._processes)
+            turns.broadcast(self._processes)
             undo.pop_all()
         summed = time.perf_counter()
         self.step(True)
         self.steps += 1
-        self._course.end_step(batches, contexts)
+        self._progress.end_step(batches, contexts)
         self._timed.append(statistics.median(turns.seconds))
         now, size = time.perf_counter(), self._gradients.bytes
         self._stats = ElasticStats(
@@ -213,99 +213,99 @@ class Elastic:
                 f"this process has the workers {list(self.workers)}, but got {', '.join(problems)}; pass a dict from "
                 "each of run.workers to its batch, such as run.loader() yields"
             )
-        if self._gradients.present():
+        if self._gradients.current():
             raise InputError(
                 "parameters already have gradients, which would count in one process only; clear them first with "
                 "optimizer.zero_grad()"
             )
 
     def _take_turns(self, batches: Mapping[int, Any], turns: Turns) -> tuple[dict[int, Any], dict[int, Context]]:
-        calls = {worker: arguments(batches[worker]) for worker in self.workers}
-        first_contexts = self._course.contexts_before(batches)
+        calls = {worker: step_arguments(batches[worker]) for worker in self.workers}
+        first_contexts = self._progress.contexts_before(batches)
         for args, kwargs in calls.values():
-            turns.note(self.step.prepare(False, *args, **kwargs))
-        turns.begin()
+            turns.find_buffers(self.step.prepare(False, *args, **kwargs))
+        turns.save_initial()
         losses: dict[int, Any] = {}
         contexts: dict[int, Context] = {}
         idle_since = time.perf_counter()
         for number, (worker, (args, kwargs)) in enumerate(calls.items()):
             if number:
-                if not self._adds_up(args, kwargs):
-                    self._keep_gradients(number - 1, turns)
-                turns.put_back()
-            first_contexts[worker].enter(self._gpu)
+                if not self._can_accumulate(args, kwargs):
+                    self._store_gradients(number - 1, turns)
+                turns.reset()
+            first_contexts[worker].apply(self._gpu)
             began = time.perf_counter()
             turns.switch_seconds += began - idle_since
             losses[worker] = self.step(False, *args, **kwargs)
             idle_since = time.perf_counter()
             turns.seconds.append(idle_since - began)
-            contexts[worker] = Context.now(self._gpu)
+            contexts[worker] = Context.capture(self._gpu)
             if worker == 0:
-                turns.leave()
-        self._gradients.note_layout()
+                turns.save_after_worker_0()
+        self._gradients.update_layout()
         turns.switch_seconds += time.perf_counter() - idle_since
         return losses, contexts
 
-    def _adds_up(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    def _can_accumulate(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Return whether the next turn may add to the gradients in ``.grad``, as in plain PyTorch.
 
         It may at process 0 if each gradient is added once: two backward passes would add in another order elsewhere. It
         also needs a plan, which may not fit the budget.
         """
-        if self.rank > 0 or not self._may_add:
+        if self.rank > 0 or not self._accumulates:
             return False
         try:
             captured: Any = self.step.prepare(False, *args, **kwargs)
         except (CaptureError, BudgetError, SpillError) as error:
             _log.info("gradients are stored at home after each turn and summed there: %s", error)
-            self._may_add = False
+            self._accumulates = False
             return False
         added = Counter(storage for op in captured.graph.ops for storage in op.mutates)
         gradients = [b for b in captured.states if b.kind is StorageKind.GRADIENT]
-        self._may_add = not captured.gradients_left and all(
+        self._accumulates = not captured.gradients_left and all(
             added[captured.values[binding.value].storage] == 1 for binding in gradients
         )
-        return self._may_add
+        return self._accumulates
 
-    def _keep_gradients(self, number: int, turns: Turns) -> None:
+    def _store_gradients(self, number: int, turns: Turns) -> None:
         before = self._gradients.layout
-        if number and self._gradients.note_layout() is not before:
+        if number and self._gradients.update_layout() is not before:
             raise StateError(
                 "the workers of one step have gradients of different parameters, which cannot be summed: make the step "
                 "use the same parameters for every worker"
             )
         turn = 0 if self.rank == 0 else number  # process 0 adds them up, since its workers are the first
-        self._gradients.keep(turn, add=turn in turns.kept)
-        if turn not in turns.kept:
-            turns.kept.append(turn)
+        self._gradients.store(turn, add=turn in turns.stored)
+        if turn not in turns.stored:
+            turns.stored.append(turn)
 
     def _digest(self, turns: Turns) -> int:
         layout = self._gradients.layout
         return crc32(repr((layout and layout.digest, turns.keys)).encode())
 
-    def _check_alike(self, meeting: Meeting) -> None:
-        different = [(rank, steps) for rank, (steps, _) in enumerate(meeting.told) if steps != meeting.steps]
+    def _check_comparison(self, meeting: StepComparison) -> None:
+        different = [(rank, steps) for rank, (steps, _) in enumerate(meeting.by_rank) if steps != meeting.steps]
         if different:
             raise StateError(
                 f"process {different[0][0]} is at step {different[0][1]}, and this one at {meeting.steps}: an update "
                 "failed; restart all processes from the last checkpoint"
             )
-        if any(digest != meeting.digest for _, digest in meeting.told):
+        if any(digest != meeting.digest for _, digest in meeting.by_rank):
             raise StateError(
                 "the workers have gradients of different parameters, or write different buffers, which cannot be "
                 "summed: make the step do the same for every worker"
             )
 
     def _sum_gradients(self, turns: Turns) -> None:
-        layout = self._gradients.note_layout()
-        if self._count > 1:
-            target, stored = self._gradients.tensors(), self._gradients.kept
-            process_gradients: list[Tensors] = [*[stored[place] for place in turns.kept], target]
-            self._sum(process_gradients, target, layout, self._count)
+        layout = self._gradients.update_layout()
+        if self._worker_count > 1:
+            target, stored = self._gradients.tensors(), self._gradients.stored
+            process_gradients: list[TensorRows] = [*[stored[place] for place in turns.stored], target]
+            self._sum(process_gradients, target, layout, self._worker_count)
 
-    def _take_back(self, turns: Turns) -> None:
+    def _undo_turns(self, turns: Turns) -> None:
         self._gradients.clear()
-        turns.put_back()
+        turns.reset()
 
     # Data
 
@@ -338,9 +338,9 @@ class Elastic:
         Raises:
             InputError: the dataset is unsuitable, or the training is in the middle of data in another order.
         """
-        course = self._course
-        order = checked_order(dataset, self._count, batch_size, seed, shuffle)
-        if course.order is not None and order != course.order and course.place != Place():
+        course = self._progress
+        order = make_order(dataset, self._worker_count, batch_size, seed, shuffle)
+        if course.order is not None and order != course.order and course.place != DataPosition():
             raise InputError(
                 f"the training is in the middle of an epoch of {course.order}, but this loader has {order}; finish the "
                 "epoch with the same dataset, batch size and order"
@@ -365,15 +365,15 @@ class Elastic:
         if not self._timed:
             raise StateError("there are no measured times of turns yet; make a step first")
         reports = self._processes.gather((statistics.median(self._timed), self._saved_contexts()))
-        self._ranges = runs(shares(self._count, [seconds for seconds, _ in reports]))
+        self._ranges = worker_ranges(shares(self._worker_count, [seconds for seconds, _ in reports]))
         all_contexts = {worker: context for _, contexts in reports for worker, context in contexts.items()}
-        self._course.restore({k: Context.restored(all_contexts[k]) for k in self.workers})
-        self._gradients.kept.clear()
+        self._progress.restore({k: Context.from_saved(all_contexts[k]) for k in self.workers})
+        self._gradients.stored.clear()
         _log.info("workers per process: %s", ", ".join(f"{len(worker_range)}" for worker_range in self._ranges))
         return self.workers
 
     def _saved_contexts(self) -> dict[int, SavedContext]:
-        return {worker: context.saved() for worker, context in self._course.contexts.items()}
+        return {worker: context.to_saved() for worker, context in self._progress.contexts.items()}
 
     # Checkpoints
 
@@ -396,8 +396,8 @@ class Elastic:
         contexts = dict(
             chain(*(saved_contexts.items() for saved_contexts in self._processes.gather(self._saved_contexts())))
         )
-        saved = SavedTraining.of(self._facts, self.steps, contexts, self._course)
-        with self._processes.together("this save"):
+        saved = SavedTraining.of(self._facts, self.steps, contexts, self._progress)
+        with self._processes.synchronized("this save"):
             if self.rank == 0:
                 self.step.save(folder, extra=saved.extra(extra), frozen=frozen)
 
@@ -417,12 +417,12 @@ class Elastic:
             TransferError: a file cannot be read or is damaged; the step refuses to go on.
             StateError: another process could not load it.
         """
-        with self._processes.together("this load"):
+        with self._processes.synchronized("this load"):
             saved, extra = SavedTraining.read(Path(folder))
-            saved.check(Path(folder), self._count, self._facts, exact=exact)
-        with self._processes.together("this load"):
+            saved.check_compatible(Path(folder), self._worker_count, self._facts, exact=exact)
+        with self._processes.synchronized("this load"):
             self.step.load(folder)
         self._gradients.clear()
         self.steps = saved.steps
-        saved.restore(self._course, self.workers, self._count)
+        saved.restore(self._progress, self.workers, self._worker_count)
         return extra

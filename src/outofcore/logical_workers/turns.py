@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from outofcore.graph import StorageKind
-from outofcore.logical_workers.processes import Processes
+from outofcore.logical_workers.processes import WorkerProcesses
 
 
 class Turns:
@@ -17,13 +17,13 @@ class Turns:
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
         self.keys: list[str] = []  # of the buffers that a turn writes
-        self.kept: list[int] = []  # the turns with gradients stored at home
-        self._begin: list[torch.Tensor] = []  # before the first turn
-        self._left: list[torch.Tensor] = []  # after the turn of worker 0; empty in other processes
+        self.stored: list[int] = []  # the turns with gradients stored at home
+        self._initial: list[torch.Tensor] = []  # before the first turn
+        self._after_worker_0: list[torch.Tensor] = []  # after the turn of worker 0; empty in other processes
         self.seconds: list[float] = []
         self.switch_seconds = 0.0  # between turns
 
-    def note(self, captured: Any) -> None:
+    def find_buffers(self, captured: Any) -> None:
         """Find the buffers that a turn writes; ``captured`` is the result of ``Step.prepare``."""
         written = {storage for op in captured.graph.ops for storage in op.mutates}
         listed = {id(buffer) for buffer in self._buffers}
@@ -34,32 +34,34 @@ class Turns:
                 self._buffers.append(tensor)
                 self.keys.append(binding.key)
 
-    def begin(self) -> None:
-        self._begin = self._copies()
+    def save_initial(self) -> None:
+        self._initial = self._copies()
 
-    def leave(self) -> None:
-        self._left = self._copies()
+    def save_after_worker_0(self) -> None:
+        self._after_worker_0 = self._copies()
 
-    def put_back(self) -> None:
-        if self._begin:
-            self._put(self._begin)
+    def reset(self) -> None:
+        if self._initial:
+            self._write(self._initial)
 
-    def share(self, processes: Processes) -> None:
+    def broadcast(self, processes: WorkerProcesses) -> None:
         """Broadcast the buffers after the turn of worker 0 to all processes."""
         if not self._buffers:
             return
         if processes.count > 1:
-            values = self._left or self._begin
+            values = self._after_worker_0 or self._initial
             row = torch.cat([buffer.cpu().contiguous().view(-1).view(torch.uint8) for buffer in values])
-            processes.share(row)
+            processes.broadcast(row)
             parts = row.split([buffer.numel() * buffer.element_size() for buffer in values])
-            self._left = [part.clone().view(b.dtype).view(b.shape) for part, b in zip(parts, values, strict=True)]
-        self._put(self._left)
+            self._after_worker_0 = [
+                part.clone().view(b.dtype).view(b.shape) for part, b in zip(parts, values, strict=True)
+            ]
+        self._write(self._after_worker_0)
 
     def _copies(self) -> list[torch.Tensor]:
         return [buffer.detach().clone() for buffer in self._buffers]
 
-    def _put(self, values: Sequence[torch.Tensor]) -> None:
+    def _write(self, values: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
             for buffer, value in zip(self._buffers, values, strict=True):
                 buffer.copy_(value)

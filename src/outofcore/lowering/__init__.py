@@ -1,7 +1,7 @@
 """Lower a plan to a program: ``lower`` makes instructions and blocks, and ``wire`` adds waits."""
 
 from outofcore.lowering.instructions import lower
-from outofcore.lowering.slots import room_at_homes
+from outofcore.lowering.slots import copies_in_before_room
 from outofcore.lowering.waits import wire
 
-__all__ = ["lower", "room_at_homes", "wire"]
+__all__ = ["copies_in_before_room", "lower", "wire"]

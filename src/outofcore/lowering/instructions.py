@@ -6,7 +6,7 @@ from collections import ChainMap, defaultdict
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
-from outofcore.analysis.gaps import final_gap, gaps_of, is_fetched, placed_bytes, renewals_of
+from outofcore.analysis.gaps import final_gap, full_overwrites_of, gaps_of, is_fetched, placed_bytes
 from outofcore.analysis.recipes import Content, History, replay
 from outofcore.costs import Costs
 from outofcore.errors import GraphError
@@ -63,7 +63,7 @@ class _Lowering:
         ended: dict[int, list[int]] = defaultdict(list)  # by op, storages whose next use does so
         for storage in graph.storages:
             uses = graph.uses[storage.id]
-            for op in renewals_of(graph, storage.id):
+            for op in full_overwrites_of(graph, storage.id):
                 if op != uses[0]:
                     renewed[op].append(storage.id)
                     ended[uses[uses.index(op) - 1]].append(storage.id)
@@ -115,18 +115,18 @@ class _Lowering:
         for op in graph.ops:
             for decision in releases.pop(op.id, ()):
                 if decision.gap.storage in self.dying:
-                    self._end(self.dying.pop(decision.gap.storage))
+                    self._end_stay(self.dying.pop(decision.gap.storage))
             # Fetch in the order of use, whichever step evicted the storages.
             coming = sorted(fetches.pop(op.id, ()), key=lambda d: (d.gap.end % n, d.gap.storage))
             if op.id in replays:
                 recomputed = [decision.gap.storage for decision in replays.pop(op.id)]
-                chain = self._chain(recomputed, {decision.gap.storage for decision in coming})
+                chain = self._recomputation_sequence(recomputed, {decision.gap.storage for decision in coming})
                 # Copies in for the recomputation come first, since it waits for them; prefetches for later ops follow.
                 ahead = [d for d in coming if d.gap.end % n != op.id and not self._is_read(d.gap.storage, chain)]
                 for decision in coming:
                     if decision not in ahead:
                         self._fetch(decision, last_stay)
-                self._materialise(recomputed, chain)
+                self._recompute(recomputed, chain)
                 coming = ahead
             for decision in coming:
                 self._fetch(decision, last_stay)
@@ -149,14 +149,14 @@ class _Lowering:
                         # would wait for all earlier copies out.
                         self.dying[storage] = self.block_of.pop(storage)
                         continue
-                self._end(self.block_of.pop(storage))
+                self._end_stay(self.block_of.pop(storage))
             for storage in ended.pop(op.id, ()):
-                self._end(self.block_of.pop(storage))
+                self._end_stay(self.block_of.pop(storage))
             for decision in leaving.pop(op.id, ()):
                 storage = decision.gap.storage
                 block = self.block_of.pop(storage)
                 if decision.residency is Residency.RECOMPUTE or homes[storage].get(decision.home) == version[storage]:
-                    self._end(block)
+                    self._end_stay(block)
                     continue
                 self.instructions.append(CopyOut(block, version[storage], home=decision.home))
                 homes[storage][decision.home] = version[storage]
@@ -166,7 +166,7 @@ class _Lowering:
             if homes[storage].get(lodging) != version[storage] and storage in self.block_of:
                 self.instructions.append(CopyOut(self.block_of[storage], version[storage], home=lodging))
         for block in (*self.dying.values(), *(self.block_of[storage] for storage in self.plan.staying)):
-            self._end(block)
+            self._end_stay(block)
         return self._program()
 
     def _decisions(self) -> list[Decision]:
@@ -202,7 +202,7 @@ class _Lowering:
         for storage in self.graph.storages:
             uses = self.graph.uses[storage.id]
             if storage.arrives and storage.id not in arriving and uses:
-                if uses[0] in renewals_of(self.graph, storage.id):
+                if uses[0] in full_overwrites_of(self.graph, storage.id):
                     continue
                 decisions.append(Decision(Gap(storage.id, -1, uses[0]), Residency.OFFLOAD, 0, 0))
         return decisions
@@ -231,7 +231,7 @@ class _Lowering:
         else:
             self.block_of[storage] = self._new_stay(storage)
 
-    def _end(self, block: int) -> None:
+    def _end_stay(self, block: int) -> None:
         self.stays[block].dies = len(self.instructions)
 
     def _check_recompute(self, decision: Decision) -> None:
@@ -251,7 +251,7 @@ class _Lowering:
             raise GraphError(f"the plan fetches storage {storage} before anything was copied out: {decision}")
         self.instructions.append(CopyIn(self.block_of[storage], version, home=decision.home))
 
-    def _chain(self, storages: list[int], coming: Set[int]) -> Sequence[int]:
+    def _recomputation_sequence(self, storages: list[int], coming: Set[int]) -> Sequence[int]:
         """Return the ops that recompute storages, in order; storages in ``coming`` are fetched before."""
         if self.history is None:
             return ()
@@ -269,7 +269,7 @@ class _Lowering:
         content = (storage, self.version[storage])
         return self.history is not None and any(content in self.history.needs(self.graph.ops[index]) for index in chain)
 
-    def _materialise(self, storages: list[int], runs: Sequence[int]) -> None:
+    def _recompute(self, storages: list[int], runs: Sequence[int]) -> None:
         """Recompute storages at their current versions by the ops ``runs``, in new blocks.
 
         Intermediates get temporary blocks. Resident storages are read in place: recomputed ops do not write them.
@@ -284,14 +284,14 @@ class _Lowering:
         def on_device(content: Content) -> bool:
             return content[0] in present and version[content[0]] == content[1]
 
-        let_go = _let_go(history, runs, targets)
+        let_go = _last_reads(history, runs, targets)
         blocks: dict[Content, int] = {}
         for index, gone in zip(runs, let_go, strict=True):
             op = graph.ops[index]
             needs = dict(history.needs(op))
             for storage, needed in needs.items():
                 if (storage, needed) not in blocks and not on_device((storage, needed)):
-                    blocks[storage, needed] = self._fetched(storage, needed)
+                    blocks[storage, needed] = self._fetch_intermediate(storage, needed)
             makes = dict(history.makes(op))
             used: dict[int, int] = {}
             for storage in op.touched:
@@ -302,20 +302,20 @@ class _Lowering:
                     used[storage] = blocks[content] if content in blocks else present[storage]
                 else:
                     used[storage] = self._new_stay(storage)
-            self._append_run(op, used, again=True)
+            self._append_run(op, used, recompute=True)
             blocks.update({content: used[content[0]] for content in makes.items()})
             for storage in op.discards:
-                self._end(used[storage])
+                self._end_stay(used[storage])
             for content in gone:
                 if content in blocks:
-                    self._end(blocks.pop(content))
+                    self._end_stay(blocks.pop(content))
             for content in makes.items():
                 if content in blocks and content not in targets and on_device(content):
-                    self._end(blocks.pop(content))
+                    self._end_stay(blocks.pop(content))
         for storage in storages:
             self.block_of[storage] = blocks[storage, version[storage]]
 
-    def _fetched(self, storage: int, version: int) -> int:
+    def _fetch_intermediate(self, storage: int, version: int) -> int:
         """Copy in an intermediate from the first home that holds it; return its block."""
         home = min(home for home, held_version in self.homes[storage].items() if held_version == version)
         block = self._new_stay(storage)
@@ -327,13 +327,13 @@ class _Lowering:
             self.block_of[storage] = self._new_stay(storage)
         self._append_run(op, self.block_of)
 
-    def _append_run(self, op: Op, blocks: dict[int, int], *, again: bool = False) -> None:
+    def _append_run(self, op: Op, blocks: dict[int, int], *, recompute: bool = False) -> None:
         scratch = placed_bytes(self.costs.ops[op.id].workspace_bytes)
         workspace = self._new_stay(None, scratch) if scratch else None
         used = tuple(blocks[s] for s in op.touched)
-        self.instructions.append(Run(op.id, used, workspace, again=again, communicates=op.communicates))
+        self.instructions.append(Run(op.id, used, workspace, again=recompute, communicates=op.communicates))
         if workspace is not None:
-            self._end(workspace)
+            self._end_stay(workspace)
 
     def _program(self) -> Program:
         graph, version = self.graph, self.version
@@ -359,7 +359,7 @@ class _Lowering:
         )
 
 
-def _let_go(history: History, runs: Sequence[int], targets: Set[Content]) -> list[list[Content]]:
+def _last_reads(history: History, runs: Sequence[int], targets: Set[Content]) -> list[list[Content]]:
     """Return for each run the contents that no later run reads before they are recomputed."""
     ops = history.graph.ops
     read_next = set(targets)  # contents whose next event is a run that reads them, or the end

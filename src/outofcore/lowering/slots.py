@@ -25,11 +25,11 @@ class Slot:
     copies: tuple[int, ...]  # instructions: the copy out, then its copies in
 
     @property
-    def taken(self) -> int:
+    def copy_out(self) -> int:
         return self.copies[0]
 
     @property
-    def given(self) -> int:
+    def last_copy(self) -> int:
         """The last copy in, or the copy out if there is no copy in."""
         return self.copies[-1]
 
@@ -38,7 +38,7 @@ def slot_bytes(count: int) -> int:
     return round_up(count, PAGE_BYTES)
 
 
-def lasting(graph: StepGraph, program: Program) -> dict[int, int]:
+def permanent_slots(graph: StepGraph, program: Program) -> dict[int, int]:
     """Return the homes of the storages with permanent slots."""
     moving = {program.blocks[i.block].storage for i in program.instructions if not isinstance(i, Run)}
     wrapping = {block.storage for block in program.blocks if block.wraps}
@@ -50,7 +50,7 @@ def lasting(graph: StepGraph, program: Program) -> dict[int, int]:
 
 
 def slots_of(graph: StepGraph, program: Program) -> Iterator[Slot]:
-    permanent = set(lasting(graph, program).items())
+    permanent = set(permanent_slots(graph, program).items())
     last: dict[tuple[int, int], list[int]] = {}  # the copies of the latest stay, by storage and home
     stays: list[tuple[int, int, list[int]]] = []
     for index, instruction in enumerate(program.instructions):
@@ -66,19 +66,19 @@ def slots_of(graph: StepGraph, program: Program) -> Iterator[Slot]:
         elif key in last:
             last[key].append(index)
     slots = [Slot(home, storage, tuple(copies)) for home, storage, copies in stays]
-    return iter(sorted(slots, key=lambda slot: (slot.given, slot.taken)))
+    return iter(sorted(slots, key=lambda slot: (slot.last_copy, slot.copy_out)))
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class SlotReuse:
     """A temporary slot and the earlier slots whose bytes it reuses."""
 
     slot: Slot
-    vacated: tuple[Slot, ...]  # slots of the same home that are free from here on
-    after: int  # copies in from that home that must end first; 0 if earlier copies out have waited for them
+    freed: tuple[Slot, ...]  # slots of the same home that are free from here on
+    copies_in_before: int  # copies in from that home that must end first; 0 if earlier copies out have waited for them
 
 
-def turns(graph: StepGraph, costs: Costs, program: Program) -> list[Turn] | None:
+def assign_slots(graph: StepGraph, costs: Costs, program: Program) -> list[SlotReuse] | None:
     """Assign to each temporary slot, by copy out, the earlier slots whose bytes it reuses.
 
     Return None if the program exceeds a home's capacity even with waits.
@@ -86,7 +86,7 @@ def turns(graph: StepGraph, costs: Costs, program: Program) -> list[Turn] | None
     size = [slot_bytes(storage.bytes) for storage in graph.storages]
     capacity = [home.bytes for home in costs.homes]
     home_bytes = [0] * len(capacity)
-    for storage, home in lasting(graph, program).items():
+    for storage, home in permanent_slots(graph, program).items():
         if home < len(home_bytes):
             home_bytes[home] += size[storage]
     for home, limit in enumerate(capacity):
@@ -95,15 +95,15 @@ def turns(graph: StepGraph, costs: Costs, program: Program) -> list[Turn] | None
     takers: dict[int, Slot] = {}
     givers: dict[int, list[Slot]] = {}
     for slot in slots_of(graph, program):
-        takers[slot.taken] = slot
-        givers.setdefault(slot.given, []).append(slot)
+        takers[slot.copy_out] = slot
+        givers.setdefault(slot.last_copy, []).append(slot)
     arrived = [0] * len(capacity)  # number of copies in so far
     # Slots that are freed by a copy in, with its number; waited for only if their bytes are needed.
     coming: list[deque[tuple[int, Slot]]] = [deque() for _ in capacity]
     unread: list[list[Slot]] = [
         [] for _ in capacity
     ]  # slots without copies in: the next copy out may reuse their bytes
-    reuses: list[Turn] = []
+    reuses: list[SlotReuse] = []
     for index, instruction in enumerate(program.instructions):
         if isinstance(instruction, Run) or instruction.home >= len(capacity):
             continue
@@ -121,9 +121,9 @@ def turns(graph: StepGraph, costs: Costs, program: Program) -> list[Turn] | None
                 after, slot = coming[home].popleft()
                 home_bytes[home] -= size[slot.storage]
                 vacated.append(slot)
-            reuses.append(Turn(takers[index], tuple(vacated), after))
+            reuses.append(SlotReuse(takers[index], tuple(vacated), after))
         for slot in givers.get(index, ()):
-            if slot.taken == index:
+            if slot.copy_out == index:
                 home_bytes[home] -= size[slot.storage]
                 unread[home].append(slot)
             else:
@@ -131,9 +131,13 @@ def turns(graph: StepGraph, costs: Costs, program: Program) -> list[Turn] | None
     return reuses
 
 
-def room_at_homes(graph: StepGraph, costs: Costs, program: Program) -> dict[int, int] | None:
+def copies_in_before_room(graph: StepGraph, costs: Costs, program: Program) -> dict[int, int] | None:
     """Return the number of copies in that copies out must wait for; None if a home is too small."""
     if all(home.bytes is None for home in costs.homes):
         return {}
-    reuses = turns(graph, costs, program)
-    return None if reuses is None else {reuse.slot.taken: reuse.after for reuse in reuses if reuse.after}
+    reuses = assign_slots(graph, costs, program)
+    return (
+        None
+        if reuses is None
+        else {reuse.slot.copy_out: reuse.copies_in_before for reuse in reuses if reuse.copies_in_before}
+    )

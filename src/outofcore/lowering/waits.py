@@ -9,7 +9,7 @@ from dataclasses import replace
 from outofcore.costs import Costs
 from outofcore.errors import GraphError
 from outofcore.graph import StepGraph, StorageKind
-from outofcore.lowering.slots import room_at_homes
+from outofcore.lowering.slots import copies_in_before_room
 from outofcore.program import Block, CopyIn, CopyOut, Instruction, Program, Queue, Run, Wait, lane_of
 
 # The number of instructions of each queue that have certainly ended; queues in the order of ``_lanes``.
@@ -24,17 +24,17 @@ def _later(a: _Clock, b: _Clock) -> _Clock:
 _LEARNT = frozenset({StorageKind.PARAMETER, StorageKind.OPTIMIZER_STATE, StorageKind.STATE_RANGE})
 
 
-class _Ground:
+class _FreeTimes:
     """When each byte of the arena is free, as disjoint intervals in order of address."""
 
     def __init__(self, start: _Clock) -> None:
-        self._nothing = start
+        self._initial = start
         self._starts: list[int] = []
         self._pieces: list[tuple[int, _Clock]] = []  # the end of each interval, and when it is free
 
-    def take(self, start: int, end: int) -> _Clock:
+    def free_time(self, start: int, end: int) -> _Clock:
         """Return the clock at which all of [start, end) is free."""
-        needed = self._nothing
+        needed = self._initial
         at = max(bisect_right(self._starts, start) - 1, 0)
         while at < len(self._starts) and self._starts[at] < end:
             piece_end, clock = self._pieces[at]
@@ -43,7 +43,7 @@ class _Ground:
             at += 1
         return needed
 
-    def give(self, start: int, end: int, clock: _Clock) -> None:
+    def set_free_time(self, start: int, end: int, clock: _Clock) -> None:
         """Record that [start, end) is free once ``clock`` is reached."""
         first = bisect_left(self._starts, start)
         if first and self._pieces[first - 1][0] > start:
@@ -75,7 +75,7 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
 
     Raises ``GraphError`` if the program exceeds the capacity of a home, or if a workspace is copied.
     """
-    room = room_at_homes(graph, costs, program) if costs is not None else {}
+    room = copies_in_before_room(graph, costs, program) if costs is not None else {}
     if room is None:
         raise GraphError(
             "the plan needs more bytes at a home than its capacity; give the home more bytes, or plan fewer evictions "
@@ -84,7 +84,7 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
     lanes = _lanes(program)
     numbers = {lane: number for number, lane in enumerate(lanes)}
     at_start: _Clock = (0,) * len(lanes)
-    ground = _Ground(at_start)
+    ground = _FreeTimes(at_start)
     counts = [0] * len(lanes)
     collectives = numbers.get((Queue.COMMUNICATE, 0))
     clocks: dict[tuple[int, int], _Clock] = {}  # after the count-th instruction of a queue has ended
@@ -104,7 +104,7 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
         while next_death < len(pending) and pending[next_death] <= index:
             for block in deaths[pending[next_death]]:
                 if block.bytes:
-                    ground.give(block.offset, block.offset + block.bytes, touched.get(block.id, at_start))
+                    ground.set_free_time(block.offset, block.offset + block.bytes, touched.get(block.id, at_start))
                     # A wrapping block that is born again later in the step has new users.
                     written.pop(block.id, None)
                     touched.pop(block.id, None)
@@ -133,7 +133,7 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
         for block_id, writes_it in accesses:
             block = program.blocks[block_id]
             if block_id not in touched and block.bytes and not (block.wraps and index < block.dies):
-                needed = _later(needed, ground.take(block.offset, block.offset + block.bytes))
+                needed = _later(needed, ground.free_time(block.offset, block.offset + block.bytes))
             needed = _later(needed, (touched if writes_it else written).get(block_id, at_start))
         counts[queue] += 1
         reached = clocks.get((queue, counts[queue] - 1), at_start)
@@ -160,7 +160,7 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
                 target = slot_written if isinstance(instruction, CopyOut) else slot_read
                 slot = (storage, instruction.home)
                 target[slot] = _later(target.get(slot, at_start), own_clock)
-        instructions.append(_waiting(instruction, tuple(waits)))
+        instructions.append(_with_waits(instruction, tuple(waits)))
     return replace(program, instructions=tuple(instructions))
 
 
@@ -173,7 +173,7 @@ def _is_final(graph: StepGraph, program: Program, instruction: Instruction) -> b
     return isinstance(instruction, CopyOut) and program.blocks[instruction.block].storage in graph.gradients_left
 
 
-def _waiting(instruction: Instruction, waits: tuple[Wait, ...]) -> Instruction:
+def _with_waits(instruction: Instruction, waits: tuple[Wait, ...]) -> Instruction:
     if isinstance(instruction, Run):
         recompute, communicates = instruction.again, instruction.communicates
         return Run(instruction.op, instruction.blocks, instruction.workspace, waits, recompute, communicates)

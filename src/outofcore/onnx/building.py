@@ -22,17 +22,17 @@ from torch import Tensor, fx, nn
 import outofcore
 from outofcore.errors import InputError
 from outofcore.onnx.contents import FileRange, Graph, Node, StoredTensor
-from outofcore.onnx.operators.control import Control
-from outofcore.onnx.operators.elementwise import NARROW, widened
-from outofcore.onnx.operators.registry import Operator, Refused, find, items
+from outofcore.onnx.operators.control import ControlNode
+from outofcore.onnx.operators.elementwise import UNSIGNED, compute_plain
+from outofcore.onnx.operators.registry import Operator, Unsupported, find, to_list
 from outofcore.onnx.storage import DTYPES, Files, is_mapped
 
 # Larger constant results are computed when the model runs.
-_KNOWN_ELEMENTS = 64
+_MAX_CONSTANT_ELEMENTS = 64
 # The alignment of PyTorch's own tensors, in bytes.
 ALIGNMENT = 64
 # Floating-point inputs that are not trained: statistics, scales, limits, masks, tables.
-_NOT_TRAINED: dict[str, frozenset[int]] = {
+_UNTRAINED_INPUTS: dict[str, frozenset[int]] = {
     "Attention": frozenset({3, 4, 5}),
     "BatchNormalization": frozenset({3, 4}),
     "Clip": frozenset({1, 2}),
@@ -46,13 +46,13 @@ _NOT_TRAINED: dict[str, frozenset[int]] = {
     "RotaryEmbedding": frozenset({1, 2}),
     **dict.fromkeys(("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"), frozenset({0, 1})),
 }
-_TRAINED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_TRAINED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Attributes that hold the code of a data type.
-_DTYPES = frozenset({"to", "dtype", "precision", "softmax_precision"})
+_DTYPE_ATTRIBUTES = frozenset({"to", "dtype", "precision", "softmax_precision"})
 # Errors of PyTorch's operators for inputs that do not match.
-RAISED = (
+OPERATOR_ERRORS = (
     *(RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, ArithmeticError, AssertionError),
-    *(MemoryError, Refused),
+    *(MemoryError, Unsupported),
 )
 
 
@@ -66,7 +66,7 @@ class _Value:
     is_unaligned: bool = False  # on pages of a file, at an address with less than PyTorch's alignment
 
     @property
-    def known(self) -> Tensor | None:
+    def constant(self) -> Tensor | None:
         return self.tensor if self.node is None else None
 
 
@@ -74,7 +74,7 @@ def device_of(*tensors: Any) -> torch.device:
     return next((tensor.device for tensor in tensors if isinstance(tensor, Tensor)), torch.device("cpu"))
 
 
-def on_device(x: Tensor, device: torch.device) -> Tensor:
+def copy_to_device(x: Tensor, device: torch.device) -> Tensor:
     """Copy a small tensor to a device; in a captured step it becomes a constant."""
     return torch.tensor(x.tolist(), dtype=x.dtype, device=device).reshape(x.shape)
 
@@ -92,9 +92,9 @@ class Builder:
         self._graph = fx.Graph()
         self._is_narrow: bool = _is_narrow(graph) if outer is None else outer._is_narrow
         self._values: MutableMapping[str, _Value | None] = {}
-        self._imported: dict[fx.Node, _Value] = {}  # by nodes of the outer graph
-        self._made: dict[tuple[_Value, str], fx.Node] = {}
-        self._now: Node | None = None
+        self._imports: dict[fx.Node, _Value] = {}  # by nodes of the outer graph
+        self._materialized: dict[tuple[_Value, str], fx.Node] = {}
+        self._current_node: Node | None = None
         placeholders = [self._placeholder(declared.name) for declared in graph.inputs]
         # Weights and values of the outer graph are inserted before this node.
         self._device = self._call(device_of, *placeholders) if outer is None else self._placeholder("device")
@@ -109,20 +109,20 @@ class Builder:
         for declared in graph.inputs[:hosts]:
             value = self._values[declared.name]
             self._values[declared.name] = None if value is None else replace(value, is_host=True)
-        nodes = [self._tensor(result) for result in self._nodes(graph, prefix)]
+        nodes = [self._device_node(result) for result in self._nodes(graph, prefix)]
         self._graph.output(nodes[0] if self._outer is None and len(nodes) == 1 else tuple(nodes))
         if not self._device.users and self._outer is None:
             self._graph.erase_node(self._device)
         self._module.graph = self._graph
-        return list(self._imported)
+        return list(self._imports)
 
     def _nodes(self, graph: Graph, prefix: str) -> list[_Value | None]:
         uses = defaultdict[str, _Use](lambda: _Use.NONE)
-        _learn_uses(graph, uses)
+        _record_uses(graph, uses)
         for name, stored in graph.tensors.items():
             self._values[name] = self._constant(prefix + name, stored, uses[name])
         for node in graph.nodes:
-            self._now = node
+            self._current_node = node
             stored = _constant_of(node)
             if stored is None:
                 values = self._outputs(node, prefix)
@@ -132,7 +132,7 @@ class Builder:
             self._values.update({name: value for name, value in zip(node.outputs, values, strict=False) if name})
         return [self._find(item.name) for item in graph.outputs]
 
-    def _within(self, graph: Graph, prefix: str, values: MutableMapping[str, _Value | None]) -> list[_Value | None]:
+    def _inline(self, graph: Graph, prefix: str, values: MutableMapping[str, _Value | None]) -> list[_Value | None]:
         before, self._values = self._values, values
         try:
             return self._nodes(graph, prefix)
@@ -144,21 +144,21 @@ class Builder:
         inner = f"{prefix}{node.name}/"
         if node.body is not None:
             names = [declared.name for declared in node.body.inputs]
-            return self._within(node.body, inner, dict(zip_longest(names, inputs)))
+            return self._inline(node.body, inner, dict(zip_longest(names, inputs)))
         operator = find(node.domain, node.op, node.version)
         if operator is None:
             raise InputError(f"{node} is not supported and has no body")
         keywords = self._keywords(node, operator)
-        constants = self._computed(node, operator, inputs, keywords)
+        constants = self._fold_constants(node, operator, inputs, keywords)
         if constants is not None:
             return constants
         if not isinstance(operator.run, type):
-            return self._called(node, operator, inputs, keywords)
-        condition = inputs[0].known if node.op == "If" and inputs[0] else None
+            return self._call_operator(node, operator, inputs, keywords)
+        condition = inputs[0].constant if node.op == "If" and inputs[0] else None
         if condition is not None:
             branch = node.attributes["then_branch" if condition.item() else "else_branch"]
-            return self._within(branch, inner, ChainMap({}, self._values))
-        return self._controlled(node, operator, inputs, inner)
+            return self._inline(branch, inner, ChainMap({}, self._values))
+        return self._call_control(node, operator, inputs, inner)
 
     # ---- values -----------------------------------------------------------------------------------------------------
 
@@ -172,10 +172,10 @@ class Builder:
     def _import(self, value: _Value | None) -> _Value | None:
         if value is None or value.node is None:
             return value
-        if value.node not in self._imported:
+        if value.node not in self._imports:
             with self._graph.inserting_before(self._device):
-                self._imported[value.node] = replace(value, node=self._placeholder(value.node.name))
-        return self._imported[value.node]
+                self._imports[value.node] = replace(value, node=self._placeholder(value.node.name))
+        return self._imports[value.node]
 
     def _placeholder(self, name: str) -> fx.Node:
         node = self._graph.create_node("placeholder", "", name="x" if name in ("self", "") else name)
@@ -185,7 +185,7 @@ class Builder:
     def _call(self, function: Any, *arguments: Any, **keywords: Any) -> fx.Node:
         name = keywords.pop("name", None)
         node = self._graph.create_node("call_function", function, arguments, keywords, name=name)
-        node.meta["onnx"] = self._now
+        node.meta["onnx"] = self._current_node
         return node
 
     def _constant(self, name: str, stored: StoredTensor, use: _Use) -> _Value | None:
@@ -193,9 +193,9 @@ class Builder:
         if is_mapped(stored) and not (self._has_contents or looked_at):
             tensor = torch.empty(stored.shape, dtype=DTYPES[stored.code], device="meta")
         else:
-            tensor = self._files.tensor(stored)
+            tensor = self._files.read_tensor(stored)
         is_whole = not tensor.is_floating_point() and not tensor.is_complex()
-        if looked_at or not tensor.dim() or (is_whole and tensor.numel() <= _KNOWN_ELEMENTS):
+        if looked_at or not tensor.dim() or (is_whole and tensor.numel() <= _MAX_CONSTANT_ELEMENTS):
             return _Value(None, tensor.clone() if is_mapped(stored) else tensor)
         return self._weight(name, tensor, stored, use)
 
@@ -203,7 +203,7 @@ class Builder:
         if self._outer is not None:
             return self._import(self._outer._weight(name, tensor, stored, use))
         holder, leaf, target = _place(self._module, name)
-        if _Use.TRAINED in use and tensor.dtype in _TRAINED:
+        if _Use.TRAINED in use and tensor.dtype in _TRAINED_DTYPES:
             holder.register_parameter(leaf, nn.Parameter(tensor))
         else:
             holder.register_buffer(leaf, tensor)
@@ -214,29 +214,29 @@ class Builder:
         unaligned = is_mapped(stored) and isinstance(stored.data, FileRange) and stored.data.offset % ALIGNMENT != 0
         return _Value(node, tensor, is_unaligned=unaligned)
 
-    def _tensor(self, value: _Value | None, *, aligned: bool = True) -> fx.Node | None:
+    def _device_node(self, value: _Value | None, *, aligned: bool = True) -> fx.Node | None:
         """Return a node with the value on the model's device."""
         if value is None:
             return None
         if value.node is None or value.is_host:
-            return self._once(value, "device")
+            return self._materialize_once(value, "device")
         return self._call(outofcore.aligned, value.node) if value.is_unaligned and aligned else value.node
 
-    def _once(self, value: _Value, device_kind: str) -> fx.Node:
-        node = self._made.get((value, device_kind))
+    def _materialize_once(self, value: _Value, device_kind: str) -> fx.Node:
+        node = self._materialized.get((value, device_kind))
         if node is None:
             keywords = {"device": self._device} if device_kind == "device" else {}
-            if value.known is None:
-                node = self._call(on_device, value.node, **keywords)
-            elif value.known.numel():
-                node = self._call(torch.tensor, value.known.tolist(), dtype=value.known.dtype, **keywords)
+            if value.constant is None:
+                node = self._call(copy_to_device, value.node, **keywords)
+            elif value.constant.numel():
+                node = self._call(torch.tensor, value.constant.tolist(), dtype=value.constant.dtype, **keywords)
             else:
-                node = self._call(torch.empty, tuple(value.known.shape), dtype=value.known.dtype, **keywords)
-            self._made[value, device_kind] = node
+                node = self._call(torch.empty, tuple(value.constant.shape), dtype=value.constant.dtype, **keywords)
+            self._materialized[value, device_kind] = node
         return node
 
-    def _host(self, value: _Value) -> fx.Node:
-        return self._once(value, "cpu") if value.node is None else value.node
+    def _host_node(self, value: _Value) -> fx.Node:
+        return self._materialize_once(value, "cpu") if value.node is None else value.node
 
     # ---- operators --------------------------------------------------------------------------------------------------
 
@@ -249,11 +249,11 @@ class Builder:
             if keyword in builder_values:
                 value = builder_values[keyword]
             elif isinstance(value, StoredTensor):
-                tensor = self._files.tensor(value)
+                tensor = self._files.read_tensor(value)
                 if tensor.numel() != 1:
                     raise InputError(f"{node}: the attribute {name!r} must hold one number")
-                value = (items(tensor)[0], tensor.dtype)
-            elif name in _DTYPES and name in node.attributes:
+                value = (to_list(tensor)[0], tensor.dtype)
+            elif name in _DTYPE_ATTRIBUTES and name in node.attributes:
                 if value and (value not in DTYPES or value in (21, 22)):
                     raise InputError(f"{node}: PyTorch does not compute with its data type {value} here")
                 value = DTYPES.get(value, inspect.Parameter.empty)
@@ -262,31 +262,31 @@ class Builder:
         return keywords
 
     def _function(self, node: Node, operator: Operator) -> tuple[Any, tuple[str, ...]]:
-        return (widened, (node.op,)) if operator.is_plain and self._is_narrow else (operator.run, ())
+        return (compute_plain, (node.op,)) if operator.is_plain and self._is_narrow else (operator.run, ())
 
-    def _computed(
+    def _fold_constants(
         self, node: Node, operator: Operator, inputs: Sequence[_Value | None], keywords: Mapping[str, Any]
     ) -> list[_Value] | None:
         """Compute small results of constants and known shapes; None: they must be computed at run time."""
-        tensors = [None if value is None else value.tensor if operator.by_shape else value.known for value in inputs]
+        tensors = [None if value is None else value.tensor if operator.by_shape else value.constant for value in inputs]
         if not operator.pure or any(value is not None and x is None for value, x in zip(inputs, tensors, strict=True)):
             return None
         function, lead = self._function(node, operator)
         here = {"device": torch.device("cpu")} if "device" in operator.parameters else {}
-        arguments = [items(x) if x is not None and place in operator.read else x for place, x in enumerate(tensors)]
+        arguments = [to_list(x) if x is not None and place in operator.read else x for place, x in enumerate(tensors)]
         try:
             with torch.no_grad():
-                if operator.size is not None and operator.size(*arguments) > _KNOWN_ELEMENTS:
+                if operator.size is not None and operator.size(*arguments) > _MAX_CONSTANT_ELEMENTS:
                     return None
                 result = function(*lead, *arguments, **keywords, **here)
-        except RAISED:  # raised again if the node runs
+        except OPERATOR_ERRORS:  # raised again if the node runs
             return None
         outputs: Sequence[Any] = result if operator.many else [result]
-        if not all(isinstance(value, Tensor) and value.numel() <= _KNOWN_ELEMENTS for value in outputs):
+        if not all(isinstance(value, Tensor) and value.numel() <= _MAX_CONSTANT_ELEMENTS for value in outputs):
             return None
         return [_Value(None, value) for value in outputs]
 
-    def _called(
+    def _call_operator(
         self, node: Node, operator: Operator, inputs: Sequence[_Value | None], keywords: Mapping[str, Any]
     ) -> list[_Value | None]:
         values = [value for value in inputs if value is not None and value.node is not None]
@@ -296,27 +296,29 @@ class Builder:
             if value is None:
                 arguments.append(None)
             elif place in operator.read:
-                arguments.append(items(value.known) if value.known is not None else self._call(items, value.node))
+                arguments.append(
+                    to_list(value.constant) if value.constant is not None else self._call(to_list, value.node)
+                )
             elif on_host or operator.by_shape or place in operator.host:
-                arguments.append(self._host(value))
+                arguments.append(self._host_node(value))
             else:
-                arguments.append(self._tensor(value, aligned=(node.op, place) != ("Gather", 0)))
+                arguments.append(self._device_node(value, aligned=(node.op, place) != ("Gather", 0)))
         while arguments and arguments[-1] is None:
             arguments.pop()
         here = {"device": torch.device("cpu") if on_host else self._device} if "device" in operator.parameters else {}
         function, lead = self._function(node, operator)
         result = self._call(function, *lead, *arguments, **keywords, **here, name=node.name)
         if operator.many:
-            return self._items(node, result, is_host=on_host)
+            return self._unpack(node, result, is_host=on_host)
         return [_Value(result, is_host=on_host or operator.by_shape)]
 
-    def _items(self, node: Node, result: fx.Node, *, is_host: bool = False) -> list[_Value | None]:
+    def _unpack(self, node: Node, result: fx.Node, *, is_host: bool = False) -> list[_Value | None]:
         return [
             _Value(self._call(builtin.getitem, result, place), is_host=is_host) if name else None
             for place, name in enumerate(node.outputs)
         ]
 
-    def _controlled(
+    def _call_control(
         self, node: Node, operator: Operator, values_in: Sequence[_Value | None], prefix: str
     ) -> list[_Value | None]:
         graphs = {name: x for name, x in node.attributes.items() if isinstance(x, Graph)}
@@ -325,18 +327,22 @@ class Builder:
         for name, graph in graphs.items():
             builder = Builder(modules[name], self._files, graph, has_contents=self._has_contents, outer=self)
             outer[name] = builder.build(graph, prefix, hosts=2 if node.op == "Loop" else 0)
-        self._now = node
+        self._current_node = node
         attributes = {name: x for name, x in node.attributes.items() if name not in graphs}
         results = max(len(graph.outputs) for graph in graphs.values()) - (node.op == "Loop")
         target = _free_name(self._module, node.name)
         self._module.add_module(target, operator.run(modules, attributes, results))
         inputs = [
-            None if x is None else self._call(items, self._host(x)) if place in operator.read else self._tensor(x)
+            None
+            if x is None
+            else self._call(to_list, self._host_node(x))
+            if place in operator.read
+            else self._device_node(x)
             for place, x in enumerate(values_in)
         ]
         result = self._graph.create_node("call_module", target, (self._device, inputs, outer), name=node.name)
         result.meta["onnx"] = node
-        return self._items(node, result)
+        return self._unpack(node, result)
 
 
 def _is_narrow(graph: Graph) -> bool:
@@ -346,11 +352,11 @@ def _is_narrow(graph: Graph) -> bool:
         for name, value in node.attributes.items():
             if isinstance(value, StoredTensor):
                 codes.add(value.code)
-            elif name in _DTYPES or name == "output_dtype":
+            elif name in _DTYPE_ATTRIBUTES or name == "output_dtype":
                 codes.add(value)
-        if any(map(_is_narrow, (*node.graphs(), *(() if node.body is None else (node.body,))))):
+        if any(map(_is_narrow, (*node.inner_graphs(), *(() if node.body is None else (node.body,))))):
             return True
-    return any(DTYPES.get(code) in NARROW for code in codes if code is not None)
+    return any(DTYPES.get(code) in UNSIGNED for code in codes if code is not None)
 
 
 class _Use(Flag):
@@ -360,16 +366,16 @@ class _Use(Flag):
     TRAINED = auto()  # as a weight
 
 
-def _learn_uses(graph: Graph, uses: dict[str, _Use]) -> None:
+def _record_uses(graph: Graph, uses: dict[str, _Use]) -> None:
     for node in graph.nodes:
         operator = None if node.body is not None else find(node.domain, node.op, node.version)
         for place, name in enumerate(node.inputs):
-            is_trained = place not in _NOT_TRAINED.get(node.op, ())
+            is_trained = place not in _UNTRAINED_INPUTS.get(node.op, ())
             use = _Use.COMPUTED | _Use.TRAINED if is_trained else _Use.COMPUTED
             is_read = operator is not None and place in operator.read | operator.host
             uses[name] |= _Use.READ if is_read else use
-        for inner in node.graphs():
-            _learn_uses(inner, uses)
+        for inner in node.inner_graphs():
+            _record_uses(inner, uses)
     for item in graph.outputs:
         uses[item.name] |= _Use.COMPUTED
 
@@ -398,7 +404,7 @@ def _place(root: nn.Module, name: str) -> tuple[nn.Module, str, str]:
         if child is None and part and not hasattr(holder, part):
             child = nn.Module()
             holder.add_module(part, child)
-        if child is None or isinstance(child, Control):
+        if child is None or isinstance(child, ControlNode):
             break
         holder = child
     else:

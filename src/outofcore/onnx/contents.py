@@ -17,14 +17,14 @@ from typing import Any, Self
 import numpy as np
 
 from outofcore.errors import InputError
-from outofcore.onnx.wire import DEEPEST, Slim, slim
+from outofcore.onnx.wire import MAX_DEPTH, SlimModel, remove_large_tensors
 
 # The newest version of the standard operators that has been reviewed.
 NEWEST_OPSET = 28
 # Nodes of a model with its functions inlined; bounds the expansion of a malicious file.
-_MOST_NODES = 2_000_000
+_MAX_NODES = 2_000_000
 # Elements of a tensor, so that its bytes fit in 64 bits.
-_MOST_ELEMENTS = 1 << 60
+_MAX_ELEMENTS = 1 << 60
 _STANDARD = ("", "ai.onnx")
 # Bits of an element in a file, by data type in TensorProto.
 BITS = {
@@ -38,7 +38,7 @@ BITS = {
 STRING = 8  # TensorProto.STRING
 
 
-class _Unchanging:
+class _Immutable:
     """A base of immutable classes, which ``deepcopy`` does not copy."""
 
     def __deepcopy__(self, memo: object) -> Self:
@@ -46,14 +46,14 @@ class _Unchanging:
 
 
 @dataclass(frozen=True)
-class FileRange(_Unchanging):
+class FileRange(_Immutable):
     path: Path
     offset: int
     length: int
 
 
 @dataclass(frozen=True, eq=False)
-class StoredTensor(_Unchanging):
+class StoredTensor(_Immutable):
     """A tensor of a file, little-endian and in row-major order."""
 
     name: str  # "" for a tensor of an attribute
@@ -71,14 +71,14 @@ class Dimension:
 
 
 @dataclass(frozen=True)
-class Declared:
+class DeclaredValue:
     name: str
     code: int | None  # data type in TensorProto; None: not a tensor, or undeclared
     shape: tuple[Dimension, ...] | None  # None: undeclared
 
 
 @dataclass(frozen=True, eq=False)
-class Node(_Unchanging):
+class Node(_Immutable):
     name: str  # without a name in the file, that of the first output
     op: str
     domain: str  # "" for standard operators
@@ -91,7 +91,7 @@ class Node(_Unchanging):
     def __str__(self) -> str:
         return f"node {self.name!r} ({self.domain or 'ai.onnx'}::{self.op} of opset {self.version})"
 
-    def graphs(self) -> Iterator[Graph]:
+    def inner_graphs(self) -> Iterator[Graph]:
         """Yield the graphs among the attributes, which may use values of the outer graph."""
         for value in self.attributes.values():
             if isinstance(value, Graph):
@@ -101,12 +101,12 @@ class Node(_Unchanging):
 
 
 @dataclass(frozen=True, eq=False)
-class Graph(_Unchanging):
+class Graph(_Immutable):
     """A graph with its nodes in topological order."""
 
     name: str
-    inputs: tuple[Declared, ...]  # without the initializers
-    outputs: tuple[Declared, ...]
+    inputs: tuple[DeclaredValue, ...]  # without the initializers
+    outputs: tuple[DeclaredValue, ...]
     nodes: tuple[Node, ...]
     tensors: Mapping[str, StoredTensor]  # initializers
     outer: frozenset[str] = frozenset()  # values of outer graphs that it uses
@@ -120,10 +120,10 @@ class Model:
 
 
 @dataclass
-class _Reading:
+class _Reader:
     onnx: Any
     path: Path
-    slim: Slim
+    slim: SlimModel
     is_supported: Callable[[str, str, int], bool]
     functions: dict[tuple[str, str, str], Any] = field(default_factory=dict[tuple[str, str, str], Any])
     opsets: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -145,14 +145,14 @@ def read_model(path: Path, onnx: Any, is_supported: Callable[[str, str, int], bo
             if not length:
                 raise InputError("it is empty")
             # Not closed here: the traceback of an error may still refer to it.
-            slimmed = slim(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
+            slimmed = remove_large_tensors(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
     except InputError as error:
         raise InputError(f"{path} is not a complete ONNX file: {error}; use another copy of it") from error
     try:
         proto = onnx.ModelProto.FromString(slimmed.message)
-        return _model(_Reading(onnx, path, slimmed, is_supported), proto)
+        return _read_model(_Reader(onnx, path, slimmed, is_supported), proto)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error.__cause__
     except (DecodeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError) as error:
@@ -163,10 +163,10 @@ def read_model(path: Path, onnx: Any, is_supported: Callable[[str, str, int], bo
         raise InputError(f"{path}: graphs or functions are nested too deeply; simplify the model") from error
 
 
-def _model(reading: _Reading, proto: Any) -> Model:
+def _read_model(reading: _Reader, proto: Any) -> Model:
     opsets: dict[str, int] = {}
     for item in proto.opset_import:
-        domain = _domain(item.domain)
+        domain = _normalize_domain(item.domain)
         if domain in opsets:
             raise InputError(f"the opset of the domain {domain or 'ai.onnx'!r} is given twice")
         opsets[domain] = item.version
@@ -174,20 +174,20 @@ def _model(reading: _Reading, proto: Any) -> Model:
         raise InputError(
             "it has no graph or no opset, so it is not an ONNX model; save it again with onnx.save or torch.onnx.export"
         )
-    reading.opsets = _checked_opsets(opsets)
+    reading.opsets = _check_opsets(opsets)
     for function in proto.functions:
-        _texts(function.name, function.overload, *function.input, *function.output)
-        key = (_domain(function.domain), function.name, function.overload)
+        _check_text(function.name, function.overload, *function.input, *function.output)
+        key = (_normalize_domain(function.domain), function.name, function.overload)
         if key in reading.functions:
             raise InputError(f"the function {function.name!r} is defined twice")
         reading.functions[key] = function
-    graph = _graph(reading, proto.graph, frozenset(), 0)
+    graph = _read_graph(reading, proto.graph, frozenset(), 0)
     if not graph.outputs:
         raise InputError("the graph has no outputs")
     return Model(reading.path, opsets.get("", 0), graph)
 
 
-def _checked_opsets(opsets: Mapping[str, int]) -> Mapping[str, int]:
+def _check_opsets(opsets: Mapping[str, int]) -> Mapping[str, int]:
     version = opsets.get("", 1)
     if not 1 <= version <= NEWEST_OPSET:
         raise InputError(
@@ -196,58 +196,58 @@ def _checked_opsets(opsets: Mapping[str, int]) -> Mapping[str, int]:
     return opsets
 
 
-def _texts(*names: object) -> None:
+def _check_text(*names: object) -> None:
     # Protobuf returns bytes for invalid text.
     for name in names:
         if not isinstance(name, str):
             raise InputError(f"the name {name!r} is not text; the file is damaged")
 
 
-def _domain(name: str) -> str:
-    _texts(name)
+def _normalize_domain(name: str) -> str:
+    _check_text(name)
     return "" if name in _STANDARD else name
 
 
 # ---- graphs ---------------------------------------------------------------------------------------------------------
 
 
-def _graph(reading: _Reading, proto: Any, around: frozenset[str], depth: int) -> Graph:
-    if depth > DEEPEST:
-        raise InputError(f"graphs lie more than {DEEPEST} deep within each other")
+def _read_graph(reading: _Reader, proto: Any, around: frozenset[str], depth: int) -> Graph:
+    if depth > MAX_DEPTH:
+        raise InputError(f"graphs lie more than {MAX_DEPTH} deep within each other")
     tensors: dict[str, StoredTensor] = {}
     for item in proto.initializer:
-        _add(tensors, item.name, _tensor(reading, item), "initializer")
+        _add_unique(tensors, item.name, _read_tensor(reading, item), "initializer")
     for item in proto.sparse_initializer:
-        _add(tensors, item.values.name, _sparse(reading, item), "initializer")
-    inputs: dict[str, Declared] = {}
+        _add_unique(tensors, item.values.name, _read_sparse(reading, item), "initializer")
+    inputs: dict[str, DeclaredValue] = {}
     for item in proto.input:
-        _add(inputs, item.name, _declared(item), "input")
-    outputs = tuple(_declared(item) for item in proto.output)
+        _add_unique(inputs, item.name, _read_declared(item), "input")
+    outputs = tuple(_read_declared(item) for item in proto.output)
     inputs_and_weights = frozenset(inputs) | frozenset(tensors)
     raw = list(proto.node)
-    nodes = _nodes(reading, raw, inputs_and_weights, around, depth)
+    nodes = _read_nodes(reading, raw, inputs_and_weights, around, depth)
     produced = {name for node in nodes for name in node.outputs if name}
-    ends = _twice([item.name for item in outputs])
+    ends = _first_duplicate([item.name for item in outputs])
     if ends is not None:
         raise InputError(f"two outputs of the graph are called {ends!r}")
     for item in outputs:
         if item.name not in produced and item.name not in inputs_and_weights and item.name not in around:
             raise InputError(f"no node produces the output {item.name!r} of the graph {proto.name!r}")
-    outer = _used(nodes, outputs) - produced - inputs_and_weights
+    outer = _used_names(nodes, outputs) - produced - inputs_and_weights
     required_inputs = tuple(item for name, item in inputs.items() if name not in tensors)
     return Graph(proto.name, required_inputs, outputs, nodes, tensors, frozenset(outer))
 
 
-def _used(nodes: Sequence[Node], outputs: Sequence[Declared]) -> set[str]:
+def _used_names(nodes: Sequence[Node], outputs: Sequence[DeclaredValue]) -> set[str]:
     used = {name for node in nodes for name in node.inputs if name}
     for node in nodes:
-        for graph in node.graphs():
+        for graph in node.inner_graphs():
             used |= graph.outer
     return used | {item.name for item in outputs}
 
 
-def _add(table: dict[str, Any], name: str, item: Any, kind: str) -> None:
-    _texts(name)
+def _add_unique(table: dict[str, Any], name: str, item: Any, kind: str) -> None:
+    _check_text(name)
     if not name:
         raise InputError(f"an {kind} of a graph has no name")
     if name in table:
@@ -255,7 +255,7 @@ def _add(table: dict[str, Any], name: str, item: Any, kind: str) -> None:
     table[name] = item
 
 
-def _twice(names: Sequence[str]) -> str | None:
+def _first_duplicate(names: Sequence[str]) -> str | None:
     unique: set[str] = set()
     for name in names:
         if name in unique:
@@ -264,13 +264,13 @@ def _twice(names: Sequence[str]) -> str | None:
     return None
 
 
-def _nodes(
-    reading: _Reading, raw: Sequence[Any], inputs_and_weights: frozenset[str], around: frozenset[str], depth: int
+def _read_nodes(
+    reading: _Reader, raw: Sequence[Any], inputs_and_weights: frozenset[str], around: frozenset[str], depth: int
 ) -> tuple[Node, ...]:
     """Read the nodes of a graph in topological order."""
     makers: dict[str, int] = {}
     for place, proto in enumerate(raw):
-        _texts(proto.name, proto.op_type, proto.domain, proto.overload, *proto.input, *proto.output)
+        _check_text(proto.name, proto.op_type, proto.domain, proto.overload, *proto.input, *proto.output)
         for name in proto.output:
             if not name:
                 continue
@@ -278,9 +278,10 @@ def _nodes(
                 raise InputError(f"the value {name!r} is made twice, the second time by {_title(proto)}")
             makers[name] = place
     waits = [
-        {makers[name] for name in _uses(proto, reading, depth) if name in makers} for place, proto in enumerate(raw)
+        {makers[name] for name in _outer_names(proto, reading, depth) if name in makers}
+        for place, proto in enumerate(raw)
     ]
-    order = _order(raw, waits)
+    order = _topological_order(raw, waits)
     available = around | inputs_and_weights
     visible = set(available)
     nodes: list[Node] = []
@@ -289,7 +290,7 @@ def _nodes(
         for name in proto.input:
             if name and name not in visible:
                 raise InputError(f"{_title(proto)} uses {name!r}, which no node produces")
-        nodes.append(_node(reading, proto, frozenset(visible) if _has_graphs(proto) else frozenset(), depth))
+        nodes.append(_read_node(reading, proto, frozenset(visible) if _has_graphs(proto) else frozenset(), depth))
         visible.update(name for name in proto.output if name)
     return tuple(nodes)
 
@@ -298,11 +299,11 @@ def _has_graphs(proto: Any) -> bool:
     return any(item.type in (5, 10) for item in proto.attribute)
 
 
-def _uses(proto: Any, reading: _Reading, depth: int) -> set[str]:
+def _outer_names(proto: Any, reading: _Reader, depth: int) -> set[str]:
     """Return the outer values that a node or its inner graphs may use."""
     names = {name for name in proto.input if name}
-    if depth > DEEPEST:
-        raise InputError(f"graphs lie more than {DEEPEST} deep within each other")
+    if depth > MAX_DEPTH:
+        raise InputError(f"graphs lie more than {MAX_DEPTH} deep within each other")
     for item in proto.attribute:
         for graph in (*((item.g,) if item.type == 5 else ()), *(item.graphs if item.type == 10 else ())):
             local_names = {declared.name for declared in graph.input} | {
@@ -310,13 +311,13 @@ def _uses(proto: Any, reading: _Reading, depth: int) -> set[str]:
             }
             inner = {declared.name for declared in graph.output}
             for node in graph.node:
-                inner |= _uses(node, reading, depth + 1)
+                inner |= _outer_names(node, reading, depth + 1)
                 local_names.update(node.output)
             names |= inner - local_names
     return names
 
 
-def _order(raw: Sequence[Any], waits: Sequence[set[int]]) -> list[int]:
+def _topological_order(raw: Sequence[Any], waits: Sequence[set[int]]) -> list[int]:
     """Return a topological order: the file's, if it is one, as the specification demands."""
     if all(predecessor < place for place, predecessors in enumerate(waits) for predecessor in predecessors):
         return list(range(len(raw)))
@@ -345,15 +346,15 @@ def _title(proto: Any) -> str:
     return f"node {name!r} ({proto.domain or 'ai.onnx'}::{proto.op_type})"
 
 
-def _node(reading: _Reading, proto: Any, visible: frozenset[str], depth: int) -> Node:
+def _read_node(reading: _Reader, proto: Any, visible: frozenset[str], depth: int) -> Node:
     reading.nodes[0] += 1
-    if reading.nodes[0] > _MOST_NODES:
-        raise InputError(f"the model has more than {_MOST_NODES:,} nodes with its functions inlined; simplify it")
-    domain = _domain(proto.domain)
-    attributes = _attributes(reading, proto, visible, depth)
+    if reading.nodes[0] > _MAX_NODES:
+        raise InputError(f"the model has more than {_MAX_NODES:,} nodes with its functions inlined; simplify it")
+    domain = _normalize_domain(proto.domain)
+    attributes = _read_attributes(reading, proto, visible, depth)
     key = (domain, proto.op_type, proto.overload)
     if key in reading.functions:
-        body = _called(reading, proto, reading.functions[key], attributes, depth)
+        body = _inline_function(reading, proto, reading.functions[key], attributes, depth)
         version = reading.opsets.get(domain, 1)
         name = proto.name or next(iter(proto.output), proto.op_type)
         return Node(name, proto.op_type, domain, version, tuple(proto.input), tuple(proto.output), {}, body)
@@ -382,50 +383,52 @@ def _node(reading: _Reading, proto: Any, visible: frozenset[str], depth: int) ->
     _check_schema(reading, node, schema)
     defaults = {name: item.default_value for name, item in schema.attributes.items()}
     inner = {
-        name: _attribute(reading, node.name, item, visible, depth)
+        name: _read_attribute(reading, node.name, item, visible, depth)
         for name, item in defaults.items()
         if item.type and name not in attributes
     }
     return replace(
-        node, attributes={}, body=_called(reading, proto, schema.function_body, {**inner, **attributes}, depth)
+        node, attributes={}, body=_inline_function(reading, proto, schema.function_body, {**inner, **attributes}, depth)
     )
 
 
-def _called(reading: _Reading, proto: Any, function: Any, attributes: Mapping[str, Any], depth: int) -> Graph:
+def _inline_function(reading: _Reader, proto: Any, function: Any, attributes: Mapping[str, Any], depth: int) -> Graph:
     title = f"{function.domain}::{function.name}"
     key = (function.domain, function.name, function.overload)
     if key in reading.calls:
         raise InputError(f"the function {title} calls itself; it cannot be run")
-    if depth > DEEPEST:
-        raise InputError(f"functions call each other more than {DEEPEST} deep")
+    if depth > MAX_DEPTH:
+        raise InputError(f"functions call each other more than {MAX_DEPTH} deep")
     if len(proto.input) > len(function.input) or len(proto.output) > len(function.output):
         raise InputError(f"{_title(proto)} has more inputs or outputs than the function {title}")
-    opsets: dict[str, int] = {_domain(item.domain): item.version for item in function.opset_import}
-    defaults = {item.name: _attribute(reading, title, item, frozenset(), depth) for item in function.attribute_proto}
+    opsets: dict[str, int] = {_normalize_domain(item.domain): item.version for item in function.opset_import}
+    defaults = {
+        item.name: _read_attribute(reading, title, item, frozenset(), depth) for item in function.attribute_proto
+    }
     inner = replace(
         reading,
-        opsets=_checked_opsets({**reading.opsets, **opsets}),
+        opsets=_check_opsets({**reading.opsets, **opsets}),
         calls=(*reading.calls, key),
         attributes={**defaults, **attributes},
     )
     names = list(function.input)
-    if _twice(names) is not None:
-        raise InputError(f"two inputs of the function {title} are called {_twice(names)!r}")
-    nodes = _nodes(inner, list(function.node), frozenset(names), frozenset(), depth + 1)
+    if _first_duplicate(names) is not None:
+        raise InputError(f"two inputs of the function {title} are called {_first_duplicate(names)!r}")
+    nodes = _read_nodes(inner, list(function.node), frozenset(names), frozenset(), depth + 1)
     produced = {name for node in nodes for name in node.outputs if name}
     for name in function.output:
         if name not in produced and name not in names:
             raise InputError(f"no node produces the output {name!r} of the function {title}")
-    inputs = tuple(Declared(name, None, None) for name in names)
-    outputs = tuple(Declared(name, None, None) for name in list(function.output)[: len(proto.output)])
+    inputs = tuple(DeclaredValue(name, None, None) for name in names)
+    outputs = tuple(DeclaredValue(name, None, None) for name in list(function.output)[: len(proto.output)])
     return Graph(title, inputs, outputs, nodes, {})
 
 
-def _declared(item: Any) -> Declared:
-    _texts(item.name)
+def _read_declared(item: Any) -> DeclaredValue:
+    _check_text(item.name)
     kind = item.type.WhichOneof("value") if item.HasField("type") else None
     if kind != "tensor_type":
-        return Declared(item.name, None, None)
+        return DeclaredValue(item.name, None, None)
     tensor = item.type.tensor_type
     shape = None
     if tensor.HasField("shape"):
@@ -433,23 +436,34 @@ def _declared(item: Any) -> Declared:
             Dimension(dim.dim_value if dim.HasField("dim_value") else None, dim.dim_param) for dim in tensor.shape.dim
         )
         for dim in shape:
-            _texts(dim.name)
+            _check_text(dim.name)
             if dim.size is not None and dim.size < 0:
                 raise InputError(f"{item.name!r} is declared with the size {dim.size}")
-    return Declared(item.name, tensor.elem_type or None, shape)
+    return DeclaredValue(item.name, tensor.elem_type or None, shape)
 
 
 # ---- attributes -----------------------------------------------------------------------------------------------------
 
 # The field of each type of attribute in AttributeProto.
-_VALUES = {1: "f", 2: "i", 3: "s", 4: "t", 5: "g", 6: "floats", 7: "ints", 8: "strings", 9: "tensors", 10: "graphs"}
-_VALUES[11] = "sparse_tensor"
+_VALUE_FIELDS = {
+    1: "f",
+    2: "i",
+    3: "s",
+    4: "t",
+    5: "g",
+    6: "floats",
+    7: "ints",
+    8: "strings",
+    9: "tensors",
+    10: "graphs",
+}
+_VALUE_FIELDS[11] = "sparse_tensor"
 
 
-def _attributes(reading: _Reading, proto: Any, visible: frozenset[str], depth: int) -> dict[str, Any]:
+def _read_attributes(reading: _Reader, proto: Any, visible: frozenset[str], depth: int) -> dict[str, Any]:
     attributes: dict[str, Any] = {}
     for item in proto.attribute:
-        _texts(item.name, item.ref_attr_name)
+        _check_text(item.name, item.ref_attr_name)
         if item.name in attributes:
             raise InputError(f"{_title(proto)} has the attribute {item.name!r} twice")
         if item.ref_attr_name:
@@ -460,33 +474,33 @@ def _attributes(reading: _Reading, proto: Any, visible: frozenset[str], depth: i
             if item.ref_attr_name in reading.attributes:
                 attributes[item.name] = reading.attributes[item.ref_attr_name]
             continue
-        attributes[item.name] = _attribute(reading, _title(proto), item, visible, depth)
+        attributes[item.name] = _read_attribute(reading, _title(proto), item, visible, depth)
     return attributes
 
 
-def _attribute(reading: _Reading, title: str, item: Any, visible: frozenset[str], depth: int) -> Any:
-    if item.type not in _VALUES:
+def _read_attribute(reading: _Reader, title: str, item: Any, visible: frozenset[str], depth: int) -> Any:
+    if item.type not in _VALUE_FIELDS:
         raise InputError(f"{title}: the attribute {item.name!r} is of the unknown type {item.type}")
-    name = _VALUES[item.type]
+    name = _VALUE_FIELDS[item.type]
     value = getattr(item, name)
     if name == "s":
-        return _text(value)
+        return _decode_text(value)
     if name == "t":
-        return _tensor(reading, value)
+        return _read_tensor(reading, value)
     if name == "sparse_tensor":
-        return _sparse(reading, value)
+        return _read_sparse(reading, value)
     if name == "g":
-        return _graph(reading, value, visible, depth + 1)
+        return _read_graph(reading, value, visible, depth + 1)
     if name == "strings":
-        return tuple(_text(element) for element in value)
+        return tuple(_decode_text(element) for element in value)
     if name == "tensors":
-        return tuple(_tensor(reading, element) for element in value)
+        return tuple(_read_tensor(reading, element) for element in value)
     if name == "graphs":
-        return tuple(_graph(reading, element, visible, depth + 1) for element in value)
+        return tuple(_read_graph(reading, element, visible, depth + 1) for element in value)
     return tuple(value) if name in ("floats", "ints") else value
 
 
-def _text(value: bytes) -> str:
+def _decode_text(value: bytes) -> str:
     return value.decode("utf-8", errors="replace")
 
 
@@ -497,7 +511,7 @@ def _schema(package: Any, domain: str, name: str, version: int) -> Any:
         return None
 
 
-def _check_schema(reading: _Reading, node: Node, schema: Any) -> None:
+def _check_schema(reading: _Reader, node: Node, schema: Any) -> None:
     if schema.deprecated:
         raise InputError(
             f"{node}: ONNX has removed this operator; convert the model to a newer opset with onnx.version_converter"
@@ -508,7 +522,7 @@ def _check_schema(reading: _Reading, node: Node, schema: Any) -> None:
                 raise InputError(f"{node} has an attribute {name!r}, which the operator does not have")
             continue
         type_name = schema.attributes[name].type.name
-        if not _is_of(type_name, value):
+        if not _has_type(type_name, value):
             raise InputError(f"{node}: the attribute {name!r} is not of the type {type_name}")
     for name, item in schema.attributes.items():
         if item.required and name not in node.attributes:
@@ -526,7 +540,7 @@ def _check_schema(reading: _Reading, node: Node, schema: Any) -> None:
             raise InputError(f"{node} lacks its input {formal.name!r}")
 
 
-def _is_of(type_name: str, value: Any) -> bool:
+def _has_type(type_name: str, value: Any) -> bool:
     kinds: dict[str, Callable[[Any], bool]] = {
         "FLOAT": lambda v: isinstance(v, float),
         "INT": lambda v: isinstance(v, int),
@@ -544,17 +558,17 @@ def _is_of(type_name: str, value: Any) -> bool:
 # ---- tensors --------------------------------------------------------------------------------------------------------
 
 
-def _tensor(reading: _Reading, proto: Any) -> StoredTensor:
-    _texts(proto.name)
+def _read_tensor(reading: _Reader, proto: Any) -> StoredTensor:
+    _check_text(proto.name)
     shape, code = tuple(proto.dims), proto.data_type
     title = f"the tensor {proto.name!r}" if proto.name else "a tensor of an attribute"
-    if any(size < 0 for size in shape) or math.prod(max(size, 1) for size in shape) > _MOST_ELEMENTS:
+    if any(size < 0 for size in shape) or math.prod(max(size, 1) for size in shape) > _MAX_ELEMENTS:
         raise InputError(f"{title} has the impossible shape {shape}")
     if proto.HasField("segment"):
         raise InputError(f"{title} is in segments, which are not supported; save the model again")
     if code == STRING and not proto.external_data:
-        strings = np.array([_text(string) for string in proto.string_data], dtype=object)
-        return StoredTensor(proto.name, code, shape, _shaped(title, strings, shape))
+        strings = np.array([_decode_text(string) for string in proto.string_data], dtype=object)
+        return StoredTensor(proto.name, code, shape, _check_shape(title, strings, shape))
     if code not in BITS:
         names = reading.onnx.TensorProto.DataType
         name = names.Name(code) if code in names.values() else str(code)
@@ -566,12 +580,12 @@ def _tensor(reading: _Reading, proto: Any) -> StoredTensor:
         offset, length = reading.slim.ranges[int(entries[reading.slim.key])]
         place = FileRange(reading.path, offset, length)
     elif proto.data_location == proto.EXTERNAL:
-        place = _external(reading.path, title, entries, byte_count)
+        place = _find_external(reading.path, title, entries, byte_count)
     elif proto.HasField("raw_data"):
         _check_length(title, shape, code, len(proto.raw_data), byte_count)
         return StoredTensor(proto.name, code, shape, np.frombuffer(proto.raw_data, dtype=np.uint8))
     else:
-        return StoredTensor(proto.name, code, shape, _typed(reading, title, proto, shape))
+        return StoredTensor(proto.name, code, shape, _read_typed_field(reading, title, proto, shape))
     _check_length(title, shape, code, place.length, byte_count)
     return StoredTensor(proto.name, code, shape, place)
 
@@ -584,16 +598,16 @@ def _check_length(title: str, shape: tuple[int, ...], code: int, length: int, by
         )
 
 
-def _shaped(title: str, array: np.ndarray[Any, Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+def _check_shape(title: str, array: np.ndarray[Any, Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     if array.size != math.prod(shape):
         raise InputError(f"{title} has {array.size} elements, and its shape {shape} needs {math.prod(shape)}")
     return array.reshape(shape)
 
 
-def _typed(reading: _Reading, title: str, proto: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+def _read_typed_field(reading: _Reader, title: str, proto: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     """Return the bytes of a tensor that is stored in a typed field."""
     code = proto.data_type
-    name, kind = _NUMBERS.get(code, ("int32_data", np.int32))
+    name, kind = _TYPED_FIELDS.get(code, ("int32_data", np.int32))
     values = np.array(list(getattr(proto, name)), dtype=kind)
     number_count = math.prod(shape) if BITS[code] >= 8 else (math.prod(shape) * BITS[code] + 7) // 8
     if code in (14, 15):
@@ -606,7 +620,7 @@ def _typed(reading: _Reading, title: str, proto: Any, shape: tuple[int, ...]) ->
 
 
 # By data type: the typed field, and the NumPy type of its numbers.
-_NUMBERS: dict[int, tuple[str, Any]] = {
+_TYPED_FIELDS: dict[int, tuple[str, Any]] = {
     1: ("float_data", np.float32),
     14: ("float_data", np.float32),
     11: ("double_data", np.float64),
@@ -617,7 +631,7 @@ _NUMBERS: dict[int, tuple[str, Any]] = {
 }
 
 
-def _external(model: Path, title: str, entries: Mapping[str, str], byte_count: int) -> FileRange:
+def _find_external(model: Path, title: str, entries: Mapping[str, str], byte_count: int) -> FileRange:
     """Return the place of a tensor in an external file, which must be in the model's folder."""
     # A downloaded model could otherwise read any file of the user.
     location = entries.get("location", "")
@@ -653,9 +667,9 @@ def _external(model: Path, title: str, entries: Mapping[str, str], byte_count: i
     return FileRange(real, offset, length)
 
 
-def _sparse(reading: _Reading, proto: Any) -> StoredTensor:
+def _read_sparse(reading: _Reader, proto: Any) -> StoredTensor:
     """Read a sparse tensor as a dense one."""
-    values, places = _tensor(reading, proto.values), _tensor(reading, proto.indices)
+    values, places = _read_tensor(reading, proto.values), _read_tensor(reading, proto.indices)
     shape = tuple(proto.dims)
     title = f"the sparse tensor {values.name!r}"
     count = math.prod(shape)

@@ -14,16 +14,16 @@ from torch import Tensor, fx, nn
 from torch.fx.graph import PythonCode
 
 from outofcore.errors import InputError, OutOfCoreError
-from outofcore.onnx.building import RAISED, Builder
-from outofcore.onnx.contents import Declared, Model
-from outofcore.onnx.operators.registry import Refused
+from outofcore.onnx.building import OPERATOR_ERRORS, Builder
+from outofcore.onnx.contents import DeclaredValue, Model
+from outofcore.onnx.operators.registry import Unsupported
 from outofcore.onnx.storage import DTYPES, Files
 
 
 @dataclass(frozen=True)
 class _Signature:
     path: Path
-    inputs: tuple[Declared, ...]
+    inputs: tuple[DeclaredValue, ...]
     output_names: tuple[str, ...]
     opset: int
 
@@ -47,7 +47,7 @@ class OnnxModel(fx.GraphModule):
         Builder(self, Files(), model.graph, has_contents=has_contents).build(model.graph, "")
 
     @property
-    def inputs(self) -> tuple[Declared, ...]:
+    def inputs(self) -> tuple[DeclaredValue, ...]:
         """The declared inputs."""
         return self.meta["onnx"].inputs
 
@@ -73,18 +73,18 @@ class OnnxModel(fx.GraphModule):
         return code
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        inputs = self._given(args, named)
+        inputs = self._bind_inputs(args, named)
         try:
             return super().__call__(*inputs)
         except (OutOfCoreError, torch.OutOfMemoryError):
             raise
-        except RAISED as error:
-            message = _explained(error)
+        except OPERATOR_ERRORS as error:
+            message = _describe_failure(error)
             if message is None:
                 raise
             raise InputError(message) from error
 
-    def _given(self, args: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
+    def _bind_inputs(self, args: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
         path, names = self.meta["onnx"].path, self.input_names
         if len(args) > len(names):
             raise InputError(f"{path.name} has {len(names)} inputs and was given {len(args)}")
@@ -98,11 +98,11 @@ class OnnxModel(fx.GraphModule):
         if missing:
             raise InputError(f"{path.name} is not given its input {missing[0]!r}; it has {', '.join(names)}")
         for declared in self.inputs:
-            _check(declared, table[declared.name])
+            _check_input(declared, table[declared.name])
         return [table[name] for name in names]
 
 
-def _check(declared: Declared, value: Any) -> None:
+def _check_input(declared: DeclaredValue, value: Any) -> None:
     if isinstance(value, list) and declared.code is None:  # a sequence
         return
     if not isinstance(value, Tensor):
@@ -123,7 +123,7 @@ def _check(declared: Declared, value: Any) -> None:
             raise InputError(f"the input {declared.name!r} must have the shape [{shape}], and has {list(value.shape)}")
 
 
-def _explained(error: BaseException) -> str | None:
+def _describe_failure(error: BaseException) -> str | None:
     """Return a message with the node that raised an error; None: no node did."""
     failed: tuple[fx.Node, dict[str, Any]] | None = None
     traceback: TracebackType | None = error.__traceback__
@@ -139,9 +139,9 @@ def _explained(error: BaseException) -> str | None:
     if failed is None:
         return None
     node, values = failed
-    if isinstance(error, Refused):
+    if isinstance(error, Unsupported):
         return f"{node.meta['onnx']}: {error}"
-    shapes = ", ".join(_described(values.get(candidate.name)) for candidate in node.all_input_nodes)
+    shapes = ", ".join(_describe_value(values.get(candidate.name)) for candidate in node.all_input_nodes)
     line = (str(error).splitlines() or [""])[0]
     return (
         f"{node.meta['onnx']} cannot be computed: {type(error).__name__}: {line} (its inputs: {shapes}); check the "
@@ -149,7 +149,7 @@ def _explained(error: BaseException) -> str | None:
     )
 
 
-def _described(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return "none" if value is None else type(value).__name__

@@ -46,7 +46,7 @@ class Files:
     def __init__(self) -> None:
         self._open: dict[Path, mmap.mmap] = {}
 
-    def tensor(self, stored: StoredTensor) -> torch.Tensor:
+    def read_tensor(self, stored: StoredTensor) -> torch.Tensor:
         """Return a stored tensor, mapped if large; raises ``InputError`` for text and unreadable files."""
         if stored.code == STRING:
             raise InputError(f"the tensor {stored.name!r} contains text, which PyTorch tensors do not support")
@@ -60,12 +60,12 @@ class Files:
         else:
             array = data.copy()
         if BITS[stored.code] == 4:
-            array = _nibbles(array, int(np.prod(stored.shape, dtype=np.int64)), signed=dtype is torch.int8)
+            array = _unpack_nibbles(array, int(np.prod(stored.shape, dtype=np.int64)), signed=dtype is torch.int8)
         if dtype is torch.bool and array.size and array.max() > 1:
             array = (array != 0).view(np.uint8)  # PyTorch only supports the bytes 0 and 1
         if not array.size:
             return torch.empty(stored.shape, dtype=dtype)
-        return _viewed(array, dtype).reshape(stored.shape)
+        return _view_bytes(array, dtype).reshape(stored.shape)
 
     def mapping(self, place: FileRange) -> mmap.mmap:
         """Map the file of a range; raises ``InputError`` if it cannot be read."""
@@ -83,14 +83,14 @@ class Files:
         return mapping
 
 
-def _viewed(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
+def _view_bytes(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
     """View the bytes of an array, at any address, as a tensor."""
     width = dtype.itemsize
     whole = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}[width]
     return torch.from_numpy(np.frombuffer(array.data, dtype=whole)).view(dtype)
 
 
-def _nibbles(packed: np.ndarray[Any, Any], count: int, *, signed: bool) -> np.ndarray[Any, Any]:
+def _unpack_nibbles(packed: np.ndarray[Any, Any], count: int, *, signed: bool) -> np.ndarray[Any, Any]:
     """Unpack two elements from each byte, the lower half first."""
     wide = np.empty(packed.size * 2, dtype=np.uint8)
     wide[0::2], wide[1::2] = packed & 15, packed >> 4

@@ -15,10 +15,10 @@ from outofcore.errors import InputError
 # Raw bytes of a tensor of at least this size stay in the file.
 LARGE_BYTES = 64 << 10
 # Nesting of graphs and functions. Deeper messages are copied unchanged here and refused when read.
-DEEPEST = 32
+MAX_DEPTH = 32
 
 
-class _Form(IntEnum):
+class _WireType(IntEnum):
     VARINT = 0  # a number, seven bits per byte
     FIXED64 = 1  # eight bytes
     MESSAGE = 2  # a length, and the bytes
@@ -33,9 +33,9 @@ class _TensorField(IntEnum):
     DATA_LOCATION = 14
 
 
-_FIXED: dict[int, int] = {_Form.FIXED64: 8, _Form.FIXED32: 4}
+_FIXED: dict[int, int] = {_WireType.FIXED64: 8, _WireType.FIXED32: 4}
 # By message, the fields that may contain tensors (onnx.proto).
-_INNER: dict[str, dict[int, str]] = {
+_TENSOR_PATHS: dict[str, dict[int, str]] = {
     "Model": {7: "Graph", 25: "Function"},
     "Graph": {1: "Node", 5: "Tensor", 15: "SparseTensor"},
     "Function": {7: "Node", 11: "Attribute"},
@@ -47,7 +47,7 @@ _INNER: dict[str, dict[int, str]] = {
 
 
 @dataclass(frozen=True)
-class Slim:
+class SlimModel:
     """A model file without large raw bytes."""
 
     message: bytes  # a ModelProto
@@ -56,53 +56,53 @@ class Slim:
 
 
 @dataclass
-class _Walk:
+class _SlimState:
     source: memoryview
     key: str
     ranges: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
 
-def slim(source: memoryview) -> Slim:
+def remove_large_tensors(source: memoryview) -> SlimModel:
     """Remove the large raw bytes of a model file; raises ``InputError`` if it is incomplete."""
     # The key is random, so that no file can contain it.
-    walk = _Walk(source, f"outofcore-{secrets.token_hex(16)}")
-    message = _walked(walk, "Model", 0, len(source), 0)
-    return Slim(message, walk.ranges, walk.key)
+    walk = _SlimState(source, f"outofcore-{secrets.token_hex(16)}")
+    message = _copy_message(walk, "Model", 0, len(source), 0)
+    return SlimModel(message, walk.ranges, walk.key)
 
 
-def _walked(walk: _Walk, kind: str, begin: int, end: int, depth: int) -> bytes:
-    source, inner = walk.source, _INNER[kind]
+def _copy_message(walk: _SlimState, kind: str, begin: int, end: int, depth: int) -> bytes:
+    source, inner = walk.source, _TENSOR_PATHS[kind]
     parts: list[bytes | memoryview] = []
     copied = at = begin  # bytes before `copied` are in `parts`
     while at < end:
         start = at
-        tag, at = _varint(source, at, end)
+        tag, at = _read_varint(source, at, end)
         body = length = 0
         number, form = tag >> 3, tag & 7
         if number == 0:
             raise InputError(f"a field without a number at byte {start}")
-        if form == _Form.VARINT:
-            _, at = _varint(source, at, end)
+        if form == _WireType.VARINT:
+            _, at = _read_varint(source, at, end)
             continue
         if form in _FIXED:
             at += _FIXED[form]
-        elif form == _Form.MESSAGE:
-            length, at = _varint(source, at, end)
+        elif form == _WireType.MESSAGE:
+            length, at = _read_varint(source, at, end)
             body, at = at, at + length
         else:
             raise InputError(f"a field of the unknown form {form} at byte {start}")
         if at > end:
             raise InputError(f"the field at byte {start} ends after its message; the file was cut off")
-        if form != _Form.MESSAGE or length < LARGE_BYTES:
+        if form != _WireType.MESSAGE or length < LARGE_BYTES:
             continue
         replaced = None
         if kind == "Tensor" and number == _TensorField.RAW_DATA:
-            entry = _field(1, walk.key.encode()) + _field(2, str(len(walk.ranges)).encode())
-            place = _number(_TensorField.DATA_LOCATION << 3 | _Form.VARINT) + _number(1)  # EXTERNAL
-            replaced = _field(_TensorField.EXTERNAL_DATA, entry) + place
+            entry = _encode_field(1, walk.key.encode()) + _encode_field(2, str(len(walk.ranges)).encode())
+            place = _encode_varint(_TensorField.DATA_LOCATION << 3 | _WireType.VARINT) + _encode_varint(1)  # EXTERNAL
+            replaced = _encode_field(_TensorField.EXTERNAL_DATA, entry) + place
             walk.ranges.append((body, length))
-        elif number in inner and depth < DEEPEST:
-            replaced = _field(number, _walked(walk, inner[number], body, at, depth + 1))
+        elif number in inner and depth < MAX_DEPTH:
+            replaced = _encode_field(number, _copy_message(walk, inner[number], body, at, depth + 1))
         if replaced is not None:
             parts += [source[copied:start], replaced]
             copied = at
@@ -110,7 +110,7 @@ def _walked(walk: _Walk, kind: str, begin: int, end: int, depth: int) -> bytes:
     return b"".join(parts)
 
 
-def _varint(source: memoryview, at: int, end: int) -> tuple[int, int]:
+def _read_varint(source: memoryview, at: int, end: int) -> tuple[int, int]:
     value = shift = 0
     while at < end and shift < 70:
         byte = source[at]
@@ -122,7 +122,7 @@ def _varint(source: memoryview, at: int, end: int) -> tuple[int, int]:
     raise InputError(f"a number that does not end at byte {at}; the file was cut off")
 
 
-def _number(value: int) -> bytes:
+def _encode_varint(value: int) -> bytes:
     parts: list[int] = []
     while value > 0x7F:
         parts.append(value & 0x7F | 0x80)
@@ -130,5 +130,5 @@ def _number(value: int) -> bytes:
     return bytes([*parts, value])
 
 
-def _field(number: int, body: bytes) -> bytes:
-    return _number(number << 3 | _Form.MESSAGE) + _number(len(body)) + body
+def _encode_field(number: int, body: bytes) -> bytes:
+    return _encode_varint(number << 3 | _WireType.MESSAGE) + _encode_varint(len(body)) + body

@@ -16,7 +16,7 @@ the published policies. To see why a plan was chosen, log ``outofcore.planning``
 
 from outofcore.planning.bound import lower_bound_seconds
 from outofcore.planning.parameters import QUICK, SearchParams
-from outofcore.planning.placing import Outcome, Planned, fit, fit_once, keep_all, place, resimulated
+from outofcore.planning.placing import CandidateOutcome, Planned, fit_plan, fit_policy, keep_all, place, resimulate
 from outofcore.planning.planner import (
     explain_too_small,
     in_core_budget,
@@ -31,14 +31,14 @@ from outofcore.planning.registry import POLICIES, policy_of
 __all__ = [
     "POLICIES",
     "QUICK",
-    "Outcome",
+    "CandidateOutcome",
     "Planned",
     "Policy",
     "PolicyLike",
     "SearchParams",
     "explain_too_small",
-    "fit",
-    "fit_once",
+    "fit_plan",
+    "fit_policy",
     "in_core_budget",
     "keep_all",
     "lower_bound_seconds",
@@ -47,6 +47,6 @@ __all__ = [
     "plan_step",
     "plans_of_step",
     "policy_of",
-    "resimulated",
+    "resimulate",
     "smallest_budget",
 ]

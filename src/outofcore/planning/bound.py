@@ -33,7 +33,7 @@ from outofcore.analysis.recipes import Content, History, replay
 from outofcore.costs import Costs
 from outofcore.errors import GraphError
 from outofcore.graph import StepGraph
-from outofcore.planning.linear_program import UNIT, binding_ops, levels
+from outofcore.planning.linear_program import UNIT, add_levels, binding_ops
 from outofcore.planning.placing import room_for_large
 from outofcore.planning.problem import Problem
 from outofcore.planning.relaxation import Relaxation
@@ -42,23 +42,23 @@ from outofcore.planning.relaxation import Relaxation
 _TOLERANCE = 1e-6
 # Number of ops with a span of their own in steps of more than twelve times this many ops. The program grows with it,
 # and more spans hardly improve the bound.
-_OWN = 50
+_OWN_SPANS = 50
 
 
 def lower_bound_seconds(graph: StepGraph, costs: Costs, budget: int) -> float | None:
     """Return a lower bound of the seconds of a step over all plans; None if no plan fits the budget."""
     problem = Problem.of(graph, costs, room_for_large(graph, costs, budget))
-    return Bound(problem).seconds_at_least() if problem.is_feasible else None
+    return LowerBound(problem).solve() if problem.is_feasible else None
 
 
-class Bound(Relaxation):
+class LowerBound(Relaxation):
     """The linear program of the lower bound."""
 
     def __init__(self, problem: Problem) -> None:
         ops, costs = problem.graph.ops, problem.costs
         history = History.of(problem.graph)
         self.writers, runs = _writers(problem, history), _runs(problem, history)
-        super().__init__(problem, runs, _spans(problem.free.tolist()), interior=True)
+        super().__init__(problem, runs, _spans(problem.free_bytes.tolist()), interior=True)
         # The first and the last op of each span, which may be the same, define the moments.
         last = {span: i for i, span in enumerate(self.spans)}
         self.moments = [i for span in last for i in (bisect_left(self.spans, span), last[span])]
@@ -69,90 +69,90 @@ class Bound(Relaxation):
             self.passing.append(([wait], 0.0))
             if seconds is not None:
                 self.passing.append(
-                    ([self.program.variable(cost=1.0)] if slows or len(last) < len(ops) else [], seconds)
+                    ([self.program.add_variable(cost=1.0)] if slows or len(last) < len(ops) else [], seconds)
                 )
         self.waiting = dict.fromkeys([wait for waits, _ in self.passing for wait in waits], 1.0)
-        self.queues = [0.0, 0.0]
+        self.queue_seconds = [0.0, 0.0]
         for op, cost in zip(ops, costs.ops, strict=True):
-            self.queues[op.communicates] += cost.seconds
-        self._again(runs)
+            self.queue_seconds[op.communicates] += cost.seconds
+        self._require_recomputation(runs)
         # By moment, the variables of bytes in flight. With collectives a block may wait, for one or for its address,
         # while later ops run. The bytes at a moment then differ from those at an op, so they are not modelled.
         self.flows: list[list[int]] = [[] for _ in self.moments]
         for home in range(len(problem.homes)):
-            self._busy(home)
+            self._require_copies(home)
             if not any(op.communicates for op in ops):
-                self._flow_out(home)
-                self._flow_in(home)
-        self._memory()
+                self._add_flow_out(home)
+                self._add_flow_in(home)
+        self._limit_memory()
         self.limit_homes()
 
-    def seconds_at_least(self) -> float | None:
+    def solve(self) -> float | None:
         if self.program.minimise() is None:
             return None
-        return max(*self.queues, (self.queues[0] + self.program.least()) * (1 - _TOLERANCE))
+        return max(*self.queue_seconds, (self.queue_seconds[0] + self.program.objective()) * (1 - _TOLERANCE))
 
-    def _again(self, runs: Mapping[int, tuple[int, ...]]) -> None:
+    def _require_recomputation(self, runs: Mapping[int, tuple[int, ...]]) -> None:
         """Require time for recomputation: one run of an op serves all storages, but one gap of each."""
         ops, costs = self.problem.graph.ops, self.problem.costs
         served: dict[int, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
         for g, needed in runs.items():
             for op in needed:
-                served[op][self.problem.gaps[g].gap.storage][self.repeated[g]] = -1.0
+                served[op][self.problem.gaps[g].gap.storage][self.recomputed[g]] = -1.0
         took: list[dict[int, float]] = [{}, {}]
         for op, storages in served.items():
-            times = self.program.variable()
+            times = self.program.add_variable()
             took[ops[op].communicates][times] = -costs.ops[op].seconds
             for terms in storages.values():
-                self.program.row({times: 1.0} | terms, low=0.0)
-        for seconds, terms in zip(self.queues, took, strict=True):
-            self.program.row(self.waiting | terms, low=seconds - self.queues[0])
+                self.program.add_row({times: 1.0} | terms, low=0.0)
+        for seconds, terms in zip(self.queue_seconds, took, strict=True):
+            self.program.add_row(self.waiting | terms, low=seconds - self.queue_seconds[0])
 
-    def _busy(self, home: int) -> None:
+    def _require_copies(self, home: int) -> None:
         """Require that the step takes at least the seconds of all copies of a link."""
         place = self.problem.homes[home]
-        out, back, low = dict(self.waiting), dict(self.waiting), -self.queues[0]
+        out, back, low = dict(self.waiting), dict(self.waiting), -self.queue_seconds[0]
         for g, info in enumerate(self.problem.gaps):
-            if (g, home) in self.copied:
-                out[self.copied[g, home]] = -place.out_seconds(info.copied)
+            if (g, home) in self.copied_out:
+                out[self.copied_out[g, home]] = -place.out_seconds(info.copied_bytes)
             if info.fetched and home in info.homes:
-                constant, terms = self.away(g, home)
-                low += constant * place.in_seconds(info.copied)
+                constant, terms = self.share_at_home(g, home)
+                low += constant * place.in_seconds(info.copied_bytes)
                 for column, factor in terms.items():
-                    back[column] = back.get(column, 0.0) - factor * place.in_seconds(info.copied)
-        self.program.row(out, low=-self.queues[0])
-        self.program.row(back, low=low)
+                    back[column] = back.get(column, 0.0) - factor * place.in_seconds(info.copied_bytes)
+        self.program.add_row(out, low=-self.queue_seconds[0])
+        self.program.add_row(back, low=low)
 
-    def _flow_out(self, home: int) -> None:
+    def _add_flow_out(self, home: int) -> None:
         program, rate = self.program, self.problem.homes[home].bytes_per_s_out / UNIT
         written: list[dict[int, float]] = [{} for _ in self.passing]
         used: list[tuple[int, float, tuple[tuple[int, int], ...]]] = []
-        for (g, at), copy in self.copied.items():
+        for (g, at), copy in self.copied_out.items():
             if at == home:
                 info, writer = self.problem.gaps[g], self.writers.get(g, -1)
-                written[bisect_right(self.moments, writer)][copy] = -info.copied / UNIT
-                used.append((copy, info.copied / UNIT, ((writer + 1, info.gap.start + 1),)))
-        queue = [program.variable() for _ in self.moments]
+                written[bisect_right(self.moments, writer)][copy] = -info.copied_bytes / UNIT
+                used.append((copy, info.copied_bytes / UNIT, ((writer + 1, info.gap.start + 1),)))
+        queue = [program.add_variable() for _ in self.moments]
         for m, (waits, seconds) in enumerate(self.passing):
             row = written[m] | dict.fromkeys(waits, rate)
             row |= {queue[m]: 1.0} if m < len(queue) else {}
             row |= {queue[m - 1]: -1.0} if m else {}
-            program.row(row, low=-rate * seconds)
-        for m, level in enumerate(levels(program, self.moments, used)):
-            pending = queue[m] if level is None else program.variable()
+            program.add_row(row, low=-rate * seconds)
+        for m, level in enumerate(add_levels(program, self.moments, used)):
+            pending = queue[m] if level is None else program.add_variable()
             if level is not None:
-                program.row({pending: 1.0, queue[m]: -1.0, level: 1.0}, low=0.0)
+                program.add_row({pending: 1.0, queue[m]: -1.0, level: 1.0}, low=0.0)
             self.flows[m].append(pending)
 
-    def _flow_in(self, home: int) -> None:
+    def _add_flow_in(self, home: int) -> None:
         program, rate, n = self.program, self.problem.homes[home].bytes_per_s_in / UNIT, len(self.spans)
         due: list[dict[int, float]] = [{} for _ in self.passing]
         due_always, there = [0.0] * len(self.passing), [0.0] * len(self.passing)
         offloaded: list[tuple[int, float, tuple[tuple[int, int], ...]]] = []
         for g, info in enumerate(self.problem.gaps):
             if info.fetched and home in info.homes:
-                constant, terms = self.away(g, home)
-                size, end = info.copied / UNIT, info.gap.end % n
+                constant, terms = self.share_at_home(g, home)
+                size, end = info.copied_bytes / UNIT, info.gap.end % n
                 at = bisect_left(self.moments, end)
                 since = 0 if info.cyclic else info.gap.start + 1
                 due_always[at] += constant * size
@@ -161,26 +161,28 @@ class Bound(Relaxation):
                 for column, factor in terms.items():
                     due[at][column] = due[at].get(column, 0.0) - factor * size
                     offloaded.append((column, factor * size, ((since, end),)))
-        early = [program.variable() for _ in self.moments]
+        early = [program.add_variable() for _ in self.moments]
         for m, (waits, seconds) in enumerate(self.passing):
             row = due[m] | dict.fromkeys(waits, rate)
             row |= {early[m]: -1.0} if m < len(early) else {}
             row |= {early[m - 1]: 1.0} if m else {}
-            program.row(row, low=due_always[m] - rate * seconds)
-        for m, level in enumerate(levels(program, self.moments, offloaded)):
-            program.row({early[m]: 1.0} | ({} if level is None else {level: -1.0}), high=there[m])
+            program.add_row(row, low=due_always[m] - rate * seconds)
+        for m, level in enumerate(add_levels(program, self.moments, offloaded)):
+            program.add_row({early[m]: 1.0} | ({} if level is None else {level: -1.0}), high=there[m])
             self.flows[m].append(early[m])
 
-    def _memory(self) -> None:
+    def _limit_memory(self) -> None:
         """Limit resident bytes and bytes in flight at each moment, and resident bytes at each op."""
-        problem, stays = self.problem, self.stays()
-        binding = binding_ops(problem.free.tolist(), [stay[1:] for stay in stays])
+        problem, stays = self.problem, self.resident_terms()
+        binding = binding_ops(problem.free_bytes.tolist(), [stay[1:] for stay in stays])
         rows = sorted([*zip(self.moments, self.flows, strict=True), *((i, []) for i in binding)])
-        resident = levels(self.program, [i for i, _ in rows], [(column, size / UNIT, at) for column, size, at in stays])
+        resident = add_levels(
+            self.program, [i for i, _ in rows], [(column, size / UNIT, at) for column, size, at in stays]
+        )
         for (i, flows), level in zip(rows, resident, strict=True):
             terms = dict.fromkeys(flows if level is None else [*flows, level], 1.0)
             if terms:
-                self.program.row(terms, high=float(problem.free[i]) / UNIT)
+                self.program.add_row(terms, high=float(problem.free_bytes[i]) / UNIT)
 
 
 def _writers(problem: Problem, history: History) -> dict[int, int]:
@@ -219,7 +221,7 @@ def _runs(problem: Problem, history: History) -> dict[int, tuple[int, ...]]:
 
 def _spans(free: Sequence[int]) -> list[int]:
     """Return the number of each op's span; in long steps only the tightest ops have their own."""
-    width = 1 if len(free) <= 12 * _OWN else -(-len(free) // _OWN)
+    width = 1 if len(free) <= 12 * _OWN_SPANS else -(-len(free) // _OWN_SPANS)
     tight = {min(range(i, min(i + width, len(free))), key=free.__getitem__) for i in range(0, len(free), width)}
     begins = [i in tight or i - 1 in tight for i in range(len(free))]
     return list(accumulate(begins[1:], initial=0))[: len(free)]

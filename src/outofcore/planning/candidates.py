@@ -10,7 +10,7 @@ from outofcore.plan import Plan
 from outofcore.planning.parameters import SearchParams
 from outofcore.planning.problem import Ints, Problem
 from outofcore.planning.remat.chains import Choices
-from outofcore.planning.tuner import State, Tuned, Tuner
+from outofcore.planning.tuner import TunedState, Tuner, TunerState
 
 # Maximum number of scheduling passes for a state.
 _PASSES = 8
@@ -27,37 +27,37 @@ class Candidate:
 
     how: str  # how it was found, for logs and reports
     limit: int  # bytes that large blocks may take
-    found: Tuned
+    tuned_state: TunedState
     slack: float  # how much earlier than just in time copies in may start, in multiples of their own seconds
 
     @property
     def value(self) -> float:
         """Seconds by which candidates are compared: of the step, and a small share of copying."""
-        return self.found.value
+        return self.tuned_state.value
 
     @property
     def plan(self) -> Plan:
-        return Plan("auto", self.limit, self.found.decisions, self.found.staying)
+        return Plan("auto", self.limit, self.tuned_state.decisions, self.tuned_state.staying)
 
 
-class Candidates:
+class CandidateTuner:
     """Creates and changes the candidates of a step; ``choices`` have no recomputation."""
 
     def __init__(self, choices: Choices, params: SearchParams) -> None:
         self.problem, self.params, self._tuner = choices.problem, params, Tuner(choices)
 
-    def of(self, origin: str, choices: Choices, homes: Ints) -> list[Candidate]:
+    def create(self, origin: str, choices: Choices, homes: Ints) -> list[Candidate]:
         """Return a tuned candidate for each slack with which the state can be made to fit."""
-        state = State(choices.kind, choices.fetch, array("q", homes.tolist()))
+        state = TunerState(choices.kind, choices.fetch, array("q", homes.tolist()))
         candidates: list[Candidate] = []
         for slack in self.params.slacks:
             begun = self._tuner.begin(state, slack, _PASSES)
             if begun is not None:
-                tuned = self.tuned(Candidate(origin, self.problem.limit, begun, slack), self.params.tunings)
+                tuned = self.tune(Candidate(origin, self.problem.limit, begun, slack), self.params.tunings)
                 candidates += [] if tuned is None else [tuned]
         return candidates
 
-    def tuned(
+    def tune(
         self,
         candidate: Candidate,
         changes: int,
@@ -69,15 +69,15 @@ class Candidates:
 
         See ``Tuner.begin`` for ``spared`` and ``leaving``.
         """
-        start = self._tuner.begin(candidate.found.state, candidate.slack, _PASSES, spared, leaving)
+        start = self._tuner.begin(candidate.tuned_state.state, candidate.slack, _PASSES, spared, leaving)
         if start is None:
             return None
-        tries = tuning_tries(self.problem, changes)
+        tries = tuning_changes(self.problem, changes)
         tuned_state = self._tuner.tune(tries, self.params.recompute_changes, seed) if tries else start
         return Candidate(candidate.how, candidate.limit, tuned_state, candidate.slack)
 
 
-def tuning_tries(problem: Problem, changes: int) -> int:
+def tuning_changes(problem: Problem, changes: int) -> int:
     """Return the number of changes to try: fewer in steps of many ops, and in steps that take little time."""
     ops = max(len(problem.graph.ops), 1)
     return int(min(changes, changes * _TUNING_OPS // ops, _RUNS * problem.costs.compute_seconds / (ops * _OP_SECONDS)))

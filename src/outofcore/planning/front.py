@@ -27,23 +27,23 @@ from outofcore.graph import StepGraph
 from outofcore.lowering import lower
 from outofcore.plan import Plan
 from outofcore.planning.parameters import SearchParams
-from outofcore.planning.placing import Outcome, Planned, finish, keep_all, place, small_region_bytes
+from outofcore.planning.placing import CandidateOutcome, Planned, keep_all, place, small_region_bytes, wire_and_simulate
 from outofcore.planning.problem import Problem
-from outofcore.planning.remat.chains import Choices, arrivals, decisions_again
-from outofcore.planning.remat.compiled import Annealed
-from outofcore.planning.remat.contents import Contents
-from outofcore.planning.remat.selection import choices_of, patience
+from outofcore.planning.remat.chains import Choices, arrival_decisions, recompute_decisions
+from outofcore.planning.remat.compiled import BestState
+from outofcore.planning.remat.contents import StepContents
+from outofcore.planning.remat.selection import choices_from_pairs, max_chain_runs
 from outofcore.program import Program
 from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
 # Number of limits, a geometric series from the bytes that must stay to the bytes of the whole step.
 _LIMITS = 1000
 # Random changes on each limit: for each gap in the walk down; and at most, in both walks.
-_CHANGES_DOWN, _MOST_CHANGES = 20, 3000
+_CHANGES_DOWN, _MAX_CHANGES = 20, 3000
 # Ops that the annealing of one walk may inspect, without fresh starts. Large steps get fewer changes on a limit.
 _WORK = 2_000_000_000
 # The walk down ends after this many consecutive limits without a state.
-_MOST_FAILED = 50
+_MAX_FAILED = 50
 # Then the greedy search and longer annealing look for a state this many limits lower; the distance halves after each
 # failure.
 _DIVE, _DIVE_EFFORT = 16, 32
@@ -55,7 +55,7 @@ _KEEP_ALL: array[int] = array("q")
 
 
 @dataclass(frozen=True)
-class State:
+class FrontState:
     """A state of the front: the most ``bytes`` of large blocks, and the ``seconds`` of recomputation."""
 
     how: str  # the walk and the limit that found it
@@ -76,38 +76,38 @@ class Front:
         graph, costs = self.graph, self.costs
         whole = lower(graph, costs, keep_all(0))
         self.in_core = place(whole).arena_bytes
-        self.beside = small_region_bytes(whole) + constant_bytes(graph)
-        self.choices = Choices(Problem.of(graph, costs, self.in_core), Contents.of(graph, costs))
+        self.fixed_bytes = small_region_bytes(whole) + constant_bytes(graph)
+        self.choices = Choices(Problem.of(graph, costs, self.in_core), StepContents.of(graph, costs))
         resident, needed = self.choices.held.copy(), self.choices.alone
         highest = int((resident + needed).max(initial=0))
-        for g in self.choices.free:
+        for g in self.choices.recomputable:
             resident[self.choices.start[g] + 1 : self.choices.end[g]] -= self.choices.bytes[g]
         lowest = max(int((resident + needed).max(initial=0)), 1)
         self.limits = sorted({int(lowest * (highest / lowest) ** (k / _LIMITS)) for k in range(_LIMITS)} | {highest})
-        self.search = self.choices.search()
-        self._up: list[State] = []  # the best state on each limit, from the lowest state's limit upward
+        self.search = self.choices.open_search()
+        self._states_up: list[FrontState] = []  # the best state on each limit, from the lowest state's limit upward
         self._placed: dict[int, tuple[Plan, Program]] = {}
 
-    def _anneal(self, walk: str, k: int, changes_each: int, effort: int = 1, hot: float = _WARM) -> State | None:
+    def _anneal(self, walk: str, k: int, changes_each: int, effort: int = 1, hot: float = _WARM) -> FrontState | None:
         """Anneal within limit k from the present state; return None if no visited state fits."""
-        changes = effort * min(changes_each * len(self.choices.free), _MOST_CHANGES)
+        changes = effort * min(changes_each * len(self.choices.recomputable), _MAX_CHANGES)
         return self._state(
-            walk, k, self.search.run(self.limits[k], changes, effort * _WORK // len(self.limits), hot, k)
+            walk, k, self.search.anneal(self.limits[k], changes, effort * _WORK // len(self.limits), hot, k)
         )
 
-    def _drop(self, k: int) -> State | None:
+    def _search_greedily(self, k: int) -> FrontState | None:
         limit = self.limits[k]
         self.search.restore(_KEEP_ALL)
-        return self._state("greedy search", k, self.search.drop(limit, limit, patience(self.choices)))
+        return self._state("greedy search", k, self.search.drop(limit, limit, max_chain_runs(self.choices)))
 
-    def _state(self, origin: str, k: int, annealed: Annealed | None) -> State | None:
+    def _state(self, origin: str, k: int, annealed: BestState | None) -> FrontState | None:
         origin = f"{origin}, limit {k + 1} of {len(self.limits)}"
-        return None if annealed is None else State(origin, annealed.bytes, annealed.seconds, annealed.pairs)
+        return None if annealed is None else FrontState(origin, annealed.bytes, annealed.seconds, annealed.pairs)
 
     @cached_property
-    def _down(self) -> list[State]:
+    def _states_down(self) -> list[FrontState]:
         """The states found in the walk down, the lowest last."""
-        states: list[State] = []
+        states: list[FrontState] = []
         lowest = failed = 0
         for k in reversed(range(len(self.limits))):
             state = self._anneal("walk down", k, _CHANGES_DOWN)
@@ -116,12 +116,12 @@ class Front:
                 lowest, failed = k, 0
                 continue
             failed += 1
-            if failed == _MOST_FAILED:
+            if failed == _MAX_FAILED:
                 break
         step = _DIVE
         while step and lowest:
             k = max(lowest - step, 0)
-            state = self._drop(k)
+            state = self._search_greedily(k)
             if state is None:
                 self.search.restore(states[-1].pairs)
                 state = self._anneal("dive", k, _CHANGES_DOWN, _DIVE_EFFORT, _HOT)
@@ -132,27 +132,31 @@ class Front:
                 lowest = k
         return states
 
-    def _climb(self, last: int) -> list[State]:
+    def _climb(self, last: int) -> list[FrontState]:
         """Continue the walk up to a limit; return the best states by limit."""
-        changes_each, first = self.params.annealing, bisect_left(self.limits, self._down[-1].bytes)
-        for k in range(first + len(self._up), last + 1) if changes_each else ():
-            fitting = [state for state in (*self._down, *self._up[-1:]) if state.bytes <= self.limits[k]]
+        changes_each, first = self.params.annealing, bisect_left(self.limits, self._states_down[-1].bytes)
+        for k in range(first + len(self._states_up), last + 1) if changes_each else ():
+            fitting = [state for state in (*self._states_down, *self._states_up[-1:]) if state.bytes <= self.limits[k]]
             best = min(fitting, key=lambda state: state.seconds)
             self.search.restore(best.pairs)
             candidates = [best, self._anneal("walk up", k, changes_each)]
             if k % _FRESH_EVERY == 0:
                 self.search.restore(_KEEP_ALL)
                 candidates.append(self._anneal("fresh start", k, changes_each, _FRESH_EFFORT, _HOT))
-            self._up.append(min((state for state in candidates if state is not None), key=lambda state: state.seconds))
-        return self._up[: max(last + 1 - first, 0)]
+            self._states_up.append(
+                min((state for state in candidates if state is not None), key=lambda state: state.seconds)
+            )
+        return self._states_up[: max(last + 1 - first, 0)]
 
-    def _place(self, state: State) -> tuple[Plan, Program]:
+    def _place(self, state: FrontState) -> tuple[Plan, Program]:
         """Return the plan of a state and its placed program, which do not depend on the budget."""
         key = id(state.pairs)
         if key not in self._placed:
-            choices = choices_of(self.choices, state.pairs, state.bytes)
-            decisions = sorted((*arrivals(choices), *decisions_again(choices)), key=lambda decision: decision.gap)
-            plan = Plan("auto", state.bytes + self.beside, tuple(decisions))
+            choices = choices_from_pairs(self.choices, state.pairs, state.bytes)
+            decisions = sorted(
+                (*arrival_decisions(choices), *recompute_decisions(choices)), key=lambda decision: decision.gap
+            )
+            plan = Plan("auto", state.bytes + self.fixed_bytes, tuple(decisions))
             self._placed[key] = plan, place(lower(self.graph, self.costs, plan), round_up(plan.budget, PAGE_BYTES))
         return self._placed[key]
 
@@ -160,8 +164,8 @@ class Front:
     def smallest(self) -> int:
         """The smallest budget in bytes that has a plan; the same for all params."""
         smallest = self.in_core
-        for state in sorted(self._down, key=lambda state: state.bytes):
-            if state.bytes + self.beside >= smallest:
+        for state in sorted(self._states_down, key=lambda state: state.bytes):
+            if state.bytes + self.fixed_bytes >= smallest:
                 break
             smallest = min(smallest, self._place(state)[1].arena_bytes)
         return smallest
@@ -170,20 +174,20 @@ class Front:
         """Return the best plan for a budget, with the candidates that were placed, or None."""
         if budget < self.smallest:
             return None
-        outcomes: list[Outcome] = []
-        for state in self._states(budget - self.beside):
+        outcomes: list[CandidateOutcome] = []
+        for state in self._states(budget - self.fixed_bytes):
             plan, program = self._place(state)
             height = program.arena_bytes
             if height <= budget:
-                planned = finish(self.graph, self.costs, plan, program)
-                outcomes.append(Outcome(state.how, plan, height, planned.timeline.step_seconds, "chosen"))
+                planned = wire_and_simulate(self.graph, self.costs, plan, program)
+                outcomes.append(CandidateOutcome(state.how, plan, height, planned.timeline.step_seconds, "chosen"))
                 return replace(planned, candidates=tuple(outcomes))
             verdict = f"its blocks reach {format_bytes(height)}, above the budget"
-            outcomes.append(Outcome(state.how, plan, height, None, verdict))
+            outcomes.append(CandidateOutcome(state.how, plan, height, None, verdict))
         return None
 
-    def _states(self, room: int) -> Iterator[State]:
+    def _states(self, room: int) -> Iterator[FrontState]:
         """Yield the states that take at most ``room`` bytes, the fastest first."""
-        states = (*self._down, *self._climb(min(bisect_left(self.limits, room), len(self.limits) - 1)))
+        states = (*self._states_down, *self._climb(min(bisect_left(self.limits, room), len(self.limits) - 1)))
         distinct = {id(state.pairs): state for state in states if state.bytes <= room}
         yield from sorted(distinct.values(), key=lambda state: (state.seconds, state.bytes))

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from outofcore.planning.linear_program import UNIT, binding_ops, levels
-from outofcore.planning.problem import KEPT, GapInfo, Ints, Problem
+from outofcore.planning.linear_program import UNIT, add_levels, binding_ops
+from outofcore.planning.problem import ON_DEVICE, GapInfo, Ints, Problem
 from outofcore.planning.relaxation import Relaxation
 
 Floats = NDArray[np.float64]
@@ -34,29 +34,31 @@ _WHOLE = 1 - 1e-6
 
 
 @dataclass(frozen=True)
-class Shares:
+class GapShares:
     """A solution of the linear program."""
 
-    kept: Floats  # shape (gaps,), the resident share
-    away: Floats  # shape (gaps, homes), the share at each home
-    again: Floats  # shape (gaps,), the recomputed share
-    flowing: Floats  # shape (ops,), bytes in flight
+    resident: Floats  # shape (gaps,), the resident share
+    offloaded: Floats  # shape (gaps, homes), the share at each home
+    recomputed: Floats  # shape (gaps,), the recomputed share
+    in_flight: Floats  # shape (ops,), bytes in flight
 
-    def rounded(self, problem: Problem) -> Ints | None:
+    def round_to_choice(self, problem: Problem) -> Ints | None:
         """Return a choice: whole resident gaps, then the largest fractions that fit; None if homes overflow."""
-        choice = np.where(self.kept >= _WHOLE, KEPT, self.away.argmax(axis=1))
-        room: Ints = problem.free - np.ceil(self.flowing).astype(np.int64) - problem.held(choice == KEPT)
-        parts = [g for g in problem.movable if choice[g] != KEPT and self.kept[g] > 1 - _WHOLE]
-        for g in sorted(parts, key=lambda g: (-self.kept[g], problem.gaps[g].bytes, g)):
+        choice = np.where(self.resident >= _WHOLE, ON_DEVICE, self.offloaded.argmax(axis=1))
+        room: Ints = (
+            problem.free_bytes - np.ceil(self.in_flight).astype(np.int64) - problem.resident_bytes(choice == ON_DEVICE)
+        )
+        parts = [g for g in problem.movable if choice[g] != ON_DEVICE and self.resident[g] > 1 - _WHOLE]
+        for g in sorted(parts, key=lambda g: (-self.resident[g], problem.gaps[g].bytes, g)):
             if problem.has_room(room, g):
-                choice[g] = KEPT
-                problem.take(room, g, problem.gaps[g].bytes)
-        return problem.within_homes(choice, self.away)
+                choice[g] = ON_DEVICE
+                problem.reserve(room, g, problem.gaps[g].bytes)
+        return problem.fit_homes(choice, self.offloaded)
 
 
 def solve(
     problem: Problem, recompute_seconds: Mapping[int, float], margin: float = 0.0, *, weight: float
-) -> Shares | None:
+) -> GapShares | None:
     """Solve the linear program; return None if it has no solution.
 
     ``margin`` is the share of the limit to leave free, ``weight`` the cost of a second of copying in seconds of the
@@ -64,7 +66,7 @@ def solve(
     """
     if not problem.homes or not problem.is_feasible:
         return None
-    return _Guide(problem, recompute_seconds, margin, weight).shares()
+    return _Guide(problem, recompute_seconds, margin, weight).solve()
 
 
 class _Guide(Relaxation):
@@ -73,39 +75,39 @@ class _Guide(Relaxation):
         self.weight = weight
         # Time that passes before each span, and after the last: waits and recomputation.
         self.passing: list[dict[int, float]] = [{wait: 1.0} for wait in self.waits]
-        for g, column in self.repeated.items():
-            self.program.charge(column, recompute_seconds[g])
+        for g, column in self.recomputed.items():
+            self.program.add_cost(column, recompute_seconds[g])
             self.passing[self.spans[problem.gaps[g].gap.end]][column] = recompute_seconds[g]
         self.flows: list[int] = []  # variables of all flows, span by span
         for home in range(len(problem.homes)):
-            self._flows(home)
-        self._memory(np.maximum(problem.free - int(problem.limit * margin), 0))
+            self._add_flows(home)
+        self._limit_memory(np.maximum(problem.free_bytes - int(problem.limit * margin), 0))
         self.limit_homes()
 
-    def shares(self) -> Shares | None:
+    def solve(self) -> GapShares | None:
         problem = self.problem
         values = self.program.minimise()
         if values is None:
             return None
         resident, recomputed = np.zeros(len(problem.gaps)), np.zeros(len(problem.gaps))
-        resident[list(self.kept)] = values[list(self.kept.values())]
-        recomputed[list(self.repeated)] = values[list(self.repeated.values())]
+        resident[list(self.resident)] = values[list(self.resident.values())]
+        recomputed[list(self.recomputed)] = values[list(self.recomputed.values())]
         offloaded = np.zeros((len(problem.gaps), len(problem.homes)))
         for g, info in enumerate(problem.gaps):
             for home in info.homes:
-                constant, terms = self.away(g, home)
+                constant, terms = self.share_at_home(g, home)
                 offloaded[g, home] = constant + sum(values[column] * factor for column, factor in terms.items())
         flowing = values[self.flows].reshape(len(self.seconds), -1).sum(axis=1)[self.spans] * UNIT
-        return Shares(np.clip(resident, 0, 1), np.clip(offloaded, 0, 1), np.clip(recomputed, 0, 1), flowing)
+        return GapShares(np.clip(resident, 0, 1), np.clip(offloaded, 0, 1), np.clip(recomputed, 0, 1), flowing)
 
-    def _moved(self, info: GapInfo, home: int, *, arriving: bool) -> float:
+    def _link_units(self, info: GapInfo, home: int, *, arriving: bool) -> float:
         """Return the bytes, in units, that the link could move in the time of a copy with its latency."""
         place = self.problem.homes[home]
         if arriving:
-            return place.in_seconds(info.copied) * place.bytes_per_s_in / UNIT
-        return place.out_seconds(info.copied) * place.bytes_per_s_out / UNIT
+            return place.in_seconds(info.copied_bytes) * place.bytes_per_s_in / UNIT
+        return place.out_seconds(info.copied_bytes) * place.bytes_per_s_out / UNIT
 
-    def _flows(self, home: int) -> None:
+    def _add_flows(self, home: int) -> None:
         """Add the flow of copies to and from a home over the spans."""
         program, count, place, n = self.program, len(self.seconds), self.problem.homes[home], len(self.spans)
         # Bytes evicted after each span, and bytes needed back before it, in units.
@@ -114,23 +116,23 @@ class _Guide(Relaxation):
         for g, info in enumerate(self.problem.gaps):
             if home not in info.homes:
                 continue
-            if (g, home) in self.copied:
-                copy = self.copied[g, home]
-                program.charge(copy, self.weight * place.out_seconds(info.copied))
-                leaving[self.spans[info.gap.start]][copy] += self._moved(info, home, arriving=False)
+            if (g, home) in self.copied_out:
+                copy = self.copied_out[g, home]
+                program.add_cost(copy, self.weight * place.out_seconds(info.copied_bytes))
+                leaving[self.spans[info.gap.start]][copy] += self._link_units(info, home, arriving=False)
             if info.fetched:
-                at, moved = self.spans[info.gap.end % n], self._moved(info, home, arriving=True)
-                constant, terms = self.away(g, home)
+                at, moved = self.spans[info.gap.end % n], self._link_units(info, home, arriving=True)
+                constant, terms = self.share_at_home(g, home)
                 due_always[at] += constant * moved
                 for column, factor in terms.items():
                     due[at][column] += factor * moved
-                    program.charge(column, self.weight * factor * place.in_seconds(info.copied))
+                    program.add_cost(column, self.weight * factor * place.in_seconds(info.copied_bytes))
         out_rate, in_rate = place.bytes_per_s_out / UNIT, place.bytes_per_s_in / UNIT
         # Bytes in flight while a span runs, and of these: not yet out when it ends, already in when it starts.
-        outs, after, ins, ahead = ([program.variable() for _ in range(count)] for _ in range(4))
+        outs, after, ins, ahead = ([program.add_variable() for _ in range(count)] for _ in range(4))
         for i, seconds in enumerate(self.seconds):
-            program.row({after[i]: 1.0, outs[i]: -1.0}, low=-out_rate * seconds)
-            program.row({ahead[i]: 1.0, ins[i]: -1.0}, low=-in_rate * seconds)
+            program.add_row({after[i]: 1.0, outs[i]: -1.0}, low=-out_rate * seconds)
+            program.add_row({ahead[i]: 1.0, ins[i]: -1.0}, low=-in_rate * seconds)
         for i in range(count + 1):
             row = {column: out_rate * factor for column, factor in self.passing[i].items()}
             if i:
@@ -139,7 +141,7 @@ class _Guide(Relaxation):
                     row[column] = row.get(column, 0.0) - size
             if i < count:
                 row[outs[i]] = 1.0
-            program.row(row, low=0.0)
+            program.add_row(row, low=0.0)
             if i == count:
                 break
             row = {column: in_rate * factor for column, factor in self.passing[i].items()}
@@ -148,23 +150,23 @@ class _Guide(Relaxation):
             row[ahead[i]] = -1.0
             for column, size in due[i].items():
                 row[column] = row.get(column, 0.0) - size
-            program.row(row, low=due_always[i])
+            program.add_row(row, low=due_always[i])
         homes = len(self.problem.homes)
         self.flows = self.flows or [0] * (2 * homes * count)
         for i in range(count):
             self.flows[2 * (homes * i + home) : 2 * (homes * i + home) + 2] = outs[i], ins[i]
 
-    def _memory(self, free: Ints) -> None:
+    def _limit_memory(self, free: Ints) -> None:
         """Limit resident bytes and bytes in flight at each op."""
-        stays = self.stays()
-        ops = binding_ops(self.problem.free.tolist(), [stay[1:] for stay in stays], self.spans)
-        resident = levels(self.program, ops, [(column, size / UNIT, ranges) for column, size, ranges in stays])
+        stays = self.resident_terms()
+        ops = binding_ops(self.problem.free_bytes.tolist(), [stay[1:] for stay in stays], self.spans)
+        resident = add_levels(self.program, ops, [(column, size / UNIT, ranges) for column, size, ranges in stays])
         width = 2 * len(self.problem.homes)
         for i, level in zip(ops, resident, strict=True):
             terms = dict.fromkeys(self.flows[width * self.spans[i] : width * (self.spans[i] + 1)], 1.0)
             if level is not None:
                 terms[level] = 1.0
-            self.program.row(terms, high=float(free[i]) / UNIT)
+            self.program.add_row(terms, high=float(free[i]) / UNIT)
 
 
 def _spans(seconds: Sequence[float]) -> list[int]:

@@ -17,11 +17,11 @@ INFINITY = float("inf")
 # Unit of bytes. Numbers near one keep the solver within its tolerance; single bytes do not.
 UNIT = float(1 << 30)
 # In ``binding_ops`` an op implies only rows at most this many ops away, which bounds the work for each op.
-_FAR = 64
+_MAX_DISTANCE = 64
 
 Terms = Mapping[int, float]
 # Bytes that may be held, and the half-open ranges of ops over which they are.
-Stay = tuple[int, Iterable[tuple[int, int]]]
+HeldRanges = tuple[int, Iterable[tuple[int, int]]]
 
 
 class _SilentHighs(highspy.Highs):
@@ -50,17 +50,17 @@ class LinearProgram:
         self._values: list[float] = []
         self._solver: highspy.Highs | None = None
 
-    def variable(self, low: float = 0.0, high: float = INFINITY, cost: float = 0.0) -> int:
+    def add_variable(self, low: float = 0.0, high: float = INFINITY, cost: float = 0.0) -> int:
         """Add a variable and return its number."""
         self._lower.append(low)
         self._upper.append(high)
         self._costs.append(cost)
         return len(self._costs) - 1
 
-    def charge(self, column: int, cost: float) -> None:
+    def add_cost(self, column: int, cost: float) -> None:
         self._costs[column] += cost
 
-    def row(self, terms: Terms, low: float = -INFINITY, high: float = INFINITY) -> int:
+    def add_row(self, terms: Terms, low: float = -INFINITY, high: float = INFINITY) -> int:
         """Require that a sum of variables times factors is in [``low``, ``high``]; return the row's number."""
         self._columns += terms.keys()
         self._values += terms.values()
@@ -71,7 +71,7 @@ class LinearProgram:
 
     def minimise(self) -> NDArray[np.float64] | None:
         """Return the optimal values, of shape (variables,), or None; later variables and rows are ignored."""
-        solver = self._solver = self._solver or self._loaded()
+        solver = self._solver = self._solver or self._build_solver()
         solver.run()
         if self._method != "simplex" and solver.getModelStatus() == highspy.HighsModelStatus.kUnknown:
             solver.setOptionValue("solver", "simplex")
@@ -80,17 +80,17 @@ class LinearProgram:
             return None
         return np.array(solver.getSolution().col_value)
 
-    def least(self) -> float:
+    def objective(self) -> float:
         return 0.0 if self._solver is None else float(self._solver.getInfo().objective_function_value)
 
-    def duals(self) -> tuple[list[float], list[float]]:
+    def dual_values(self) -> tuple[list[float], list[float]]:
         """Return the dual values of the bounds of variables and of rows, after ``minimise``."""
         if self._solver is None:
             return [], []
         solution = self._solver.getSolution()
         return list(solution.col_dual), list(solution.row_dual)
 
-    def _loaded(self) -> highspy.Highs:
+    def _build_solver(self) -> highspy.Highs:
         lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = len(self._costs), len(self._row_lower)
         lp.col_cost_ = np.array(self._costs)
@@ -108,7 +108,7 @@ class LinearProgram:
         return solver
 
 
-def levels(
+def add_levels(
     program: LinearProgram, moments: Sequence[int], stays: Iterable[tuple[int, float, Iterable[tuple[int, int]]]]
 ) -> list[int | None]:
     """Add variables for the bytes held at some moments, each equal to the one before plus the changes.
@@ -129,13 +129,13 @@ def levels(
         if terms:
             if level is not None:
                 terms[level] = -1.0
-            level = program.variable(-INFINITY)
-            program.row({level: 1.0} | terms, 0.0, 0.0)
+            level = program.add_variable(-INFINITY)
+            program.add_row({level: 1.0} | terms, 0.0, 0.0)
         variables.append(level)
     return variables
 
 
-def binding_ops(free: Sequence[int], stays: Iterable[Stay], spans: Sequence[int] | None = None) -> list[int]:
+def binding_ops(free: Sequence[int], stays: Iterable[HeldRanges], spans: Sequence[int] | None = None) -> list[int]:
     """Return the ops of each span with memory rows that imply the rows of all other ops, in order.
 
     Each byte held over op p is held over op i as well, or is in a range around p and not around i. If p has at least
@@ -151,7 +151,7 @@ def binding_ops(free: Sequence[int], stays: Iterable[Stay], spans: Sequence[int]
                 ends[last].append((first, size))
     binding: list[int] = []
     for i in range(count):
-        while binding and i - binding[-1] <= _FAR and (spans is None or spans[binding[-1]] == spans[i]):
+        while binding and i - binding[-1] <= _MAX_DISTANCE and (spans is None or spans[binding[-1]] == spans[i]):
             p = binding[-1]
             more = free[p] - free[i]
             if more >= 0:

@@ -39,7 +39,7 @@ def offload_all(graph: StepGraph, budget: int, *, strict: bool = False, costs: C
 def _homes(graph: StepGraph, costs: Costs) -> dict[int, int]:
     """Return the nearest home with room for each storage that has ops between its uses."""
     problem = Problem.of(graph, costs, 0)
-    choice = problem.within_homes(0 * problem.nothing_leaves())
+    choice = problem.fit_homes(0 * problem.all_resident())
     if choice is None:
         return {}
     return {info.gap.storage: int(home) for info, home in zip(problem.gaps, choice, strict=True)}

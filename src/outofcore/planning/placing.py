@@ -17,7 +17,7 @@ from outofcore.analysis.gaps import constant_bytes, is_large, placed_bytes
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph, StorageKind
-from outofcore.lowering import lower, room_at_homes, wire
+from outofcore.lowering import copies_in_before_room, lower, wire
 from outofcore.plan import Plan
 from outofcore.planning.placement import Packing, PlacementParams, Rectangle, pack
 from outofcore.program import Block, CopyOut, Program, Run, Timeline
@@ -34,7 +34,7 @@ _COPY_WEIGHT = 0.002
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CandidateOutcome:
     """The result of placing a candidate plan."""
 
     how: str  # how the candidate was found
@@ -58,7 +58,7 @@ class Planned:
     plan: Plan
     program: Program
     timeline: Timeline
-    candidates: tuple[Outcome, ...] = ()
+    candidates: tuple[CandidateOutcome, ...] = ()
 
 
 # Addresses
@@ -72,10 +72,10 @@ def place(program: Program, capacity: int | None = None, effort: int = EFFORT) -
     below = _pack(small, end, None, effort)
     if capacity is not None:
         # Recomputation may create more small blocks than fit below the large ones; place those between large ones.
-        live = _held(large, end)
+        live = _live_bytes(large, end)
         peak = int(live.max(initial=0))
         if round_up(below.height, PAGE_BYTES) + peak > capacity:
-            lifted = _lifted(program, small, live > peak - PAGE_BYTES)
+            lifted = _liftable_blocks(program, small, live > peak - PAGE_BYTES)
             large += [replace(block, bytes=round_up(block.bytes, PAGE_BYTES)) for block in small if block.id in lifted]
             small = [block for block in small if block.id not in lifted]
             below = _pack(small, end, None, effort)
@@ -87,7 +87,7 @@ def place(program: Program, capacity: int | None = None, effort: int = EFFORT) -
     return replace(program, blocks=blocks, arena_bytes=base + above.height)
 
 
-def _held(blocks: Sequence[Block], end: int) -> NDArray[np.int64]:
+def _live_bytes(blocks: Sequence[Block], end: int) -> NDArray[np.int64]:
     """Return the bytes of blocks at each of ``end`` instructions."""
     change = np.zeros(end + 1, dtype=np.int64)
     for block in blocks:
@@ -97,7 +97,7 @@ def _held(blocks: Sequence[Block], end: int) -> NDArray[np.int64]:
     return np.cumsum(change)[:-1]
 
 
-def _lifted(program: Program, small: Sequence[Block], is_full: NDArray[np.bool_]) -> set[int]:
+def _liftable_blocks(program: Program, small: Sequence[Block], is_full: NDArray[np.bool_]) -> set[int]:
     """Return the small blocks that only recomputation touches, and only at instructions that are not full."""
     recomputation, elsewhere = set[int](), set[int]()
     for instruction in program.instructions:
@@ -133,15 +133,15 @@ def small_region_bytes(whole: Program) -> int:
 def room_for_large(graph: StepGraph, costs: Costs, budget: int, whole: Program | None = None) -> int:
     """Return the bytes of a budget that large blocks may take, which a plan decides about."""
     room = budget - small_region_bytes(whole or lower(graph, costs, keep_all(0))) - constant_bytes(graph)
-    return room - room % _common_size(graph, costs)  # plans cannot use the remainder
+    return room - room % _common_divisor(graph, costs)  # plans cannot use the remainder
 
 
-def most_held(program: Program) -> int:
+def peak_bytes(program: Program) -> int:
     """Return the most bytes that blocks take at once, a lower bound of the arena."""
-    return int(_held(program.blocks, len(program.instructions)).max(initial=0))
+    return int(_live_bytes(program.blocks, len(program.instructions)).max(initial=0))
 
 
-def _common_size(graph: StepGraph, costs: Costs) -> int:
+def _common_divisor(graph: StepGraph, costs: Costs) -> int:
     """Return the greatest common divisor of the bytes of all large blocks."""
     sizes = {placed_bytes(s.bytes) for s in graph.storages if is_large(s.bytes) and s.kind is not StorageKind.CONSTANT}
     sizes |= {placed_bytes(cost.workspace_bytes) for cost in costs.ops if is_large(cost.workspace_bytes)}
@@ -156,26 +156,26 @@ def keep_all(budget: int) -> Plan:
     return Plan("keep-all", budget, ())
 
 
-def fit_once(graph: StepGraph, costs: Costs, budget: int, plan: Plan, effort: int = EFFORT) -> Planned | None:
+def fit_plan(graph: StepGraph, costs: Costs, budget: int, plan: Plan, effort: int = EFFORT) -> Planned | None:
     """Lower, place and simulate one plan; return None if its blocks do not fit the budget."""
     lowered = lower(graph, costs, plan)
-    if room_at_homes(graph, costs, lowered) is None:
+    if copies_in_before_room(graph, costs, lowered) is None:
         return None
     program = place(lowered, budget, effort)
-    return finish(graph, costs, plan, program) if program.arena_bytes <= budget else None
+    return wire_and_simulate(graph, costs, plan, program) if program.arena_bytes <= budget else None
 
 
-def finish(graph: StepGraph, costs: Costs, plan: Plan, program: Program) -> Planned:
+def wire_and_simulate(graph: StepGraph, costs: Costs, plan: Plan, program: Program) -> Planned:
     program = wire(graph, program, costs)
     return Planned(plan, program, simulate(graph, costs, program))
 
 
-def resimulated(graph: StepGraph, costs: Costs, planned: Planned) -> Planned:
+def resimulate(graph: StepGraph, costs: Costs, planned: Planned) -> Planned:
     """Return a plan with its timeline under other costs."""
     return replace(planned, timeline=simulate(graph, costs, planned.program))
 
 
-def fit(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Plan]) -> Planned | None:
+def fit_policy(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Plan]) -> Planned | None:
     """Ask a policy for plans with less and less room until one can be placed, or return None."""
     room = room_for_large(graph, costs, budget)
     too_large, too_small = room, 0  # the smallest room whose plan does not fit; the largest room without a plan
@@ -195,18 +195,18 @@ def fit(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Pla
         if plan.decisions != before:
             before = plan.decisions
             lowered = lower(graph, costs, plan)
-            if room_at_homes(graph, costs, lowered) is None:
+            if copies_in_before_room(graph, costs, lowered) is None:
                 return None
             program = place(lowered, budget)
             if program.arena_bytes <= budget:
-                return finish(graph, costs, plan, program)
+                return wire_and_simulate(graph, costs, plan, program)
             over = program.arena_bytes - budget
         too_large = room
         room -= max(min(over, room // 16), room // 64, PAGE_BYTES)
     return None
 
 
-def worth(costs: Costs, planned: Planned) -> float:
+def comparison_seconds(costs: Costs, planned: Planned) -> float:
     """Return the seconds by which programs are compared: of the step, and a small share of copying."""
     if costs.homes and costs.homes[0].compute_slowdown:  # the simulated time contains the cost of copies
         return planned.timeline.step_seconds

@@ -14,10 +14,10 @@ from outofcore.lowering.slots import slot_bytes
 from outofcore.planning.baselines.profile_guided import ProfileGuided
 from outofcore.planning.front import Front
 from outofcore.planning.parameters import SearchParams
-from outofcore.planning.placing import Planned, fit_once, keep_all, most_held, place, small_region_bytes
-from outofcore.planning.policy import Auto, OffloadAll, Policy, PolicyLike, first_of, plans_of
+from outofcore.planning.placing import Planned, fit_plan, keep_all, peak_bytes, place, small_region_bytes
+from outofcore.planning.policy import Auto, OffloadAll, Policy, PolicyLike, first_fitting_plan, fitting_plans
 from outofcore.planning.registry import policy_of
-from outofcore.planning.resident_gradients import all_staying, let_stay
+from outofcore.planning.resident_gradients import keep_all_gradients, keep_fitting_gradients
 from outofcore.planning.search import search
 from outofcore.program import Program
 from outofcore.units import format_bytes
@@ -36,10 +36,10 @@ def smallest_budget(graph: StepGraph, costs: Costs) -> int:
     """
     if not costs.homes:
         return Front(graph, costs).smallest
-    return _neediest(graph, costs, lower(graph, costs, keep_all(0)))
+    return _min_feasible_bytes(graph, costs, lower(graph, costs, keep_all(0)))
 
 
-def _neediest(graph: StepGraph, costs: Costs, whole: Program) -> int:
+def _min_feasible_bytes(graph: StepGraph, costs: Costs, whole: Program) -> int:
     """Return the bytes below which no plan is possible; ``whole`` is the in-core program."""
     return small_region_bytes(whole) + constant_bytes(graph) + max(large_needs(graph, costs), default=0)
 
@@ -74,7 +74,7 @@ def explain_too_small(
             lines.append(f"  {format_bytes(rest_bytes):>10}  {len(largest) - _NAMED} more")
         if costs.ops[worst].workspace_bytes:
             lines.append(f"  {format_bytes(placed_bytes(costs.ops[worst].workspace_bytes)):>10}  workspace of the op")
-        neediest = _neediest(graph, costs, lower(graph, costs, keep_all(0)))
+        neediest = _min_feasible_bytes(graph, costs, lower(graph, costs, keep_all(0)))
         fixed = neediest - needs[worst]
         if fixed:
             lines.append(f"  {format_bytes(fixed):>10}  constants and tensors below 64 KiB, which stay on the device")
@@ -132,10 +132,10 @@ def plans_of_step(
     """Yield the plans for a step like ``plan_step``, the best first; each is placed only when requested."""
     policy = policy_of(policy)
     whole = lower(graph, costs, keep_all(budget))
-    if budget < _neediest(graph, costs, whole):
+    if budget < _min_feasible_bytes(graph, costs, whole):
         raise explain_too_small(graph, costs, budget, describe)
     if not isinstance(policy, OffloadAll | ProfileGuided):
-        in_core = plan_in_core(graph, costs, budget) if most_held(whole) <= budget else None
+        in_core = plan_in_core(graph, costs, budget) if peak_bytes(whole) <= budget else None
         if in_core is not None:
             yield in_core
             return
@@ -149,7 +149,7 @@ def plans_of_step(
             raise explain_too_small(graph, costs, budget, describe, front.smallest)
         plans = [planned]
     else:
-        plans = _plans(graph, costs, budget, policy)
+        plans = _published_policy_plans(graph, costs, budget, policy)
     if not plans:
         bounded = any(home.bytes is not None for home in costs.homes)
         smallest = smallest_budget(graph, costs)
@@ -162,32 +162,32 @@ def plans_of_step(
             f"budget a little{advice}",
             smallest,
         )
-    best = let_stay(graph, costs, budget, plans[0])
+    best = keep_fitting_gradients(graph, costs, budget, plans[0])
     _log.info(
         "%s: %.6f s a step predicted, %d candidates", policy.name, best.timeline.step_seconds, len(plans[0].candidates)
     )
     yield best
     yield from (planned for planned in plans if planned.plan is not best.plan)
-    yield from first_of(OffloadAll(), graph, costs, budget)
+    yield from first_fitting_plan(OffloadAll(), graph, costs, budget)
 
 
 def plan_in_core(graph: StepGraph, costs: Costs, budget: int) -> Planned | None:
     """Return the in-core plan, with resident gradients as far as they fit; None if it exceeds the budget."""
     if not graph.gradients_left:
-        return fit_once(graph, costs, budget, keep_all(budget))
-    planned = fit_once(graph, costs, budget, all_staying(graph, keep_all(budget)))
+        return fit_plan(graph, costs, budget, keep_all(budget))
+    planned = fit_plan(graph, costs, budget, keep_all_gradients(graph, keep_all(budget)))
     if planned is None:
-        planned = fit_once(graph, costs, budget, keep_all(budget))
-        planned = None if planned is None else let_stay(graph, costs, budget, planned)
+        planned = fit_plan(graph, costs, budget, keep_all(budget))
+        planned = None if planned is None else keep_fitting_gradients(graph, costs, budget, planned)
     return planned
 
 
-def _plans(graph: StepGraph, costs: Costs, budget: int, policy: Policy) -> list[Planned]:
+def _published_policy_plans(graph: StepGraph, costs: Costs, budget: int, policy: Policy) -> list[Planned]:
     """Return the plans of a published policy within the budget, the best first."""
     if isinstance(policy, ProfileGuided):
-        planned = policy.placed(graph, costs, budget)
+        planned = policy.place(graph, costs, budget)
         return [] if planned is None else [planned]
-    return (first_of if isinstance(policy, OffloadAll) else plans_of)(policy, graph, costs, budget)
+    return (first_fitting_plan if isinstance(policy, OffloadAll) else fitting_plans)(policy, graph, costs, budget)
 
 
 def _check_first_home(graph: StepGraph, costs: Costs) -> None:

@@ -15,7 +15,7 @@ from outofcore.graph import StepGraph
 from outofcore.plan import Gap, Plan, Residency
 from outofcore.planning.offload_all import offload_all
 from outofcore.planning.parameters import SearchParams
-from outofcore.planning.placing import Planned, fit, keep_all
+from outofcore.planning.placing import Planned, fit_policy, keep_all
 
 # Returns a plan in which large blocks (64 KiB and more) take at most the given *room*, in bytes.
 Asked = Callable[[int], Plan]
@@ -85,7 +85,7 @@ _Policy = TypeVar("_Policy", bound=PolicyLike)
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedPolicy:
     """Base of policies that checks the types of its fields; a wrong one raises ``InputError``."""
 
     name = ""
@@ -94,9 +94,10 @@ class Checked:
         hints = get_type_hints(type(self))
         for declared in fields(self):
             value = getattr(self, declared.name)
-            if not _suits(value, hints[declared.name]):
+            if not _matches_type(value, hints[declared.name]):
                 raise InputError(
-                    f"the policy {self.name!r}: {declared.name} must be {_words(hints[declared.name])}, not {value!r}"
+                    f"the policy {self.name!r}: {declared.name} must be {_describe_type(hints[declared.name])}, "
+                    f"not {value!r}"
                 )
 
     def require(self, field_name: str, is_valid: bool, valid_values: str) -> None:
@@ -107,9 +108,9 @@ class Checked:
             )
 
 
-def _suits(value: object, hint: Any) -> bool:
+def _matches_type(value: object, hint: Any) -> bool:
     if get_origin(hint) in (Union, types.UnionType):
-        return any(_suits(value, part) for part in get_args(hint))
+        return any(_matches_type(value, part) for part in get_args(hint))
     if get_origin(hint) is Literal:
         return any(value == option and type(value) is type(option) for option in get_args(hint))
     if hint is float:
@@ -117,9 +118,9 @@ def _suits(value: object, hint: Any) -> bool:
     return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
 
 
-def _words(hint: Any) -> str:
+def _describe_type(hint: Any) -> str:
     if get_origin(hint) in (Union, types.UnionType):
-        return " or ".join(_words(part) for part in get_args(hint))
+        return " or ".join(_describe_type(part) for part in get_args(hint))
     if get_origin(hint) is Literal:
         return " or ".join(repr(option) for option in get_args(hint))
     if hint is type(None):
@@ -128,7 +129,7 @@ def _words(hint: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Auto(Checked):
+class Auto(CheckedPolicy):
     """The best plan found by search; the default.
 
     Attributes:
@@ -152,7 +153,7 @@ def quick_policy(policy: _Policy) -> _Policy | Auto:
 
 
 @dataclass(frozen=True)
-class KeepAll(Checked):
+class KeepAll(CheckedPolicy):
     """Everything stays on the device: in-core training in an arena. The whole step must fit.
 
     >>> KeepAll().name
@@ -166,7 +167,7 @@ class KeepAll(Checked):
 
 
 @dataclass(frozen=True)
-class OffloadAll(Checked):
+class OffloadAll(CheckedPolicy):
     """Everything is offloaded between any two uses: the smallest possible budget, and the slowest step.
 
     Attributes:
@@ -190,7 +191,7 @@ class OffloadAll(Checked):
 
 
 @dataclass(frozen=True)
-class Own:
+class FunctionPolicy:
     """A policy made from a function."""
 
     name: str
@@ -201,22 +202,22 @@ class Own:
         return (lambda room: self.plan(graph, costs, room),)
 
 
-def plans_of(policy: Policy, graph: StepGraph, costs: Costs, budget: int) -> list[Planned]:
+def fitting_plans(policy: Policy, graph: StepGraph, costs: Costs, budget: int) -> list[Planned]:
     """Return the plans of a policy that fit a budget, at most one for each variant, the fastest first."""
-    plans = [_fitted(policy, graph, costs, budget, variant) for variant in policy.variants(graph, costs, budget)]
+    plans = [_fit_variant(policy, graph, costs, budget, variant) for variant in policy.variants(graph, costs, budget)]
     return sorted((p for p in plans if p is not None), key=lambda p: p.timeline.step_seconds)
 
 
-def first_of(policy: Policy, graph: StepGraph, costs: Costs, budget: int) -> list[Planned]:
+def first_fitting_plan(policy: Policy, graph: StepGraph, costs: Costs, budget: int) -> list[Planned]:
     """Return the plan of the first variant that fits the budget, in a list that may be empty."""
     for variant in policy.variants(graph, costs, budget):
-        planned = _fitted(policy, graph, costs, budget, variant)
+        planned = _fit_variant(policy, graph, costs, budget, variant)
         if planned is not None:
             return [planned]
     return []
 
 
-def _fitted(policy: Policy, graph: StepGraph, costs: Costs, budget: int, variant: Asked) -> Planned | None:
+def _fit_variant(policy: Policy, graph: StepGraph, costs: Costs, budget: int, variant: Asked) -> Planned | None:
     def named_plan(room: int) -> Plan:
         plan = variant(room)
         if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance] - it may be a user's
@@ -230,6 +231,6 @@ def _fitted(policy: Policy, graph: StepGraph, costs: Costs, budget: int, variant
         return plan if plan.policy == policy.name else replace(plan, policy=policy.name)
 
     try:
-        return fit(graph, costs, budget, named_plan)
+        return fit_policy(graph, costs, budget, named_plan)
     except GraphError as error:
         raise GraphError(f"the policy {policy.name!r} made a plan that cannot be carried out: {error}") from error

@@ -12,16 +12,16 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from outofcore.analysis.recipes import History, can_recompute
-from outofcore.lowering import lower, room_at_homes
+from outofcore.lowering import copies_in_before_room, lower
 from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.planning.bound import lower_bound_seconds
 from outofcore.planning.parameters import SearchParams
-from outofcore.planning.placing import Planned, finish, place, worth
+from outofcore.planning.placing import Planned, comparison_seconds, place, wire_and_simulate
 from outofcore.planning.problem import Problem
 from outofcore.simulator import busiest_seconds
 
 # In steps of more ops it would take most of planning's time and improve no plan.
-LONGEST = 100
+MAX_OPS = 100
 # Maximum changes from each start; number of starts, in turn; and the most time that the changes may take, in steps,
 # because the plan must save that time again.
 _TRIES, _ROUNDS, _RUNS = 800, 4, 200
@@ -47,7 +47,7 @@ _OVER = 10.0
 _Decisions = dict[Gap, Decision]
 
 
-def polished(
+def polish_plan(
     problem: Problem, budget: int, best: Planned | None, starts: Sequence[Plan], params: SearchParams
 ) -> Planned | None:
     """Return the best plan found near the ``starts``, which need not fit; None if ``best`` is no slower."""
@@ -56,7 +56,7 @@ def polished(
     goal = (lower_bound_seconds(problem.graph, problem.costs, budget) or 0.0) * _GOOD
     if not tries or not starts or (best is not None and best.timeline.step_seconds <= goal):
         return None
-    search = _Polish(problem, budget, goal)
+    search = _Polisher(problem, budget, goal)
     results = [search.improve(starts[turn % len(starts)], tries, turn) for turn in range(_ROUNDS)]
     results = [result for result in results if result is not None and result.program.arena_bytes <= budget]
     better = min(results, key=search.value, default=None)
@@ -64,11 +64,11 @@ def polished(
 
 
 @dataclass
-class _Polish:
+class _Polisher:
     problem: Problem
     budget: int
     goal: float  # seconds of a step that are good enough
-    seen: dict[Plan, Planned | None] = field(default_factory=dict[Plan, Planned | None], repr=False)
+    placed_plans: dict[Plan, Planned | None] = field(default_factory=dict[Plan, Planned | None], repr=False)
 
     def __post_init__(self) -> None:
         graph = self.problem.graph
@@ -76,37 +76,37 @@ class _Polish:
         history = History.of(graph)
         infos = self.problem.gaps
         self.homes = {info.gap: info.homes for info in infos}
-        self.again = frozenset(
+        self.recomputable = frozenset(
             info.gap
             for info in infos
             if not (info.arriving or info.cyclic or info.final)
             and can_recompute(history, info.gap.storage, info.gap.end)
         )
         # Inputs must be fetched.
-        self.gaps = [i.gap for i in infos if not i.arriving and not i.final and (i.homes or i.gap in self.again)]
+        self.gaps = [i.gap for i in infos if not i.arriving and not i.final and (i.homes or i.gap in self.recomputable)]
         self.final = frozenset(i.gap for i in infos if i.final)
 
     def value(self, planned: Planned) -> float:
         """Return the objective: seconds of the step, and a penalty for blocks above the budget."""
         over = max(planned.program.arena_bytes - self.budget, 0) / self.budget
-        return worth(self.costs, planned) * (1 + _OVER * over)
+        return comparison_seconds(self.costs, planned) * (1 + _OVER * over)
 
     def improve(self, start: Plan, tries: int, seed: int) -> Planned | None:
         """Return the best plan after ``tries`` changes; it may exceed the budget."""
         draw, staying = random.Random(seed), start.staying
-        best = self._try({d.gap: d for d in start.decisions}, staying, inf)
+        best = self._place({d.gap: d for d in start.decisions}, staying, inf)
         if best is None:
             return None
         value = self.value(best)
         for _ in range(tries):
             if value <= self.goal:
                 break
-            result = self._try(self._changed({d.gap: d for d in best.plan.decisions}, draw), staying, value)
+            result = self._place(self._change_randomly({d.gap: d for d in best.plan.decisions}, draw), staying, value)
             if result is not None and (result_value := self.value(result)) <= value:
                 best, value = result, result_value
         return best
 
-    def _try(self, decisions: _Decisions, staying: tuple[int, ...], max_seconds: float) -> Planned | None:
+    def _place(self, decisions: _Decisions, staying: tuple[int, ...], max_seconds: float) -> Planned | None:
         """Place a plan; return None if the homes are too small, or it surely takes over ``max_seconds``."""
         decided = {gap.storage for gap in decisions}
         plan = Plan(
@@ -115,39 +115,41 @@ class _Polish:
             tuple(decisions[gap] for gap in sorted(decisions)),
             tuple(storage for storage in staying if storage not in decided),
         )
-        if plan not in self.seen:
+        if plan not in self.placed_plans:
             lowered = lower(self.graph, self.costs, plan)
             if busiest_seconds(self.graph, self.costs, lowered) > max_seconds:
                 return None  # not cached: another call may allow more time
-            fits = room_at_homes(self.graph, self.costs, lowered) is not None
+            fits = copies_in_before_room(self.graph, self.costs, lowered) is not None
             placed = place(lowered, self.budget, effort=0) if fits else None
-            self.seen[plan] = None if placed is None else finish(self.graph, self.costs, plan, placed)
-        return self.seen[plan]
+            self.placed_plans[plan] = (
+                None if placed is None else wire_and_simulate(self.graph, self.costs, plan, placed)
+            )
+        return self.placed_plans[plan]
 
-    def _changed(self, decisions: _Decisions, draw: random.Random) -> _Decisions:
+    def _change_randomly(self, decisions: _Decisions, draw: random.Random) -> _Decisions:
         for _ in range(draw.choice(_AT_ONCE)):
             kind = draw.random()
             decided = [decisions[gap] for gap in sorted(decisions) if gap not in self.final]
             if decided and kind < _DECIDED:
-                self._change(decisions, draw.choice(decided), draw)
+                self._change_decision(decisions, draw.choice(decided), draw)
             elif decided and kind < _SWAPPED:
-                self._swap(decisions, draw.choice(decided), draw)
+                self._swap_gaps(decisions, draw.choice(decided), draw)
             elif self.gaps:
                 gap = draw.choice(self.gaps)
                 if gap not in decisions:
-                    decisions[gap] = self._new(gap, draw)
+                    decisions[gap] = self._new_decision(gap, draw)
         return decisions
 
-    def _swap(self, decisions: _Decisions, decision: Decision, draw: random.Random) -> None:
+    def _swap_gaps(self, decisions: _Decisions, decision: Decision, draw: random.Random) -> None:
         """Keep an offloaded or recomputed gap, and offload or recompute another one that overlaps it."""
         gap = decision.gap
         partners = [o for o in self.gaps if o not in decisions and o.start < gap.end and gap.start < o.end]
         if partners and gap.start >= 0:
             del decisions[gap]
             partner = draw.choice(partners)
-            decisions[partner] = self._new(partner, draw)
+            decisions[partner] = self._new_decision(partner, draw)
 
-    def _change(self, decisions: _Decisions, decision: Decision, draw: random.Random) -> None:
+    def _change_decision(self, decisions: _Decisions, decision: Decision, draw: random.Random) -> None:
         gap, kind, shift = decision.gap, draw.random(), draw.choice(_SHIFTS)
         homes = self.homes.get(gap, tuple(range(len(self.costs.homes))))
         if decision.residency is Residency.RECOMPUTE:
@@ -173,12 +175,12 @@ class _Polish:
             decisions[gap] = replace(decision, release_by=release)
         elif kind < _OFFLOADED[3] and len(homes) > 1:
             decisions[gap] = replace(decision, home=draw.choice(homes))
-        elif gap in self.again:
+        elif gap in self.recomputable:
             decisions[gap] = Decision(gap, Residency.RECOMPUTE, gap.start + 1, gap.end)
 
-    def _new(self, gap: Gap, draw: random.Random) -> Decision:
+    def _new_decision(self, gap: Gap, draw: random.Random) -> Decision:
         homes = self.homes[gap]
-        if gap in self.again and (not homes or draw.random() >= _OFFLOADS):
+        if gap in self.recomputable and (not homes or draw.random() >= _OFFLOADS):
             return Decision(gap, Residency.RECOMPUTE, gap.start + 1, gap.end)
         release = draw.randint(gap.start + 1, min(gap.end, self.n))
         return Decision(gap, Residency.OFFLOAD, release, gap.end, draw.choice(homes) if homes[1:] else homes[0])

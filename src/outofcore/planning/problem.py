@@ -22,7 +22,7 @@ from outofcore.plan import Gap
 Ints = NDArray[np.int64]
 
 # The value of a resident gap in a choice.
-KEPT = -1
+ON_DEVICE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,13 @@ class GapInfo:
 
     gap: Gap  # the use interval, in op indices
     bytes: int  # size in the arena
-    copied: int  # bytes that a copy moves
+    copied_bytes: int  # bytes that a copy moves
     segment: int  # index of the interval between two writes; one copy at home serves all gaps of it
     cyclic: bool  # whether it extends over the end of the step
     arriving: bool  # whether it ends at an input's first use, so that it cannot be resident
     fetched: bool  # whether the use at its end needs the bytes
     final: bool  # whether it follows the last use of a storage that the user sees after the step
-    leaves: bool  # whether the bytes must be at home when the step ends
+    must_leave: bool  # whether the bytes must be at home when the step ends
     homes: tuple[int, ...]  # indices of the homes that may hold its bytes, the nearest first
 
 
@@ -49,8 +49,8 @@ class Problem:
     costs: Costs
     limit: int
     gaps: tuple[GapInfo, ...]  # by storage, then by time
-    free: Ints  # shape (ops,), bytes left at each op after the tensors it touches and its workspace
-    changed: frozenset[int]  # persistent storages that the step writes
+    free_bytes: Ints  # shape (ops,), bytes left at each op after the tensors it touches and its workspace
+    written: frozenset[int]  # persistent storages that the step writes
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs, limit: int) -> Problem:
@@ -84,7 +84,7 @@ class Problem:
                         arriving=gap.start < 0,
                         fetched=gap != last and is_fetched(graph, gap),
                         final=gap == last,
-                        leaves=gap == last and storage.id not in graph.gradients_left,
+                        must_leave=gap == last and storage.id not in graph.gradients_left,
                         homes=homes,
                     )
                 )
@@ -98,25 +98,25 @@ class Problem:
 
     @property
     def is_feasible(self) -> bool:
-        return not len(self.free) or int(self.free.min()) >= 0
+        return not len(self.free_bytes) or int(self.free_bytes.min()) >= 0
 
     @cached_property
     def movable(self) -> tuple[int, ...]:
         """The gaps that may be resident: all but the gaps before an input's first use."""
         return tuple(g for g, info in enumerate(self.gaps) if not info.arriving)
 
-    def nothing_leaves(self) -> Ints:
+    def all_resident(self) -> Ints:
         """Return the choice, of shape (gaps,), that offloads only inputs and outputs, to the first home."""
-        return np.where(self._moving, 0, KEPT)
+        return np.where(self._must_offload, 0, ON_DEVICE)
 
-    def inside(self, info: GapInfo) -> tuple[tuple[int, int], ...]:
+    def ops_inside(self, info: GapInfo) -> tuple[tuple[int, int], ...]:
         """Return the half-open ranges of ops inside a gap; a cyclic gap has two."""
         n = len(self.graph.ops)
         if not info.cyclic:
             return ((info.gap.start + 1, info.gap.end),)
         return ((info.gap.start + 1, n), (0, info.gap.end - n))
 
-    def held(self, is_kept: NDArray[np.bool_]) -> Ints:
+    def resident_bytes(self, is_kept: NDArray[np.bool_]) -> Ints:
         """Return the bytes of resident gaps over each op, of shape (ops,); ``is_kept`` has shape (gaps,)."""
         first, last, second_end, sizes = self._ranges
         delta = np.zeros(len(self.graph.ops) + 1, dtype=np.int64)
@@ -127,15 +127,15 @@ class Problem:
         np.add.at(delta, second_end, -np.where(second_end > 0, kept_sizes, 0))
         return np.cumsum(delta)[:-1]
 
-    def take(self, room: Ints, g: int, count: int) -> None:
+    def reserve(self, room: Ints, g: int, count: int) -> None:
         """Subtract ``count`` bytes from ``room``, of shape (ops,), over the ops inside a gap."""
-        for first, last in self.inside(self.gaps[g]):
+        for first, last in self.ops_inside(self.gaps[g]):
             room[first:last] -= count
 
     def has_room(self, room: Ints, g: int) -> bool:
         """Return whether ``room``, of shape (ops,), has space for a gap."""
         info = self.gaps[g]
-        return all(bool(np.all(room[first:last] >= info.bytes)) for first, last in self.inside(info))
+        return all(bool(np.all(room[first:last] >= info.bytes)) for first, last in self.ops_inside(info))
 
     def copies_needed(self, choice: Ints) -> list[bool]:
         """Return for each gap whether offloading it needs a copy-out (the copy at home is out of date)."""
@@ -146,7 +146,7 @@ class Problem:
             storage = info.gap.storage
             if info.arriving:
                 at_home[storage, 0] = 0
-            elif home_of[g] != KEPT:
+            elif home_of[g] != ON_DEVICE:
                 leaving.setdefault(storage, []).append(g)
                 if info.cyclic:
                     at_home[storage, home_of[g]] = 0
@@ -163,7 +163,7 @@ class Problem:
                     at_home[key] = segment
         return needed
 
-    def within_homes(self, choice: Ints, shares: NDArray[np.float64] | None = None) -> Ints | None:
+    def fit_homes(self, choice: Ints, shares: NDArray[np.float64] | None = None) -> Ints | None:
         """Return the choice with storages moved where a home would overflow; None if the homes are too small.
 
         Storages with the largest share at a home stay there; among equals, those with the most copies per op of
@@ -174,25 +174,25 @@ class Problem:
         choice = choice.copy()
         room = [None if home.bytes is None else np.full(len(self.graph.ops), home.bytes) for home in self.homes]
         if room and room[0] is not None:
-            room[0] -= self.lasting_at_first
+            room[0] -= self.first_home_bytes
             if room[0].min(initial=0) < 0:
                 return None
         stays: dict[tuple[int, int], list[int]] = {}
         for g in self.movable:
-            if choice[g] != KEPT:
+            if choice[g] != ON_DEVICE:
                 stays.setdefault((self.gaps[g].gap.storage, int(choice[g])), []).append(g)
 
         def rank(key: tuple[int, int]) -> tuple[float, float]:
             gaps, home = stays[key], key[1]
-            first, last = self._span(gaps)
+            first, last = self._ops_at_home(gaps)
             share = 0.0 if shares is None else float(shares[gaps, home].mean())
             return -share, -len(gaps) / max(last - first, 1)
 
         for storage, preferred in sorted(stays, key=lambda key: (rank(key), key)):
             gaps = stays[storage, preferred]
-            if self.is_first_homed(storage):
+            if self.is_at_first_home(storage):
                 continue
-            first, last = self._span(gaps)
+            first, last = self._ops_at_home(gaps)
             count = slot_bytes(self.graph.storages[storage].bytes)
             for home in (preferred, *(h for h in self.gaps[gaps[0]].homes if h != preferred)):
                 free = room[home]
@@ -206,7 +206,7 @@ class Problem:
             choice[gaps] = home
         return choice
 
-    def _span(self, gaps: Iterable[int]) -> tuple[int, int]:
+    def _ops_at_home(self, gaps: Iterable[int]) -> tuple[int, int]:
         """Return the ops over which a storage needs a slot at the home of these gaps."""
         infos = [self.gaps[g] for g in gaps]
         # A frozen storage keeps its slot from step to step.
@@ -214,24 +214,24 @@ class Problem:
             return 0, len(self.graph.ops)
         return min(info.gap.start for info in infos), max(info.gap.end for info in infos) + 1
 
-    def is_first_homed(self, storage: int) -> bool:
+    def is_at_first_home(self, storage: int) -> bool:
         """Return whether a storage always has a slot at the first home: inputs and outputs do."""
         return storage in self.graph.outputs or self.graph.storages[storage].arrives
 
     @cached_property
-    def lasting_at_first(self) -> int:
+    def first_home_bytes(self) -> int:
         """Bytes of the slots of inputs and outputs at the first home."""
-        return sum(slot_bytes(s.bytes) for s in self.graph.storages if self.is_first_homed(s.id))
+        return sum(slot_bytes(s.bytes) for s in self.graph.storages if self.is_at_first_home(s.id))
 
     @cached_property
-    def _moving(self) -> NDArray[np.bool_]:
-        return np.array([info.arriving or info.leaves for info in self.gaps], dtype=np.bool_)
+    def _must_offload(self) -> NDArray[np.bool_]:
+        return np.array([info.arriving or info.must_leave for info in self.gaps], dtype=np.bool_)
 
     @cached_property
     def _ranges(self) -> tuple[Ints, Ints, Ints, Ints]:
         """Starts, ends, ends of second ranges at the start of the step (0: none), and bytes of all gaps."""
         n = len(self.graph.ops)
-        inside = [self.inside(info) for info in self.gaps]
+        inside = [self.ops_inside(info) for info in self.gaps]
         ranges = np.array([ranges[0] for ranges in inside], dtype=np.int64).reshape(-1, 2)
         second_end = np.array([ranges[1][1] if len(ranges) > 1 else 0 for ranges in inside], dtype=np.int64)
         sizes = np.array([info.bytes for info in self.gaps], dtype=np.int64)

@@ -19,7 +19,7 @@ from outofcore.planning.baselines import (
     Window,
 )
 from outofcore.planning.parameters import SearchParams
-from outofcore.planning.policy import Auto, KeepAll, OffloadAll, Own, Policy, PolicyLike
+from outofcore.planning.policy import Auto, FunctionPolicy, KeepAll, OffloadAll, Policy, PolicyLike
 
 _BY_NAME = {
     kind.name: kind
@@ -49,62 +49,62 @@ def policy_of(given: PolicyLike) -> Policy:
     (0.5,)
     """
     if isinstance(given, str):
-        return _read(given)
+        return _parse_policy(given)
     if isinstance(given, type):
         raise InputError(f"policy is the class {given.__name__}; give an instance: {given.__name__}()")
     if isinstance(given, Policy):
         return given
     if callable(given):
-        return Own(getattr(given, "__name__", type(given).__name__), given)
+        return FunctionPolicy(getattr(given, "__name__", type(given).__name__), given)
     raise InputError(
         f"policy must be a name, a policy of outofcore.policies or a function that makes a plan, not {given!r}"
     )
 
 
-def _read(text: str) -> Policy:
+def _parse_policy(text: str) -> Policy:
     name, _, arguments = text.partition(":")
     name = name.strip()
     if "(" in name:
-        raise _unreadable(text)
+        raise _unreadable_policy_error(text)
     kind = _BY_NAME.get(name)
     if kind is None:
         near = get_close_matches(name, POLICIES, 1)
         hint = f"did you mean {near[0]!r}? There are" if near else "choose one of"
         raise InputError(f"there is no policy {name!r}; {hint} {', '.join(POLICIES)}")
-    values = _values(text, arguments)
+    values = _parse_arguments(text, arguments)
     if kind is Auto:
-        return Auto(SearchParams(**_known("auto", SearchParams, values)))
-    return kind(**_known(name, kind, values))
+        return Auto(SearchParams(**_check_fields("auto", SearchParams, values)))
+    return kind(**_check_fields(name, kind, values))
 
 
-def _unreadable(text: str) -> InputError:
+def _unreadable_policy_error(text: str) -> InputError:
     return InputError(f"cannot read the policy {text!r}; write it like window:reach=1.5,persist=false")
 
 
-def _values(text: str, arguments: str) -> dict[str, Any]:
+def _parse_arguments(text: str, arguments: str) -> dict[str, Any]:
     """Parse the text after the colon as the keyword arguments of a call, without running it."""
     try:
         call = ast.parse(f"f({arguments})", mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise _unreadable(text) from None
+        raise _unreadable_policy_error(text) from None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-        raise _unreadable(text)
+        raise _unreadable_policy_error(text)
     values: dict[str, Any] = {}
     for keyword in call.keywords:
         if keyword.arg is None or keyword.arg in values:
-            raise _unreadable(text)
+            raise _unreadable_policy_error(text)
         if isinstance(keyword.value, ast.Name):
             values[keyword.arg] = _WORDS.get(keyword.value.id.lower(), keyword.value.id)
             continue
         try:
             value = ast.literal_eval(keyword.value)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            raise _unreadable(text) from None
+            raise _unreadable_policy_error(text) from None
         values[keyword.arg] = tuple(cast("list[object]", value)) if isinstance(value, list) else value
     return values
 
 
-def _known(name: str, kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
+def _check_fields(name: str, kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
     """Return the values after checking that their fields exist, and for ``SearchParams`` their types."""
     names = [field.name for field in fields(kind)]
     for key in values:

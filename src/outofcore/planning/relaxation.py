@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from outofcore.planning.linear_program import UNIT, LinearProgram, levels
+from outofcore.planning.linear_program import UNIT, LinearProgram, add_levels
 from outofcore.planning.problem import Problem
 
 
@@ -29,39 +29,41 @@ class Relaxation:
         for at, cost in zip(spans, problem.costs.ops, strict=True):
             self.seconds[at] += cost.seconds
         # Variables: seconds of waiting before each span and after the last.
-        self.waits = [self.program.variable(cost=1.0) for _ in range(len(self.seconds) + 1)]
-        self.kept: dict[int, int] = {}  # by gap that may be resident, the variable of its resident share
-        self.repeated: dict[int, int] = {}  # by gap that may be recomputed, the variable of its recomputed share
-        self.copied: dict[tuple[int, int], int] = {}  # the variable of the share that is copied out, by gap and home
+        self.waits = [self.program.add_variable(cost=1.0) for _ in range(len(self.seconds) + 1)]
+        self.resident: dict[int, int] = {}  # by gap that may be resident, the variable of its resident share
+        self.recomputed: dict[int, int] = {}  # by gap that may be recomputed, the variable of its recomputed share
+        self.copied_out: dict[
+            tuple[int, int], int
+        ] = {}  # the variable of the share that is copied out, by gap and home
         self.share_rows: dict[int, int] = {}  # the sum of the shares, by gap with more than one variable
-        self._sent: dict[tuple[int, int], int] = {}  # share at a home, by gap and home, if it has a variable
+        self._offloaded: dict[tuple[int, int], int] = {}  # share at a home, by gap and home, if it has a variable
         recomputable = set(recomputable)
         for g in problem.movable:
             info = problem.gaps[g]
-            self.kept[g] = self.program.variable(0.0, 0.0 if info.leaves else 1.0)
+            self.resident[g] = self.program.add_variable(0.0, 0.0 if info.must_leave else 1.0)
             if g in recomputable:
-                self.repeated[g] = self.program.variable(0.0, 1.0)
+                self.recomputed[g] = self.program.add_variable(0.0, 1.0)
             for home in info.homes[:-1]:
-                self._sent[g, home] = self.program.variable(0.0, 1.0)
-            shares = self._own(g)
+                self._offloaded[g, home] = self.program.add_variable(0.0, 1.0)
+            shares = self._share_variables(g)
             if len(shares) > 1 or not info.homes:
-                self.share_rows[g] = self.program.row(dict.fromkeys(shares, 1.0), 0.0 if info.homes else 1.0, 1.0)
-        self._copies_out()
+                self.share_rows[g] = self.program.add_row(dict.fromkeys(shares, 1.0), 0.0 if info.homes else 1.0, 1.0)
+        self._require_copies_out()
 
-    def _own(self, g: int) -> list[int]:
-        sent = [self._sent[g, home] for home in self.problem.gaps[g].homes[:-1]]
-        return [self.kept[g], *([self.repeated[g]] if g in self.repeated else []), *sent]
+    def _share_variables(self, g: int) -> list[int]:
+        sent = [self._offloaded[g, home] for home in self.problem.gaps[g].homes[:-1]]
+        return [self.resident[g], *([self.recomputed[g]] if g in self.recomputed else []), *sent]
 
-    def away(self, g: int, home: int) -> tuple[float, dict[int, float]]:
+    def share_at_home(self, g: int, home: int) -> tuple[float, dict[int, float]]:
         """Return the share of a gap at a home, as a constant and terms; the last home has the remainder."""
         info = self.problem.gaps[g]
-        if (g, home) in self._sent:
-            return 0.0, {self._sent[g, home]: 1.0}
+        if (g, home) in self._offloaded:
+            return 0.0, {self._offloaded[g, home]: 1.0}
         if info.arriving or home != info.homes[-1]:
             return float(info.arriving and home == info.homes[0]), {}
-        return 1.0, dict.fromkeys(self._own(g), -1.0)
+        return 1.0, dict.fromkeys(self._share_variables(g), -1.0)
 
-    def _copies_out(self) -> None:
+    def _require_copies_out(self) -> None:
         """Require a copy out for an offloaded gap if the copy at its home is out of date."""
         problem = self.problem
         cyclic = {problem.gaps[g].gap.storage: g for g in problem.movable if problem.gaps[g].cyclic}
@@ -69,28 +71,28 @@ class Relaxation:
         for g in problem.movable:
             info = problem.gaps[g]
             storage = info.gap.storage
-            unchanged = (info.cyclic and storage not in problem.changed) or storage in problem.graph.frozen
+            unchanged = (info.cyclic and storage not in problem.written) or storage in problem.graph.frozen
             if unchanged or (problem.graph.storages[storage].arrives and not info.final):
                 continue  # its home is up to date
             for home in info.homes:
-                self.copied[g, home] = self.program.variable(0.0, 1.0)
+                self.copied_out[g, home] = self.program.add_variable(0.0, 1.0)
                 # All copies to this home in this segment so far add up to at least the share that is there.
                 copies = earlier[storage, info.segment, home]
-                copies.append(self.copied[g, home])
-                constant, terms = self.away(g, home)
+                copies.append(self.copied_out[g, home])
+                constant, terms = self.share_at_home(g, home)
                 row = dict.fromkeys(copies, 1.0) | {column: -factor for column, factor in terms.items()}
                 if info.segment == 0 and not info.cyclic and storage in cyclic:
                     # A copy is needed only if the storage was not at this home when the step began.
-                    earlier_share, more = self.away(cyclic[storage], home)
+                    earlier_share, more = self.share_at_home(cyclic[storage], home)
                     constant -= earlier_share
                     for column, factor in more.items():
                         row[column] = row.get(column, 0.0) + factor
-                self.program.row(row, low=constant)
+                self.program.add_row(row, low=constant)
 
-    def stays(self) -> list[tuple[int, int, tuple[tuple[int, int], ...]]]:
+    def resident_terms(self) -> list[tuple[int, int, tuple[tuple[int, int], ...]]]:
         """Return for each gap that may be resident its variable, bytes, and half-open ranges of ops."""
         gaps = self.problem.gaps
-        return [(column, gaps[g].bytes, self.problem.inside(gaps[g])) for g, column in self.kept.items()]
+        return [(column, gaps[g].bytes, self.problem.ops_inside(gaps[g])) for g, column in self.resident.items()]
 
     def limit_homes(self) -> None:
         """Limit the bytes at each op in homes of limited capacity, inputs and outputs included."""
@@ -99,18 +101,18 @@ class Relaxation:
             if place.bytes is None:
                 continue
             stays: list[tuple[int, float, tuple[tuple[int, int], ...]]] = []
-            always = problem.lasting_at_first if home == 0 else 0
+            always = problem.first_home_bytes if home == 0 else 0
             for g in problem.movable:
                 info = problem.gaps[g]
-                if home not in info.homes or problem.is_first_homed(info.gap.storage):
+                if home not in info.homes or problem.is_at_first_home(info.gap.storage):
                     continue
-                constant, terms = self.away(g, home)
+                constant, terms = self.share_at_home(g, home)
                 ranges = ((0, n),) if info.cyclic else ((info.gap.start, info.gap.end + 1),)
                 if constant:
-                    share = self.program.variable(0.0, 1.0)
-                    self.program.row({share: 1.0} | {c: -factor for c, factor in terms.items()}, constant, constant)
+                    share = self.program.add_variable(0.0, 1.0)
+                    self.program.add_row({share: 1.0} | {c: -factor for c, factor in terms.items()}, constant, constant)
                     terms = {share: 1.0}
                 stays += [(column, factor * info.bytes / UNIT, ranges) for column, factor in terms.items()]
-            for level in dict.fromkeys(levels(self.program, range(n), stays)):
+            for level in dict.fromkeys(add_levels(self.program, range(n), stays)):
                 if level is not None:
-                    self.program.row({level: 1.0}, high=max(place.bytes - always, 0) / UNIT)
+                    self.program.add_row({level: 1.0}, high=max(place.bytes - always, 0) / UNIT)

@@ -13,21 +13,21 @@ import numpy as np
 from outofcore.analysis.gaps import is_large
 from outofcore.costs import Costs
 from outofcore.graph import StepGraph
-from outofcore.lowering import lower, room_at_homes
+from outofcore.lowering import copies_in_before_room, lower
 from outofcore.plan import Plan
-from outofcore.planning.placing import Planned, finish, place
+from outofcore.planning.placing import Planned, place, wire_and_simulate
 from outofcore.planning.problem import Ints
 from outofcore.program import Program, Run
 from outofcore.units import PAGE_BYTES
 
 # Number of consecutive attempts without improvement before giving up.
-_STALE = 6
+_MAX_STALE = 6
 # Ops by which the range around an excess is widened each time.
 _WIDER = 4
 # A block that repeatedly exceeds the budget by at least this share of its bytes, but not wholly, is always offloaded.
 _MOSTLY = 0.5
 
-_Stuck = list[tuple[int, int, int, int]]
+_Excesses = list[tuple[int, int, int, int]]
 
 
 @dataclass
@@ -37,61 +37,61 @@ class Attempts:
     graph: StepGraph
     costs: Costs
     budget: int
-    spared: Ints = field(init=False)  # shape (ops,), bytes that the next plan should leave free
+    spared_bytes: Ints = field(init=False)  # shape (ops,), bytes that the next plan should leave free
     # Storages that the next plan should not keep on the device between two uses.
-    leaving: set[int] = field(default_factory=set[int])
-    made: int = 0  # number of plans tried
-    ended: bool = False  # whether no plan will fit: the homes are too small, or attempts do not improve
+    forced_offloads: set[int] = field(default_factory=set[int])
+    count: int = 0  # number of plans tried
+    is_exhausted: bool = False  # whether no plan will fit: the homes are too small, or attempts do not improve
     height: float = 0.0  # of the last plan's blocks, in bytes
-    repeated: bool = False  # whether the last plan equals the one before, so that it was not placed again
+    is_repeat: bool = False  # whether the last plan equals the one before, so that it was not placed again
 
     def __post_init__(self) -> None:
-        self.spared = np.zeros(len(self.graph.ops), dtype=np.int64)
+        self.spared_bytes = np.zeros(len(self.graph.ops), dtype=np.int64)
         self._mostly: set[int] = set()
-        self._last: tuple[Plan, _Stuck] | None = None
+        self._last: tuple[Plan, _Excesses] | None = None
         self._lowest, self._stale = float("inf"), 0
 
     def place(self, plan: Plan) -> Planned | None:
         """Place a plan; return None, and raise ``spared_bytes``, if its blocks exceed the budget."""
         graph, costs, n = self.graph, self.costs, len(self.graph.ops)
-        self.repeated = self._last is not None and self._last[0] == plan
-        if self._last is not None and self.repeated:
+        self.is_repeat = self._last is not None and self._last[0] == plan
+        if self._last is not None and self.is_repeat:
             stuck = self._last[1]
             self._stale += 1
         else:
             lowered = lower(graph, costs, plan)
-            if room_at_homes(graph, costs, lowered) is None:
-                self.ended, self.height = True, float("inf")
+            if copies_in_before_room(graph, costs, lowered) is None:
+                self.is_exhausted, self.height = True, float("inf")
                 return None
             program = place(lowered, self.budget)
             self.height = program.arena_bytes
             if program.arena_bytes <= self.budget:
-                return finish(graph, costs, plan, program)
-            stuck = _stuck(program, self.budget, n)
+                return wire_and_simulate(graph, costs, plan, program)
+            stuck = _find_excesses(program, self.budget, n)
             area = sum(over * (last - first) for first, last, over, _ in stuck)
             self._stale = 0 if area < self._lowest else self._stale + 1
             self._lowest = min(self._lowest, area)
             self._last = (plan, stuck)
-        self.ended = self._stale >= _STALE
+        self.is_exhausted = self._stale >= _MAX_STALE
         mostly_over = {storage for *_, storage in stuck if storage >= 0}
         more, doubled = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
         for first, last, over, storage in stuck:
-            if storage in self._mostly and storage not in self.leaving:
-                self.leaving.add(storage)
+            if storage in self._mostly and storage not in self.forced_offloads:
+                self.forced_offloads.add(storage)
                 continue
             # Widen the range with each attempt, since an obstructing block may live elsewhere in the block's lifetime.
-            wider = _WIDER * self.made
+            wider = _WIDER * self.count
             around = slice(max(first - wider, 0), last + wider)
             more[around] += max(over, PAGE_BYTES)
-            doubled[around] = np.maximum(doubled[around], self.spared[first:last].max())
+            doubled[around] = np.maximum(doubled[around], self.spared_bytes[first:last].max())
         self._mostly = mostly_over
         # From the second excess on, spare at least twice the bytes spared before.
-        self.spared = np.minimum(self.spared + np.maximum(more, doubled), self.budget)
-        self.made += 1
+        self.spared_bytes = np.minimum(self.spared_bytes + np.maximum(more, doubled), self.budget)
+        self.count += 1
         return None
 
 
-def _stuck(program: Program, budget: int, n: int) -> _Stuck:
+def _find_excesses(program: Program, budget: int, n: int) -> _Excesses:
     """Return, for each block that ends above the budget, its ops, the bytes above the budget, and its storage.
 
     The storage is -1 unless the block is large and sticks out by most of its own size.
@@ -104,7 +104,7 @@ def _stuck(program: Program, budget: int, n: int) -> _Stuck:
         op_at.append(upcoming)
     op_at.reverse()
     op_at.append(n)
-    excesses: _Stuck = []
+    excesses: _Excesses = []
     for block in program.blocks:
         over = block.offset + block.bytes - budget
         if over <= 0:

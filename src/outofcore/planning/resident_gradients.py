@@ -12,34 +12,38 @@ from dataclasses import replace
 from outofcore.costs import Costs
 from outofcore.graph import StepGraph
 from outofcore.plan import Plan
-from outofcore.planning.placing import Planned, fit_once, worth
+from outofcore.planning.placing import Planned, comparison_seconds, fit_plan
 
 # Number of bisection steps for the number of gradients.
 _TRIES = 6
 
 
-def candidates(graph: StepGraph, plan: Plan) -> list[int]:
+def undecided_gradients(graph: StepGraph, plan: Plan) -> list[int]:
     """Return the gradients without a decision, those used last (which hold room the shortest) first."""
     decided = {decision.gap.storage for decision in plan.decisions}.union(plan.staying)
     return sorted(graph.gradients_left - decided, key=lambda storage: (-graph.uses[storage][-1], storage))
 
 
-def all_staying(graph: StepGraph, plan: Plan) -> Plan:
-    return replace(plan, staying=tuple(sorted(candidates(graph, plan))))
+def keep_all_gradients(graph: StepGraph, plan: Plan) -> Plan:
+    return replace(plan, staying=tuple(sorted(undecided_gradients(graph, plan))))
 
 
-def let_stay(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> Planned:
+def keep_fitting_gradients(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> Planned:
     """Return the plan with as many gradients staying as fit the budget; never a slower plan."""
-    order = candidates(graph, planned.plan)
-    best, max_worth = planned, worth(costs, planned)
+    order = undecided_gradients(graph, planned.plan)
+    best, max_worth = planned, comparison_seconds(costs, planned)
     fits, too_many, count = 0, len(order) + 1, len(order)
     for _ in range(_TRIES):
         if not fits < count < too_many:
             break
         plan = replace(planned.plan, staying=tuple(sorted((*planned.plan.staying, *order[:count]))))
-        candidate = fit_once(graph, costs, budget, plan, effort=0)
-        if candidate is not None and worth(costs, candidate) <= max_worth:
-            best, max_worth, fits = replace(candidate, candidates=planned.candidates), worth(costs, candidate), count
+        candidate = fit_plan(graph, costs, budget, plan, effort=0)
+        if candidate is not None and comparison_seconds(costs, candidate) <= max_worth:
+            best, max_worth, fits = (
+                replace(candidate, candidates=planned.candidates),
+                comparison_seconds(costs, candidate),
+                count,
+            )
         else:
             too_many = count
         count = (fits + too_many) // 2

@@ -17,15 +17,22 @@ from math import inf
 from outofcore.costs import Costs
 from outofcore.graph import StepGraph
 from outofcore.plan import Plan
-from outofcore.planning.candidates import Candidate, Candidates
-from outofcore.planning.guide import Shares, solve
+from outofcore.planning.candidates import Candidate, CandidateTuner
+from outofcore.planning.guide import GapShares, solve
 from outofcore.planning.offload_all import offload_all
 from outofcore.planning.parameters import SearchParams
-from outofcore.planning.placing import ATTEMPTS, Outcome, Planned, fit, room_for_large, worth
-from outofcore.planning.polish import LONGEST, polished
+from outofcore.planning.placing import (
+    ATTEMPTS,
+    CandidateOutcome,
+    Planned,
+    comparison_seconds,
+    fit_policy,
+    room_for_large,
+)
+from outofcore.planning.polish import MAX_OPS, polish_plan
 from outofcore.planning.problem import Problem
 from outofcore.planning.remat.chains import Choices
-from outofcore.planning.remat.contents import Contents
+from outofcore.planning.remat.contents import StepContents
 from outofcore.planning.remat.selection import Selection
 from outofcore.planning.repair import Attempts
 from outofcore.planning.tuner import copy_weight
@@ -45,64 +52,66 @@ _MARGIN = 0.03
 # Shares of limited homes that the bytes above the limit may fill; each is tried if the one before has no candidate.
 _FILLED = (0.9, 0.75, 0.6)
 # ``placed`` candidates are placed in a step of this many ops, in proportion fewer in longer ones; and the minimum.
-_LENGTH, _LEAST_PLACED = 2000, 4
+_LENGTH, _MIN_PLACED = 2000, 4
 # How often the best candidates are tuned further, with other seeds, until a plan keeps its promise.
 _SEEDS = 4
 
 
 def search(graph: StepGraph, costs: Costs, budget: int, params: SearchParams, whole: Program) -> list[Planned]:
     """Return plans within the budget, the best first; ``whole`` is the in-core program, not placed."""
-    candidate_search = _Search(graph, costs, budget, params, room_for_large(graph, costs, budget, whole))
-    candidate_search.mix()
-    return candidate_search.ranked()
+    candidate_search = _CandidateSearch(graph, costs, budget, params, room_for_large(graph, costs, budget, whole))
+    candidate_search.search_plans()
+    return candidate_search.ranked_plans()
 
 
 @dataclass
-class _Search:
+class _CandidateSearch:
     graph: StepGraph
     costs: Costs
     budget: int
     params: SearchParams
     room: int  # for large blocks
     planned: list[tuple[str, Planned]] = field(default_factory=list[tuple[str, Planned]])
-    outcomes: list[Outcome] = field(default_factory=list[Outcome])
+    outcomes: list[CandidateOutcome] = field(default_factory=list[CandidateOutcome])
     candidates: list[Candidate] = field(default_factory=list[Candidate])
 
     def __post_init__(self) -> None:
         self.problem = Problem.of(self.graph, self.costs, self.room)
-        self.kept = Choices(self.problem, Contents.of(self.graph, self.costs))
-        self.selection = Selection(self.kept)
-        self.makes = Candidates(self.kept, self.params)
+        self.resident_choices = Choices(self.problem, StepContents.of(self.graph, self.costs))
+        self.selection = Selection(self.resident_choices)
+        self.candidate_tuner = CandidateTuner(self.resident_choices, self.params)
         length = max(len(self.graph.ops), 1)
-        self.left = min(max(self.params.placed * _LENGTH // length, _LEAST_PLACED), 4 * self.params.placed)
+        self.placements_left = min(max(self.params.placed * _LENGTH // length, _MIN_PLACED), 4 * self.params.placed)
         self.best = inf  # value of the best placed plan
-        self.shares: Shares | None = None
-        self.homes = self.problem.nothing_leaves()
+        self.shares: GapShares | None = None
+        self.home_choice = self.problem.all_resident()
 
-    def mix(self) -> None:
+    def search_plans(self) -> None:
         """Collect candidates that mix offloading and recomputation, then tune and place the best."""
-        choices = self.kept
+        choices = self.resident_choices
         for turn in range(max(self.params.relaxations, 1)):
-            self._ask_relaxation(choices)
+            self._solve_relaxation(choices)
             if not turn:
-                self._consider("nothing recomputed", self.kept)
+                self._add_candidates("nothing recomputed", self.resident_choices)
             if self.shares is None or self._is_good_enough or turn >= self.params.relaxations:
                 break
-            choices = self.selection.settle(g for g in self.kept.free if self.shares.again[g] >= 0.5)
-            self._consider(f"relaxation {turn + 1}", choices)
+            choices = self.selection.settle(
+                g for g in self.resident_choices.recomputable if self.shares.recomputed[g] >= 0.5
+            )
+            self._add_candidates(f"relaxation {turn + 1}", choices)
         if not self._is_good_enough and (not self._is_long or not self.candidates):
             self._try_shares()
         self.candidates.sort(key=lambda candidate: candidate.value)
         untried = self.candidates
         for seed in range(1, _SEEDS + 1) if untried else ():
-            self._place_best([*self._tuned_further(seed), *untried])
+            self._place_best([*self._tune_further(seed), *untried])
             untried = []
-            if self.left <= 0 or self.best <= self.candidates[0].value * _KEPT_PROMISE:
+            if self.placements_left <= 0 or self.best <= self.candidates[0].value * _KEPT_PROMISE:
                 break
         if not self.planned:
-            self._fall_back()
+            self._offload_everything()
 
-    def _tuned_further(self, seed: int) -> list[Candidate]:
+    def _tune_further(self, seed: int) -> list[Candidate]:
         if not self.params.further or self._is_good(_GOOD):
             return []
         best = [
@@ -110,7 +119,7 @@ class _Search:
             for slack in self.params.slacks
             for candidate in [entry for entry in self.candidates if entry.slack == slack][: self.params.tuned]
         ]
-        tuned = [self.makes.tuned(candidate, self.params.further, seed=seed) for candidate in best]
+        tuned = [self.candidate_tuner.tune(candidate, self.params.further, seed=seed) for candidate in best]
         return [replace(candidate, how=f"{candidate.how}, tuned further") for candidate in tuned if candidate]
 
     @property
@@ -124,34 +133,36 @@ class _Search:
     def _is_good(self, times: float) -> bool:
         return any(candidate.value <= self.costs.compute_seconds * times for candidate in self.candidates)
 
-    def _consider(self, origin: str, choices: Choices) -> float:
+    def _add_candidates(self, origin: str, choices: Choices) -> float:
         """Add the candidates that recompute these choices; return the best value."""
-        candidates = self.makes.of(origin, choices, self.homes)
+        candidates = self.candidate_tuner.create(origin, choices, self.home_choice)
         if not candidates:
             _log.debug("%s: does not fit", origin)
         for candidate in candidates:
-            _log.debug("%s: %.6f s scheduled", origin, candidate.found.seconds)
+            _log.debug("%s: %.6f s scheduled", origin, candidate.tuned_state.seconds)
             if all(candidate.plan != existing.plan for existing in self.candidates):
                 self.candidates.append(candidate)
         return min((candidate.value for candidate in candidates), default=inf)
 
-    def _ask_relaxation(self, choices: Choices) -> None:
+    def _solve_relaxation(self, choices: Choices) -> None:
         """Solve the linear program, with the cost of recomputation under these choices."""
         self.shares = solve(self.problem, _chain_seconds(choices), _MARGIN, weight=copy_weight(self.costs))
-        homes = None if self.shares is None else self.shares.rounded(self.problem)
-        self.homes = self.problem.nothing_leaves() if homes is None else homes
+        homes = None if self.shares is None else self.shares.round_to_choice(self.problem)
+        self.home_choice = self.problem.all_resident() if homes is None else homes
 
     def _try_shares(self) -> None:
         """Try candidates that offload a share of the bytes above the limit and recompute the others."""
-        excess = max(int((self.kept.held + self.kept.need).max(initial=0)) - self.problem.limit, 0)
+        excess = max(
+            int((self.resident_choices.held + self.resident_choices.need).max(initial=0)) - self.problem.limit, 0
+        )
         room = [inf if home.bytes is None else home.bytes for home in self.problem.homes]
         capacity = sum(room) / max(excess, 1)  # of the homes, as a share
         max_share = _FILLED[0] * capacity
-        values = {share: self._share(excess, share) for share in self.params.shares if share <= max_share}
+        values = {share: self._try_share(excess, share) for share in self.params.shares if share <= max_share}
         if len(values) < len(self.params.shares):
             # The homes hold more over a step than exceeds the limit at one op, so smaller shares may be needed.
             for part in _FILLED:
-                values[part * capacity] = self._share(excess, part * capacity)
+                values[part * capacity] = self._try_share(excess, part * capacity)
                 if values[part * capacity] < inf:
                     break
         # Recomputation dominates a step without offloading, so its value is a poor estimate for nearby shares.
@@ -163,38 +174,40 @@ class _Search:
             for near in (at - 1, at + 1):
                 if 0 <= near < len(shares):
                     share = (shares[at] + shares[near]) / 2
-                    values[share] = self._share(excess, share)
+                    values[share] = self._try_share(excess, share)
 
-    def _share(self, excess: int, share: float) -> float:
+    def _try_share(self, excess: int, share: float) -> float:
         choices = self.selection.drop(self.problem.limit + int(excess * share))
-        return inf if choices is None else self._consider(f"{share:.1%} of the excess offloaded", choices)
+        return inf if choices is None else self._add_candidates(f"{share:.1%} of the excess offloaded", choices)
 
     # Placing
 
-    def _sparing(self, candidate: Candidate, attempts: Attempts) -> Candidate | None:
+    def _tune_to_fit(self, candidate: Candidate, attempts: Attempts) -> Candidate | None:
         """Return the candidate tuned to leave the bytes free that placing it lacked; None if it does not fit."""
-        if not attempts.spared.any() and not attempts.leaving:
+        if not attempts.spared_bytes.any() and not attempts.forced_offloads:
             return candidate
-        return self.makes.tuned(candidate, self.params.tunings, attempts.spared, attempts.leaving, seed=attempts.made)
+        return self.candidate_tuner.tune(
+            candidate, self.params.tunings, attempts.spared_bytes, attempts.forced_offloads, seed=attempts.count
+        )
 
     def _place(self, origin: str, plan: Plan, attempts: Attempts) -> Planned | None:
         planned = attempts.place(plan)
         if planned is not None:
-            self._note(origin, planned)
+            self._record(origin, planned)
             return planned
         verdict = "the homes are too small for the offloaded tensors"
         if attempts.height < inf:
             verdict = f"its blocks reach {format_bytes(int(attempts.height))}, above the budget"
         _log.debug("%s: %s", origin, verdict)
-        self.outcomes.append(Outcome(origin, plan, attempts.height, None, verdict))
+        self.outcomes.append(CandidateOutcome(origin, plan, attempts.height, None, verdict))
         return None
 
-    def _note(self, origin: str, planned: Planned) -> None:
+    def _record(self, origin: str, planned: Planned) -> None:
         seconds = planned.timeline.step_seconds
         _log.debug("%s: %.6f s simulated", origin, seconds)
         self.planned.append((origin, planned))
         self.outcomes.append(
-            Outcome(origin, planned.plan, planned.program.arena_bytes, seconds, "slower than the best")
+            CandidateOutcome(origin, planned.plan, planned.program.arena_bytes, seconds, "slower than the best")
         )
 
     def _place_best(self, candidates: list[Candidate]) -> None:
@@ -202,44 +215,52 @@ class _Search:
         for candidate in sorted(candidates, key=lambda candidate: candidate.value):
             attempts = Attempts(self.graph, self.costs, self.budget)
             trial: Candidate | None = candidate
-            while trial is not None and trial.value < self.best and (self.left > 0 or not self.planned):
-                planned = self._place(f"{candidate.how}, attempt {attempts.made + 1}", trial.plan, attempts)
-                self.left -= not attempts.repeated
+            while trial is not None and trial.value < self.best and (self.placements_left > 0 or not self.planned):
+                planned = self._place(f"{candidate.how}, attempt {attempts.count + 1}", trial.plan, attempts)
+                self.placements_left -= not attempts.is_repeat
                 if planned is not None:
-                    self.best = min(self.best, worth(self.costs, planned))
+                    self.best = min(self.best, comparison_seconds(self.costs, planned))
                     break
-                if attempts.ended or attempts.made >= ATTEMPTS:
+                if attempts.is_exhausted or attempts.count >= ATTEMPTS:
                     break
-                trial = self._sparing(candidate, attempts)
+                trial = self._tune_to_fit(candidate, attempts)
 
-    def _fall_back(self) -> None:
+    def _offload_everything(self) -> None:
         """Offload everything between two uses, since no candidate fits."""
         for strict in (False, True):
 
             def everything_leaves(room: int, strict: bool = strict) -> Plan:
                 return replace(offload_all(self.graph, room, strict=strict, costs=self.costs), policy="auto")
 
-            planned = fit(self.graph, self.costs, self.budget, everything_leaves)
+            planned = fit_policy(self.graph, self.costs, self.budget, everything_leaves)
             if planned is not None:
-                self._note("everything offloaded between two uses", planned)
+                self._record("everything offloaded between two uses", planned)
                 return
 
     def _polish(self) -> None:
-        ranked = sorted((planned for _, planned in self.planned), key=lambda planned: worth(self.costs, planned))
+        ranked = sorted(
+            (planned for _, planned in self.planned), key=lambda planned: comparison_seconds(self.costs, planned)
+        )
         best = ranked[0] if ranked else None
         starts = [planned.plan for planned in ranked[:1]]
         promised = min(self.candidates, key=lambda candidate: candidate.value, default=None)
-        if promised is not None and best is not None and promised.value * _KEPT_PROMISE < worth(self.costs, best):
+        if (
+            promised is not None
+            and best is not None
+            and promised.value * _KEPT_PROMISE < comparison_seconds(self.costs, best)
+        ):
             starts.append(promised.plan)
         starts.append(offload_all(self.graph, self.budget, costs=self.costs))
-        better = polished(self.problem, self.budget, best, starts, self.params)
+        better = polish_plan(self.problem, self.budget, best, starts, self.params)
         if better is not None:
-            self._note("polished", better)
+            self._record("polished", better)
 
-    def ranked(self) -> list[Planned]:
-        if self.params.polish_ops and len(self.graph.ops) <= LONGEST:
+    def ranked_plans(self) -> list[Planned]:
+        if self.params.polish_ops and len(self.graph.ops) <= MAX_OPS:
             self._polish()
-        ranked = sorted((planned for _, planned in self.planned), key=lambda planned: worth(self.costs, planned))
+        ranked = sorted(
+            (planned for _, planned in self.planned), key=lambda planned: comparison_seconds(self.costs, planned)
+        )
         if ranked:
             chosen = ranked[0]
             outcomes = tuple(
@@ -252,5 +273,5 @@ class _Search:
 
 def _chain_seconds(choices: Choices) -> Mapping[int, float]:
     """Return the seconds of recomputing each gap that may be, with the other choices unchanged."""
-    chains = {g: choices.chain(choices.end[g], (g,)) for g in choices.free}
+    chains = {g: choices.chain(choices.end[g], (g,)) for g in choices.recomputable}
     return {g: chain.seconds for g, chain in chains.items() if chain is not None}

@@ -29,8 +29,8 @@ import numpy as np
 from outofcore.costs import Costs
 from outofcore.lowering.slots import slot_bytes
 from outofcore.plan import Decision, Residency
-from outofcore.planning.problem import KEPT, Ints
-from outofcore.planning.remat.chains import AGAIN, Choices
+from outofcore.planning.problem import ON_DEVICE, Ints
+from outofcore.planning.remat.chains import RECOMPUTED, Choices
 from outofcore.planning.remat.compiled import load_library
 
 # The least cost of a second of copying, in seconds of the step. Of equally fast plans, the plan with fewer copies wins.
@@ -61,7 +61,7 @@ class _View(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class State:
+class TunerState:
     """The residency of each gap."""
 
     kind: array[int]  # by gap, as in ``Choices``; ``OFFLOADED`` if each chain copies it in
@@ -70,16 +70,16 @@ class State:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TunedState:
     """A state with the schedule of its copies."""
 
-    state: State
+    state: TunerState
     decisions: tuple[Decision, ...]
     staying: tuple[int, ...]  # the gradients that stay on the device until the next step begins
     seconds: float
-    copied: float  # seconds of all copies
+    copy_seconds: float  # seconds of all copies
     value: float  # seconds by which states are compared: of the step, and a small share of copying
-    waited: dict[int, float]  # for gaps that ops waited for, the seconds of waiting
+    wait_seconds: dict[int, float]  # for gaps that ops waited for, the seconds of waiting
     starts: tuple[float, ...]  # the second at which each op starts, and the end of the last one
 
 
@@ -93,7 +93,7 @@ class Tuner:
         storages = [graph.storages[info.gap.storage] for info in infos]
         capacity = [_NEVER if home.bytes is None else home.bytes for home in homes]
         if homes[0].bytes is not None:
-            capacity[0] = max(homes[0].bytes - problem.lasting_at_first, 0)
+            capacity[0] = max(homes[0].bytes - problem.first_home_bytes, 0)
         homes_from = [0]
         for info in infos:
             homes_from.append(homes_from[-1] + len(info.homes))
@@ -106,7 +106,7 @@ class Tuner:
             "arriving": [info.arriving for info in infos],
             "fetched": [info.fetched for info in infos],
             "final": [info.final for info in infos],
-            "fixed": [problem.is_first_homed(storage.id) for storage in storages],
+            "fixed": [problem.is_at_first_home(storage.id) for storage in storages],
             "frozen": [storage.id in graph.frozen for storage in storages],
             "arrives": [storage.arrives for storage in storages],
             "homes_from": homes_from,
@@ -114,10 +114,10 @@ class Tuner:
             "capacity": capacity,
         }
         arrays: dict[str, array[int] | array[float]] = {name: array("q", values) for name, values in ints.items()}
-        arrays["in_seconds"] = array("d", [home.in_seconds(info.copied) for info in infos for home in homes])
-        arrays["out_seconds"] = array("d", [home.out_seconds(info.copied) for info in infos for home in homes])
+        arrays["in_seconds"] = array("d", [home.in_seconds(info.copied_bytes) for info in infos for home in homes])
+        arrays["out_seconds"] = array("d", [home.out_seconds(info.copied_bytes) for info in infos for home in homes])
         # The library keeps pointers to these arrays and to the arrays of the search.
-        self._arrays, self._search = arrays, choices.search()
+        self._arrays, self._search = arrays, choices.open_search()
         addresses = {name: values.buffer_info()[0] for name, values in arrays.items()}
         transfers = _Transfers(homes=len(homes), limit=problem.limit, weight=copy_weight(problem.costs), **addresses)
         self._handle = library.outofcore_tuner_open(
@@ -127,8 +127,8 @@ class Tuner:
         self._view = _View()
 
     def begin(
-        self, state: State, slack: float, passes: int, spared: Ints | None = None, leaving: Set[int] = frozenset()
-    ) -> Tuned | None:
+        self, state: TunerState, slack: float, passes: int, spared: Ints | None = None, leaving: Set[int] = frozenset()
+    ) -> TunedState | None:
         """Go to a state and schedule it, repairing it if it does not fit; return None if that fails.
 
         Args:
@@ -140,28 +140,28 @@ class Tuner:
         count = len(self._problem.graph.ops)
         spared_bytes = array("q", bytes(8 * count) if spared is None else spared.astype(np.int64).tobytes())
         must_leave = array(
-            "q", [info.leaves or (info.gap.storage in leaving and bool(info.homes)) for info in self._problem.gaps]
+            "q", [info.must_leave or (info.gap.storage in leaving and bool(info.homes)) for info in self._problem.gaps]
         )
         lists = (_address(values) for values in (state.kind, state.fetch, state.home, spared_bytes, must_leave))
         return self.read() if self._library.outofcore_tuner_begin(self._handle, *lists, slack, passes) else None
 
-    def tune(self, tries: int, recompute_share: float = 0.5, seed: int = 0) -> Tuned:
+    def tune(self, tries: int, recompute_share: float = 0.5, seed: int = 0) -> TunedState:
         """Try random changes to the present state, and keep those that do not slow the step."""
         self._library.outofcore_tuner_tune(self._handle, tries, recompute_share, seed)
         return self.read()
 
-    def read(self) -> Tuned:
-        view, count = self._look(), len(self._problem.graph.ops)
+    def read(self) -> TunedState:
+        view, count = self._read_view(), len(self._problem.graph.ops)
         waited = _doubles(view.waited, len(self._problem.gaps))
         state, decisions = self._state(view), self._decisions(view)
         decided = {decision.gap.storage for decision in decisions}
-        return Tuned(
+        return TunedState(
             state,
             decisions,
             tuple(
                 info.gap.storage
                 for info in self._problem.gaps
-                if info.final and not info.leaves and info.gap.storage not in decided
+                if info.final and not info.must_leave and info.gap.storage not in decided
             ),
             view.seconds,
             view.copied,
@@ -170,15 +170,15 @@ class Tuner:
             tuple(_doubles(view.starts, count + 1)),
         )
 
-    def _look(self) -> _View:
+    def _read_view(self) -> _View:
         self._library.outofcore_tuner_view(self._handle, ctypes.byref(self._view))
         return self._view
 
     def _ints(self, address: int) -> array[int]:
         return _ints(address, len(self._problem.gaps))
 
-    def _state(self, view: _View) -> State:
-        return State(self._ints(view.kind), self._ints(view.fetch), self._ints(view.home))
+    def _state(self, view: _View) -> TunerState:
+        return TunerState(self._ints(view.kind), self._ints(view.fetch), self._ints(view.home))
 
     def _decisions(self, view: _View) -> tuple[Decision, ...]:
         n, decisions = len(self._problem.graph.ops), list[Decision]()
@@ -188,9 +188,9 @@ class Tuner:
             gap = info.gap
             if info.arriving:
                 decisions.append(Decision(gap, Residency.OFFLOAD, 0, arrival[g], home[g]))
-            elif kind[g] == AGAIN:
+            elif kind[g] == RECOMPUTED:
                 decisions.append(Decision(gap, Residency.RECOMPUTE, gap.start + 1, fetch[g]))
-            elif is_open[g] and home[g] != KEPT:
+            elif is_open[g] and home[g] != ON_DEVICE:
                 fetch_at = gap.end if arrival[g] == _NEVER else arrival[g] + (n if info.cyclic else 0)
                 released = n if release[g] == _NEVER else release[g]
                 decisions.append(

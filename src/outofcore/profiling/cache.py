@@ -30,13 +30,13 @@ _log = logging.getLogger("outofcore.profiling")
 FORMAT = "outofcore-measured/1"
 
 # Entries in a file; the oldest are dropped first.
-_MOST_ENTRIES = 20_000
+_MAX_ENTRIES = 20_000
 # How long a writer waits for the lock before it drops its measurements.
 _LOCK_SECONDS = 5.0
-_ENDINGS = (".json", ".lock", ".part")
+_SUFFIXES = (".json", ".lock", ".part")
 
 
-class _File(Struct):
+class _CacheFile(Struct):
     format: str
     facts: dict[str, object]
     entries: dict[str, object]
@@ -70,7 +70,7 @@ class Cache:
 
     def files(self) -> list[Path]:
         try:
-            return sorted(p for p in self.folder.iterdir() if p.suffix in _ENDINGS and p.is_file())
+            return sorted(p for p in self.folder.iterdir() if p.suffix in _SUFFIXES and p.is_file())
         except OSError:
             return []
 
@@ -93,9 +93,9 @@ class Cache:
 
 
 @lru_cache(8)
-def _read(path: Path, *_: int) -> _File:
+def _read(path: Path, *_: int) -> _CacheFile:
     """Read a cache file, once per inode, time and size: reading takes longer than planning a small step."""
-    return decode_json(path, FORMAT, _File, whole=False)
+    return decode_json(path, FORMAT, _CacheFile, whole=False)
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,12 @@ class Shelf:
             return
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self._locked() as locked:
+            with self._lock() as locked:
                 if not locked:
                     _log.warning("measurements are not cached: another process is writing %s", self.path)
                     return
                 old_entries = {key: value for key, value in self.read().items() if key not in entries}
-                merged = [*old_entries.items(), *entries.items()][-_MOST_ENTRIES:]
+                merged = [*old_entries.items(), *entries.items()][-_MAX_ENTRIES:]
                 try:
                     self._replace(dict(merged))
                 except (ValueError, OverflowError):
@@ -144,7 +144,7 @@ class Shelf:
         replace_json(self.path, {"format": FORMAT, "facts": self.facts, "entries": entries})
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
+    def take_turn(self) -> Iterator[None]:
         """Hold a lock during a measurement that takes much memory, if the folder is writable."""
         with contextlib.ExitStack() as opened:
             try:
@@ -156,7 +156,7 @@ class Shelf:
             yield
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[bool]:
+    def _lock(self) -> Iterator[bool]:
         """Hold the lock of the file; yield False if another process holds it for too long."""
         # A separate file, because replacing a locked file leaves the lock on the old one.
         with self.path.with_suffix(".lock").open("wb") as lock:

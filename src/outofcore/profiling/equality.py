@@ -38,19 +38,19 @@ from outofcore import _torch_internals as internals
 from outofcore.analysis import SMALL_ALIGNMENT
 from outofcore.analysis.chunks import extent, is_dense
 from outofcore.capture.captured import Call, Ref, Value
-from outofcore.capture.helpers import packed, received
-from outofcore.capture.operators import by_name, placed, written_arguments
-from outofcore.capture.patching import TURN
+from outofcore.capture.helpers import pack_work, receive_work
+from outofcore.capture.operators import arguments_by_name, arrange_arguments, written_arguments
+from outofcore.capture.patching import CAPTURE_LOCK
 from outofcore.child_processes import start_process
 from outofcore.execution.backend import Backend
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.ops import op_shelf
-from outofcore.profiling.scratch import fit
+from outofcore.profiling.scratch import set_runnable_integers
 from outofcore.report.machine import available_memory_bytes
-from outofcore.transforms.split.exactness import Claim
+from outofcore.transforms.split.exactness import ExactnessCheck
 from outofcore.transforms.split.rules import is_elementwise
 from outofcore.transforms.split.tensors import dense_like, named_refs, with_tensors
-from outofcore.transforms.split.ways import Cut, Name
+from outofcore.transforms.split.ways import ArgumentName, Cut
 from outofcore.units import MIB
 
 _log = logging.getLogger("outofcore.profiling")
@@ -59,32 +59,32 @@ _SEED = 20_406
 # Least elements per thread of an elementwise operator (GRAIN_SIZE of ATen/TensorIterator.h).
 _THREAD_ELEMENTS = 32_768
 # An upper bound of a kernel's vector length.
-_LANES = 64
-_SCRAP = 7  # elements, fewer than any kernel's vector length
-_SCRAPS = 1024 * _SCRAP  # elements of all scraps
+_MAX_VECTOR_LENGTH = 64
+_SCRAP_ELEMENTS = 7  # elements, fewer than any kernel's vector length
+_ALL_SCRAP_ELEMENTS = 1024 * _SCRAP_ELEMENTS  # elements of all scraps
 
 
 @dataclass(frozen=True)
-class _Effort:
+class _TrialEffort:
     """How thoroughly a split is tried."""
 
     # Trials are repeated on new numbers until they reach one of these three.
     elements: int = 4096  # compared
     bytes: int = 64 * MIB  # of arguments and results
     draws: int = 64
-    placings: int = 8  # largest number of combinations of arguments in place and in their own memory
-    share: float = 0.25  # smallest fraction of an op that may stand for it
+    max_placings: int = 8  # largest number of combinations of arguments in place and in their own memory
+    min_share: float = 0.25  # smallest fraction of an op that may stand for it
 
 
-_EFFORT = _Effort()
+_EFFORT = _TrialEffort()
 # Part of PyTorch's error message when memory runs out.
 _NO_MEMORY = "DefaultCPUAllocator"
 # Integer types by size, to compare bits.
-_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGER_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class Stretch:
+class TrialRange:
     """The range ``low:high`` of the axis that a trial computes at once, and the parts to compare with it."""
 
     low: int
@@ -92,26 +92,30 @@ class Stretch:
     parts: tuple[tuple[int, int], ...]
 
 
-def refuted(
-    checks: Sequence[Claim], values: Sequence[Value], backend: Backend, max_bytes: int, cache: Cache | None = None
+def find_mismatches(
+    checks: Sequence[ExactnessCheck],
+    values: Sequence[Value],
+    backend: Backend,
+    max_bytes: int,
+    cache: Cache | None = None,
 ) -> frozenset[str]:
     """Return the keys of checks with a mismatch; trials in this process take at most ``max_bytes``."""
     shelf = None if cache is None else op_shelf(cache, backend.facts(), kind="parts")
     verdicts = _Verdicts(values, backend.device, {} if shelf is None else shelf.read())
     for check in checks:
-        if verdicts.is_known(check) or _fits(check, values, _whole(check), max_bytes):
-            verdicts.find(check, (_whole(check),))
+        if verdicts.is_known(check) or _fits(check, values, _whole_range(check), max_bytes):
+            verdicts.run_here(check, (_whole_range(check),))
     large_checks = [check for check in checks if check.key not in verdicts.holds]
     if large_checks:
         # Otherwise the processes of a machine would all use the memory at once.
-        with contextlib.nullcontext() if shelf is None else shelf.turn():
-            verdicts.known |= {} if shelf is None else shelf.read()
-            verdicts.find_elsewhere(large_checks)
+        with contextlib.nullcontext() if shelf is None else shelf.take_turn():
+            verdicts.cached |= {} if shelf is None else shelf.read()
+            verdicts.run_in_process(large_checks)
             if shelf is not None:
                 shelf.write(verdicts.new)
         for check in large_checks:
             if check.key not in verdicts.holds:
-                verdicts.find(check, stretches_of(check, values, max_bytes))
+                verdicts.run_here(check, choose_trial_ranges(check, values, max_bytes))
     if shelf is not None:
         shelf.write(verdicts.new)
     mismatches = frozenset(key for key, holds in verdicts.holds.items() if not holds)
@@ -126,54 +130,56 @@ class _Verdicts:
 
     values: Sequence[Value]
     device: torch.device
-    known: dict[str, object]
+    cached: dict[str, object]
     new: dict[str, object] = field(default_factory=dict[str, object])
     holds: dict[str, bool] = field(default_factory=dict[str, bool])
 
-    def is_known(self, check: Claim) -> bool:
-        return isinstance(self.known.get(_key(check, (_whole(check),))), bool)
+    def is_known(self, check: ExactnessCheck) -> bool:
+        return isinstance(self.cached.get(_key(check, (_whole_range(check),))), bool)
 
-    def find(self, check: Claim, ranges: Sequence[Stretch]) -> None:
+    def run_here(self, check: ExactnessCheck, ranges: Sequence[TrialRange]) -> None:
         """Run a check in this process unless there is a verdict on these ranges."""
         key = _key(check, ranges)
-        verdict = self.known.get(key)
+        verdict = self.cached.get(key)
         if not isinstance(verdict, bool):
-            verdict = _holds(check, self.values, self.device, ranges)
+            verdict = _run_check(check, self.values, self.device, ranges)
             if verdict is not None:
                 self.new[key] = verdict
         self.holds[check.key] = bool(verdict)
 
-    def find_elsewhere(self, checks: Sequence[Claim]) -> None:
+    def run_in_process(self, checks: Sequence[ExactnessCheck]) -> None:
         """Run checks on whole ops in a separate process, as far as memory allows."""
         # A trial also needs an unknown amount of scratch memory.
-        max_bytes = _left_on(self.device) // 2
-        unknown = [c for c in checks if not self.is_known(c) and _fits(c, self.values, _whole(c), max_bytes)]
-        verdicts = _tried_elsewhere(unknown, self.values, self.device)
-        self.new |= {_key(check, (_whole(check),)): verdicts[check.key] for check in unknown if check.key in verdicts}
+        max_bytes = _free_bytes(self.device) // 2
+        unknown = [c for c in checks if not self.is_known(c) and _fits(c, self.values, _whole_range(c), max_bytes)]
+        verdicts = _run_in_process(unknown, self.values, self.device)
+        self.new |= {
+            _key(check, (_whole_range(check),)): verdicts[check.key] for check in unknown if check.key in verdicts
+        }
         for check in checks:
-            key = _key(check, (_whole(check),))
-            holds = self.new.get(key, self.known.get(key))
+            key = _key(check, (_whole_range(check),))
+            holds = self.new.get(key, self.cached.get(key))
             if isinstance(holds, bool):
                 self.holds[check.key] = holds
 
 
-def _key(check: Claim, ranges: Sequence[Stretch]) -> str:
+def _key(check: ExactnessCheck, ranges: Sequence[TrialRange]) -> str:
     """Return the cache key of a verdict, with its ranges: a trial on less memory proves less."""
     tried = [(trial_range.low, trial_range.high, trial_range.parts) for trial_range in ranges]
     return hashlib.sha256(f"stretches, several draws: {check.key} {tried}".encode()).hexdigest()[:24]
 
 
-def _left_on(device: torch.device) -> int:
+def _free_bytes(device: torch.device) -> int:
     return (available_memory_bytes() or 0) if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
 
 
-def _tried_elsewhere(checks: Sequence[Claim], values: Sequence[Value], device: torch.device) -> dict[str, bool]:
+def _run_in_process(checks: Sequence[ExactnessCheck], values: Sequence[Value], device: torch.device) -> dict[str, bool]:
     """Return verdicts on whole ops from a separate process; checks that crash it have no verdict."""
     verdicts = {b"True": True, b"False": False}
     results: dict[str, bool] = {}
     while checks:
         try:
-            answers, status = _said(packed((checks, values, device)))
+            answers, status = _run_trial_process(pack_work((checks, values, device)))
         except (OSError, pickle.PicklingError, AttributeError, TypeError) as error:
             _log.info("cannot start a process for exactness checks: %s", error)
             break
@@ -186,7 +192,7 @@ def _tried_elsewhere(checks: Sequence[Claim], values: Sequence[Value], device: t
     return results
 
 
-def _said(work: bytes) -> tuple[list[bytes], int]:
+def _run_trial_process(work: bytes) -> tuple[list[bytes], int]:
     with tempfile.TemporaryFile() as output:
         helper = start_process(f"{__name__}:serve", work, output)
         try:
@@ -203,44 +209,44 @@ def serve() -> None:
     # If memory runs out anyway, the kernel must kill this process first.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-    checks, values, device = received()
+    checks, values, device = receive_work()
     # Fail now if the device is not available, so that no verdict is returned.
     torch.zeros(1, device=device)
     for check in checks:
-        sys.stdout.write(f"{_holds(check, values, device, (_whole(check),))}\n")
+        sys.stdout.write(f"{_run_check(check, values, device, (_whole_range(check),))}\n")
         sys.stdout.flush()
 
 
-def _whole(check: Claim) -> Stretch:
-    return Stretch(check.ends[0], check.ends[-1], tuple(_one_of_each(check.ends)))
+def _whole_range(check: ExactnessCheck) -> TrialRange:
+    return TrialRange(check.ends[0], check.ends[-1], tuple(_representative_parts(check.ends)))
 
 
-def _fits(check: Claim, values: Sequence[Value], trial_range: Stretch, max_bytes: int) -> bool:
+def _fits(check: ExactnessCheck, values: Sequence[Value], trial_range: TrialRange, max_bytes: int) -> bool:
     part = max(high - low for low, high in trial_range.parts)
-    return _needed(check, values, trial_range.low, trial_range.high, part) <= max_bytes
+    return _needed_bytes(check, values, trial_range.low, trial_range.high, part) <= max_bytes
 
 
-def stretches_of(check: Claim, values: Sequence[Value], max_bytes: int) -> tuple[Stretch, ...]:
+def choose_trial_ranges(check: ExactnessCheck, values: Sequence[Value], max_bytes: int) -> tuple[TrialRange, ...]:
     """Choose trial ranges within ``max_bytes`` bytes: the whole op, one at either end, or an empty tuple."""
     parts, end = list(itertools.pairwise(check.ends)), check.ends[-1]
     # A single part always fits into the budget.
-    if len(parts) == 1 or _fits(check, values, _whole(check), max_bytes):
-        return (_whole(check),)
+    if len(parts) == 1 or _fits(check, values, _whole_range(check), max_bytes):
+        return (_whole_range(check),)
 
     def fits(low: int, high: int, compared: Sequence[tuple[int, int]]) -> bool:
-        return _fits(check, values, Stretch(low, high, tuple(compared)), max_bytes)
+        return _fits(check, values, TrialRange(low, high, tuple(compared)), max_bytes)
 
-    grain, ranges = check.way.grain, list[Stretch]()
+    grain, ranges = check.split.grain, list[TrialRange]()
     for ordered in (parts, parts[::-1]):
         # As many parts as fit; else one part within the longest range that fits; else one part and its halves.
         counts = range(len(parts) - 1, 1, -1)
         position = bisect_left(
-            counts, True, key=lambda n, ordered_parts=ordered: fits(*_span(ordered_parts[:n]), ordered_parts[:n])
+            counts, True, key=lambda n, ordered_parts=ordered: fits(*_bounds(ordered_parts[:n]), ordered_parts[:n])
         )
         if position < len(counts):
             fitting_parts = ordered[: counts[position]]
             ends = sorted({edge for part in fitting_parts for edge in part})
-            ranges.append(Stretch(*_span(fitting_parts), tuple(_one_of_each(ends))))
+            ranges.append(TrialRange(*_bounds(fitting_parts), tuple(_representative_parts(ends))))
             continue
         low, high = first = ordered[0]
         neighbour = ordered[1]
@@ -248,13 +254,13 @@ def stretches_of(check: Claim, values: Sequence[Value], max_bytes: int) -> tuple
         wider = [(min(edge, low), max(edge, high)) for edge in edges]
         position = bisect_left(wider, True, key=lambda span, part=first: fits(*span, [part]))
         if position < len(wider):
-            ranges.append(Stretch(*wider[position], (first,)))
+            ranges.append(TrialRange(*wider[position], (first,)))
             continue
         middle = (low + high) // 2
         middle = middle // grain * grain if middle // grain * grain > low else middle
         if low < middle:
-            ranges.append(Stretch(low, high, ((low, middle), (middle, high))))
-    min_length = (end - check.ends[0]) * _EFFORT.share
+            ranges.append(TrialRange(low, high, ((low, middle), (middle, high))))
+    min_length = (end - check.ends[0]) * _EFFORT.min_share
     return (
         ()
         if any(trial_range.high - trial_range.low < min_length for trial_range in ranges)
@@ -262,41 +268,47 @@ def stretches_of(check: Claim, values: Sequence[Value], max_bytes: int) -> tuple
     )
 
 
-def _span(parts: Sequence[tuple[int, int]]) -> tuple[int, int]:
+def _bounds(parts: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return min(low for low, _ in parts), max(high for _, high in parts)
 
 
-def _needed(check: Claim, values: Sequence[Value], low: int, high: int, part: int) -> int:
+def _needed_bytes(check: ExactnessCheck, values: Sequence[Value], low: int, high: int, part: int) -> int:
     """Return the bytes of a range, a copy of its in-place arguments, and a part of length ``part``."""
-    func, names = _operator(check.call), _tensors(check.call, values)
-    written = written_arguments(func, by_name(func, check.call.args, check.call.kwargs))
+    func, names = _operator(check.call), _argument_values(check.call, values)
+    written = written_arguments(func, arguments_by_name(func, check.call.args, check.call.kwargs))
     changed = {name for name in names if name[0] in written}
-    copied = changed | {name for name in names if name in check.way.given or name in check.laid}
-    whole = _given(check, values, low, high) + _made(check, values, low, high, check.of or check.call)
-    part_bytes = _given(check, values, low, low + part, copied) + _made(check, values, low, low + part, check.call)
-    return whole + _given(check, values, low, high, changed) + part_bytes
+    copied = changed | {name for name in names if name in check.split.argument_cuts or name in check.gathered_strides}
+    whole = _argument_bytes(check, values, low, high) + _result_bytes(
+        check, values, low, high, check.reference or check.call
+    )
+    part_bytes = _argument_bytes(check, values, low, low + part, copied) + _result_bytes(
+        check, values, low, low + part, check.call
+    )
+    return whole + _argument_bytes(check, values, low, high, changed) + part_bytes
 
 
-def _given(check: Claim, values: Sequence[Value], low: int, high: int, names: Set[Name] | None = None) -> int:
-    tensors = _tensors(check.call, values)
-    cuts = check.way.given
+def _argument_bytes(
+    check: ExactnessCheck, values: Sequence[Value], low: int, high: int, names: Set[ArgumentName] | None = None
+) -> int:
+    tensors = _argument_values(check.call, values)
+    cuts = check.split.argument_cuts
     return sum(
-        _size(v, name in cuts, check, low, high) for name, v in tensors.items() if names is None or name in names
+        _part_bytes(v, name in cuts, check, low, high) for name, v in tensors.items() if names is None or name in names
     )
 
 
-def _made(check: Claim, values: Sequence[Value], low: int, high: int, call: Call) -> int:
-    cuts = check.way.made
+def _result_bytes(check: ExactnessCheck, values: Sequence[Value], low: int, high: int, call: Call) -> int:
+    cuts = check.split.result_cuts
     results = ((place, values[v]) for place, v in enumerate(call.results) if v is not None)
-    return sum(_size(value, place in cuts, check, low, high) for place, value in results)
+    return sum(_part_bytes(value, place in cuts, check, low, high) for place, value in results)
 
 
-def _size(value: Value, is_cut: bool, check: Claim, low: int, high: int) -> int:
-    share = (high - low) / check.way.extent if is_cut else 1.0
+def _part_bytes(value: Value, is_cut: bool, check: ExactnessCheck, low: int, high: int) -> int:
+    share = (high - low) / check.split.extent if is_cut else 1.0
     return int(prod(value.shape) * value.dtype.itemsize * share)
 
 
-def _tensors(call: Call, values: Sequence[Value]) -> dict[Name, Value]:
+def _argument_values(call: Call, values: Sequence[Value]) -> dict[ArgumentName, Value]:
     return {name: values[index] for name, index in named_refs(call)}
 
 
@@ -304,18 +316,20 @@ def _operator(call: Call) -> Any:
     return call.func
 
 
-def _holds(check: Claim, values: Sequence[Value], device: torch.device, ranges: Sequence[Stretch]) -> bool | None:
+def _run_check(
+    check: ExactnessCheck, values: Sequence[Value], device: torch.device, ranges: Sequence[TrialRange]
+) -> bool | None:
     """Return whether the parts match the whole on the given ranges; None if memory ran out."""
     if not ranges:
         return False
-    with TURN, internals.below_autograd():
+    with CAPTURE_LOCK, internals.below_autograd():
         try:
-            if is_elementwise(_operator(check.call)) and not _rounds_alike(check, values, device):
+            if is_elementwise(_operator(check.call)) and not _rounds_uniformly(check, values, device):
                 return False
             return all(
-                Trial(check, values, device, trial_range, draw).holds()
+                ExactnessTrial(check, values, device, trial_range, draw).is_equal()
                 for trial_range in ranges
-                for draw in range(_draws(check, values, trial_range))
+                for draw in range(_count_draws(check, values, trial_range))
             )
         except (RuntimeError, ValueError, IndexError) as error:
             # An op that fails in a trial is not split.
@@ -323,30 +337,30 @@ def _holds(check: Claim, values: Sequence[Value], device: torch.device, ranges: 
             return None if isinstance(error, torch.OutOfMemoryError) or _NO_MEMORY in str(error) else False
 
 
-def _draws(check: Claim, values: Sequence[Value], trial_range: Stretch) -> int:
+def _count_draws(check: ExactnessCheck, values: Sequence[Value], trial_range: TrialRange) -> int:
     func = _operator(check.call)
-    written = written_arguments(func, by_name(func, check.call.args, check.call.kwargs))
+    written = written_arguments(func, arguments_by_name(func, check.call.args, check.call.kwargs))
     sizes = [prod(values[v].shape) for v in check.call.results if v is not None]
-    sizes += [prod(value.shape) for (name, _), value in _tensors(check.call, values).items() if name in written]
-    share = (trial_range.high - trial_range.low) / check.way.extent
+    sizes += [prod(value.shape) for (name, _), value in _argument_values(check.call, values).items() if name in written]
+    share = (trial_range.high - trial_range.low) / check.split.extent
     draws = ceil(_EFFORT.elements / max(min(sizes, default=1) * share, 1))
     low, high = trial_range.low, trial_range.high
-    bytes_per_trial = _given(check, values, low, high) + _made(check, values, low, high, check.call)
+    bytes_per_trial = _argument_bytes(check, values, low, high) + _result_bytes(check, values, low, high, check.call)
     affordable = _EFFORT.bytes // max(bytes_per_trial, 1)
     return max(min(draws, affordable, _EFFORT.draws), 1)
 
 
-def _rounds_alike(check: Claim, values: Sequence[Value], device: torch.device) -> bool:
+def _rounds_uniformly(check: ExactnessCheck, values: Sequence[Value], device: torch.device) -> bool:
     """Return whether an elementwise operator rounds all elements alike, with and without the split."""
-    tensors = _tensors(check.call, values)
+    tensors = _argument_values(check.call, values)
     # Parts may be contiguous although the whole is not.
     apart = any(prod(v.shape) > 1 and not is_dense(v.shape, v.stride) for v in tensors.values())
-    if (apart or check.laid) and _is_uneven(check, tensors, device, _rounds_gaps):
+    if (apart or check.gathered_strides) and _rounds_unevenly(check, tensors, device, _rounds_gaps_differently):
         return False
-    return _leaves_nothing(check, tensors) or not _is_uneven(check, tensors, device, _rounds_scraps)
+    return _has_no_remainder(check, tensors) or not _rounds_unevenly(check, tensors, device, _rounds_scraps_differently)
 
 
-def _leaves_nothing(check: Claim, tensors: Mapping[Name, Value]) -> bool:
+def _has_no_remainder(check: ExactnessCheck, tensors: Mapping[ArgumentName, Value]) -> bool:
     """Return whether all parts of an elementwise operator end at full vectors."""
     sizes = {prod(value.shape) for value in tensors.values()}
     elements = max(sizes, default=0)
@@ -354,18 +368,24 @@ def _leaves_nothing(check: Claim, tensors: Mapping[Name, Value]) -> bool:
 
     def is_even(count: int) -> bool:
         stretches = min(threads, -(-count // _THREAD_ELEMENTS))
-        return stretches < 2 or not -(-count // stretches) % _LANES
+        return stretches < 2 or not -(-count // stretches) % _MAX_VECTOR_LENGTH
 
-    inner = elements // check.way.extent
+    inner = elements // check.split.extent
     same_shape = all(value.shape == next(iter(tensors.values())).shape for value in tensors.values() if value.shape)
     counts = [(high - low) * inner for low, high in zip(check.ends, check.ends[1:], strict=False)]
-    return same_shape and not any(count % _LANES for count in counts[:-1]) and all(map(is_even, [elements, *counts]))
+    return (
+        same_shape
+        and not any(count % _MAX_VECTOR_LENGTH for count in counts[:-1])
+        and all(map(is_even, [elements, *counts]))
+    )
 
 
-Rounds = Callable[[Call, Mapping[Name, Value], torch.device], bool]
+Rounds = Callable[[Call, Mapping[ArgumentName, Value], torch.device], bool]
 
 
-def _is_uneven(check: Claim, tensors: Mapping[Name, Value], device: torch.device, rounds: Rounds) -> bool:
+def _rounds_unevenly(
+    check: ExactnessCheck, tensors: Mapping[ArgumentName, Value], device: torch.device, rounds: Rounds
+) -> bool:
     """Return whether an elementwise operator rounds some elements differently, by the test ``rounds``."""
     call, func = check.call, _operator(check.call)
     kinds = ", ".join(f"{name}: {value.dtype} {prod(value.shape) > 1}" for name, value in tensors.items())
@@ -379,39 +399,43 @@ def _is_uneven(check: Claim, tensors: Mapping[Name, Value], device: torch.device
 _uneven: dict[str, bool] = {}
 
 
-def _rounds_gaps(call: Call, tensors: Mapping[Name, Value], device: torch.device) -> bool:
-    long, run = _long(call, tensors, device)
+def _rounds_gaps_differently(call: Call, tensors: Mapping[ArgumentName, Value], device: torch.device) -> bool:
+    long, run = _make_long_arguments(call, tensors, device)
     gaps = {n: torch.stack([t, t], dim=-1)[:, 0] if t.numel() > 1 else t.clone() for n, t in long.items()}
-    return not _same(run({name: tensor.clone() for name, tensor in long.items()}), run(gaps))
+    return not _have_same_bits(run({name: tensor.clone() for name, tensor in long.items()}), run(gaps))
 
 
-def _rounds_scraps(call: Call, tensors: Mapping[Name, Value], device: torch.device) -> bool:
-    long, run = _long(call, tensors, device)
+def _rounds_scraps_differently(call: Call, tensors: Mapping[ArgumentName, Value], device: torch.device) -> bool:
+    long, run = _make_long_arguments(call, tensors, device)
     whole = run({name: tensor.clone() for name, tensor in long.items()})
-    for start in range(0, _SCRAPS, _SCRAP):
-        scrap = {n: t.narrow(0, start, _SCRAP).clone() if t.numel() > 1 else t.clone() for n, t in long.items()}
-        if not _same(whole.narrow(0, start, _SCRAP), run(scrap)):
+    for start in range(0, _ALL_SCRAP_ELEMENTS, _SCRAP_ELEMENTS):
+        scrap = {
+            n: t.narrow(0, start, _SCRAP_ELEMENTS).clone() if t.numel() > 1 else t.clone() for n, t in long.items()
+        }
+        if not _have_same_bits(whole.narrow(0, start, _SCRAP_ELEMENTS), run(scrap)):
             return True
     return False
 
 
-def _long(
-    call: Call, tensors: Mapping[Name, Value], device: torch.device
-) -> tuple[dict[Name, torch.Tensor], Callable[[Mapping[Name, torch.Tensor]], torch.Tensor]]:
+def _make_long_arguments(
+    call: Call, tensors: Mapping[ArgumentName, Value], device: torch.device
+) -> tuple[dict[ArgumentName, torch.Tensor], Callable[[Mapping[ArgumentName, torch.Tensor]], torch.Tensor]]:
     """Return long arguments of an elementwise operator, and a function that runs it on such arguments."""
     func = _operator(call)
     generator = torch.Generator(device).manual_seed(_SEED)
-    tensors_by_name: dict[Name, torch.Tensor] = {}
+    tensors_by_name: dict[ArgumentName, torch.Tensor] = {}
     for name, value in tensors.items():
-        tensor = torch.empty(_SCRAPS if prod(value.shape) > 1 else 1, dtype=value.dtype, device=device)
+        tensor = torch.empty(_ALL_SCRAP_ELEMENTS if prod(value.shape) > 1 else 1, dtype=value.dtype, device=device)
         if value.dtype.is_floating_point or value.dtype.is_complex:
             tensor.normal_(generator=generator)
         else:
             tensor.random_(0, 2, generator=generator)
         tensors_by_name[name] = tensor
 
-    def run(inputs: Mapping[Name, torch.Tensor]) -> torch.Tensor:
-        args, kwargs = placed(func, call, with_tensors(by_name(func, call.args, call.kwargs), inputs))
+    def run(inputs: Mapping[ArgumentName, torch.Tensor]) -> torch.Tensor:
+        args, kwargs = arrange_arguments(
+            func, call, with_tensors(arguments_by_name(func, call.args, call.kwargs), inputs)
+        )
         return internals.result_leaves(func(*args, **kwargs))[0]
 
     return tensors_by_name, run
@@ -420,24 +444,28 @@ def _long(
 Same = Callable[[torch.Tensor, Any], bool]
 
 
-class Trial:
+class ExactnessTrial:
     """Runs a range of an op as a whole and in parts, on equal random inputs; each draw makes new ones."""
 
     def __init__(
-        self, check: Claim, values: Sequence[Value], device: torch.device, stretch: Stretch, draw: int = 0
+        self, check: ExactnessCheck, values: Sequence[Value], device: torch.device, stretch: TrialRange, draw: int = 0
     ) -> None:
-        self.claim, self.way, self.func = check, check.way, _operator(check.call)
+        self.claim, self.split, self.func = check, check.split, _operator(check.call)
         self.low, self.high, self.parts, self.device = stretch.low, stretch.high, stretch.parts, device
-        self.whole = (self.low, self.high) == (0, self.way.extent)
+        self.is_whole = (self.low, self.high) == (0, self.split.extent)
         self.generator = torch.Generator(device).manual_seed(_SEED + draw)
-        self.given = {name: self._made(name, value) for name, value in _tensors(check.call, values).items()}
+        self.arguments = {
+            name: self._make_argument(name, value) for name, value in _argument_values(check.call, values).items()
+        }
         # Indices are spread over the whole table; parts then count them from their own beginning.
-        fit(self.func, self._named(self.given, self.low, self.high, settle=not self.way.rebased))
+        set_runnable_integers(
+            self.func, self._named_arguments(self.arguments, self.low, self.high, settle=not self.split.rebased_indices)
+        )
 
-    def _made(self, name: Name, value: Value) -> torch.Tensor:
-        cut = self.way.given.get(name)
+    def _make_argument(self, name: ArgumentName, value: Value) -> torch.Tensor:
+        cut = self.split.argument_cuts.get(name)
         shape, stride = value.shape, value.stride
-        if cut is not None and not self.whole:
+        if cut is not None and not self.is_whole:
             shape = cut.part_shape(value.shape, self.low, self.high)
             stride = dense_like(shape, (*stride[: cut.dims[0]], stride[cut.dims[1] - 1], *stride[cut.dims[1] :]))
         # Keep the offset, because libraries use other code for misaligned memory.
@@ -452,9 +480,9 @@ class Trial:
             flat.zero_()
         return tensor
 
-    def _named(
+    def _named_arguments(
         self,
-        tensors: Mapping[Name, torch.Tensor],
+        tensors: Mapping[ArgumentName, torch.Tensor],
         low: int,
         high: int,
         *,
@@ -462,36 +490,36 @@ class Trial:
         call: Call | None = None,
     ) -> dict[str, Any]:
         call = call or self.claim.call
-        named = with_tensors(by_name(self.func, call.args, call.kwargs), tensors)
-        if settle and self.way.settle is not None and not (self.whole and (low, high) == (self.low, self.high)):
-            self.way.settle(named, low, high)
+        named = with_tensors(arguments_by_name(self.func, call.args, call.kwargs), tensors)
+        if settle and self.split.adjust is not None and not (self.is_whole and (low, high) == (self.low, self.high)):
+            self.split.adjust(named, low, high)
         return named
 
     def _run(
-        self, tensors: Mapping[Name, torch.Tensor], low: int, high: int, call: Call | None = None
-    ) -> tuple[list[Any], dict[Name, torch.Tensor]]:
+        self, tensors: Mapping[ArgumentName, torch.Tensor], low: int, high: int, call: Call | None = None
+    ) -> tuple[list[Any], dict[ArgumentName, torch.Tensor]]:
         """Run a part; return its results, and the arguments that it wrote in place."""
-        named = self._named(tensors, low, high, call=call)
-        args, kwargs = placed(self.func, self.claim.call, named)
+        named = self._named_arguments(tensors, low, high, call=call)
+        args, kwargs = arrange_arguments(self.func, self.claim.call, named)
         written = written_arguments(self.func, named)
         out = self.func(*args, **kwargs)
         return internals.result_leaves(out), {name: t for name, t in tensors.items() if name[0] in written}
 
-    def _part(self, name: Name, low: int, high: int) -> torch.Tensor:
-        tensor, cut = self.given[name], self.way.given.get(name)
-        if name in self.claim.laid:
+    def _part(self, name: ArgumentName, low: int, high: int) -> torch.Tensor:
+        tensor, cut = self.arguments[name], self.split.argument_cuts.get(name)
+        if name in self.claim.gathered_strides:
             return torch.empty_strided(
-                tensor.shape, self.claim.laid[name], dtype=tensor.dtype, device=self.device
+                tensor.shape, self.claim.gathered_strides[name], dtype=tensor.dtype, device=self.device
             ).copy_(tensor)
         if cut is None:
             return (
                 tensor.clone()
-                if name[0] in written_arguments(self.func, self._named(self.given, low, high))
+                if name[0] in written_arguments(self.func, self._named_arguments(self.arguments, low, high))
                 else tensor
             )
         dim = cut.dims[0]
-        tensor = self._merged(tensor, cut)
-        base = cut.ends(self.low, self.high)[0] if not self.whole else 0
+        tensor = self._merge_cut(tensor, cut)
+        base = cut.ends(self.low, self.high)[0] if not self.is_whole else 0
         first, last = (end - base for end in cut.ends(low, high))
         inside = max(first, 0), min(last, tensor.shape[dim])
         part = tensor.narrow(dim, inside[0], max(inside[1] - inside[0], 0))
@@ -503,81 +531,81 @@ class Trial:
         result.narrow(dim, inside[0] - first, part.shape[dim]).copy_(part)
         return result
 
-    def holds(self, same: Same | None = None) -> bool:
+    def is_equal(self, same: Same | None = None) -> bool:
         """Return whether the parts equal the range, by ``same`` or to the bit."""
-        same = same or _same
-        written = written_arguments(self.func, self._named(self.given, self.low, self.high))
+        same = same or _have_same_bits
+        written = written_arguments(self.func, self._named_arguments(self.arguments, self.low, self.high))
         # Only written arguments need a copy.
-        arguments = {name: _copy_in_place(t) if name[0] in written else t for name, t in self.given.items()}
-        whole_results, changed = self._run(arguments, self.low, self.high, self.claim.of)
+        arguments = {name: _copy_with_layout(t) if name[0] in written else t for name, t in self.arguments.items()}
+        whole_results, changed = self._run(arguments, self.low, self.high, self.claim.reference)
         for low, high in self.parts:
             for arguments in self._parts(low, high):
                 part_results, written = self._run(arguments, low, high)
                 for place, index in enumerate(self.claim.call.results):
                     if index is None or not isinstance(whole_results[place], torch.Tensor):
                         continue
-                    cut = self.way.made.get(place)
+                    cut = self.split.result_cuts.get(place)
                     if cut is None and low:
                         continue
                     if not same(self._slice(whole_results[place], cut, low, high), part_results[place]):
                         return False
                 for name, tensor in written.items():
-                    if not same(self._slice(changed[name], self.way.given.get(name), low, high), tensor):
+                    if not same(self._slice(changed[name], self.split.argument_cuts.get(name), low, high), tensor):
                         return False
         return True
 
-    def _parts(self, low: int, high: int) -> Iterator[dict[Name, torch.Tensor]]:
+    def _parts(self, low: int, high: int) -> Iterator[dict[ArgumentName, torch.Tensor]]:
         """Yield the arguments of a part: in memory of their own, or in place, where the layout differs."""
-        written = written_arguments(self.func, self._named(self.given, low, high))
-        views: dict[Name, torch.Tensor] = {}
-        for name, tensor in self.given.items():
-            cut = self.way.given.get(name)
-            if cut is None or not cut.plain or name[0] in written:
+        written = written_arguments(self.func, self._named_arguments(self.arguments, low, high))
+        views: dict[ArgumentName, torch.Tensor] = {}
+        for name, tensor in self.arguments.items():
+            cut = self.split.argument_cuts.get(name)
+            if cut is None or not cut.is_adjacent or name[0] in written:
                 continue
-            merged = self._merged(tensor, cut)
-            view = merged.narrow(cut.dims[0], low - (0 if self.whole else self.low), high - low)
+            merged = self._merge_cut(tensor, cut)
+            view = merged.narrow(cut.dims[0], low - (0 if self.is_whole else self.low), high - low)
             gaps = not is_dense(view.shape, view.stride())
             # `StepWriter.argument` copies such parts of tensors without gaps.
             is_copied = gaps and is_dense(merged.shape, merged.stride())
             if not is_copied and (gaps or view.data_ptr() % SMALL_ALIGNMENT):
                 views[name] = view
-        for number in range(min(1 << len(views), _EFFORT.placings)):
+        for number in range(min(1 << len(views), _EFFORT.max_placings)):
             there = {name for place, name in enumerate(views) if number >> place & 1}
-            yield {name: views[name] if name in there else self._part(name, low, high) for name in self.given}
+            yield {name: views[name] if name in there else self._part(name, low, high) for name in self.arguments}
 
-    def _merged(self, tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
-        return tensor.flatten(cut.dims[0], cut.dims[1] - 1) if self.whole else tensor
+    def _merge_cut(self, tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
+        return tensor.flatten(cut.dims[0], cut.dims[1] - 1) if self.is_whole else tensor
 
     def _slice(self, tensor: torch.Tensor, cut: Cut | None, low: int, high: int) -> torch.Tensor:
         if cut is None:
             return tensor
-        base = cut.ends(self.low, self.high)[0] if not self.whole else 0
+        base = cut.ends(self.low, self.high)[0] if not self.is_whole else 0
         start, last = (end - base for end in cut.ends(low, high))
-        return self._merged(tensor, cut).narrow(cut.dims[0], start, last - start)
+        return self._merge_cut(tensor, cut).narrow(cut.dims[0], start, last - start)
 
 
-def _copy_in_place(tensor: torch.Tensor) -> torch.Tensor:
+def _copy_with_layout(tensor: torch.Tensor) -> torch.Tensor:
     shift, count = tensor.storage_offset(), extent(tensor.shape, tensor.stride())
     base = torch.empty(shift + count, dtype=tensor.dtype, device=tensor.device)
     base[shift:].copy_(torch.as_strided(tensor, (count,), (1,), shift))
     return torch.as_strided(base, tensor.shape, tensor.stride(), shift)
 
 
-def _one_of_each(ends: Sequence[int]) -> list[tuple[int, int]]:
+def _representative_parts(ends: Sequence[int]) -> list[tuple[int, int]]:
     """Return the first part, the last, and one of each length, because kernels are chosen by size."""
     parts = list(itertools.pairwise(ends))
     lengths = {high - low: (low, high) for low, high in parts[1:-1]}
     return list(dict.fromkeys([parts[0], *lengths.values(), parts[-1]]))
 
 
-def _same(first: torch.Tensor, second: Any) -> bool:
+def _have_same_bits(first: torch.Tensor, second: Any) -> bool:
     """Return whether two tensors have the same bits; all NaN are equal."""
     if not isinstance(second, torch.Tensor) or first.dtype != second.dtype or first.numel() != second.numel():
         return False
     first, second = first.reshape(-1), second.reshape(-1)
     if first.is_complex():
         first, second = torch.view_as_real(first).reshape(-1), torch.view_as_real(second).reshape(-1)
-    integer_type = _WHOLE.get(first.dtype.itemsize)
+    integer_type = _INTEGER_TYPES.get(first.dtype.itemsize)
     if not first.is_floating_point() or integer_type is None:
         return torch.equal(first, second)
     if torch.equal(first.contiguous().view(integer_type), second.contiguous().view(integer_type)):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from outofcore.capture.captured import CPU, Captured, Value
-from outofcore.capture.device_traits import are_alike
+from outofcore.capture.device_traits import have_same_type
 from outofcore.graph import Op
 from outofcore.units import format_bytes
 
@@ -18,13 +18,13 @@ class Difference:
     """One result that differs from the capture."""
 
     leaf: int
-    what: str  # "kind", "device", "dtype", "shape", "stride" or "bytes"
+    aspect: str  # "kind", "device", "dtype", "shape", "stride" or "bytes"
     real: str
     captured: str
-    survived: bool = False  # the step is right nevertheless, because it copies the result to its place
+    is_harmless: bool = False  # the step is right nevertheless, because it copies the result to its place
 
 
-def differences(captured: Captured, op: Op, leaves: Sequence[object]) -> list[Difference]:
+def find_differences(captured: Captured, op: Op, leaves: Sequence[object]) -> list[Difference]:
     """Return the gravest difference of each flattened result of an op from the capture."""
     unseen = captured.graph.unseen
     all_differences: list[Difference] = []
@@ -37,31 +37,31 @@ def differences(captured: Captured, op: Op, leaves: Sequence[object]) -> list[Di
             continue
         all_differences += [
             difference
-            for difference in (next(_compared(captured, leaf, value, result), None),)
+            for difference in (next(_compare(captured, leaf, value, result), None),)
             if difference is not None
         ]
     return all_differences
 
 
-def _compared(captured: Captured, leaf: int, value: Value, result: object) -> Iterator[Difference]:
-    expected = _kind(value.dtype, value.shape)
+def _compare(captured: Captured, leaf: int, value: Value, result: object) -> Iterator[Difference]:
+    expected = _describe(value.dtype, value.shape)
     if not isinstance(result, torch.Tensor):
         yield Difference(leaf, "kind", "undefined" if result is None else f"a {type(result).__name__}", expected)
         return
     device = CPU if value.foreign else captured.device
-    real = _kind(result.dtype, tuple(result.shape))
-    if not are_alike(result.device, device):
+    real = _describe(result.dtype, tuple(result.shape))
+    if not have_same_type(result.device, device):
         yield Difference(leaf, "device", f"{real} on {result.device}", f"{expected} on {device}")
     if result.dtype != value.dtype:
         yield Difference(leaf, "dtype", real, expected)
     if tuple(result.shape) != value.shape:
         yield Difference(leaf, "shape", real, expected)
     if result.numel() and result.stride() != value.stride:
-        yield Difference(leaf, "stride", f"strides {result.stride()}", f"strides {value.stride}", survived=True)
-    count, planned = result.untyped_storage().nbytes(), captured.own_bytes(value.storage)
+        yield Difference(leaf, "stride", f"strides {result.stride()}", f"strides {value.stride}", is_harmless=True)
+    count, planned = result.untyped_storage().nbytes(), captured.unrounded_bytes(value.storage)
     if result.storage_offset() == value.offset == 0 and count > planned:
-        yield Difference(leaf, "bytes", format_bytes(count), format_bytes(planned), survived=True)
+        yield Difference(leaf, "bytes", format_bytes(count), format_bytes(planned), is_harmless=True)
 
 
-def _kind(dtype: torch.dtype, shape: Sequence[int]) -> str:
+def _describe(dtype: torch.dtype, shape: Sequence[int]) -> str:
     return f"a {str(dtype).removeprefix('torch.')} tensor of shape {tuple(shape)}"

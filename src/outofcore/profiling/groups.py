@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import torch
 from msgspec import Meta
 
-from outofcore.busy import Watch, is_due, was_busy
+from outofcore.busy import BusyWatch, is_due, was_busy
 from outofcore.capture.captured import Captured
 from outofcore.capture.collectives import Collective
-from outofcore.capture.device_traits import wait_for
+from outofcore.capture.device_traits import synchronize_device
 from outofcore.costs import OpCost
 from outofcore.errors import GraphError
 from outofcore.jsonfile import convert_json
@@ -73,8 +73,8 @@ def group_cost(group: ProcessGroup, device: torch.device, cache: Cache | None) -
     torch.distributed.broadcast_object_list(cached, group=group, group_src=0)
     if cached[0] is not None:
         return cached[0]
-    with Watch() as watch:
-        cost = _measured(group, device)
+    with BusyWatch() as watch:
+        cost = _measure(group, device)
     if device.type == "cpu" and 2 * group.size() <= this_machine().cores and was_busy(watch.counted, computes=False):
         cost = replace(cost, busy=busy + 1, measured_at=time.time())
     agreed = [cost]
@@ -84,21 +84,21 @@ def group_cost(group: ProcessGroup, device: torch.device, cache: Cache | None) -
     return agreed[0]
 
 
-def _measured(group: ProcessGroup, device: torch.device) -> GroupCost:
-    small, large = _median(group, device, _SMALL), _median(group, device, _LARGE)
+def _measure(group: ProcessGroup, device: torch.device) -> GroupCost:
+    small, large = _median_seconds(group, device, _SMALL), _median_seconds(group, device, _LARGE)
     count = group.size()
     sent = 2 * (_LARGE.bytes - _SMALL.bytes) * (count - 1) / count
     # A group of one process sends no bytes.
     return GroupCost(small, max(sent, 1.0) / max(large - small, 1e-9))
 
 
-def _median(group: ProcessGroup, device: torch.device, message: _Message) -> float:
+def _median_seconds(group: ProcessGroup, device: torch.device, message: _Message) -> float:
     tensor = torch.zeros(message.bytes, dtype=torch.uint8, device=device)
     seconds: list[float] = []
     for _ in range(message.rounds + 1):
         begin = time.perf_counter()
         torch.distributed.all_reduce(tensor, group=group)
-        wait_for(device)
+        synchronize_device(device)
         seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds[1:])  # the first round opens connections
 
@@ -107,7 +107,7 @@ def collectives_of(captured: Captured) -> tuple[Collective, ...]:
     return tuple(call.func for call in captured.calls if isinstance(call.func, Collective))
 
 
-def with_collectives(
+def add_collective_costs(
     captured: Captured, profiles: tuple[OpProfile, ...], costs: Mapping[int, GroupCost]
 ) -> tuple[OpProfile, ...]:
     """Add the costs of collectives to the profiles; ``costs`` is by group size."""

@@ -21,14 +21,14 @@ from typing import Annotated
 import torch
 from msgspec import Meta, Struct
 
-from outofcore.busy import Watch, is_due, read_disk, was_busy, was_disk_busy
-from outofcore.costs import LEAST_PART, Home
+from outofcore.busy import BusyWatch, is_due, read_disk, was_busy, was_disk_busy
+from outofcore.costs import MIN_CONTENTION_SHARE, Home
 from outofcore.errors import GraphError, StateError
-from outofcore.execution.arena import Memory
+from outofcore.execution.arena import DeviceArena
 from outofcore.execution.backend import Backend
 from outofcore.execution.cuda.interface import Driver, Mark, Stream
 from outofcore.execution.cuda.staging import Staging, first_stream, last_stream
-from outofcore.execution.interrupts import Deferred
+from outofcore.execution.interrupts import DeferredSignals
 from outofcore.jsonfile import convert_json
 from outofcore.profiling.cache import Cache, Shelf
 from outofcore.profiling.ops import machine_facts
@@ -39,7 +39,7 @@ from outofcore.units import MIB, PAGE_BYTES, round_up
 _log = logging.getLogger("outofcore.profiling")
 
 _LATENCY_COPIES = 9  # one-page copies for the median latency
-_MOST_COPIES = 500  # issued to a device at once
+_MAX_COPIES = 500  # issued to a device at once
 # Rounds of the four concurrent measurements, and the total number of parts, two of them for copies alone.
 _ROUNDS = 3
 _PARTS = 4 * _ROUNDS + 2
@@ -50,7 +50,7 @@ _Seconds = Annotated[float, Meta(ge=1e-12, le=1e6)]
 _Rate = Annotated[float, Meta(ge=1.0, le=1e15)]  # bytes per second
 
 
-class _Measured(Struct):
+class _MeasurementTime(Struct):
     measured_at: Annotated[float, Meta(ge=0, le=1e12)]  # seconds since the epoch
 
 
@@ -87,7 +87,7 @@ class LinkReport:
         out = max(1 - self.together.out / self.computing.out, 0.0)
         into = max(1 - self.together.into / self.computing.into, 0.0)
         part = out / (out + into) if out + into else 0.5
-        return min(max(part, LEAST_PART), 1 - LEAST_PART)
+        return min(max(part, MIN_CONTENTION_SHARE), 1 - MIN_CONTENTION_SHARE)
 
     @property
     def compute_slowdown(self) -> float:
@@ -111,7 +111,7 @@ class LinkReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ComputeLoad:
     """The ops that run concurrently with copies: matrix products, and a pass over uncached memory."""
 
     rows: int  # of a square matrix
@@ -119,23 +119,27 @@ class Work:
     pass_bytes: int
 
 
-_HOST_WORK, _DEVICE_WORK = Work(512, 4, 32 * MIB), Work(2048, 1, 64 * MIB)
+_HOST_WORK, _DEVICE_WORK = ComputeLoad(512, 4, 32 * MIB), ComputeLoad(2048, 1, 64 * MIB)
 
 
-def links_to(stores: Sequence[HomeStore], cache: Cache | None, backend: Backend, buffer_bytes: int) -> tuple[Home, ...]:
+def measure_homes(
+    stores: Sequence[HomeStore], cache: Cache | None, backend: Backend, buffer_bytes: int
+) -> tuple[Home, ...]:
     """Return the costs of a step's homes, each measured on a sibling; raises as ``measure_link``."""
     homes: list[Home] = []
     for store in stores:
         sibling = store.sibling(2 * max(buffer_bytes, PAGE_BYTES))
         try:
-            link = known_link(sibling, cache, buffer_bytes=buffer_bytes, driver=backend.driver, device=backend.facts())
+            link = load_or_measure_link(
+                sibling, cache, buffer_bytes=buffer_bytes, driver=backend.driver, device=backend.facts()
+            )
             homes.append(replace(link.home, bytes=store.capacity))
         finally:
             sibling.close()
     return tuple(homes)
 
 
-def known_link(
+def load_or_measure_link(
     home: HomeStore,
     cache: Cache | None,
     *,
@@ -155,7 +159,7 @@ def known_link(
     entry, entry_path, busy = shelf.read().get(key), f"$.entries.{key}", 0
     if entry is not None:
         try:
-            age = time.time() - convert_json(entry, _Measured, shelf.path, entry_path).measured_at
+            age = time.time() - convert_json(entry, _MeasurementTime, shelf.path, entry_path).measured_at
             if 0 <= age < _FRESH_SECONDS:
                 cached = convert_json(entry, LinkReport, shelf.path, entry_path)
                 if not is_due(cached.busy, age):
@@ -170,7 +174,7 @@ def known_link(
     return report
 
 
-def keep_link(
+def update_cached_link(
     home: HomeStore, cache: Cache, before: Home, after: Home, device: Mapping[str, object] | None = None
 ) -> None:
     """Change a link's cached rates and slowdown of ops from ``before`` to ``after``, as steps observed."""
@@ -184,7 +188,7 @@ def keep_link(
             continue
         try:
             cached = convert_json(entry, LinkReport, shelf.path, f"$.entries.{key}")
-            measured_at = convert_json(entry, _Measured, shelf.path, f"$.entries.{key}").measured_at
+            measured_at = convert_json(entry, _MeasurementTime, shelf.path, f"$.entries.{key}").measured_at
         except GraphError:
             continue  # damaged; the next `load_or_measure_link` measures it again
         report = replace(
@@ -233,56 +237,61 @@ def measure_link(
     """
     size = round_up(buffer_bytes, PAGE_BYTES)
     folder = home.directory if isinstance(home, DiskHome) else None
-    with Deferred("the measurement of a link"):
+    with DeferredSignals("the measurement of a link"):
         slots = home.reserve(size), home.reserve(size)
         disk = None if folder is None else read_disk(folder)
         if driver is None:
-            report = _measured(home, size, seconds / _PARTS, _host_bench(home, slots, size, compute))
+            report = _measure(home, size, seconds / _PARTS, _host_bench(home, slots, size, compute))
         else:
             with _device_bench(driver, home, slots, size, compute) as bench:
                 # Other processes on the cores do not affect the device's clock.
-                report = replace(_measured(home, size, seconds / _PARTS, bench), busy=0)
+                report = replace(_measure(home, size, seconds / _PARTS, bench), busy=0)
         is_marked = report.busy or (folder is not None and was_disk_busy(disk, read_disk(folder)))
         return replace(report, busy=int(is_marked))
 
 
 @dataclass(frozen=True, eq=False)
-class _Action:
+class _TimedAction:
     call: Callable[[], object]
     stream: Stream = Stream.COMPUTE  # only for a device
 
 
 # Runs actions concurrently for about the given seconds, each at least the given number of times. Ops, if any, are
 # the first action. Returns the seconds of each run of each action while all others ran.
-_Times = Callable[[Sequence[_Action], float, int], list[list[float]]]
+_TimeActions = Callable[[Sequence[_TimedAction], float, int], list[list[float]]]
 
 
 @dataclass(frozen=True)
-class _Bench:
-    times: _Times
-    work: _Action  # ops
-    put: _Action  # a copy to the home
-    get: _Action  # a copy from the home
-    put_page: _Action
-    get_page: _Action
+class _LinkBench:
+    time_actions: _TimeActions
+    work: _TimedAction  # ops
+    copy_out: _TimedAction  # a copy to the home
+    copy_in: _TimedAction  # a copy from the home
+    copy_page_out: _TimedAction
+    copy_page_in: _TimedAction
 
 
-def _measured(home: HomeStore, size: int, part: float, bench: _Bench) -> LinkReport:
-    work, copy_out, copy_in, pages = bench.work, bench.put, bench.get, (bench.put_page, bench.get_page)
+def _measure(home: HomeStore, size: int, part: float, bench: _LinkBench) -> LinkReport:
+    work, copy_out, copy_in, pages = (
+        bench.work,
+        bench.copy_out,
+        bench.copy_in,
+        (bench.copy_page_out, bench.copy_page_in),
+    )
     # First writes to fresh pages of memory or a file are slower, and so is an op's first run.
     for action in (copy_out, copy_in, work, *pages):
-        bench.times((action,), 0.0, 1)
-    latency = statistics.median(t for page in pages for t in bench.times((page,), 0.0, _LATENCY_COPIES)[0])
+        bench.time_actions((action,), 0.0, 1)
+    latency = statistics.median(t for page in pages for t in bench.time_actions((page,), 0.0, _LATENCY_COPIES)[0])
     # Interleaved, so that a temporary load on the machine is not mistaken for a slowdown by copies.
     series = ((work,), (work, copy_out), (work, copy_in), (work, copy_out, copy_in))
     rounds: list[list[list[list[float]]]] = []
-    watch = Watch()
+    watch = BusyWatch()
     for _ in range(_ROUNDS):
         # Not during copies, when the process's own threads may need more cores than the machine has.
         with watch:
-            alone = bench.times(series[0], part, 1)
-        rounds.append([alone, *(bench.times(actions, part, 1) for actions in series[1:])])
-    out_s, in_s = (statistics.median(bench.times((copy,), part, _ROUNDS)[0]) for copy in (copy_out, copy_in))
+            alone = bench.time_actions(series[0], part, 1)
+        rounds.append([alone, *(bench.time_actions(actions, part, 1) for actions in series[1:])])
+    out_s, in_s = (statistics.median(bench.time_actions((copy,), part, _ROUNDS)[0]) for copy in (copy_out, copy_in))
 
     def copying(series_index: int, action: int) -> float:
         return statistics.median(t for series_times in rounds for t in series_times[series_index][action])
@@ -311,7 +320,7 @@ def _measured(home: HomeStore, size: int, part: float, bench: _Bench) -> LinkRep
     )
 
 
-def _ops(
+def _make_ops(
     matrix: torch.Tensor, product: torch.Tensor, source: torch.Tensor, target: torch.Tensor, products: int
 ) -> Callable[[], object]:
     """Return ops that allocate no memory for results, so that no page fault disturbs them."""
@@ -327,7 +336,7 @@ def _ops(
     return run
 
 
-def _host_bench(home: HomeStore, slots: tuple[int, int], size: int, compute: Callable[[], object] | None) -> _Bench:
+def _host_bench(home: HomeStore, slots: tuple[int, int], size: int, compute: Callable[[], object] | None) -> _LinkBench:
     region = Region(map_anonymous(2 * size), 2 * size)
     outgoing, incoming = region.memory(0, size), region.memory(size, size)
     random = torch.Generator().manual_seed(0)  # separate, to keep the user's random numbers
@@ -335,17 +344,17 @@ def _host_bench(home: HomeStore, slots: tuple[int, int], size: int, compute: Cal
     home.write(slots[1], outgoing)
     work = _HOST_WORK
     squares, passes = torch.empty(2, work.rows, work.rows), torch.empty(2, work.pass_bytes // 4)
-    return _Bench(
-        beside_each_other,
-        _Action(compute or _ops(*squares, *passes, products=work.products)),
-        _Action(lambda: home.write(slots[0], outgoing)),
-        _Action(lambda: home.read(slots[1], incoming)),
-        _Action(lambda: home.write(slots[0], outgoing[:PAGE_BYTES])),
-        _Action(lambda: home.read(slots[1], incoming[:PAGE_BYTES])),
+    return _LinkBench(
+        time_concurrently,
+        _TimedAction(compute or _make_ops(*squares, *passes, products=work.products)),
+        _TimedAction(lambda: home.write(slots[0], outgoing)),
+        _TimedAction(lambda: home.read(slots[1], incoming)),
+        _TimedAction(lambda: home.write(slots[0], outgoing[:PAGE_BYTES])),
+        _TimedAction(lambda: home.read(slots[1], incoming[:PAGE_BYTES])),
     )
 
 
-def beside_each_other(actions: Sequence[_Action], seconds: float, min_runs: int) -> list[list[float]]:
+def time_concurrently(actions: Sequence[_TimedAction], seconds: float, min_runs: int) -> list[list[float]]:
     """Time actions as ``_TimeActions``: the first in this thread, the others in threads that end first."""
     times: list[list[float]] = [[] for _ in actions]
     enough = [threading.Event() for _ in actions]
@@ -410,14 +419,14 @@ def measure_memory_bandwidth(*, buffer_bytes: int = 64 * MIB) -> float:
     """Return the bytes per second that PyTorch reads plus writes when it copies a large tensor."""
     source = torch.ones(buffer_bytes, dtype=torch.uint8)
     target = torch.zeros_like(source)
-    (times,) = beside_each_other([_Action(lambda: target.copy_(source))], 0.2, 2)
+    (times,) = time_concurrently([_TimedAction(lambda: target.copy_(source))], 0.2, 2)
     return 2 * buffer_bytes / statistics.median(times)
 
 
 @contextmanager
 def _device_bench(
     driver: Driver, home: HomeStore, slots: tuple[int, int], size: int, compute: Callable[[], object] | None
-) -> Iterator[_Bench]:
+) -> Iterator[_LinkBench]:
     rows, products, pass_bytes = _DEVICE_WORK.rows, _DEVICE_WORK.products, _DEVICE_WORK.pass_bytes
     square = rows * rows * 4
     arena = driver.open_arena(2 * (size + pass_bytes + square), 1 << 62)
@@ -430,14 +439,14 @@ def _device_bench(
         if compute is None:
             squares = (floats(k * square, square).view(rows, rows) for k in range(2))
             passes = (floats(2 * square + k * pass_bytes, pass_bytes) for k in range(2))
-            compute = _ops(*squares, *passes, products=products)
+            compute = _make_ops(*squares, *passes, products=products)
         work = compute
         with driver.step(None):
             if isinstance(home, DiskHome):
                 copies = _disk_copies(driver, home, arena, slots, size)
             else:
                 copies = _memory_copies(driver, home, arena, slots, size)
-            yield _Bench(_DeviceTimes(driver), _Action(lambda: driver.launch(None, work)), *copies)
+            yield _LinkBench(_DeviceTimes(driver), _TimedAction(lambda: driver.launch(None, work)), *copies)
     finally:
         # Issued copies must end before their memory is released.
         driver.synchronize()
@@ -445,35 +454,35 @@ def _device_bench(
 
 
 def _memory_copies(
-    driver: Driver, home: HomeStore, arena: Memory, slots: tuple[int, int], size: int
-) -> tuple[_Action, ...]:
+    driver: Driver, home: HomeStore, arena: DeviceArena, slots: tuple[int, int], size: int
+) -> tuple[_TimedAction, ...]:
     host = [home.face(slot, size) for slot in slots]
     device = arena.view(0, size), arena.view(size, size)
     host[1].fill_(1)
 
-    def copy_out(count: int) -> _Action:
+    def copy_out(count: int) -> _TimedAction:
         to, of = host[0][:count], device[0][:count]
-        return _Action(lambda: driver.copy(Stream.COPY_OUT, -1, to, of), Stream.COPY_OUT)
+        return _TimedAction(lambda: driver.copy(Stream.COPY_OUT, -1, to, of), Stream.COPY_OUT)
 
-    def copy_in(count: int) -> _Action:
+    def copy_in(count: int) -> _TimedAction:
         to, of = device[1][:count], host[1][:count]
-        return _Action(lambda: driver.copy(Stream.COPY_IN, -1, to, of), Stream.COPY_IN)
+        return _TimedAction(lambda: driver.copy(Stream.COPY_IN, -1, to, of), Stream.COPY_IN)
 
     return copy_out(size), copy_in(size), copy_out(PAGE_BYTES), copy_in(PAGE_BYTES)
 
 
 def _disk_copies(
-    driver: Driver, home: DiskHome, arena: Memory, slots: tuple[int, int], size: int
-) -> tuple[_Action, ...]:
+    driver: Driver, home: DiskHome, arena: DeviceArena, slots: tuple[int, int], size: int
+) -> tuple[_TimedAction, ...]:
     staging = Staging(driver, home)
 
-    def copy_out(count: int, slot: int) -> _Action:
-        parts = staging.parts(arena.view, 0, slot, count)
-        return _Action(lambda: staging.out(-1, parts), Stream.DISK_OUT)
+    def copy_out(count: int, slot: int) -> _TimedAction:
+        parts = staging.cut_chunks(arena.view, 0, slot, count)
+        return _TimedAction(lambda: staging.copy_out(-1, parts), Stream.DISK_OUT)
 
-    def copy_in(count: int) -> _Action:
-        parts = staging.parts(arena.view, size, slots[1], count)
-        return _Action(lambda: staging.into(-1, parts, ()), Stream.DISK_IN)
+    def copy_in(count: int) -> _TimedAction:
+        parts = staging.cut_chunks(arena.view, size, slots[1], count)
+        return _TimedAction(lambda: staging.copy_in(-1, parts, ()), Stream.DISK_IN)
 
     # Reading bytes that were never written would not access the disk.
     copy_out(size, slots[1]).call()
@@ -486,16 +495,16 @@ class _DeviceTimes:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._alone: dict[_Action, float] = {}
+        self._alone: dict[_TimedAction, float] = {}
 
-    def __call__(self, actions: Sequence[_Action], seconds: float, min_runs: int) -> list[list[float]]:
+    def __call__(self, actions: Sequence[_TimedAction], seconds: float, min_runs: int) -> list[list[float]]:
         if not seconds:
             return self._issue(actions, [min_runs] * len(actions))
         for action in actions:
             if action not in self._alone:
                 self._alone[action] = statistics.median(*self._issue((action,), [2]))
         counts = [
-            min(max(math.ceil(seconds / max(self._alone[action], 1e-6)), min_runs), _MOST_COPIES) for action in actions
+            min(max(math.ceil(seconds / max(self._alone[action], 1e-6)), min_runs), _MAX_COPIES) for action in actions
         ]
         if len(actions) > 1:
             # Concurrent actions are slower, so one may overlap with twice as many runs of another.
@@ -504,10 +513,10 @@ class _DeviceTimes:
         self._alone[actions[0]] = statistics.median(times[0])
         return times
 
-    def _issue(self, actions: Sequence[_Action], counts: Sequence[int]) -> list[list[float]]:
+    def _issue(self, actions: Sequence[_TimedAction], counts: Sequence[int]) -> list[list[float]]:
         """Return the seconds of each repetition that began before another stream ran dry."""
         driver = self._driver
-        begin = driver.mark(timed=True)
+        begin = driver.create_mark(timed=True)
         driver.record(Stream.COMPUTE, begin)
         for action in actions:
             if action.stream is not Stream.COMPUTE:
@@ -515,7 +524,7 @@ class _DeviceTimes:
         stamps: list[list[tuple[Mark, Mark]]] = [[] for _ in actions]
         turns = zip_longest(*([index] * count for index, count in enumerate(counts)))
         for index in (index for turn in turns for index in turn if index is not None):
-            start, end = driver.mark(timed=True), driver.mark(timed=True)
+            start, end = driver.create_mark(timed=True), driver.create_mark(timed=True)
             driver.record(first_stream(actions[index].stream), start)
             actions[index].call()
             driver.record(last_stream(actions[index].stream), end)

@@ -24,30 +24,30 @@ from msgspec import Meta, Struct
 
 from outofcore import _torch_internals as internals
 from outofcore.analysis import LARGE_BYTES, SMALL_ALIGNMENT, is_large, placed_bytes
-from outofcore.busy import Watch, is_due, typical_seconds, was_busy
+from outofcore.busy import BusyWatch, is_due, typical_seconds, was_busy
 from outofcore.capture.captured import Call, Captured
 from outofcore.capture.optimizers import PIECE_ELEMENTS
-from outofcore.capture.patching import TURN
+from outofcore.capture.patching import CAPTURE_LOCK
 from outofcore.capture.refusals import refusal
 from outofcore.costs import OpCost
 from outofcore.errors import ArenaError, CaptureError, GraphError, OutOfCoreError
-from outofcore.execution.arena import Memory, ScopeTable
+from outofcore.execution.arena import DeviceArena, ScopeTable
 from outofcore.execution.backend import Backend, CpuBackend
-from outofcore.execution.binding import BoundRun, bind, scopes
-from outofcore.execution.interrupts import Deferred
+from outofcore.execution.binding import BoundRun, bind, requests_by_scope
+from outofcore.execution.interrupts import DeferredSignals
 from outofcore.graph import Op, StepGraph
 from outofcore.jsonfile import convert_json, refuse
 from outofcore.planning.placement.requests import (
-    Elsewhere,
     Request,
     Requests,
-    Result,
+    ResultStorage,
     Scratch,
+    Unplanned,
     workspace_layout,
 )
 from outofcore.profiling.cache import Cache, Shelf
-from outofcore.profiling.faithfulness import differences
-from outofcore.profiling.scratch import Contents, contents_to_try
+from outofcore.profiling.faithfulness import find_differences
+from outofcore.profiling.scratch import ScratchContents, contents_to_try
 from outofcore.program import Block, Program, Run
 from outofcore.report.machine import this_machine
 from outofcore.units import MIB, PAGE_BYTES, round_up
@@ -88,11 +88,11 @@ def profile_ops(
     than captured.
     """
     ops = range(len(captured.graph.ops))
-    profiles = profile_some(captured, ops, advance=advance, measure_time=measure_time, cache=cache, backend=backend)
+    profiles = profile_selected(captured, ops, advance=advance, measure_time=measure_time, cache=cache, backend=backend)
     return tuple(profiles[index] for index in ops)
 
 
-def profile_some(
+def profile_selected(
     captured: Captured,
     ops: Collection[int],
     *,
@@ -103,18 +103,18 @@ def profile_some(
 ) -> dict[int, OpProfile]:
     """Measure some ops of a captured step, as ``profile_ops`` measures all."""
     backend = backend or CpuBackend()
-    profile_cache = KeptProfiles(cache, backend.facts())
+    profile_cache = ProfileCache(cache, backend.facts())
     # The first update of a parameter also allocates its state.
     families: dict[tuple[str, bool], list[int]] = {}
     for op in (captured.graph.ops[index] for index in ops):
         first = captured.calls[op.id].rehearse_first is not None
         families.setdefault((op.family or f"#{op.id}", first), []).append(op.id)
     profiles: dict[int, OpProfile] = {}
-    with TURN, _generators_kept(backend), _Bench(captured, backend) as bench:
+    with CAPTURE_LOCK, _preserve_generators(backend), _OpBench(captured, backend) as bench:
         try:
             for number, members in enumerate(families.values(), 1):
                 # Interrupts take effect between two ops.
-                with Deferred("the measurement of an op"):
+                with DeferredSignals("the measurement of an op"):
                     profile = bench.profile(members[0], measure_time, profile_cache)
                 profiles.update(dict.fromkeys(members, profile))
                 if advance is not None:
@@ -125,7 +125,7 @@ def profile_some(
 
 
 @contextlib.contextmanager
-def _generators_kept(backend: Backend) -> Iterator[None]:
+def _preserve_generators(backend: Backend) -> Iterator[None]:
     states = [(generator, generator.get_state()) for generator in backend.generators()]
     try:
         yield
@@ -134,7 +134,7 @@ def _generators_kept(backend: Backend) -> Iterator[None]:
             generator.set_state(state)
 
 
-class _Bench:
+class _OpBench:
     """Scratch memory for one op at a time."""
 
     def __init__(self, captured: Captured, backend: Backend) -> None:
@@ -143,10 +143,10 @@ class _Bench:
         self._dtypes: dict[int, torch.dtype] = {}
         for value in captured.values:
             self._dtypes.setdefault(value.storage, value.dtype)
-        self._arena: Memory | None = None
+        self._arena: DeviceArena | None = None
         self._recorder = backend.recorder()
 
-    def __enter__(self) -> _Bench:
+    def __enter__(self) -> _OpBench:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -160,7 +160,7 @@ class _Bench:
             self._arena.close()
             self._arena = None
 
-    def _room(self, count: int) -> Memory:
+    def _open_arena(self, count: int) -> DeviceArena:
         if self._arena is None or self._arena.bytes < count:
             self._release()
             try:
@@ -170,7 +170,7 @@ class _Bench:
                 self._arena = self._backend.arena(count, 1 << 62)
         return self._arena
 
-    def profile(self, index: int, measure_time: bool, profile_cache: KeptProfiles) -> OpProfile:
+    def profile(self, index: int, measure_time: bool, profile_cache: ProfileCache) -> OpProfile:
         captured = self._captured
         op, call = captured.graph.ops[index], captured.calls[index]
         if not op.touched or op.communicates or (not op.rerunnable and call.rehearse is None):
@@ -179,16 +179,16 @@ class _Bench:
         cached = profile_cache.find(op, timed=measure_time, first=first_differs, results=len(call.results))
         if cached is not None:
             return cached
-        return profile_cache.add(op, self._measured(op, call, measure_time), timed=measure_time)
+        return profile_cache.add(op, self._measure(op, call, measure_time), timed=measure_time)
 
-    def _measured(self, op: Op, call: Call, measure_time: bool) -> OpProfile:
+    def _measure(self, op: Op, call: Call, measure_time: bool) -> OpProfile:
         failed: Exception | None = None
         try:
             for contents in contents_to_try(self._captured.device):
                 try:
                     first = self._record(op, call.rehearse_first, contents) if call.rehearse_first is not None else None
                     requests = self._record(op, call.rehearse or call.func, contents)
-                    with Watch() as watch:
+                    with BusyWatch() as watch:
                         seconds = self._time(op, requests, contents) if measure_time else 0.0
                 except (OutOfCoreError, MemoryError):
                     raise
@@ -200,11 +200,11 @@ class _Bench:
                 # Other processes on the cores do not affect a device's clock.
                 is_busy = measure_time and self._backend.timer is None and was_busy(watch.counted)
                 return OpProfile(OpCost(seconds, workspace, int(is_busy)), requests, first)
-            raise _unmeasurable(op, failed) from failed
+            raise _measurement_error(op, failed) from failed
         finally:
             del failed  # its traceback refers to this frame, and so to the op's tensors
 
-    def _layout(self, op: Op, workspace: int) -> tuple[Program, int, int]:
+    def _lay_out(self, op: Op, workspace: int) -> tuple[Program, int, int]:
         """Return a program of this op alone, the end of its arguments and the end of all blocks."""
         storages = self._captured.graph.storages
         blocks: list[Block] = []
@@ -216,7 +216,7 @@ class _Bench:
         for group in (existing, op.creates):
             for storage in group:
                 count = placed_bytes(storages[storage].bytes)
-                offset = _aligned(offset, count)
+                offset = _align(offset, count)
                 block_of[storage] = len(blocks)
                 blocks.append(Block(len(blocks), storage, count, 0, 0, True, offset))
                 offset += count
@@ -225,27 +225,27 @@ class _Bench:
         scratch = None
         if workspace:
             count = placed_bytes(workspace)
-            offset = _aligned(offset, count)
+            offset = _align(offset, count)
             scratch = len(blocks)
             blocks.append(Block(scratch, None, count, 0, 0, True, offset))
             offset += count
         run = Run(op.id, tuple(block_of[s] for s in op.touched), scratch)
         return Program((run,), tuple(blocks), offset), arguments_end, offset
 
-    def _bound(
-        self, op: Op, requests: Requests, contents: Contents | None
-    ) -> tuple[BoundRun, Memory, list[list[tuple[int, int | None]]], int]:
-        program, arguments_end, end = self._layout(op, requests.workspace_bytes)
-        arena = self._room(end)
+    def _bind(
+        self, op: Op, requests: Requests, contents: ScratchContents | None
+    ) -> tuple[BoundRun, DeviceArena, list[list[tuple[int, int | None]]], int]:
+        program, arguments_end, end = self._lay_out(op, requests.workspace_bytes)
+        arena = self._open_arena(end)
         bound = bind(self._captured, program, arena)
         if contents is not None:
             for block in program.blocks:
                 if block.storage is not None and block.storage not in op.creates:
                     self._fill(block.storage, arena, block, contents)
             contents.fill(bound.runs[0], self._captured.device)
-        return bound.runs[0], arena, scopes(self._captured, program, {op.id: requests}), arguments_end
+        return bound.runs[0], arena, requests_by_scope(self._captured, program, {op.id: requests}), arguments_end
 
-    def _fill(self, storage: int, arena: Memory, block: Block, contents: Contents) -> None:
+    def _fill(self, storage: int, arena: DeviceArena, block: Block, contents: ScratchContents) -> None:
         captured = self._captured
         count = captured.graph.storages[storage].bytes
         if not count:
@@ -253,18 +253,18 @@ class _Bench:
         target = arena.view(block.offset, count)
         constant = captured.constants.get(storage)
         if constant is not None:
-            target[: captured.own_bytes(storage)].copy_(internals.storage_bytes(constant))
+            target[: captured.unrounded_bytes(storage)].copy_(internals.storage_bytes(constant))
             return
         contents.fill_bytes(target, self._dtypes[storage])
 
-    def _record(self, op: Op, func: Callable[..., object], contents: Contents) -> Requests:
+    def _record(self, op: Op, func: Callable[..., object], contents: ScratchContents) -> Requests:
         captured = self._captured
         if self._backend.warms_up:
             # Libraries choose kernels at an op's first run, with memory that no later run needs.
-            run = self._bound(op, Requests((), 0), contents)[0]
+            run = self._bind(op, Requests((), 0), contents)[0]
             with internals.below_autograd():
                 func(*run.args, **run.kwargs)
-        run, arena, _, arguments_end = self._bound(op, Requests((), 0), contents)
+        run, arena, _, arguments_end = self._bind(op, Requests((), 0), contents)
         arena.discard(arguments_end, arena.bytes - arguments_end)
         with internals.below_autograd():
             with self._recorder as recorder:
@@ -275,7 +275,7 @@ class _Bench:
                     result = leaves[leaf] if leaf < len(leaves) else None
                     if isinstance(result, torch.Tensor) and result.stride() != stride:
                         result.clone()
-            self._check(op, leaves)
+            self._check_results(op, leaves)
             pointers = {
                 leaves[leaf].untyped_storage().data_ptr(): leaf
                 for leaf, value in enumerate(captured.calls[op.id].results)
@@ -283,10 +283,10 @@ class _Bench:
             }
             return workspace_layout(recorder.events, pointers, captured.alignment)
 
-    def _check(self, op: Op, leaves: Sequence[object]) -> None:
+    def _check_results(self, op: Op, leaves: Sequence[object]) -> None:
         """Refuse an op whose kernel returned other tensors than the capture recorded."""
-        for difference in differences(self._captured, op, leaves):
-            if difference.survived:
+        for difference in find_differences(self._captured, op, leaves):
+            if difference.is_harmless:
                 _log.info(
                     "the operator %s returns %s but was captured with %s", op.name, difference.real, difference.captured
                 )
@@ -299,10 +299,10 @@ class _Bench:
                 op.source,
             )
 
-    def _time(self, op: Op, requests: Requests, contents: Contents) -> float:
+    def _time(self, op: Op, requests: Requests, contents: ScratchContents) -> float:
         # The recording left the arguments in the arena, unless a larger one is needed.
-        grown = self._arena is None or self._layout(op, requests.workspace_bytes)[2] > self._arena.bytes
-        run, arena, planned, _ = self._bound(op, requests, contents if grown else None)
+        grown = self._arena is None or self._lay_out(op, requests.workspace_bytes)[2] > self._arena.bytes
+        run, arena, planned, _ = self._bind(op, requests, contents if grown else None)
         func = self._captured.calls[op.id].rehearse or run.func
         table = ScopeTable(arena, planned)
 
@@ -331,7 +331,7 @@ class _Bench:
         return typical_seconds(runs[1:] or runs)
 
 
-def _unmeasurable(op: Op, error: Exception | None) -> CaptureError:
+def _measurement_error(op: Op, error: Exception | None) -> CaptureError:
     first = (str(error) or type(error).__name__).splitlines()[0]
     return refusal(
         f"the operator {op.name} does not run on any scratch contents ({first})",
@@ -343,7 +343,7 @@ def _unmeasurable(op: Op, error: Exception | None) -> CaptureError:
     )
 
 
-def _aligned(offset: int, count: int) -> int:
+def _align(offset: int, count: int) -> int:
     """Align an offset to the boundaries at which ``placed_bytes`` lets blocks end."""
     return round_up(offset, PAGE_BYTES if is_large(count) else SMALL_ALIGNMENT)
 
@@ -375,35 +375,35 @@ def op_shelf(cache: Cache, device: Mapping[str, object] | None = None, kind: str
     return cache.shelf(kind, {**machine_facts(), **settings, **(device or {})})
 
 
-def is_keepable(op: Op) -> bool:
+def is_cacheable(op: Op) -> bool:
     """Return whether an op's family means the same in every process."""
     is_torchs = op.name.startswith(("aten.", "fused.")) or (op.name.startswith("optimizer.") and not op.random)
     return is_torchs and bool(op.family) and " at 0x" not in op.family
 
 
-class KeptProfiles:
+class ProfileCache:
     """The cached profiles of ops, and new ones to be saved; empty without a cache."""
 
     def __init__(self, cache: Cache | None, device: Mapping[str, object] | None = None) -> None:
         self._shelf = None if cache is None else op_shelf(cache, device)
-        self._known = {} if self._shelf is None else self._shelf.read()
+        self._cached = {} if self._shelf is None else self._shelf.read()
         self._new: dict[str, object] = {}
-        self._again: dict[str, OpCost] = {}  # costs to be measured again
+        self._stale_costs: dict[str, OpCost] = {}  # costs to be measured again
 
     def find(self, op: Op, *, timed: bool, first: bool, results: int | None = None) -> OpProfile | None:
         """Return an op's cached profile, or None if it must be measured; ``first``: its first run differs."""
-        value = self._known.get(_key(op)) if is_keepable(op) else None
+        value = self._cached.get(_key(op)) if is_cacheable(op) else None
         if value is None or self._shelf is None:
             return None
         file, entry_path = self._shelf.path, f"$.entries.{_key(op)}"
         try:
-            cached = convert_json(value, _Kept, file, entry_path)
+            cached = convert_json(value, _CachedProfile, file, entry_path)
             profile = cached.profile()
             requests = [
                 *profile.requests.requests,
                 *(profile.first_requests.requests if profile.first_requests else ()),
             ]
-            leaves = [r.placement.key for r in requests if isinstance(r.placement, Result)]
+            leaves = [r.placement.key for r in requests if isinstance(r.placement, ResultStorage)]
             if results is not None and max(leaves, default=-1) >= results:
                 refuse(file, entry_path, f"names a result beyond the {results} results of the op")
         except GraphError as error:
@@ -412,18 +412,18 @@ class KeptProfiles:
         if (timed and cached.seconds is None) or first != (profile.first_requests is not None):
             return None
         if timed and is_due(cached.busy, time() - cached.measured_at):
-            self._again[_key(op)] = profile.cost
+            self._stale_costs[_key(op)] = profile.cost
             return None
         return profile
 
     def add(self, op: Op, profile: OpProfile, *, timed: bool) -> OpProfile:
         """Add a new measurement; return it, with the shortest time so far while the machine is busy."""
-        before = self._again.get(_key(op))
+        before = self._stale_costs.get(_key(op))
         if before is not None and profile.cost.busy:
             cost = replace(profile.cost, seconds=min(before.seconds, profile.cost.seconds), busy=before.busy + 1)
             profile = replace(profile, cost=cost)
-        if self._shelf is not None and is_keepable(op):
-            self._new[_key(op)] = _Kept.of(profile, timed=timed)
+        if self._shelf is not None and is_cacheable(op):
+            self._new[_key(op)] = _CachedProfile.of(profile, timed=timed)
         return profile
 
     def save(self) -> None:
@@ -432,7 +432,7 @@ class KeptProfiles:
             self._new = {}
 
 
-def keep_profiles(
+def update_cached_profiles(
     cache: Cache,
     graph: StepGraph,
     profiles: Sequence[OpProfile],
@@ -446,9 +446,9 @@ def keep_profiles(
     families_to_save = None if only is None else {graph.ops[index].family for index in only}
     families: dict[str, list[int]] = {}
     for op in graph.ops:
-        if op.touched and is_keepable(op) and (families_to_save is None or op.family in families_to_save):
+        if op.touched and is_cacheable(op) and (families_to_save is None or op.family in families_to_save):
             families.setdefault(op.family, []).append(op.id)
-    profile_cache = KeptProfiles(cache, device)
+    profile_cache = ProfileCache(cache, device)
     for members in families.values():
         largest = max(members, key=lambda index: profiles[index].cost.workspace_bytes)
         seconds = statistics.median(profiles[index].cost.seconds for index in members)
@@ -463,55 +463,55 @@ def _key(op: Op) -> str:
     return f"{op.name}-{hashlib.sha256(op.family.encode()).hexdigest()[:24]}"
 
 
-class _KeptRequest(Struct, array_like=True, forbid_unknown_fields=True):
+class _CachedRequest(Struct, array_like=True, forbid_unknown_fields=True):
     bytes: _Bytes
     kind: Literal["result", "scratch", "elsewhere"]
-    where: _Bytes | None = None  # the number of the result, or the offset in scratch memory
+    position: _Bytes | None = None  # the number of the result, or the offset in scratch memory
 
     def __post_init__(self) -> None:
-        if (self.where is None) != (self.kind == "elsewhere"):
+        if (self.position is None) != (self.kind == "elsewhere"):
             raise ValueError("must have bytes, a kind, and a place unless the kind is 'elsewhere'")
 
     @staticmethod
-    def of(request: Request) -> _KeptRequest:
+    def of(request: Request) -> _CachedRequest:
         match request.placement:
-            case Result(key):
-                return _KeptRequest(request.bytes, "result", key)
+            case ResultStorage(key):
+                return _CachedRequest(request.bytes, "result", key)
             case Scratch(offset):
-                return _KeptRequest(request.bytes, "scratch", offset)
-            case Elsewhere():
-                return _KeptRequest(request.bytes, "elsewhere")
+                return _CachedRequest(request.bytes, "scratch", offset)
+            case Unplanned():
+                return _CachedRequest(request.bytes, "elsewhere")
 
     def request(self) -> Request:
-        if self.where is None:
-            return Request(self.bytes, Elsewhere())
-        return Request(self.bytes, Result(self.where) if self.kind == "result" else Scratch(self.where))
+        if self.position is None:
+            return Request(self.bytes, Unplanned())
+        return Request(self.bytes, ResultStorage(self.position) if self.kind == "result" else Scratch(self.position))
 
 
-class _KeptRequests(Struct):
+class _CachedRequests(Struct):
     bytes: _Bytes  # of scratch memory
-    list: tuple[_KeptRequest, ...]
+    list: tuple[_CachedRequest, ...]
 
     def __post_init__(self) -> None:
         for item in self.list:
-            if item.kind == "scratch" and (item.where or 0) + item.bytes > self.bytes:
+            if item.kind == "scratch" and (item.position or 0) + item.bytes > self.bytes:
                 raise ValueError(f"a request is outside of the {self.bytes} bytes of scratch memory")
 
     @staticmethod
-    def of(requests: Requests) -> _KeptRequests:
-        return _KeptRequests(requests.workspace_bytes, tuple(map(_KeptRequest.of, requests.requests)))
+    def of(requests: Requests) -> _CachedRequests:
+        return _CachedRequests(requests.workspace_bytes, tuple(map(_CachedRequest.of, requests.requests)))
 
     def requests(self) -> Requests:
         return Requests(tuple(item.request() for item in self.list), self.bytes)
 
 
-class _Kept(Struct, omit_defaults=True):
+class _CachedProfile(Struct, omit_defaults=True):
     """A cached profile; without seconds only memory was measured."""
 
     seconds: _Seconds | None
     workspace_bytes: _Bytes
-    requests: _KeptRequests
-    first_requests: _KeptRequests | None = None
+    requests: _CachedRequests
+    first_requests: _CachedRequests | None = None
     busy: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
     measured_at: Annotated[float, Meta(ge=0, le=1e12)] = 0.0  # seconds since the epoch; 0 unless busy
 
@@ -520,13 +520,13 @@ class _Kept(Struct, omit_defaults=True):
             raise ValueError("workspace_bytes is less than the op's requests")
 
     @staticmethod
-    def of(profile: OpProfile, *, timed: bool) -> _Kept:
+    def of(profile: OpProfile, *, timed: bool) -> _CachedProfile:
         first = profile.first_requests
-        return _Kept(
+        return _CachedProfile(
             profile.cost.seconds if timed else None,
             profile.cost.workspace_bytes,
-            _KeptRequests.of(profile.requests),
-            None if first is None else _KeptRequests.of(first),
+            _CachedRequests.of(profile.requests),
+            None if first is None else _CachedRequests.of(first),
             profile.cost.busy,
             time() if profile.cost.busy else 0.0,
         )

@@ -17,15 +17,15 @@ import torch
 from outofcore._torch_internals import OpOverload
 from outofcore.capture import operators
 from outofcore.capture.captured import CPU
-from outofcore.capture.device_traits import are_alike, traits_of
+from outofcore.capture.device_traits import have_same_type, traits_of
 from outofcore.capture.tables import leaves_in
 from outofcore.execution.binding import BoundRun
 
-Given = dict[str, Any]
+NamedArguments = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Contents:
+class ScratchContents:
     """Values for the arguments of an op."""
 
     whole: int = 0  # in integer tensors
@@ -39,7 +39,7 @@ class Contents:
             target.zero_()
             return
         values = target[: target.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-        if self.varied and dtype in _DRAWN:
+        if self.varied and dtype in _RANDOM_DTYPES:
             values.uniform_(0.25, 0.75)  # valid probabilities: others end the process on a GPU
         else:
             values.fill_(0.5)
@@ -47,13 +47,13 @@ class Contents:
     def fill(self, run: BoundRun, device: torch.device = CPU) -> None:
         """Fill the arguments of an op, which hold halves and zeros; skip constants outside of ``device``."""
         tensors = list(leaves_in([run.args, run.kwargs]))
-        scratch = [tensor for tensor in tensors if are_alike(tensor.device, device)]
-        if replace(self, varied=False) != PLAIN:
+        scratch = [tensor for tensor in tensors if have_same_type(tensor.device, device)]
+        if replace(self, varied=False) != HALVES:
             for tensor in scratch:
                 self._fill(tensor)
         func = getattr(run.func, "func", run.func)
         if len(scratch) == len(tensors) and isinstance(func, OpOverload):
-            fit(func, operators.by_name(func, run.args, run.kwargs))
+            set_runnable_integers(func, operators.arguments_by_name(func, run.args, run.kwargs))
 
     def _fill(self, tensor: torch.Tensor) -> None:
         if _is_expanded(tensor):
@@ -66,23 +66,29 @@ class Contents:
             tensor.uniform_(0, 1) if tensor.is_floating_point() else tensor.fill_(0.5)
 
 
-def fit(func: OpOverload, named: Given) -> None:
+def set_runnable_integers(func: OpOverload, named: NamedArguments) -> None:
     """Set an operator's integer arguments, passed by name, to values with which it can run."""
-    if func._schema.name in _FITTING:
-        _FITTING[func._schema.name](named)
+    if func._schema.name in _INTEGER_SETTERS:
+        _INTEGER_SETTERS[func._schema.name](named)
 
 
-PLAIN, _RANDOM = Contents(), Contents(random=True)
-_DRAWN = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+HALVES, _RANDOM = ScratchContents(), ScratchContents(random=True)
+_RANDOM_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
-def contents_to_try(device: torch.device) -> tuple[Contents, ...]:
+def contents_to_try(device: torch.device) -> tuple[ScratchContents, ...]:
     if traits_of(device).survives_bad_indices:
-        return PLAIN, Contents(identity=True), Contents(whole=1, identity=True), Contents(whole=1), _RANDOM
-    return Contents(varied=True), Contents(identity=True), _RANDOM
+        return (
+            HALVES,
+            ScratchContents(identity=True),
+            ScratchContents(whole=1, identity=True),
+            ScratchContents(whole=1),
+            _RANDOM,
+        )
+    return ScratchContents(varied=True), ScratchContents(identity=True), _RANDOM
 
 
-def _even_groups(named: Given) -> None:
+def _balance_groups(named: NamedArguments) -> None:
     """Divide the rows evenly among the ragged groups of a matrix product, as trained routers do."""
     first, second, offsets = named["self"], named["mat2"], named.get("offs")
     if offsets is None:
@@ -92,19 +98,19 @@ def _even_groups(named: Given) -> None:
     offsets.copy_(torch.arange(1, groups + 1, dtype=torch.int64) * extent // groups)
 
 
-def _full_bags(named: Given) -> None:
+def _fill_bags(named: NamedArguments) -> None:
     """Leave no bag of an embedding bag empty: empty ones take no memory."""
     named["bag_size"].fill_(1)
 
 
-def _even_repeats(named: Given) -> None:
+def _balance_repeats(named: NamedArguments) -> None:
     repeats, size = named["repeats"], named.get("output_size")
     if size is not None and repeats.numel():
         repeats.fill_(size // repeats.numel())
         repeats.view(-1)[: size % repeats.numel()].add_(1)
 
 
-def _even_segments(named: Given) -> None:
+def _balance_segments(named: NamedArguments) -> None:
     lengths = named.get("lengths")
     if lengths is not None and lengths.numel():
         data, axis = named["data"], named.get("axis", 0)
@@ -113,7 +119,7 @@ def _even_segments(named: Given) -> None:
         lengths[..., : data.shape[axis] % share].add_(1)
 
 
-def _longest_sequences(named: Given) -> None:
+def _use_longest_sequences(named: NamedArguments) -> None:
     """Use all frames and the longest possible targets, which need the most memory."""
     frames, targets, lengths = named["input_lengths"], named["targets"], named["target_lengths"]
     if not isinstance(lengths, torch.Tensor) or not lengths.numel():
@@ -142,53 +148,53 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _rows_of(name: str) -> Callable[[Given], None]:
+def _row_spreader(name: str) -> Callable[[NamedArguments], None]:
     """Return a function that spreads row indices; the argument ``name`` has the rows, or is their number."""
 
-    def fill(named: Given) -> None:
+    def fill(named: NamedArguments) -> None:
         rows = named[name]
         spread(named["indices"], int(rows) if isinstance(rows, int) else rows.shape[0])
 
     return fill
 
 
-def _places_along(named: Given) -> None:
+def _spread_along_dim(named: NamedArguments) -> None:
     source = named["self"]
     if source.ndim:
         spread(named["index"], source.shape[named["dim"]])
 
 
-def _places_of_each(named: Given) -> None:
+def _spread_per_dim(named: NamedArguments) -> None:
     for indices, count in zip(named["indices"], named["self"].shape, strict=False):
         if isinstance(indices, torch.Tensor) and not indices.is_floating_point():
             spread(indices, count)
 
 
-def _classes(named: Given) -> None:
+def _spread_classes(named: NamedArguments) -> None:
     source = named["self"]
     spread(named["target"], source.shape[1 if source.ndim > 1 else 0])
 
 
-def _windows(named: Given) -> None:
+def _spread_pooling_indices(named: NamedArguments) -> None:
     spread(named["indices"], named["self"].shape[-1] * named["self"].shape[-2])
 
 
 # Ops that run, or do representative work, only with certain integers.
-_FITTING: dict[str, Callable[[Given], None]] = {
+_INTEGER_SETTERS: dict[str, Callable[[NamedArguments], None]] = {
     f"aten::{name}": fill
     for fill, names in (
-        (_rows_of("weight"), ("embedding",)),
-        (_rows_of("num_weights"), ("embedding_dense_backward",)),
-        (_places_along, ("gather", "scatter", "scatter_", "scatter_add", "scatter_add_")),
-        (_places_along, ("index_select", "index_add", "index_add_")),
-        (_places_of_each, ("index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_put")),
-        (_classes, ("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward")),
-        (_windows, ("max_pool2d_with_indices_backward",)),
-        (_longest_sequences, ("_ctc_loss", "_ctc_loss_backward")),
-        (_even_groups, ("_grouped_mm",)),
-        (_full_bags, ("_embedding_bag_backward", "_embedding_bag_dense_backward")),
-        (_even_repeats, ("repeat_interleave",)),
-        (_even_segments, ("segment_reduce", "_segment_reduce_backward")),
+        (_row_spreader("weight"), ("embedding",)),
+        (_row_spreader("num_weights"), ("embedding_dense_backward",)),
+        (_spread_along_dim, ("gather", "scatter", "scatter_", "scatter_add", "scatter_add_")),
+        (_spread_along_dim, ("index_select", "index_add", "index_add_")),
+        (_spread_per_dim, ("index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_put")),
+        (_spread_classes, ("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward")),
+        (_spread_pooling_indices, ("max_pool2d_with_indices_backward",)),
+        (_use_longest_sequences, ("_ctc_loss", "_ctc_loss_backward")),
+        (_balance_groups, ("_grouped_mm",)),
+        (_fill_bags, ("_embedding_bag_backward", "_embedding_bag_dense_backward")),
+        (_balance_repeats, ("repeat_interleave",)),
+        (_balance_segments, ("segment_reduce", "_segment_reduce_backward")),
     )
     for name in names
 }

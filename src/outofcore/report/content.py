@@ -18,11 +18,11 @@ from outofcore.report.waits import time_spent
 Object = dict[str, object]
 
 # Moments of memory over time that a screen can resolve; omitted ones never exceed both neighbours.
-_MOMENTS = 1500
+_MAX_MOMENTS = 1500
 # The number of waits that are listed: the longest.
-_WAITS = 100
+_MAX_WAITS = 100
 # The rows that every page has.
-_ALWAYS = tuple((queue, 0) for queue in Queue if queue is not Queue.COMMUNICATE)
+_MANDATORY_LANES = tuple((queue, 0) for queue in Queue if queue is not Queue.COMMUNICATE)
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,18 @@ def page_content(
     measured: LoopMeasurements | None = None,  # of the first timeline, if it is of an eager loop
 ) -> Object:
     """Return the content of a report, in microseconds and bytes; the page opens with the first timeline."""
-    lanes = list(dict.fromkeys([*_ALWAYS, *map(lane_of, program.instructions)]))
+    lanes = list(dict.fromkeys([*_MANDATORY_LANES, *map(lane_of, program.instructions)]))
     lanes.sort(key=lambda lane: (list(LANES).index(lane[0]), lane[1]))
     several = len({home for _, home in lanes}) > 1
     report = step_report(graph, plan, program, timelines[0][1], page.budget)
-    shown, fates = _storages(graph, plan, program)
+    shown, fates = _storage_rows(graph, plan, program)
     on_demand = () if measured is None else measured.on_demand
     return {
         "title": page.title,
         "budget": page.budget,
         "arena": report.arena_bytes,
         "policy": plan.policy,
-        "moved": [{**asdict(moved), "kind": _kind(moved.kind)} for moved in report.moved],
+        "moved": [{**asdict(moved), "kind": _kind_text(moved.kind)} for moved in report.moved],
         "recomputed": report.recomputed,
         "lanes": [_lane_name(queue, home, page.homes if several else ()) for queue, home in lanes],
         "ops": [[op.short_name, op.module, op.source] for op in graph.ops],
@@ -86,7 +86,7 @@ def page_content(
     }
 
 
-def _kind(kind: StorageKind) -> str:
+def _kind_text(kind: StorageKind) -> str:
     return kind.value.replace("_", " ")
 
 
@@ -100,20 +100,20 @@ def _timeline(
     graph: StepGraph, program: Program, name: str, timeline: Timeline, memory: MemoryOverTime | None
 ) -> Object:
     spent, waits = time_spent(graph, program, timeline)
-    longest = sorted(waits, key=lambda w: -w.seconds)[:_WAITS]
+    longest = sorted(waits, key=lambda w: -w.seconds)[:_MAX_WAITS]
     memory = memory or memory_over_time(graph, program, timeline)
     return {
         "name": name,
         "seconds": timeline.step_seconds,
         "peak": memory.peak_bytes,
-        "starts": [_micro(start) for start in timeline.starts],
-        "ends": [_micro(end) for end in timeline.ends],
-        "memory": _thinned(memory),
+        "starts": [_microseconds(start) for start in timeline.starts],
+        "ends": [_microseconds(end) for end in timeline.ends],
+        "memory": _thin_moments(memory),
         "spent": asdict(spent),
         "waits": [
             {
-                "start": _micro(w.start),
-                "length": _micro(w.seconds),
+                "start": _microseconds(w.start),
+                "length": _microseconds(w.seconds),
                 "instruction": w.instruction,
                 "cause": w.cause,
                 "reason": w.reason.value,
@@ -121,7 +121,7 @@ def _timeline(
                 if w.instruction < 0
                 else instruction_text(graph, program, program.instructions[w.instruction]),
                 "text": w.text,
-                "why": w.why,
+                "why": w.explanation,
             }
             for w in sorted(longest, key=lambda w: w.start)
         ],
@@ -129,27 +129,27 @@ def _timeline(
     }
 
 
-def _micro(seconds: float) -> int:
+def _microseconds(seconds: float) -> int:
     return round(seconds * 1e6)
 
 
-def _thinned(memory: MemoryOverTime) -> Object:
+def _thin_moments(memory: MemoryOverTime) -> Object:
     """Limit the moments to the resolution of a screen; of neighbours, keep the one with the most bytes."""
-    total = [sum(levels) for levels in zip(*memory.held.values(), strict=True)] or [0] * len(memory.times)
+    total = [sum(levels) for levels in zip(*memory.bytes_by_kind.values(), strict=True)] or [0] * len(memory.times)
     length = memory.times[-1] or 1.0
     indices_by_pixel: dict[int, int] = {}
     for index, time in enumerate(memory.times):
-        pixel = int(time / length * _MOMENTS)
+        pixel = int(time / length * _MAX_MOMENTS)
         if pixel not in indices_by_pixel or total[index] > total[indices_by_pixel[pixel]]:
             indices_by_pixel[pixel] = index
     indices = sorted({0, len(total) - 1, *indices_by_pixel.values()})
     return {
-        "times": [_micro(memory.times[i]) for i in indices],
-        "held": {kind.replace("_", " "): [counts[i] for i in indices] for kind, counts in memory.held.items()},
+        "times": [_microseconds(memory.times[i]) for i in indices],
+        "held": {kind.replace("_", " "): [counts[i] for i in indices] for kind, counts in memory.bytes_by_kind.items()},
     }
 
 
-def _storages(graph: StepGraph, plan: Plan, program: Program) -> tuple[list[Object], dict[str, int]]:
+def _storage_rows(graph: StepGraph, plan: Plan, program: Program) -> tuple[list[Object], dict[str, int]]:
     """Return the storages that a plan decides about, the largest first, and the bytes of each decision."""
     decisions: dict[int, list[Decision]] = defaultdict(list)
     for decision in plan.decisions:
@@ -167,7 +167,7 @@ def _storages(graph: StepGraph, plan: Plan, program: Program) -> tuple[list[Obje
         if not is_large(data.bytes) and data.id not in copies:
             continue
         returning = [d for d in decisions[data.id] if d.gap != final_gap(graph, data.id)]
-        fate = _fate(data, returning) if returning or not decisions[data.id] else "evicted at the end"
+        fate = _decision_text(data, returning) if returning or not decisions[data.id] else "evicted at the end"
         fates[fate] += data.bytes
         creator = graph.creator.get(data.id)
         uses = graph.uses[data.id]
@@ -175,7 +175,7 @@ def _storages(graph: StepGraph, plan: Plan, program: Program) -> tuple[list[Obje
             {
                 "id": data.id,
                 "name": storage_text(data),
-                "kind": _kind(data.kind),
+                "kind": _kind_text(data.kind),
                 "bytes": data.bytes,
                 "module": _module(graph, data),
                 "source": graph.ops[creator].source if creator is not None else "",
@@ -183,17 +183,17 @@ def _storages(graph: StepGraph, plan: Plan, program: Program) -> tuple[list[Obje
                 "out": copies[data.id][True],
                 "in": copies[data.id][False],
                 "uses": list(uses),
-                "gaps": [_gap(decision, len(graph.ops)) for decision in sorted(decisions[data.id], key=_place)],
+                "gaps": [_gap_row(decision, len(graph.ops)) for decision in sorted(decisions[data.id], key=_gap_key)],
             }
         )
     return rows, dict(fates)
 
 
-def _place(decision: Decision) -> tuple[int, int]:
+def _gap_key(decision: Decision) -> tuple[int, int]:
     return decision.gap.start, decision.gap.end
 
 
-def _gap(decision: Decision, ops: int) -> list[object]:
+def _gap_row(decision: Decision, ops: int) -> list[object]:
     """Return residency, op before, op after, and whether the op after is in the next step."""
     return [decision.residency.value, decision.gap.start, decision.gap.end % ops, int(decision.gap.end >= ops)]
 
@@ -206,7 +206,7 @@ def _module(graph: StepGraph, data: Storage) -> str:
     return graph.ops[op].module if op is not None else ""
 
 
-def _fate(data: Storage, decisions: Sequence[Decision]) -> str:
+def _decision_text(data: Storage, decisions: Sequence[Decision]) -> str:
     if data.arrives:
         return "fetched input"
     kinds = {decision.residency for decision in decisions}

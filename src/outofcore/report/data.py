@@ -12,13 +12,13 @@ from outofcore.program import CopyOut, Program, Run, Timeline
 from outofcore.simulator import resident_bytes
 
 # Every plan copies these kinds between caller and step, so they do not count as its copies.
-_CALLERS = frozenset({StorageKind.INPUT, StorageKind.OUTPUT})
+_CALLER_KINDS = frozenset({StorageKind.INPUT, StorageKind.OUTPUT})
 
 WORKSPACE = "workspace"
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class KindCopies:
     """Copies of one step for the storages of one kind."""
 
     kind: StorageKind
@@ -40,7 +40,7 @@ class StepReport:
     seconds: float  # of the whole step
     compute_seconds: float  # of the ops
     recomputed: int  # number of recomputed ops
-    moved: tuple[Moved, ...]  # by kind; without inputs and outputs, which every plan copies
+    moved: tuple[KindCopies, ...]  # by kind; without inputs and outputs, which every plan copies
 
     def again_seconds(self, costs: Costs) -> float:
         """Return the seconds of recomputed ops, given the costs of all ops."""
@@ -71,25 +71,25 @@ def step_report(graph: StepGraph, plan: Plan, program: Program, timeline: Timeli
         seconds=timeline.step_seconds,
         compute_seconds=compute,
         recomputed=recomputed,
-        moved=_moved(graph, program),
+        moved=_count_copies(graph, program),
     )
 
 
-def _moved(graph: StepGraph, program: Program) -> tuple[Moved, ...]:
+def _count_copies(graph: StepGraph, program: Program) -> tuple[KindCopies, ...]:
     copies: dict[tuple[StorageKind, bool], list[int]] = {}  # storages by (kind, is copy-out)
     for instruction in program.instructions:
         if isinstance(instruction, Run):
             continue
         storage = program.blocks[instruction.block].storage
-        if storage is not None and graph.storages[storage].kind not in _CALLERS:
+        if storage is not None and graph.storages[storage].kind not in _CALLER_KINDS:
             key = graph.storages[storage].kind, isinstance(instruction, CopyOut)
             copies.setdefault(key, []).append(storage)
-    result: list[Moved] = []
+    result: list[KindCopies] = []
     for kind in StorageKind:
         out, back = copies.get((kind, True), []), copies.get((kind, False), [])
         if out or back:
             out_bytes, in_bytes = (sum(graph.storages[s].bytes for s in moved) for moved in (out, back))
-            result.append(Moved(kind, len({*out, *back}), len(out), out_bytes, len(back), in_bytes))
+            result.append(KindCopies(kind, len({*out, *back}), len(out), out_bytes, len(back), in_bytes))
     return tuple(result)
 
 
@@ -98,11 +98,11 @@ class MemoryOverTime:
     """Device bytes over one step, by kind of storage, as step functions on common times."""
 
     times: tuple[float, ...]  # seconds, rising, from 0.0 to the end of the step
-    held: dict[str, tuple[int, ...]]  # by kind (its text, or "workspace"), the bytes from each time on
+    bytes_by_kind: dict[str, tuple[int, ...]]  # by kind (its text, or "workspace"), the bytes from each time on
 
     @property
     def peak_bytes(self) -> int:
-        return max((sum(at) for at in zip(*self.held.values(), strict=True)), default=0)
+        return max((sum(at) for at in zip(*self.bytes_by_kind.values(), strict=True)), default=0)
 
 
 def memory_over_time(graph: StepGraph, program: Program, timeline: Timeline) -> MemoryOverTime:

@@ -31,12 +31,12 @@ def this_machine() -> Machine:
 
 def available_memory_bytes() -> int | None:
     """Return the available memory, within the limits of the control group; None if unknown."""
-    counts = [_kib(_field(Path("/proc/meminfo"), "MemAvailable")), _left_of_group(_own_group())]
+    counts = [_parse_kib(_field(Path("/proc/meminfo"), "MemAvailable")), _free_in_group(_group_folder())]
     return min((count for count in counts if count is not None), default=None)
 
 
 def resident_memory_bytes() -> int | None:
-    return _kib(_field(Path("/proc/self/status"), "VmRSS"))
+    return _parse_kib(_field(Path("/proc/self/status"), "VmRSS"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class ProcessMemory:
 
 
 def process_memory() -> ProcessMemory:
-    lines = dict(line.split(":", 1) for line in _text(Path("/proc/self/status")).splitlines() if ":" in line)
-    return ProcessMemory(*(_kib(lines.get(name, "").strip()) or 0 for name in ("VmRSS", "RssFile", "RssAnon")))
+    lines = dict(line.split(":", 1) for line in _read_text(Path("/proc/self/status")).splitlines() if ":" in line)
+    return ProcessMemory(*(_parse_kib(lines.get(name, "").strip()) or 0 for name in ("VmRSS", "RssFile", "RssAnon")))
 
 
 def peak_memory_bytes() -> int | None:
@@ -58,7 +58,7 @@ def peak_memory_bytes() -> int | None:
 
     ``getrusage`` is not used, since a process inherits its value from its parent.
     """
-    return _kib(_field(Path("/proc/self/status"), "VmHWM"))
+    return _parse_kib(_field(Path("/proc/self/status"), "VmHWM"))
 
 
 def transparent_huge_pages() -> str:
@@ -70,25 +70,27 @@ def transparent_huge_pages() -> str:
     return text.partition("[")[2].partition("]")[0]
 
 
-def _own_group() -> Path:
-    line = next((entry for entry in _text(Path("/proc/self/cgroup")).splitlines() if entry.startswith("0::")), "0::/")
+def _group_folder() -> Path:
+    line = next(
+        (entry for entry in _read_text(Path("/proc/self/cgroup")).splitlines() if entry.startswith("0::")), "0::/"
+    )
     return Path("/sys/fs/cgroup") / line.removeprefix("0::").lstrip("/")
 
 
-def _left_of_group(folder: Path) -> int | None:
+def _free_in_group(folder: Path) -> int | None:
     """Return the bytes free within the limits of a control group and its ancestors; None without a limit."""
     free_bytes: list[int] = []
     for group in (folder, *folder.parents):
-        limit, used = _text(group / "memory.max").strip(), _text(group / "memory.current").strip()
+        limit, used = _read_text(group / "memory.max").strip(), _read_text(group / "memory.current").strip()
         if limit.isdigit() and used.isdigit():
-            statistics = dict(line.split() for line in _text(group / "memory.stat").splitlines())
+            statistics = dict(line.split() for line in _read_text(group / "memory.stat").splitlines())
             file_bytes = int(statistics.get("active_file", 0)) + int(statistics.get("inactive_file", 0))
             # The kernel drops file pages first, so they count as free.
             free_bytes.append(max(int(limit) - int(used) + file_bytes, 0))
     return min(free_bytes, default=None)
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -97,13 +99,13 @@ def _text(path: Path) -> str:
 
 def _field(path: Path, name: str) -> str:
     """Return the value of the first line ``name: value`` of a file; empty without such a line."""
-    for line in _text(path).splitlines():
+    for line in _read_text(path).splitlines():
         key, _, value = line.partition(":")
         if key.strip() == name:
             return value.strip()
     return ""
 
 
-def _kib(text: str) -> int | None:
+def _parse_kib(text: str) -> int | None:
     number = text.partition(" ")[0]
     return int(number) * KIB if number.isdigit() else None

@@ -12,14 +12,14 @@ LANES = {
     Queue.COPY_IN: "copies in",
     Queue.COPY_OUT: "copies out",
 }
-_MADE = frozenset({StorageKind.ACTIVATION, StorageKind.OUTPUT})
+_COMPUTED_KINDS = frozenset({StorageKind.ACTIVATION, StorageKind.OUTPUT})
 
 
 def storage_text(storage: Storage) -> str:
     """Return a name such as "layer3.2.conv1 convolution output", "layer3.2.conv1.weight" or "storage 7"."""
     if not storage.name:
         return f"{storage.kind.value.replace('_', ' ')} {storage.id}"
-    return f"{storage.name} output" if storage.kind in _MADE else storage.name
+    return f"{storage.name} output" if storage.kind in _COMPUTED_KINDS else storage.name
 
 
 def op_text(op: Op) -> str:

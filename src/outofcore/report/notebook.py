@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path, PosixPath
 
 # A notebook stores its output, so it shows longer pages by their path only.
-_LONGEST_PAGE = 8 << 20
+_MAX_PAGE_BYTES = 8 << 20
 _TABLE = "border-collapse: collapse; margin: 4px 0; color: inherit; background: none"
 _ROW = "background: none"
 _CELL = "padding: 2px 12px 2px 0; border: 0; background: none"
@@ -52,7 +52,7 @@ def _table(title: str, body: str) -> str:
     return f'<table style="{_TABLE}">{caption}{body}</table>'
 
 
-def framed(page: str, title: str) -> str:
+def frame_html(page: str, title: str) -> str:
     return (
         f'<iframe title="{html.escape(title)}" sandbox="allow-scripts" style="{_FRAME}" srcdoc="{html.escape(page)}">'
         "</iframe>"
@@ -66,9 +66,9 @@ class ReportPath(PosixPath):
 
     def _repr_html_(self) -> str | None:
         try:
-            if not self.is_file() or self.stat().st_size > _LONGEST_PAGE:
+            if not self.is_file() or self.stat().st_size > _MAX_PAGE_BYTES:
                 return None  # the notebook shows the path
             page = Path(self).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             return None
-        return framed(page, f"report {self.name}")
+        return frame_html(page, f"report {self.name}")

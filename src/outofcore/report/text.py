@@ -21,7 +21,7 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def moved_text(report: StepReport) -> str:
+def copies_text(report: StepReport) -> str:
     if not report.moved:
         return "  nothing moves: all tensors stay on the device"
     rows = [("per step", "tensors", "evictions", "evicted", "fetches", "fetched")]

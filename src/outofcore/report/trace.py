@@ -48,27 +48,27 @@ def trace_events(
     events: list[Event] = []
     for number, (name, timeline) in enumerate(timelines):
         process = _FIRST_PROCESS + number
-        events += _named(process, number, f"outofcore, {name}")
-        events += _lanes(graph, program, timeline, process, origin_us, measured)
-        events += _waits(graph, program, timeline, process, origin_us)
+        events += _process_events(process, number, f"outofcore, {name}")
+        events += _lane_events(graph, program, timeline, process, origin_us, measured)
+        events += _wait_events(graph, program, timeline, process, origin_us)
         memory = memory_over_time(graph, program, timeline) if measured is None else measured.memory
-        events += _memory(memory, process, origin_us)
-        events += _marks(measured, process, origin_us)
+        events += _memory_events(memory, process, origin_us)
+        events += _mark_events(measured, process, origin_us)
     return events
 
 
-def _named(process: int, number: int, name: str) -> Iterator[Event]:
+def _process_events(process: int, number: int, name: str) -> Iterator[Event]:
     yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": number - 1000}}
-    yield from _thread(process, _WAITS_THREAD, "waits of ops", 0)
+    yield from _thread_events(process, _WAITS_THREAD, "waits of ops", 0)
 
 
-def _thread(process: int, thread: int, name: str, order: int) -> Iterator[Event]:
+def _thread_events(process: int, thread: int, name: str, order: int) -> Iterator[Event]:
     yield {"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": name}}
     yield {"ph": "M", "pid": process, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": order}}
 
 
-def _lanes(
+def _lane_events(
     graph: StepGraph,
     program: Program,
     timeline: Timeline,
@@ -85,7 +85,7 @@ def _lanes(
             threads[lane] = thread = 2 + _ROWS.index(queue) + len(_ROWS) * home
             link = f"home {home}" if measured is None else measured.homes[home]
             suffix = f", {link}" if has_several_homes and queue not in (Queue.COMPUTE, Queue.COMMUNICATE) else ""
-            yield from _thread(process, thread, LANES[queue] + suffix, thread)
+            yield from _thread_events(process, thread, LANES[queue] + suffix, thread)
         args: dict[str, object] = {}
         name = instruction_text(graph, program, instruction)
         category = lane[0].value
@@ -105,13 +105,15 @@ def _lanes(
             "tid": threads[lane],
             "cat": category,
             "name": name,
-            "ts": _time(start, origin),
-            "dur": _time(end - start),
+            "ts": _microseconds(start, origin),
+            "dur": _microseconds(end - start),
             "args": args,
         }
 
 
-def _waits(graph: StepGraph, program: Program, timeline: Timeline, process: int, origin: float) -> Iterator[Event]:
+def _wait_events(
+    graph: StepGraph, program: Program, timeline: Timeline, process: int, origin: float
+) -> Iterator[Event]:
     for wait in time_spent(graph, program, timeline)[1]:
         yield {
             "ph": "X",
@@ -119,13 +121,13 @@ def _waits(graph: StepGraph, program: Program, timeline: Timeline, process: int,
             "tid": _WAITS_THREAD,
             "cat": "wait",
             "name": wait.text,
-            "ts": _time(wait.start, origin),
-            "dur": _time(wait.seconds),
-            "args": {"why": wait.why},
+            "ts": _microseconds(wait.start, origin),
+            "dur": _microseconds(wait.seconds),
+            "args": {"why": wait.explanation},
         }
 
 
-def _marks(measured: LoopMeasurements | None, process: int, origin: float) -> Iterator[Event]:
+def _mark_events(measured: LoopMeasurements | None, process: int, origin: float) -> Iterator[Event]:
     for seconds, name, text in () if measured is None else measured.marks:
         yield {
             "ph": "i",
@@ -134,23 +136,23 @@ def _marks(measured: LoopMeasurements | None, process: int, origin: float) -> It
             "tid": _WAITS_THREAD,
             "cat": "departure",
             "name": name,
-            "ts": _time(seconds, origin),
+            "ts": _microseconds(seconds, origin),
             "args": {"why": text},
         }
 
 
-def _memory(memory: MemoryOverTime, process: int, origin: float) -> Iterator[Event]:
+def _memory_events(memory: MemoryOverTime, process: int, origin: float) -> Iterator[Event]:
     for index, time in enumerate(memory.times):
         yield {
             "ph": "C",
             "pid": process,
             "name": "device bytes",
-            "ts": _time(time, origin),
-            "args": {kind: counts[index] for kind, counts in memory.held.items()},
+            "ts": _microseconds(time, origin),
+            "args": {kind: counts[index] for kind, counts in memory.bytes_by_kind.items()},
         }
 
 
-def _time(seconds: float, origin: float = 0.0) -> float:
+def _microseconds(seconds: float, origin: float = 0.0) -> float:
     return round(origin + seconds * 1e6, 3)
 
 
@@ -161,7 +163,7 @@ def write_trace(
     timelines: Sequence[tuple[str, Timeline]],
     *,
     began_ns: int = 0,
-    beside: Path | None = None,
+    profiler_trace: Path | None = None,
     measured: LoopMeasurements | None = None,
 ) -> None:
     """Write named timelines as a trace, compressed if the path ends in ``.gz``.
@@ -171,8 +173,8 @@ def write_trace(
     """
     content: dict[str, Any] = {"displayTimeUnit": "ms", "traceEvents": []}
     origin = 0.0
-    if beside is not None:
-        content = _read(beside)
+    if profiler_trace is not None:
+        content = _read(profiler_trace)
         origin = (began_ns - int(content.get("baseTimeNanoseconds", 0))) / 1e3
     content["traceEvents"] = [*content["traceEvents"], *trace_events(graph, program, timelines, origin, measured)]
     data = json.dumps(content).encode("utf-8")

@@ -14,7 +14,7 @@ from outofcore.simulator import stalls
 # Measured times that differ by less count as equal: waking a thread and reading a clock take this long.
 _SAME_SECONDS = 50e-6
 # Waits below this share of a step are not listed.
-_LEAST_SHARE = 1e-5
+_MIN_SHARE = 1e-5
 
 
 class Reason(Enum):
@@ -26,7 +26,7 @@ class Reason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Waited:
+class StepWait:
     """A period in which no op ran because a copy or collective had to end first."""
 
     start: float  # seconds from the start of the step
@@ -35,7 +35,7 @@ class Waited:
     cause: int  # index of the instruction that it waited for
     reason: Reason
     text: str  # such as "waits for copy-in of layer3.2.conv1 convolution output"
-    why: str  # one sentence about the reason
+    explanation: str  # one sentence about the reason
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class TimeSpent:
         return self.ops + self.again + waits + self.end + self.between
 
 
-def time_spent(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[TimeSpent, tuple[Waited, ...]]:
+def time_spent(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[TimeSpent, tuple[StepWait, ...]]:
     """Return a step's time by use, and its waits in order of time; the timeline is simulated or measured."""
     ops = recomputed = last_op = 0.0
     for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):
@@ -66,8 +66,8 @@ def time_spent(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[
                 recomputed += end - start
             else:
                 ops += end - start
-    blame = _Blame(graph, program, timeline)
-    waits: list[Waited] = []
+    blame = _CauseFinder(graph, program, timeline)
+    waits: list[StepWait] = []
     between = 0.0
     for stall in stalls(program, timeline):
         # The time from the end of the cause to the end of the wait is waking up, not waiting.
@@ -77,23 +77,23 @@ def time_spent(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[
         wait_start = timeline.starts[stall.instruction] - stall.seconds
         explained = max(min(timeline.ends[stall.waits_for] - wait_start, stall.seconds), 0.0)
         between += stall.seconds - explained
-        waits.append(blame.waited(wait_start, explained, stall.instruction, stall.waits_for))
+        waits.append(blame.wait_of(wait_start, explained, stall.instruction, stall.waits_for))
     last = max(range(len(timeline.ends)), key=timeline.ends.__getitem__, default=None)
     end = 0.0
     if last is not None and timeline.ends[last] > last_op:  # only copies and collectives end after the last op
         end = timeline.ends[last] - last_op
-        waits.append(blame.at_the_end(last_op, end, last))
+        waits.append(blame.wait_at_end(last_op, end, last))
     between += max(timeline.step_seconds - last_op - end, 0.0)
     seconds_by_reason = {reason: sum(w.seconds for w in waits if w.reason is reason) for reason in Reason}
     copies = seconds_by_reason[Reason.LINK] + seconds_by_reason[Reason.COPY]
     spent = TimeSpent(
         ops, recomputed, copies, seconds_by_reason[Reason.ROOM], end, between, seconds_by_reason[Reason.OTHERS]
     )
-    min_seconds = _LEAST_SHARE * timeline.step_seconds
+    min_seconds = _MIN_SHARE * timeline.step_seconds
     return spent, tuple(wait for wait in waits if wait.seconds > min_seconds)
 
 
-class _Blame:
+class _CauseFinder:
     """Finds the reason why a copy was not complete sooner."""
 
     def __init__(self, graph: StepGraph, program: Program, timeline: Timeline) -> None:
@@ -103,33 +103,35 @@ class _Blame:
         for index, instruction in enumerate(program.instructions):
             self._lanes.setdefault(lane_of(instruction), []).append(index)
 
-    def waited(self, start: float, seconds: float, instruction: int, cause: int) -> Waited:
+    def wait_of(self, start: float, seconds: float, instruction: int, cause: int) -> StepWait:
         awaited = self._program.instructions[cause]
         if isinstance(awaited, Run) and awaited.communicates:
-            reason, text = Reason.OTHERS, f"waits for {self._named(cause)}"
+            reason, text = Reason.OTHERS, f"waits for {self._instruction_name(cause)}"
             reason_text = "The collective waits for other processes, and its transfer takes time."
         elif isinstance(awaited, CopyIn):
-            reason, reason_text = self._late(cause)
-            text = f"waits for {self._named(cause)}"
+            reason, reason_text = self._delay_cause(cause)
+            text = f"waits for {self._instruction_name(cause)}"
         else:
-            _, reason_text = self._late(cause)
-            reason, text = Reason.ROOM, f"waits for memory that {self._named(cause)} releases"
-        return Waited(start, seconds, instruction, cause, reason, text, reason_text)
+            _, reason_text = self._delay_cause(cause)
+            reason, text = Reason.ROOM, f"waits for memory that {self._instruction_name(cause)} releases"
+        return StepWait(start, seconds, instruction, cause, reason, text, reason_text)
 
-    def at_the_end(self, start: float, seconds: float, cause: int) -> Waited:
+    def wait_at_end(self, start: float, seconds: float, cause: int) -> StepWait:
         if isinstance(self._program.instructions[cause], Run):
             reason_text = "The collective waits for other processes, and its transfer takes time."
         else:
-            _, reason_text = self._late(cause)
-        return Waited(start, seconds, -1, cause, Reason.END, f"the step ends with {self._named(cause)}", reason_text)
+            _, reason_text = self._delay_cause(cause)
+        return StepWait(
+            start, seconds, -1, cause, Reason.END, f"the step ends with {self._instruction_name(cause)}", reason_text
+        )
 
-    def _late(self, copy: int) -> tuple[Reason, str]:
+    def _delay_cause(self, copy: int) -> tuple[Reason, str]:
         instructions, timeline = self._program.instructions, self._timeline
         instruction, start = instructions[copy], timeline.starts[copy]
         lane = self._lanes[lane_of(instruction)]
         position = bisect_left(lane, copy)
         previous = lane[position - 1] if position else None
-        latest = self._latest(instruction.waits)
+        latest = self._latest_awaited(instruction.waits)
         # The later of the two delayed the copy.
         follows_directly = previous is not None and start - timeline.ends[previous] <= self._same
         if (
@@ -137,16 +139,16 @@ class _Blame:
             and follows_directly
             and (latest is None or timeline.ends[latest] <= timeline.ends[previous])
         ):
-            return Reason.LINK, f"The link was busy, last with {self._named(previous)}."
+            return Reason.LINK, f"The link was busy, last with {self._instruction_name(previous)}."
         if latest is None or timeline.ends[latest] <= self._same:
             return Reason.COPY, "The copy began as early as possible, but takes longer than the ops that overlap it."
         if isinstance(instruction, CopyOut):
-            return Reason.COPY, f"The copy could not begin before the end of {self._named(latest)}."
+            return Reason.COPY, f"The copy could not begin before the end of {self._instruction_name(latest)}."
         if isinstance(instructions[latest], CopyOut):
-            return Reason.ROOM, f"The copy had no memory before the end of {self._named(latest)}."
-        return Reason.ROOM, f"The copy had no memory before {self._named(latest)} released it."
+            return Reason.ROOM, f"The copy had no memory before the end of {self._instruction_name(latest)}."
+        return Reason.ROOM, f"The copy had no memory before {self._instruction_name(latest)} released it."
 
-    def _latest(self, waits: tuple[Wait, ...]) -> int | None:
+    def _latest_awaited(self, waits: tuple[Wait, ...]) -> int | None:
         targets = [
             self._lanes[wait.queue, wait.home][wait.count - 1]
             for wait in waits
@@ -154,5 +156,5 @@ class _Blame:
         ]
         return max(targets, key=lambda i: self._timeline.ends[i], default=None)
 
-    def _named(self, index: int) -> str:
+    def _instruction_name(self, index: int) -> str:
         return instruction_text(self._graph, self._program, self._program.instructions[index])

@@ -15,7 +15,7 @@ from outofcore.units import MIB, format_bytes, parse_bytes, share_of
 # other programs.
 _HOST_SHARE = 0.7
 # On a GPU it is all memory but a reserve for the context's growth and later kernels: a share, and a minimum.
-_DEVICE_RESERVE_SHARE, _LEAST_DEVICE_RESERVE = 0.05, 512 * MIB
+_DEVICE_RESERVE_SHARE, _MIN_DEVICE_RESERVE = 0.05, 512 * MIB
 
 
 def default_budget(available: int, *, on_host: bool) -> int:
@@ -26,7 +26,7 @@ def default_budget(available: int, *, on_host: bool) -> int:
     """
     if on_host:
         return int(available * _HOST_SHARE)
-    return available - max(int(available * _DEVICE_RESERVE_SHARE), _LEAST_DEVICE_RESERVE)
+    return available - max(int(available * _DEVICE_RESERVE_SHARE), _MIN_DEVICE_RESERVE)
 
 
 def available_bytes(device: torch.device, models: Iterable[nn.Module] = ()) -> int:
@@ -44,7 +44,7 @@ def available_bytes(device: torch.device, models: Iterable[nn.Module] = ()) -> i
     return free + cached + sum(storages.values())
 
 
-def budget_of(limit: int | str | None, device: torch.device, models: Iterable[nn.Module] = ()) -> tuple[int, str]:
+def resolve_budget(limit: int | str | None, device: torch.device, models: Iterable[nn.Module] = ()) -> tuple[int, str]:
     """Return a budget in bytes, and a text about its share of the available memory; empty if it was given in bytes.
 
     ``limit`` is bytes, text such as "6GiB", a share of the available memory such as "70%", or None for the default.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from outofcore.errors import TransferError
-from outofcore.runtime.checksums import checksum, sampled
+from outofcore.runtime.checksums import checksum, sampled_checksum
 from outofcore.units import format_bytes
 
 
@@ -21,25 +21,25 @@ class Check(Enum):
 
 
 @dataclass(frozen=True, eq=False)
-class Sums:
+class SlotChecksums:
     """The checksums of the bytes last written to each slot: of all bytes if ``full``, else of a few pages."""
 
     full: bool
-    known: dict[int, tuple[int, int]] = field(default_factory=dict)  # by offset: bytes, checksum
+    recorded: dict[int, tuple[int, int]] = field(default_factory=dict)  # by offset: bytes, checksum
 
-    def note(self, offset: int, memory: memoryview) -> None:
-        self.known[offset] = len(memory), self._of(memory, offset)
+    def record(self, offset: int, memory: memoryview) -> None:
+        self.recorded[offset] = len(memory), self._compute(memory, offset)
 
     def matches(self, offset: int, memory: memoryview) -> bool:
         """Return whether bytes match their slot's checksum, or the slot has no checksum for their size."""
-        count, expected = self.known.get(offset, (-1, 0))
-        return count != len(memory) or self._of(memory, offset) == expected
+        count, expected = self.recorded.get(offset, (-1, 0))
+        return count != len(memory) or self._compute(memory, offset) == expected
 
-    def _of(self, memory: memoryview, offset: int) -> int:
-        return checksum(memory) if self.full else sampled(memory, offset)
+    def _compute(self, memory: memoryview, offset: int) -> int:
+        return checksum(memory) if self.full else sampled_checksum(memory, offset)
 
 
-def damaged(home: str, offset: int, count: int) -> TransferError:
+def damage_error(home: str, offset: int, count: int) -> TransferError:
     return TransferError(
         f"the {format_bytes(count)} at byte {offset} of the {home} home are not what was written there: the "
         "checksum differs, so they were damaged in transit or in storage; check that disk and its file system, "

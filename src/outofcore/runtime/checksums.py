@@ -10,14 +10,14 @@ from outofcore.runtime.memory import address_of
 from outofcore.runtime.native import Flavor, load_unlocked
 
 
-def checksum(memory: memoryview, before: int = 0) -> int:
+def checksum(memory: memoryview, offset: int = 0) -> int:
     """Return the checksum of bytes, at memory speed.
 
     Checksums of parts add up, modulo 2^64; ``before`` is the offset of a part in bytes, a multiple of 1024.
     """
-    return int(load_unlocked(Flavor.CPU).outofcore_sum(address_of(memory), memory.nbytes, before))
+    return int(load_unlocked(Flavor.CPU).outofcore_sum(address_of(memory), memory.nbytes, offset))
 
 
-def sampled(memory: memoryview, offset: int) -> int:
+def sampled_checksum(memory: memoryview, offset: int) -> int:
     """Return the checksum of a few pages of a slot at an offset of its home."""
     return int(load_unlocked(Flavor.CPU).outofcore_sampled(address_of(memory), memory.nbytes, offset))

@@ -69,29 +69,29 @@ class ByteStore(ABC):
         """Locate bytes; raises ``TransferError`` if they do not exist, ``StateError`` if the store is closed."""
 
     @abstractmethod
-    def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
+    def transfer_error(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
         """Build the error for a failed transfer; ``failure`` is an errno, or negative at the end of the file."""
 
     def write(self, offset: int, source: memoryview) -> None:
         """Write ``source`` to the start of a page; the rest of its last page is lost. Raises ``TransferError``."""
-        self._move(offset, source, writes=True)
+        self._transfer(offset, source, writes=True)
 
     def read(self, offset: int, target: memoryview) -> None:
         """Fill ``target`` from byte ``offset`` on, as far as bytes exist; raises ``TransferError``."""
-        self._move(offset, target, writes=False)
+        self._transfer(offset, target, writes=False)
 
-    def _move(self, offset: int, memory: memoryview, *, writes: bool) -> None:
+    def _transfer(self, offset: int, memory: memoryview, *, writes: bool) -> None:
         location = self.locate(offset, len(memory))
         moved, failure = transfer(location, memory[: location.bytes], writes=writes)
         if failure:
-            raise self.failed(offset + moved, location.bytes - moved, failure, writes=writes)
+            raise self.transfer_error(offset + moved, location.bytes - moved, failure, writes=writes)
 
 
 def transfer(location: Location, memory: memoryview, *, writes: bool) -> tuple[int, int]:
     """Copy ``memory`` to or from a location; return the bytes copied, and 0 or a failure for ``transfer_error``."""
     count, address = memory.nbytes, address_of(memory)
     in_place = location.cache is not Cache.PAST or (address | location.start | count) % PAGE_BYTES == 0
-    bounce = None if in_place else address_of(_buffer())
+    bounce = None if in_place else address_of(_thread_buffer())
     for start in range(0, count, CHUNK_BYTES):
         piece, position = min(CHUNK_BYTES, count - start), location.start + start
         work = Transfer(address + start, piece, position, location.descriptor, writes, location.cache, bounce=bounce)
@@ -114,7 +114,7 @@ def copy_buffer() -> memoryview:
         raise transfer_error from error
 
 
-def _buffer() -> memoryview:
+def _thread_buffer() -> memoryview:
     memory: memoryview | None = getattr(_buffers, "memory", None)
     if memory is None:
         memory = _buffers.memory = copy_buffer()
@@ -131,7 +131,7 @@ def open_direct(descriptor: int, *, writes: bool = False) -> int | None:
         return None
     with contextlib.ExitStack() as undo:
         undo.callback(os.close, direct)
-        page = _buffer()[:PAGE_BYTES]
+        page = _thread_buffer()[:PAGE_BYTES]
         # Some file systems accept the flag and refuse the I/O.
         for writing in (True, False) if writes else (False,):
             _, failure = transfer(Location(direct, 0, PAGE_BYTES, None, Cache.PAST), page, writes=writing)

@@ -22,7 +22,7 @@ import torch
 
 from outofcore.errors import InputError, TransferError
 from outofcore.runtime.file_io import ByteStore, Cache, Location, close_files, open_direct
-from outofcore.runtime.memory import Region, Watched, advise_pages, map_file, tensor_over
+from outofcore.runtime.memory import Region, WeakRegion, advise_pages, map_file, tensor_over
 from outofcore.runtime.native import Flavor, load_unlocked
 from outofcore.runtime.spill import SpillFile
 from outofcore.units import PAGE_BYTES, round_up
@@ -78,7 +78,7 @@ class ReadFile(ByteStore):
             return Location(self.descriptor, offset, count, self, Cache.DROPPED)
         return Location(self._direct, offset, count, self, Cache.PAST)
 
-    def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
+    def transfer_error(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
         reason = os.strerror(failure) if failure > 0 else "the file ends there"
         error = TransferError(
             f"could not read {self.path} at byte {offset}: {reason}; check that disk, and that no program writes to it"
@@ -100,15 +100,15 @@ class _Range:
     bytes: int
     file: ReadFile | SpillFile  # the spill file after a move
     pages: tuple[int, int] | None = None  # (offset, bytes) in the spill file after a move
-    shown: Watched | None = None  # the mapped pages that show the range
+    view: WeakRegion | None = None  # the mapped pages that show the range
 
     @property
-    def alive(self) -> Watched | None:
+    def live_view(self) -> WeakRegion | None:
         """The mapped pages that show the range, if they still exist."""
-        return self.shown if self.shown is not None and self.shown.is_alive else None
+        return self.view if self.view is not None and self.view.is_alive else None
 
     @property
-    def within(self) -> int:
+    def page_offset(self) -> int:
         return self.begin % PAGE_BYTES
 
 
@@ -132,7 +132,7 @@ class FileRanges:
         self._starts.append(offset)
         return offset
 
-    def has(self, offset: int) -> bool:
+    def is_range(self, offset: int) -> bool:
         """Return whether a slot was created as a range, even if it has moved to the home."""
         return offset >= FIRST_RANGE
 
@@ -140,10 +140,10 @@ class FileRanges:
         """Remove a range; return its pages (offset, bytes) in the home, which are then free."""
         return self._ranges.pop(offset).pages
 
-    def needed(self, offset: int) -> int:
+    def needed_bytes(self, offset: int) -> int:
         """Return the bytes of the home that a range takes if it moves there."""
         file_range = self._ranges[offset]
-        return file_range.within + file_range.bytes
+        return file_range.page_offset + file_range.bytes
 
     def is_in_file(self, offset: int) -> bool:
         """Return whether a slot is a range that is still in another file."""
@@ -156,66 +156,68 @@ class FileRanges:
 
     def locate(self, offset: int, count: int) -> Location:
         """Locate bytes at an offset in a range; the range may end up to a page before the end of the bytes."""
-        file_range, within = self._at(offset)
+        file_range, within = self._find_range(offset)
         return file_range.file.locate(file_range.begin + within, min(count, max(file_range.bytes - within, 0)))
 
-    def failed(self, offset: int, count: int, failure: int) -> TransferError:
-        file_range, within = self._at(offset)
-        return file_range.file.failed(file_range.begin + within, count, failure, writes=False)
+    def transfer_error(self, offset: int, count: int, failure: int) -> TransferError:
+        file_range, within = self._find_range(offset)
+        return file_range.file.transfer_error(file_range.begin + within, count, failure, writes=False)
 
-    def _at(self, offset: int) -> tuple[_Range, int]:
+    def _find_range(self, offset: int) -> tuple[_Range, int]:
         start = self._starts[bisect_right(self._starts, offset) - 1]
         return self._ranges[start], offset - start
 
     def face(self, offset: int) -> torch.Tensor:
         """Map a range as a uint8 tensor for the user; raises ``OSError`` if that fails."""
         file_range = self._ranges[offset]
-        memory = None if file_range.shown is None else file_range.shown.memory(file_range.within, file_range.bytes)
+        memory = None if file_range.view is None else file_range.view.memory(file_range.page_offset, file_range.bytes)
         if memory is None:
-            region = file_range.file.map(file_range.begin - file_range.within, file_range.within + file_range.bytes)
-            file_range.shown, memory = region.watch(), region.memory(file_range.within, file_range.bytes)
+            region = file_range.file.map(
+                file_range.begin - file_range.page_offset, file_range.page_offset + file_range.bytes
+            )
+            file_range.view, memory = region.weak_reference(), region.memory(file_range.page_offset, file_range.bytes)
         face = tensor_over(memory)
         self._by_address[face.data_ptr()] = offset
         return face
 
-    def written(self, offset: int) -> bool:
+    def is_written(self, offset: int) -> bool:
         """Return whether the user has written to the face of a range that is still in its file."""
         file_range = self._ranges[offset]
-        view = file_range.alive
-        return file_range.pages is None and view is not None and any_written(view.address, view.bytes)
+        view = file_range.live_view
+        return file_range.pages is None and view is not None and has_written_page(view.address, view.bytes)
 
     def restore(self, offset: int) -> None:
         """Discard writes to the face of a range that is still in its file."""
         file_range = self._ranges.get(offset)
-        if file_range is not None and file_range.pages is None and file_range.alive is not None:
-            advise_pages(file_range.alive.address, file_range.alive.bytes, mmap.MADV_DONTNEED)
+        if file_range is not None and file_range.pages is None and file_range.live_view is not None:
+            advise_pages(file_range.live_view.address, file_range.live_view.bytes, mmap.MADV_DONTNEED)
 
     def move(self, offset: int, pages: tuple[int, int], spill: SpillFile) -> None:
         """Move a range, with the user's writes, to pages of the home, at the same addresses."""
         file_range = self._ranges[offset]
         face = self.face(offset)  # keeps the mapping alive until the end
-        if file_range.shown is None or face.data_ptr() != file_range.shown.address + file_range.within:
+        if file_range.view is None or face.data_ptr() != file_range.view.address + file_range.page_offset:
             raise TransferError("the mapping of a file's range has moved: please report it")
-        memory = file_range.shown.memory(0, file_range.shown.bytes)
+        memory = file_range.view.memory(0, file_range.view.bytes)
         if memory is not None:
             spill.write(pages[0], memory)
-            spill.map_over(file_range.shown, pages[0])
-        file_range.begin, file_range.file, file_range.pages = pages[0] + file_range.within, spill, pages
+            spill.map_over(file_range.view, pages[0])
+        file_range.begin, file_range.file, file_range.pages = pages[0] + file_range.page_offset, spill, pages
 
     def drop_cache(self, face: torch.Tensor) -> bool:
         """Drop the pages that show a range, except written ones; return False if the face shows no range."""
         offset = self._by_address.get(face.untyped_storage().data_ptr())
         file_range = None if offset is None else self._ranges.get(offset)
-        view = None if file_range is None else file_range.alive
+        view = None if file_range is None else file_range.live_view
         if offset is None or file_range is None or view is None:
             return False
-        if not self.written(offset):
+        if not self.is_written(offset):
             advise_pages(view.address, view.bytes, mmap.MADV_DONTNEED)
-            file_range.file.forget(file_range.begin - file_range.within, file_range.within + file_range.bytes)
+            file_range.file.forget(file_range.begin - file_range.page_offset, file_range.page_offset + file_range.bytes)
         return True
 
 
-def any_written(address: int, count: int) -> bool:
+def has_written_page(address: int, count: int) -> bool:
     """Return whether a page of a private mapping was written; raises ``OSError`` if that is unknown."""
     written = load_unlocked(Flavor.CPU).outofcore_any_written(address, count)
     if written < 0:
@@ -224,7 +226,7 @@ def any_written(address: int, count: int) -> bool:
 
 
 @functools.cache
-def writes_are_seen() -> bool:
+def can_detect_writes() -> bool:
     """Return whether the kernel reports written pages of a private mapping, by writing to one."""
     try:
         with tempfile.TemporaryFile() as file:
@@ -233,8 +235,8 @@ def writes_are_seen() -> bool:
             region = map_file(file.fileno(), 0, 2 * PAGE_BYTES, private=True)
             memory = region.memory(0, 2 * PAGE_BYTES)
             first_byte = memory[0]
-            was_written = any_written(region.address, region.bytes)
+            was_written = has_written_page(region.address, region.bytes)
             memory[PAGE_BYTES] = first_byte + 1
-            return not was_written and any_written(region.address, region.bytes)
+            return not was_written and has_written_page(region.address, region.bytes)
     except OSError:
         return False

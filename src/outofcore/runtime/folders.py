@@ -7,7 +7,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from outofcore.capture.provenance import stacklevel_of_user
+from outofcore.capture.provenance import user_stacklevel
 from outofcore.compiling import private_folder, user_cache_folder
 
 # File systems in memory: spilling there frees no memory.
@@ -51,6 +51,6 @@ def default_spill_directory() -> Path:
     warnings.warn(
         f"the spill directory {temporary} is kept in memory by the system, so that spilling to it frees none; "
         "name a directory on a disk as the spill directory",
-        stacklevel=stacklevel_of_user(),
+        stacklevel=user_stacklevel(),
     )
     return temporary

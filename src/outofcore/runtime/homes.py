@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from outofcore.capture.provenance import stacklevel_of_user
+from outofcore.capture.provenance import user_stacklevel
 from outofcore.errors import SpillError, StateError, TransferError
 from outofcore.report.machine import available_memory_bytes
-from outofcore.runtime.checks import Check, Sums, damaged
+from outofcore.runtime.checks import Check, SlotChecksums, damage_error
 from outofcore.runtime.checksums import checksum
 from outofcore.runtime.file_io import BUFFER_BYTES, MEMORY, ByteStore, Location, copy_buffer
 from outofcore.runtime.file_ranges import FIRST_RANGE, FileRanges
@@ -38,7 +38,7 @@ from outofcore.units import GIB, MIB, PAGE_BYTES, format_bytes, round_up
 class HomeStore(ByteStore):
     """The interface of a home; the caller orders transfers of one slot, and the use of its face."""
 
-    sums: Sums | None = None  # of the slots written in this step; None: reads are not checked
+    sums: SlotChecksums | None = None  # of the slots written in this step; None: reads are not checked
 
     @property
     @abstractmethod
@@ -97,26 +97,26 @@ class HomeStore(ByteStore):
 
     def write(self, offset: int, source: memoryview) -> None:
         if self.sums is not None:
-            self.sums.note(offset, source)
+            self.sums.record(offset, source)
         super().write(offset, source)
 
     def read(self, offset: int, target: memoryview) -> None:
         super().read(offset, target)
         if self.sums is not None and not self.sums.matches(offset, target):
-            raise damaged(self.name, offset, len(target))
+            raise damage_error(self.name, offset, len(target))
 
     def read_back(self, offset: int) -> None:
         """With full checks, compare a slot with the last write to it; raises ``TransferError`` if it differs."""
-        if self.sums is None or not self.sums.full or offset not in self.sums.known:
+        if self.sums is None or not self.sums.full or offset not in self.sums.recorded:
             return
-        count, expected = self.sums.known[offset]
+        count, expected = self.sums.recorded[offset]
         buffer, actual = copy_buffer(), 0
         for start in range(0, count, BUFFER_BYTES):
             piece = buffer[: min(BUFFER_BYTES, count - start)]
             super().read(offset + start, piece)
             actual += checksum(piece, start)
         if actual % 2**64 != expected:
-            raise damaged(self.name, offset, count)
+            raise damage_error(self.name, offset, count)
 
     @abstractmethod
     def face(self, offset: int, count: int) -> torch.Tensor:
@@ -128,18 +128,18 @@ class HomeStore(ByteStore):
     def discard(self, offset: int, count: int) -> None:
         """Free the memory of a slot; its contents are lost."""
         if self.sums is not None:
-            self.sums.known.pop(offset, None)
+            self.sums.recorded.pop(offset, None)
 
     def start(self) -> None:
         """Begin a step, after the user may have changed contents; raises ``TransferError`` if some are missing."""
         if self.sums is not None:
-            self.sums.known.clear()
+            self.sums.recorded.clear()
 
     def sibling(self, count: int) -> HomeStore:
         """Make an empty home on the same link, with the same checks, for measurements of ``count`` bytes."""
         home = self._sibling(count)
         if self.sums is not None:
-            home.sums = Sums(self.sums.full)
+            home.sums = SlotChecksums(self.sums.full)
         return home
 
     @abstractmethod
@@ -150,9 +150,9 @@ class HomeStore(ByteStore):
         """Return everything to the system, except faces in use. May be called again."""
 
 
-def check_copies(home: HomeStore, check: Check) -> HomeStore:
+def enable_checks(home: HomeStore, check: Check) -> HomeStore:
     if check is Check.FULL or (check is Check.SAMPLED and not home.in_memory):
-        home.sums = Sums(check is Check.FULL)
+        home.sums = SlotChecksums(check is Check.FULL)
     return home
 
 
@@ -230,7 +230,7 @@ class HostHome(HomeStore):
         return _physical_bytes() if available is None else available
 
     def ensure(self, count: int) -> None:
-        region = self._opened()
+        region = self._open_region()
         total = round_up(count, PAGE_BYTES)
         if total <= self._bytes:
             return
@@ -245,25 +245,25 @@ class HostHome(HomeStore):
         self._bytes = total
 
     def locate(self, offset: int, count: int) -> Location:
-        region = self._opened()
+        region = self._open_region()
         check_slot(offset, count, self._bytes)
         return Location(MEMORY, region.address + offset, count, region)
 
-    def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
+    def transfer_error(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
         verb, reason = "write" if writes else "read", os.strerror(failure) if failure > 0 else "no reason was given"
         return TransferError(
             f"could not {verb} {format_bytes(count)} at byte {offset} of host memory: {reason}; please report it"
         )
 
     def face(self, offset: int, count: int) -> torch.Tensor:
-        region = self._opened()
+        region = self._open_region()
         check_slot(offset, count, self._bytes)
         return tensor_over(region.memory(offset, count))
 
     def discard(self, offset: int, count: int) -> None:
         """Free the pages; they are zero when they are next used."""
         super().discard(offset, count)
-        advise_pages(self._opened().address + offset, round_up(count, PAGE_BYTES), mmap.MADV_DONTNEED)
+        advise_pages(self._open_region().address + offset, round_up(count, PAGE_BYTES), mmap.MADV_DONTNEED)
 
     def _sibling(self, count: int) -> HostHome:
         return HostHome(count)
@@ -271,7 +271,7 @@ class HostHome(HomeStore):
     def close(self) -> None:
         self._region = None
 
-    def _opened(self) -> Region:
+    def _open_region(self) -> Region:
         if self._region is None:
             raise StateError("the host home is closed; compile the step again to go on")
         return self._region
@@ -283,7 +283,7 @@ def _physical_bytes() -> int:
 
 # Each stretch is a fourth of the pinned memory so far, within these bounds: pinning is expensive per call, and no copy
 # may cross two stretches.
-_LEAST_GROWTH, _MOST_GROWTH = 16 * MIB, GIB
+_MIN_GROWTH, _MAX_GROWTH = 16 * MIB, GIB
 
 
 class PinnedHome(HostHome):
@@ -314,9 +314,9 @@ class PinnedHome(HostHome):
         super().__init__(limit, release, shared=True)
         self._pin = pin
         self._unpin = unpin
-        self._believed = limit is not None
+        self._trusts_limit = limit is not None
         self._addresses = pinned
-        self._seams: list[int] = []  # offsets of the borders between stretches
+        self._borders: list[int] = []  # offsets of the borders between stretches
         self._refused = False
 
     @property
@@ -330,10 +330,10 @@ class PinnedHome(HostHome):
     @property
     def edges(self) -> Sequence[int]:
         """The ends of stretches. Pageable memory is one stretch, even after it has grown."""
-        return self._seams if self._refused else [*self._seams, self.bytes]
+        return self._borders if self._refused else [*self._borders, self.bytes]
 
     def _available(self) -> int:
-        return self._limit - self.bytes if self._believed else super()._available()
+        return self._limit - self.bytes if self._trusts_limit else super()._available()
 
     def ensure(self, count: int) -> None:
         """Add one stretch; several threads touch its pages first, because the device's driver would use one."""
@@ -342,15 +342,15 @@ class PinnedHome(HostHome):
         added = self.bytes - start
         if not added or self._refused:
             return
-        address = self._opened().address + start
+        address = self._open_region().address + start
         if start:
-            self._seams.append(start)
+            self._borders.append(start)
         try:
             populate(address, added)
         except OSError as error:
             self._bytes = start
             if start:
-                self._seams.pop()
+                self._borders.pop()
             raise SpillError(
                 f"the system does not give {format_bytes(added)} more of host memory ({error.strerror}); lower "
                 "host_budget, raise the budget or use a disk home"
@@ -362,16 +362,16 @@ class PinnedHome(HostHome):
         warnings.warn(
             f"the system does not pin {format_bytes(added)} of host memory beyond {format_bytes(start)}; copies will "
             "be slower and make the host wait: raise the limit on locked memory (ulimit -l), or lower host_budget",
-            stacklevel=stacklevel_of_user(),
+            stacklevel=user_stacklevel(),
         )
 
     def grow(self, count: int) -> None:
         total = round_up(count, PAGE_BYTES)
         if total <= self.bytes:
             return
-        extra = min(max(self.bytes // 4, _LEAST_GROWTH), _MOST_GROWTH)
+        extra = min(max(self.bytes // 4, _MIN_GROWTH), _MAX_GROWTH)
         # Leave memory for other programs: the extra room may never be needed.
-        max_bytes = self._limit if self._believed else min(self._limit, self.bytes + self._available() // 2)
+        max_bytes = self._limit if self._trusts_limit else min(self._limit, self.bytes + self._available() // 2)
         try:
             self.ensure(max(total, min(self.bytes + extra, max_bytes)))
         except SpillError:
@@ -403,7 +403,7 @@ class DiskHome(HomeStore):
             warnings.warn(
                 f"the spill directory {self.directory} is kept in memory by the system, so that spilling to it frees "
                 "none; name a directory on a disk",
-                stacklevel=stacklevel_of_user(),
+                stacklevel=user_stacklevel(),
             )
 
     @property
@@ -434,7 +434,7 @@ class DiskHome(HomeStore):
         return self._ranges
 
     def move_range(self, offset: int, pages: tuple[int, int]) -> None:
-        self._ranges.move(offset, pages, self._opened())
+        self._ranges.move(offset, pages, self._open_file())
 
     def check(self, count: int) -> None:
         count = max(count - self._ranges.bytes, 0)
@@ -458,20 +458,20 @@ class DiskHome(HomeStore):
     def locate(self, offset: int, count: int) -> Location:
         if offset >= FIRST_RANGE:
             return self._ranges.locate(offset, count)
-        file = self._opened()
+        file = self._open_file()
         check_slot(offset, count, file.bytes)
         return file.locate(offset, count)
 
-    def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
+    def transfer_error(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
         if offset >= FIRST_RANGE:
-            return self._ranges.failed(offset, count, failure)
-        return self._opened().failed(offset, count, failure, writes=writes)
+            return self._ranges.transfer_error(offset, count, failure)
+        return self._open_file().transfer_error(offset, count, failure, writes=writes)
 
     def face(self, offset: int, count: int) -> torch.Tensor:
         """Map pages of the file as shared memory, coherent with direct I/O on Linux."""
         if offset >= FIRST_RANGE:
             return self._face_in_file(offset)
-        file = self._opened()
+        file = self._open_file()
         check_slot(offset, count, file.bytes)
         if not count:
             return torch.empty(0, dtype=torch.uint8)
@@ -511,7 +511,7 @@ class DiskHome(HomeStore):
         """Drop the slot from the page cache; its pages in the file are reused by the next slot."""
         super().discard(offset, count)
         if offset < FIRST_RANGE:
-            self._opened().forget(offset, count)
+            self._open_file().forget(offset, count)
 
     def start(self) -> None:
         """Check the length of the spill file, and that other files are unchanged."""
@@ -531,7 +531,7 @@ class DiskHome(HomeStore):
         if self._file is not None:
             self._file.close()
 
-    def _opened(self) -> SpillFile:
+    def _open_file(self) -> SpillFile:
         if self._file is None or self._closed:
             raise StateError("the disk home is not open; call ensure() first, and do not use it after close()")
         return self._file

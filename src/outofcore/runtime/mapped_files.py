@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from outofcore.errors import InputError
-from outofcore.runtime.file_ranges import ReadFile, Stamp, any_written
+from outofcore.runtime.file_ranges import ReadFile, Stamp, has_written_page
 from outofcore.runtime.memory import is_in_region
 from outofcore.tensor_data import is_in_host_memory
 
@@ -92,7 +92,7 @@ def shared_mappings(lines: Iterable[str]) -> list[tuple[int, int]]:
 
 
 # Predicates of other modules for storages that are in a home.
-OWNERS: list[Callable[[torch.UntypedStorage], bool]] = []
+OWNERSHIP_TESTS: list[Callable[[torch.UntypedStorage], bool]] = []
 
 
 class MappedFiles:
@@ -100,9 +100,9 @@ class MappedFiles:
 
     def __init__(self) -> None:
         self._opened: dict[tuple[str, int], ReadFile | None] = {}
-        self.look()
+        self.refresh()
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         try:
             with Path("/proc/self/maps").open(errors="surrogateescape") as file:
                 lines = list(file)
@@ -130,9 +130,9 @@ class MappedFiles:
         if count == 0 or not (is_mapped_shared or storage.is_shared()):
             return False
         # This library's own mappings do not count.
-        return not is_in_region(address) and not any(owns(storage) for owns in OWNERS)
+        return not is_in_region(address) and not any(owns(storage) for owns in OWNERSHIP_TESTS)
 
-    def unwritten(self, address: int, count: int) -> tuple[ReadFile, int] | None:
+    def find_unwritten(self, address: int, count: int) -> tuple[ReadFile, int] | None:
         """Return the file with the same bytes as at an address, and their offset; None if there is no such file."""
         mapping = self.find(address, count)
         if mapping is None:
@@ -142,6 +142,6 @@ class MappedFiles:
             self._opened[key] = mapping.read_file()
         file = self._opened[key]
         begin = mapping.offset + address - mapping.begin
-        if file is None or begin + count > file.stamp.bytes or any_written(address, count):
+        if file is None or begin + count > file.stamp.bytes or has_written_page(address, count):
             return None
         return file, begin

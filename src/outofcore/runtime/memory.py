@@ -35,7 +35,7 @@ class _Linux(IntEnum):
 _NORESERVE = _Linux.MAP_NORESERVE if sys.platform == "linux" else 0
 _HUGE_PAGE = 2 * MIB
 # Bytes per call, and the maximum number of threads: more threads would wait for each other.
-_RUN_BYTES, _MAKERS = 128 * MIB, 8
+_RUN_BYTES, _MAX_THREADS = 128 * MIB, 8
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -64,7 +64,7 @@ def trim_heap() -> None:
 
 
 @contextlib.contextmanager
-def new_garbage_collected() -> Iterator[None]:
+def collect_new_garbage() -> Iterator[None]:
     """Collect only the garbage made within the context: a full collection can take half a second."""
     is_outermost = not gc.get_freeze_count()  # do not unfreeze the user's frozen objects
     if is_outermost:
@@ -86,10 +86,10 @@ def advise_pages(address: int, count: int, advice: int) -> None:
     first = round_up(address, mmap.PAGESIZE)
     last = (address + count) // mmap.PAGESIZE * mmap.PAGESIZE
     if last > first:
-        _checked(_libc.madvise(first, last - first, advice), "madvise failed")
+        _check_status(_libc.madvise(first, last - first, advice), "madvise failed")
 
 
-def _checked(status: int, message: str) -> None:
+def _check_status(status: int, message: str) -> None:
     if status != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"{message}: {os.strerror(code)}")
@@ -121,21 +121,21 @@ class Region:
             raise ValueError(f"bytes [{offset}, {offset + count}) are not in a region of {self.bytes} bytes")
         return memoryview(self._buffer).cast("B")[offset : offset + count]
 
-    def watch(self) -> Watched:
-        return Watched(self.address, self.bytes, weakref.ref(self._buffer))
+    def weak_reference(self) -> WeakRegion:
+        return WeakRegion(self.address, self.bytes, weakref.ref(self._buffer))
 
     def make_accessible(self, offset: int, count: int) -> None:
         status = _libc.mprotect(self.address + offset, count, mmap.PROT_READ | mmap.PROT_WRITE)
-        _checked(status, "mprotect failed")
+        _check_status(status, "mprotect failed")
 
     def resident_bytes(self) -> int:
         pages = round_up(self.bytes, mmap.PAGESIZE) // mmap.PAGESIZE
         flags = np.empty(pages, np.uint8)
-        _checked(_libc.mincore(self.address, self.bytes, flags.ctypes.data), "mincore failed")
+        _check_status(_libc.mincore(self.address, self.bytes, flags.ctypes.data), "mincore failed")
         return int(np.count_nonzero(flags & 1)) * mmap.PAGESIZE
 
 
-class Watched:
+class WeakRegion:
     def __init__(self, address: int, count: int, buffer: Callable[[], ctypes.Array[ctypes.c_ubyte] | None]) -> None:
         self.address, self.bytes, self._buffer = address, count, buffer
 
@@ -157,7 +157,7 @@ def populate(address: int, count: int) -> None:
         # ctypes releases the GIL.
         return ctypes.get_errno() if _libc.madvise(*run, _Linux.MADV_POPULATE_WRITE) else 0
 
-    workers = min(len(runs), os.cpu_count() or 1, _MAKERS)
+    workers = min(len(runs), os.cpu_count() or 1, _MAX_THREADS)
     codes: Iterable[int] = map(make, runs)
     if workers > 1:
         # RuntimeError: no more threads are available, so the calling thread makes all pages.
@@ -199,7 +199,7 @@ def map_file(descriptor: int, offset: int, count: int, *, private: bool = False)
     return Region(_map(whole, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset), whole)
 
 
-def map_over(region: Watched, descriptor: int, offset: int) -> None:
+def map_over(region: WeakRegion, descriptor: int, offset: int) -> None:
     """Map bytes of a file, shared, over a region; without effect if it raises ``OSError``."""
     flags = mmap.MAP_SHARED | _Linux.MAP_FIXED
     _map(region.bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset, region.address)
@@ -225,7 +225,7 @@ def tensor_over(memory: memoryview) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def lasting_tensor(address: int, count: int, release: Callable[[], object]) -> torch.Tensor:
+def tensor_with_release(address: int, count: int, release: Callable[[], object]) -> torch.Tensor:
     """Return a uint8 tensor over memory, and call ``release`` after the last reference to its storage is gone."""
     buffer = (ctypes.c_ubyte * count).from_address(address)
     # Not at exit: tensors may be used until the process ends.

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch
 
-from outofcore.compiling import COMPILERS, BuildError, compile_library, load_built
+from outofcore.compiling import COMPILERS, BuildError, compile_library, load_or_build
 from outofcore.errors import StateError
 
 _Library = TypeVar("_Library", bound=ctypes.CDLL)
@@ -27,7 +27,7 @@ _Library = TypeVar("_Library", bound=ctypes.CDLL)
 CSRC = Path(__file__).parent / "csrc"
 _TORCH = Path(torch.__file__).resolve().parent
 # Extra flags by source file; these files are compiled first, because they take the longest.
-_OWN_FLAGS = {"paging.cpp": ("-O3",)}
+_EXTRA_FLAGS = {"paging.cpp": ("-O3",)}
 _ONLY_CUDA = "issue.cpp"
 
 _POINTER = ctypes.c_void_p
@@ -164,16 +164,16 @@ class Flavor(Enum):
 
 def load_native(flavor: Flavor = Flavor.CPU) -> ctypes.PyDLL:
     """Load this process's library, building it if needed, with calls that keep the GIL; raises ``StateError``."""
-    return _loaded(flavor)
+    return _load_once(flavor)
 
 
 @functools.cache
-def _loaded(flavor: Flavor) -> ctypes.PyDLL:
+def _load_once(flavor: Flavor) -> ctypes.PyDLL:
     if sys.platform != "linux":
         raise StateError(f"native code is missing: it is written for Linux, and this is {sys.platform}; use Linux")
     library, name = library_file(flavor), f"outofcore-{flavor.value}"
     try:
-        return load_built(
+        return load_or_build(
             name, library, lambda path: build(path, flavor=flavor), lambda path: load_library(path, flavor)
         )
     except StateError as error:
@@ -194,7 +194,7 @@ def _versions_of(library: Path) -> str:
 @functools.cache
 def load_unlocked(flavor: Flavor) -> ctypes.CDLL:
     """Return the library of ``load_native`` with calls that release the GIL: some copy much data, or wait."""
-    return _declared(ctypes.CDLL(None, handle=load_native(flavor)._handle), flavor)
+    return _declare_functions(ctypes.CDLL(None, handle=load_native(flavor)._handle), flavor)
 
 
 def library_file(flavor: Flavor = Flavor.CPU) -> Path:
@@ -202,7 +202,7 @@ def library_file(flavor: Flavor = Flavor.CPU) -> Path:
     hashed = hashlib.sha256()
     for path in sorted((*CSRC.rglob("*.cpp"), *CSRC.rglob("*.h"))):
         hashed.update(path.read_bytes())
-    hashed.update("\0".join((*_defines(flavor), *map(str, _OWN_FLAGS.items()))).encode())
+    hashed.update("\0".join((*_defines(flavor), *map(str, _EXTRA_FLAGS.items()))).encode())
     tag = sys.implementation.cache_tag or sys.implementation.name
     built_for = f"torch-{torch.__version__}-{tag}-{platform.machine()}"
     return CSRC / f"outofcore-{flavor.value}-{built_for}-{hashed.hexdigest()[:16]}.so"
@@ -213,8 +213,8 @@ def build(target: Path, compilers: Sequence[str] = COMPILERS, flavor: Flavor = F
     if flavor is Flavor.CUDA and cuda_headers() is None:
         raise BuildError("the headers of the CUDA runtime (cuda_runtime_api.h) are missing; install them")
     sources = [path for path in sorted(CSRC.rglob("*.cpp")) if flavor is Flavor.CUDA or path.name != _ONLY_CUDA]
-    sources.sort(key=lambda path: path.name not in _OWN_FLAGS)
-    units = {path: _OWN_FLAGS.get(path.name, ()) for path in sources}
+    sources.sort(key=lambda path: path.name not in _EXTRA_FLAGS)
+    units = {path: _EXTRA_FLAGS.get(path.name, ()) for path in sources}
     flags = [*_defines(flavor), *_includes(flavor)]
     cuda = ["-lc10_cuda", "-ldl"] if flavor is Flavor.CUDA else []
     # No run path is needed: PyTorch's libraries are loaded before this one.
@@ -225,10 +225,10 @@ def build(target: Path, compilers: Sequence[str] = COMPILERS, flavor: Flavor = F
 def load_library(path: Path, flavor: Flavor = Flavor.CPU) -> ctypes.PyDLL:
     """Load a build and declare its functions; raises ``OSError`` if that fails."""
     # PyDLL keeps the GIL: most calls take well under a microsecond, less than releasing it.
-    return _declared(ctypes.PyDLL(str(path)), flavor)
+    return _declare_functions(ctypes.PyDLL(str(path)), flavor)
 
 
-def _declared(library: _Library, flavor: Flavor) -> _Library:
+def _declare_functions(library: _Library, flavor: Flavor) -> _Library:
     for name, (result, arguments) in {**_PROTOTYPES, **(_CUDA_PROTOTYPES if flavor is Flavor.CUDA else {})}.items():
         try:
             function = getattr(library, name)

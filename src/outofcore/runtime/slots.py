@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from outofcore.costs import Costs
 from outofcore.errors import GraphError, SpillError
 from outofcore.graph import StepGraph
-from outofcore.lowering.slots import Turn, lasting, slot_bytes, turns
+from outofcore.lowering.slots import SlotReuse, assign_slots, permanent_slots, slot_bytes
 from outofcore.program import Program
 from outofcore.units import PAGE_BYTES, round_up
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:  # homes need PyTorch, but this module does not
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SlotPiece:
     offset: int
     bytes: int
 
 
-def meet(first: Sequence[Piece], second: Sequence[Piece]) -> bool:
+def share_page(first: Sequence[SlotPiece], second: Sequence[SlotPiece]) -> bool:
     return any(a.offset < b.offset + b.bytes and b.offset < a.offset + a.bytes for a in first for b in second)
 
 
@@ -49,7 +49,7 @@ class Slots:
         return self._end
 
     @property
-    def taken(self) -> int:
+    def allocated_bytes(self) -> int:
         return self._end - sum(end - start for start, end in self._free)
 
     def take(self, count: int) -> int:
@@ -61,36 +61,36 @@ class Slots:
                 return start
         return self._extend(count)
 
-    def take_pieces(self, count: int) -> tuple[Piece, ...]:
+    def take_pieces(self, count: int) -> tuple[SlotPiece, ...]:
         """Allocate a slot of ``count`` bytes, consecutive if that does not grow the home, else in pieces."""
         count = round_up(count, PAGE_BYTES)
         if any(end - start >= count for start, end in self._free):
-            return (Piece(self.take(count), count),)
+            return (SlotPiece(self.take(count), count),)
         try:
-            return (Piece(self._extend(count), count),)
+            return (SlotPiece(self._extend(count), count),)
         except SpillError:
             if self.home.edges and self._end < self.home.bytes:
-                self._leave_out(self.home.bytes)
+                self._free_gap(self.home.bytes)
             if not self._free:
                 raise
-        pieces: list[Piece] = []
+        pieces: list[SlotPiece] = []
         while count and self._free:
             start, end = self._free.pop(0)
             used = min(count, end - start)
-            pieces.append(Piece(start, used))
+            pieces.append(SlotPiece(start, used))
             if used < end - start:
                 self._free.insert(0, (start + used, end))
             count -= used
         try:
             if count:
-                pieces.append(Piece(self._extend(count), count))
+                pieces.append(SlotPiece(self._extend(count), count))
         except SpillError:
             for piece in pieces:
-                self.give(piece.offset, piece.bytes)
+                self.free(piece.offset, piece.bytes)
             raise
         return tuple(pieces)
 
-    def expect(self, count: int) -> None:
+    def grow_ahead(self, count: int) -> None:
         """Grow to ``count`` bytes in all at once, if later growth would not be contiguous."""
         if self.home.edges:
             with contextlib.suppress(SpillError):  # an allocation will raise it
@@ -108,21 +108,21 @@ class Slots:
         if first == start and tail:
             self._free.pop()
         elif first > start:
-            self._leave_out(first)
+            self._free_gap(first)
         self._end = first + count
         return first
 
-    def _leave_out(self, first: int) -> None:
+    def _free_gap(self, first: int) -> None:
         """Free the pages between the end and a slot beyond an edge."""
         cuts = [edge for edge in self.home.edges if self._end < edge < first]
         for start, end in pairwise([self._end, *cuts, first]):
             self._end = end
-            self.give(start, end - start)
+            self.free(start, end - start)
 
     def is_range(self, offset: int) -> bool:
         """Return whether a slot was created in another file, even if it has moved since; it is only read."""
         files = self.home.files
-        return files is not None and files.has(offset)
+        return files is not None and files.is_range(offset)
 
     def is_in_file(self, offset: int) -> bool:
         """Return whether a slot is in another file, which is never written."""
@@ -132,23 +132,23 @@ class Slots:
     def was_written(self, offset: int) -> bool:
         """Return whether the user has written to the face of a slot in another file, which is then outdated."""
         files = self.home.files
-        return files is not None and files.is_in_file(offset) and files.written(offset)
+        return files is not None and files.is_in_file(offset) and files.is_written(offset)
 
-    def own(self, offset: int) -> None:
+    def move_to_home(self, offset: int) -> None:
         """Move a slot in another file to pages of the home; its faces stay in place."""
         files = self.home.files
         if files is None or not files.is_in_file(offset):
             return
-        count = round_up(files.needed(offset), PAGE_BYTES)
+        count = round_up(files.needed_bytes(offset), PAGE_BYTES)
         pages = (self.take(count), count)
         with contextlib.ExitStack() as undo:
-            undo.callback(self.give, *pages)
+            undo.callback(self.free, *pages)
             self.home.move_range(offset, pages)
             undo.pop_all()
 
-    def give(self, offset: int, count: int) -> None:
+    def free(self, offset: int, count: int) -> None:
         files = self.home.files
-        if files is not None and files.has(offset):
+        if files is not None and files.is_range(offset):
             pages = files.release(offset)
             if pages is None:
                 return
@@ -164,68 +164,68 @@ class Slots:
 
 
 @dataclass(frozen=True)
-class Layout:
+class SlotLayout:
     """The home pages of a program's temporary copies: ``pieces`` by copy index, and all ``pages`` by home."""
 
-    pieces: Mapping[int, tuple[Piece, ...]]
-    held: tuple[tuple[Piece, ...], ...]
+    pieces: Mapping[int, tuple[SlotPiece, ...]]
+    pages: tuple[tuple[SlotPiece, ...], ...]
 
-    def give_back(self, slots: Sequence[Slots]) -> None:
-        for pieces, home in zip(self.held, slots, strict=True):
+    def free(self, slots: Sequence[Slots]) -> None:
+        for pieces, home in zip(self.pages, slots, strict=True):
             for piece in pieces:
-                home.give(piece.offset, piece.bytes)
+                home.free(piece.offset, piece.bytes)
 
 
-def lay_out(graph: StepGraph, costs: Costs, program: Program, slots: Sequence[Slots]) -> Layout:
+def allocate_slots(graph: StepGraph, costs: Costs, program: Program, slots: Sequence[Slots]) -> SlotLayout:
     """Allocate pages for each temporary slot; raises ``SpillError`` without room, or ``GraphError``."""
     # Pages that were freed within the step; the homes still count them as allocated.
-    spare: list[list[Piece]] = [[] for _ in slots]
-    allocated: list[list[Piece]] = [[] for _ in slots]
-    pieces: dict[int, tuple[Piece, ...]] = {}
-    order = _turns(graph, costs, program)
+    spare: list[list[SlotPiece]] = [[] for _ in slots]
+    allocated: list[list[SlotPiece]] = [[] for _ in slots]
+    pieces: dict[int, tuple[SlotPiece, ...]] = {}
+    order = _order_turns(graph, costs, program)
     try:
         for turn in order:
             home, count = turn.slot.home, slot_bytes(graph.storages[turn.slot.storage].bytes)
-            for slot in turn.vacated:
-                spare[home] += pieces[slot.taken]
-            own_pieces: list[Piece] = []
+            for slot in turn.freed:
+                spare[home] += pieces[slot.copy_out]
+            own_pieces: list[SlotPiece] = []
             while count and spare[home]:
                 # Prefer a piece that is large enough, so that slots stay whole.
                 place = next((i for i, piece in enumerate(spare[home]) if piece.bytes >= count), 0)
                 piece = spare[home].pop(place)
                 used = min(count, piece.bytes)
-                own_pieces.append(Piece(piece.offset, used))
+                own_pieces.append(SlotPiece(piece.offset, used))
                 if used < piece.bytes:
-                    spare[home].append(Piece(piece.offset + used, piece.bytes - used))
+                    spare[home].append(SlotPiece(piece.offset + used, piece.bytes - used))
                 count -= used
             if count:
                 fresh = slots[home].take_pieces(count)
                 allocated[home] += fresh
                 own_pieces += fresh
-            pieces[turn.slot.taken] = tuple(own_pieces)
+            pieces[turn.slot.copy_out] = tuple(own_pieces)
     except SpillError:
-        Layout({}, tuple(map(tuple, allocated))).give_back(slots)
+        SlotLayout({}, tuple(map(tuple, allocated))).free(slots)
         raise
-    by_copy = {index: pieces[turn.slot.taken] for turn in order for index in turn.slot.copies}
-    return Layout(by_copy, tuple(map(tuple, allocated)))
+    by_copy = {index: pieces[turn.slot.copy_out] for turn in order for index in turn.slot.copies}
+    return SlotLayout(by_copy, tuple(map(tuple, allocated)))
 
 
 def needed_bytes(graph: StepGraph, costs: Costs, program: Program) -> list[int]:
     """Return the bytes of slots that a program needs at each home; raises ``GraphError`` above its capacity."""
     needed = [0] * max(len(costs.homes), 1)
-    for storage, home in lasting(graph, program).items():
+    for storage, home in permanent_slots(graph, program).items():
         needed[home] += slot_bytes(graph.storages[storage].bytes)
     spare = [0] * len(needed)
-    for turn in _turns(graph, costs, program):
+    for turn in _order_turns(graph, costs, program):
         home, size = turn.slot.home, slot_bytes(graph.storages[turn.slot.storage].bytes)
-        spare[home] += sum(slot_bytes(graph.storages[slot.storage].bytes) for slot in turn.vacated)
+        spare[home] += sum(slot_bytes(graph.storages[slot.storage].bytes) for slot in turn.freed)
         needed[home] += max(size - spare[home], 0)
         spare[home] -= min(size, spare[home])
     return needed
 
 
-def _turns(graph: StepGraph, costs: Costs, program: Program) -> list[Turn]:
-    order = turns(graph, costs, program)
+def _order_turns(graph: StepGraph, costs: Costs, program: Program) -> list[SlotReuse]:
+    order = assign_slots(graph, costs, program)
     if order is None:
         raise GraphError(
             "the plan needs more bytes at a home than its capacity; give the home more bytes, or plan fewer evictions "

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from outofcore.errors import SpillError, StateError, TransferError
 from outofcore.runtime.file_io import ByteStore, Cache, Location, close_files, open_direct
-from outofcore.runtime.memory import Region, Watched, map_file, map_over
+from outofcore.runtime.memory import Region, WeakRegion, map_file, map_over
 from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
 
@@ -118,7 +118,7 @@ class SpillFile(ByteStore):
         self._check_open()
         return map_file(self._descriptor, offset, count)
 
-    def map_over(self, region: Watched, offset: int) -> None:
+    def map_over(self, region: WeakRegion, offset: int) -> None:
         """Map bytes of the file at the addresses of a region; without effect if it raises ``OSError``."""
         self._check_open()
         map_over(region, self._descriptor, offset)
@@ -128,7 +128,7 @@ class SpillFile(ByteStore):
         if not self._closed:
             os.posix_fadvise(self._descriptor, offset, round_up(count, PAGE_BYTES), os.POSIX_FADV_DONTNEED)
 
-    def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
+    def transfer_error(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
         at_end = "the system wrote nothing" if writes else "the file ends there"
         reason = os.strerror(failure) if failure > 0 else at_end
         advice = {

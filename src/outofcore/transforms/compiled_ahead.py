@@ -15,29 +15,29 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outofcore.capture.helpers import packed, received
+from outofcore.capture.helpers import pack_work, receive_work
 from outofcore.child_processes import start_process
 
 if TYPE_CHECKING:
     from outofcore.transforms.kernels import Recipe
 
 # Importing PyTorch and Inductor takes a helper as long as compiling two or three kernels.
-_EACH = 4
-_MOST = 8
+_RECIPES_PER_HELPER = 4
+_MAX_HELPERS = 8
 
 
 @contextlib.contextmanager
-def compiling_ahead(recipes: Sequence[Recipe], threads: int, cores: int | None = None) -> Iterator[int]:
+def compile_ahead(recipes: Sequence[Recipe], threads: int, cores: int | None = None) -> Iterator[int]:
     """Compile recipes in helpers, last first, while the block runs; yield the number of helpers."""
     cores = len(os.sched_getaffinity(0)) if cores is None else cores
     cpu_recipes = [recipe for recipe in recipes if recipe.device.type == "cpu"]
-    count = min(cores - 1, len(cpu_recipes) // _EACH, _MOST)
+    count = min(cores - 1, len(cpu_recipes) // _RECIPES_PER_HELPER, _MAX_HELPERS)
     helpers: list[subprocess.Popen[bytes]] = []
     try:
         for first in range(count):
             share = cpu_recipes[len(cpu_recipes) - 1 - first :: -count]
             with contextlib.suppress(OSError, pickle.PicklingError):
-                helpers.append(start_process(f"{__name__}:serve", packed(tuple(share), threads)))
+                helpers.append(start_process(f"{__name__}:serve", pack_work(tuple(share), threads)))
         yield len(helpers)
     finally:
         for helper in helpers:
@@ -49,9 +49,9 @@ def compiling_ahead(recipes: Sequence[Recipe], threads: int, cores: int | None =
 def serve() -> None:
     """Compile the recipes received on standard input: the main function of a helper process."""
     # `kernels` imports this module.
-    from outofcore.transforms.kernels import compiled  # noqa: PLC0415
+    from outofcore.transforms.kernels import compile_recipe  # noqa: PLC0415
 
-    for recipe in received():
+    for recipe in receive_work():
         # The parent process compiles the recipe, too, and reports the error.
         with contextlib.suppress(Exception):
-            compiled(recipe, torch.get_num_threads())
+            compile_recipe(recipe, torch.get_num_threads())

@@ -17,14 +17,21 @@ import torch
 from outofcore._torch_internals import OpOverload
 from outofcore.analysis.fusing import ops_to_fuse
 from outofcore.analysis.gaps import LARGE_BYTES
-from outofcore.capture.assembly import compacted
+from outofcore.capture.assembly import drop_unused
 from outofcore.capture.captured import Call, Captured, Ref, Value, with_ops
 from outofcore.capture.device_traits import traits_of
-from outofcore.capture.operators import by_name, written_arguments
+from outofcore.capture.operators import arguments_by_name, written_arguments
 from outofcore.capture.tables import covers, leaves_in, map_leaves
 from outofcore.graph import Op
-from outofcore.progress import Tell, silent
-from outofcore.transforms.kernels import BATCH_NORM, REWRITTEN, Kernels, Recipe, described, functional_of
+from outofcore.progress import ProgressCallback, ignore_progress
+from outofcore.transforms.kernels import (
+    BATCH_NORM,
+    FILL_OPERATORS,
+    Kernels,
+    Recipe,
+    describe_recipe,
+    functional_counterpart,
+)
 from outofcore.transforms.passes import may_be_overwritten
 
 _DTYPES = frozenset(
@@ -37,7 +44,7 @@ _NORMS = ("native_batch_norm", "native_layer_norm", "native_group_norm")
 _SOFTMAXES = ("_softmax", "_log_softmax")
 _LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
 # Elementwise operators without the tag, and operators that Inductor compiles to plain loops over elements.
-_FUSED = frozenset(
+_ALSO_FUSIBLE = frozenset(
     f"aten::{name}"
     for name in (
         *(f"{norm}{part}" for norm in _NORMS for part in ("", "_backward")),
@@ -50,28 +57,30 @@ _FUSED = frozenset(
     )
 )
 # PyTorch's CPU kernels read memory once where Inductor's read it twice.
-_OWN_ON_CPU = frozenset(
+_FASTER_UNFUSED_ON_CPU = frozenset(
     (
         "aten::native_batch_norm_backward",
         *(f"aten::{norm}{part}" for norm in ("native_layer_norm", "native_group_norm") for part in ("", "_backward")),
     )
 )
 # Bound by arithmetic on the CPU, where Inductor's kernel for a single op is faster than PyTorch's.
-_ALONE_ON_CPU = frozenset({"aten::gelu", "aten::gelu_backward", "aten::tanh", "aten::tanh_"})
+_FASTER_ALONE_ON_CPU = frozenset({"aten::gelu", "aten::gelu_backward", "aten::tanh", "aten::tanh_"})
 _TAGS = (torch.Tag.pointwise, torch.Tag.reduction)
 
 
-def fused(captured: Captured, kernels: Kernels, tell: Tell = silent, *, least: int = LARGE_BYTES) -> Captured:
+def fuse_ops(
+    captured: Captured, kernels: Kernels, tell: ProgressCallback = ignore_progress, *, min_bytes: int = LARGE_BYTES
+) -> Captured:
     """Fuse ops, two only over a storage of at least ``min_bytes``; adds new kernels to ``kernels``."""
     pairs = list(zip(captured.graph.ops, captured.calls, strict=True))
     fusible, alone, scratch = [op.id for op, call in pairs if _is_fusible(captured, op, call)], list[int](), {}
-    if traits_of(captured.device).knows_faster_kernels:
-        fusible = [op for op in fusible if _is_worth_it(captured, captured.calls[op])]
-        alone = [op for op in fusible if _is_worth_it_alone(captured.calls[op])]
-        scratch = _known_scratch(captured)
-    groups = ops_to_fuse(captured.graph, fusible, alone=alone, scratch=scratch, least=least)
-    fusions = [_Fusion(captured, group, least) for group in groups]
-    compiled = kernels.of([fusion.recipe for fusion in fusions], tell)
+    if traits_of(captured.device).has_kernel_measurements:
+        fusible = [op for op in fusible if _is_faster_fused(captured, captured.calls[op])]
+        alone = [op for op in fusible if _is_faster_compiled_alone(captured.calls[op])]
+        scratch = _scratch_bounds(captured)
+    groups = ops_to_fuse(captured.graph, fusible, alone=alone, scratch=scratch, min_bytes=min_bytes)
+    fusions = [_Fusion(captured, group, min_bytes) for group in groups]
+    compiled = kernels.compile_all([fusion.recipe for fusion in fusions], tell)
     compilable = [fusion for fusion in fusions if fusion.recipe.text in compiled]
     if not compilable:
         return captured
@@ -82,7 +91,7 @@ def fused(captured: Captured, kernels: Kernels, tell: Tell = silent, *, least: i
     for op, call in pairs:
         fusion = last.get(op.id)
         if fusion is not None:
-            for storage, reused_input in fusion.over.items():
+            for storage, reused_input in fusion.reused_inputs.items():
                 reused[storage] = reused.get(reused_input, reused_input)
             kernel = compiled[fusion.recipe.text]
             family = f"{fusion.recipe.text}, {kernel.threads} threads"
@@ -90,15 +99,17 @@ def fused(captured: Captured, kernels: Kernels, tell: Tell = silent, *, least: i
             ops.append((replace(fusion.op, family=family), Call(kernel, refs, {}, fusion.results)))
         elif op.id not in fused_ops:
             ops.append((op, call))
-    return compacted(with_ops(captured, ops), reused)
+    return drop_unused(with_ops(captured, ops), reused)
 
 
-def fusing(capture: Callable[..., Captured], kernels: Kernels | None, tell: Tell = silent) -> Callable[..., Captured]:
+def capture_and_fuse(
+    capture: Callable[..., Captured], kernels: Kernels | None, tell: ProgressCallback = ignore_progress
+) -> Callable[..., Captured]:
     """Return a capture function that also fuses ops; ``capture`` itself without ``kernels``."""
-    return capture if kernels is None else lambda **arguments: fused(capture(**arguments), kernels, tell)
+    return capture if kernels is None else lambda **arguments: fuse_ops(capture(**arguments), kernels, tell)
 
 
-def _known_scratch(captured: Captured) -> dict[int, int]:
+def _scratch_bounds(captured: Captured) -> dict[int, int]:
     """Return lower bounds of the scratch bytes of ops, by op id."""
     # oneDNN copies convolution arguments to another layout; batch norm's gradient needs a similar copy.
     storages = captured.graph.storages
@@ -116,29 +127,29 @@ def _is_fusible(captured: Captured, op: Op, call: Call) -> bool:
     if op.random or op.communicates or not op.rerunnable or not op.touched:
         return False
     name = func._schema.name
-    functional = functional_of(func) if name.endswith("_") else func
+    functional = functional_counterpart(func) if name.endswith("_") else func
     tagged = functional is not None and any(tag in functional.tags for tag in _TAGS)
-    if not tagged and name not in _FUSED and name not in REWRITTEN:
+    if not tagged and name not in _ALSO_FUSIBLE and name not in FILL_OPERATORS:
         return False
-    named = by_name(func, call.args, call.kwargs)
+    named = arguments_by_name(func, call.args, call.kwargs)
     written = [named[name] for name in written_arguments(func, named) if isinstance(named.get(name), Ref)]
     if written and not name.endswith("_") and name != BATCH_NORM:
         return False
     if {captured.values[ref.value].storage for ref in written} != set(op.mutates):
         return False
-    if not all(_covers(captured, captured.values[ref.value]) for ref in written):
+    if not all(_covers_storage(captured, captured.values[ref.value]) for ref in written):
         return False
     created = {captured.values[result].storage for result in call.results if result is not None}
     return created == set(op.creates) and all(map(_is_plain, _values_of(captured, call)))
 
 
-def _is_worth_it(captured: Captured, call: Call) -> bool:
+def _is_faster_fused(captured: Captured, call: Call) -> bool:
     """Return whether Inductor's loop is at least as fast as PyTorch's kernel, by our measurements."""
     func: Any = call.func
     name = func._schema.name
-    if name in _OWN_ON_CPU:
+    if name in _FASTER_UNFUSED_ON_CPU:
         return False
-    named = by_name(func, call.args, call.kwargs)
+    named = arguments_by_name(func, call.args, call.kwargs)
     first = next((captured.values[item.value] for item in named.values() if isinstance(item, Ref)), None)
     if first is None:
         return True
@@ -153,10 +164,10 @@ def _is_worth_it(captured: Captured, call: Call) -> bool:
     return True
 
 
-def _is_worth_it_alone(call: Call) -> bool:
+def _is_faster_compiled_alone(call: Call) -> bool:
     func: Any = call.func
-    named = by_name(func, call.args, call.kwargs)
-    return func._schema.name in _ALONE_ON_CPU and named.get("approximate", "none") == "none"
+    named = arguments_by_name(func, call.args, call.kwargs)
+    return func._schema.name in _FASTER_ALONE_ON_CPU and named.get("approximate", "none") == "none"
 
 
 def _values_of(captured: Captured, call: Call) -> Iterator[Value]:
@@ -172,7 +183,7 @@ def _is_plain(value: Value) -> bool:
     return not odd and value.dtype in _DTYPES and prod(value.shape) > 0
 
 
-def _covers(captured: Captured, value: Value) -> bool:
+def _covers_storage(captured: Captured, value: Value) -> bool:
     return covers(value, captured.graph.storages[value.storage].bytes)
 
 
@@ -188,20 +199,20 @@ class _Fusion:
         self._created = dict.fromkeys(storage for op in members for storage in op.creates)
         mutated = dict.fromkeys(s for op in members for s in op.mutates if s not in self._created)
         reads = tuple(dict.fromkeys(self._read_first(members)))
-        self.inputs = self._given(calls, mutated)
+        self.inputs = self._find_inputs(calls, mutated)
         results = [value for call in calls for value in call.results if value is not None]
-        outputs = [v for v in dict.fromkeys(results) if self._is_seen(captured.values[v].storage)]
+        outputs = [v for v in dict.fromkeys(results) if self._is_used_outside(captured.values[v].storage)]
         # Created storages that reuse the memory of an input: their ids and the input's.
-        self.over = self._over(outputs, mutated, min_bytes)
-        self.results = tuple(v for v in outputs if captured.values[v].storage not in self.over)
-        self.recipe = self._recipe(calls, mutated)
-        discarded = self._discarded(members)
+        self.reused_inputs = self._choose_reused_inputs(outputs, mutated, min_bytes)
+        self.results = tuple(v for v in outputs if captured.values[v].storage not in self.reused_inputs)
+        self.recipe = self._make_recipe(calls, mutated)
+        discarded = self._find_discarded(members)
         heaviest = max(members, key=lambda op: sum(graph.storages[s].bytes for s in op.touched))
         self.op = Op(
             ops[-1],
             self.recipe.name,
             reads,
-            (*mutated, *self.over.values()),
+            (*mutated, *self.reused_inputs.values()),
             tuple(captured.values[value].storage for value in self.results),
             module=heaviest.module,
             source=heaviest.source,
@@ -216,14 +227,14 @@ class _Fusion:
             yield from (s for s in op.reads if s not in self._created and s not in overwritten)
             overwritten.update(s for s in op.mutates if s not in op.reads)
 
-    def _given(self, calls: Sequence[Call], mutated: dict[int, None]) -> tuple[int, ...]:
+    def _find_inputs(self, calls: Sequence[Call], mutated: dict[int, None]) -> tuple[int, ...]:
         """Return the input values; of a storage that is written, only the value written."""
         values = self._captured.values
         bases: dict[int, int] = {}
         inputs: dict[int, None] = {}
         for call in calls:
             func: Any = call.func
-            named = by_name(func, call.args, call.kwargs)
+            named = arguments_by_name(func, call.args, call.kwargs)
             for name in sorted(written_arguments(func, named)):
                 ref = named.get(name)
                 if isinstance(ref, Ref):
@@ -237,11 +248,11 @@ class _Fusion:
                     inputs[ref.value] = None
         return tuple(inputs)
 
-    def _is_seen(self, storage: int) -> bool:
+    def _is_used_outside(self, storage: int) -> bool:
         graph = self._captured.graph
         return storage in graph.outputs or not set(self.ops).issuperset(graph.uses[storage])
 
-    def _over(self, outputs: Sequence[int], mutated: dict[int, None], min_bytes: int) -> dict[int, int]:
+    def _choose_reused_inputs(self, outputs: Sequence[int], mutated: dict[int, None], min_bytes: int) -> dict[int, int]:
         graph, values = self._captured.graph, self._captured.values
         values_by_storage: dict[int, list[int]] = {}
         for index in self.inputs:
@@ -258,7 +269,7 @@ class _Fusion:
         for index in outputs:
             result = values[index]
             size = graph.storages[result.storage].bytes
-            if size < min_bytes or result.storage in graph.outputs or not _covers(self._captured, result):
+            if size < min_bytes or result.storage in graph.outputs or not _covers_storage(self._captured, result):
                 continue
             for position, (storage, value) in enumerate(free):
                 same_layout = (value.dtype, value.layout()) == (result.dtype, result.layout())
@@ -268,12 +279,12 @@ class _Fusion:
                     break
         return reused
 
-    def _discarded(self, members: Sequence[Op]) -> set[int]:
+    def _find_discarded(self, members: Sequence[Op]) -> set[int]:
         """Return the storages that one op of the group discards and no other op of it touches."""
         discarded = {storage for op in members for storage in op.discards}
         return {s for s in discarded if sum(s in op.touched for op in members) == 1}
 
-    def _recipe(self, calls: Sequence[Call], mutated: dict[int, None]) -> Recipe:
+    def _make_recipe(self, calls: Sequence[Call], mutated: dict[int, None]) -> Recipe:
         values: dict[int, int] = {}
         storages: dict[int, int] = {}
 
@@ -290,7 +301,7 @@ class _Fusion:
             local.append(Call(call.func, args, kwargs, results))
         place = {self._captured.values[index].storage: place for place, index in enumerate(self.inputs)}
         written = [(place[storage], storages[storage]) for storage in mutated]
-        written += [(place[reused_input], storages[storage]) for storage, reused_input in self.over.items()]
+        written += [(place[reused_input], storages[storage]) for storage, reused_input in self.reused_inputs.items()]
         recipe = Recipe(
             tuple(local),
             tuple(
@@ -302,4 +313,4 @@ class _Fusion:
             tuple(values[result] for result in self.results),
             self._captured.device,
         )
-        return replace(recipe, text=described(recipe))
+        return replace(recipe, text=describe_recipe(recipe))

@@ -17,20 +17,20 @@ from typing import Any
 import torch
 
 from outofcore._torch_internals import CompilerMissingError, OpOverload, compile_traced, force_strides
-from outofcore.analysis.windows import Derivation, derivation
+from outofcore.analysis.windows import Derivation, derive_window
 from outofcore.capture.captured import Call, Ref, Value
-from outofcore.capture.operators import by_name, value_text, written_arguments
-from outofcore.capture.patching import TURN
+from outofcore.capture.operators import arguments_by_name, value_text, written_arguments
+from outofcore.capture.patching import CAPTURE_LOCK
 from outofcore.capture.tables import map_leaves
-from outofcore.progress import Tell, silent
-from outofcore.transforms.compiled_ahead import compiling_ahead
+from outofcore.progress import ProgressCallback, ignore_progress
+from outofcore.transforms.compiled_ahead import compile_ahead
 
 _log = logging.getLogger("outofcore")
 _aten = torch.ops.aten
 
 BATCH_NORM = "aten::native_batch_norm"
 # In-place operators without an out-of-place counterpart of the same arguments.
-REWRITTEN = frozenset({"aten::copy_", "aten::fill_", "aten::zero_"})
+FILL_OPERATORS = frozenset({"aten::copy_", "aten::fill_", "aten::zero_"})
 
 
 @dataclass(frozen=True)
@@ -56,23 +56,24 @@ _NAMES = 4  # operators listed in the name of a kernel
 _CACHED_SECONDS = 0.5  # upper bound for loading a kernel from Inductor's cache
 
 
-def described(recipe: Recipe) -> str:
+def describe_recipe(recipe: Recipe) -> str:
     values = [
         f"%{index}=s{value.storage}+{value.offset}:{value_text(value)}" for index, value in enumerate(recipe.values)
     ]
     calls = [
-        f"{call.func}({_text(list(call.args))}; {_text(sorted(call.kwargs.items()))})->{list(call.results)}"
+        f"{call.func}({_argument_text(list(call.args))}; {_argument_text(sorted(call.kwargs.items()))})"
+        f"->{list(call.results)}"
         for call in recipe.calls
     ]
     ends = f"given {list(recipe.inputs)}, written {list(recipe.written)}, returned {list(recipe.results)}"
     return f"{recipe.device}: {' '.join(values)}; {'; '.join(calls)}; {ends}"
 
 
-def _text(item: Any) -> str:
+def _argument_text(item: Any) -> str:
     if isinstance(item, Ref):
         return f"%{item.value}"
     if isinstance(item, list | tuple):
-        return "[" + ",".join(map(_text, item)) + "]"
+        return "[" + ",".join(map(_argument_text, item)) + "]"
     return repr(item)
 
 
@@ -97,37 +98,37 @@ class Kernels:
     """The kernels of a step, each compiled once; with ``compiles=False`` they can be planned but not run."""
 
     compiles: bool = True
-    _known: dict[tuple[str, int], Kernel | None] = field(default_factory=dict[tuple[str, int], Kernel | None])
-    _missing: bool = False
+    _compiled: dict[tuple[str, int], Kernel | None] = field(default_factory=dict[tuple[str, int], Kernel | None])
+    _is_compiler_missing: bool = False
 
-    def of(self, recipes: Iterable[Recipe], tell: Tell = silent) -> Mapping[str, Kernel]:
+    def compile_all(self, recipes: Iterable[Recipe], tell: ProgressCallback = ignore_progress) -> Mapping[str, Kernel]:
         """Return the kernels of recipes by recipe text; log and omit recipes that fail to compile."""
         threads = torch.get_num_threads()
         by_text = {recipe.text: recipe for recipe in recipes}
-        new = [recipe for text, recipe in by_text.items() if (text, threads) not in self._known]
+        new = [recipe for text, recipe in by_text.items() if (text, threads) not in self._compiled]
         with contextlib.ExitStack() as stack:
             for number, recipe in enumerate(new):
-                if self._missing:
+                if self._is_compiler_missing:
                     break
                 tell("compile kernels", number, len(new))
                 begin = time.monotonic()
-                self._known[recipe.text, threads] = self._made(recipe, threads)
+                self._compiled[recipe.text, threads] = self._compile(recipe, threads)
                 # The first kernel of a process always takes seconds; the second shows whether kernels are cached.
                 if number == 1 and self.compiles and time.monotonic() - begin > _CACHED_SECONDS:
-                    stack.enter_context(compiling_ahead(new[number + 1 :], threads))
+                    stack.enter_context(compile_ahead(new[number + 1 :], threads))
         if new:
             tell("compile kernels", len(new), len(new))
-        kernels = {text: self._known.get((text, threads)) for text in by_text}
+        kernels = {text: self._compiled.get((text, threads)) for text in by_text}
         return {text: kernel for text, kernel in kernels.items() if kernel is not None}
 
-    def _made(self, recipe: Recipe, threads: int) -> Kernel | None:
+    def _compile(self, recipe: Recipe, threads: int) -> Kernel | None:
         if not self.compiles:
-            return Kernel(recipe, threads, _not_compiled)
+            return Kernel(recipe, threads, _refuse_to_run)
         try:
-            with TURN:
-                return Kernel(recipe, threads, compiled(recipe, threads))
+            with CAPTURE_LOCK:
+                return Kernel(recipe, threads, compile_recipe(recipe, threads))
         except CompilerMissingError as error:
-            self._missing = True
+            self._is_compiler_missing = True
             _log.warning(
                 "kernels='inductor' cannot compile kernels: %s. The step runs with PyTorch's own kernels, "
                 "and rounds as they do",
@@ -141,36 +142,36 @@ class Kernels:
         return None
 
 
-def _not_compiled(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _refuse_to_run(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     raise RuntimeError("a kernel that was only planned (compiles=False) cannot run; please report this")
 
 
-def compiled(recipe: Recipe, threads: int) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+def compile_recipe(recipe: Recipe, threads: int) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
     """Compile a recipe or load it from Inductor's cache; raises ``CompilerMissingError`` if it cannot."""
     inputs = [(recipe.values[index], recipe.device) for index in recipe.inputs]
     layouts = [(value.shape, value.stride, value.offset, value.dtype, device) for value, device in inputs]
-    return compile_traced(_Traced(recipe), layouts, threads)
+    return compile_traced(_TracedRecipe(recipe), layouts, threads)
 
 
-class _Traced:
+class _TracedRecipe:
     """A functional version of a recipe for Inductor to trace; it writes in place only at the end."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         targets = {place for place, _ in recipe.written}
         # All values of a changing storage are views of one window.
-        self.changing = {recipe.values[recipe.inputs[place]].storage for place in targets}
+        self.written_storages = {recipe.values[recipe.inputs[place]].storage for place in targets}
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         recipe = self.recipe
-        self.plain: dict[int, torch.Tensor] = {}
+        self.untouched: dict[int, torch.Tensor] = {}
         self.contents: dict[int, tuple[torch.Tensor, Value]] = {}
         for index, tensor in zip(recipe.inputs, inputs, strict=True):
             value = recipe.values[index]
-            if value.storage in self.changing:
+            if value.storage in self.written_storages:
                 self.contents[value.storage] = tensor, value
             else:
-                self.plain[index] = tensor
+                self.untouched[index] = tensor
         for call in recipe.calls:
             self._run(call)
         returned: list[torch.Tensor] = []
@@ -185,19 +186,19 @@ class _Traced:
 
     def _contents_as(self, storage: int, index: int) -> torch.Tensor:
         tensor, value = self.contents[storage]
-        return _viewed(tensor, value, self.recipe.values[index])
+        return _view_as(tensor, value, self.recipe.values[index])
 
     def _read(self, index: int) -> torch.Tensor:
-        if index in self.plain:
-            return self.plain[index]
+        if index in self.untouched:
+            return self.untouched[index]
         return self._contents_as(self.recipe.values[index].storage, index)
 
     def _run(self, call: Call) -> None:
         func: Any = call.func
         args, kwargs = map_leaves((call.args, call.kwargs), lambda ref: self._read(ref.value), Ref)
-        tensors = by_name(func, args, kwargs)
-        refs = by_name(func, call.args, call.kwargs)
-        results, written = _functional(func, args, kwargs, tensors)
+        tensors = arguments_by_name(func, args, kwargs)
+        refs = arguments_by_name(func, call.args, call.kwargs)
+        results, written = _run_functional(func, args, kwargs, tensors)
         for leaf, index in enumerate(call.results):
             if index is not None:
                 self._write(index, results[leaf])
@@ -213,16 +214,16 @@ class _Traced:
         self.contents[value.storage] = tensor, value
 
 
-def _viewed(tensor: torch.Tensor, value: Value, target: Value) -> torch.Tensor:
+def _view_as(tensor: torch.Tensor, value: Value, target: Value) -> torch.Tensor:
     if value.layout() == target.layout() and value.dtype == target.dtype:
         return tensor
-    view = None if value.dtype != target.dtype else derivation(value.window(), target.window())
+    view = None if value.dtype != target.dtype else derive_window(value.window(), target.window())
     if view is None:
         raise NotFusibleError(f"{value_text(target)} is not a view of {value_text(value)}")
-    return derived(tensor, view)
+    return derive_view(tensor, view)
 
 
-def derived(tensor: torch.Tensor, view: Derivation) -> torch.Tensor:
+def derive_view(tensor: torch.Tensor, view: Derivation) -> torch.Tensor:
     tensor = tensor.permute(view.order).reshape(view.factors)
     for dim, (first, count) in enumerate(view.ranges):
         if count != view.factors[dim]:
@@ -238,7 +239,7 @@ def derived(tensor: torch.Tensor, view: Derivation) -> torch.Tensor:
     return tensor.expand(view.shape)
 
 
-def functional_of(func: OpOverload) -> OpOverload | None:
+def functional_counterpart(func: OpOverload) -> OpOverload | None:
     """Return the out-of-place overload with an in-place operator's argument types, or None."""
     name = func._schema.name.partition("::")[2]
     packet = getattr(_aten, name[:-1], None) if name.endswith("_") else None
@@ -253,20 +254,20 @@ def functional_of(func: OpOverload) -> OpOverload | None:
     return None
 
 
-def _functional(
+def _run_functional(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], named: dict[str, Any]
 ) -> tuple[list[Any], dict[str, torch.Tensor]]:
     """Return an operator's results, and the tensors that it would have written, by argument name."""
     name = func._schema.name
     if name == BATCH_NORM:
-        return _batch_norm(named)
+        return _run_batch_norm(named)
     if not name.endswith("_"):
         result = func(*args, **kwargs)
         return [result] if isinstance(result, torch.Tensor) else list(result), {}
     target: torch.Tensor = named["self"]
     if name == "aten::copy_":
         written = _aten.clone.default(named["src"].to(target.dtype).expand(target.shape))
-    elif name in REWRITTEN:
+    elif name in FILL_OPERATORS:
         number = named.get("value", 0)
         options = {"dtype": target.dtype, "device": target.device}
         if isinstance(number, torch.Tensor):
@@ -274,14 +275,14 @@ def _functional(
         else:
             written = _aten.full.default(list(target.shape), number, **options)
     else:
-        counterpart = functional_of(func)
+        counterpart = functional_counterpart(func)
         if counterpart is None:
             raise NotFusibleError(f"{func} writes in place and has no out-of-place overload")
         written = counterpart(*args, **kwargs).to(target.dtype)
     return [None], {"self": written}
 
 
-def _batch_norm(named: dict[str, Any]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+def _run_batch_norm(named: dict[str, Any]) -> tuple[list[Any], dict[str, torch.Tensor]]:
     weight, bias = named.get("weight"), named.get("bias")
     mean, variance = named.get("running_mean"), named.get("running_var")
     options = named["training"], named["momentum"], named["eps"]

@@ -20,46 +20,46 @@ from typing import Any
 import torch
 
 from outofcore._torch_internals import OpOverload
-from outofcore.capture.assembly import compacted
+from outofcore.capture.assembly import drop_unused
 from outofcore.capture.captured import Call, Captured, Ref, Value, with_ops
-from outofcore.capture.operators import by_name, family_text, placed
+from outofcore.capture.operators import arguments_by_name, arrange_arguments, family_text
 from outofcore.capture.tables import covers, map_leaves
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.transforms.passes import halves_of_convolution, halves_of_norm
 from outofcore.transforms.split.rules import ROWS
-from outofcore.transforms.split.ways import Cut, Given, Name, Settle
+from outofcore.transforms.split.ways import Adjust, ArgumentName, CallView, Cut
 from outofcore.units import MIB
 
 _aten = torch.ops.aten
 # Minimal bytes that a part adds up, and maximal number of parts.
-PART_BYTES, _MOST_PARTS = 4 * MIB, 16
+PART_BYTES, _MAX_PARTS = 4 * MIB, 16
 _PRECISE = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
 
 
 @dataclass(frozen=True)
-class Sum:
+class SumSplit:
     """A split of an op's sum."""
 
     extent: int  # of the summed axis
-    given: Mapping[Name, Cut]  # the arguments that have this axis
-    settle: Settle | None = None  # adjusts constants to a part
+    argument_cuts: Mapping[ArgumentName, Cut]  # the arguments that have this axis
+    adjust: Adjust | None = None  # adjusts constants to a part
     grain: int = 1  # smallest length of a part
 
 
-def summing(capture: Callable[..., Captured], *, is_on: bool) -> Callable[..., Captured]:
-    return (lambda **arguments: in_partial_sums(capture(**arguments))) if is_on else capture
+def capture_and_split_sums(capture: Callable[..., Captured], *, is_on: bool) -> Callable[..., Captured]:
+    return (lambda **arguments: split_sums(capture(**arguments))) if is_on else capture
 
 
-def in_partial_sums(captured: Captured, *, part_bytes: int = PART_BYTES) -> Captured:
+def split_sums(captured: Captured, *, part_bytes: int = PART_BYTES) -> Captured:
     """Split large sums over rows and samples into parts that each add up at least ``part_bytes``."""
-    fixed = _fixed(captured)
+    fixed = _batch_independent_storages(captured)
     values, storages = list(captured.values), list(captured.graph.storages)
     pairs: list[tuple[Op, Call]] = []
     for op, call in zip(captured.graph.ops, captured.calls, strict=True):
         halves = [
             part for half in halves_of_convolution(captured, op, call) for part in halves_of_norm(captured, *half)
         ]
-        splits = [_apart(captured, *half, fixed, part_bytes) for half in halves]
+        splits = [_find_split(captured, *half, fixed, part_bytes) for half in halves]
         if not any(splits):  # then the backward pass stays one op, too
             pairs.append((op, call))
             continue
@@ -67,14 +67,14 @@ def in_partial_sums(captured: Captured, *, part_bytes: int = PART_BYTES) -> Capt
             if split is None:
                 pairs.append((half, of_half))
             else:
-                pairs += _in_parts(half, of_half, *split, values, storages)
+                pairs += _build_parts(half, of_half, *split, values, storages)
     if len(pairs) == len(captured.graph.ops):
         return captured
     graph = StepGraph(tuple(storages), captured.graph.ops, captured.graph.outputs)
-    return compacted(with_ops(replace(captured, graph=graph, values=tuple(values)), pairs))
+    return drop_unused(with_ops(replace(captured, graph=graph, values=tuple(values)), pairs))
 
 
-def _fixed(captured: Captured) -> frozenset[int]:
+def _batch_independent_storages(captured: Captured) -> frozenset[int]:
     """Return persistent storages and storages computed from them alone: they do not depend on the batch."""
     graph = captured.graph
     fixed = {s.id for s in graph.storages if s.id not in graph.creator and s.kind is not StorageKind.INPUT}
@@ -84,16 +84,16 @@ def _fixed(captured: Captured) -> frozenset[int]:
     return frozenset(fixed)
 
 
-def _apart(
+def _find_split(
     captured: Captured, op: Op, call: Call, fixed: frozenset[int], part_bytes: int
-) -> tuple[Sum, tuple[int, ...]] | None:
+) -> tuple[SumSplit, tuple[int, ...]] | None:
     """Return the split of an op's sum and the ends of its parts, or None if the sum stays whole."""
     func = call.func
     rule = _SUMS.get(func._schema.name) if isinstance(func, OpOverload) else None
     if rule is None or not isinstance(func, OpOverload) or op.mutates or op.random or op.communicates:
         return None
     values, storages = captured.values, captured.graph.storages
-    view = Given(func, call, values, by_name(func, call.args, call.kwargs))
+    view = CallView(func, call, values, arguments_by_name(func, call.args, call.kwargs))
     results = view.results().values()
     if any(v.dtype not in _PRECISE or not covers(v, storages[v.storage].bytes) for v in results):
         return None
@@ -105,21 +105,21 @@ def _apart(
     if split is None or split.extent < 2:
         return None
     count = 0
-    for name, cut in split.given.items():
+    for name, cut in split.argument_cuts.items():
         value = view.value(*name)
-        if value is None or value.merged(cut.dims) is None or value.storage in fixed:
+        if value is None or value.merge_dims(cut.dims) is None or value.storage in fixed:
             return None
         count += prod(value.shape) * value.dtype.itemsize
     parts = 1
-    while 2 * parts <= min(_MOST_PARTS, split.extent // split.grain) and count >= 2 * parts * part_bytes:
+    while 2 * parts <= min(_MAX_PARTS, split.extent // split.grain) and count >= 2 * parts * part_bytes:
         parts *= 2
     if parts == 1:
         return None
     return split, tuple(split.extent * part // parts for part in range(parts + 1))
 
 
-def _in_parts(
-    op: Op, call: Call, split: Sum, ends: tuple[int, ...], values: list[Value], storages: list[Storage]
+def _build_parts(
+    op: Op, call: Call, split: SumSplit, ends: tuple[int, ...], values: list[Value], storages: list[Storage]
 ) -> list[tuple[Op, Call]]:
     """Build an op for each part of a sum, and after each but the first an op that adds it to the sum."""
     func: Any = call.func
@@ -133,24 +133,26 @@ def _in_parts(
         return numbers[value]
 
     for low, high in pairwise(ends):
-        named = dict(by_name(func, call.args, call.kwargs))
-        for (name, place), cut in split.given.items():
+        named = dict(arguments_by_name(func, call.args, call.kwargs))
+        for (name, place), cut in split.argument_cuts.items():
             item = named[name] if place < 0 else named[name][place]
             merged = values[item.value].merged(cut.dims)
             if merged is None:
                 raise RuntimeError(f"the split of {op.name} cannot be viewed as slices; please report this")
-            part = Ref(number(merged.narrowed(cut.dims[0], low, high)))
+            part = Ref(number(merged.narrow(cut.dims[0], low, high)))
             named[name] = part if place < 0 else [part if p == place else i for p, i in enumerate(named[name])]
-        if split.settle is not None:
-            split.settle(named, low, high)
-        args, kwargs = placed(func, call, named)
+        if split.adjust is not None:
+            split.adjust(named, low, high)
+        args, kwargs = arrange_arguments(func, call, named)
         results = call.results
         if low:
-            results = tuple(None if v is None else _beside(values[v], op, values, storages) for v in call.results)
+            results = tuple(
+                None if v is None else _add_value_like(values[v], op, values, storages) for v in call.results
+            )
         creates = tuple(dict.fromkeys(values[v].storage for v in results if v is not None))
         # An argument of which only the shape matters may be the result itself.
         own_results = dict(zip(call.results, results, strict=True))
-        args, kwargs = map_leaves((args, kwargs), partial(_standing, own_results), Ref)
+        args, kwargs = map_leaves((args, kwargs), partial(_replace_ref, own_results), Ref)
         family = family_text(op.name, args, kwargs, values)
         pairs.append((replace(op, creates=creates, family=family), Call(func, args, kwargs, results)))
         for result, result_part in zip(call.results, results, strict=True):
@@ -164,12 +166,12 @@ def _in_parts(
     return pairs
 
 
-def _standing(own_results: Mapping[int | None, int | None], ref: Ref) -> Ref:
+def _replace_ref(own_results: Mapping[int | None, int | None], ref: Ref) -> Ref:
     replacement = own_results.get(ref.value)
     return ref if replacement is None else Ref(replacement)
 
 
-def _beside(value: Value, op: Op, values: list[Value], storages: list[Storage]) -> int:
+def _add_value_like(value: Value, op: Op, values: list[Value], storages: list[Storage]) -> int:
     old = storages[value.storage]
     storages.append(Storage(len(storages), old.bytes, StorageKind.ACTIVATION, f"{old.name} part".strip()))
     values.append(replace(value, storage=len(storages) - 1))
@@ -179,62 +181,62 @@ def _beside(value: Value, op: Op, values: list[Value], storages: list[Storage]) 
 # --- rules for splitting sums ----------------------------------------------------------------------------------------
 
 
-def _product(view: Given) -> Sum | None:
+def _split_product(view: CallView) -> SumSplit | None:
     """Split the product of two matrices along the dimension that they share."""
     first = view.value("self")
     if first is None or len(first.shape) != 2:
         return None
-    cuts: dict[Name, Cut] = {("self", -1): Cut((1, 2)), ("mat2", -1): Cut((0, 1))}
-    return Sum(first.shape[1], cuts, grain=ROWS)
+    cuts: dict[ArgumentName, Cut] = {("self", -1): Cut((1, 2)), ("mat2", -1): Cut((0, 1))}
+    return SumSplit(first.shape[1], cuts, grain=ROWS)
 
 
-def _added_up(view: Given) -> Sum | None:
+def _split_sum(view: CallView) -> SumSplit | None:
     """Split a sum over the first dimension, possibly among others."""
     summand, dims = view.value("self"), view.named.get("dim")
     if summand is None or not summand.shape or not dims or view.named.get("dtype") is not None:
         return None
     if 0 not in {d % len(summand.shape) for d in dims}:
         return None
-    return Sum(summand.shape[0], {("self", -1): Cut((0, 1))})
+    return SumSplit(summand.shape[0], {("self", -1): Cut((0, 1))})
 
 
-def _of_weights(*arguments: str, sized: str = "") -> Callable[[Given], Sum | None]:
+def _split_weight_gradients(*arguments: str, sized: str = "") -> Callable[[CallView], SumSplit | None]:
     """Return a rule that splits the gradients of weights by samples."""
 
     def settle(named: dict[str, Any], low: int, high: int) -> None:
         if sized:
             named[sized] = high - low
 
-    def rule(view: Given) -> Sum | None:
+    def rule(view: CallView) -> SumSplit | None:
         first = view.value(arguments[0])
         if view.named["output_mask"][0] or first is None or not first.shape:
             return None
-        cuts: dict[Name, Cut] = {(name, -1): Cut((0, 1)) for name in arguments}
+        cuts: dict[ArgumentName, Cut] = {(name, -1): Cut((0, 1)) for name in arguments}
         if any((value := view.value(name)) is None or value.shape[0] != first.shape[0] for name in arguments):
             return None
-        return Sum(first.shape[0], cuts, settle)
+        return SumSplit(first.shape[0], cuts, settle)
 
     return rule
 
 
-def _of_layer_norm(*arguments: str) -> Callable[[Given], Sum | None]:
+def _split_layer_norm_gradients(*arguments: str) -> Callable[[CallView], SumSplit | None]:
     """Return a rule that splits a layer norm's weight gradients along its leading dimensions."""
 
-    def rule(view: Given) -> Sum | None:
+    def rule(view: CallView) -> SumSplit | None:
         first = view.value("input")
         if view.named["output_mask"][0] or first is None:
             return None
         lead = len(first.shape) - len(view.named["normalized_shape"])
-        cuts: dict[Name, Cut] = {(name, -1): Cut((0, lead)) for name in ("input", *arguments)}
-        return Sum(prod(first.shape[:lead]), cuts, grain=ROWS) if lead else None
+        cuts: dict[ArgumentName, Cut] = {(name, -1): Cut((0, lead)) for name in ("input", *arguments)}
+        return SumSplit(prod(first.shape[:lead]), cuts, grain=ROWS) if lead else None
 
     return rule
 
 
-_SUMS: dict[str, Callable[[Given], Sum | None]] = {
-    "aten::mm": _product,
-    "aten::sum": _added_up,
-    "aten::convolution_backward": _of_weights("grad_output", "input"),
-    "aten::native_group_norm_backward": _of_weights("grad_out", "input", "mean", "rstd", sized="N"),
-    "aten::native_layer_norm_backward": _of_layer_norm("grad_out", "mean", "rstd"),
+_SUMS: dict[str, Callable[[CallView], SumSplit | None]] = {
+    "aten::mm": _split_product,
+    "aten::sum": _split_sum,
+    "aten::convolution_backward": _split_weight_gradients("grad_output", "input"),
+    "aten::native_group_norm_backward": _split_weight_gradients("grad_out", "input", "mean", "rstd", sized="N"),
+    "aten::native_layer_norm_backward": _split_layer_norm_gradients("grad_out", "mean", "rstd"),
 }

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 
 from outofcore._torch_internals import OpOverload, OpOverloadPacket
-from outofcore.analysis import LARGE_BYTES, fullest_op, is_large, live_bytes
+from outofcore.analysis import LARGE_BYTES, is_large, live_bytes, peak_activation_op
 from outofcore.analysis.hoisting import hoisted_order
-from outofcore.capture.assembly import compacted
+from outofcore.capture.assembly import drop_unused
 from outofcore.capture.captured import Call, Captured, Ref, with_ops
 from outofcore.capture.device_traits import traits_of
-from outofcore.capture.operators import by_name, family_text, placed, traits
+from outofcore.capture.operators import arguments_by_name, arrange_arguments, family_text, traits
 from outofcore.capture.optimizer_steps import call_of_update
-from outofcore.capture.optimizers import OptimizerUpdate, is_torchs_own
+from outofcore.capture.optimizers import OptimizerUpdate, is_torch_optimizer
 from outofcore.capture.tables import covers, map_leaves
 from outofcore.capture.value_errors import ops_that_may_raise
 from outofcore.graph import Op, StepGraph, StorageKind
@@ -36,7 +36,7 @@ _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 _NORMS_BACKWARD = frozenset({"aten::native_group_norm_backward", "aten::native_layer_norm_backward"})
 
 
-def split(captured: Captured) -> Captured:
+def split_convolutions(captured: Captured) -> Captured:
     """Split each convolution backward pass that computes both kinds of gradients into two ops."""
     pairs = zip(captured.graph.ops, captured.calls, strict=True)
     return with_ops(captured, [part for op, call in pairs for part in halves_of_convolution(captured, op, call)])
@@ -50,7 +50,7 @@ def halves_of_convolution(captured: Captured, op: Op, call: Call) -> list[tuple[
     (of_input, call_of_input), of_weights = halves
     place = traits(_CONVOLUTION_BACKWARD).names.index("input")
     input_ref, result, values = call_of_input.args[place], call_of_input.results[0], captured.values
-    if result is not None and isinstance(input_ref, Ref) and values[input_ref.value].is_laid_like(values[result]):
+    if result is not None and isinstance(input_ref, Ref) and values[input_ref.value].has_same_layout(values[result]):
         # The op needs only the input's shape, which the result has.
         args = (*call_of_input.args[:place], Ref(result), *call_of_input.args[place + 1 :])
         used = {values[arg.value].storage for arg in args if isinstance(arg, Ref)}
@@ -68,13 +68,13 @@ def halves_of_norm(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Cal
 def _halves(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]] | None:
     """Split a backward pass into input and weight gradients; return None if it computes only one kind."""
     func: Any = call.func
-    named = by_name(func, call.args, call.kwargs)
+    named = arguments_by_name(func, call.args, call.kwargs)
     computed = [bool(flag) for flag in named["output_mask"]]
     if not computed[0] or not any(computed[1:]) or len(call.results) != len(computed):
         return None
     halves: list[tuple[Op, Call]] = []
     for mask in ([True] + [False] * len(computed[1:]), [False, *computed[1:]]):
-        args, kwargs = placed(func, call, named | {"output_mask": mask})
+        args, kwargs = arrange_arguments(func, call, named | {"output_mask": mask})
         results = tuple(v if flag else None for v, flag in zip(call.results, mask, strict=True))
         creates = tuple(dict.fromkeys(captured.values[v].storage for v in results if v is not None))
         half = replace(op, creates=creates, family=f"{op.family}{mask}")
@@ -83,7 +83,7 @@ def _halves(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]] | N
 
 
 # Operators that need only the shape of their argument, with their fill value; None: uninitialized.
-_AS_LARGE: dict[Any, int | None] = {
+_FILL_VALUES: dict[Any, int | None] = {
     _aten.empty_like.default: None,
     _aten.new_empty.default: None,
     _aten.zeros_like.default: 0,
@@ -93,14 +93,14 @@ _AS_LARGE: dict[Any, int | None] = {
 }
 
 
-def by_shape(captured: Captured) -> Captured:
+def drop_shape_only_arguments(captured: Captured) -> Captured:
     """Drop arguments of which an op needs only the shape."""
     pairs = zip(captured.graph.ops, captured.calls, strict=True)
-    return with_ops(captured, [_by_shape(captured, op, call) for op, call in pairs])
+    return with_ops(captured, [_drop_shape_only_argument(captured, op, call) for op, call in pairs])
 
 
-def _by_shape(captured: Captured, op: Op, call: Call) -> tuple[Op, Call]:
-    if call.func not in _AS_LARGE or not op.reads or op.mutates or len(op.creates) != 1:
+def _drop_shape_only_argument(captured: Captured, op: Op, call: Call) -> tuple[Op, Call]:
+    if call.func not in _FILL_VALUES or not op.reads or op.mutates or len(op.creates) != 1:
         return op, call
     result = call.results[0]
     value = None if result is None else captured.values[result]
@@ -109,7 +109,7 @@ def _by_shape(captured: Captured, op: Op, call: Call) -> tuple[Op, Call]:
     if not covers(value, captured.graph.storages[value.storage].bytes):
         return op, call
     kwargs = {"dtype": value.dtype, "device": captured.device, "pin_memory": False}
-    fill, shape = _AS_LARGE[call.func], list(value.shape)
+    fill, shape = _FILL_VALUES[call.func], list(value.shape)
     args: tuple[Any, ...] = (shape, list(value.stride))
     func = _aten.empty_strided.default
     if fill is not None:
@@ -121,12 +121,12 @@ def _by_shape(captured: Captured, op: Op, call: Call) -> tuple[Op, Call]:
 
 
 # Kinds of storages that the step creates for itself alone; they may be overwritten.
-PASSING = frozenset({StorageKind.ACTIVATION, StorageKind.GRADIENT})
+OWN_KINDS = frozenset({StorageKind.ACTIVATION, StorageKind.GRADIENT})
 
 
 def may_be_overwritten(graph: StepGraph, storage: int) -> bool:
     """Return whether no reader outside the step can need a storage's contents."""
-    return graph.storages[storage].kind in PASSING and storage in graph.creator and storage not in graph.outputs
+    return graph.storages[storage].kind in OWN_KINDS and storage in graph.creator and storage not in graph.outputs
 
 
 def recompute_casts(captured: Captured) -> Captured:
@@ -136,7 +136,7 @@ def recompute_casts(captured: Captured) -> Captured:
     half the bytes. A plan can then recompute a transformer block from its input, too.
     """
     graph = captured.graph
-    turn = fullest_op(graph)
+    turn = peak_activation_op(graph)
     storages, values = list(graph.storages), list(captured.values)
     copy_of: dict[int, int] = {}  # the second copy of a storage, which all ops after the turn use
     casts: dict[int, list[tuple[Op, Call]]] = {}  # the second casts, by the op before which they run
@@ -186,7 +186,7 @@ def _is_worth_recomputing(captured: Captured, op: Op, call: Call, turn: int) -> 
     if wide.kind is not StorageKind.ACTIVATION or saved in graph.outputs:
         return False
     # If the input outlives the first use, a plan can recompute the cast by itself.
-    if narrow.kind not in PASSING or source not in graph.creator or graph.uses[source][-1] >= first_use:
+    if narrow.kind not in OWN_KINDS or source not in graph.creator or graph.uses[source][-1] >= first_use:
         return False
     if any(source in graph.ops[use].mutates for use in graph.uses[source] if use > op.id):
         return False
@@ -197,7 +197,7 @@ def _is_worth_recomputing(captured: Captured, op: Op, call: Call, turn: int) -> 
 
 
 @dataclass(frozen=True)
-class Over:
+class OverwritingOverload:
     """An overload that writes an op's result over one of its arguments."""
 
     run: OpOverload
@@ -205,13 +205,13 @@ class Over:
     place: int  # of the overwritten argument
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.run(*args, **self.completed(args, kwargs))
+        return self.run(*args, **self.complete_kwargs(args, kwargs))
 
-    def completed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def complete_kwargs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         return kwargs if self.out is None else {**kwargs, self.out: args[self.place]}
 
 
-def reuse(captured: Captured, *, least: int = LARGE_BYTES) -> Captured:
+def reuse(captured: Captured, *, min_bytes: int = LARGE_BYTES) -> Captured:
     """Write large elementwise results, of at least ``min_bytes``, over an argument.
 
     The op must be the argument's last use, the step must have created it, and its layout must be the result's.
@@ -220,7 +220,7 @@ def reuse(captured: Captured, *, least: int = LARGE_BYTES) -> Captured:
     reused: dict[int, int] = {}  # replaced storage -> reused storage
     pairs: list[tuple[Op, Call]] = []
     for op, call in zip(graph.ops, captured.calls, strict=True):
-        over = _written_over(captured, op, call, least)
+        over = _find_overwriting(captured, op, call, min_bytes)
         if over is None:
             pairs.append((op, call))
             continue
@@ -229,17 +229,17 @@ def reuse(captured: Captured, *, least: int = LARGE_BYTES) -> Captured:
         family = f"{op.family}, over argument {over.place}" if op.family else ""
         op_over = replace(op, mutates=(*op.mutates, argument_storage), creates=(), family=family)
         pairs.append((op_over, replace(call, func=over, results=(None,))))
-    return compacted(with_ops(captured, pairs), reused) if reused else captured
+    return drop_unused(with_ops(captured, pairs), reused) if reused else captured
 
 
-def _written_over(captured: Captured, op: Op, call: Call, least: int) -> Over | None:
+def _find_overwriting(captured: Captured, op: Op, call: Call, least: int) -> OverwritingOverload | None:
     graph, values = captured.graph, captured.values
     func = call.func
     if not isinstance(func, OpOverload) or torch.Tag.pointwise not in func.tags:
         return None
     if len(op.creates) != 1 or op.mutates or op.random or len(call.results) != 1 or call.results[0] is None:
         return None
-    overloads = _told_where(func)
+    overloads = _overwriting_overloads(func)
     result = values[call.results[0]]
     result_storage = op.creates[0]
     if not overloads or result_storage in graph.outputs or graph.storages[result_storage].bytes < least:
@@ -262,17 +262,23 @@ def _written_over(captured: Captured, op: Op, call: Call, least: int) -> Over | 
 
 
 @cache
-def _told_where(func: OpOverload) -> list[Over]:
+def _overwriting_overloads(func: OpOverload) -> list[OverwritingOverload]:
     """Return overloads that write the result to any tensor, or else to the first argument."""
     packet = func._overloadpacket
-    overloads = [Over(overload, outs[0], -1) for overload, outs in _alike(func, packet) if len(outs) == 1]
+    overloads = [
+        OverwritingOverload(overload, outs[0], -1)
+        for overload, outs in _matching_overloads(func, packet)
+        if len(outs) == 1
+    ]
     in_place = getattr(torch.ops.aten, f"{packet.__name__}_", None)
     if not overloads and in_place is not None:
-        overloads = [Over(overload, None, 0) for overload, outs in _alike(func, in_place) if not outs]
+        overloads = [
+            OverwritingOverload(overload, None, 0) for overload, outs in _matching_overloads(func, in_place) if not outs
+        ]
     return overloads
 
 
-def _alike(func: OpOverload, packet: OpOverloadPacket) -> Iterator[tuple[OpOverload, list[str]]]:
+def _matching_overloads(func: OpOverload, packet: OpOverloadPacket) -> Iterator[tuple[OpOverload, list[str]]]:
     """Yield a packet's overloads that take an op's arguments, with the names of their out arguments."""
     parameters = [(a.name, str(a.type)) for a in func._schema.arguments]
     for name in packet.overloads():
@@ -284,7 +290,7 @@ def _alike(func: OpOverload, packet: OpOverloadPacket) -> Iterator[tuple[OpOverl
             yield overload, [a.name for a in arguments if a.is_out]
 
 
-def hoisting(captured: Captured) -> tuple[int, ...]:
+def hoist_order(captured: Captured) -> tuple[int, ...]:
     """Return an op order that frees memory sooner, with the same bits.
 
     Hoisted are optimizer updates without random numbers, and ops that turn large storages into small ones. They do not
@@ -305,18 +311,18 @@ def hoisting(captured: Captured) -> tuple[int, ...]:
     return hoisted_order(graph, movable, raising)
 
 
-def reordered(captured: Captured, order: Sequence[int]) -> Captured:
+def reorder(captured: Captured, order: Sequence[int]) -> Captured:
     """Return the step with its ops in another order, which must respect all dependencies."""
     return with_ops(captured, [(captured.graph.ops[old], captured.calls[old]) for old in order])
 
 
 # Updates of all parameters at once need scratch memory: at most this fraction (1/8) of the step's live bytes.
-_SMALL_PART = 8
+_LIVE_SHARE_OF_UPDATES = 8
 # When memory is short, parameters updated together take at most this fraction (1/16) of the room.
 SHARE_OF_UPDATES = 16
 
 
-def delayed(captured: Captured, max_bytes: int) -> Captured:
+def delay_updates(captured: Captured, max_bytes: int) -> Captured:
     """Move each update to the last one it can join; at most ``max_bytes`` of parameters wait for it."""
     # The ops that run in the place of each op: a row of updates runs in the place of its last one.
     places: list[list[int]] = [[op.id] for op in captured.graph.ops]
@@ -326,11 +332,11 @@ def delayed(captured: Captured, max_bytes: int) -> Captured:
     raising = ops_that_may_raise(captured)
     for pair in zip(captured.graph.ops, captured.calls, strict=True):
         op = pair[0]
-        if _update(*pair, at_once=at_once) is None:
+        if _joinable_update(*pair, at_once=at_once) is None:
             if op.id in raising or not waiting.isdisjoint(op.touched):
                 row, waiting = [], set()
             continue
-        if row and _follows(row, pair, max_bytes, at_once=at_once):
+        if row and _can_join(row, pair, max_bytes, at_once=at_once):
             before = places[row[-1][0].id]
             places[op.id] = [*before, op.id]
             before.clear()
@@ -338,10 +344,10 @@ def delayed(captured: Captured, max_bytes: int) -> Captured:
             row, waiting = [], set()
         row.append(pair)
         waiting.update(op.touched)
-    return reordered(captured, [op for place in places for op in place])
+    return reorder(captured, [op for place in places for op in place])
 
 
-def together(captured: Captured, max_bytes: int | None = None) -> Captured:
+def join_updates(captured: Captured, max_bytes: int | None = None) -> Captured:
     """Join consecutive updates.
 
     ``max_bytes`` limits the bytes of parameters per op; None chooses a limit that needs little more memory. Updates of
@@ -352,20 +358,20 @@ def together(captured: Captured, max_bytes: int | None = None) -> Captured:
     if max_bytes is None:
         max_bytes = sizes.joined
         if at_once:
-            max_bytes = max(sizes.chunk, min(live_bytes(captured.graph) // _SMALL_PART, max_bytes))
+            max_bytes = max(sizes.chunk, min(live_bytes(captured.graph) // _LIVE_SHARE_OF_UPDATES, max_bytes))
     rows: list[list[tuple[Op, Call]]] = []
     for pair in zip(captured.graph.ops, captured.calls, strict=True):
-        if rows and _follows(rows[-1], pair, max_bytes, at_once=at_once):
+        if rows and _can_join(rows[-1], pair, max_bytes, at_once=at_once):
             rows[-1].append(pair)
         else:
             rows.append([pair])
-    return with_ops(captured, map(_joined, rows))
+    return with_ops(captured, map(_join, rows))
 
 
-def _update(op: Op, call: Call, *, at_once: bool) -> OptimizerUpdate | None:
+def _joinable_update(op: Op, call: Call, *, at_once: bool) -> OptimizerUpdate | None:
     """Return the op's update if it may be joined; on the CPU only updates that go parameter by parameter."""
     update = call.func
-    if not isinstance(update, OptimizerUpdate) or not is_torchs_own(update.optimizer) or op.random:
+    if not isinstance(update, OptimizerUpdate) or not is_torch_optimizer(update.optimizer) or op.random:
         return None
     for index in {member.group for member in update.members}:
         group = update.optimizer.param_groups[index]
@@ -375,11 +381,11 @@ def _update(op: Op, call: Call, *, at_once: bool) -> OptimizerUpdate | None:
     return update
 
 
-def _follows(row: Sequence[tuple[Op, Call]], pair: tuple[Op, Call], max_bytes: int, *, at_once: bool) -> bool:
-    first, update = _update(*row[0], at_once=at_once), _update(*pair, at_once=at_once)
+def _can_join(row: Sequence[tuple[Op, Call]], pair: tuple[Op, Call], max_bytes: int, *, at_once: bool) -> bool:
+    first, update = _joinable_update(*row[0], at_once=at_once), _joinable_update(*pair, at_once=at_once)
     if first is None or update is None or update.optimizer is not first.optimizer:
         return False
-    if update.is_first() != first.is_first():
+    if update.creates_state() != first.creates_state():
         return False  # first updates allocate their state, too
     members = [m for _, call in row if isinstance(call.func, OptimizerUpdate) for m in call.func.members]
     # A parameter that is updated twice has a second update of its own.
@@ -388,11 +394,11 @@ def _follows(row: Sequence[tuple[Op, Call]], pair: tuple[Op, Call], max_bytes: i
     return sum(m.parameter.numel() * m.parameter.element_size() for m in (*members, *update.members)) <= max_bytes
 
 
-def _joined(row: Sequence[tuple[Op, Call]]) -> tuple[Op, Call]:
+def _join(row: Sequence[tuple[Op, Call]]) -> tuple[Op, Call]:
     if len(row) == 1:
         return row[0]
     parts, calls = [op for op, _ in row], [call for _, call in row]
-    update = OptimizerUpdate.joined([call.func for call in calls if isinstance(call.func, OptimizerUpdate)])
+    update = OptimizerUpdate.join([call.func for call in calls if isinstance(call.func, OptimizerUpdate)])
     params, grads, states = ([item for call in calls for item in call.args[place]] for place in range(3))
     args = (params, grads, states)
     op = replace(
@@ -404,22 +410,22 @@ def _joined(row: Sequence[tuple[Op, Call]]) -> tuple[Op, Call]:
     return op, call_of_update(update, args)
 
 
-def fastest(traced: Captured) -> Captured:
+def rewrite_for_speed(traced: Captured) -> Captured:
     """Rewrite a trace for plentiful memory: joined updates and reused arguments."""
-    return reuse(together(by_shape(traced)))
+    return reuse(join_updates(drop_shape_only_arguments(traced)))
 
 
-def leanest(traced: Captured) -> Captured:
+def rewrite_for_lowest_memory(traced: Captured) -> Captured:
     """Rewrite a trace to need the least memory: split ops and hoisted updates."""
-    captured = reuse(split(recompute_casts(by_shape(traced))))
-    return reordered(captured, hoisting(captured))
+    captured = reuse(split_convolutions(recompute_casts(drop_shape_only_arguments(traced))))
+    return reorder(captured, hoist_order(captured))
 
 
-def lean(traced: Captured, room: int) -> Captured:
+def rewrite_for_low_memory(traced: Captured, room: int) -> Captured:
     """Rewrite a trace for low memory, with updates joined as far as ``room`` bytes allow it.
 
     Each update costs some hundred microseconds, and a single one misses the processor's caches.
     """
-    captured = leanest(traced)
+    captured = rewrite_for_lowest_memory(traced)
     max_bytes = min(room // SHARE_OF_UPDATES, traits_of(captured.device).update_bytes.delayed)
-    return together(delayed(captured, max_bytes), max_bytes)
+    return join_updates(delay_updates(captured, max_bytes), max_bytes)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from outofcore.costs import Costs
 from outofcore.errors import ValidationError
 from outofcore.program import CopyIn, CopyOut, Run
-from outofcore.validator.step import Order, Step
+from outofcore.validator.step import ExecutionOrder, ValidatedStep
 
-_Copy = tuple[int, int, CopyOut | CopyIn]  # index of the instruction, storage, the copy
+_HomeCopy = tuple[int, int, CopyOut | CopyIn]  # index of the instruction, storage, the copy
 
 
-def check_homes(step: Step, costs: Costs | None) -> dict[int, int]:
+def check_homes(step: ValidatedStep, costs: Costs | None) -> dict[int, int]:
     """Check homes, lodgings and clean storages; return the home of each lodging."""
     graph, program = step.graph, step.program
     count = None if costs is None else max(len(costs.homes), 1)
@@ -50,11 +50,11 @@ def check_homes(step: Step, costs: Costs | None) -> dict[int, int]:
     return homes
 
 
-def check_capacity(step: Step, order: Order, costs: Costs, lodgings: dict[int, int]) -> None:
+def check_capacity(step: ValidatedStep, order: ExecutionOrder, costs: Costs, lodgings: dict[int, int]) -> None:
     """Check that every copy out has room at its home when it starts, however the queues run."""
     graph, program = step.graph, step.program
     size = [storage.bytes for storage in graph.storages]
-    copies: list[_Copy] = [
+    copies: list[_HomeCopy] = [
         (index, program.blocks[instruction.block].storage or 0, instruction)
         for index, instruction in enumerate(program.instructions)
         if not isinstance(instruction, Run)
@@ -80,7 +80,7 @@ def check_capacity(step: Step, order: Order, costs: Costs, lodgings: dict[int, i
             if instruction.home != home or storage in here or not isinstance(instruction, CopyOut):
                 continue
             temporary_bytes = {
-                slot: count for slot, count in temporary_bytes.items() if not order.before(ends[slot], index)
+                slot: count for slot, count in temporary_bytes.items() if not order.has_ended_before(ends[slot], index)
             }
             temporary_bytes[index] = size[storage]
             total = permanent_bytes + sum(temporary_bytes.values())
@@ -91,7 +91,7 @@ def check_capacity(step: Step, order: Order, costs: Costs, lodgings: dict[int, i
                 )
 
 
-def _last_reads(copies: Sequence[_Copy]) -> dict[int, int]:
+def _last_reads(copies: Sequence[_HomeCopy]) -> dict[int, int]:
     """Return the last copy in of each copy out to one home; itself if it is not read back."""
     ends: dict[int, int] = {}
     last: dict[int, int] = {}

@@ -17,7 +17,7 @@ from outofcore.errors import ValidationError
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.program import Block, CopyOut, Program, Run
 from outofcore.validator.homes import check_capacity, check_homes
-from outofcore.validator.step import Order, Step
+from outofcore.validator.step import ExecutionOrder, ValidatedStep
 
 
 def validate(graph: StepGraph, program: Program, budget: int, costs: Costs | None = None) -> None:
@@ -47,12 +47,12 @@ def validate(graph: StepGraph, program: Program, budget: int, costs: Costs | Non
     graph.check()
     if costs is not None:
         costs.check(graph)
-    step = Step(graph, program)
+    step = ValidatedStep(graph, program)
     _check_blocks(step)
     _check_instructions(step, costs)
     _check_coverage(step)
     lodgings = check_homes(step, costs)
-    order = Order(program)
+    order = ExecutionOrder(program)
     _check_room(step, budget)
     if costs is not None:
         check_capacity(step, order, costs, lodgings)
@@ -70,7 +70,7 @@ def _stay_of(block: Block, index: int) -> int:
     return int(block.wraps and not block.born == block.dies == 0 and index >= block.born)
 
 
-def _check_blocks(step: Step) -> None:
+def _check_blocks(step: ValidatedStep) -> None:
     """Check that blocks are large enough for their storages and have valid lifetimes."""
     graph, end = step.graph, len(step.program.instructions)
     lasting = graph.persistent | {s.id for s in graph.storages if s.kind is StorageKind.CONSTANT}
@@ -109,7 +109,7 @@ def _check_blocks(step: Step) -> None:
         wrapping[block.storage] = index
 
 
-def _check_instructions(step: Step, costs: Costs | None) -> None:
+def _check_instructions(step: ValidatedStep, costs: Costs | None) -> None:
     """Check that ids exist, used blocks are held, and runs use their op's storages."""
     blocks = step.program.blocks
     for index, instruction in enumerate(step.program.instructions):
@@ -132,7 +132,7 @@ def _check_instructions(step: Step, costs: Costs | None) -> None:
                 )
 
 
-def _check_run(step: Step, index: int, run: Run, costs: Costs | None) -> None:
+def _check_run(step: ValidatedStep, index: int, run: Run, costs: Costs | None) -> None:
     if not 0 <= run.op < len(step.graph.ops):
         raise ValidationError(f"instruction {index} runs op {run.op}, which the graph does not have")
     if run.communicates != step.graph.ops[run.op].communicates:
@@ -152,7 +152,7 @@ def _check_run(step: Step, index: int, run: Run, costs: Costs | None) -> None:
         raise ValidationError(f"{step.instruction(index)} has a workspace of {available} bytes and needs {needed}")
 
 
-def _check_coverage(step: Step) -> None:
+def _check_coverage(step: ValidatedStep) -> None:
     """Check that every op runs, in graph order, and that only rerunnable ops run again."""
     upcoming = 0
     for index, instruction in enumerate(step.program.instructions):
@@ -172,7 +172,7 @@ def _check_coverage(step: Step) -> None:
         raise ValidationError(f"{step.op(upcoming)} never runs")
 
 
-def _check_room(step: Step, budget: int) -> None:
+def _check_room(step: ValidatedStep, budget: int) -> None:
     """Check that live blocks do not overlap, and that they fit the budget."""
     program = step.program
     is_placed = any(block.offset >= 0 for block in program.blocks)
@@ -191,7 +191,7 @@ def _check_room(step: Step, budget: int) -> None:
     for block in program.blocks:
         if block.wraps and (block.dies > 0 or block.born == 0):
             held_bytes += block.bytes
-            _take(step, live, block, None)
+            _add_live_block(step, live, block, None)
         if block.born > 0 or not block.wraps:
             births[block.born].append(block)
         if 0 < block.dies < len(deaths):
@@ -204,7 +204,7 @@ def _check_room(step: Step, budget: int) -> None:
                 del live[bisect_left(live, (block.offset, block.offset + block.bytes, block.id))]
         for block in born:
             held_bytes += block.bytes
-            _take(step, live, block, index)
+            _add_live_block(step, live, block, index)
         if held_bytes > peak:
             peak, peak_at = held_bytes, index
     if not is_placed and peak > budget:
@@ -212,7 +212,7 @@ def _check_room(step: Step, budget: int) -> None:
         raise ValidationError(f"{peak} bytes are held at {when}, more than the budget of {budget}")
 
 
-def _take(step: Step, live: list[tuple[int, int, int]], block: Block, index: int | None) -> None:
+def _add_live_block(step: ValidatedStep, live: list[tuple[int, int, int]], block: Block, index: int | None) -> None:
     if block.offset < 0 or block.bytes == 0:
         return
     begin, end = block.offset, block.offset + block.bytes
@@ -228,7 +228,7 @@ def _take(step: Step, live: list[tuple[int, int, int]], block: Block, index: int
     live.insert(at, (begin, end, block.id))
 
 
-def _staying(step: Step) -> dict[int, Block]:
+def _staying_blocks(step: ValidatedStep) -> dict[int, Block]:
     graph, program = step.graph, step.program
     blocks: dict[int, Block] = {}
     for storage in program.staying:
@@ -248,7 +248,7 @@ def _staying(step: Step) -> dict[int, Block]:
 
 
 @dataclass(eq=False, slots=True)
-class _Cell:
+class _Location:
     """A stay of a block, or a home slot: its version and its last accesses."""
 
     of: Block | tuple[int, int]  # the block; or the storage and its home
@@ -260,17 +260,17 @@ class _Cell:
 class _Replay:
     """Replays versions through blocks and homes, and checks that each conflict is ordered."""
 
-    def __init__(self, step: Step, order: Order, lodgings: dict[int, int]) -> None:
+    def __init__(self, step: ValidatedStep, order: ExecutionOrder, lodgings: dict[int, int]) -> None:
         graph, program = step.graph, step.program
         self.step, self.graph, self.program, self.order = step, graph, program, order
         # The current instruction: its index, its queue, and its entry of ``ExecutionOrder.ended``.
-        self.index, self.queue, self.known = 0, 0, [0]
+        self.index, self.queue, self.ended = 0, 0, [0]
         self.alone = True  # all earlier instructions have ended when it starts, so it has no conflicts
         # The versions that each op reads and writes in plain execution.
         self.before: list[list[int]] = []
         self.after: list[list[tuple[int, int]]] = []
         final = self.final = [0] * len(graph.storages)
-        self.staying = _staying(step)
+        self.staying = _staying_blocks(step)
         for op in graph.ops:
             self.before.append([final[s] for s in op.reads])
             written = set(op.mutates + op.creates)
@@ -284,24 +284,24 @@ class _Replay:
         at_home = inputs | (graph.persistent - self.wrapping.keys()) | set(program.clean)
         self.lodgings = lodgings
         # By storage and home; absent until the first access.
-        self.homes: dict[tuple[int, int], _Cell] = {}
+        self.homes: dict[tuple[int, int], _Location] = {}
         for storage in sorted(at_home):
             self._home(storage, lodgings.get(storage, 0)).version = 0
         # By block: its stay, and in ``later_stays`` that of a wrapping block after it is born again.
-        self.stays: list[_Cell | None] = [None] * len(program.blocks)
-        self.later_stays: dict[int, _Cell] = {}
+        self.stays: list[_Location | None] = [None] * len(program.blocks)
+        self.later_stays: dict[int, _Location] = {}
         # The latest cells of the arena's bytes, over disjoint spans in order of address.
         self.begins: list[int] = []
         self.ends: list[int] = []
-        self.holders: list[_Cell] = []
+        self.holders: list[_Location] = []
 
     def check(self) -> None:
         order = self.order
-        issued = [0] * len(order.known[0]) if order.known else []
+        issued = [0] * len(order.ended[0]) if order.ended else []
         for index, instruction in enumerate(self.program.instructions):
             queue = order.queue[index]
-            self.index, self.queue, self.known = index, queue, order.known[index]
-            self.alone = all(map(le, issued, self.known))
+            self.index, self.queue, self.ended = index, queue, order.ended[index]
+            self.alone = all(map(le, issued, self.ended))
             issued[queue] += 1
             if isinstance(instruction, Run):
                 self._run(instruction)
@@ -313,20 +313,20 @@ class _Replay:
             self._write(target, instruction.version)
         self._check_end()
 
-    def _home(self, storage: int, home: int) -> _Cell:
+    def _home(self, storage: int, home: int) -> _Location:
         cell = self.homes.get((storage, home))
         if cell is None:
-            cell = self.homes[storage, home] = _Cell((storage, home), None)
+            cell = self.homes[storage, home] = _Location((storage, home), None)
         return cell
 
-    def _name(self, cell: _Cell) -> str:
+    def _name(self, cell: _Location) -> str:
         if isinstance(cell.of, Block):
             return self.step.block(cell.of)
         storage, home = cell.of
         name = self.step.storage(storage)
         return f"the home of {name}" if home == 0 else f"{name} at home {home}"
 
-    def _found(self, cell: _Cell) -> str:
+    def _describe_contents(self, cell: _Location) -> str:
         content = "undefined bytes" if cell.version is None else f"version {cell.version}"
         return f"{self._name(cell)} holds {content}"
 
@@ -342,30 +342,30 @@ class _Replay:
         if run.workspace is not None:
             self._write(self._cell(run.workspace), None)
 
-    def _cell(self, number: int) -> _Cell:
+    def _cell(self, number: int) -> _Location:
         cell, block = self.stays[number], self.program.blocks[number]
         later = block.wraps and _stay_of(block, self.index) == 1
         if later:
             cell = self.later_stays.get(number)
         if cell is None:
-            cell = _Cell(block, 0 if block.wraps and not later else None)
+            cell = _Location(block, 0 if block.wraps and not later else None)
             if later:
                 self.later_stays[number] = cell
             else:
                 self.stays[number] = cell
             if block.offset >= 0 and block.bytes > 0:
-                self._succeed(cell, block.offset, block.offset + block.bytes)
+                self._take_over_bytes(cell, block.offset, block.offset + block.bytes)
             elif later and (former := self.stays[number]) is not None and not self.alone:
-                self._follow(former, cell)  # without addresses, the former stay is not found by its bytes
+                self._check_ordered(former, cell)  # without addresses, the former stay is not found by its bytes
         return cell
 
-    def _succeed(self, cell: _Cell, begin: int, end: int) -> None:
+    def _take_over_bytes(self, cell: _Location, begin: int, end: int) -> None:
         """Let a new stay take its bytes, and check that all former users of these have ended."""
         begins, ends, holders = self.begins, self.ends, self.holders
         low, high = bisect_right(ends, begin), bisect_left(begins, end)
         for former in () if self.alone else holders[low:high]:
             if former.writer is not None or former.readers:
-                self._follow(former, cell)
+                self._check_ordered(former, cell)
         if high == low + 1 and begins[low] == begin and ends[low] == end:
             holders[low] = cell
             return
@@ -376,9 +376,9 @@ class _Replay:
             news.append((end, ends[high - 1], holders[high - 1]))
         begins[low:high], ends[low:high], holders[low:high] = zip(*news, strict=True)
 
-    def _follow(self, former: _Cell, cell: _Cell) -> None:
+    def _check_ordered(self, former: _Location, cell: _Location) -> None:
         """Check that the users of ``former``, whose bytes ``cell`` reuses, have ended before this instruction."""
-        ended, order = self.known, self.order
+        ended, order = self.ended, self.order
         for earlier in (former.writer, *former.readers.values()):
             if earlier is not None and ended[order.queue[earlier]] < order.position[earlier]:
                 place = self._name(cell)
@@ -390,18 +390,18 @@ class _Replay:
         names = f"{self.step.instruction(self.index)} may start before {self.step.instruction(earlier)}"
         raise ValidationError(f"{names} has ended, and both touch {bytes_of}; it must wait")
 
-    def _read(self, cell: _Cell, version: int) -> None:
+    def _read(self, cell: _Location, version: int) -> None:
         if cell.version != version:
             name = self.step.instruction(self.index)
-            raise ValidationError(f"{name} needs version {version}, but {self._found(cell)}")
+            raise ValidationError(f"{name} needs version {version}, but {self._describe_contents(cell)}")
         writer = None if self.alone else cell.writer
-        if writer is not None and self.known[self.order.queue[writer]] < self.order.position[writer]:
+        if writer is not None and self.ended[self.order.queue[writer]] < self.order.position[writer]:
             self._refuse(writer, self._name(cell))
         cell.readers[self.queue] = self.index
 
-    def _write(self, cell: _Cell, version: int | None) -> None:
+    def _write(self, cell: _Location, version: int | None) -> None:
         if not self.alone:
-            self._follow(cell, cell)
+            self._check_ordered(cell, cell)
         if cell.readers:
             cell.readers.clear()
         cell.writer = self.index
@@ -422,15 +422,16 @@ class _Replay:
         ends += [(self._home(s, self.lodgings.get(s, 0)), 0, "is marked clean") for s in self.program.clean]
         for block in self.wrapping.values():
             stay = _stay_of(block, block.born)
-            last = (self.later_stays.get(block.id) if stay else self.stays[block.id]) or _Cell(
+            last = (self.later_stays.get(block.id) if stay else self.stays[block.id]) or _Location(
                 block, None if stay else 0
             )
             ends.append((last, self.final[block.storage or 0], "starts the next step"))
         for storage, block in self.staying.items():
-            last = self.stays[block.id] or _Cell(block, None)
+            last = self.stays[block.id] or _Location(block, None)
             ends.append((last, self.final[storage], "is seen after the step"))
         for cell, version, reason in ends:
             if cell.version != version:
                 raise ValidationError(
-                    f"{self._name(cell)} {reason} and must end at version {version}, but {self._found(cell)}"
+                    f"{self._name(cell)} {reason} and must end at version {version}, but "
+                    f"{self._describe_contents(cell)}"
                 )

@@ -11,7 +11,7 @@ from outofcore.program import Block, CopyOut, Instruction, Program, Queue, Run, 
 
 
 @dataclass(frozen=True)
-class Step:
+class ValidatedStep:
     graph: StepGraph
     program: Program
 
@@ -38,7 +38,7 @@ class Step:
         return f"instruction {index} ({queue_of(instruction).value} of {self.block(block)})"
 
 
-class Order:
+class ExecutionOrder:
     """The guaranteed order of instructions, as vector clocks."""
 
     def __init__(self, program: Program) -> None:
@@ -46,7 +46,7 @@ class Order:
         self.position: list[int] = []  # of each instruction on its queue, from 1
         # For each instruction, how many of each other queue have ended when it starts. Instructions share the list of
         # their predecessor if they wait for no more.
-        self.known: list[list[int]] = []
+        self.ended: list[list[int]] = []
         lanes = [_lane(instruction) for instruction in program.instructions]
         number = {lane: i for i, lane in enumerate(dict.fromkeys(lanes))}
         lines: list[list[int]] = [[] for _ in number]
@@ -64,17 +64,17 @@ class Order:
                     )
                 # If it is already known to have ended, its clock has been merged, too.
                 if ended[of] < wait.count:
-                    ended = list(map(max, ended, self.known[waited_line[wait.count - 1]]))
+                    ended = list(map(max, ended, self.ended[waited_line[wait.count - 1]]))
                     ended[of] = wait.count
             latest[queue] = ended
             lines[queue].append(index)
             self.queue.append(queue)
             self.position.append(len(lines[queue]))
-            self.known.append(ended)
+            self.ended.append(ended)
 
-    def before(self, first: int, second: int) -> bool:
+    def has_ended_before(self, first: int, second: int) -> bool:
         """Return whether the first instruction has always ended when the second starts."""
-        return first < second and self.known[second][self.queue[first]] >= self.position[first]
+        return first < second and self.ended[second][self.queue[first]] >= self.position[first]
 
 
 _COLLECTIVES = -1  # the number of the queue of collectives

@@ -100,12 +100,12 @@ def _image_sampler(
     match source:
         case ImageSource.PHOTOS:
             photographs = _photographs()
-            return lambda: _crops(photographs, batch, size, generator)
+            return lambda: _crop_photographs(photographs, batch, size, generator)
         case ImageSource.DIGITS:
             digits, names = _digits()
-            return lambda: _enlarged(digits, names, batch, size, generator)
+            return lambda: _enlarge_digits(digits, names, batch, size, generator)
         case ImageSource.GENERATED:
-            return lambda: _gratings(batch, size, generator)
+            return lambda: _draw_gratings(batch, size, generator)
 
 
 def _photographs() -> list[Tensor]:
@@ -123,7 +123,9 @@ def _digits() -> tuple[Tensor, Tensor]:
     return torch.tensor(pixels).float().view(-1, 1, 8, 8) / 16, torch.tensor(names)
 
 
-def _crops(photographs: list[Tensor], batch: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _crop_photographs(
+    photographs: list[Tensor], batch: int, size: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     labels = torch.randint(4 * len(photographs), (batch,), generator=generator)
     positions = torch.rand(batch, 3, generator=generator)
     images = torch.empty(batch, 3, size, size)
@@ -138,7 +140,7 @@ def _crops(photographs: list[Tensor], batch: int, size: int, generator: torch.Ge
     return images, labels
 
 
-def _enlarged(
+def _enlarge_digits(
     digits: Tensor, names: Tensor, batch: int, size: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     drawn = torch.randint(len(names), (batch,), generator=generator)
@@ -146,7 +148,7 @@ def _enlarged(
     return images.expand(-1, 3, -1, -1), names[drawn]
 
 
-def _gratings(batch: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _draw_gratings(batch: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     labels = torch.randint(10, (batch,), generator=generator)
     angle = (labels % 5 * (torch.pi / 5)).view(-1, 1, 1)
     phase = torch.rand(batch, 1, 1, generator=generator) * (2 * torch.pi)

@@ -42,7 +42,7 @@ class GPTShape:
         return (self.vocab + self.context) * self.width + self.layers * block + 2 * self.width
 
 
-def shape_for(parameters: int, context: int, vocab: int, dropout: float) -> GPTShape:
+def choose_shape(parameters: int, context: int, vocab: int, dropout: float) -> GPTShape:
     """Choose layers and width for a model of about ``parameters`` parameters.
 
     Minimise |log(count / parameters)| + |log2(width / layers / 64)| / 20 over widths that are multiples of 64. Raises
@@ -71,7 +71,7 @@ def shape_for(parameters: int, context: int, vocab: int, dropout: float) -> GPTS
     return best
 
 
-class Attention(nn.Module):
+class CausalSelfAttention(nn.Module):
     """Causal self-attention over (N, T, width)."""
 
     def __init__(self, shape: GPTShape) -> None:
@@ -89,13 +89,13 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(n, t, width))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and two linear layers, each with a residual: (N, T, width) to the same."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(shape.width)
-        self.attention = Attention(shape)
+        self.attention = CausalSelfAttention(shape)
         self.norm2 = nn.LayerNorm(shape.width)
         self.grow = nn.Linear(shape.width, 4 * shape.width)
         self.gelu = nn.GELU(approximate="tanh")
@@ -115,7 +115,7 @@ class GPT(nn.Module):
         self.embedding = nn.Embedding(shape.vocab, shape.width)
         self.positions = nn.Parameter(torch.empty(shape.context, shape.width))
         self.dropout = nn.Dropout(shape.dropout)
-        self.blocks = nn.Sequential(*(Block(shape) for _ in range(shape.layers)))
+        self.blocks = nn.Sequential(*(TransformerBlock(shape) for _ in range(shape.layers)))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocab, bias=False)
         self.head.weight = self.embedding.weight

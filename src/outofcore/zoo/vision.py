@@ -18,7 +18,7 @@ class ResNetShape:
     bottleneck: bool
 
 
-def resnet_shape(depth: int) -> ResNetShape:
+def choose_resnet_shape(depth: int) -> ResNetShape:
     """Distribute ``depth`` layers over four stages; raises ``InputError`` with the nearest valid depths.
 
     Depths 18, 34, 50, 101 and 152 follow table 1. Other depths have bottleneck blocks of three layers:
@@ -103,7 +103,7 @@ class ResNet(nn.Module):
 
     def __init__(self, depth: int = 50, classes: int = 1000) -> None:
         super().__init__()
-        shape = resnet_shape(depth)
+        shape = choose_resnet_shape(depth)
         kind = Bottleneck if shape.bottleneck else BasicBlock
         self.stem = nn.Sequential(
             nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False),

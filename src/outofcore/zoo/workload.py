@@ -17,15 +17,15 @@ from torch import Tensor, nn, optim
 
 from outofcore.errors import InputError
 from outofcore.zoo.data import Batches, ImageSource, image_batches, image_source, text_batches, volume_batches
-from outofcore.zoo.gpt import GPT, GPTShape, shape_for
-from outofcore.zoo.vision import VGG16, DenseNet121, ResNet, UNet3d, resnet_shape
+from outofcore.zoo.gpt import GPT, GPTShape, choose_shape
+from outofcore.zoo.vision import VGG16, DenseNet121, ResNet, UNet3d, choose_resnet_shape
 
 Loss = Callable[..., Tensor]
 TrainStep = Callable[..., Tensor]
 
 _COUNT_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
-_BYTES = 256  # gpt's smallest vocabulary: the values of a byte
-_SOURCES = {
+_MIN_VOCAB = 256  # gpt's smallest vocabulary: the values of a byte
+_SOURCE_DESCRIPTIONS = {
     ImageSource.PHOTOS: "crops of scikit-learn's sample photographs",
     ImageSource.DIGITS: "scikit-learn's handwritten digits, enlarged",
     ImageSource.GENERATED: "generated gratings",
@@ -92,7 +92,7 @@ class ZooOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, read in _READ.items():
+        for name, read in _PARSERS.items():
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, read(value))
@@ -100,7 +100,7 @@ class ZooOptions:
     def check(self, name: str, takes: frozenset[str]) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in _SHAPING and value is not None and field.name not in takes:
+            if field.name in _SHAPE_OPTIONS and value is not None and field.name not in takes:
                 valid = ", ".join(sorted(takes))
                 raise InputError(f"{name} has no option {field.name!r}; the options that shape it are: {valid}")
             if field.name in _POSITIVE and value is not None and not value > 0:
@@ -113,10 +113,10 @@ class ZooOptions:
             raise InputError(f"the seed must not be negative, and {self.seed} is; use 0 or any larger whole number")
 
 
-_SHAPING = frozenset(
+_SHAPE_OPTIONS = frozenset(
     {"depth", "size", "base", "classes", "params", "layers", "width", "heads", "context", "vocab", "dropout", "images"}
 )
-_POSITIVE = (_SHAPING - {"dropout", "images"}) | {"batch", "lr", "clip"}
+_POSITIVE = (_SHAPE_OPTIONS - {"dropout", "images"}) | {"batch", "lr", "clip"}
 
 
 def parse_count(text: str | int) -> int:
@@ -128,7 +128,7 @@ def parse_count(text: str | int) -> int:
     return count
 
 
-def _one_of(option: str, kind: type[StrEnum]) -> Callable[[Any], Any]:
+def _enum_parser(option: str, kind: type[StrEnum]) -> Callable[[Any], Any]:
     def read(text: Any) -> Any:
         try:
             return kind(text)
@@ -139,14 +139,14 @@ def _one_of(option: str, kind: type[StrEnum]) -> Callable[[Any], Any]:
 
 
 # Parsers of options that may be text.
-_READ: dict[str, Callable[[Any], Any]] = {
+_PARSERS: dict[str, Callable[[Any], Any]] = {
     "params": parse_count,
-    "images": _one_of("images", ImageSource),
-    "optimizer": _one_of("optimizer", OptimizerName),
-    "optimizer_impl": _one_of("optimizer_impl", OptimizerImpl),
+    "images": _enum_parser("images", ImageSource),
+    "optimizer": _enum_parser("optimizer", OptimizerName),
+    "optimizer_impl": _enum_parser("optimizer_impl", OptimizerImpl),
 }
 
-_USUAL_RATES = {
+_DEFAULT_RATES = {
     OptimizerName.SGD: 0.05,
     OptimizerName.MOMENTUM: 0.01,
     OptimizerName.ADAMW: 3e-4,
@@ -211,7 +211,7 @@ class Workload:
 
     @property
     def learning_rate(self) -> float:
-        return _USUAL_RATES[self.options.optimizer] if self.options.lr is None else self.options.lr
+        return _DEFAULT_RATES[self.options.optimizer] if self.options.lr is None else self.options.lr
 
     def make_step(self, model: nn.Module, optimizer: optim.Optimizer) -> TrainStep:
         """Make a training step in plain PyTorch; it takes the tensors of a batch and returns the loss."""
@@ -312,7 +312,7 @@ def workload(name: str, **options: Any) -> Workload:
 
 def _resnet(options: ZooOptions) -> Workload:
     depth, classes = options.depth or 50, options.classes or 1000
-    resnet_shape(depth)  # raises for an invalid depth before the model is built
+    choose_resnet_shape(depth)  # raises for an invalid depth before the model is built
     return _vision("resnet", options, f"{depth} layers", partial(ResNet, depth, classes))
 
 
@@ -336,7 +336,7 @@ def _vision(name: str, options: ZooOptions, shape: str, network: Callable[[], nn
         name=name,
         options=options,
         shape=f"{shape}, {size} × {size} pixels",
-        data=_SOURCES[source],
+        data=_SOURCE_DESCRIPTIONS[source],
         network=network,
         loss=_classification_loss,
         stream=lambda batch, seed: image_batches(batch, size, classes, seed, source),
@@ -380,14 +380,14 @@ def _gpt(options: ZooOptions) -> Workload:
 
 
 def _gpt_shape(options: ZooOptions) -> GPTShape:
-    context, vocab = options.context or 1024, options.vocab or _BYTES
+    context, vocab = options.context or 1024, options.vocab or _MIN_VOCAB
     dropout = 0.1 if options.dropout is None else options.dropout
-    if vocab < _BYTES:
-        raise InputError(f"gpt reads bytes, so its vocabulary must be at least {_BYTES}, and {vocab} is not")
+    if vocab < _MIN_VOCAB:
+        raise InputError(f"gpt reads bytes, so its vocabulary must be at least {_MIN_VOCAB}, and {vocab} is not")
     if options.params is not None:
         if options.layers or options.width or options.heads:
             raise InputError("gpt: params picks layers, width and heads; give either params or these, not both")
-        return shape_for(options.params, context, vocab, dropout)
+        return choose_shape(options.params, context, vocab, dropout)
     width = options.width or 768
     return GPTShape(options.layers or 12, width, options.heads or max(1, width // 64), context, vocab, dropout)
 

@@ -25,13 +25,13 @@ import torch
 from gpu_visit import MARK
 from models import CPU, CUDA, Job
 from torch.utils.data import DataLoader, Dataset
-from worlds import World, eager, same
+from worlds import World, differing_tensors, train_eagerly
 
 import outofcore
 from outofcore.errors import ArenaError, BudgetError, DeviceError, StateError
 from outofcore.execution.cuda.backend import CudaBackend
 from outofcore.follow import devices
-from outofcore.follow.gpu import Shares
+from outofcore.follow.gpu import BudgetShares
 from outofcore.program import CopyIn, CopyOut
 from outofcore.step import Step
 from outofcore.units import KIB, MIB
@@ -66,11 +66,11 @@ def stub() -> ctypes.CDLL:
 EVENTS, DEVICE_BYTES, PINNED_PIECES = 14, 11, 12
 
 
-def differences(found: list[torch.Tensor], losses: list[torch.Tensor], now: Any, state: Any) -> str:
+def describe_differences(found: list[torch.Tensor], losses: list[torch.Tensor], now: Any, state: Any) -> str:
     """Where two trainings differ by any bit; empty: nowhere."""
     expect(all(torch.isfinite(loss) for loss in losses), f"plain PyTorch itself has no numbers: {losses}")
     steps = [index for index, (a, b) in enumerate(zip(found, losses, strict=True)) if not torch.equal(a, b)]
-    tensors = same(now, state)
+    tensors = differing_tensors(now, state)
     return f"losses of steps {steps[:8]} and tensors {tensors[:4]} differ" if steps or tensors else ""
 
 
@@ -84,7 +84,7 @@ def least(job: Job, home: str) -> int:
     world = job.world(CPU)
     backend = CudaBackend(CUDA)
     backend.prepare()
-    budget = backend.beside(128 * MIB, 4, 0) + 256 * KIB
+    budget = backend.unavailable_bytes(128 * MIB, 4, 0) + 256 * KIB
     for _ in range(24):
         with outofcore.compile(world.step, world.model, world.optimizer, budget=budget, device="cuda") as step:
             try:
@@ -96,7 +96,7 @@ def least(job: Job, home: str) -> int:
     raise WrongError(f"{budget} bytes are neither refused with what would do, nor enough")
 
 
-def compiled(job: Job, policy: str, home: str, near: int | None = None, steps: int = STEPS) -> tuple[World, Step]:
+def compile_job(job: Job, policy: str, home: str, near: int | None = None, steps: int = STEPS) -> tuple[World, Step]:
     """A model given on the CPU, in a budget that nearly nothing less would do for."""
     world = job.world(CPU)
     budget = least(job, home) + (MIB if policy == "auto" else 0)
@@ -122,17 +122,17 @@ def bits(
 ) -> str:
     """A compiled step has the bits of plain PyTorch."""
     job, count = Job(model, update, bool(amp)), int(steps)
-    losses, state = eager(job.world(CUDA), count)
-    world, step = compiled(job, policy, home)
+    losses, state = train_eagerly(job.world(CUDA), count)
+    world, step = compile_job(job, policy, home)
     with step:
         torch.manual_seed(1)
         found = [step(*world.batch(index)).cpu() for index in range(count)]
         copies, far = moved(step, 0), moved(step, 1)
-        wrong = differences(found, losses, world.state(), state)
+        wrong = describe_differences(found, losses, world.state(), state)
         expect(not wrong, wrong)
         expect(policy != "offload-all" or copies + far > 10, f"only {copies + far} copies")
         expect(home == "host" or far > 4, f"only {far} copies to and from the disk")
-    expect(not same(world.state(), state), "the model that close() leaves is another one")
+    expect(not differing_tensors(world.state(), state), "the model that close() leaves is another one")
     return f"{count} steps equal, {copies} copies each, {far} with the disk"
 
 
@@ -141,7 +141,7 @@ def bits(
 
 def arena_of_the_whole_budget() -> contextlib.AbstractContextManager[object]:
     """Small tensors and workspaces lie beside the budget."""
-    return mock.patch.object(devices, "shares_of", lambda budget, device: Shares(budget, 0, 8 * MIB))
+    return mock.patch.object(devices, "shares_of", lambda budget, device: BudgetShares(budget, 0, 8 * MIB))
 
 
 @contextlib.contextmanager
@@ -173,14 +173,14 @@ def peak_of(job: Job) -> int:
 def loop(model: str, update: str = "foreach", amp: str = "", share: str = "0.6", steps: str = "5") -> str:
     """A loop that is followed reads the numbers of plain PyTorch."""
     job, count = Job(model, update, bool(amp)), int(steps)
-    losses, state = eager(job.world(CUDA), count)
+    losses, state = train_eagerly(job.world(CUDA), count)
     budget = int(float(share) * peak_of(job))
     world = job.world(CUDA)
     with followed(world, budget) as run:
         torch.manual_seed(1)
         found = [world.step(*world.batch(index)).cpu() for index in range(count)]
         stats = run.stats
-    wrong = differences(found, losses, world.state(), state)
+    wrong = describe_differences(found, losses, world.state(), state)
     expect(not wrong, wrong)
     expect(stats.evictions > 0, "nothing has left")
     expect(stats.peak_bytes <= budget, f"{stats.peak_bytes} bytes of {budget} in use")
@@ -193,7 +193,7 @@ def loop(model: str, update: str = "foreach", amp: str = "", share: str = "0.6",
 def races(how: str, steps: str = "1000") -> str:
     """As many steps as races need to show: no byte of what left and came back differs."""
     job, count, begin = Job("mlp", "fused"), int(steps), time.monotonic()
-    losses, state = eager(job.world(CUDA), count)
+    losses, state = train_eagerly(job.world(CUDA), count)
     plain_s = time.monotonic() - begin
     if how == "loop":
         budget = int(0.5 * peak_of(job))
@@ -203,14 +203,14 @@ def races(how: str, steps: str = "1000") -> str:
             found = [world.step(*world.batch(index)).cpu() for index in range(count)]
             copies = run.stats.evictions + run.stats.fetches
     else:
-        world, step = compiled(job, "offload-all", how, near=MIB)
+        world, step = compile_job(job, "offload-all", how, near=MIB)
         with step:
             torch.manual_seed(1)
             # Losses stay on the device, so that the host runs ahead.
             kept = [step(*world.batch(index)).clone() for index in range(count)]
             found = [loss.cpu() for loss in kept]
             copies = count * (moved(step, 0) + moved(step, 1))
-    wrong = differences(found, losses, world.state(), state)
+    wrong = describe_differences(found, losses, world.state(), state)
     expect(not wrong, wrong)
     taken = time.monotonic() - begin - plain_s
     return (
@@ -229,7 +229,7 @@ def no_memory() -> str:
         small = job.world(device)
         return replace(small, batch=lambda index: tuple(torch.cat([t] * 24) for t in small.batch(index)))
 
-    losses, state = eager(world(CUDA), STEPS)
+    losses, state = train_eagerly(world(CUDA), STEPS)
     gc.collect()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
@@ -250,9 +250,9 @@ def no_memory() -> str:
         stub().cudaFree(hog)
         torch.manual_seed(1)
         found = [step(*ours.batch(index)).cpu() for index in range(STEPS)]
-        wrong = differences(found, losses, ours.state(), state)
+        wrong = describe_differences(found, losses, ours.state(), state)
         expect(not wrong, f"after the device had been full: {wrong}")
-    losses, state = eager(job.world(CUDA), STEPS)
+    losses, state = train_eagerly(job.world(CUDA), STEPS)
     ours = job.world(CUDA)
     with followed(ours, int(0.6 * peak_of(job))):
         torch.manual_seed(1)
@@ -262,7 +262,7 @@ def no_memory() -> str:
             with contextlib.suppress(torch.OutOfMemoryError):
                 torch.empty(2 * total, dtype=torch.uint8, device="cuda")
                 raise WrongError("there was more than all memory")
-    wrong = differences(found, losses, ours.state(), state)
+    wrong = describe_differences(found, losses, ours.state(), state)
     expect(not wrong, f"a loop beside requests that fail: {wrong}")
     return f"refused ({refused}), then {STEPS} steps equal; a loop with requests that fail as well"
 
@@ -296,7 +296,7 @@ def device_error(how: str, kernels: str = "40") -> str:
     job = Job("mlp")
     failures = (DeviceError, torch.AcceleratorError)
     if how == "compiled":
-        world, step = compiled(job, "offload-all", "host")
+        world, step = compile_job(job, "offload-all", "host")
         for index in range(2):
             step(*world.batch(index))
         batch = world.batch(2)
@@ -365,15 +365,15 @@ def forks(how: str) -> str:
         return found
 
     if how == "compiled":
-        world, step = compiled(job, "offload-all", "host")
+        world, step = compile_job(job, "offload-all", "host")
         with step:
             found = train(step, world.model)
-            wrong = differences(found, losses, world.state(), plain.state())
+            wrong = describe_differences(found, losses, world.state(), plain.state())
     else:
         peak, world = peak_of(job), job.world(CUDA)
         with followed(world, int(0.6 * peak)):
             found = train(world.step, world.model)
-        wrong = differences(found, losses, world.state(), plain.state())
+        wrong = describe_differences(found, losses, world.state(), plain.state())
     expect(not wrong, wrong)
     return f"{len(found)} steps equal, with 2 workers and {len(found)} children"
 

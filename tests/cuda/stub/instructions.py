@@ -30,7 +30,7 @@ def take_steps(way: str) -> None:
     from unittest import mock
 
     import torch
-    from at_once import PlannedAtOnce
+    from at_once import ForegroundPlanner
 
     import outofcore
     from outofcore.follow import loop_planner
@@ -42,7 +42,7 @@ def take_steps(way: str) -> None:
     batch = tuple(tensor.cuda() for tensor in next(work.batches()))
     step: Callable[..., Any] = work.make_step(model, work.optimizer(model))
     options: dict[str, Any] = {} if way == "planned" else {"policy": None}
-    at_once = mock.patch.object(loop_planner, "BackgroundPlanner", PlannedAtOnce)
+    at_once = mock.patch.object(loop_planner, "BackgroundPlanner", ForegroundPlanner)
     followed = nullcontext() if way == "plain" else outofcore.budget("2GiB", model, cache=False, **options)
     with at_once, followed as run:
         for _ in range(WARM_UP):

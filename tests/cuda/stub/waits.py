@@ -27,18 +27,18 @@ from typing import Any
 from unittest import mock
 
 import torch
-from cases import arena_of_the_whole_budget, compiled, differences
-from following import Trained, trained
+from cases import arena_of_the_whole_budget, compile_job, describe_differences
+from following import TrainingResult, train_loop
 from gpu_loops import LOOPS, Dense, batches
 from gpu_visit import MARK
-from loops import Make, adamw, loss_of
+from loops import MakeOptimizer, adamw, loss_of
 from models import CUDA, Job
 from torch import nn
-from worlds import eager
+from worlds import train_eagerly
 
 from outofcore.execution.cuda import engine
 from outofcore.execution.cuda.driver import CudaDriver
-from outofcore.execution.cuda.interface import Actions, Stream
+from outofcore.execution.cuda.interface import ActionList, Stream
 from outofcore.follow.native import load_paging
 from outofcore.runtime import native
 from outofcore.runtime.native import CSRC, Flavor
@@ -92,7 +92,7 @@ class Without:
         with ExitStack() as stack:
             for name in ("begin", "end"):
                 stack.enter_context(mock.patch.object(engine.CudaEngine, f"_{name}", within(name)))
-            for owner in (CudaDriver, Actions):
+            for owner in (CudaDriver, ActionList):
                 stack.enter_context(mock.patch.object(owner, "wait", filtered(owner)))
             self.ends: dict[int, Stream] = {}
             record = CudaDriver.record
@@ -110,8 +110,8 @@ class Without:
     def leaves_out(self, owner: type, stream: Stream, mark: Any) -> bool:
         """At the end of a step it is the ops that wait, for each other stream."""
         if self.where == "step":
-            return stream is self.stream and (self.now == "step" or owner is Actions)
-        if self.now != self.where or owner is Actions:
+            return stream is self.stream and (self.now == "step" or owner is ActionList)
+        if self.now != self.where or owner is ActionList:
             return False
         return self.stream is (stream if self.where == "begin" else self.ends.get(id(mark)))
 
@@ -149,7 +149,7 @@ def kinds(home: str) -> list[Without]:
 def of_compiled(first: int, only: int | None) -> None:
     """Train without each kind in turn."""
     job = Job("mlp")
-    losses, state = eager(job.world(CUDA), STEPS)
+    losses, state = train_eagerly(job.world(CUDA), STEPS)
     cases: list[tuple[str, str, AbstractContextManager[object]]] = []
     for home in ("host", "disk"):
         cases += [(home, "none", nullcontext()), (home, "unhindered, none", unhindered())]
@@ -160,7 +160,7 @@ def of_compiled(first: int, only: int | None) -> None:
             continue
         name = f"{home}: {what}"
         print(f"--- {number} {name}", flush=True)
-        world, step = compiled(job, "offload-all", home)
+        world, step = compile_job(job, "offload-all", home)
         with context:
             try:
                 with step:
@@ -168,7 +168,7 @@ def of_compiled(first: int, only: int | None) -> None:
                     found = [step(*world.batch(index)).clone() for index in range(STEPS)]
                     torch.cuda.synchronize()
                     found = [loss.cpu() for loss in found]
-                    noticed = differences(found, losses, world.state(), state)
+                    noticed = describe_differences(found, losses, world.state(), state)
             except Exception as error:  # however it shows
                 noticed = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         tell(number, name, noticed[:120])
@@ -233,7 +233,7 @@ def switched_paging() -> Iterator[tuple[ctypes.c_ulonglong, list[str]]]:
         yield ctypes.c_ulonglong.in_dll(library, "follow_left_out"), names
 
 
-def aside(model: nn.Module, make: Make) -> list[Any]:
+def aside(model: nn.Module, make: MakeOptimizer) -> list[Any]:
     """Beside the loop, another stream looks at what nobody writes to: nobody waits for it before the end."""
     optimizer, side, seen = make(model), torch.cuda.Stream(), []
     fixed = torch.randn(512, 1024, generator=torch.Generator().manual_seed(3)).cuda()
@@ -250,7 +250,7 @@ def aside(model: nn.Module, make: Make) -> list[Any]:
     return [value.item() for value in seen]
 
 
-def ahead(model: nn.Module, make: Make) -> list[Any]:
+def ahead(model: nn.Module, make: MakeOptimizer) -> list[Any]:
     """A loop that never asks for a value before its end, so that the host runs far ahead."""
     optimizer, seen = make(model), []
     for rows, labels in batches(6, (256, 256)):
@@ -274,17 +274,17 @@ TRIED = [
 OWN = {"ahead": (ahead, lambda: Dense().cuda()), "aside": (aside, lambda: Dense().cuda())}
 
 
-def followed(name: str, budget: int, *, stress: bool = False) -> tuple[Trained, Any]:
+def followed(name: str, budget: int, *, stress: bool = False) -> tuple[TrainingResult, Any]:
     """One of the loops, on demand."""
     with arena_of_the_whole_budget():
-        return trained(*LOOPS[name], adamw, budget, stress=stress, policy=None, cache=False)
+        return train_loop(*LOOPS[name], adamw, budget, stress=stress, policy=None, cache=False)
 
 
 def of_loops(first: int, only: int | None) -> None:
     """Train loops without each statement in turn, until one of them shows that it is gone."""
     LOOPS.update(OWN)
     with switched_paging() as (left_out, names):
-        plain = {name: trained(*LOOPS[name])[0] for name in dict.fromkeys(name for name, _, _ in TRIED)}
+        plain = {name: train_loop(*LOOPS[name])[0] for name in dict.fromkeys(name for name, _, _ in TRIED)}
         peaks = {name: followed(name, GIB)[1].peak_bytes for name in plain}
         rows = [("none", 0), *((name, 1 << number) for number, name in enumerate(names))]
         for beginnings in TOGETHER:

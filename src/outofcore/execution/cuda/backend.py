@@ -6,20 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from outofcore.execution.arena import Memory, Recorder
+from outofcore.execution.arena import AllocationRecorder, DeviceArena
 from outofcore.execution.cuda.driver import ALLOCATOR, CudaDriver
 from outofcore.execution.cuda.engine import CudaEngine
-from outofcore.execution.engines import Replaying
+from outofcore.execution.engines import ReplayMode
 from outofcore.runtime.homes import HomeStore, PinnedHome
 from outofcore.runtime.native import Flavor
 from outofcore.units import MIB, round_up
 
 # Off-plan requests may take a 64th of the budget or ``_MIN_RESERVE``: libraries keep workspaces of tens of MiB.
 _RESERVE_SHARE = 64
-_LEAST_RESERVE = 32 * MIB
+_MIN_RESERVE = 32 * MIB
 # Segments that the caching allocator opens outside of the arena: four for small requests and the remainder of a large
 # one, and one for medium requests.
-_BESIDE = 4 * ALLOCATOR.segment + ALLOCATOR.middle_segment
+_SEGMENTS_BYTES = 4 * ALLOCATOR.segment + ALLOCATOR.middle_segment
 
 
 class CudaBackend:
@@ -29,12 +29,12 @@ class CudaBackend:
     alignment = ALLOCATOR.alignment
     warms_up = True
 
-    def __init__(self, device: torch.device, driver: CudaDriver | None = None, *, replay: Replaying = True) -> None:
-        self._replay: Replaying = replay
+    def __init__(self, device: torch.device, driver: CudaDriver | None = None, *, replay: ReplayMode = True) -> None:
+        self._replay: ReplayMode = replay
         self.driver = CudaDriver(device) if driver is None else driver
         self.device = self.driver.device
 
-    def arena(self, count: int, reserve: int, room: int = 0) -> Memory:
+    def arena(self, count: int, reserve: int, room: int = 0) -> DeviceArena:
         """Open an arena of ``count`` bytes: other uses of the device can have the remaining ``room``."""
         self.driver.synchronize()
         self.driver.reserved_bytes()
@@ -47,22 +47,27 @@ class CudaBackend:
         return PinnedHome(self.driver.pin, self.driver.unpin, limit)
 
     def reserve(self, budget: int) -> int:
-        return max(budget // _RESERVE_SHARE, _LEAST_RESERVE)
+        return max(budget // _RESERVE_SHARE, _MIN_RESERVE)
 
-    def beside(self, budget: int, given: int, moved: int) -> int:
+    def unavailable_bytes(self, budget: int, output_bytes: int, state_bytes: int) -> int:
         """Return the bytes of outputs, the reserve, and PyTorch's memory and segments outside of the arena.
 
         Outputs count twice, as the user may keep outputs of the last step.
         """
-        other_bytes = max(self.driver.allocated_bytes() - moved, 0)
+        other_bytes = max(self.driver.allocated_bytes() - state_bytes, 0)
         segment = ALLOCATOR.segment
-        return round_up(other_bytes, segment) + self.reserve(budget) + 2 * round_up(given, segment) + _BESIDE
+        return (
+            round_up(other_bytes, segment)
+            + self.reserve(budget)
+            + 2 * round_up(output_bytes, segment)
+            + _SEGMENTS_BYTES
+        )
 
     def prepare(self) -> None:
         self.driver.prepare()
 
-    def recorder(self) -> Recorder:
-        return Recorder(Flavor.CUDA)
+    def recorder(self) -> AllocationRecorder:
+        return AllocationRecorder(Flavor.CUDA)
 
     @property
     def timer(self) -> Callable[[Callable[[], object]], float]:

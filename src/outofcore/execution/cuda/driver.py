@@ -30,9 +30,9 @@ from outofcore import _torch_internals as internals
 from outofcore.analysis import LARGE_BYTES
 from outofcore.errors import ArenaError, DeviceError, InputError, OutOfCoreError, StateError, TransferError
 from outofcore.execution.arena import ArenaCounters, install, read_counters
-from outofcore.execution.binding import Bound, BoundRun
-from outofcore.execution.cuda.interface import Action, Copy, Move, Record, Stream, Tape, Wait
-from outofcore.execution.cuda.staging import Posted, check_transfers, transfer_of
+from outofcore.execution.binding import BoundProgram, BoundRun
+from outofcore.execution.cuda.interface import Action, DeviceCopy, FileTransfer, RecordMark, Stream, Tape, WaitForMark
+from outofcore.execution.cuda.staging import Posted, check_transfers, create_transfer
 from outofcore.runtime.homes import HomeStore, PinnedHome
 from outofcore.runtime.native import Flavor, load_native
 from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
@@ -43,7 +43,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable
 _LINE_BYTES = 128
 _REPEATS = 5
 # Cycles that the device idles while the host issues the timed work: some milliseconds.
-_AHEAD = 8_000_000
+_IDLE_CYCLES = 8_000_000
 
 
 @dataclass(frozen=True)
@@ -79,21 +79,21 @@ class CudaDriver:
         # CUDA's stream handles, by number.
         self._handles = (ctypes.c_void_p * len(Stream))(*(stream.cuda_stream for stream in self._streams))
         self._lanes: _Lanes | None = None  # threads for transfers, made with the first buffers
-        self._prepared: int | None = None  # the stream that libraries have allocated workspaces for
-        self._capturing: Any = None  # the stream on which graphs are made
+        self._workspace_stream: int | None = None  # the stream that libraries have allocated workspaces for
+        self._capture_stream: Any = None  # the stream on which graphs are made
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # graphs in use, which share a pool of memory
-        self._nothing: float | None = None  # seconds between two adjacent events
+        self._event_seconds: float | None = None  # seconds between two adjacent events
 
     def open_arena(self, count: int, reserve: int) -> CudaArena:
         return CudaArena(count, self.device, reserve)
 
     @contextlib.contextmanager
-    def step(self, bound: Bound | None) -> Iterator[None]:
+    def step(self, bound: BoundProgram | None) -> Iterator[None]:
         with torch.cuda.device(self.device):
             compute = torch.cuda.current_stream(self.device)
             self._streams[Stream.COMPUTE] = compute
             self._handles[Stream.COMPUTE] = compute.cuda_stream
-            if bound is not None and compute.cuda_stream != self._prepared:
+            if bound is not None and compute.cuda_stream != self._workspace_stream:
                 # A library's workspace for another stream is not a planned request of the step.
                 self._make_workspaces()
             yield
@@ -106,21 +106,21 @@ class CudaDriver:
         with torch.cuda.stream(self._streams[stream]):
             call()
 
-    def launching(self, run: BoundRun, call: Callable[[], object], stream: Stream) -> Callable[[], object]:
+    def make_launcher(self, run: BoundRun, call: Callable[[], object], stream: Stream) -> Callable[[], object]:
         return call if stream is Stream.COMPUTE else functools.partial(self.launch, run, call, stream)
 
     def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        action = _Action(_Kind.COPY, _place(stream), target.data_ptr(), source.data_ptr(), target.numel())
+        action = _Action(_Kind.COPY, _stream_index(stream), target.data_ptr(), source.data_ptr(), target.numel())
         self._check(self._issue_one(action))
 
-    def copy_callers(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy_user_memory(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.cuda.stream(self._streams[stream]):
             target.copy_(source, non_blocking=True)
 
-    def tape(self, actions: Sequence[Action]) -> Tape:
-        transfers = [self._transfer(action) for action in actions if isinstance(action, Move)]
+    def make_tape(self, actions: Sequence[Action]) -> Tape:
+        transfers = [self._create_transfer(action) for action in actions if isinstance(action, FileTransfer)]
         remaining = iter(transfers)
-        array = (_Action * len(actions))(*(self._native(action, remaining) for action in actions))
+        array = (_Action * len(actions))(*(self._to_native(action, remaining) for action in actions))
         issue, handles, check = load_native(Flavor.CUDA).outofcore_issue, self._handles, self._check
         pointer, count = ctypes.c_void_p(ctypes.addressof(array)), ctypes.c_int64(len(actions))
         # The owners of the addresses live as long as the tape.
@@ -140,19 +140,19 @@ class CudaDriver:
         native = (function, ctypes.addressof(array), len(actions), ctypes.addressof(handles))
         return Tape(play, native, keep_transfers if transfers else None, check)
 
-    def graph(self, call: Callable[[], object]) -> Callable[[], object] | None:
+    def capture_graph(self, call: Callable[[], object]) -> Callable[[], object] | None:
         """Capture a CUDA graph, on a separate stream, since the default one cannot be captured.
 
         Graphs share a memory pool for off-plan requests, as each reads only memory of the pool that it has written
         itself.
         """
-        if self._capturing is None:
-            self._capturing = torch.cuda.Stream(self.device)
-            with torch.cuda.stream(self._capturing):
+        if self._capture_stream is None:
+            self._capture_stream = torch.cuda.Stream(self.device)
+            with torch.cuda.stream(self._capture_stream):
                 self._make_workspaces()
             self.synchronize()
         graph, sharing = torch.cuda.CUDAGraph(), next(iter(self._graphs), None)
-        with torch.cuda.stream(self._capturing):
+        with torch.cuda.stream(self._capture_stream):
             try:
                 graph.capture_begin(None if sharing is None else sharing.pool(), capture_error_mode="thread_local")
                 try:
@@ -165,30 +165,30 @@ class CudaDriver:
         self._graphs.add(graph)
         return graph.replay
 
-    def _native(self, action: Action, remaining: Iterator[Posted]) -> _Action:
+    def _to_native(self, action: Action, remaining: Iterator[Posted]) -> _Action:
         match action:
-            case Wait(stream, mark):
-                return _Action(_Kind.WAIT, _place(stream), self._handle(mark))
-            case Record(stream, mark):
-                return _Action(_Kind.RECORD, _place(stream), self._handle(mark))
-            case Copy(stream, _, target, source):
-                return _Action(_Kind.COPY, _place(stream), target.data_ptr(), source.data_ptr(), target.numel())
-            case Move(stream):
-                return _Action(_Kind.TRANSFER, _place(stream), ctypes.addressof(next(remaining)))
+            case WaitForMark(stream, mark):
+                return _Action(_Kind.WAIT, _stream_index(stream), self._event_handle(mark))
+            case RecordMark(stream, mark):
+                return _Action(_Kind.RECORD, _stream_index(stream), self._event_handle(mark))
+            case DeviceCopy(stream, _, target, source):
+                return _Action(_Kind.COPY, _stream_index(stream), target.data_ptr(), source.data_ptr(), target.numel())
+            case FileTransfer(stream):
+                return _Action(_Kind.TRANSFER, _stream_index(stream), ctypes.addressof(next(remaining)))
 
-    def _handle(self, mark: Any) -> int:
+    def _event_handle(self, mark: Any) -> int:
         """Return CUDA's handle of an event, which PyTorch creates when it is first recorded."""
         if not mark.cuda_event:
             mark.record(self._streams[Stream.COMPUTE])
         return int(mark.cuda_event)
 
-    def _transfer(self, move: Move) -> Posted:
+    def _create_transfer(self, move: FileTransfer) -> Posted:
         memory = move.memory
         writes, lane = move.stream is Stream.WRITE, self._lane(move.stream)
-        return transfer_of(move.home, move.offset, memory.data_ptr(), memory.numel(), writes=writes, lane=lane)
+        return create_transfer(move.home, move.offset, memory.data_ptr(), memory.numel(), writes=writes, lane=lane)
 
     def _lane(self, stream: Stream) -> int | None:
-        return None if self._lanes is None else self._lanes.of.get(stream)
+        return None if self._lanes is None else self._lanes.by_stream.get(stream)
 
     def _issue_one(self, action: _Action) -> int:
         issue = load_native(Flavor.CUDA).outofcore_issue
@@ -199,27 +199,27 @@ class CudaDriver:
             message = load_native(Flavor.CUDA).outofcore_cuda_error(status).decode()
             raise DeviceError(f"the device {self.device} failed: CUDA error {status}: {message}")
 
-    def staging(self, count: int) -> torch.Tensor:
+    def allocate_staging(self, count: int) -> torch.Tensor:
         if self._lanes is None:
             with torch.cuda.device(self.device):
                 streams = {s: self._streams[s].cuda_stream for s in (Stream.WRITE, Stream.READ)}
                 self._lanes = _Lanes(load_native(Flavor.CUDA), self.device, streams)
-            if len(self._lanes.of) < 2:
+            if len(self._lanes.by_stream) < 2:
                 _log.info("disk reads and writes do not overlap: streams of this device cannot wait for threads")
         home = PinnedHome(self.pin, self.unpin, round_up(count, PAGE_BYTES))
         home.ensure(count)
         return home.face(0, count)  # it keeps the memory
 
     def transfer(self, stream: Stream, index: int, home: HomeStore, offset: int, memory: torch.Tensor) -> None:
-        work = self._transfer(Move(stream, index, home, offset, memory))
+        work = self._create_transfer(FileTransfer(stream, index, home, offset, memory))
         self._transfers.append(work)  # keeps it alive until it has run
-        if status := self._issue_one(_Action(_Kind.TRANSFER, _place(stream), ctypes.addressof(work))):
+        if status := self._issue_one(_Action(_Kind.TRANSFER, _stream_index(stream), ctypes.addressof(work))):
             raise TransferError(
                 f"the device {self.device} does not take a transfer to or from the spill file (CUDA error {status}); "
                 "leave 'home' out, so that host memory alone is used"
             )
 
-    def mark(self, *, timed: bool = False) -> Any:
+    def create_mark(self, *, timed: bool = False) -> Any:
         return torch.cuda.Event(enable_timing=timed)
 
     def record(self, stream: Stream, mark: Any) -> None:
@@ -233,23 +233,23 @@ class CudaDriver:
 
     def finish(self, *, host: bool) -> None:
         if host:
-            with self._failing():
+            with self._convert_errors():
                 self._streams[Stream.COMPUTE].synchronize()
             self._check_transfers()
 
     def await_mark(self, mark: Any) -> None:
-        with self._failing():
+        with self._convert_errors():
             mark.synchronize()
 
     @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
+    def _convert_errors(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
             raise DeviceError(f"the device {self.device} failed: {error}") from error
 
     def synchronize(self) -> None:
-        with self._failing():
+        with self._convert_errors():
             torch.cuda.synchronize(self.device)
         self._check_transfers()
 
@@ -257,7 +257,7 @@ class CudaDriver:
         transfers, self._transfers = self._transfers, []
         check_transfers(transfers)
 
-    def pinned(self, source: torch.Tensor) -> torch.Tensor:
+    def to_pinned(self, source: torch.Tensor) -> torch.Tensor:
         if not source.numel() or source.is_pinned():
             return source
         try:
@@ -296,7 +296,7 @@ class CudaDriver:
                 square = torch.ones(64, 64, dtype=dtype, device=self.device)
                 torch.mm(square, square)
                 torch.addmm(square[0], square, square)
-        self._prepared = torch.cuda.current_stream(self.device).cuda_stream
+        self._workspace_stream = torch.cuda.current_stream(self.device).cuda_stream
 
     def allocated_bytes(self) -> int:
         """Return the device memory that PyTorch uses, in bytes rounded up to whole segments."""
@@ -310,21 +310,21 @@ class CudaDriver:
     def time(self, call: Callable[[], object]) -> float:
         """Return the median seconds of device time for ``call``, less the time between two adjacent events."""
         with torch.cuda.device(self.device):
-            if self._nothing is None:
-                self._nothing = 0.0
-                self._nothing = self.time(_nothing)
+            if self._event_seconds is None:
+                self._event_seconds = 0.0
+                self._event_seconds = self.time(_do_nothing)
             call()
             starts = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS)]
             ends = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS)]
             self.synchronize()
-            internals.let_device_idle(_AHEAD)
+            internals.let_device_idle(_IDLE_CYCLES)
             for start, end in zip(starts, ends, strict=True):
                 start.record()
                 call()
                 end.record()
             self.synchronize()
             seconds = statistics.median(s.elapsed_time(e) / 1000 for s, e in zip(starts, ends, strict=True))
-            return max(seconds - self._nothing, 0.0)
+            return max(seconds - self._event_seconds, 0.0)
 
     def facts(self) -> Mapping[str, object]:
         properties = torch.cuda.get_device_properties(self.device)
@@ -353,7 +353,7 @@ class CudaArena:
     the memory, or the allocator cannot be installed under PyTorch.
     """
 
-    takes_turns = False
+    is_synchronous = False
 
     def __init__(self, count: int, device: torch.device, reserve: int) -> None:
         library = self.library = load_native(Flavor.CUDA)
@@ -375,16 +375,16 @@ class CudaArena:
             raise ArenaError("too many arenas are open or still referred to by tensors; close compiled steps first")
         self.handle: int = handle
         # The library releases the memory itself, since tensors in it may outlive the arena.
-        self._region: _Region | None = _Region(self.address, library.outofcore_arena_drop, handle)
+        self._region: _DeviceRegion | None = _DeviceRegion(self.address, library.outofcore_arena_drop, handle)
         self._uninstall = weakref.finalize(self, library.outofcore_uninstall)
         self._uninstall.atexit = False
 
     @property
     def region(self) -> object:
-        return self._opened()
+        return self._open_region()
 
     def view(self, offset: int, count: int) -> torch.Tensor:
-        region = self._opened()
+        region = self._open_region()
         if offset < 0 or count < 0 or offset + count > self.bytes:
             raise ArenaError(
                 f"bytes [{offset}, {offset + count}) are outside of the arena of {self.bytes} bytes; "
@@ -410,20 +410,20 @@ class CudaArena:
         """Keep the memory, since a device's memory can only be released as a whole."""
 
     def counters(self) -> ArenaCounters:
-        self._opened()
+        self._open_region()
         return read_counters(self.library, self.handle)
 
     def close(self) -> None:
         self._region = None
         self._uninstall()
 
-    def _opened(self) -> _Region:
+    def _open_region(self) -> _DeviceRegion:
         if self._region is None:
             raise StateError("the arena is closed; compile the step again to go on")
         return self._region
 
 
-class _Region:
+class _DeviceRegion:
     def __init__(self, address: int, release: Callable[[int], object], handle: int) -> None:
         self.address = address
         # Not at exit, when CUDA may have been shut down.
@@ -433,7 +433,7 @@ class _Region:
 class _Bytes:
     """Some bytes of a region for ``torch.as_tensor``; the tensor keeps the region alive."""
 
-    def __init__(self, region: _Region, offset: int, count: int) -> None:
+    def __init__(self, region: _DeviceRegion, offset: int, count: int) -> None:
         self._region = region
         self.__cuda_array_interface__ = {
             "shape": (count,),
@@ -457,7 +457,7 @@ class _Kind(IntEnum):
     TRANSFER = 3  # copy between a file and host memory
 
 
-def _place(stream: Stream) -> int:
+def _stream_index(stream: Stream) -> int:
     """Return a stream's index among the handles, since native code has no negative indices."""
     return stream % len(Stream)
 
@@ -480,15 +480,15 @@ class _Lanes:
     def __init__(self, library: ctypes.PyDLL, device: torch.device, streams: Mapping[Stream, int]) -> None:
         # The lanes' counters, which the device reads, each on its own cache line.
         counts = torch.zeros(len(streams), _LINE_BYTES // 4, dtype=torch.int32, pin_memory=True)
-        self.of: dict[Stream, int] = {}
+        self.by_stream: dict[Stream, int] = {}
         for index, (stream, handle) in enumerate(streams.items()):
             lane = library.outofcore_lane_new(counts[index].data_ptr())
             if lane is not None and library.outofcore_lane_holds(lane, handle):
-                self.of[stream] = lane
+                self.by_stream[stream] = lane
             elif lane is not None:
                 library.outofcore_lane_free(lane)
         # Not at exit: the threads end with the process.
-        weakref.finalize(self, _end_lanes, library, device, tuple(self.of.values()), counts).atexit = False
+        weakref.finalize(self, _end_lanes, library, device, tuple(self.by_stream.values()), counts).atexit = False
 
 
 def _end_lanes(library: ctypes.PyDLL, device: torch.device, lanes: Sequence[int], counts: torch.Tensor) -> None:
@@ -499,5 +499,5 @@ def _end_lanes(library: ctypes.PyDLL, device: torch.device, lanes: Sequence[int]
         library.outofcore_lane_free(lane)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Use no device time."""

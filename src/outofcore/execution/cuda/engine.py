@@ -21,22 +21,30 @@ import torch
 from outofcore import _torch_internals as internals
 from outofcore.errors import DeviceError, StateError, TransferError
 from outofcore.execution.arena import ScopeTable, as_arena_error
-from outofcore.execution.binding import Bound
-from outofcore.execution.cuda.interface import Actions, Driver, Issuer, Mark, Stream, Tape
-from outofcore.execution.cuda.preparing import BESIDE, Batch, Issue, Preparation, Prepared, collective, op_call
+from outofcore.execution.binding import BoundProgram
+from outofcore.execution.cuda.interface import ActionList, Driver, Issuer, Mark, Stream, Tape
+from outofcore.execution.cuda.preparing import (
+    COLLECTIVE_STREAMS,
+    Batch,
+    Preparation,
+    PreparedInstruction,
+    PreparedProgram,
+    make_collective_call,
+    make_op_call,
+)
 from outofcore.execution.cuda.staging import BUFFER_BYTES, BUFFERS, Staging, first_stream, last_stream
-from outofcore.execution.engines import Port, Replaying
+from outofcore.execution.engines import Port, ReplayMode
 from outofcore.execution.replay import NotIssuedError, Replay
-from outofcore.execution.undo import Reached
+from outofcore.execution.undo import StepProgress
 from outofcore.program import Timeline
 from outofcore.runtime.homes import DiskHome, HomeStore
 from outofcore.runtime.native import load_native
-from outofcore.runtime.slots import Piece
+from outofcore.runtime.slots import SlotPiece
 
 # These streams begin after the compute stream at the start of a step; all others wait for them.
-_BEGIN = (Stream.COPY_OUT, Stream.COPY_IN)
-_BEGIN_DISK = (Stream.DISK_OUT, Stream.READ)
-_LATE = (
+_BEGIN_STREAMS = (Stream.COPY_OUT, Stream.COPY_IN)
+_DISK_BEGIN_STREAMS = (Stream.DISK_OUT, Stream.READ)
+_LATE_NOTE = (
     "CUDA reports a failure late, possibly in a later op, and the device cannot be used any more in this process. "
     "Start it again, with CUDA_LAUNCH_BLOCKING=1 in the environment to find the op that failed."
 )
@@ -45,15 +53,15 @@ _GRAPH_OPS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Measured:
+class _MeasuredSteps:
     first: int = 6  # used to compare plans
     every: int = 32  # then one step in this many
 
 
-_MEASURED = _Measured()
+_MEASURED_STEPS = _MeasuredSteps()
 
 
-class _Graphed:
+class _GraphedCalls:
     """Issues ops one by one in its first call, and as one graph in later calls if possible."""
 
     def __init__(self, driver: Driver, call: Callable[[], object]) -> None:
@@ -64,7 +72,7 @@ class _Graphed:
     def __call__(self) -> None:
         self._calls += 1
         if self._calls == 2:  # libraries have initialized themselves in the first call
-            self._graph = self._driver.graph(self._call)
+            self._graph = self._driver.capture_graph(self._call)
         (self._graph or self._call)()
 
 
@@ -78,11 +86,11 @@ class CudaEngine:
         buffer_bytes: int = BUFFER_BYTES,
         buffers: int = BUFFERS,
         *,
-        replay: Replaying = True,
+        replay: ReplayMode = True,
     ) -> None:
         self.update_failure: Exception | None = None  # failures of updates count as failures of ops
-        self._replays = bool(replay)
-        self._graphs = replay == "graphs"
+        self._can_replay = bool(replay)
+        self._makes_graphs = replay == "graphs"
         memory, *behind = homes
         if not memory.in_memory or len(behind) > 1 or not all(isinstance(home, DiskHome) for home in behind):
             raise StateError(
@@ -95,34 +103,34 @@ class CudaEngine:
         self._buffers = (buffer_bytes, buffers)
         self._staging: Staging | None = None  # made when a program first needs it
         self._issued = 0  # instructions of the last step
-        self._whole = False  # whether all of the last step was issued
-        self._failed = False  # whether the device failed in the last step
-        self._bound: Bound | None = None
-        self._prepared: Prepared | None = None
+        self._is_complete = False  # whether all of the last step was issued
+        self._has_failed = False  # whether the device failed in the last step
+        self._bound: BoundProgram | None = None
+        self._prepared: PreparedProgram | None = None
 
     def close(self) -> None:
         try:
             self._driver.synchronize()
         finally:
-            self.forget()
+            self.release_step()
 
     def synchronize(self) -> None:
         self._driver.synchronize()
 
-    def forget(self) -> None:
+    def release_step(self) -> None:
         self._bound = self._prepared = None
 
-    def reached(self) -> Reached | None:
+    def read_progress(self) -> StepProgress | None:
         """Return the progress of the last step; None if the device failed, since that shows late."""
-        if self._failed:
+        if self._has_failed:
             return None
         count = 0 if self._prepared is None else len(self._prepared.issues)
-        started = count if self._whole else self._issued
-        ended = started if self._whole else started - 1
-        return Reached([i < started for i in range(count)], [i < ended for i in range(count)])
+        started = count if self._is_complete else self._issued
+        ended = started if self._is_complete else started - 1
+        return StepProgress([i < started for i in range(count)], [i < ended for i in range(count)])
 
     def run(
-        self, bound: Bound, table: ScopeTable, slots: Mapping[int, tuple[Piece, ...]], ports: dict[int, Port]
+        self, bound: BoundProgram, table: ScopeTable, slots: Mapping[int, tuple[SlotPiece, ...]], ports: dict[int, Port]
     ) -> Timeline:
         """Issue one step. The first six steps are measured, and every 32nd."""
         prepared, driver = self._prepared, self._driver
@@ -133,19 +141,19 @@ class CudaEngine:
             preparation = Preparation(driver, self._home, self._staging, bound, slots)
             prepared = self._prepared = preparation.prepare()
             self._bound = bound
-        measured = prepared.runs < _MEASURED.first or prepared.runs % _MEASURED.every == 0
+        measured = prepared.runs < _MEASURED_STEPS.first or prepared.runs % _MEASURED_STEPS.every == 0
         prepared.runs += 1
         if prepared.table is not table:
-            prepared.table, prepared.parts, prepared.replayed = table, None, None
+            prepared.table, prepared.batches, prepared.replayed_batches = table, None, None
             prepared.calls = {
-                issue.index: collective(issue.run)
+                issue.index: make_collective_call(issue.run)
                 if issue.stream is Stream.COMMUNICATE
-                else op_call(issue.run, issue.scope, table, prepared.generators)
+                else make_op_call(issue.run, issue.scope, table, prepared.generators)
                 for issue in prepared.issues
                 if issue.run is not None
             }
         caller_marks: list[Mark] = []
-        self._issued, self._whole, self._failed = 0, False, False
+        self._issued, self._is_complete, self._has_failed = 0, False, False
         try:
             with driver.step(bound), internals.below_autograd():
                 self._begin(prepared, measured)
@@ -156,48 +164,48 @@ class CudaEngine:
                 else:
                     self._play(prepared, ports, caller_marks)
                 self._end(prepared, measured)
-            self._whole = True
-            prepared.generators.forget()
+            self._is_complete = True
+            prepared.generators.clear()
         except BaseException as error:  # any exception gets notes about unfinished work
-            self._failed = isinstance(error, DeviceError | torch.AcceleratorError)
-            self._end_early(error)
+            self._has_failed = isinstance(error, DeviceError | torch.AcceleratorError)
+            self._finish_after_error(error)
             raise
         try:
-            driver.finish(host=prepared.disk or measured)
-            for mark in (*prepared.shown, *caller_marks):
+            driver.finish(host=prepared.uses_disk or measured)
+            for mark in (*prepared.host_marks, *caller_marks):
                 driver.await_mark(mark)
             if measured or prepared.timeline is None:
-                prepared.timeline = self._timeline(prepared)
+                prepared.timeline = self._read_timeline(prepared)
         except DeviceError as error:
-            self._failed = True
-            error.add_note(_LATE)
+            self._has_failed = True
+            error.add_note(_LATE_NOTE)
             raise
         return prepared.timeline
 
-    def _end_early(self, error: BaseException) -> None:
+    def _finish_after_error(self, error: BaseException) -> None:
         """Wait for the issued work, since the caller will release its memory; further errors become notes."""
         try:
             self._driver.synchronize()
         except DeviceError as failure:
-            self._failed = True
-            error.add_note(_LATE if str(failure) in str(error) else f"{failure}\n{_LATE}")
+            self._has_failed = True
+            error.add_note(_LATE_NOTE if str(failure) in str(error) else f"{failure}\n{_LATE_NOTE}")
         except TransferError as failure:
             error.add_note(f"A transfer failed as well: {failure}")
 
-    def _begin(self, prepared: Prepared, measured: bool) -> None:
+    def _begin(self, prepared: PreparedProgram, measured: bool) -> None:
         driver = self._driver
         if measured and not prepared.stamps:
-            prepared.stamps = [driver.mark(timed=True) for _ in range(2 * len(prepared.issues))]
+            prepared.stamps = [driver.create_mark(timed=True) for _ in range(2 * len(prepared.issues))]
         if measured:
             driver.record(Stream.COMPUTE, prepared.started)
         driver.record(Stream.COMPUTE, prepared.begin)
-        collective_streams = BESIDE if Stream.COMMUNICATE in prepared.ends else ()
-        for stream in (*_BEGIN, *(_BEGIN_DISK if prepared.disk else ()), *collective_streams):
+        collective_streams = COLLECTIVE_STREAMS if Stream.COMMUNICATE in prepared.ends else ()
+        for stream in (*_BEGIN_STREAMS, *(_DISK_BEGIN_STREAMS if prepared.uses_disk else ()), *collective_streams):
             driver.wait(stream, prepared.begin)
         if self._staging is not None:
             self._staging.begin()
 
-    def _end(self, prepared: Prepared, measured: bool) -> None:
+    def _end(self, prepared: PreparedProgram, measured: bool) -> None:
         driver = self._driver
         for stream, mark in prepared.ends.items():
             driver.record(stream, mark)
@@ -207,39 +215,43 @@ class CudaEngine:
 
     def _issue(
         self,
-        issue: Issue,
+        issue: PreparedInstruction,
         stamps: list[Mark],
         calls: Mapping[int, Callable[[], None]],
         ports: dict[int, Port],
         caller_marks: list[Mark],
     ) -> None:
         driver, stream = self._driver, issue.stream
-        self._ask_to_wait(issue, driver)
+        self._issue_waits(issue, driver)
         driver.record(first_stream(stream), stamps[2 * issue.index])
         if issue.run is not None:
             driver.launch(issue.run, calls[issue.index], stream)
-        elif issue.device is not None:
-            self._copy(issue, ports, caller_marks)
+        elif issue.arena_bytes is not None:
+            self._copy_user_memory(issue, ports, caller_marks)
         else:
-            self._move(issue, driver)
+            self._copy_home(issue, driver)
         driver.record(last_stream(stream), stamps[2 * issue.index + 1])
-        self._ask_to_mark(issue, driver)
+        self._issue_marks(issue, driver)
 
-    def _play(self, prepared: Prepared, ports: dict[int, Port], caller_marks: list[Mark]) -> None:
+    def _play(self, prepared: PreparedProgram, ports: dict[int, Port], caller_marks: list[Mark]) -> None:
         """Issue a step that is not measured: consecutive ops, and the actions between them, at once."""
-        if prepared.parts is None:
-            prepared.parts = self._parts(prepared)
-        native = self._replays and internals.replayable()
-        if native and prepared.replayed is None and prepared.table is not None:
-            prepared.replayed = self._taken_down(prepared.parts, load_native(), prepared.table, ports, caller_marks)
+        if prepared.batches is None:
+            prepared.batches = self._make_batches(prepared)
+        native = self._can_replay and internals.has_no_dispatch_modes()
+        if native and prepared.replayed_batches is None and prepared.table is not None:
+            prepared.replayed_batches = self._record_step(
+                prepared.batches, load_native(), prepared.table, ports, caller_marks
+            )
             return
-        for self._issued, play, issue in prepared.replayed if native and prepared.replayed else prepared.parts:
+        for self._issued, play, issue in (
+            prepared.replayed_batches if native and prepared.replayed_batches else prepared.batches
+        ):
             if play is not None:
                 play()
             elif issue is not None:
-                self._copy(issue, ports, caller_marks)
+                self._copy_user_memory(issue, ports, caller_marks)
 
-    def _taken_down(
+    def _record_step(
         self,
         parts: Sequence[Batch],
         library: ctypes.PyDLL,
@@ -249,59 +261,63 @@ class CudaEngine:
     ) -> list[Batch]:
         replay = Replay(library, len(parts))
         recorded: list[bool] = []
-        with replay.watching():
+        with replay.watch_calls():
             for number, (self._issued, play, issue) in enumerate(parts):
                 is_recorded = False
                 if isinstance(play, Tape) and play.native is not None:
-                    replay.issue(number, play.native)
+                    replay.add_actions(number, play.native)
                     is_recorded = True
                 if play is not None:
                     run = None if issue is None else issue.run
-                    expected = run is not None and replay.expect(run)
+                    expected = run is not None and replay.expect_call(run)
                     play()
                     if expected and run is not None and issue is not None:
-                        is_recorded = replay.take(number, run, issue.scope)
+                        is_recorded = replay.record_call(number, run, issue.scope)
                 elif issue is not None:
-                    self._copy(issue, ports, caller_marks)
+                    self._copy_user_memory(issue, ports, caller_marks)
                 recorded.append(is_recorded)
         merged: list[Batch] = []
         merged_end = 0
-        for first, end in self._cut(parts, recorded):
-            merged += [*parts[merged_end:first], self._stretch(parts, replay, first, end, table)]
+        for first, end in self._find_replayable(parts, recorded):
+            merged += [*parts[merged_end:first], self._combine(parts, replay, first, end, table)]
             merged_end = end
         return [*merged, *parts[merged_end:]]
 
-    def _cut(self, parts: Sequence[Batch], recorded: list[bool]) -> list[tuple[int, int]]:
+    def _find_replayable(self, parts: Sequence[Batch], recorded: list[bool]) -> list[tuple[int, int]]:
         """Return the (first, end) spans of batches that can be issued at once."""
         kinds = [
-            0 if not is_recorded else 1 + self._goes_into_a_graph(part)
+            0 if not is_recorded else 1 + self._can_be_graphed(part)
             for part, is_recorded in zip(parts, recorded, strict=True)
         ]
         cuts = [number for number in range(1, len(kinds)) if kinds[number] != kinds[number - 1]]
         return [(first, end) for first, end in pairwise([0, *cuts, len(kinds)]) if kinds[first]]
 
-    def _goes_into_a_graph(self, part: Batch) -> bool:
+    def _can_be_graphed(self, part: Batch) -> bool:
         """Return whether a batch is an op that draws no random numbers and reads no host memory."""
-        run = None if part.issue is None else part.issue.run
-        if not self._graphs or run is None or self._bound is None or self._bound.graph.ops[run.op].random:
+        run = None if part.instruction is None else part.instruction.run
+        if not self._makes_graphs or run is None or self._bound is None or self._bound.graph.ops[run.op].random:
             return False
         arguments = internals.tensor_leaves([*run.args, *run.kwargs.values()])
         return all(
             tensor.device == self._driver.device for tensor in (*arguments, *(result[2] for result in run.results))
         )
 
-    def _stretch(self, parts: Sequence[Batch], replay: Replay, first: int, end: int, table: ScopeTable) -> Batch:
+    def _combine(self, parts: Sequence[Batch], replay: Replay, first: int, end: int, table: ScopeTable) -> Batch:
         """Combine consecutive ops, each in its scope, and the actions between them into one native call."""
         tapes = [(number, part.play) for number, part in enumerate(parts) if isinstance(part.play, Tape)]
-        issued = [(number, tape.issued) for number, tape in tapes if first <= number < end and tape.issued is not None]
+        issued = [
+            (number, tape.after_native)
+            for number, tape in tapes
+            if first <= number < end and tape.after_native is not None
+        ]
 
         def call() -> None:
             next_batch = first
             try:
                 next_batch = replay.run(first, end, table, None, None, ends_scopes=True)
             except Exception as error:
-                next_batch = replay.at
-                self._issued, tape = parts[next_batch].reached, parts[next_batch].play
+                next_batch = replay.failed_entry
+                self._issued, tape = parts[next_batch].issued_count, parts[next_batch].play
                 if isinstance(error, NotIssuedError) and isinstance(tape, Tape) and tape.check is not None:
                     tape.check(error.status)
                 if isinstance(error, RuntimeError):
@@ -312,81 +328,81 @@ class CudaEngine:
                     if number < next_batch:
                         note()
 
-        if end - first >= _GRAPH_OPS and self._goes_into_a_graph(parts[first]):
-            return Batch(parts[end - 1].reached, _Graphed(self._driver, call))
-        return Batch(parts[end - 1].reached, call)
+        if end - first >= _GRAPH_OPS and self._can_be_graphed(parts[first]):
+            return Batch(parts[end - 1].issued_count, _GraphedCalls(self._driver, call))
+        return Batch(parts[end - 1].issued_count, call)
 
-    def _parts(self, prepared: Prepared) -> list[Batch]:
+    def _make_batches(self, prepared: PreparedProgram) -> list[Batch]:
         batches: list[Batch] = []
-        between = Actions()
+        between = ActionList()
 
         def close(issued_count: int) -> None:
             nonlocal between
-            if between.list:
-                batches.append(Batch(issued_count, self._driver.tape(between.list)))
-                between = Actions()
+            if between.items:
+                batches.append(Batch(issued_count, self._driver.make_tape(between.items)))
+                between = ActionList()
 
         for issue in prepared.issues:
-            self._ask_to_wait(issue, between)
+            self._issue_waits(issue, between)
             if issue.run is not None:
                 close(issue.index)
-                launch = self._driver.launching(issue.run, prepared.calls[issue.index], issue.stream)
+                launch = self._driver.make_launcher(issue.run, prepared.calls[issue.index], issue.stream)
                 # A batch that only calls the op can be combined with others.
                 batches.append(Batch(issue.index + 1, launch, issue if launch is prepared.calls[issue.index] else None))
-            elif issue.device is not None:
+            elif issue.arena_bytes is not None:
                 close(issue.index)
                 batches.append(Batch(issue.index + 1, None, issue))
             else:
-                self._move(issue, between)
-            self._ask_to_mark(issue, between)
+                self._copy_home(issue, between)
+            self._issue_marks(issue, between)
         close(len(prepared.issues))
         return batches
 
-    def _ask_to_wait(self, issue: Issue, issuer: Issuer) -> None:
-        if issue.after is not None:
-            issuer.wait(Stream.READ, issue.after)
-        if issue.stream is not Stream.DISK_IN or not issue.parts:
+    def _issue_waits(self, issue: PreparedInstruction, issuer: Issuer) -> None:
+        if issue.written_mark is not None:
+            issuer.wait(Stream.READ, issue.written_mark)
+        if issue.stream is not Stream.DISK_IN or not issue.chunks:
             for mark in issue.waits:
                 issuer.wait(issue.stream, mark)
 
-    def _ask_to_mark(self, issue: Issue, issuer: Issuer) -> None:
+    def _issue_marks(self, issue: PreparedInstruction, issuer: Issuer) -> None:
         if issue.mark is not None:
             issuer.record(issue.stream, issue.mark)
-        if issue.stored is not None:
-            issuer.record(Stream.WRITE, issue.stored)
+        if issue.stored_mark is not None:
+            issuer.record(Stream.WRITE, issue.stored_mark)
 
-    def _move(self, issue: Issue, issuer: Issuer) -> None:
+    def _copy_home(self, issue: PreparedInstruction, issuer: Issuer) -> None:
         stream, index = issue.stream, issue.index
-        if issue.parts and self._staging is not None:
+        if issue.chunks and self._staging is not None:
             if stream is Stream.DISK_OUT:
-                self._staging.out(index, issue.parts, issuer)
+                self._staging.copy_out(index, issue.chunks, issuer)
             else:
-                self._staging.into(index, issue.parts, issue.waits, issuer)
+                self._staging.copy_in(index, issue.chunks, issue.waits, issuer)
         for device, host in issue.pieces:
             inwards = stream is Stream.COPY_IN
             issuer.copy(stream, index, device if inwards else host, host if inwards else device)
 
-    def _copy(self, issue: Issue, ports: dict[int, Port], caller_marks: list[Mark]) -> None:
+    def _copy_user_memory(self, issue: PreparedInstruction, ports: dict[int, Port], caller_marks: list[Mark]) -> None:
         driver, stream, index = self._driver, issue.stream, issue.index
-        if issue.device is None:
+        if issue.arena_bytes is None:
             return
         inwards = stream is Stream.COPY_IN
         port = ports[issue.storage]
-        host, device = _bytes_of(port), issue.device[: port.bytes]
+        host, device = _bytes_of(port), issue.arena_bytes[: port.bytes]
         if not inwards:
-            driver.copy_callers(stream, index, host, device)
+            driver.copy_user_memory(stream, index, host, device)
         elif host.device.type != "cpu":
-            driver.copy_callers(stream, index, device, host)
+            driver.copy_user_memory(stream, index, device, host)
         else:
-            staged = driver.pinned(host)
-            driver.copy_callers(stream, index, device, staged)
+            staged = driver.to_pinned(host)
+            driver.copy_user_memory(stream, index, device, staged)
             if staged is host:
                 # The caller may change this memory as soon as the call returns.
-                mark = driver.mark()
+                mark = driver.create_mark()
                 driver.record(stream, mark)
                 caller_marks.append(mark)
 
-    def _timeline(self, prepared: Prepared) -> Timeline:
+    def _read_timeline(self, prepared: PreparedProgram) -> Timeline:
         driver, stamps = self._driver, prepared.stamps
         driver.synchronize()
         since = [max(driver.seconds(prepared.started, stamp), 0.0) for stamp in stamps]

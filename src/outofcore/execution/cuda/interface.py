@@ -13,8 +13,8 @@ from typing import Protocol
 
 import torch
 
-from outofcore.execution.arena import Memory
-from outofcore.execution.binding import Bound, BoundRun
+from outofcore.execution.arena import DeviceArena
+from outofcore.execution.binding import BoundProgram, BoundRun
 from outofcore.runtime.homes import HomeStore
 
 
@@ -36,19 +36,19 @@ class Mark(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class WaitForMark:
     stream: Stream
     mark: Mark
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RecordMark:
     stream: Stream
     mark: Mark
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class DeviceCopy:
     stream: Stream
     index: int
     target: torch.Tensor
@@ -56,7 +56,7 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class FileTransfer:
     stream: Stream
     index: int
     home: HomeStore
@@ -65,7 +65,7 @@ class Move:
 
 
 # Work other than ops that is the same at every step.
-Action = Wait | Record | Copy | Move
+Action = WaitForMark | RecordMark | DeviceCopy | FileTransfer
 
 
 class Issuer(Protocol):
@@ -80,21 +80,21 @@ class Issuer(Protocol):
     def wait(self, stream: Stream, mark: Mark) -> None: ...
 
 
-class Actions:
+class ActionList:
     def __init__(self) -> None:
-        self.list: list[Action] = []
+        self.items: list[Action] = []
 
     def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.list.append(Copy(stream, index, target, source))
+        self.items.append(DeviceCopy(stream, index, target, source))
 
     def transfer(self, stream: Stream, index: int, home: HomeStore, offset: int, memory: torch.Tensor) -> None:
-        self.list.append(Move(stream, index, home, offset, memory))
+        self.items.append(FileTransfer(stream, index, home, offset, memory))
 
     def record(self, stream: Stream, mark: Mark) -> None:
-        self.list.append(Record(stream, mark))
+        self.items.append(RecordMark(stream, mark))
 
     def wait(self, stream: Stream, mark: Mark) -> None:
-        self.list.append(Wait(stream, mark))
+        self.items.append(WaitForMark(stream, mark))
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +107,7 @@ class Tape:
 
     play: Callable[[], object]
     native: tuple[int, int, int, int] | None = None
-    issued: Callable[[], object] | None = None
+    after_native: Callable[[], object] | None = None
     check: Callable[[int], object] | None = None
 
     def __call__(self) -> None:
@@ -120,9 +120,9 @@ class Driver(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def open_arena(self, count: int, reserve: int) -> Memory: ...
+    def open_arena(self, count: int, reserve: int) -> DeviceArena: ...
 
-    def step(self, bound: Bound | None) -> AbstractContextManager[object]:
+    def step(self, bound: BoundProgram | None) -> AbstractContextManager[object]:
         """Context in which a step is issued; ``bound`` is None for measurements."""
         ...
 
@@ -130,7 +130,7 @@ class Driver(Protocol):
         """Issue an op on the compute stream, or a collective on its own stream; ``call`` launches it."""
         ...
 
-    def launching(self, run: BoundRun, call: Callable[[], object], stream: Stream) -> Callable[[], object]:
+    def make_launcher(self, run: BoundRun, call: Callable[[], object], stream: Stream) -> Callable[[], object]:
         """Return a function that calls ``launch`` each time within a step; it may be ``call`` itself."""
         ...
 
@@ -138,11 +138,11 @@ class Driver(Protocol):
         """Issue the copy of instruction ``index``; both sides are contiguous uint8 tensors of the same size."""
         ...
 
-    def copy_callers(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy_user_memory(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
         """Issue a copy to or from PyTorch's memory, which must not be reused before the copy is done."""
         ...
 
-    def staging(self, count: int) -> torch.Tensor:
+    def allocate_staging(self, count: int) -> torch.Tensor:
         """Return page-aligned host memory as a uint8 tensor, pinned if the system allows it."""
         ...
 
@@ -153,16 +153,16 @@ class Driver(Protocol):
         """
         ...
 
-    def tape(self, actions: Sequence[Action]) -> Tape: ...
+    def make_tape(self, actions: Sequence[Action]) -> Tape: ...
 
-    def graph(self, call: Callable[[], object]) -> Callable[[], object] | None:
+    def capture_graph(self, call: Callable[[], object]) -> Callable[[], object] | None:
         """Return a function that issues at once the work that ``call`` issues; None if that is not supported.
 
         ``call`` issues ops with fixed tensors to the compute stream, and is called once, without effect.
         """
         ...
 
-    def mark(self, *, timed: bool = False) -> Mark:
+    def create_mark(self, *, timed: bool = False) -> Mark:
         """Return a new mark, not yet recorded. A timed one supports ``seconds``."""
         ...
 
@@ -191,7 +191,7 @@ class Driver(Protocol):
         """Block until all issued work is done; raise ``DeviceError`` or ``TransferError`` if it failed."""
         ...
 
-    def pinned(self, source: torch.Tensor) -> torch.Tensor:
+    def to_pinned(self, source: torch.Tensor) -> torch.Tensor:
         """Return a uint8 tensor for an unblocking copy to the device: ``source``, or a copy in pinned memory."""
         ...
 

@@ -18,7 +18,7 @@ from outofcore.errors import TransferError
 from outofcore.execution.cuda.interface import Driver, Issuer, Mark, Stream
 from outofcore.runtime.file_io import Transfer
 from outofcore.runtime.homes import HomeStore
-from outofcore.runtime.slots import Piece, meet
+from outofcore.runtime.slots import SlotPiece, share_page
 from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
 
 BUFFER_BYTES = 8 * MIB
@@ -26,7 +26,7 @@ BUFFERS = 4  # for each direction
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StagedChunk:
     """Some bytes of a block, at most a buffer, and their offset in the file."""
 
     device: torch.Tensor
@@ -46,8 +46,8 @@ class _Ring:
 
     def __init__(self, driver: Driver, memory: torch.Tensor, size: int) -> None:
         self.buffers = [memory[start : start + size] for start in range(0, memory.numel(), size)]
-        self.full: list[Mark] = [driver.mark() for _ in self.buffers]
-        self.empty: list[Mark] = [driver.mark() for _ in self.buffers]
+        self.full: list[Mark] = [driver.create_mark() for _ in self.buffers]
+        self.empty: list[Mark] = [driver.create_mark() for _ in self.buffers]
         self._turns = 0
 
     def begin(self) -> None:
@@ -69,23 +69,25 @@ class Staging:
         self._driver = driver
         self._home = home
         self._size = buffer_bytes
-        memory = driver.staging(2 * buffers * buffer_bytes)
+        memory = driver.allocate_staging(2 * buffers * buffer_bytes)
         half = buffers * buffer_bytes
-        self._out = _Ring(driver, memory[:half], buffer_bytes)
-        self._into = _Ring(driver, memory[half:], buffer_bytes)
+        self._out_ring = _Ring(driver, memory[:half], buffer_bytes)
+        self._in_ring = _Ring(driver, memory[half:], buffer_bytes)
 
-    def parts(self, view: Callable[[int, int], torch.Tensor], start: int, offset: int, count: int) -> list[Part]:
+    def cut_chunks(
+        self, view: Callable[[int, int], torch.Tensor], start: int, offset: int, count: int
+    ) -> list[StagedChunk]:
         """Cut a copy, from ``start`` in the arena and ``offset`` in the file, into chunks that fit a buffer."""
         cuts = range(0, count, self._size)
-        return [Part(view(start + cut, min(self._size, count - cut)), offset + cut) for cut in cuts]
+        return [StagedChunk(view(start + cut, min(self._size, count - cut)), offset + cut) for cut in cuts]
 
     def begin(self) -> None:
-        self._out.begin()
-        self._into.begin()
+        self._out_ring.begin()
+        self._in_ring.begin()
 
-    def out(self, index: int, parts: Sequence[Part], issuer: Issuer | None = None) -> None:
+    def copy_out(self, index: int, parts: Sequence[StagedChunk], issuer: Issuer | None = None) -> None:
         """Issue a copy to the file: ``DISK_OUT`` copies it to buffers, ``WRITE`` to the file."""
-        driver, ring = issuer or self._driver, self._out
+        driver, ring = issuer or self._driver, self._out_ring
         for part in parts:
             buffer, used = ring.next()
             count = part.device.numel()
@@ -94,18 +96,20 @@ class Staging:
             driver.copy(Stream.DISK_OUT, index, ring.buffers[buffer][:count], part.device)
             driver.record(Stream.DISK_OUT, ring.full[buffer])
             driver.wait(Stream.WRITE, ring.full[buffer])
-            driver.transfer(Stream.WRITE, index, self._home, part.offset, _pages(ring.buffers[buffer], count))
+            driver.transfer(Stream.WRITE, index, self._home, part.offset, _whole_pages(ring.buffers[buffer], count))
             driver.record(Stream.WRITE, ring.empty[buffer])
 
-    def into(self, index: int, parts: Sequence[Part], waits: Sequence[Mark], issuer: Issuer | None = None) -> None:
+    def copy_in(
+        self, index: int, parts: Sequence[StagedChunk], waits: Sequence[Mark], issuer: Issuer | None = None
+    ) -> None:
         """Issue a copy from the file: ``READ`` to buffers, then ``DISK_IN`` to the device after ``waits``."""
-        driver, ring, pending_waits = issuer or self._driver, self._into, list(waits)
+        driver, ring, pending_waits = issuer or self._driver, self._in_ring, list(waits)
         for part in parts:
             buffer, used = ring.next()
             count = part.device.numel()
             if used:
                 driver.wait(Stream.READ, ring.empty[buffer])
-            driver.transfer(Stream.READ, index, self._home, part.offset, _pages(ring.buffers[buffer], count))
+            driver.transfer(Stream.READ, index, self._home, part.offset, _whole_pages(ring.buffers[buffer], count))
             driver.record(Stream.READ, ring.full[buffer])
             driver.wait(Stream.DISK_IN, ring.full[buffer])
             while pending_waits:
@@ -114,12 +118,14 @@ class Staging:
             driver.record(Stream.DISK_IN, ring.empty[buffer])
 
 
-def _pages(buffer: torch.Tensor, count: int) -> torch.Tensor:
+def _whole_pages(buffer: torch.Tensor, count: int) -> torch.Tensor:
     # A slot's last page has no other data, so bytes after the slot's end may be overwritten.
     return buffer[: round_up(count, PAGE_BYTES)]
 
 
-def reads_after_writes(copies: Sequence[tuple[int, bool]], slots: Mapping[int, tuple[Piece, ...]]) -> dict[int, int]:
+def reads_after_writes(
+    copies: Sequence[tuple[int, bool]], slots: Mapping[int, tuple[SlotPiece, ...]]
+) -> dict[int, int]:
     """Return for each read that must wait for a write that write, by instruction index.
 
     Reads run in order, and so do writes, so a read needs no wait if an earlier read has one for the same or a later
@@ -133,7 +139,7 @@ def reads_after_writes(copies: Sequence[tuple[int, bool]], slots: Mapping[int, t
             written.append(index)
             continue
         for count in range(len(written), awaited, -1):
-            if meet(slots[index], slots[written[count - 1]]):
+            if share_page(slots[index], slots[written[count - 1]]):
                 write_of[index], awaited = written[count - 1], count
                 break
     return write_of
@@ -145,7 +151,7 @@ class Posted(Transfer):
     _fields_ = (("next", ctypes.c_void_p), ("lane", ctypes.c_void_p))
 
 
-def transfer_of(
+def create_transfer(
     home: HomeStore, offset: int, address: int, count: int, *, writes: bool, lane: int | None = None
 ) -> Posted:
     """Create a transfer of whole pages; ``lane`` selects the thread that runs it, None the caller's."""

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outofcore.onnx.operators.registry import Refused, operator
+from outofcore.onnx.operators.registry import Unsupported, operator
 
 _NO_HEADS = "its input has three dimensions, and the number of heads is missing"
 
 
-def _heads(x: Tensor, count: int) -> Tensor:
+def _split_heads(x: Tensor, count: int) -> Tensor:
     """Reshape (batch, length, heads × size) to (batch, heads, length, size)."""
     return x.reshape(x.shape[0], x.shape[1], count, x.shape[2] // count).transpose(1, 2)
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionAttributes:
     count: int  # of the outputs in use
     q_num_heads: int = 0
     kv_num_heads: int = 0
@@ -33,7 +33,7 @@ class Attention:
     qk_matmul_output_mode: int = 0
 
 
-@operator("Attention", many=True, attributes=Attention)
+@operator("Attention", many=True, attributes=AttentionAttributes)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -43,14 +43,18 @@ def attention(
     past_value: Tensor | None = None,
     lengths: Tensor | None = None,
     *,
-    asked: Attention,
+    asked: AttentionAttributes,
 ) -> Any:
     """Compute attention in the steps of the standard, which define its outputs and their precision."""
     flat = q.dim() == 3
     if flat:
         if not asked.q_num_heads or not asked.kv_num_heads:
-            raise Refused(_NO_HEADS)
-        q, k, v = _heads(q, asked.q_num_heads), _heads(k, asked.kv_num_heads), _heads(v, asked.kv_num_heads)
+            raise Unsupported(_NO_HEADS)
+        q, k, v = (
+            _split_heads(q, asked.q_num_heads),
+            _split_heads(k, asked.kv_num_heads),
+            _split_heads(v, asked.kv_num_heads),
+        )
     if past_key is not None and past_value is not None:
         k, v = torch.cat([past_key, k], 2), torch.cat([past_value, v], 2)
     key, value = k, v
@@ -60,11 +64,11 @@ def attention(
     root = math.sqrt(asked.scale or 1 / math.sqrt(q.shape[-1]))
     raw = torch.matmul(q * root, (k * root).transpose(-1, -2))
     capped = torch.tanh(raw / asked.softcap) * asked.softcap if asked.softcap > 0 else raw
-    biased = capped if mask is None else capped + _bias(mask, raw)
+    biased = capped if mask is None else capped + _mask_bias(mask, raw)
     first: Any = 0 if past_key is None else past_key.shape[2]
     if past_key is None and lengths is not None:
         first = lengths.reshape(-1, 1, 1, 1) - raw.shape[-2]
-    visible = _seen(raw, first, asked.left_window_size, 0 if asked.is_causal else asked.right_window_size)
+    visible = _visible_keys(raw, first, asked.left_window_size, 0 if asked.is_causal else asked.right_window_size)
     if visible is not None:
         biased = biased.masked_fill(~visible, -math.inf)
     if lengths is not None:
@@ -80,14 +84,14 @@ def attention(
     return y, key, value, (raw, capped, biased, weights)[asked.qk_matmul_output_mode] if asked.count > 3 else None
 
 
-def _bias(mask: Tensor, scores: Tensor) -> Tensor:
+def _mask_bias(mask: Tensor, scores: Tensor) -> Tensor:
     if mask.dtype is torch.bool:
         mask = torch.where(mask, 0.0, -math.inf).to(scores.dtype)
     missing = scores.shape[-1] - mask.shape[-1]
     return torch.nn.functional.pad(mask, (0, missing), value=-math.inf) if missing > 0 else mask
 
 
-def _seen(scores: Tensor, first: Any, before: int, after: int) -> Tensor | None:
+def _visible_keys(scores: Tensor, first: Any, before: int, after: int) -> Tensor | None:
     """Return the mask of keys within ``left`` and ``right`` of each query; negative: unlimited; None: all."""
     if before < 0 and after < 0:
         return None
@@ -112,7 +116,7 @@ def rotary_embedding(
     interleaved: int = 0,
 ) -> Tensor:
     if x.dim() == 3 and not num_heads:
-        raise Refused(_NO_HEADS)
+        raise Unsupported(_NO_HEADS)
     y = x.reshape(x.shape[0], x.shape[1], num_heads, -1) if x.dim() == 3 else x.transpose(1, 2)
     if positions is not None:
         cosines, sines = cosines[positions], sines[positions]

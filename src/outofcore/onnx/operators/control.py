@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outofcore.onnx.operators.registry import Refused, axis_of, operator
+from outofcore.onnx.operators.registry import Unsupported, axis_of, operator
 
-_NO_TURN = "it runs 0 times, so its collected outputs have no shape"
+_NO_ITERATION = "it runs 0 times, so its collected outputs have no shape"
 
 
-class Control(nn.Module):
+class ControlNode(nn.Module):
     """A node with graphs; ``forward`` takes a device, the inputs, and outer values by graph."""
 
     def __init__(self, graphs: dict[str, Any], attributes: dict[str, Any], states: int) -> None:
@@ -27,14 +27,14 @@ class Control(nn.Module):
 
 
 @operator("If", read=(0,), pure=False, many=True)
-class Branch(Control):
+class IfNode(ControlNode):
     def forward(self, device: torch.device, inputs: list[Any], outer: dict[str, list[Any]]) -> list[Any]:
         ((condition,),) = inputs
         return self.run("then_branch" if condition else "else_branch", [], outer, device)
 
 
 @operator("Loop", read=(0, 1), pure=False, many=True)
-class Loop(Control):
+class LoopNode(ControlNode):
     """Runs a graph a number of times, or until its first output is false."""
 
     def forward(self, device: torch.device, inputs: list[Any], outer: dict[str, list[Any]]) -> list[Any]:
@@ -49,12 +49,12 @@ class Loop(Control):
             scanned.append(results[1 + len(values) :])
             turn += 1
         if not turn and self.states > len(values):
-            raise Refused(_NO_TURN)
+            raise Unsupported(_NO_ITERATION)
         return [*values, *(torch.stack(parts) for parts in zip(*scanned, strict=True))]
 
 
 @operator("Scan", pure=False, many=True, since=9)
-class Scan(Control):
+class ScanNode(ControlNode):
     """Runs a graph for each slice of its inputs along an axis."""
 
     def forward(self, device: torch.device, inputs: list[Any], outer: dict[str, list[Any]]) -> list[Any]:
@@ -74,7 +74,7 @@ class Scan(Control):
             states = results[: len(states)]
             collected.append(results[len(states) :])
         if not collected and collected_count:
-            raise Refused(_NO_TURN)
+            raise Unsupported(_NO_ITERATION)
         axes, turned = (
             attributes.get("scan_output_axes", (0,) * collected_count),
             attributes.get("scan_output_directions", (0,) * collected_count),

@@ -10,17 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outofcore.onnx.operators.registry import axis_of, direct, operator
+from outofcore.onnx.operators.registry import axis_of, operator, register_function
 
 # Dtypes for which PyTorch has few kernels.
-NARROW = (torch.uint16, torch.uint32, torch.uint64)
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
-def _wide(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    kind = next((tensor.dtype for tensor in tensors if tensor.dtype in NARROW), None)
+def _compute_wide(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    kind = next((tensor.dtype for tensor in tensors if tensor.dtype in UNSIGNED), None)
     if kind is None:
         return function(*tensors)
-    result = function(*(tensor.to(torch.int64) if tensor.dtype in NARROW else tensor for tensor in tensors))
+    result = function(*(tensor.to(torch.int64) if tensor.dtype in UNSIGNED else tensor for tensor in tensors))
     return result.to(kind) if result.dtype is torch.int64 else result
 
 
@@ -72,26 +72,26 @@ _BINARY: dict[str, Callable[..., Tensor]] = {
 
 
 @operator(*_BINARY)
-def with_axis(a: Tensor, b: Tensor, *, op: str, axis: int | None = None, broadcast: int = 0) -> Tensor:
+def broadcast_at_axis(a: Tensor, b: Tensor, *, op: str, axis: int | None = None, broadcast: int = 0) -> Tensor:
     """Broadcast the second operand along an axis of the first, as before opset 7."""
     if broadcast and axis is not None:
         b = b.reshape(*b.shape, *([1] * (a.dim() - axis_of(axis, a.dim()) - b.dim())))
-    return _wide(_BINARY[op], a, b)
+    return _compute_wide(_BINARY[op], a, b)
 
 
 for _name, _function in _UNARY.items():
-    direct(_name, _function, plain=True)
+    register_function(_name, _function, plain=True)
 for _name, _function in _BINARY.items():
-    direct(_name, _function, since=7, plain=True)
-direct("Where", torch.where)
-direct("Elu", F.elu, alpha=("alpha", 1.0))
-direct("Celu", F.celu, alpha=("alpha", 1.0))
-direct("LeakyRelu", F.leaky_relu, negative_slope=("alpha", 0.01))
+    register_function(_name, _function, since=7, plain=True)
+register_function("Where", torch.where)
+register_function("Elu", F.elu, alpha=("alpha", 1.0))
+register_function("Celu", F.celu, alpha=("alpha", 1.0))
+register_function("LeakyRelu", F.leaky_relu, negative_slope=("alpha", 0.01))
 
 
-def widened(name: str, *tensors: Tensor) -> Tensor:
+def compute_plain(name: str, *tensors: Tensor) -> Tensor:
     """Compute a plain operator on unsigned dtypes by way of int64."""
-    return _wide(_UNARY.get(name) or _BINARY[name], *tensors)
+    return _compute_wide(_UNARY.get(name) or _BINARY[name], *tensors)
 
 
 @operator("Identity")
@@ -161,28 +161,28 @@ def clip_by_attributes(x: Tensor, *, min: float | None = None, max: float | None
 def clip(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
     # The upper limit wins if it is below the lower one.
     if low is not None:
-        x = _wide(torch.maximum, x, low.reshape(()).to(x.dtype))
+        x = _compute_wide(torch.maximum, x, low.reshape(()).to(x.dtype))
     if high is not None:
-        x = _wide(torch.minimum, x, high.reshape(()).to(x.dtype))
+        x = _compute_wide(torch.minimum, x, high.reshape(()).to(x.dtype))
     return x
 
 
 @operator("Mod")
 def modulo(a: Tensor, b: Tensor, *, fmod: int = 0) -> Tensor:
-    return _wide(torch.fmod if fmod else torch.remainder, a, b)
+    return _compute_wide(torch.fmod if fmod else torch.remainder, a, b)
 
 
 @operator("BitShift")
 def bit_shift(x: Tensor, by: Tensor, *, direction: str) -> Tensor:
-    return _wide(torch.bitwise_left_shift if direction == "LEFT" else torch.bitwise_right_shift, x, by)
+    return _compute_wide(torch.bitwise_left_shift if direction == "LEFT" else torch.bitwise_right_shift, x, by)
 
 
-_FOLDED: dict[str, Callable[..., Tensor]] = {"Max": torch.maximum, "Min": torch.minimum}
+_FOLD_FUNCTIONS: dict[str, Callable[..., Tensor]] = {"Max": torch.maximum, "Min": torch.minimum}
 
 
 @operator("Max", "Min", "Sum", "Mean")
 def fold(*tensors: Tensor, op: str) -> Tensor:
-    total = functools.reduce(functools.partial(_wide, _FOLDED.get(op, torch.add)), tensors)
+    total = functools.reduce(functools.partial(_compute_wide, _FOLD_FUNCTIONS.get(op, torch.add)), tensors)
     return total / len(tensors) if op == "Mean" else total
 
 
@@ -220,8 +220,8 @@ def bit_cast(x: Tensor, *, to: torch.dtype) -> Tensor:
     return x.contiguous().view(to)
 
 
-direct("Softmax", torch.softmax, since=13, dim=("axis", -1))
-direct("LogSoftmax", torch.log_softmax, since=13, dim=("axis", -1))
+register_function("Softmax", torch.softmax, since=13, dim=("axis", -1))
+register_function("LogSoftmax", torch.log_softmax, since=13, dim=("axis", -1))
 
 
 @operator("Hardmax", since=13)

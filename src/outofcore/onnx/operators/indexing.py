@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outofcore.onnx.operators.elementwise import NARROW
-from outofcore.onnx.operators.registry import Refused, axis_of, items, operator
+from outofcore.onnx.operators.elementwise import UNSIGNED
+from outofcore.onnx.operators.registry import Unsupported, axis_of, operator, to_list
 
 _Tensors = tuple[Tensor, ...]
 
 
-def _counted(index: Tensor, length: int) -> Tensor:
+def _from_front(index: Tensor, length: int) -> Tensor:
     """Return int64 indices counted from the front."""
     index = index.to(torch.int64)
     return torch.where(index < 0, index + length, index)
@@ -23,13 +23,13 @@ def _counted(index: Tensor, length: int) -> Tensor:
 @operator("Gather")
 def gather(x: Tensor, index: Tensor, *, axis: int = 0) -> Tensor:
     axis = axis_of(axis, x.dim())
-    rows = x.index_select(axis, _counted(index, x.shape[axis]).reshape(-1))
+    rows = x.index_select(axis, _from_front(index, x.shape[axis]).reshape(-1))
     return rows.reshape([*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]])
 
 
 @operator("GatherElements")
 def gather_elements(x: Tensor, index: Tensor, *, axis: int = 0) -> Tensor:
-    return x.gather(axis, _counted(index, x.shape[axis]))
+    return x.gather(axis, _from_front(index, x.shape[axis]))
 
 
 @operator("GatherND")
@@ -45,26 +45,26 @@ def gather_nd(x: Tensor, index: Tensor, *, batch_dims: int = 0) -> Tensor:
 def _flat_index(index: Tensor, shape: torch.Size) -> Tensor:
     at = torch.zeros(index.shape[:-1], dtype=torch.int64, device=index.device)
     for place, length in enumerate(shape):
-        at = at * length + _counted(index[..., place], length)
+        at = at * length + _from_front(index[..., place], length)
     return at
 
 
 _REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 
 
-def _scattered(x: Tensor, axis: int, at: Tensor, updates: Tensor, reduction: str) -> Tensor:
+def _scatter(x: Tensor, axis: int, at: Tensor, updates: Tensor, reduction: str) -> Tensor:
     if reduction == "none":
         return x.scatter(axis, at, updates)
     if reduction == "add":
         return x.scatter_add(axis, at, updates)
     if reduction not in _REDUCTIONS:
-        raise Refused(f"the reduction {reduction!r} is unknown")
+        raise Unsupported(f"the reduction {reduction!r} is unknown")
     return x.scatter_reduce(axis, at, updates, _REDUCTIONS[reduction], include_self=True)
 
 
 @operator("ScatterElements", "Scatter")
 def scatter_elements(x: Tensor, index: Tensor, updates: Tensor, *, axis: int = 0, reduction: str = "none") -> Tensor:
-    return _scattered(x, axis, _counted(index, x.shape[axis]), updates, reduction)
+    return _scatter(x, axis, _from_front(index, x.shape[axis]), updates, reduction)
 
 
 @operator("ScatterND")
@@ -73,7 +73,7 @@ def scatter_nd(x: Tensor, index: Tensor, updates: Tensor, *, reduction: str = "n
     row_size = math.prod(x.shape[deep:])
     flat = x.reshape(math.prod(x.shape[:deep]), row_size)
     at = _flat_index(index, x.shape[:deep]).reshape(-1, 1).expand(-1, row_size)
-    return _scattered(flat, 0, at, updates.reshape(-1, row_size), reduction).reshape(x.shape)
+    return _scatter(flat, 0, at, updates.reshape(-1, row_size), reduction).reshape(x.shape)
 
 
 @operator("TensorScatter")
@@ -94,7 +94,7 @@ def tensor_scatter(
 def one_hot(index: Tensor, depth: list[float], values: Tensor, *, axis: int = -1) -> Tensor:
     count = int(depth[0])
     place = axis_of(axis, index.dim() + 1)
-    at = _counted(index, count).unsqueeze(place)
+    at = _from_front(index, count).unsqueeze(place)
     shape = [count if i == place else 1 for i in range(index.dim() + 1)]
     return torch.where(torch.arange(count, device=index.device).reshape(shape) == at, values[1], values[0])
 
@@ -103,9 +103,9 @@ def one_hot(index: Tensor, depth: list[float], values: Tensor, *, axis: int = -1
 def top_k(x: Tensor, counts: list[int] | None = None, *, k: int = 0, axis: int = -1, largest: int = 1) -> _Tensors:
     (count,) = [k] if counts is None else counts
     if not 0 <= count <= x.shape[axis]:
-        raise Refused(f"it selects {count} of {x.shape[axis]} elements")
+        raise Unsupported(f"it selects {count} of {x.shape[axis]} elements")
     # Among equal elements the first wins; PyTorch's topk picks any.
-    wide = x.to(torch.int64) if x.dtype in NARROW else x
+    wide = x.to(torch.int64) if x.dtype in UNSIGNED else x
     values, places = torch.sort(wide, dim=axis, descending=bool(largest), stable=True)
     return values.narrow(axis, 0, count).to(x.dtype), places.narrow(axis, 0, count)
 
@@ -234,4 +234,4 @@ def concat_from_sequence(tensors: list[Any], *, axis: int, new_axis: int = 0) ->
 def split_to_sequence(x: Tensor, sizes: Tensor | None = None, *, axis: int = 0, keepdims: int = 1) -> list[Tensor]:
     if sizes is None:
         return list(x.split(1, axis) if keepdims else x.unbind(axis))
-    return list(torch.split(x, items(sizes) if sizes.dim() else int(items(sizes)[0]), axis))
+    return list(torch.split(x, to_list(sizes) if sizes.dim() else int(to_list(sizes)[0]), axis))

@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outofcore.onnx.operators.registry import Refused, axis_of, direct, operator
+from outofcore.onnx.operators.registry import Unsupported, axis_of, operator, register_function
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-_TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+_CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 _MAX: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _MEAN = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 _Ints = tuple[int, ...] | None
 
-direct("MatMul", torch.matmul)
-direct("Det", torch.linalg.det)
+register_function("MatMul", torch.matmul)
+register_function("Det", torch.linalg.det)
 
 
 @operator("FusedMatMul", domain="com.microsoft")
@@ -34,7 +34,7 @@ def fused_matmul(
     alpha: float = 1.0,
 ) -> Tensor:
     if transBatchA or transBatchB:
-        raise Refused("it transposes batches, which is not supported")
+        raise Unsupported("it transposes batches, which is not supported")
     product = torch.matmul(a.transpose(-1, -2) if transA else a, b.transpose(-1, -2) if transB else b)
     return product if alpha == 1.0 else product * alpha
 
@@ -71,17 +71,17 @@ def einsum(*tensors: Tensor, equation: str) -> Tensor:
 # ---- sliding windows -------------------------------------------------------------------------------------------------
 
 
-def _numbers(name: str, values: _Ints, count: int, default: int) -> list[int]:
+def _per_dimension(name: str, values: _Ints, count: int, default: int) -> list[int]:
     numbers = [default] * count if values is None else list(values)
     if len(numbers) != count:
-        raise Refused(f"it has {len(numbers)} {name} for {count} dimensions")
+        raise Unsupported(f"it has {len(numbers)} {name} for {count} dimensions")
     return numbers
 
 
-WINDOW = ("auto_pad", "pads", "strides", "dilations")
+WINDOW_ATTRIBUTES = ("auto_pad", "pads", "strides", "dilations")
 
 
-class _Window:
+class _SlidingWindow:
     """The windows of a convolution or of pooling; ``pads`` are before and after each dimension."""
 
     def __init__(
@@ -95,12 +95,12 @@ class _Window:
     ) -> None:
         rank = len(kernel)
         if rank not in _CONV or len(sizes) != rank:
-            raise Refused(f"windows in {rank} dimensions")
+            raise Unsupported(f"windows in {rank} dimensions")
         self.sizes, self.kernel = list(sizes), list(kernel)
-        self.strides = _numbers("strides", strides, rank, 1)
-        self.dilations = _numbers("dilations", dilations, rank, 1)
+        self.strides = _per_dimension("strides", strides, rank, 1)
+        self.dilations = _per_dimension("dilations", dilations, rank, 1)
         if auto_pad in ("NOTSET", "", "VALID"):
-            both_pads = _numbers("pads", None if auto_pad == "VALID" else pads, 2 * rank, 0)
+            both_pads = _per_dimension("pads", None if auto_pad == "VALID" else pads, 2 * rank, 0)
             self.pads = [(both_pads[i], both_pads[i + rank]) for i in range(rank)]
             return
         self.pads: list[tuple[int, int]] = []
@@ -113,15 +113,17 @@ class _Window:
     def before(self) -> list[int]:
         return [pair[0] for pair in self.pads]
 
-    def is_even(self) -> bool:
+    def has_symmetric_pads(self) -> bool:
         """Return whether PyTorch supports these pads: equal before and after each dimension."""
         return all(before == after >= 0 for before, after in self.pads)
 
-    def is_small(self) -> bool:
+    def has_pooling_pads(self) -> bool:
         """Return whether PyTorch supports these pads in pooling: at most half the window."""
-        return self.is_even() and all(2 * p[0] <= width for p, width in zip(self.pads, self.kernel, strict=True))
+        return self.has_symmetric_pads() and all(
+            2 * p[0] <= width for p, width in zip(self.pads, self.kernel, strict=True)
+        )
 
-    def missing(self) -> list[tuple[int, int]]:
+    def ceil_pads(self) -> list[tuple[int, int]]:
         """Return the padding that rounds the number of windows up (``ceil_mode``)."""
         missing_pads: list[tuple[int, int]] = []
         for i, (before, after) in enumerate(self.pads):
@@ -132,27 +134,27 @@ class _Window:
             missing_pads.append((0, max((windows - 1) * self.strides[i] - free, 0)))
         return missing_pads
 
-    def sum(self, x: Tensor) -> Tensor:
+    def window_sums(self, x: Tensor) -> Tensor:
         ones = x.new_ones(1, 1, *self.kernel)
         flat = x.reshape(-1, 1, *x.shape[2:])
         y = _CONV[len(self.kernel)](flat, ones, None, self.strides, 0, self.dilations)
         return y.reshape(*x.shape[:2], *y.shape[2:])
 
 
-def _padded(x: Tensor, pads: list[tuple[int, int]], value: float = 0.0) -> Tensor:
+def _pad(x: Tensor, pads: list[tuple[int, int]], value: float = 0.0) -> Tensor:
     return F.pad(x, [amount for pair in reversed(pads) for amount in pair], value=value)
 
 
-@operator("Conv", also=WINDOW)
+@operator("Conv", also=WINDOW_ATTRIBUTES)
 def conv(x: Tensor, w: Tensor, b: Tensor | None = None, *, group: int = 1, **window: Any) -> Tensor:
-    windows = _Window(x.shape[2:], w.shape[2:], **window)
+    windows = _SlidingWindow(x.shape[2:], w.shape[2:], **window)
     before = windows.before
-    if not windows.is_even():
-        x, before = _padded(x, windows.pads), [0] * len(before)
+    if not windows.has_symmetric_pads():
+        x, before = _pad(x, windows.pads), [0] * len(before)
     return _CONV[len(before)](x, w, b, windows.strides, before, windows.dilations, group)
 
 
-@operator("ConvTranspose", also=WINDOW[1:])
+@operator("ConvTranspose", also=WINDOW_ATTRIBUTES[1:])
 def conv_transpose(
     x: Tensor,
     w: Tensor,
@@ -164,9 +166,9 @@ def conv_transpose(
     auto_pad: str = "NOTSET",
     **window: Any,
 ) -> Tensor:
-    windows = _Window(x.shape[2:], w.shape[2:], auto_pad, **window)
+    windows = _SlidingWindow(x.shape[2:], w.shape[2:], auto_pad, **window)
     rank, by, wide = len(windows.kernel), windows.strides, windows.dilations
-    more = _numbers("output_padding", output_padding, rank, 0)
+    more = _per_dimension("output_padding", output_padding, rank, 0)
     whole = [(x.shape[2 + i] - 1) * by[i] + (windows.kernel[i] - 1) * wide[i] + 1 + more[i] for i in range(rank)]
     target = None if output_shape is None else list(output_shape)[-rank:]
     if target is None and auto_pad in ("SAME_UPPER", "SAME_LOWER"):
@@ -175,42 +177,42 @@ def conv_transpose(
         windows.pads = [((n - m) // 2, n - m - (n - m) // 2) for n, m in zip(whole, target, strict=True)]
         if auto_pad in ("NOTSET", "", "SAME_LOWER"):
             windows.pads = [(behind, before) for before, behind in windows.pads]
-    if windows.is_even() and all(
+    if windows.has_symmetric_pads() and all(
         amount < max(pair) for amount, pair in zip(more, zip(by, wide, strict=True), strict=True)
     ):
-        return _TRANSPOSED[rank](x, w, b, by, windows.before, more, group, wide)
-    y = _TRANSPOSED[rank](x, w, b, by, 0, 0, group, wide)
+        return _CONV_TRANSPOSE[rank](x, w, b, by, windows.before, more, group, wide)
+    y = _CONV_TRANSPOSE[rank](x, w, b, by, 0, 0, group, wide)
     if any(more):
-        y = _padded(y, [(0, amount) for amount in more])
+        y = _pad(y, [(0, amount) for amount in more])
         if b is not None:  # the added elements are the bias alone
             inside = torch.zeros(whole, dtype=torch.bool, device=y.device)
             inside[tuple(slice(0, whole[i] - more[i]) for i in range(rank))] = True
             y = torch.where(inside, y, b.reshape(-1, *([1] * rank)))
-    return _padded(y, [(-before, -after) for before, after in windows.pads])
+    return _pad(y, [(-before, -after) for before, after in windows.pads])
 
 
-@operator("MaxPool", also=WINDOW, many=True)
+@operator("MaxPool", also=WINDOW_ATTRIBUTES, many=True)
 def max_pool(
     x: Tensor, *, count: int, kernel_shape: tuple[int, ...], ceil_mode: int = 0, storage_order: int = 0, **window: Any
 ) -> tuple[Tensor, ...]:
-    windows = _Window(x.shape[2:], kernel_shape, **window)
+    windows = _SlidingWindow(x.shape[2:], kernel_shape, **window)
     kernel, before, wants_places = windows.kernel, windows.before, count > 1
     wide = x if x.is_floating_point() else x.to(torch.float32)
-    if not windows.is_small():
-        wide = _padded(wide, windows.pads, -math.inf)
-        wide = _padded(wide, windows.missing(), -math.inf) if ceil_mode else wide
+    if not windows.has_pooling_pads():
+        wide = _pad(wide, windows.pads, -math.inf)
+        wide = _pad(wide, windows.ceil_pads(), -math.inf) if ceil_mode else wide
         before, ceil_mode = [0] * len(kernel), 0
     # Both ONNX and PyTorch drop a last window that would start after the data.
     arguments = (kernel, windows.strides, before, windows.dilations, bool(ceil_mode))
     pooled = _MAX[len(kernel)](wide, *arguments, return_indices=wants_places)
     if not wants_places:
         return (pooled.to(x.dtype),)
-    offset = [0] * len(kernel) if windows.is_small() else windows.before
-    places = _places(pooled[1], x, list(wide.shape[2:]), offset, by_column=bool(storage_order))
+    offset = [0] * len(kernel) if windows.has_pooling_pads() else windows.before
+    places = _flat_places(pooled[1], x, list(wide.shape[2:]), offset, by_column=bool(storage_order))
     return pooled[0].to(x.dtype), places
 
 
-def _places(places: Tensor, x: Tensor, padded: list[int], offset: list[int], *, by_column: bool) -> Tensor:
+def _flat_places(places: Tensor, x: Tensor, padded: list[int], offset: list[int], *, by_column: bool) -> Tensor:
     """Convert PyTorch's indices, within a padded channel, to indices into the whole tensor."""
     sizes = list(x.shape[2:])
     parts: list[Tensor] = []
@@ -235,34 +237,34 @@ def max_unpool(
     strides: _Ints = None,
 ) -> Tensor:
     rank = len(kernel_shape)
-    by, around = _numbers("strides", strides, rank, 1), _numbers("pads", pads, 2 * rank, 0)
+    by, around = _per_dimension("strides", strides, rank, 1), _per_dimension("pads", pads, 2 * rank, 0)
     inner = [(x.shape[2 + i] - 1) * by[i] - around[i] - around[i + rank] + kernel_shape[i] for i in range(rank)]
     shape = [*x.shape[:2], *inner]
     unpooled = x.new_zeros(math.prod(shape)).scatter(0, places.reshape(-1), x.reshape(-1)).reshape(shape)
-    return unpooled if sizes is None else _padded(unpooled, [(0, n - m) for n, m in zip(sizes[2:], inner, strict=True)])
+    return unpooled if sizes is None else _pad(unpooled, [(0, n - m) for n, m in zip(sizes[2:], inner, strict=True)])
 
 
-@operator("AveragePool", also=WINDOW)
+@operator("AveragePool", also=WINDOW_ATTRIBUTES)
 def average_pool(
     x: Tensor, *, kernel_shape: tuple[int, ...], ceil_mode: int = 0, count_include_pad: int = 0, **window: Any
 ) -> Tensor:
-    windows = _Window(x.shape[2:], kernel_shape, **window)
-    if windows.is_small() and set(windows.dilations) == {1}:
+    windows = _SlidingWindow(x.shape[2:], kernel_shape, **window)
+    if windows.has_pooling_pads() and set(windows.dilations) == {1}:
         arguments = (windows.kernel, windows.strides, windows.before, bool(ceil_mode), bool(count_include_pad))
         return _MEAN[len(kernel_shape)](x, *arguments)
     ones = torch.ones((1, 1, *x.shape[2:]), dtype=x.dtype, device=x.device)
-    ones, x = _padded(ones, windows.pads, 1.0 if count_include_pad else 0.0), _padded(x, windows.pads)
+    ones, x = _pad(ones, windows.pads, 1.0 if count_include_pad else 0.0), _pad(x, windows.pads)
     if ceil_mode:
-        ones, x = _padded(ones, windows.missing()), _padded(x, windows.missing())
-    return windows.sum(x) / windows.sum(ones)
+        ones, x = _pad(ones, windows.ceil_pads()), _pad(x, windows.ceil_pads())
+    return windows.window_sums(x) / windows.window_sums(ones)
 
 
-@operator("LpPool", also=WINDOW)
+@operator("LpPool", also=WINDOW_ATTRIBUTES)
 def lp_pool(x: Tensor, *, kernel_shape: tuple[int, ...], ceil_mode: int = 0, p: int = 2, **window: Any) -> Tensor:
-    windows = _Window(x.shape[2:], kernel_shape, **window)
-    x = _padded(x, windows.pads)
-    x = _padded(x, windows.missing()) if ceil_mode else x
-    return windows.sum(x.abs().pow(p)).pow(1 / p)
+    windows = _SlidingWindow(x.shape[2:], kernel_shape, **window)
+    x = _pad(x, windows.pads)
+    x = _pad(x, windows.ceil_pads()) if ceil_mode else x
+    return windows.window_sums(x.abs().pow(p)).pow(1 / p)
 
 
 @operator("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool")
@@ -277,12 +279,12 @@ def global_pool(x: Tensor, *, op: str, p: int = 2) -> Tensor:
 
 
 @operator("BatchNormalization", many=True)
-def inferred_batch_normalization(
+def old_batch_normalization(
     x: Tensor, scale: Tensor, b: Tensor, mean: Tensor, var: Tensor, *, epsilon: float = 1e-5, spatial: int = 1
 ) -> tuple[Tensor, ...]:
     """Normalize with the given statistics, as all models before opset 14 do."""
     if not spatial:
-        raise Refused("it normalizes each position separately (spatial=0), which is not supported")
+        raise Unsupported("it normalizes each position separately (spatial=0), which is not supported")
     return batch_normalization(x, scale, b, mean, var, epsilon=epsilon)
 
 
@@ -379,7 +381,7 @@ def local_response(x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0
 # ---- random numbers --------------------------------------------------------------------------------------------------
 
 
-def _made(x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype | None) -> tuple[Any, torch.dtype]:
+def _random_shape(x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype | None) -> tuple[Any, torch.dtype]:
     return (shape, dtype or torch.float32) if x is None else (x.shape, dtype or x.dtype)
 
 
@@ -393,7 +395,7 @@ def random_normal(
     mean: float = 0.0,
     scale: float = 1.0,
 ) -> Tensor:
-    shape, kind = _made(x, shape, dtype)
+    shape, kind = _random_shape(x, shape, dtype)
     return torch.randn(shape, dtype=kind, device=device) * scale + mean
 
 
@@ -407,7 +409,7 @@ def random_uniform(
     low: float = 0.0,
     high: float = 1.0,
 ) -> Tensor:
-    shape, kind = _made(x, shape, dtype)
+    shape, kind = _random_shape(x, shape, dtype)
     return torch.rand(shape, dtype=kind, device=device) * (high - low) + low
 
 

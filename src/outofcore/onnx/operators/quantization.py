@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from outofcore.onnx.operators.elementwise import cast
-from outofcore.onnx.operators.networks import WINDOW, conv
+from outofcore.onnx.operators.networks import WINDOW_ATTRIBUTES, conv
 from outofcore.onnx.operators.registry import axis_of, operator
 from outofcore.onnx.storage import DTYPES
 
 _RANGES = {21: (0, 15), 22: (-8, 7)}
 
 
-def _spread(parameter: Tensor, x: Tensor, axis: int, block: int) -> Tensor:
+def _broadcast_parameter(parameter: Tensor, x: Tensor, axis: int, block: int) -> Tensor:
     """Broadcast scales or zero points to the shape of ``x``."""
     if parameter.dim() == 0 or (parameter.dim() == 1 and parameter.numel() == 1 and x.dim() != 1):
         return parameter.reshape(())
@@ -41,13 +41,13 @@ def quantize(
     wide = torch.float64 if x.dtype is torch.float64 else torch.float32
     kind = precision or wide
     # Results are rounded half to even after the division.
-    scaled = (x.to(kind) / _spread(scale.to(kind), x, axis, block_size)).to(wide)
+    scaled = (x.to(kind) / _broadcast_parameter(scale.to(kind), x, axis, block_size)).to(wide)
     if dtype.is_floating_point:
         return cast(scaled, to=dtype, saturate=saturate)
     low, high = _RANGES.get(output_dtype, (torch.iinfo(dtype).min, torch.iinfo(dtype).max))
     rounded = torch.round(scaled)
     if zero is not None:
-        rounded = rounded + _spread(zero.to(wide), x, axis, block_size)
+        rounded = rounded + _broadcast_parameter(zero.to(wide), x, axis, block_size)
     return torch.clamp(rounded, low, high).to(dtype)
 
 
@@ -58,11 +58,11 @@ def dequantize(
     dtype = DTYPES[output_dtype] if output_dtype else scale.dtype
     numbers = x.to(dtype if x.dtype.is_floating_point else torch.int32)
     if zero is not None and not x.dtype.is_floating_point:
-        numbers = numbers - _spread(zero.to(torch.int32), x, axis, block_size)
-    return (numbers.to(scale.dtype) * _spread(scale, x, axis, block_size)).to(dtype)
+        numbers = numbers - _broadcast_parameter(zero.to(torch.int32), x, axis, block_size)
+    return (numbers.to(scale.dtype) * _broadcast_parameter(scale, x, axis, block_size)).to(dtype)
 
 
-def _centred(x: Tensor, zero: Tensor | None, shape: list[int] | None = None, kind: Any = torch.int32) -> Tensor:
+def _subtract_zero(x: Tensor, zero: Tensor | None, shape: list[int] | None = None, kind: Any = torch.int32) -> Tensor:
     numbers = x.to(torch.int32)
     if zero is not None:
         zero = zero.to(torch.int32)
@@ -70,39 +70,39 @@ def _centred(x: Tensor, zero: Tensor | None, shape: list[int] | None = None, kin
     return numbers.to(kind)
 
 
-def _rows(zero: Tensor | None) -> list[int] | None:
+def _row_shape(zero: Tensor | None) -> list[int] | None:
     return None if zero is None or zero.dim() != 1 or zero.numel() == 1 else [-1, 1]
 
 
 @operator("MatMulInteger")
 def matmul_integer(a: Tensor, b: Tensor, a_zero: Tensor | None = None, b_zero: Tensor | None = None) -> Tensor:
-    return torch.matmul(_centred(a, a_zero, _rows(a_zero)), _centred(b, b_zero))
+    return torch.matmul(_subtract_zero(a, a_zero, _row_shape(a_zero)), _subtract_zero(b, b_zero))
 
 
-def _conv(
+def _integer_conv(
     x: Tensor, x_zero: Tensor | None, w: Tensor, w_zero: Tensor | None, b: Tensor | None, **window: Any
 ) -> Tensor:
     # Double precision is exact for sums of products of bytes.
     wide = torch.float64
     shape = [-1, *([1] * (w.dim() - 1))]
     bias = None if b is None else b.to(wide)
-    return conv(_centred(x, x_zero, kind=wide), _centred(w, w_zero, shape, wide), bias, **window)
+    return conv(_subtract_zero(x, x_zero, kind=wide), _subtract_zero(w, w_zero, shape, wide), bias, **window)
 
 
-@operator("ConvInteger", also=("group", *WINDOW))
+@operator("ConvInteger", also=("group", *WINDOW_ATTRIBUTES))
 def conv_integer(
     x: Tensor, w: Tensor, x_zero: Tensor | None = None, w_zero: Tensor | None = None, **window: Any
 ) -> Tensor:
-    return _conv(x, x_zero, w, w_zero, None, **window).to(torch.int32)
+    return _integer_conv(x, x_zero, w, w_zero, None, **window).to(torch.int32)
 
 
-def _requantized(y: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+def _requantize(y: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     limits = torch.iinfo(zero.dtype)
     scaled = torch.round(y / scale.to(torch.float64)) + zero.to(y.dtype)
     return torch.clamp(scaled, limits.min, limits.max).to(zero.dtype)
 
 
-class _Quantized(NamedTuple):
+class _QuantizedTensor(NamedTuple):
     numbers: Tensor
     scale: Tensor
     zero: Tensor
@@ -110,16 +110,16 @@ class _Quantized(NamedTuple):
 
 @operator("QLinearMatMul")
 def quantized_matmul(*inputs: Tensor) -> Tensor:
-    a, b, y_scale, y_zero = _Quantized(*inputs[:3]), _Quantized(*inputs[3:6]), *inputs[6:]
-    rows, wide = _rows(a.zero), torch.float64
-    product = torch.matmul(_centred(a.numbers, a.zero, rows, wide), _centred(b.numbers, b.zero, kind=wide))
+    a, b, y_scale, y_zero = _QuantizedTensor(*inputs[:3]), _QuantizedTensor(*inputs[3:6]), *inputs[6:]
+    rows, wide = _row_shape(a.zero), torch.float64
+    product = torch.matmul(_subtract_zero(a.numbers, a.zero, rows, wide), _subtract_zero(b.numbers, b.zero, kind=wide))
     first = a.scale if rows is None else a.scale.reshape(rows)
-    return _requantized(product * (first.to(wide) * b.scale.to(wide)), y_scale, y_zero)
+    return _requantize(product * (first.to(wide) * b.scale.to(wide)), y_scale, y_zero)
 
 
-@operator("QLinearConv", also=("group", *WINDOW))
+@operator("QLinearConv", also=("group", *WINDOW_ATTRIBUTES))
 def quantized_conv(*inputs: Tensor, **window: Any) -> Tensor:
-    x, w, (y_scale, y_zero, *bias) = _Quantized(*inputs[:3]), _Quantized(*inputs[3:6]), inputs[6:]
-    y = _conv(x.numbers, x.zero, w.numbers, w.zero, bias[0] if bias else None, **window)
+    x, w, (y_scale, y_zero, *bias) = _QuantizedTensor(*inputs[:3]), _QuantizedTensor(*inputs[3:6]), inputs[6:]
+    y = _integer_conv(x.numbers, x.zero, w.numbers, w.zero, bias[0] if bias else None, **window)
     scale = w.scale.to(y.dtype).reshape([1, -1, *([1] * (w.numbers.dim() - 2))]) if w.scale.dim() else w.scale
-    return _requantized(y * (x.scale.to(y.dtype) * scale), y_scale, y_zero)
+    return _requantize(y * (x.scale.to(y.dtype) * scale), y_scale, y_zero)

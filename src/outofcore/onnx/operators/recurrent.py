@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outofcore.onnx.operators.registry import Refused, operator
+from outofcore.onnx.operators.registry import Unsupported, operator
 
 # By lower-case name: a function of x, alpha and beta, and the defaults of both; None: unused.
 _ACTIVATIONS: dict[str, tuple[Callable[[Tensor, float, float], Tensor], float | None, float | None]] = {
@@ -37,11 +37,11 @@ class _Direction:
     clip: float | None
     is_variant: bool  # linear_before_reset of a GRU, input_forget of an LSTM
 
-    def activated(self, place: int, x: Tensor) -> Tensor:
+    def activate(self, place: int, x: Tensor) -> Tensor:
         return self.activations[place](x if self.clip is None else torch.clamp(x, -self.clip, self.clip))
 
     def run(
-        self, cell: _Cell, x: Tensor, now: _States, lengths: Tensor | None, *, backwards: bool
+        self, cell: _LayerType, x: Tensor, now: _States, lengths: Tensor | None, *, backwards: bool
     ) -> tuple[Tensor, _States]:
         """Return the output of each time step, and the final states."""
         outputs: dict[int, Tensor] = {}
@@ -58,7 +58,7 @@ class _Direction:
 
 
 def _rnn(direction: _Direction, x: Tensor, now: _States) -> _States:
-    return (direction.activated(0, x + F.linear(now[0], direction.r, direction.bias)),)
+    return (direction.activate(0, x + F.linear(now[0], direction.r, direction.bias)),)
 
 
 def _gru(direction: _Direction, x: Tensor, now: _States) -> _States:
@@ -66,10 +66,10 @@ def _gru(direction: _Direction, x: Tensor, now: _States) -> _States:
     size = h.shape[-1]
     lead, inner = (None, None) if direction.bias is None else (direction.bias[: 2 * size], direction.bias[2 * size :])
     gates = F.linear(h, direction.r[: 2 * size], lead) + x[:, : 2 * size]
-    z, reset = direction.activated(0, gates).split(size, -1)
+    z, reset = direction.activate(0, gates).split(size, -1)
     late, w = direction.is_variant, direction.r[2 * size :]
     past = reset * F.linear(h, w, inner) if late else F.linear(reset * h, w, inner)
-    return ((1 - z) * direction.activated(1, x[:, 2 * size :] + past) + z * h,)
+    return ((1 - z) * direction.activate(1, x[:, 2 * size :] + past) + z * h,)
 
 
 def _lstm(direction: _Direction, x: Tensor, now: _States) -> _States:
@@ -78,16 +78,16 @@ def _lstm(direction: _Direction, x: Tensor, now: _States) -> _States:
     peeps = None if direction.peepholes is None else direction.peepholes.chunk(3)
     if peeps is not None:
         inner, forget = inner + peeps[0] * c, forget + peeps[2] * c
-    i = direction.activated(0, inner)
-    forget_gate = 1 - i if direction.is_variant else direction.activated(0, forget)
-    after = forget_gate * c + i * direction.activated(1, new)
+    i = direction.activate(0, inner)
+    forget_gate = 1 - i if direction.is_variant else direction.activate(0, forget)
+    after = forget_gate * c + i * direction.activate(1, new)
     if peeps is not None:
         outer = outer + peeps[1] * after
-    return direction.activated(0, outer) * direction.activations[2](after), after
+    return direction.activate(0, outer) * direction.activations[2](after), after
 
 
 @dataclass(frozen=True)
-class _Cell:
+class _LayerType:
     """A type of recurrent layer."""
 
     step: Callable[[_Direction, Tensor, _States], _States]
@@ -96,14 +96,14 @@ class _Cell:
 
 
 _CELLS = {
-    "RNN": _Cell(_rnn, 1, ("Tanh",)),
-    "GRU": _Cell(_gru, 3, ("Sigmoid", "Tanh")),
-    "LSTM": _Cell(_lstm, 4, ("Sigmoid", "Tanh", "Tanh")),
+    "RNN": _LayerType(_rnn, 1, ("Tanh",)),
+    "GRU": _LayerType(_gru, 3, ("Sigmoid", "Tanh")),
+    "LSTM": _LayerType(_lstm, 4, ("Sigmoid", "Tanh", "Tanh")),
 }
 
 
 @dataclass(frozen=True)
-class Recurrence:
+class RecurrentAttributes:
     op: str
     activations: tuple[str, ...] = ()
     activation_alpha: tuple[float, ...] = ()
@@ -114,25 +114,25 @@ class Recurrence:
     layout: int = 0
     linear_before_reset: int = 0
 
-    def functions(self, count: int) -> list[list[Callable[[Tensor], Tensor]]]:
+    def activations_by_direction(self, count: int) -> list[list[Callable[[Tensor], Tensor]]]:
         """Return the activation functions of each of ``count`` directions."""
         defaults = _CELLS[self.op].activations
         alpha, beta = list(self.activation_alpha), list(self.activation_beta)
         functions: list[Callable[[Tensor], Tensor]] = []
         for name in self.activations or defaults * count:
             if name.lower() not in _ACTIVATIONS:
-                raise Refused(f"the activation {name!r} is unknown")
+                raise Unsupported(f"the activation {name!r} is unknown")
             function, a, b = _ACTIVATIONS[name.lower()]
             a = alpha.pop(0) if alpha and a is not None else a or 0.0
             b = beta.pop(0) if beta and b is not None else b or 0.0
             functions.append(lambda x, f=function, a=a, b=b: f(x, a, b))
         per_direction = len(defaults)
         if len(functions) != per_direction * count:
-            raise Refused(f"it has {len(functions)} activations, and {per_direction * count} are needed")
+            raise Unsupported(f"it has {len(functions)} activations, and {per_direction * count} are needed")
         return [functions[place * per_direction : (place + 1) * per_direction] for place in range(count)]
 
 
-@operator("RNN", "GRU", "LSTM", many=True, attributes=Recurrence)
+@operator("RNN", "GRU", "LSTM", many=True, attributes=RecurrentAttributes)
 def recurrent(
     x: Tensor,
     w: Tensor,
@@ -140,7 +140,7 @@ def recurrent(
     b: Tensor | None = None,
     lengths: Tensor | None = None,
     *states: Tensor | None,
-    asked: Recurrence,
+    asked: RecurrentAttributes,
 ) -> tuple[Tensor, ...]:
     """Run all directions of a layer; ``x`` is (time, batch, inputs), with layout=1 the batch first.
 
@@ -148,10 +148,10 @@ def recurrent(
     """
     cell, count, hidden = _CELLS[asked.op], w.shape[0], r.shape[-1]
     if count != (2 if asked.direction == "bidirectional" else 1):
-        raise Refused(f"it runs {asked.direction} and has weights for {count} directions")
+        raise Unsupported(f"it runs {asked.direction} and has weights for {count} directions")
     if w.shape[1] != cell.gates * hidden:
-        raise Refused(f"weights of {w.shape[1]} rows for a state of {hidden}")
-    functions = asked.functions(count)
+        raise Unsupported(f"weights of {w.shape[1]} rows for a state of {hidden}")
+    functions = asked.activations_by_direction(count)
     first, second, peepholes = (*states, None, None, None)[:3]
     begin = [first, second] if asked.op == "LSTM" else [first]
     if asked.layout:

@@ -43,9 +43,9 @@ def _extreme(x: Tensor, axes: list[int], keep: bool, *, largest: bool) -> Tensor
 
 _REDUCE: dict[str, Callable[[Tensor, list[int], bool], Tensor]] = {
     "ReduceL1": lambda x, axes, keep: _sum(x.abs(), axes, keep),
-    "ReduceL2": lambda x, axes, keep: torch.sqrt(_sum((x * x).to(_float(x)), axes, keep)).to(x.dtype),
+    "ReduceL2": lambda x, axes, keep: torch.sqrt(_sum((x * x).to(_floating_dtype(x)), axes, keep)).to(x.dtype),
     "ReduceLogSum": lambda x, axes, keep: torch.log(_sum(x, axes, keep)),
-    "ReduceLogSumExp": lambda x, axes, keep: torch.logsumexp(x.to(_float(x)), axes, keepdim=keep).to(x.dtype),
+    "ReduceLogSumExp": lambda x, axes, keep: torch.logsumexp(x.to(_floating_dtype(x)), axes, keepdim=keep).to(x.dtype),
     "ReduceMax": lambda x, axes, keep: _extreme(x, axes, keep, largest=True),
     "ReduceMean": _mean,
     "ReduceMin": lambda x, axes, keep: _extreme(x, axes, keep, largest=False),
@@ -55,7 +55,7 @@ _REDUCE: dict[str, Callable[[Tensor, list[int], bool], Tensor]] = {
 }
 
 
-def _float(x: Tensor) -> torch.dtype:
+def _floating_dtype(x: Tensor) -> torch.dtype:
     return x.dtype if x.is_floating_point() else torch.float64
 
 

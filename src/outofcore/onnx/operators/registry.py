@@ -13,7 +13,7 @@ from torch import Tensor
 Function = Callable[..., Any]
 
 
-class Refused(Exception):  # noqa: N818 - the model shows it as an InputError with the name of the node
+class Unsupported(Exception):  # noqa: N818 - the model shows it as an InputError with the name of the node
     """A node needs an unsupported feature."""
 
 
@@ -58,18 +58,18 @@ def operator(
 
     def register(function: Function) -> Function:
         if attributes is not None:
-            attribute_names, run = [item.name for item in fields(attributes)], _asked(attributes, function)
+            attribute_names, run = [item.name for item in fields(attributes)], _take_attributes(attributes, function)
         else:
             signature = inspect.signature(function).parameters.values()
             attribute_names, run = [item.name for item in signature if item.kind is item.KEYWORD_ONLY], function
         parameters = {name: (name, inspect.Parameter.empty) for name in (*attribute_names, *also)}
-        add(names, Operator(run, since, parameters, frozenset(read), frozenset(host), **flags), domain)
+        register_operator(names, Operator(run, since, parameters, frozenset(read), frozenset(host), **flags), domain)
         return run
 
     return register
 
 
-def _asked(kind: type[Any], function: Function) -> Function:
+def _take_attributes(kind: type[Any], function: Function) -> Function:
     @functools.wraps(function)
     def run(*inputs: Any, **attributes: Any) -> Any:
         return function(*inputs, asked=kind(**attributes))
@@ -77,14 +77,14 @@ def _asked(kind: type[Any], function: Function) -> Function:
     return run
 
 
-def direct(
+def register_function(
     name: str, function: Function, *, since: int = 1, plain: bool = False, **attributes: tuple[str, Any]
 ) -> None:
     """Register a PyTorch function; ``attributes`` maps its keywords to attributes and defaults."""
-    add([name], Operator(function, since, attributes, is_plain=plain))
+    register_operator([name], Operator(function, since, attributes, is_plain=plain))
 
 
-def add(names: Sequence[str], operator: Operator, domain: str = "") -> None:
+def register_operator(names: Sequence[str], operator: Operator, domain: str = "") -> None:
     for name in names:
         table = _OPERATORS.setdefault((domain, name), [])
         table.append(operator)
@@ -95,7 +95,7 @@ def find(domain: str, name: str, version: int) -> Operator | None:
     return next((entry for entry in _OPERATORS.get((domain, name), ()) if entry.since <= version), None)
 
 
-def items(x: Tensor) -> list[Any]:
+def to_list(x: Tensor) -> list[Any]:
     """Return the elements of a tensor as a flat list."""
     return x.reshape(-1).tolist()
 

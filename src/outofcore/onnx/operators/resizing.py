@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outofcore.onnx.operators.registry import Refused, axis_of, operator
+from outofcore.onnx.operators.registry import Unsupported, axis_of, operator
 
 
 @dataclass(frozen=True)
-class Resizing:
+class ResizeAttributes:
     mode: str = "nearest"
     coordinate_transformation_mode: str = "half_pixel"
     nearest_mode: str = "round_prefer_floor"
@@ -31,35 +31,35 @@ class Resizing:
 def upsample(
     x: Tensor, given_scales: list[float] | None = None, *, scales: Sequence[float] = (), mode: str = "nearest"
 ) -> Tensor:
-    attributes = Resizing({"bilinear": "linear", "trilinear": "linear"}.get(mode, mode), "asymmetric", "floor")
+    attributes = ResizeAttributes({"bilinear": "linear", "trilinear": "linear"}.get(mode, mode), "asymmetric", "floor")
     for axis, scale in enumerate(scales if given_scales is None else given_scales):
         if scale != 1:
-            x = _along(attributes, x, axis, math.floor(x.shape[axis] * scale), scale, (0.0, 1.0))
+            x = _resize_axis(attributes, x, axis, math.floor(x.shape[axis] * scale), scale, (0.0, 1.0))
     return x
 
 
-@operator("Resize", read=(1, 2, 3), since=11, attributes=Resizing)
+@operator("Resize", read=(1, 2, 3), since=11, attributes=ResizeAttributes)
 def resize(
     x: Tensor,
     roi: list[float] | None = None,
     scales: list[float] | None = None,
     sizes: list[int] | None = None,
     *,
-    asked: Resizing,
+    asked: ResizeAttributes,
 ) -> Tensor:
     axes = [axis_of(value, x.dim()) for value in asked.axes or range(x.dim())]
     if scales:
         by, target_sizes = scales, [math.floor(x.shape[axis] * value) for value, axis in zip(scales, axes, strict=True)]
     elif sizes is None:
-        raise Refused("it has no scales and no sizes")
+        raise Unsupported("it has no scales and no sizes")
     else:
         by, target_sizes = [value / x.shape[axis] for value, axis in zip(sizes, axes, strict=True)], sizes
         if asked.keep_aspect_ratio_policy != "stretch":
             by = [min(by) if asked.keep_aspect_ratio_policy == "not_larger" else max(by)] * len(by)
             target_sizes = [math.floor(by[0] * x.shape[axis] + 0.5) for axis in axes]
     scales_and_sizes = dict(zip(axes, zip(by, target_sizes, strict=True), strict=True))
-    resized = _by_pytorch(
-        asked, x, [scales_and_sizes.get(i, (1.0, n)) for i, n in enumerate(x.shape)], given=bool(scales)
+    resized = _interpolate(
+        asked, x, [scales_and_sizes.get(i, (1.0, n)) for i, n in enumerate(x.shape)], has_scales=bool(scales)
     )
     if resized is not None:
         return resized
@@ -73,12 +73,12 @@ def resize(
             at = _coordinates(asked, x.shape[axis], size, scale, of, x.device)
             beyond = (at < 0) | (at > x.shape[axis] - 1)
             outside = outside | beyond.reshape([-1 if i == axis else 1 for i in range(x.dim())])
-        x = _along(asked, x, axis, size, scale, of)
+        x = _resize_axis(asked, x, axis, size, scale, of)
     return torch.where(outside, torch.full_like(x, asked.extrapolation_value), x) if crops else x
 
 
-def _by_pytorch(
-    attributes: Resizing, x: Tensor, scales_and_sizes: list[tuple[float, int]], *, given: bool
+def _interpolate(
+    attributes: ResizeAttributes, x: Tensor, scales_and_sizes: list[tuple[float, int]], *, has_scales: bool
 ) -> Tensor | None:
     """Resize with ``F.interpolate`` by a scale and size per axis; None: it would give another result."""
     spatial = x.dim() - 2
@@ -102,13 +102,18 @@ def _by_pytorch(
     if named not in ("half_pixel", "align_corners") and not (named == "pytorch_half_pixel" and min(whole) > 1):
         return None
     # The node computes coordinates from its scales, and PyTorch from the sizes.
-    if given and not exact:
+    if has_scales and not exact:
         return None
     return F.interpolate(x, size=whole, mode=kind[attributes.mode, spatial], align_corners=named == "align_corners")
 
 
 def _coordinates(
-    attributes: Resizing, length: int, size: int, scale: float, window: tuple[float, float], device: torch.device
+    attributes: ResizeAttributes,
+    length: int,
+    size: int,
+    scale: float,
+    window: tuple[float, float],
+    device: torch.device,
 ) -> Tensor:
     """Return the coordinate in the input of each element of the output."""
     # A rounding error in a coordinate could change the nearest neighbour.
@@ -131,7 +136,7 @@ def _coordinates(
         return torch.full_like(at, 0.5 * (begin + end) * (length - 1))
     if named == "asymmetric":
         return at / scale
-    raise Refused(f"the coordinates {named!r} are unknown")
+    raise Unsupported(f"the coordinates {named!r} are unknown")
 
 
 _NEAREST: dict[str, Callable[[Tensor], Tensor]] = {
@@ -142,7 +147,9 @@ _NEAREST: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _along(attributes: Resizing, x: Tensor, axis: int, size: int, scale: float, window: tuple[float, float]) -> Tensor:
+def _resize_axis(
+    attributes: ResizeAttributes, x: Tensor, axis: int, size: int, scale: float, window: tuple[float, float]
+) -> Tensor:
     length = x.shape[axis]
     at = _coordinates(attributes, length, size, scale, window, x.device)
     if attributes.mode == "nearest":
@@ -155,7 +162,7 @@ def _along(attributes: Resizing, x: Tensor, axis: int, size: int, scale: float, 
     places: list[Tensor] = []
     for step in range(1 - reach, reach + 1):
         position = floor + step
-        weight = _weight(attributes.mode, (position - at) * narrow, attributes.cubic_coeff_a)
+        weight = _sample_weight(attributes.mode, (position - at) * narrow, attributes.cubic_coeff_a)
         if attributes.exclude_outside:
             weight = torch.where((position < 0) | (position > length - 1), torch.zeros_like(weight), weight)
         weights.append(weight)
@@ -168,7 +175,7 @@ def _along(attributes: Resizing, x: Tensor, axis: int, size: int, scale: float, 
     return result if x.dtype is y.dtype else result.round().to(x.dtype)
 
 
-def _weight(mode: str, distance: Tensor, a: float) -> Tensor:
+def _sample_weight(mode: str, distance: Tensor, a: float) -> Tensor:
     d = distance.abs()
     if mode == "linear":
         return (1 - d).clamp(min=0)
@@ -186,7 +193,7 @@ def grid_sample(
 
 
 @dataclass(frozen=True)
-class RegionAlignment:
+class RoiAlignAttributes:
     version: int
     coordinate_transformation_mode: str | None = None
     mode: str = "avg"
@@ -196,11 +203,11 @@ class RegionAlignment:
     spatial_scale: float = 1.0
 
 
-@operator("RoiAlign", attributes=RegionAlignment)
-def roi_align(x: Tensor, rois: Tensor, images: Tensor, *, asked: RegionAlignment) -> Tensor:
+@operator("RoiAlign", attributes=RoiAlignAttributes)
+def roi_align(x: Tensor, rois: Tensor, images: Tensor, *, asked: RoiAlignAttributes) -> Tensor:
     ratio = asked.sampling_ratio
     if not ratio:
-        raise Refused("the number of samples depends on the regions (sampling_ratio=0), which is not supported")
+        raise Unsupported("the number of samples depends on the regions (sampling_ratio=0), which is not supported")
     halves = asked.coordinate_transformation_mode or ("half_pixel" if asked.version >= 16 else "output_half_pixel")
     corners = rois * asked.spatial_scale - (0.5 if halves == "half_pixel" else 0.0)
     extent = corners[:, 2:] - corners[:, :2]
@@ -220,14 +227,14 @@ def roi_align(x: Tensor, rois: Tensor, images: Tensor, *, asked: RegionAlignment
     x0, x1, fx, in_x = neighbours(0, asked.output_width)
     flat = x.reshape(x.shape[0], x.shape[1], -1)[images.to(torch.int64)]
 
-    def taken(rows: Tensor, columns: Tensor, weight: Tensor) -> Tensor:
+    def weighted_samples(rows: Tensor, columns: Tensor, weight: Tensor) -> Tensor:
         at = (rows[:, :, None] * x.shape[3] + columns[:, None, :]).flatten(1)
         samples = flat.gather(2, at[:, None, :].expand(-1, x.shape[1], -1))
         return samples.reshape(len(rois), x.shape[1], rows.shape[1], columns.shape[1]) * weight[:, None]
 
     inside = (in_y[:, :, None] & in_x[:, None, :]).to(x.dtype)
     parts = [
-        taken(rows, columns, wy[:, :, None] * wx[:, None, :] * inside)
+        weighted_samples(rows, columns, wy[:, :, None] * wx[:, None, :] * inside)
         for rows, wy in ((y0, 1 - fy), (y1, fy))
         for columns, wx in ((x0, 1 - fx), (x1, fx))
     ]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outofcore.onnx.operators.registry import Refused, axis_of, operator
+from outofcore.onnx.operators.registry import Unsupported, axis_of, operator
 
 
 @operator("Shape", by_shape=True)
@@ -72,7 +72,7 @@ def squeeze(x: Tensor, given_axes: list[int] | None = None, *, axes: Sequence[in
         return x.reshape([size for size in x.shape if size != 1])
     places = {axis_of(axis, x.dim()) for axis in axes}
     if any(x.shape[place] != 1 for place in places):
-        raise Refused(f"it removes axes of {tuple(x.shape)} that are not of size 1")
+        raise Unsupported(f"it removes axes of {tuple(x.shape)} that are not of size 1")
     return x.reshape([size for place, size in enumerate(x.shape) if place not in places])
 
 
@@ -143,11 +143,11 @@ def slice_tensor(
     places = range(len(starts)) if along is None else along
     by = [1] * len(starts) if steps is None else steps
     if not len(starts) == len(ends) == len(places) == len(by):
-        raise Refused("its starts, ends, axes and steps differ in number")
+        raise Unsupported("its starts, ends, axes and steps differ in number")
     for start, end, axis, step in zip(starts, ends, places, by, strict=True):
         place = axis_of(axis, x.dim())
         if step == 0:
-            raise Refused("a slice has a step of 0")
+            raise Unsupported("a slice has a step of 0")
         indices = range(x.shape[place])[slice(start, end, step)]
         rising = indices if step > 0 else indices[::-1]
         part = slice(rising.start, max(rising.stop, rising.start), abs(step))
@@ -171,11 +171,11 @@ def pad(
     given_pads = amounts if amounts is not None else pads or paddings
     places = range(x.dim()) if axes is None else [axis_of(axis_index, x.dim()) for axis_index in axes]
     if len(given_pads) != 2 * len(places):
-        raise Refused(f"it has {len(given_pads)} pads for {len(places)} axes")
+        raise Unsupported(f"it has {len(given_pads)} pads for {len(places)} axes")
     pairs = {place: (given_pads[order], given_pads[order + len(places)]) for order, place in enumerate(places)}
     if mode != "constant":
         for place, (before, after) in pairs.items():
-            x = _mirrored(x, place, before, after, mode) if before or after else x
+            x = _pad_mirrored(x, place, before, after, mode) if before or after else x
         return x
     flat = [amount for place in reversed(range(x.dim())) for amount in pairs.get(place, (0, 0))]
     if filling is None:
@@ -186,7 +186,7 @@ def pad(
     return torch.where(outside, filling.reshape(()).to(x.dtype), zeros.to(x.dtype))
 
 
-def _mirrored(x: Tensor, axis: int, before: int, after: int, mode: str) -> Tensor:
+def _pad_mirrored(x: Tensor, axis: int, before: int, after: int, mode: str) -> Tensor:
     length = x.shape[axis]
     at = torch.arange(-before, length + after, device=x.device)
     if mode == "edge":
@@ -198,7 +198,7 @@ def _mirrored(x: Tensor, axis: int, before: int, after: int, mode: str) -> Tenso
         at = at.remainder(period)
         at = torch.where(at < length, at, period - at)
     else:
-        raise Refused(f"it pads in the unknown mode {mode!r}")
+        raise Unsupported(f"it pads in the unknown mode {mode!r}")
     return x.index_select(axis, at)
 
 
@@ -241,7 +241,7 @@ def center_crop_pad(x: Tensor, sizes: list[int], *, axes: Sequence[int] | None =
 @operator("ReverseSequence")
 def reverse_sequence(x: Tensor, lengths: Tensor, *, time_axis: int = 0, batch_axis: int = 1) -> Tensor:
     if {time_axis, batch_axis} != {0, 1}:
-        raise Refused("the axes of time and batch must be the first two")
+        raise Unsupported("the axes of time and batch must be the first two")
     y = x.transpose(0, time_axis)
     steps = torch.arange(y.shape[0], device=x.device)[:, None]
     turned = lengths[None, :] - 1 - steps

@@ -13,13 +13,13 @@ from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph
 from outofcore.plan import Plan
 from outofcore.planning.placing import room_for_large
-from outofcore.planning.policy import Asked, Checked
+from outofcore.planning.policy import Asked, CheckedPolicy
 from outofcore.planning.problem import Problem
-from outofcore.planning.remat.chains import AGAIN, Chain, Choices, Snapshot, arrivals, decisions_again
-from outofcore.planning.remat.contents import Contents
+from outofcore.planning.remat.chains import RECOMPUTED, Chain, Choices, Snapshot, arrival_decisions, recompute_decisions
+from outofcore.planning.remat.contents import StepContents
 
 # The least time since the last use, as a share of the step.
-_LEAST_STALE = 1e-9
+_MIN_AGE = 1e-9
 # Maximum number of simulations of a step, each with more gaps pinned.
 _TRIES = 12
 # Number of inspected ops of chains after which no further simulation starts.
@@ -28,11 +28,11 @@ _WORK = 100_000
 # divided by this number.
 _LOWER = 16
 # Maximum number of a chain's inputs that are evicted to make it fit.
-_MORE = 8
+_MAX_EVICTED_INPUTS = 8
 
 
 @dataclass(frozen=True)
-class DTR(Checked):
+class DTR(CheckedPolicy):
     """Evicts the tensor that is cheapest to recompute for its bytes and its age whenever room is needed.
 
     Kirisame et al., "Dynamic Tensor Rematerialization" (ICLR 2021, arXiv 2006.09616), sections 2 and 4.1. As the step
@@ -58,7 +58,7 @@ class DTR(Checked):
     name = "dtr"
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        contents = Contents.of(graph, costs)
+        contents = StepContents.of(graph, costs)
         whole = Choices(Problem.of(graph, costs, room_for_large(graph, costs, budget)), contents)
 
         def plan(room: int) -> Plan:
@@ -66,11 +66,11 @@ class DTR(Checked):
             for _ in range(_LOWER):
                 evicted = evict_online(whole, limit)
                 choices = Choices(Problem.of(graph, costs, room), contents, like=whole)
-                if evicted is None or not choices.begin(evicted):
+                if evicted is None or not choices.apply_snapshot(evicted):
                     break
-                over = int(choices.over().max(initial=0))
+                over = int(choices.overload().max(initial=0))
                 if not over:
-                    decisions = (*arrivals(choices), *decisions_again(choices))
+                    decisions = (*arrival_decisions(choices), *recompute_decisions(choices))
                     return Plan(self.name, room, tuple(sorted(decisions, key=lambda decision: decision.gap)))
                 limit -= max(over, room // _LOWER)
             raise BudgetError(f"greedy eviction finds no plan in which large blocks take {room} bytes")
@@ -88,17 +88,17 @@ def evict_online(choices: Choices, limit: int) -> Snapshot | None:
     pinned: frozenset[int] = frozenset()
     work = 0
     for _ in range(_TRIES):
-        simulation = _Following(choices, limit, pinned)
+        simulation = _GreedyEviction(choices, limit, pinned)
         snapshot = simulation.run()
         work += simulation.state.work
-        if snapshot is not None or not simulation.missed or work > _WORK:
+        if snapshot is not None or not simulation.unrecomputable or work > _WORK:
             return snapshot
-        kinds = {_kind(choices, g) for g in simulation.missed}
-        pinned |= {g for g in choices.free if _kind(choices, g) in kinds}
+        kinds = {_similarity_key(choices, g) for g in simulation.unrecomputable}
+        pinned |= {g for g in choices.recomputable if _similarity_key(choices, g) in kinds}
     return None
 
 
-def _kind(choices: Choices, g: int) -> tuple[object, ...]:
+def _similarity_key(choices: Choices, g: int) -> tuple[object, ...]:
     """Return a key that similar gaps share, such as the gaps of an unrolled network's time steps."""
     ops = choices.problem.graph.ops
     maker, reader = ops[choices.contents.maker[choices.content[g]]], ops[choices.end[g]]
@@ -106,25 +106,27 @@ def _kind(choices: Choices, g: int) -> tuple[object, ...]:
 
 
 @dataclass
-class _Following:
-    like: Choices
+class _GreedyEviction:
+    template: Choices
     limit: int
     pinned: frozenset[int] = frozenset()
-    missed: list[int] = field(default_factory=list[int])  # gaps that could not be recomputed where they were needed
+    unrecomputable: list[int] = field(
+        default_factory=list[int]
+    )  # gaps that could not be recomputed where they were needed
     clock: float = 0.0
-    known: dict[int, Chain] = field(default_factory=dict[int, Chain])  # by resident gap, its present chain
-    seen_by: dict[int, set[int]] = field(
+    cached_chains: dict[int, Chain] = field(default_factory=dict[int, Chain])  # by resident gap, its present chain
+    dependents: dict[int, set[int]] = field(
         default_factory=dict[int, set[int]]
     )  # content -> gaps with a cached chain that depends on it
-    children: dict[int, frozenset[int]] = field(
+    dependencies: dict[int, frozenset[int]] = field(
         default_factory=dict[int, frozenset[int]]
     )  # evicted gap -> contents that its chain depends on
 
     def __post_init__(self) -> None:
-        like = self.like
+        like = self.template
         self.state = state = Choices(like.problem, like.contents, like=like)
         count = len(state.kind)
-        self.can = np.array(state.can, dtype=np.bool_)
+        self.can = np.array(state.can_recompute, dtype=np.bool_)
         self.size = np.array(state.bytes, dtype=np.float64)
         self.content = np.array(state.content, dtype=np.int64)
         self.resident = np.zeros(count, dtype=np.bool_)
@@ -132,10 +134,10 @@ class _Following:
         self.cost = np.full(count, np.inf)
         self.last = np.zeros(count)
         # By content, the seconds of evicted contents that depend on it.
-        self.below: list[float] = [0.0] * len(like.contents.storage)
+        self.dependent_seconds: list[float] = [0.0] * len(like.contents.storage)
         self.opening: dict[int, list[int]] = {}
         self.closing: dict[int, list[int]] = {}
-        for g in state.free:
+        for g in state.recomputable:
             if g in self.pinned:
                 continue
             self.opening.setdefault(state.start[g], []).append(g)
@@ -146,46 +148,46 @@ class _Following:
 
     def run(self) -> Snapshot | None:
         """Simulate the step; None, with the gaps in ``missed``, if an op does not fit."""
-        state, contents = self.state, self.like.contents
+        state, contents = self.state, self.template.contents
         self.held = state.held.copy()  # without evicted gaps
         for op, seconds in enumerate(contents.seconds):
-            due = [g for g in self.closing.get(op, ()) if state.kind[g] == AGAIN and state.fetch[g] == op]
+            due = [g for g in self.closing.get(op, ()) if state.kind[g] == RECOMPUTED and state.fetch[g] == op]
             for g in self.closing.get(op, ()):
                 self.resident[g] = False
             chain = state.chain(op, due) if due else None
-            need, locked = self._takes(op, chain)
-            more = _MORE
+            need, locked = self._bytes_and_locked(op, chain)
+            more = _MAX_EVICTED_INPUTS
             while not self._make_room(op, need, locked):
                 # Evict an input of the chain, which then recomputes it.
                 more -= 1
                 if not due or more < 0 or not self._evict_one(op, locked):
-                    return self._missed(due)
+                    return self._record_failure(due)
                 chain = state.chain(op, due)
-                need, locked = self._takes(op, chain)
+                need, locked = self._bytes_and_locked(op, chain)
             if chain is not None:
                 self.clock += chain.seconds
                 self._bring_back(op, chain)
-                if not self._make_room(op, need, locked - chain.links.made):
-                    return self._missed(due)
+                if not self._make_room(op, need, locked - chain.contents.made):
+                    return self._record_failure(due)
             self.clock += seconds
             for g in due:
                 self._forget_children(g)
             for content in self.dying.get(op, ()):
-                self._changed(content)
+                self._mark_stale(content)
             for g in self.opening.get(op, ()):
                 self.resident[g] = self.stale[g] = True
                 self.last[g] = self.clock
         return state.snapshot()
 
-    def _missed(self, due: list[int]) -> None:
-        self.missed = due
+    def _record_failure(self, due: list[int]) -> None:
+        self.unrecomputable = due
 
-    def _takes(self, op: int, chain: Chain | None) -> tuple[int, frozenset[int]]:
+    def _bytes_and_locked(self, op: int, chain: Chain | None) -> tuple[int, frozenset[int]]:
         """Return the bytes of an op with its chain, and the contents that must stay for it."""
         op_bytes = int(self.state.alone[op])
         if chain is None:
             return op_bytes, frozenset()
-        return max(op_bytes, self.like.contents.before[op] - chain.held + chain.bytes), chain.links.seen
+        return max(op_bytes, self.template.contents.before[op] - chain.target_bytes + chain.bytes), chain.contents.seen
 
     def _evict_one(self, op: int, among: frozenset[int]) -> bool:
         """Evict the cheapest of these contents by the heuristic; return False if there is no such gap."""
@@ -208,12 +210,12 @@ class _Following:
 
     def _evict_first(self, op: int, allowed: NDArray[np.bool_]) -> bool:
         """Evict the allowed gap with the smallest heuristic and disallow it; return False without one."""
-        min_age = _LEAST_STALE * (self.clock + 1e-12)
+        min_age = _MIN_AGE * (self.clock + 1e-12)
         open_now = np.flatnonzero(allowed)
         if not len(open_now):
             return False
         for g in open_now[self.stale[open_now]].tolist():
-            self._rate(op, g)
+            self._update_cost(op, g)
         score = self.cost[open_now] / (self.size[open_now] * np.maximum(self.clock - self.last[open_now], min_age))
         g = int(open_now[score.argmin()])
         if not np.isfinite(self.cost[g]):
@@ -222,61 +224,65 @@ class _Following:
         self._evict(op, g)
         return True
 
-    def _rate(self, op: int, g: int) -> None:
+    def _update_cost(self, op: int, g: int) -> None:
         state = self.state
         self.stale[g] = False
         chain = state.chain(op, (g,))
         content = state.content[g]
-        cached = self.known.pop(g, None)
-        dependencies = frozenset[int]() if cached is None else cached.links.seen
-        new_dependencies = frozenset[int]() if chain is None else chain.links.seen
+        cached = self.cached_chains.pop(g, None)
+        dependencies = frozenset[int]() if cached is None else cached.contents.seen
+        new_dependencies = frozenset[int]() if chain is None else chain.contents.seen
         for dependency in dependencies - new_dependencies:
-            self.seen_by[dependency].discard(g)
+            self.dependents[dependency].discard(g)
         for dependency in new_dependencies - dependencies:
-            self.seen_by.setdefault(dependency, set()).add(g)
+            self.dependents.setdefault(dependency, set()).add(g)
         if chain is None:
             self.cost[g] = np.inf
             return
-        self.known[g] = chain
-        self.cost[g] = chain.seconds + self.below[content]
+        self.cached_chains[g] = chain
+        self.cost[g] = chain.seconds + self.dependent_seconds[content]
 
     def _evict(self, op: int, g: int) -> None:
-        state, contents = self.state, self.like.contents
+        state, contents = self.state, self.template.contents
         content = state.content[g]
-        state.kind[g], state.fetch[g] = AGAIN, state.end[g]
+        state.kind[g], state.fetch[g] = RECOMPUTED, state.end[g]
         self.held[op : state.end[g]] -= state.bytes[g]
         self.resident[g] = False
-        chain = self.known.pop(g)
-        for dependency in chain.links.seen:
-            self.seen_by[dependency].discard(g)
-        dependencies = chain.links.seen - {content}
-        self.children[g] = dependencies
+        chain = self.cached_chains.pop(g)
+        for dependency in chain.contents.seen:
+            self.dependents[dependency].discard(g)
+        dependencies = chain.contents.seen - {content}
+        self.dependencies[g] = dependencies
         maker_seconds = contents.seconds[contents.maker[content]]
         for ancestor in dependencies:
-            self.below[ancestor] += maker_seconds
-        self._changed(content)
+            self.dependent_seconds[ancestor] += maker_seconds
+        self._mark_stale(content)
 
     def _forget_children(self, g: int) -> None:
-        contents = self.like.contents
+        contents = self.template.contents
         content = self.state.content[g]
         maker_seconds = contents.seconds[contents.maker[content]]
-        for child in self.children.pop(g, ()):
-            self.below[child] -= maker_seconds
+        for child in self.dependencies.pop(g, ()):
+            self.dependent_seconds[child] -= maker_seconds
 
     def _bring_back(self, op: int, chain: Chain) -> None:
         """Mark contents as resident that a chain has made and a later op needs."""
         state = self.state
-        for content in sorted(chain.links.made):
-            self._changed(content)
+        for content in sorted(chain.contents.made):
+            self._mark_stale(content)
             for g in state.gaps_of[content]:
-                if state.kind[g] == AGAIN and state.start[g] < op < state.end[g] and state.fetch[g] == state.end[g]:
+                if (
+                    state.kind[g] == RECOMPUTED
+                    and state.start[g] < op < state.end[g]
+                    and state.fetch[g] == state.end[g]
+                ):
                     state.fetch[g] = op
                     self.held[op : state.end[g]] += state.bytes[g]
                     self.resident[g] = self.stale[g] = True
                     self.last[g] = self.clock
                     self._forget_children(g)
 
-    def _changed(self, content: int) -> None:
+    def _mark_stale(self, content: int) -> None:
         """Mark the chains out of date that depend on a content that was evicted or made."""
-        for g in self.seen_by.get(content, ()):
+        for g in self.dependents.get(content, ()):
             self.stale[g] = True

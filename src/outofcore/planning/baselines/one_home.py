@@ -11,7 +11,7 @@ from outofcore.plan import Decision, Plan, Residency
 from outofcore.planning.policy import Asked
 
 
-def for_one_home(graph: StepGraph, costs: Costs, plan: Callable[[Costs, int], Plan]) -> Asked:
+def use_farthest_home(graph: StepGraph, costs: Costs, plan: Callable[[Costs, int], Plan]) -> Asked:
     """Return a variant for a step with any number of homes from a function that plans for one.
 
     ``plan`` is called with costs with at most one home. Offloaded gaps go to the farthest home, but inputs and outputs

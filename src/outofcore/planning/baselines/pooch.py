@@ -11,13 +11,13 @@ from outofcore.costs import Costs
 from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph
 from outofcore.plan import Plan
-from outofcore.planning.baselines.one_home import for_one_home
-from outofcore.planning.baselines.trial import Class, Trial, Trials
-from outofcore.planning.policy import Asked, Checked
+from outofcore.planning.baselines.one_home import use_farthest_home
+from outofcore.planning.baselines.trial import MapClass, SimulatedStep, StepSimulator
+from outofcore.planning.policy import Asked, CheckedPolicy
 
 
 @dataclass(frozen=True)
-class PoocH(Checked):
+class PoocH(CheckedPolicy):
     """Keeps, swaps or recomputes each feature map, by a simulated timeline.
 
     Ito, Imai, Le, Negishi, Kawachiya, Matsumiya & Endo, "Profiling based Out-of-core Hybrid Method for Large Neural
@@ -60,62 +60,62 @@ class PoocH(Checked):
         def plan(home_costs: Costs, room: int) -> Plan:
             return pooch(graph, home_costs, room, effort=self.effort)
 
-        return (for_one_home(graph, costs, plan),) if costs.homes else ()
+        return (use_farthest_home(graph, costs, plan),) if costs.homes else ()
 
 
 def pooch(graph: StepGraph, costs: Costs, budget: int, *, effort: int = 500_000) -> Plan:
     """Plan a step by classification (see ``PoocH``); raise ``BudgetError`` if swapping all is not enough."""
-    trials = Trials.of(graph, costs, budget)
-    in_core = trials.run([Class.KEEP] * len(trials.maps))
+    trials = StepSimulator.of(graph, costs, budget)
+    in_core = trials.run([MapClass.KEEP] * len(trials.maps))
     if in_core is not None:
         return Plan("pooch", budget, in_core.decisions)
-    classes = [Class.SWAP] * len(trials.maps)
+    classes = [MapClass.SWAP] * len(trials.maps)
     if not costs.homes or trials.run(classes) is None:
         raise BudgetError(f"the step needs more than {budget} bytes even with every feature map swapped")
-    search = _Search(trials, effort)
+    search = _Classifier(trials, effort)
     _, classes = search.keep(classes, frozenset())
     return Plan("pooch", budget, search.recompute(classes).decisions)
 
 
 @dataclass
-class _Search:
-    trials: Trials
+class _Classifier:
+    trials: StepSimulator
     effort: int
     visited: int = field(default=0)  # nodes of the tree search
 
-    def keep(self, classes: list[Class], tried: frozenset[int]) -> tuple[float, list[Class]]:
+    def keep(self, classes: list[MapClass], tried: frozenset[int]) -> tuple[float, list[MapClass]]:
         """Run step 1 from a node of the tree, without ``tried`` maps; return the best seconds and classes."""
         self.visited += 1
         trial = self.trials.run(classes)
         if trial is None:
             return inf, classes
-        best = self._filled(classes, trial.stalling_out)
+        best = self._keep_fitting(classes, trial.stalling_out)
         for m in sorted(trial.stalling_in - tried, key=lambda m: (self.trials.maps[m].end, m)):
             if self.visited * self.trials.ops * 8 > self.effort:
                 break
             tried = tried | {m}
-            candidate = self.keep([*classes[:m], Class.KEEP, *classes[m + 1 :]], tried)
+            candidate = self.keep([*classes[:m], MapClass.KEEP, *classes[m + 1 :]], tried)
             best = min(best, candidate, key=lambda pair: pair[0])
         return best
 
-    def _filled(self, classes: list[Class], stalling: frozenset[int]) -> tuple[float, list[Class]]:
+    def _keep_fitting(self, classes: list[MapClass], stalling: frozenset[int]) -> tuple[float, list[MapClass]]:
         """Keep the maps that stall the forward pass, then all others that fit."""
         filled, room = list(classes), self.trials.least_room(classes)
         order = sorted(range(len(filled)), key=lambda m: (-self.trials.maps[m].start, m))
         for maps, stops in (([m for m in order if m in stalling], True), (order, False)):
             for m in maps:
-                if filled[m] is Class.SWAP:
-                    if self.trials.take(room, m):
-                        filled[m] = Class.KEEP
+                if filled[m] is MapClass.SWAP:
+                    if self.trials.reserve(room, m):
+                        filled[m] = MapClass.KEEP
                     elif stops:
                         break
         trial = self.trials.run(filled)
         return (inf if trial is None else trial.seconds), filled
 
-    def recompute(self, classes: list[Class]) -> Trial:
+    def recompute(self, classes: list[MapClass]) -> SimulatedStep:
         """Run step 2: recompute the map with the smallest ratio, as long as one is below 1."""
         trials, classes, now = self.trials, list(classes), self._run(classes)
-        swapped = [m for m, map_class in enumerate(classes) if map_class is Class.SWAP and trials.can_recompute(m)]
+        swapped = [m for m, map_class in enumerate(classes) if map_class is MapClass.SWAP and trials.can_recompute(m)]
         group_size = 3 * len(swapped) * trials.ops // max(self.effort, 1) + 1
         if group_size > 1:
             swapped.sort(key=lambda m: (trials.chain_seconds(m, classes) / (trials.copy_seconds(m) or 1e-12), m))
@@ -126,28 +126,28 @@ class _Search:
             _, g, version = heappop(queue)
             if version == chosen:
                 for m in groups[g]:
-                    classes[m] = Class.RECOMPUTE
+                    classes[m] = MapClass.RECOMPUTE
                 now, chosen = self._run(classes), chosen + 1
                 continue
-            ratio = self._ratio(classes, groups[g], now)
+            ratio = self._added_seconds_ratio(classes, groups[g], now)
             if ratio < 1:
                 heappush(queue, (ratio, g, chosen))
         return now
 
-    def _run(self, classes: list[Class]) -> Trial:
+    def _run(self, classes: list[MapClass]) -> SimulatedStep:
         trial = self.trials.run(classes)
         if trial is None:
             raise BudgetError("the recomputed feature maps do not fit")
         return trial
 
-    def _ratio(self, classes: list[Class], group: tuple[int, ...], now: Trial) -> float:
+    def _added_seconds_ratio(self, classes: list[MapClass], group: tuple[int, ...], now: SimulatedStep) -> float:
         """Return the ratio of the seconds added by recomputing a group to those added by swapping it."""
 
-        def with_class(new_class: Class) -> list[Class]:
+        def with_class(new_class: MapClass) -> list[MapClass]:
             return [new_class if m in group else map_class for m, map_class in enumerate(classes)]
 
-        without_copies, recomputed = self.trials.without_copies(group).run(classes), with_class(Class.RECOMPUTE)
+        without_copies, recomputed = self.trials.without_copies(group).run(classes), with_class(MapClass.RECOMPUTE)
         if without_copies is None or now.seconds <= without_copies.seconds or self.trials.run(recomputed) is None:
             return inf
-        added = self.trials.compute_seconds(recomputed) - self.trials.compute_seconds(with_class(Class.KEEP))
+        added = self.trials.compute_seconds(recomputed) - self.trials.compute_seconds(with_class(MapClass.KEEP))
         return added / (now.seconds - without_copies.seconds)

@@ -10,15 +10,15 @@ from outofcore.costs import Costs
 from outofcore.graph import StepGraph
 from outofcore.lowering import lower
 from outofcore.planning.placement import best_fit
-from outofcore.planning.placing import Planned, finish, keep_all, rectangle_of
-from outofcore.planning.policy import Asked, Checked
-from outofcore.planning.resident_gradients import all_staying
+from outofcore.planning.placing import Planned, keep_all, rectangle_of, wire_and_simulate
+from outofcore.planning.policy import Asked, CheckedPolicy
+from outofcore.planning.resident_gradients import keep_all_gradients
 from outofcore.program import Block, Program
 from outofcore.units import PAGE_BYTES, round_up
 
 
 @dataclass(frozen=True)
-class ProfileGuided(Checked):
+class ProfileGuided(CheckedPolicy):
     """In-core training with addresses by one rule: best fit over the skyline.
 
     Sekiyama, Imamichi, Imai & Raymond, "Profile-guided memory optimization for deep neural networks" (arXiv
@@ -47,18 +47,18 @@ class ProfileGuided(Checked):
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
         return (keep_all,)
 
-    def placed(self, graph: StepGraph, costs: Costs, budget: int) -> Planned | None:
+    def place(self, graph: StepGraph, costs: Costs, budget: int) -> Planned | None:
         """Return the plan with its addresses; None if they exceed the budget."""
-        keep_gradients = all_staying(graph, keep_all(budget)) if graph.gradients_left else keep_all(budget)
+        keep_gradients = keep_all_gradients(graph, keep_all(budget)) if graph.gradients_left else keep_all(budget)
         plans = dict.fromkeys((keep_gradients, keep_all(budget)))
         for plan in plans:
-            program = _placed(lower(graph, costs, plan))
+            program = _place_by_rule(lower(graph, costs, plan))
             if program.arena_bytes <= budget:
-                return finish(graph, costs, replace(plan, policy=self.name), program)
+                return wire_and_simulate(graph, costs, replace(plan, policy=self.name), program)
         return None
 
 
-def _placed(program: Program) -> Program:
+def _place_by_rule(program: Program) -> Program:
     small = [block for block in program.blocks if not is_large(block.bytes)]
     large = [block for block in program.blocks if is_large(block.bytes)]
     offsets: dict[int, int] = {}

@@ -15,14 +15,14 @@ from outofcore.errors import GraphError
 from outofcore.graph import StepGraph
 from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.planning.baselines.waiting import waiting_gaps
-from outofcore.planning.policy import Asked, Checked
+from outofcore.planning.policy import Asked, CheckedPolicy
 
 # Maximum distance of a border from an equal cut, as a share of a segment.
 _REACH = 1 / 3
 
 
 @dataclass(frozen=True)
-class SqrtCheckpoint(Checked):
+class SqrtCheckpoint(CheckedPolicy):
     """Keeps the borders of segments and recomputes the other storages of each segment.
 
     Chen, Xu, Zhang & Guestrin, "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174), section 4. A chain
@@ -88,7 +88,7 @@ class _Checkpoints:
     @staticmethod
     def of(graph: StepGraph, waiting: tuple[Gap, ...], count: int) -> _Checkpoints:
         turn = min((gap.end for gap in waiting), default=0)
-        crossing = _crossing(graph, {gap.storage for gap in waiting}, turn)
+        crossing = _crossing_bytes(graph, {gap.storage for gap in waiting}, turn)
         created = sorted(
             (graph.creator[gap.storage], placed_bytes(graph.storages[gap.storage].bytes)) for gap in waiting
         )
@@ -123,7 +123,7 @@ class _Checkpoints:
             if not gaps:
                 continue
             fetch = min(gap.end for gap in gaps)
-            is_held = self._held_at(fetch, dropped)
+            is_held = self._is_held_at(fetch, dropped)
             computable: set[Content] = set()  # contents that can be recomputed, so that no chain is followed twice
 
             def at_hand(
@@ -141,10 +141,10 @@ class _Checkpoints:
                 computable.add(target)
                 yield Decision(gap, Residency.RECOMPUTE, gap.start + 1, fetch)
 
-    def _held_at(self, op: int, dropped: set[int]) -> Callable[[Content], bool]:
+    def _is_held_at(self, op: int, dropped: set[int]) -> Callable[[Content], bool]:
         """Return a predicate for contents that are surely on the device or at home right before an op."""
         graph, history = self.graph, self.history
-        always_held = history.always_held(op)
+        always_held = history.always_available(op)
 
         def is_held(content: Content) -> bool:
             storage, version = content
@@ -155,7 +155,7 @@ class _Checkpoints:
         return is_held
 
 
-def _crossing(graph: StepGraph, waiting: set[int], turn: int) -> Sequence[tuple[int, int]]:
+def _crossing_bytes(graph: StepGraph, waiting: set[int], turn: int) -> Sequence[tuple[int, int]]:
     """For a border before each op, return the crossing bytes that do not wait over the turn, and all."""
     writes = History.of(graph).writes
     lost = [0] * (turn + 2)

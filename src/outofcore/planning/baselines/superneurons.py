@@ -14,16 +14,16 @@ from outofcore.errors import BudgetError
 from outofcore.graph import Op, StepGraph
 from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.planning.baselines.held import Held
-from outofcore.planning.baselines.one_home import for_one_home
+from outofcore.planning.baselines.one_home import use_farthest_home
 from outofcore.planning.baselines.waiting import waiting_gaps
-from outofcore.planning.policy import Asked, Checked
+from outofcore.planning.policy import Asked, CheckedPolicy
 
 # An op is heavy if it takes this many times the median op's seconds per byte.
 _HEAVY = 2.0
 
 
 @dataclass(frozen=True)
-class SuperNeurons(Checked):
+class SuperNeurons(CheckedPolicy):
     """Liveness, a tensor pool and cost-aware recomputation, adapted from layers to ops.
 
     Wang et al., "SuperNeurons: Dynamic GPU Memory Management for Training Deep Neural Networks" (PPoPP 2018, arXiv
@@ -63,7 +63,7 @@ class SuperNeurons(Checked):
         def plan(home_costs: Costs, room: int) -> Plan:
             return superneurons(graph, home_costs, room, recompute=self.recompute)
 
-        return (for_one_home(graph, costs, plan),)
+        return (use_farthest_home(graph, costs, plan),)
 
 
 def superneurons(graph: StepGraph, costs: Costs, budget: int, *, recompute: bool = True) -> Plan:
@@ -72,12 +72,12 @@ def superneurons(graph: StepGraph, costs: Costs, budget: int, *, recompute: bool
     Raises:
         BudgetError: the step does not fit even with every checkpoint offloaded.
     """
-    parts = _Parts.of(graph, costs)
+    parts = _Segments.of(graph, costs)
     max_count = len(parts.checkpoints) if costs.homes else 0
     for ahead in (True, False):
 
         def fits(count: int, ahead: bool = ahead) -> bool:
-            return parts.held.peak(parts.decisions(count, recompute, ahead)) <= budget
+            return parts.occupancy.peak(parts.decisions(count, recompute, ahead)) <= budget
 
         count = bisect_left(range(max_count + 1), True, key=fits)
         if count <= max_count:
@@ -86,19 +86,19 @@ def superneurons(graph: StepGraph, costs: Costs, budget: int, *, recompute: bool
 
 
 @dataclass(frozen=True)
-class _Parts:
+class _Segments:
     graph: StepGraph
     checkpoints: tuple[Gap, ...]  # the least recently used first
     makers: tuple[int, ...]  # the ops that make them, in order
     segments: tuple[tuple[Gap, ...], ...]  # gaps before the first maker, between it and the second, and so on
     neediest: int  # bytes that the neediest op takes by itself
-    held: Held
+    occupancy: Held
 
     @staticmethod
-    def of(graph: StepGraph, costs: Costs) -> _Parts:
+    def of(graph: StepGraph, costs: Costs) -> _Segments:
         waiting = waiting_gaps(graph)
         history = History.of(graph)
-        branching = _branching(graph, costs, waiting)
+        branching = _branching_storages(graph, costs, waiting)
         checkpoints = [
             gap for gap in waiting if gap.storage in branching or not can_recompute(history, gap.storage, gap.end)
         ]
@@ -106,7 +106,7 @@ class _Parts:
         segments: dict[int, list[Gap]] = {}
         for gap in sorted(set(waiting) - set(checkpoints)):
             segments.setdefault(bisect_right(makers, graph.creator[gap.storage]), []).append(gap)
-        return _Parts(
+        return _Segments(
             graph,
             tuple(sorted(checkpoints, key=lambda gap: (gap.start, gap.storage))),
             tuple(makers),
@@ -145,19 +145,19 @@ class _Parts:
         return placed_bytes(self.graph.storages[gap.storage].bytes)
 
 
-def _branching(graph: StepGraph, costs: Costs, waiting: tuple[Gap, ...]) -> set[int]:
+def _branching_storages(graph: StepGraph, costs: Costs, waiting: tuple[Gap, ...]) -> set[int]:
     """Return the storages made by heavy ops or joins, and the forks."""
     turn = min((gap.end for gap in waiting), default=0)
     random_storages = {s for op in graph.ops if op.random for s in op.mutates + op.creates}
     forward = [op for op in graph.ops[:turn] if any(_is_made(graph, s) for s in op.creates)]
-    median_intensity = median(_intensity(graph, costs, op) for op in forward) if forward else 0.0
+    median_intensity = median(_seconds_per_byte(graph, costs, op) for op in forward) if forward else 0.0
     readers: dict[int, int] = {}
     branching: set[int] = set()
     for op in graph.ops[:turn]:
         read = {s for s in op.reads if _is_made(graph, s) and s not in random_storages}
         for storage in read - set(op.mutates):
             readers[storage] = readers.get(storage, 0) + 1
-        if len(read) > 1 or _intensity(graph, costs, op) > _HEAVY * median_intensity:
+        if len(read) > 1 or _seconds_per_byte(graph, costs, op) > _HEAVY * median_intensity:
             branching.update(s for s in op.mutates + op.creates if _is_made(graph, s) and s not in random_storages)
     return branching | {storage for storage, count in readers.items() if count > 1}
 
@@ -166,5 +166,5 @@ def _is_made(graph: StepGraph, storage: int) -> bool:
     return storage in graph.creator and is_large(graph.storages[storage].bytes)
 
 
-def _intensity(graph: StepGraph, costs: Costs, op: Op) -> float:
+def _seconds_per_byte(graph: StepGraph, costs: Costs, op: Op) -> float:
     return costs.ops[op.id].seconds / max(sum(graph.storages[s].bytes for s in op.touched), 1)

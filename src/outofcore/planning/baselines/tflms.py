@@ -15,15 +15,15 @@ from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph
 from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.planning.baselines.held import Held
-from outofcore.planning.baselines.one_home import for_one_home
-from outofcore.planning.policy import Asked, Checked
+from outofcore.planning.baselines.one_home import use_farthest_home
+from outofcore.planning.policy import Asked, CheckedPolicy
 
 Mode = Literal[0, 1, 2, 3]
 _MODES: tuple[Mode, ...] = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)
-class TFLMS(Checked):
+class TFLMS(CheckedPolicy):
     """Swaps by three distances in the order of the ops, tuned to the budget.
 
     Le, Imai, Negishi & Kawachiya, "TFLMS: Large Model Support in TensorFlow by Graph Rewriting", arXiv 1807.02037,
@@ -76,7 +76,7 @@ class TFLMS(Checked):
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
         return (
-            (for_one_home(graph, costs, lambda home_costs, room: tflms(graph, home_costs, room, self)),)
+            (use_farthest_home(graph, costs, lambda home_costs, room: tflms(graph, home_costs, room, self)),)
             if costs.homes
             else ()
         )
@@ -90,11 +90,11 @@ def tflms(graph: StepGraph, costs: Costs, budget: int, options: TFLMS | None = N
     """
     options = options or TFLMS()
     rewriting, n = Rewriting.of(graph, costs), len(graph.ops)
-    if rewriting.held.peak(()) <= budget:
+    if rewriting.occupancy.peak(()) <= budget:
         return Plan("tflms", budget, ())
 
     def fits(threshold: int, ahead: int, group: int, mode: Mode) -> bool:
-        return rewriting.held.peak(rewriting.decisions(threshold, ahead, group, mode)) <= budget
+        return rewriting.occupancy.peak(rewriting.decisions(threshold, ahead, group, mode)) <= budget
 
     min_ahead, min_group = (options.ahead or 1, options.group or 0)
     for mode in (_MODES if options.mode is None else (options.mode,)) if costs.homes else ():
@@ -122,7 +122,7 @@ class Rewriting:
 
     graph: StepGraph
     costs: Costs
-    held: Held  # without swaps
+    occupancy: Held  # without swaps
     gaps: tuple[tuple[Gap, int], ...]  # of storages that the step creates, each with the op that last wrote the bytes
     times: tuple[float, ...]  # the second at which each op starts if there are no stalls
 

@@ -25,7 +25,7 @@ from outofcore.planning.baselines.waiting import waiting_gaps
 from outofcore.planning.problem import Ints
 
 
-class Class(Enum):
+class MapClass(Enum):
     """The class of a feature map."""
 
     KEEP = "keep"  # resident
@@ -34,7 +34,7 @@ class Class(Enum):
 
 
 @dataclass(frozen=True)
-class Trial:
+class SimulatedStep:
     """The result of simulating a classification."""
 
     decisions: tuple[Decision, ...]
@@ -51,7 +51,7 @@ class _Chain:
 
 
 @dataclass(frozen=True)
-class Trials:
+class StepSimulator:
     """The simulator of classifications of one step; ``maps`` are the gaps of the feature maps, by storage."""
 
     graph: StepGraph
@@ -59,14 +59,14 @@ class Trials:
     limit: int
     maps: tuple[Gap, ...]
     sizes: tuple[int, ...]
-    held: Held
+    occupancy: Held
     history: History
-    again: frozenset[int]  # maps that can be recomputed
+    recomputable: frozenset[int]  # maps that can be recomputed
     out_seconds: tuple[float, ...]
     in_seconds: tuple[float, ...]
 
     @staticmethod
-    def of(graph: StepGraph, costs: Costs, limit: int) -> Trials:
+    def of(graph: StepGraph, costs: Costs, limit: int) -> StepSimulator:
         """Build the simulator of a step in which large blocks may take ``limit`` bytes."""
         maps, history = waiting_gaps(graph), History.of(graph)
         recomputable = frozenset(m for m, gap in enumerate(maps) if can_recompute(history, gap.storage, gap.end))
@@ -75,42 +75,42 @@ class Trials:
         counts = [graph.storages[gap.storage].bytes for gap in maps]
         out = tuple(home.out_seconds(count) if home else 0.0 for count in counts)
         back = tuple(home.in_seconds(count) if home else 0.0 for count in counts)
-        return Trials(graph, costs, limit, maps, sizes, Held.of(graph, costs), history, recomputable, out, back)
+        return StepSimulator(graph, costs, limit, maps, sizes, Held.of(graph, costs), history, recomputable, out, back)
 
     @property
     def ops(self) -> int:
         return len(self.graph.ops)
 
     def can_recompute(self, m: int) -> bool:
-        return m in self.again
+        return m in self.recomputable
 
     def copy_seconds(self, m: int) -> float:
         return self.out_seconds[m] + self.in_seconds[m]
 
-    def chain_seconds(self, m: int, classes: list[Class]) -> float:
+    def chain_seconds(self, m: int, classes: list[MapClass]) -> float:
         """Return the seconds of recomputing a map by itself."""
         trial = list(classes)
-        trial[m] = Class.RECOMPUTE
+        trial[m] = MapClass.RECOMPUTE
         return next((chain.seconds for chain in self._chains(trial).values() if m in chain.maps), 0.0)
 
-    def without_copies(self, maps: Iterable[int]) -> Trials:
+    def without_copies(self, maps: Iterable[int]) -> StepSimulator:
         """Return the simulator with free copies of these maps."""
         free_maps = set(maps)
         out = tuple(0.0 if m in free_maps else seconds for m, seconds in enumerate(self.out_seconds))
         back = tuple(0.0 if m in free_maps else seconds for m, seconds in enumerate(self.in_seconds))
         return replace(self, out_seconds=out, in_seconds=back)
 
-    def compute_seconds(self, classes: list[Class]) -> float:
+    def compute_seconds(self, classes: list[MapClass]) -> float:
         recompute_seconds = sum(chain.seconds for chain in self._chains(classes).values())
         return sum(cost.seconds for cost in self.costs.ops) + recompute_seconds
 
-    def least_room(self, classes: list[Class]) -> Ints:
+    def least_room(self, classes: list[MapClass]) -> Ints:
         """Return for each op the bytes left if only maps of class ``KEEP`` are on the device."""
-        evicted = [gap for gap, map_class in zip(self.maps, classes, strict=True) if map_class is not Class.KEEP]
+        evicted = [gap for gap, map_class in zip(self.maps, classes, strict=True) if map_class is not MapClass.KEEP]
         evictions = [Decision(gap, Residency.OFFLOAD, gap.start + 1, gap.end) for gap in evicted]
-        return self.limit - self.held.under(evictions)
+        return self.limit - self.occupancy.under(evictions)
 
-    def take(self, room: Ints, m: int) -> bool:
+    def reserve(self, room: Ints, m: int) -> bool:
         """Subtract the bytes of a map over its gap from ``room``; return False if they do not fit."""
         gap = self.maps[m]
         if int(room[gap.start + 1 : gap.end].min(initial=self.sizes[m])) < self.sizes[m]:
@@ -118,7 +118,7 @@ class Trials:
         room[gap.start + 1 : gap.end] -= self.sizes[m]
         return True
 
-    def run(self, classes: list[Class]) -> Trial | None:
+    def run(self, classes: list[MapClass]) -> SimulatedStep | None:
         """Simulate a classification; return None if it does not fit."""
         chains = self._chains(classes)
         room = self.least_room(classes)
@@ -134,21 +134,21 @@ class Trials:
         if int(room.min(initial=0)) < 0:
             return None
         times = (0.0, *accumulate(cost.seconds + more for cost, more in zip(self.costs.ops, extra, strict=True)))
-        swapped = [m for m, map_class in enumerate(classes) if map_class is Class.SWAP]
+        swapped = [m for m, map_class in enumerate(classes) if map_class is MapClass.SWAP]
         releases = self._releases(swapped, room, times)
-        best: Trial | None = None
+        best: SimulatedStep | None = None
         for delayed in (True, False):
             fetches = self._fetches(swapped, room.copy(), times, releases, delayed)
             seconds, out, back = self._timeline(swapped, times, releases, fetches)
             if best is None or seconds < best.seconds:
                 swaps = [Decision(self.maps[m], Residency.OFFLOAD, releases[m], fetches[m]) for m in swapped]
-                best = Trial(tuple(sorted([*decisions, *swaps], key=lambda d: d.gap)), seconds, out, back)
+                best = SimulatedStep(tuple(sorted([*decisions, *swaps], key=lambda d: d.gap)), seconds, out, back)
         return best
 
-    def _chains(self, classes: list[Class]) -> dict[int, _Chain]:
+    def _chains(self, classes: list[MapClass]) -> dict[int, _Chain]:
         """Return the chains by op. A map that a chain passes through is resident from then on."""
         graph, history = self.graph, self.history
-        recomputed = {gap.storage: m for m, gap in enumerate(self.maps) if classes[m] is Class.RECOMPUTE}
+        recomputed = {gap.storage: m for m, gap in enumerate(self.maps) if classes[m] is MapClass.RECOMPUTE}
         back: dict[int, int] = {}
         chains: dict[int, _Chain] = {}
         due: dict[int, list[int]] = defaultdict(list)
@@ -158,7 +158,7 @@ class Trials:
             targets = [m for m in due[op] if m not in back]
             if not targets:
                 continue
-            always = history.always_held(op)
+            always = history.always_available(op)
 
             def is_held(content: Content, op: int = op, always: Callable[[Content], bool] = always) -> bool:
                 storage, version = content
@@ -197,14 +197,14 @@ class Trials:
         for index in runs:
             scratch = placed_bytes(self.costs.ops[index].workspace_bytes)
             touched = set(graph.ops[index].touched) - returned - alive
-            needs = max(needs, sum(map(self._large, touched)) + (scratch if is_large(scratch) else 0))
+            needs = max(needs, sum(map(self._large_bytes, touched)) + (scratch if is_large(scratch) else 0))
         # The chain may use the room of the op's own results and workspace, since the op has not started.
         scratch = placed_bytes(self.costs.ops[op].workspace_bytes)
-        spare = sum(map(self._large, graph.ops[op].creates)) + (scratch if is_large(scratch) else 0)
+        spare = sum(map(self._large_bytes, graph.ops[op].creates)) + (scratch if is_large(scratch) else 0)
         seconds = sum(self.costs.ops[index].seconds for index in runs)
         return _Chain(maps, seconds, max(needs - spare, 0))
 
-    def _large(self, storage: int) -> int:
+    def _large_bytes(self, storage: int) -> int:
         count = self.graph.storages[storage].bytes
         return placed_bytes(count) if is_large(count) else 0
 

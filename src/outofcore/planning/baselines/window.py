@@ -6,13 +6,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from outofcore.analysis.gaps import is_large, placed_bytes, renewals_of
+from outofcore.analysis.gaps import full_overwrites_of, is_large, placed_bytes
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.plan import Decision, Gap, Plan, Residency
-from outofcore.planning.baselines.one_home import for_one_home
-from outofcore.planning.policy import Asked, Checked
+from outofcore.planning.baselines.one_home import use_farthest_home
+from outofcore.planning.policy import Asked, CheckedPolicy
 
 # Replays of the step, after which residency at its end agrees with that at its start.
 _CYCLES = 3
@@ -21,7 +21,7 @@ _SNAPSHOTS = 256
 
 
 @dataclass(frozen=True)
-class Window(Checked):
+class Window(CheckedPolicy):
     """The adaptive window schedule: Hayakawa & Narihira, arXiv 2010.14109, section 3.
 
     It has two byte budgets: for resident bytes, and for how far ahead copies-in may run, the *window*. Before each op
@@ -60,11 +60,11 @@ class Window(Checked):
         def plan(home_costs: Costs, room: int) -> Plan:
             return window(graph, home_costs, room, reach=self.reach, persist=self.persist)
 
-        return (for_one_home(graph, costs, plan),) if costs.homes else ()
+        return (use_farthest_home(graph, costs, plan),) if costs.homes else ()
 
 
 @dataclass(frozen=True)
-class _Order:
+class _UseOrder:
     """The uses of large storages over several steps.
 
     A *name* stands for one lifetime of a storage's contents. Storages that do not persist have another name in each
@@ -80,10 +80,12 @@ class _Order:
     final: dict[int, int]  # by storage, its name at the end of the last step
 
     @staticmethod
-    def of(graph: StepGraph, steps: int) -> _Order:
+    def of(graph: StepGraph, steps: int) -> _UseOrder:
         n = len(graph.ops)
         moves = [is_large(s.bytes) and s.kind is not StorageKind.CONSTANT for s in graph.storages]
-        renewed = {(op, s.id) for s in graph.storages for op in renewals_of(graph, s.id) if op != graph.uses[s.id][0]}
+        renewed = {
+            (op, s.id) for s in graph.storages for op in full_overwrites_of(graph, s.id) if op != graph.uses[s.id][0]
+        }
         storage: list[int] = []
         name: dict[int, int] = {}
         last: dict[int, int] = {}  # by name
@@ -107,11 +109,11 @@ class _Order:
         for s in set(name) - graph.persistent:
             dying[last[name[s]]].add(name[s])
         uses = tuple((now, s) for now, names in enumerate(at) for s in names)
-        return _Order(uses, tuple(at), tuple(fresh), tuple(map(frozenset, dying)), tuple(storage), name)
+        return _UseOrder(uses, tuple(at), tuple(fresh), tuple(map(frozenset, dying)), tuple(storage), name)
 
 
 @dataclass
-class _State:
+class _ReplayState:
     used: int = 0  # bytes on the device, pending copies-out included
     ahead: int = 0  # bytes of the window
     head: int = 0  # the first use that is not in the window yet
@@ -121,13 +123,13 @@ class _State:
     leaving: int = 0  # bytes of these
     dirty: set[int] = field(default_factory=set[int])
     last: dict[int, int] = field(default_factory=dict[int, int])  # by name, its last use so far
-    left: dict[int, int] = field(default_factory=dict[int, int])  # by name, when its room became free
-    taken: dict[int, int] = field(default_factory=dict[int, int])  # by name, when its room was last taken
+    released_at: dict[int, int] = field(default_factory=dict[int, int])  # by name, when its room became free
+    allocated_at: dict[int, int] = field(default_factory=dict[int, int])  # by name, when its room was last taken
     entered: list[int] = field(default_factory=list[int])  # by use up to the window's end, when it entered
     decided: dict[Gap, Decision] = field(default_factory=dict[Gap, Decision])
 
-    def copy(self) -> _State:
-        return _State(
+    def copy(self) -> _ReplayState:
+        return _ReplayState(
             self.used,
             self.ahead,
             self.head,
@@ -137,27 +139,27 @@ class _State:
             self.leaving,
             set(self.dirty),
             dict(self.last),
-            dict(self.left),
-            dict(self.taken),
+            dict(self.released_at),
+            dict(self.allocated_at),
             list(self.entered),
             dict(self.decided),
         )
 
 
-class _Window:
+class _WindowReplay:
     """The replay of several steps, of which the last is the plan."""
 
     def __init__(self, graph: StepGraph, costs: Costs, limit: int, reach: int, steps: int) -> None:
         self.graph, self.costs, self.limit, self.reach, self.steps = graph, costs, limit, reach, steps
-        self.order = _Order.of(graph, steps)
+        self.order = _UseOrder.of(graph, steps)
         self.sizes = [placed_bytes(graph.storages[s].bytes) for s in self.order.storage]
         self.stops = [0] * len(self.order.uses)  # before this op a use may not enter the window
-        self.state = _State()
+        self.state = _ReplayState()
 
     def run(self) -> tuple[Decision, ...]:
         total = len(self.order.at)
         stride = total // _SNAPSHOTS + 1
-        snapshots: dict[int, _State] = {}
+        snapshots: dict[int, _ReplayState] = {}
         now = 0
         while now < total:
             if now % stride == 0:
@@ -168,14 +170,14 @@ class _Window:
             else:
                 now = resume_at - resume_at % stride
                 self.state = snapshots[now]
-        return tuple(map(self._settled, sorted(self.state.decided)))
+        return tuple(map(self._final_decision, sorted(self.state.decided)))
 
-    def _settled(self, gap: Gap) -> Decision:
+    def _final_decision(self, gap: Gap) -> Decision:
         """Return a decision; an eviction at the end of the only step ends when its copy was waited for."""
         decision, n = self.state.decided[gap], len(self.graph.ops)
         if gap.end < n or self.steps > 1:
             return decision
-        released = self.state.left.get(self.order.final[gap.storage], n)
+        released = self.state.released_at.get(self.order.final[gap.storage], n)
         return replace(decision, release_by=min(max(released, gap.start + 1), n))
 
     def _run_op(self, now: int) -> int | None:
@@ -191,8 +193,8 @@ class _Window:
             if not self._wait_for_oldest(now):
                 return self._cancel(now, state.used + need - self.limit)
         for s in allocated:
-            self._take(s, now)
-        self._leave(now)
+            self._allocate(s, now)
+        self._evict_unused(now)
         return None
 
     def _extend(self, now: int) -> None:
@@ -210,10 +212,10 @@ class _Window:
                 if state.used - state.leaving + size > self.limit:
                     if when > now:
                         return
-                    raise self._too_little(now)
+                    raise self._too_small_error(now)
                 while state.used + size > self.limit:
                     self._wait_for_oldest(now)
-                self._take(s, now)
+                self._allocate(s, now)
             if enters:
                 state.ahead += size
             state.counts[s] = state.counts.get(s, 0) + 1
@@ -229,16 +231,16 @@ class _Window:
         self._free(s, now)
         return True
 
-    def _take(self, s: int, when: int) -> None:
+    def _allocate(self, s: int, when: int) -> None:
         self.state.used += self.sizes[s]
         self.state.resident.add(s)
-        self.state.taken[s] = when
+        self.state.allocated_at[s] = when
 
     def _free(self, s: int, when: int) -> None:
         self.state.used -= self.sizes[s]
         self.state.resident.discard(s)
         self.state.dirty.discard(s)
-        self.state.left[s] = when
+        self.state.released_at[s] = when
 
     def _cancel(self, now: int, missing: int) -> int:
         """Bar the latest uses from the window until after this op; return when the first of them entered it."""
@@ -248,7 +250,7 @@ class _Window:
             at -= 1
             when, s = self.order.uses[at]
             if when <= now:
-                raise self._too_little(now)
+                raise self._too_small_error(now)
             if counts[s] == 1:
                 missing -= self.sizes[s] if s in state.resident else 0
                 self.stops[at] = now + 1
@@ -256,11 +258,11 @@ class _Window:
             counts[s] -= 1
         return first
 
-    def _too_little(self, now: int) -> BudgetError:
+    def _too_small_error(self, now: int) -> BudgetError:
         op = self.graph.ops[now % len(self.graph.ops)]
         return BudgetError(f"op {op.id} ({op.name}) needs more than the {self.limit} bytes that the window may use")
 
-    def _leave(self, now: int) -> None:
+    def _evict_unused(self, now: int) -> None:
         """Record decisions about gaps that end here, and evict storages without a use in the window."""
         state = self.state
         op = self.graph.ops[now % len(self.graph.ops)]
@@ -283,7 +285,7 @@ class _Window:
     def _decide(self, s: int, now: int) -> None:
         """Record the decision about the gap that ends with this use, if it is in the last step."""
         n, state = len(self.graph.ops), self.state
-        storage, before, taken_at = self.order.storage[s], state.last.get(s), state.taken[s]
+        storage, before, taken_at = self.order.storage[s], state.last.get(s), state.allocated_at[s]
         base = (self.steps - 1) * n
         if now < base:
             return
@@ -297,7 +299,7 @@ class _Window:
                 gap = Gap(storage, self.graph.uses[storage][-1], n + now)
                 state.decided[gap] = Decision(gap, Residency.OFFLOAD, n, n + fetch)
         elif taken_at > before:
-            release = max(state.left[s], before + 1)
+            release = max(state.released_at[s], before + 1)
             if before >= base:
                 gap = Gap(storage, before - base, now - base)
                 state.decided[gap] = Decision(gap, Residency.OFFLOAD, release - base, max(taken_at, release) - base)
@@ -312,5 +314,5 @@ def window(graph: StepGraph, costs: Costs, budget: int, *, reach: float = 1.5, p
     Raises:
         BudgetError: an op by itself exceeds the budget.
     """
-    replay = _Window(graph, costs, budget, int(budget * reach), _CYCLES if persist else 1)
+    replay = _WindowReplay(graph, costs, budget, int(budget * reach), _CYCLES if persist else 1)
     return Plan("window", budget, replay.run())

@@ -28,19 +28,21 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from outofcore.planning.placement.compiled import Answer, Watch, canonical_run
+from outofcore.planning.placement.compiled import CanonicalResult, Deadline, canonical_run
 from outofcore.planning.placement.parameters import PlacementParams
 from outofcore.planning.placement.rectangles import Ints, Rectangles
 
 # Maximum number of rectangles, since each placement is a level of recursion in native code.
-MOST = 4096
+MAX_RECTANGLES = 4096
 # Nodes of the shortest run per rectangle.
 _NODES_EACH = 4
 # The most that noise changes the sort keys, as a share.
 _NOISE = 0.3
 
 
-def search(rectangles: Rectangles, capacity: int, params: PlacementParams, watch: Watch) -> tuple[Answer, Ints]:
+def search(
+    rectangles: Rectangles, capacity: int, params: PlacementParams, watch: Deadline
+) -> tuple[CanonicalResult, Ints]:
     """Search for a placement within a capacity; return the answer, and the offsets if found."""
     offsets, effort = np.zeros(len(rectangles), np.int64), params.effort
     techniques = sum(
@@ -54,22 +56,22 @@ def search(rectangles: Rectangles, capacity: int, params: PlacementParams, watch
         if on
     )
     for part in components(rectangles) if params.decomposition else [np.arange(len(rectangles))]:
-        layout = rectangles.part(part)
+        layout = rectangles.subset(part)
         for rank, nodes in _runs(layout, params.restarts):
-            if effort <= 0 or watch.over:
-                return Answer.STOPPED, offsets
+            if effort <= 0 or watch.has_passed:
+                return CanonicalResult.STOPPED, offsets
             answer, part_offsets, effort = canonical_run(layout, capacity, rank, techniques, nodes, effort, watch)
-            if answer is Answer.NONE:
+            if answer is CanonicalResult.NONE:
                 return answer, offsets
-            if answer is Answer.FOUND:
+            if answer is CanonicalResult.FOUND:
                 offsets[part] = part_offsets
                 break
-    return Answer.FOUND, offsets
+    return CanonicalResult.FOUND, offsets
 
 
 def components(rectangles: Rectangles) -> list[Ints]:
     """Return the indices of each group of rectangles that is separated in time, the smallest group first."""
-    last = np.where(rectangles.over <= rectangles.slots, rectangles.over, rectangles.end)
+    last = np.where(rectangles.second_end <= rectangles.slots, rectangles.second_end, rectangles.end)
     order = np.argsort(rectangles.begin, kind="stable")
     reach = np.maximum.accumulate(last[order])
     begins = np.flatnonzero(rectangles.begin[order][1:] >= reach[:-1]) + 1
@@ -78,8 +80,8 @@ def components(rectangles: Rectangles) -> list[Ints]:
 
 def _runs(rectangles: Rectangles, restarts: bool) -> Iterator[tuple[Ints, int]]:
     """Yield ranks, as the rectangles in order, and the number of nodes to search with each."""
-    width = rectangles.held.astype(np.float64)
-    total = _most_live(rectangles).astype(np.float64)
+    width = rectangles.lifetimes.astype(np.float64)
+    total = _peak_during(rectangles).astype(np.float64)
     run = 0
     while True:
         run += 1
@@ -97,14 +99,14 @@ def _runs(rectangles: Rectangles, restarts: bool) -> Iterator[tuple[Ints, int]]:
 _ORDERS = ("WAT", "TAW", "TWA")
 
 
-def _most_live(rectangles: Rectangles) -> Ints:
+def _peak_during(rectangles: Rectangles) -> Ints:
     """Return for each rectangle the most bytes that are live at a moment of its lifetime."""
-    live = rectangles.live()
+    live = rectangles.live_bytes()
     peaks = np.empty(len(rectangles), np.int64)
     for i, (begin, end) in enumerate(zip(rectangles.begin.tolist(), rectangles.end.tolist(), strict=True)):
         peaks[i] = live[begin:end].max()
     for i in rectangles.wrapping.tolist():
-        peaks[i] = max(peaks[i], live[int(rectangles.again[i]) : int(rectangles.over[i])].max())
+        peaks[i] = max(peaks[i], live[int(rectangles.second_begin[i]) : int(rectangles.second_end[i])].max())
     return peaks
 
 

@@ -23,7 +23,7 @@ _FUNCTIONS = {
 }
 
 
-class Answer(Enum):
+class CanonicalResult(Enum):
     """The result of the canonical search."""
 
     NONE = 0  # no placement within the capacity exists
@@ -37,15 +37,15 @@ class _Layout(ctypes.Structure):
     ]
 
 
-class Watch:
+class Deadline:
     """Stops a search at a deadline or on Ctrl-C, which the native code raises again as SIGINT."""
 
     def __init__(self, seconds: float | None) -> None:
         self.deadline = None if seconds is None else time.monotonic() + seconds
-        self.callback = native_callback(lambda: int(self.over), failed=1)
+        self.callback = native_callback(lambda: int(self.has_passed), failed=1)
 
     @property
-    def over(self) -> bool:
+    def has_passed(self) -> bool:
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
@@ -75,7 +75,7 @@ def first_fit(rectangles: Rectangles, order: Ints) -> Ints:
     return offsets
 
 
-def eject(rectangles: Rectangles, offsets: Ints, goal: int, effort: int, watch: Watch) -> Ints:
+def eject(rectangles: Rectangles, offsets: Ints, goal: int, effort: int, watch: Deadline) -> Ints:
     """Return a lower placement by ejection, or the same offsets; stop at height ``goal``."""
     offsets = offsets.copy()
     load_library().outofcore_eject(_layout(rectangles), goal, effort, watch.callback, offsets.ctypes.data)
@@ -83,8 +83,8 @@ def eject(rectangles: Rectangles, offsets: Ints, goal: int, effort: int, watch: 
 
 
 def canonical_run(
-    rectangles: Rectangles, capacity: int, order: Ints, techniques: int, nodes: int, effort: int, watch: Watch
-) -> tuple[Answer, Ints, int]:
+    rectangles: Rectangles, capacity: int, order: Ints, techniques: int, nodes: int, effort: int, watch: Deadline
+) -> tuple[CanonicalResult, Ints, int]:
     """Run the canonical search once; return its answer, the offsets if found, and the effort left."""
     offsets = np.zeros(len(rectangles), np.int64)
     order = np.ascontiguousarray(order, np.int64)
@@ -93,7 +93,7 @@ def canonical_run(
         _layout(rectangles), capacity, order.ctypes.data, techniques, nodes, ctypes.byref(effort_left), watch.callback,
         offsets.ctypes.data,
     )  # fmt: skip
-    return Answer(answer), offsets, effort_left.value
+    return CanonicalResult(answer), offsets, effort_left.value
 
 
 def _layout(rectangles: Rectangles) -> object:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from outofcore.errors import InputError
 from outofcore.planning.placement import canonical, compiled
-from outofcore.planning.placement.compiled import Answer, Watch
+from outofcore.planning.placement.compiled import CanonicalResult, Deadline
 from outofcore.planning.placement.parameters import PlacementParams
 from outofcore.planning.placement.rectangles import FAR, Ints, Rectangle, Rectangles
 from outofcore.units import round_up
@@ -61,7 +61,7 @@ def pack(
     ((0, 8, 0), 12)
     """
     chosen = params or PlacementParams()
-    return _packed(rectangles, lambda layout, bound: _place(layout, bound, capacity, chosen))
+    return _pack_with(rectangles, lambda layout, bound: _place(layout, bound, capacity, chosen))
 
 
 def best_fit(rectangles: Sequence[Rectangle]) -> Packing:
@@ -77,10 +77,10 @@ def best_fit(rectangles: Sequence[Rectangle]) -> Packing:
     >>> best_fit([Rectangle("a", 0, 2, 8), Rectangle("b", 1, 4, 4), Rectangle("c", 2, 4, 8)]).offsets
     (4, 0, 4)
     """
-    return _packed(rectangles, lambda layout, _: compiled.best_fit(layout, _share(layout.held)))
+    return _pack_with(rectangles, lambda layout, _: compiled.best_fit(layout, _normalize(layout.lifetimes)))
 
 
-def _packed(rectangles: Sequence[Rectangle], place: Callable[[Rectangles, int], tuple[Ints, int] | Ints]) -> Packing:
+def _pack_with(rectangles: Sequence[Rectangle], place: Callable[[Rectangles, int], tuple[Ints, int] | Ints]) -> Packing:
     """Pack all rectangles, using a rule for those that are not empty or always held."""
     _check(rectangles)
     offsets = [0] * len(rectangles)
@@ -98,7 +98,7 @@ def _packed(rectangles: Sequence[Rectangle], place: Callable[[Rectangles, int], 
         always_held = set(lifelong)
         placeable = [i for i in solid if i not in always_held]
         layout = Rectangles.of([rectangles[i] for i in placeable], base, [segments[i] for i in placeable])
-        bound += int(layout.live().max())
+        bound += int(layout.live_bytes().max())
         result = place(layout, bound)
         placed, bound = result if isinstance(result, tuple) else (result, bound)
         height = layout.height(placed)
@@ -123,7 +123,7 @@ def _check(rectangles: Sequence[Rectangle]) -> None:
 
 def _place(layout: Rectangles, bound: int, capacity: int | None, params: PlacementParams) -> tuple[Ints, int]:
     """Return offsets, and the lower bound after the search."""
-    watch = Watch(params.seconds)
+    watch = Deadline(params.seconds)
     goal = bound if capacity is None else max(bound, capacity)
     # If even the bound exceeds the capacity, the height matters little.
     hopeless = capacity is not None and bound > capacity
@@ -134,20 +134,20 @@ def _place(layout: Rectangles, bound: int, capacity: int | None, params: Placeme
         reached = layout.height(offsets)
         if best is None or reached < height:
             best, height = offsets, reached
-        if height <= goal or (hopeless and not params.effort) or watch.over:
+        if height <= goal or (hopeless and not params.effort) or watch.has_passed:
             return best, bound
     if best is None:
         raise InputError("no rectangles to place")
     if hopeless or not params.effort:
         return best, bound
-    if params.canonical and len(layout) <= canonical.MOST:
+    if params.canonical and len(layout) <= canonical.MAX_RECTANGLES:
         # Leave half of the time limit for ejection.
-        half = Watch(None if params.seconds is None else params.seconds / 2)
+        half = Deadline(None if params.seconds is None else params.seconds / 2)
         answer, offsets = canonical.search(layout, goal, params, half)
         _log.debug("placing %d rectangles: canonical search within %d: %s", len(layout), goal, answer.name)
-        if answer is Answer.FOUND:
+        if answer is CanonicalResult.FOUND:
             return offsets, bound
-        if answer is Answer.NONE:
+        if answer is CanonicalResult.NONE:
             bound = goal + 1
     if params.ejection and height > bound:
         best = compiled.eject(layout, best, max(goal, bound), params.effort, watch)
@@ -157,8 +157,8 @@ def _place(layout: Rectangles, bound: int, capacity: int | None, params: Placeme
 
 def _rules(layout: Rectangles, params: PlacementParams) -> Iterator[Callable[[], Ints]]:
     """Yield the quick rules, the most promising first."""
-    lifetime, size = _share(layout.held), _share(layout.sizes)
-    area = _share(layout.held * layout.sizes.astype(np.float64))
+    lifetime, size = _normalize(layout.lifetimes), _normalize(layout.sizes)
+    area = _normalize(layout.lifetimes * layout.sizes.astype(np.float64))
     yield lambda: compiled.best_fit(layout, area)
     yield lambda: compiled.best_fit(layout, lifetime, 0.1)
     yield lambda: compiled.best_fit(layout, size)
@@ -168,5 +168,5 @@ def _rules(layout: Rectangles, params: PlacementParams) -> Iterator[Callable[[],
         yield lambda: compiled.first_fit(layout, np.argsort(-area, kind="stable"))
 
 
-def _share(values: NDArray[np.int64] | NDArray[np.float64]) -> NDArray[np.float64]:
+def _normalize(values: NDArray[np.int64] | NDArray[np.float64]) -> NDArray[np.float64]:
     return values / values.max()

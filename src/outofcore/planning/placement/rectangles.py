@@ -68,10 +68,10 @@ class Rectangles:
     alignments: Ints
     begin: Ints  # the slot where the first segment begins
     end: Ints
-    again: Ints  # the slot where the second segment begins, or more than ``slots``
-    over: Ints  # the slot where the second segment ends
+    second_begin: Ints  # the slot where the second segment begins, or more than ``slots``
+    second_end: Ints  # the slot where the second segment ends
     slots: int  # number of slots
-    held: Ints  # lifetimes in the caller's unit of time
+    lifetimes: Ints  # lifetimes in the caller's unit of time
     base: int  # the lowest offset to use
     wrapping: Ints  # indices of those with a second segment
 
@@ -106,25 +106,25 @@ class Rectangles:
     @cached_property
     def addresses(self) -> tuple[int, ...]:
         """The memory addresses of sizes, alignments, begin, end, again and over."""
-        arrays = (self.sizes, self.alignments, self.begin, self.end, self.again, self.over)
+        arrays = (self.sizes, self.alignments, self.begin, self.end, self.second_begin, self.second_end)
         return tuple(array.ctypes.data for array in arrays)
 
-    def part(self, indices: Ints) -> Rectangles:
+    def subset(self, indices: Ints) -> Rectangles:
         """Return some of them, over the same slots of time."""
-        arrays = (self.sizes, self.alignments, self.begin, self.end, self.again, self.over, self.held)
+        arrays = (self.sizes, self.alignments, self.begin, self.end, self.second_begin, self.second_end, self.lifetimes)
         sizes, alignments, begin, end, second_begin, second_end, lifetimes = (a[indices] for a in arrays)
         wrapping = np.flatnonzero(second_end <= self.slots)
         return Rectangles(
             sizes, alignments, begin, end, second_begin, second_end, self.slots, lifetimes, self.base, wrapping
         )
 
-    def live(self) -> Ints:
+    def live_bytes(self) -> Ints:
         """Return the bytes held in each slot of time."""
         change = np.zeros(self.slots + 1, np.int64)
         np.add.at(change, self.begin, self.sizes)
         np.subtract.at(change, self.end, self.sizes)
-        np.add.at(change, self.again[self.wrapping], self.sizes[self.wrapping])
-        np.subtract.at(change, self.over[self.wrapping], self.sizes[self.wrapping])
+        np.add.at(change, self.second_begin[self.wrapping], self.sizes[self.wrapping])
+        np.subtract.at(change, self.second_end[self.wrapping], self.sizes[self.wrapping])
         return np.cumsum(change)
 
     def height(self, offsets: Ints) -> int:

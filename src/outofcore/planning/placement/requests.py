@@ -27,7 +27,7 @@ class EventKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class AllocatorEvent:
     """One call of the allocator; ``bytes`` is 0 for FREE."""
 
     kind: EventKind
@@ -36,7 +36,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ResultStorage:
     """A request for the storage of the op's result ``key``."""
 
     key: int
@@ -50,11 +50,11 @@ class Scratch:
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
+class Unplanned:
     """A request that outlives the op without being a result, such as a library's cache: it has no address."""
 
 
-Placement = Result | Scratch | Elsewhere
+Placement = ResultStorage | Scratch | Unplanned
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Requests:
 
 
 def workspace_layout(
-    events: Sequence[Event], result_pointers: Mapping[int, int], alignment: int = SMALL_ALIGNMENT
+    events: Sequence[AllocatorEvent], result_pointers: Mapping[int, int], alignment: int = SMALL_ALIGNMENT
 ) -> Requests:
     """Return the requests of one op, with its scratch memory placed by the quick rules of ``pack``.
 
@@ -97,14 +97,14 @@ def workspace_layout(
                 )
             live[event.pointer] = (len(sizes), time)
             sizes.append(event.bytes)
-            placements.append(Elsewhere())
+            placements.append(Unplanned())
         elif event.pointer in live:
             index, born = live.pop(event.pointer)
             step = PAGE_BYTES if is_large(sizes[index]) else alignment
             scratch.append(Rectangle(index, born, time, sizes[index], step))
     for pointer, (index, _) in live.items():
         if pointer in result_pointers:
-            placements[index] = Result(result_pointers[pointer])
+            placements[index] = ResultStorage(result_pointers[pointer])
 
     packing = pack(scratch, params=PlacementParams(effort=0))
     end = 0

@@ -16,17 +16,17 @@ import numpy as np
 
 from outofcore.plan import Decision, Residency
 from outofcore.planning.problem import Ints, Problem
-from outofcore.planning.remat.compiled import CompiledChains, CompiledSearch, Lists
-from outofcore.planning.remat.contents import Contents
+from outofcore.planning.remat.compiled import ChainLists, CompiledChains, CompiledSearch
+from outofcore.planning.remat.contents import StepContents
 
 # Kinds of gaps as chains find them: on the device, copied in from home by each chain, or made by a chain.
-KEPT, AWAY, AGAIN = 0, 1, 2
+RESIDENT, OFFLOADED, RECOMPUTED = 0, 1, 2
 # The recomputed gaps, each with its kind and the op before which it is fetched.
 Snapshot = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
+class ChainContents:
     """The ops and contents of a chain."""
 
     ops: tuple[int, ...]  # in the order in which they run
@@ -42,16 +42,18 @@ class Chain:
     ``bytes`` is the most that it holds in addition to resident contents, ``target_bytes`` the bytes that stay after it.
     """
 
-    __slots__ = ("_links", "bytes", "held", "seconds")
+    __slots__ = ("_links", "bytes", "seconds", "target_bytes")
 
-    def __init__(self, seconds: float, count: int, target_bytes: int, links: Links | Callable[[], Links]) -> None:
-        self.seconds, self.bytes, self.held = seconds, count, target_bytes
+    def __init__(
+        self, seconds: float, count: int, target_bytes: int, links: ChainContents | Callable[[], ChainContents]
+    ) -> None:
+        self.seconds, self.bytes, self.target_bytes = seconds, count, target_bytes
         self._links = links
 
     @property
-    def links(self) -> Links:
+    def contents(self) -> ChainContents:
         """Its ops and contents, built lazily because most chains are only weighed."""
-        if not isinstance(self._links, Links):
+        if not isinstance(self._links, ChainContents):
             self._links = self._links()
         return self._links
 
@@ -61,7 +63,7 @@ class Choices:
     """Residencies of all gaps of a problem, and the chains that follow from them."""
 
     problem: Problem
-    contents: Contents
+    contents: StepContents
     limit: int = -1  # bytes of large blocks that may be held; by default the problem's
     kind: array[int] = field(default_factory=lambda: array("q"))  # by gap, RESIDENT, OFFLOADED or RECOMPUTED
     # By gap, the op before which it is fetched if it is recomputed.
@@ -79,7 +81,7 @@ class Choices:
         self.bytes = [info.bytes for info in gaps]
         self.content = [contents.first[info.gap.storage] + info.segment for info in gaps]
         if not self.kind:
-            self.kind = array("q", [AWAY if info.arriving else KEPT for info in gaps])
+            self.kind = array("q", [OFFLOADED if info.arriving else RESIDENT for info in gaps])
             self.fetch = array("q", self.end)
         self.gaps_of: list[list[int]] = [[] for _ in contents.storage]
         for g, info in enumerate(gaps):
@@ -89,11 +91,11 @@ class Choices:
         self.compiled = CompiledChains(contents, self.gaps_of, self.start) if like is None else like.compiled
         self.limit = problem.limit if self.limit < 0 else self.limit
         # Bytes of each op by itself, or of its chain if that needs more.
-        self.alone: Ints = problem.limit - problem.free
+        self.alone: Ints = problem.limit - problem.free_bytes
         self.need: Ints = self.alone.copy()
-        self.held: Ints = problem.held(problem.nothing_leaves() == -1)
-        self.can: list[bool] = (
-            like.can
+        self.held: Ints = problem.resident_bytes(problem.all_resident() == -1)
+        self.can_recompute: list[bool] = (
+            like.can_recompute
             if like is not None
             else [
                 info.gap.storage not in problem.graph.persistent
@@ -106,19 +108,19 @@ class Choices:
             ]
         )
         # The gaps that a search may change.
-        self.free: list[int] = [g for g, can in enumerate(self.can) if can]
+        self.recomputable: list[int] = [g for g, can in enumerate(self.can_recompute) if can]
 
     def snapshot(self) -> Snapshot:
         """Return the recomputed gaps, each with its kind and the op before which it is fetched."""
-        return tuple((g, self.kind[g], self.fetch[g]) for g in self.free if self.kind[g] == AGAIN)
+        return tuple((g, self.kind[g], self.fetch[g]) for g in self.recomputable if self.kind[g] == RECOMPUTED)
 
-    def begin(self, snapshot: Snapshot) -> bool:
+    def apply_snapshot(self, snapshot: Snapshot) -> bool:
         """Go from choices with every gap resident to a snapshot; False (and unusable choices) if that fails."""
         targets: dict[int, list[int]] = {}
         for g, kind, fetch in snapshot:
-            self.problem.take(self.held, g, self.bytes[g])
+            self.problem.reserve(self.held, g, self.bytes[g])
             self.kind[g], self.fetch[g] = kind, fetch
-            if kind == AGAIN:
+            if kind == RECOMPUTED:
                 self.held[fetch : self.end[g]] += self.bytes[g]
                 targets.setdefault(fetch, []).append(g)
         for at in sorted(targets):
@@ -128,10 +130,10 @@ class Choices:
             self.chains[at] = chain
             self.seconds += chain.seconds
             # Bytes of the op and its chain, without gaps that are held over the op.
-            self.need[at] = max(int(self.alone[at]), self.contents.before[at] - chain.held + chain.bytes)
+            self.need[at] = max(int(self.alone[at]), self.contents.before[at] - chain.target_bytes + chain.bytes)
         return True
 
-    def search(self) -> CompiledSearch:
+    def open_search(self) -> CompiledSearch:
         """Return a compiled search that begins with these choices, in which every gap must be resident."""
         return CompiledSearch(
             self.compiled,
@@ -139,7 +141,7 @@ class Choices:
             sizes=self.bytes,
             content=self.content,
             kind=self.kind,
-            free=self.free,
+            free=self.recomputable,
             alone=self.alone.tolist(),
             held=self.held.tolist(),
             before=self.contents.before,
@@ -148,14 +150,14 @@ class Choices:
     def chain(self, at: int, gaps: Sequence[int], limit: float = float("inf")) -> Chain | None:
         """Return the chain before op ``at`` that makes these gaps in at most ``limit`` seconds, or None."""
         targets = sorted({self.content[g] for g in gaps})
-        result = self.compiled.once(at, targets, limit, self.kind, self.fetch)
+        result = self.compiled.find_chain(at, targets, limit, self.kind, self.fetch)
         if result is None:
             return None
         seconds, max_bytes, target_bytes, lists = result
         self.work += lists.ops
-        return Chain(seconds, max_bytes, target_bytes, partial(_links, lists, self.contents.size))
+        return Chain(seconds, max_bytes, target_bytes, partial(_unpack_contents, lists, self.contents.size))
 
-    def over(self) -> Ints:
+    def overload(self) -> Ints:
         """Return the bytes above the limit at each op; an op with its chain must keep to the problem's limit."""
         excess = self.held + self.need
         excess -= self.limit
@@ -164,23 +166,23 @@ class Choices:
         return np.maximum(excess, 0, out=excess)
 
 
-def _links(lists: Lists, size: Sequence[int]) -> Links:
-    ops, contents_made, contents_seen, home = lists.unpacked()
-    return Links(
+def _unpack_contents(lists: ChainLists, size: Sequence[int]) -> ChainContents:
+    ops, contents_made, contents_seen, home = lists.unpack()
+    return ChainContents(
         tuple(ops), frozenset(contents_made), frozenset(contents_seen), tuple(size[x] for x in home), frozenset(home)
     )
 
 
-def decisions_again(choices: Choices) -> tuple[Decision, ...]:
+def recompute_decisions(choices: Choices) -> tuple[Decision, ...]:
     gaps = choices.problem.gaps
     return tuple(
         Decision(gaps[g].gap, Residency.RECOMPUTE, choices.start[g] + 1, choices.fetch[g])
-        for g in choices.free
-        if choices.kind[g] == AGAIN
+        for g in choices.recomputable
+        if choices.kind[g] == RECOMPUTED
     )
 
 
-def arrivals(choices: Choices) -> tuple[Decision, ...]:
+def arrival_decisions(choices: Choices) -> tuple[Decision, ...]:
     """Return decisions to fetch inputs that have no room at the start of the step, as early as possible."""
     room = choices.limit - (choices.held + choices.need)
     decisions: list[Decision] = []

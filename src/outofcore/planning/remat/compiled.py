@@ -13,7 +13,7 @@ from math import isinf
 from pathlib import Path
 
 from outofcore.compiling import load_functions
-from outofcore.planning.remat.contents import Contents
+from outofcore.planning.remat.contents import StepContents
 
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
 _WORD = 8
@@ -49,7 +49,7 @@ class _Step(ctypes.Structure):
     ]
 
 
-class _Found(ctypes.Structure):
+class _FoundChain(ctypes.Structure):
     _fields_ = [
         ("seconds", ctypes.c_double),
         *((name, _COUNT) for name in ("bytes", "held", "ops", "made", "seen", "home")),
@@ -76,7 +76,7 @@ class _Best(ctypes.Structure):
 class CompiledChains:
     """The chains of one step, found by the native library."""
 
-    def __init__(self, contents: Contents, gaps_of: Sequence[Sequence[int]], start: Sequence[int]) -> None:
+    def __init__(self, contents: StepContents, gaps_of: Sequence[Sequence[int]], start: Sequence[int]) -> None:
         library = load_library()
         self._chain = library.outofcore_chain
         arrays: dict[str, array[int] | array[float]] = {
@@ -94,12 +94,12 @@ class CompiledChains:
         self.step = _Step(contents=len(contents.storage), ops=len(contents.seconds), **addresses)
         self._handle = library.outofcore_chains_open(ctypes.byref(self.step))
         weakref.finalize(self, library.outofcore_chains_close, self._handle)
-        self._found = _Found()
+        self._found = _FoundChain()
         self._out = ctypes.byref(self._found)
 
-    def once(
+    def find_chain(
         self, at: int, targets: Sequence[int], limit: float, kind: array[int], fetch: array[int]
-    ) -> tuple[float, int, int, Lists] | None:
+    ) -> tuple[float, int, int, ChainLists] | None:
         """Return seconds, bytes, bytes held and lists of the chain that makes ``targets`` (in order), or None."""
         target_array = (_COUNT * len(targets))(*targets)
         if not self._chain(
@@ -115,11 +115,11 @@ class CompiledChains:
             return None
         result = self._found
         counts = result.ops, result.made, result.seen, result.home
-        lists = Lists(ctypes.string_at(result.list, sum(counts) * _WORD), counts)
+        lists = ChainLists(ctypes.string_at(result.list, sum(counts) * _WORD), counts)
         return result.seconds, result.bytes, result.held, lists
 
 
-class Lists:
+class ChainLists:
     """The ops, contents made, contents seen and contents from home of a chain, in the library's layout."""
 
     __slots__ = ("_counts", "_raw")
@@ -131,7 +131,7 @@ class Lists:
     def ops(self) -> int:
         return self._counts[0]
 
-    def unpacked(self) -> tuple[list[int], list[int], list[int], list[int]]:
+    def unpack(self) -> tuple[list[int], list[int], list[int], list[int]]:
         words = memoryview(self._raw).cast("q").tolist()
         ends = [0, *accumulate(self._counts)]
         ops, made_contents, seen_contents, home_contents = (words[first:last] for first, last in pairwise(ends))
@@ -139,7 +139,7 @@ class Lists:
 
 
 @dataclass(frozen=True, slots=True)
-class Annealed:
+class BestState:
     """The best state within a limit that a search visited."""
 
     seconds: float  # of all chains
@@ -184,33 +184,33 @@ class CompiledSearch:
         weakref.finalize(self, library.outofcore_search_close, self._handle)
         self._best = _Best()
 
-    def run(self, limit: int, changes: int, work: int, hot: float, seed: int) -> Annealed | None:
+    def anneal(self, limit: int, changes: int, work: int, hot: float, seed: int) -> BestState | None:
         """Anneal from the present state, and change it; return the best state within the limit, or None.
 
         At most ``changes`` are tried and ``work`` ops inspected. ``hot`` is the initial temperature, in mean seconds of
         an op that may run again.
         """
         self._anneal(self._handle, limit, changes, work, hot, seed, ctypes.byref(self._best))
-        return self._found()
+        return self._read_fitting()
 
-    def drop(self, limit: int, need_limit: int, patience: int) -> Annealed | None:
+    def drop(self, limit: int, need_limit: int, patience: int) -> BestState | None:
         """Drop gaps greedily from the present state; return None if the state does not fit in the end."""
         self._library.outofcore_drop(self._handle, limit, need_limit, patience, ctypes.byref(self._best))
-        return self._found()
+        return self._read_fitting()
 
-    def settle(self, limit: int, need_limit: int, patience: int) -> Annealed:
+    def settle(self, limit: int, need_limit: int, patience: int) -> BestState:
         """Recompute gaps of the present state elsewhere if that saves seconds and adds no overload."""
         self._library.outofcore_settle(self._handle, limit, need_limit, patience, ctypes.byref(self._best))
         return self._read()
 
-    def _found(self) -> Annealed | None:
+    def _read_fitting(self) -> BestState | None:
         return None if isinf(self._best.seconds) else self._read()
 
-    def _read(self) -> Annealed:
+    def _read(self) -> BestState:
         best, pairs = self._best, array("q")
         if best.count:
             pairs.frombytes(ctypes.string_at(best.pairs, 2 * best.count * _WORD))
-        return Annealed(best.seconds, best.bytes, pairs)
+        return BestState(best.seconds, best.bytes, pairs)
 
     def restore(self, pairs: array[int]) -> None:
         """Go to the state that recomputes these gaps, in the format of ``BestState.pairs``."""

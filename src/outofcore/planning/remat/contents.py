@@ -15,7 +15,7 @@ FLEETING, AT_HOME, ALWAYS = 0, 1, 2
 
 
 @dataclass(frozen=True)
-class Contents:
+class StepContents:
     """All contents of a step, and its ops, by number."""
 
     first: list[int]  # by storage, the number of its version 0
@@ -35,11 +35,13 @@ class Contents:
     home_seconds: list[float]  # by content, of a copy in from the last home
 
     @staticmethod
-    def of(graph: StepGraph, costs: Costs) -> Contents:
+    def of(graph: StepGraph, costs: Costs) -> StepContents:
         history = History.of(graph)
         n = len(graph.ops)
         size = [placed_bytes(s.bytes) if is_large(s.bytes) else 0 for s in graph.storages]
-        result = Contents([], [], [], [], [], [], [], [], [], [], [], [], [], [cost.seconds for cost in costs.ops], [])
+        result = StepContents(
+            [], [], [], [], [], [], [], [], [], [], [], [], [], [cost.seconds for cost in costs.ops], []
+        )
         for storage in graph.storages:
             result.first.append(len(result.storage))
             writes = history.writes[storage.id]

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable
 
 from outofcore.errors import GraphError
-from outofcore.planning.remat.chains import AGAIN, Choices
+from outofcore.planning.remat.chains import RECOMPUTED, Choices
 
 # Runs of chains that a search may inspect: for each gap and each of some extra gaps, at most; and the maximum of these
 # runs, or a maximum for each gap if that is more.
@@ -23,36 +23,36 @@ class Selection:
     """The greedy search over the gaps of a step; ``choices`` have no recomputation."""
 
     def __init__(self, choices: Choices) -> None:
-        self.kept, self._search = choices, choices.search()
-        self._patience = patience(choices)
+        self.choices, self._search = choices, choices.open_search()
+        self._patience = max_chain_runs(choices)
 
     def drop(self, limit: int) -> Choices | None:
         """Return choices in which large blocks take at most ``limit`` bytes, or None."""
         self._search.restore(array("q"))
         # An op with its chain must stay within the problem's limit, which may be lower.
-        best = self._search.drop(limit, min(limit, self.kept.problem.limit), self._patience)
-        return None if best is None else choices_of(self.kept, best.pairs, limit)
+        best = self._search.drop(limit, min(limit, self.choices.problem.limit), self._patience)
+        return None if best is None else choices_from_pairs(self.choices, best.pairs, limit)
 
     def settle(self, gaps: Iterable[int]) -> Choices:
         """Return choices that recompute these gaps before their next use, or earlier if that saves seconds."""
-        limit = self.kept.problem.limit
+        limit = self.choices.problem.limit
         pairs = array("q")
         for g in gaps:
-            pairs.extend((g, self.kept.end[g]))
+            pairs.extend((g, self.choices.end[g]))
         self._search.restore(pairs)
-        return choices_of(self.kept, self._search.settle(limit, limit, self._patience).pairs, limit)
+        return choices_from_pairs(self.choices, self._search.settle(limit, limit, self._patience).pairs, limit)
 
 
-def patience(choices: Choices) -> int:
+def max_chain_runs(choices: Choices) -> int:
     """Return the number of chain runs that a search may inspect."""
-    gaps = len(choices.free)
+    gaps = len(choices.recomputable)
     return min(_RUNS_EACH * (gaps + _EXTRA), max(_MOST, _MANY * gaps))
 
 
-def choices_of(base: Choices, pairs: array[int], limit: int) -> Choices:
+def choices_from_pairs(base: Choices, pairs: array[int], limit: int) -> Choices:
     """Return choices within a limit that recompute ``pairs`` (see ``BestState.pairs``)."""
     choices = Choices(base.problem, base.contents, limit, like=base)
-    snapshot = tuple((g, AGAIN, fetch) for g, fetch in zip(pairs[::2], pairs[1::2], strict=True))
-    if not choices.begin(snapshot):
+    snapshot = tuple((g, RECOMPUTED, fetch) for g, fetch in zip(pairs[::2], pairs[1::2], strict=True))
+    if not choices.apply_snapshot(snapshot):
         raise GraphError(f"a search recomputed gaps that cannot be recomputed (a bug in outofcore): {snapshot}")
     return choices

@@ -16,7 +16,7 @@ them are cut into cells. The step's inputs and results stay whole; parts view th
 several devices; here the parts run one after another on one.
 """
 
-from outofcore.transforms.split.exactness import Claim
-from outofcore.transforms.split.step import Tiled, tiled
+from outofcore.transforms.split.exactness import ExactnessCheck
+from outofcore.transforms.split.step import SplitStep, split_step
 
-__all__ = ["Claim", "Tiled", "tiled"]
+__all__ = ["ExactnessCheck", "SplitStep", "split_step"]

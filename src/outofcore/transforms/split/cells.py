@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from outofcore.analysis.boxes import Axes, Box, Placed
+from outofcore.analysis.boxes import Axes, Box, PlacedWindow
 from outofcore.transforms.split.ways import Cut
 
 # A storage is worth cutting if it takes at least this fraction (1/8) of the op budget.
-WORTH = 8
+WORTH_FRACTION = 8
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class CellMap:
 
     axes: Mapping[int, Axes]  # by storage
     cuts: Mapping[int, list[list[int]]]  # ends of the cells along each axis, by storage; others stay whole
-    places: Mapping[int, Placed]  # boxes of values on storages that may be cut, by value index
+    places: Mapping[int, PlacedWindow]  # boxes of values on storages that may be cut, by value index
     ranged: frozenset[int]  # storages with cells that are ranges at home
 
     def box(self, storage: int, value: int, cut: Cut | None, low: int, high: int) -> Box | None:

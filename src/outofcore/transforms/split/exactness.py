@@ -14,54 +14,61 @@ from outofcore.capture.captured import Call, Captured, Value
 from outofcore.graph import Op
 from outofcore.transforms.split.cells import CellMap
 from outofcore.transforms.split.tensors import named_refs
-from outofcore.transforms.split.ways import AS_ONE, Choice, Name, Way
+from outofcore.transforms.split.ways import UNSPLIT, ArgumentName, ChosenSplit, OpSplit
 
 
 @dataclass(frozen=True)
-class Claim:
+class ExactnessCheck:
     """An exactness check: the parts of an op must compute the same bits as the whole op."""
 
     key: str  # the op's family, the axis and the ends of the parts; equal keys mean the same check
     call: Call
-    way: Way
+    split: OpSplit
     ends: tuple[int, ...]  # of the parts, from the start of the first one
-    of: Call | None = None  # the call with the expected results; None: `call`
+    reference: Call | None = None  # the call with the expected results; None: `call`
     # Strides of uncut arguments that are gathered from cells into another layout or alignment.
-    laid: Mapping[Name, tuple[int, ...]] = field(default_factory=dict[Name, tuple[int, ...]])
+    gathered_strides: Mapping[ArgumentName, tuple[int, ...]] = field(
+        default_factory=dict[ArgumentName, tuple[int, ...]]
+    )
 
 
-def claim_of(captured: Captured, cell_map: CellMap, op: int, choice: Choice) -> Claim:
-    strides = _laid(captured, cell_map, op, choice.way)
-    name = f"{captured.graph.ops[op].family} by {choice.way.name} at {list(choice.ends)}{_lies(captured, op, strides)}"
-    return Claim(name, captured.calls[op], choice.way, choice.ends, laid=strides)
+def make_check(captured: Captured, cell_map: CellMap, op: int, choice: ChosenSplit) -> ExactnessCheck:
+    strides = _gathered_strides(captured, cell_map, op, choice.split)
+    layout = _layout_key(captured, op, strides)
+    name = f"{captured.graph.ops[op].family} by {choice.split.name} at {list(choice.ends)}{layout}"
+    return ExactnessCheck(name, captured.calls[op], choice.split, choice.ends, gathered_strides=strides)
 
 
-def claims_of_gathered(captured: Captured, cell_map: CellMap, chosen: Iterable[int]) -> Iterator[tuple[Op, Claim]]:
+def checks_of_gathered(
+    captured: Captured, cell_map: CellMap, chosen: Iterable[int]
+) -> Iterator[tuple[Op, ExactnessCheck]]:
     """Yield checks of unsplit ops that read arguments gathered into another layout."""
     cut = set(chosen)
     for op in captured.graph.ops:
         if op.id in cut or cell_map.cuts.keys().isdisjoint(op.touched):
             continue
-        gathered_strides = _laid(captured, cell_map, op.id, None)
+        gathered_strides = _gathered_strides(captured, cell_map, op.id, None)
         if gathered_strides:
-            key = f"{op.family} as one{_lies(captured, op.id, gathered_strides)}"
-            yield op, Claim(key, captured.calls[op.id], AS_ONE, (0, 1), laid=gathered_strides)
+            key = f"{op.family} as one{_layout_key(captured, op.id, gathered_strides)}"
+            yield op, ExactnessCheck(key, captured.calls[op.id], UNSPLIT, (0, 1), gathered_strides=gathered_strides)
 
 
-def _lies(captured: Captured, op: int, strides: Mapping[Name, tuple[int, ...]]) -> str:
+def _layout_key(captured: Captured, op: int, strides: Mapping[ArgumentName, tuple[int, ...]]) -> str:
     """Return the part of a key for argument layouts that the op's family does not determine."""
     named = named_refs(captured.calls[op])
-    shifts = {name: shift for name, index in named if (shift := _misaligned(captured.values[index]))}
+    shifts = {name: shift for name, index in named if (shift := _misalignment(captured.values[index]))}
     return "".join(f" {title} {sorted(d.items())}" for title, d in (("shifted", shifts), ("laid", strides)) if d)
 
 
-def _laid(captured: Captured, cell_map: CellMap, op: int, split: Way | None) -> dict[Name, tuple[int, ...]]:
+def _gathered_strides(
+    captured: Captured, cell_map: CellMap, op: int, split: OpSplit | None
+) -> dict[ArgumentName, tuple[int, ...]]:
     """Return the strides of uncut arguments that are gathered from cells into another layout."""
-    gathered_strides: dict[Name, tuple[int, ...]] = {}
+    gathered_strides: dict[ArgumentName, tuple[int, ...]] = {}
     for name, index in named_refs(captured.calls[op]):
         value = captured.values[index]
         if value.storage not in cell_map.cuts or (
-            split is not None and (name in split.given or name[0] in split.unread)
+            split is not None and (name in split.argument_cuts or name[0] in split.shape_only)
         ):
             continue
         axes, place = cell_map.axes[value.storage], cell_map.places[index]
@@ -70,17 +77,17 @@ def _laid(captured: Captured, cell_map: CellMap, op: int, split: Way | None) -> 
         if strides is None:
             continue
         pairs = zip(strides, value.stride, value.shape, strict=True)
-        if _misaligned(value) or any(new != old for new, old, size in pairs if size > 1):
+        if _misalignment(value) or any(new != old for new, old, size in pairs if size > 1):
             gathered_strides[name] = strides
     return gathered_strides
 
 
-def can_be_tried(op: Op, call: Call) -> bool:
+def is_triable(op: Op, call: Call) -> bool:
     """Return whether a trial can run an op: it is PyTorch's own, local, and draws no random numbers."""
     plain = isinstance(call.func, OpOverload) and call.func.namespace == "aten" and call.rehearse is None
     return plain and not op.random and not op.communicates
 
 
-def _misaligned(value: Value) -> int:
+def _misalignment(value: Value) -> int:
     """Return a value's byte offset from a cache line, which may change a library's order of additions."""
     return value.offset * value.dtype.itemsize % SMALL_ALIGNMENT

@@ -6,19 +6,19 @@ import itertools
 from collections.abc import Iterator, Mapping, Set
 from math import prod
 
-from outofcore.analysis.agreement import WHOLE, Uses
-from outofcore.analysis.boxes import Axes, Lines, lines_of, placed
+from outofcore.analysis.agreement import WHOLE, SplitUses
+from outofcore.analysis.boxes import Axes, Lines, lines_of, place_window
 from outofcore.capture.captured import Captured, Value
 from outofcore.capture.tables import covers
 from outofcore.graph import StorageKind
 from outofcore.transforms.passes import may_be_overwritten
-from outofcore.transforms.split.rules import ways_of
-from outofcore.transforms.split.state_ranges import is_update, ways_of_update
+from outofcore.transforms.split.rules import splits_of
+from outofcore.transforms.split.state_ranges import is_update, splits_of_update
 from outofcore.transforms.split.tensors import named_refs, ref_at, values_of
-from outofcore.transforms.split.ways import Cut, Way
+from outofcore.transforms.split.ways import Cut, OpSplit
 
 
-class Needs:
+class SplitNeeds:
     """The possible splits of each op, and the bytes that its parts need."""
 
     def __init__(
@@ -32,14 +32,14 @@ class Needs:
     ) -> None:
         """``refused`` are keys of checks with a mismatch; for the other parameters see ``split_step``."""
         self.captured, self.graph, self.values = captured, captured.graph, captured.values
-        self.ranged, self._least, self._workspaces, self._home = ranged, min_bytes, workspaces, home
-        self._refused_ways = {key.rpartition(" at [")[0] for key in refused}
-        self._ways: dict[int, list[Way]] = {}
+        self.ranged, self._min_bytes, self._workspaces, self._home = ranged, min_bytes, workspaces, home
+        self._refused_splits = {key.rpartition(" at [")[0] for key in refused}
+        self._splits: dict[int, list[OpSplit]] = {}
         self.lines = self._cuttable()  # of storages that may be cut
         self.places = {  # by value index
             index: place
             for index, value in enumerate(self.values)
-            if value.storage in self.lines and (place := placed(self.lines[value.storage], value.window()))
+            if value.storage in self.lines and (place := place_window(self.lines[value.storage], value.window()))
         }
 
     def _cuttable(self) -> dict[int, Lines]:
@@ -53,7 +53,7 @@ class Needs:
             values = used.get(storage.id, [])
             if (
                 not (may_be_overwritten(graph, storage.id) or storage.id in self.ranged)
-                or storage.bytes < self._least
+                or storage.bytes < self._min_bytes
                 or len({v.dtype for v in values}) != 1
                 or any(v.foreign or v.conjugate or v.negated for v in values)
             ):
@@ -62,32 +62,32 @@ class Needs:
             if storage.bytes % size:
                 continue
             lines = lines_of(storage.bytes // size, map(Value.window, values))
-            if lines is not None and all(placed(lines, v.window()) for v in values):
+            if lines is not None and all(place_window(lines, v.window()) for v in values):
                 lines_by_storage[storage.id] = lines
         return lines_by_storage
 
-    def ways(self, op: int) -> list[Way]:
+    def splits(self, op: int) -> list[OpSplit]:
         """Return the splits of an op without a known mismatch."""
-        if op not in self._ways:
+        if op not in self._splits:
             graph_op, call = self.graph.ops[op], self.captured.calls[op]
-            splits = [] if graph_op.communicates or graph_op.random else ways_of(call, self.values)
+            splits = [] if graph_op.communicates or graph_op.random else splits_of(call, self.values)
             if is_update(self.captured, op, self._home):
-                splits = ways_of_update(self.captured, op)
-            self._ways[op] = [
+                splits = splits_of_update(self.captured, op)
+            self._splits[op] = [
                 split
                 for split in splits
-                if f"{graph_op.family} by {split.name}" not in self._refused_ways and self._fits(op, split)
+                if f"{graph_op.family} by {split.name}" not in self._refused_splits and self._is_sliceable(op, split)
             ]
-        return self._ways[op]
+        return self._splits[op]
 
-    def _fits(self, op: int, split: Way) -> bool:
+    def _is_sliceable(self, op: int, split: OpSplit) -> bool:
         """Return whether all tensors that a split cuts can be viewed in slices."""
         call = self.captured.calls[op]
-        for name, cut in split.given.items():
+        for name, cut in split.argument_cuts.items():
             index = ref_at(call, name).value
             if not self._can_narrow(index, cut):
                 return False
-        for result, cut in split.made.items():
+        for result, cut in split.result_cuts.items():
             index = call.results[result]
             value = self.values[index] if index is not None else None
             if index is None or value is None or not self._can_narrow(index, cut):
@@ -99,20 +99,20 @@ class Needs:
     def _can_narrow(self, index: int, cut: Cut) -> bool:
         value = self.values[index]
         placed_well = index in self.places and Axes.run(self.places[index], cut.dims) is not None
-        return (placed_well or value.storage not in self.lines) and value.merged(cut.dims) is not None
+        return (placed_well or value.storage not in self.lines) and value.merge_dims(cut.dims) is not None
 
-    def size(self, index: int) -> int:
+    def value_bytes(self, index: int) -> int:
         value = self.values[index]
         return prod(value.shape) * value.dtype.itemsize
 
-    def whole(self, op: int) -> int:
+    def whole_bytes(self, op: int) -> int:
         """Return the bytes that a whole op needs; of cuttable storages only the bytes that it accesses."""
         storages = self.graph.storages
         accessed: dict[int, int] = {}
         for index in dict.fromkeys(values_of(self.captured.calls[op])):
             storage = self.values[index].storage
             if storage in self.lines:
-                accessed[storage] = accessed.get(storage, 0) + self.size(index)
+                accessed[storage] = accessed.get(storage, 0) + self.value_bytes(index)
         touched = (storages[s] for s in self.graph.ops[op].touched)
         return self._workspace(op) + sum(
             min(accessed.get(s.id, s.bytes), s.bytes) for s in touched if s.kind is not StorageKind.CONSTANT
@@ -121,7 +121,7 @@ class Needs:
     def _workspace(self, op: int) -> int:
         return self._workspaces.get(self.graph.ops[op].family, 0)
 
-    def in_parts(self, op: int, split: Way, parts: int) -> int:
+    def part_bytes(self, op: int, split: OpSplit, parts: int) -> int:
         """Return the bytes that the largest part of an op needs."""
         storages = self.graph.storages
         width = max(high - low for low, high in itertools.pairwise(split.ends(parts)))
@@ -136,23 +136,23 @@ class Needs:
             if storage.id not in self.lines:
                 accessed[storage.id] = storage.bytes
             elif cut is None:
-                accessed[storage.id] = max(accessed.get(storage.id, 0), self.size(index))
+                accessed[storage.id] = max(accessed.get(storage.id, 0), self.value_bytes(index))
             else:
                 extent = prod(value.shape[cut.dims[0] : cut.dims[1]])
-                counted += self.size(index) * min(1.0, (width * cut.scale + cut.before + cut.after) / extent)
+                counted += self.value_bytes(index) * min(1.0, (width * cut.scale + cut.before + cut.after) / extent)
         return int(counted + sum(accessed.values()))
 
-    def accesses(self, op: int, split: Way) -> Iterator[tuple[int, Cut | None]]:
+    def accesses(self, op: int, split: OpSplit) -> Iterator[tuple[int, Cut | None]]:
         """Yield the values that an op's parts access, each with its cut, or None for the whole value."""
         call = self.captured.calls[op]
         for name, index in named_refs(call):
-            if name[0] not in split.unread:
-                yield index, split.given.get(name)
+            if name[0] not in split.shape_only:
+                yield index, split.argument_cuts.get(name)
         for place, index in enumerate(call.results):
             if index is not None:
-                yield index, split.made.get(place)
+                yield index, split.result_cuts.get(place)
 
-    def cut_values(self, op: int, split: Way) -> Iterator[tuple[int, Cut]]:
+    def cut_values(self, op: int, split: OpSplit) -> Iterator[tuple[int, Cut]]:
         """Yield the values on cuttable storages that a split cuts."""
         for index, cut in self.accesses(op, split):
             if cut is not None and self.values[index].storage in self.lines:
@@ -163,7 +163,7 @@ class Needs:
         run = Axes.run(self.places[index], cut.dims)
         return -1 if run is None else run[0]
 
-    def uses(self, op: int, split: Way, storages: Set[int]) -> Uses:
+    def uses(self, op: int, split: OpSplit, storages: Set[int]) -> SplitUses:
         """Return an op's accesses to ``storages``, and the bytes that it copies from other storages."""
         written = self.graph.ops[op].mutates
         cells: list[tuple[int, int, int]] = []
@@ -171,9 +171,9 @@ class Needs:
         for index, cut in self.accesses(op, split):
             value = self.values[index]
             storage = value.storage
-            count = self.size(index) * (2 if storage in written else 1)  # copied in and out
+            count = self.value_bytes(index) * (2 if storage in written else 1)  # copied in and out
             if storage in storages:
                 cells.append((storage, WHOLE if cut is None else self.axis(index, cut), count))
             elif cut is not None and prod(value.shape[: cut.dims[0]]) > 1:
                 copied += count  # the slice is not contiguous
-        return Uses(tuple(cells), copied)
+        return SplitUses(tuple(cells), copied)

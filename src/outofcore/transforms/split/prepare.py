@@ -14,25 +14,27 @@ from outofcore.capture.captured import Call, Captured, Ref, Value, with_ops
 from outofcore.capture.operators import family_text
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.transforms.passes import halves_of_norm
-from outofcore.transforms.split.exactness import Claim
+from outofcore.transforms.split.exactness import ExactnessCheck
 from outofcore.transforms.split.tensors import dense_like
-from outofcore.transforms.split.ways import AS_ONE
+from outofcore.transforms.split.ways import UNSPLIT
 
 _aten = torch.ops.aten
-_NOWHERE = -100  # an ignored target
+_IGNORED_TARGET = -100  # an ignored target
 # Losses that read one class per row or pixel, with the rank of their log-probabilities.
 _LOSSES: dict[OpOverload, int] = {_aten.nll_loss_forward.default: 2, _aten.nll_loss2d_forward.default: 4}
 
 
-def halved(captured: Captured, max_bytes: int, refused: Set[str]) -> tuple[Captured, list[Claim]]:
+def split_norms(captured: Captured, max_bytes: int, refused: Set[str]) -> tuple[Captured, list[ExactnessCheck]]:
     """Split the large backward passes of norms into two ops; return the step and its exactness checks."""
     graph = captured.graph
     pairs: list[tuple[Op, Call]] = []
-    claims: list[Claim] = []
+    claims: list[ExactnessCheck] = []
     for op, call in zip(graph.ops, captured.calls, strict=True):
         need = sum(graph.storages[s].bytes for s in op.touched)
         halves = halves_of_norm(captured, op, call) if need > max_bytes else [(op, call)]
-        checks = [Claim(f"{half.family} as a half", of_half, AS_ONE, (0, 1), call) for half, of_half in halves]
+        checks = [
+            ExactnessCheck(f"{half.family} as a half", of_half, UNSPLIT, (0, 1), call) for half, of_half in halves
+        ]
         if len(halves) == 1 or any(check.key in refused for check in checks):
             pairs.append((op, call))
         else:
@@ -41,7 +43,7 @@ def halved(captured: Captured, max_bytes: int, refused: Set[str]) -> tuple[Captu
     return (with_ops(captured, pairs), claims) if claims else (captured, [])
 
 
-def small_losses(captured: Captured, max_bytes: int) -> Captured:
+def shrink_losses(captured: Captured, max_bytes: int) -> Captured:
     """Let losses over large log-probabilities read only the targets' ones, without changing a bit.
 
     ``nll_loss`` adds up one number per row or pixel; so it does on a tensor with one class that has these numbers.
@@ -51,14 +53,14 @@ def small_losses(captured: Captured, max_bytes: int) -> Captured:
     pairs: list[tuple[Op, Call]] = []
     for op, call in zip(graph.ops, captured.calls, strict=True):
         need = sum(storages[s].bytes for s in op.touched)
-        pairs += (_small_loss(op, call, storages, values) if need > max_bytes else None) or [(op, call)]
+        pairs += (_shrink_loss(op, call, storages, values) if need > max_bytes else None) or [(op, call)]
     if len(pairs) == len(graph.ops):
         return captured
     graph = StepGraph(tuple(storages), graph.ops, graph.outputs)
     return with_ops(replace(captured, graph=graph, values=tuple(values)), pairs)
 
 
-def _small_loss(op: Op, call: Call, storages: list[Storage], values: list[Value]) -> list[tuple[Op, Call]] | None:
+def _shrink_loss(op: Op, call: Call, storages: list[Storage], values: list[Value]) -> list[tuple[Op, Call]] | None:
     rank = _LOSSES.get(call.func) if isinstance(call.func, OpOverload) else None
     if rank is None or call.kwargs:
         return None
@@ -86,8 +88,8 @@ def _small_loss(op: Op, call: Call, storages: list[Storage], values: list[Value]
     values.append(replace(target_indices, shape=column, stride=(target_indices.stride[0], *target_indices.stride)))
     target_logs = add_op(_aten.gather.default, (logs, 1, Ref(len(values) - 1)), log_probabilities.dtype, column)
     is_ignored = add_op(_aten.eq.Scalar, (target, ignored), torch.bool, shape)
-    first = add_op(_aten.mul.Scalar, (is_ignored, _NOWHERE), torch.int64, shape)
-    args = (target_logs, first, None, reduction, _NOWHERE)
+    first = add_op(_aten.mul.Scalar, (is_ignored, _IGNORED_TARGET), torch.int64, shape)
+    args = (target_logs, first, None, reduction, _IGNORED_TARGET)
     reads = values[target_logs.value].storage, values[first.value].storage
     family = family_text(op.name, args, {}, values)
     return [*pairs, (replace(op, reads=reads, family=family), replace(call, args=args))]

@@ -16,18 +16,24 @@ from typing import Any
 import torch
 
 from outofcore._torch_internals import FakeTensorMode, OpOverload, result_leaves
-from outofcore.capture.assembly import compacted
+from outofcore.capture.assembly import drop_unused
 from outofcore.capture.captured import Call, Captured, Ref, Value
-from outofcore.capture.operators import by_name, fake_result, family_text, placed, written_arguments
+from outofcore.capture.operators import (
+    arguments_by_name,
+    arrange_arguments,
+    fake_result,
+    family_text,
+    written_arguments,
+)
 from outofcore.capture.optimizer_steps import call_of_update, family_of_update
 from outofcore.capture.optimizers import OptimizerUpdate
 from outofcore.capture.tables import covers, leaves_in, map_leaves
 from outofcore.graph import Op, StepGraph
 from outofcore.transforms.split.cells import CellMap
-from outofcore.transforms.split.rules import rebased
+from outofcore.transforms.split.rules import rebase_indices
 from outofcore.transforms.split.tensors import dense_like, named_refs, refs_of, with_tensors
-from outofcore.transforms.split.ways import Choice, Cut, Name, Way
-from outofcore.transforms.split.writer import Piece, StepWriter, UnfitError, required
+from outofcore.transforms.split.ways import ArgumentName, ChosenSplit, Cut, OpSplit
+from outofcore.transforms.split.writer import OpPiece, StepWriter, UnfitError, require
 
 _aten = torch.ops.aten
 
@@ -36,46 +42,48 @@ _aten = torch.ops.aten
 class _Arguments:
     """The arguments of a part."""
 
-    parts: dict[Name, Value] = field(default_factory=dict[Name, Value])
+    parts: dict[ArgumentName, Value] = field(default_factory=dict[ArgumentName, Value])
     # Arguments of which only the shape matters; their values have no storage.
-    shapes: list[Name] = field(default_factory=list[Name])
+    shapes: list[ArgumentName] = field(default_factory=list[ArgumentName])
     reads: list[int] = field(default_factory=list[int])
     discards: list[int] = field(default_factory=list[int])
     # Arguments written in place: the value in the original step, its cut, and the slice.
     written: list[tuple[int, Cut | None, Value]] = field(default_factory=list[tuple[int, Cut | None, Value]])
 
 
-class Builder:
+class StepBuilder:
     """Builds the ops of the split step."""
 
-    def __init__(self, captured: Captured, cell_map: CellMap, chosen: Mapping[int, Choice], limit: int | None) -> None:
-        self.old, self.cell_map, self.chosen = captured, cell_map, chosen
+    def __init__(
+        self, captured: Captured, cell_map: CellMap, chosen: Mapping[int, ChosenSplit], limit: int | None
+    ) -> None:
+        self.captured, self.cell_map, self.chosen = captured, cell_map, chosen
         self.writer = StepWriter(captured, cell_map, limit)
         self.mode = FakeTensorMode()
         self._looked_up: dict[int, Value] = {}  # results of lookups, by op
         self._shapes: dict[str, list[tuple[Value, int] | None]] = {}
 
-    def built(self) -> Captured:
+    def build(self) -> Captured:
         """Return the split step; raises ``LimitError`` for too many ops, ``UnfitError`` for an impossible cut."""
-        rows: list[list[Piece]] = []
-        for op in self.old.graph.ops:
+        rows: list[list[OpPiece]] = []
+        for op in self.captured.graph.ops:
             choice = self.chosen.get(op.id)
             pieces = (
-                [self._whole(op)]
+                [self._build_whole(op)]
                 if choice is None
-                else [self._part(op, choice, number) for number in range(len(choice.ends) - 1)]
+                else [self._build_part(op, choice, number) for number in range(len(choice.ends) - 1)]
             )
             if choice is not None and rows and rows[-1][-1].op in self.chosen:
                 rows[-1] += pieces
             else:
                 rows.append(pieces)
-        ordered = [piece for row in rows for piece in _depth_first(row)]
+        ordered = [piece for row in rows for piece in _order_depth_first(row)]
         pairs = [pair for piece in ordered for pair in piece.ops]
         ops = tuple(replace(op, id=number) for number, (op, _) in enumerate(pairs))
-        graph = StepGraph(tuple(self.writer.storages), ops, self.old.graph.outputs)
-        return compacted(
+        graph = StepGraph(tuple(self.writer.storages), ops, self.captured.graph.outputs)
+        return drop_unused(
             replace(
-                self.old,
+                self.captured,
                 graph=graph,
                 calls=tuple(call for _, call in pairs),
                 values=tuple(self.writer.values),
@@ -83,9 +91,9 @@ class Builder:
             )
         )
 
-    def _whole(self, op: Op) -> Piece:
+    def _build_whole(self, op: Op) -> OpPiece:
         piece = self.writer.begin(op)
-        call, cuts = self.old.calls[op.id], self.cell_map.cuts
+        call, cuts = self.captured.calls[op.id], self.cell_map.cuts
         if not any(s in cuts for s in op.touched):
             for storage in op.mutates:
                 self.writer.forget(storage)
@@ -95,7 +103,7 @@ class Builder:
         new_storages: dict[int, int] = {}  # by storage
         read_pairs: list[tuple[int, int]] = []
         for index in dict.fromkeys(ref.value for ref in refs_of(call)):
-            value = self.old.values[index]
+            value = self.captured.values[index]
             if value.storage in cuts and value.storage not in op.creates:
                 part = self.writer.argument(op, index, None, 0, 0)
                 new_values[index] = self.writer.index_of(part)
@@ -104,7 +112,7 @@ class Builder:
                     read_pairs.append((value.storage, part.storage))
         reads = [s for s in op.reads if s not in cuts] + [new for _, new in read_pairs]
         for index in (v for v in call.results if v is not None):
-            value = self.old.values[index]
+            value = self.captured.values[index]
             if value.storage in cuts:
                 if value.storage not in new_storages:
                     new_storages[value.storage] = self.writer.new_storage(
@@ -113,7 +121,7 @@ class Builder:
                 new_values[index] = self.writer.index_of(replace(value, storage=new_storages[value.storage]))
         for ref in refs_of(call):  # a result passed as an argument for its shape alone
             index = ref.value
-            value = self.old.values[index]
+            value = self.captured.values[index]
             if index not in new_values and value.storage in new_storages:
                 new_values[index] = self.writer.index_of(replace(value, storage=new_storages[value.storage]))
 
@@ -131,72 +139,74 @@ class Builder:
         piece.ops.append((new, replace(call, args=args, kwargs=kwargs, results=results)))
         for storage in op.creates:
             if storage in cuts:
-                dtype = next(v.dtype for v in self.old.values if v.storage == storage)
+                dtype = next(v.dtype for v in self.captured.values if v.storage == storage)
                 box = self.cell_map.axes[storage].whole()
                 self.writer.scatter(op, storage, dtype, box, new_storages[storage])
-                self.writer.fresh[storage, box] = new_storages[storage], op.id
+                self.writer.whole_boxes[storage, box] = new_storages[storage], op.id
         return piece
 
-    def _part(self, op: Op, choice: Choice, number: int) -> Piece:
-        if choice.way.updates:
-            return self._part_of_update(op, choice, number)
-        if choice.way.looks_up:
-            return self._part_of_lookup(op, choice, number)
+    def _build_part(self, op: Op, choice: ChosenSplit, number: int) -> OpPiece:
+        if choice.split.is_update:
+            return self._build_update_part(op, choice, number)
+        if choice.split.is_lookup:
+            return self._build_lookup_part(op, choice, number)
         piece = self.writer.begin(op)
-        split, call = choice.way, self.old.calls[op.id]
+        split, call = choice.split, self.captured.calls[op.id]
         low, high = choice.ends[number : number + 2]
         func: Any = call.func  # only OpOverloads can be split so
-        named = dict(by_name(func, call.args, call.kwargs))
-        arguments = self._arguments(op, split, written_arguments(func, named), low, high)
+        named = dict(arguments_by_name(func, call.args, call.kwargs))
+        arguments = self._gather_arguments(op, split, written_arguments(func, named), low, high)
         parts, reads = arguments.parts, arguments.reads
         named = with_tensors(named, parts)
-        if split.rebased:
-            index = by_name(func, call.args, call.kwargs)[split.rebased].value
-            parts[split.rebased, -1] = named[split.rebased] = self._rebased(op, index, low, high, named["padding_idx"])
+        if split.rebased_indices:
+            index = arguments_by_name(func, call.args, call.kwargs)[split.rebased_indices].value
+            parts[split.rebased_indices, -1] = named[split.rebased_indices] = self._rebase_indices(
+                op, index, low, high, named["padding_idx"]
+            )
             reads = [part.storage for name, part in parts.items() if name not in arguments.shapes]
-        if split.settle is not None:
-            split.settle(named, low, high)
+        if split.adjust is not None:
+            split.adjust(named, low, high)
         try:
-            shapes = self._results(func, call, named)
+            shapes = self._fake_results(func, call, named)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise UnfitError(op.id) from error
         results: list[int | None] = []
         unplaced: list[tuple[int, Cut | None, Value]] = []
         for place, index in enumerate(call.results):
             shape = shapes[place] if place < len(shapes) else None
-            if index is None or shape is None or (place not in split.made and number):
+            if index is None or shape is None or (place not in split.result_cuts and number):
                 results.append(None)
                 continue
-            results.append(self.writer.result_of(op, index, split.made.get(place), shape, low, high, unplaced))
+            results.append(self.writer.result_of(op, index, split.result_cuts.get(place), shape, low, high, unplaced))
         for name in arguments.shapes:
-            part = self._standing_in(op, parts[name], results, reads)
+            part = self._shape_argument(op, parts[name], results, reads)
             if name[1] < 0:
                 named[name[0]] = part
             else:
                 named[name[0]] = [part if p == name[1] else i for p, i in enumerate(named[name[0]])]
-        args, kwargs = self._placed_call(func, call, named)
+        args, kwargs = self._place_arguments(func, call, named)
         new = Call(func, args, kwargs, tuple(results))
         self.writer.emit(
             op, new, reads, [part.storage for _, _, part in arguments.written], arguments.discards, op.name
         )
         for index, cut, part in arguments.written:
-            self.writer.put_back(op, index, cut, part, low, high)
+            self.writer.store_written(op, index, cut, part, low, high)
         for index, cut, result in unplaced:
-            self.writer.put(op, index, cut, result, low, high)
+            self.writer.store_result(op, index, cut, result, low, high)
         return piece
 
-    def _arguments(self, op: Op, split: Way, written: frozenset[str], low: int, high: int) -> _Arguments:
+    def _gather_arguments(self, op: Op, split: OpSplit, written: frozenset[str], low: int, high: int) -> _Arguments:
         """Gather the arguments of a part; ``written`` names those written in place."""
         arguments = _Arguments()
-        for name, index in named_refs(self.old.calls[op.id]):
-            old = self.old.values[index]
-            cut = split.given.get(name)
-            if name[0] in split.unread or old.storage in op.creates:
+        for name, index in named_refs(self.captured.calls[op.id]):
+            old = self.captured.values[index]
+            cut = split.argument_cuts.get(name)
+            if name[0] in split.shape_only or old.storage in op.creates:
                 arguments.shapes.append(name)
                 arguments.parts[name] = self._shape_of(old, cut, low, high)
                 continue
             part = arguments.parts[name] = self.writer.argument(op, index, cut, low, high)
-            if old.storage in op.reads or (name[0] in written and not self._is_all(part)):
+            if old.storage in op.reads or (name[0] in written and not self._covers_storage(part)):
                 arguments.reads.append(part.storage)
             if name[0] in written:
                 arguments.written.append((index, cut, part))
@@ -204,10 +214,10 @@ class Builder:
                     arguments.discards.append(part.storage)
         return arguments
 
-    def _standing_in(self, op: Op, shape_value: Value, results: Sequence[int | None], reads: list[int]) -> Value:
+    def _shape_argument(self, op: Op, shape_value: Value, results: Sequence[int | None], reads: list[int]) -> Value:
         """Return a value of a wanted shape: a result of that layout, or else uninitialized memory."""
         for index in results:
-            if index is not None and self.writer.values[index].is_laid_like(shape_value):
+            if index is not None and self.writer.values[index].has_same_layout(shape_value):
                 return self.writer.values[index]
         empty = replace(
             shape_value, storage=self.writer.new_storage(prod(shape_value.shape) * shape_value.dtype.itemsize, "shape")
@@ -216,19 +226,19 @@ class Builder:
         reads.append(empty.storage)
         return empty
 
-    def _part_of_update(self, op: Op, choice: Choice, number: int) -> Piece:
+    def _build_update_part(self, op: Op, choice: ChosenSplit, number: int) -> OpPiece:
         piece = self.writer.begin(op)
-        split, call = choice.way, self.old.calls[op.id]
+        split, call = choice.split, self.captured.calls[op.id]
         whole: Any = call.func
         low, high = choice.ends[number : number + 2]
         is_last = number == len(choice.ends) - 2
-        update: OptimizerUpdate = whole.of_range(low, is_last=is_last)
+        update: OptimizerUpdate = whole.for_range(low, is_last=is_last)
         parts: list[Value] = []
         reads: list[int] = []
         mutates: list[int] = []
         for name, index in named_refs(call):
-            old = self.old.values[index]
-            part = self.writer.argument(op, index, split.given.get(name), low, high)
+            old = self.captured.values[index]
+            part = self.writer.argument(op, index, split.argument_cuts.get(name), low, high)
             parts.append(part)
             reads.append(part.storage)
             if old.storage in op.mutates and (old.shape or is_last):
@@ -244,23 +254,23 @@ class Builder:
         piece.ops.append((update_op, call_of_update(update, args)))
         for (name, index), part in zip(named_refs(call), parts, strict=True):
             if part.storage in mutates:
-                self.writer.put_back(op, index, split.given.get(name), part, low, high)
+                self.writer.store_written(op, index, split.argument_cuts.get(name), part, low, high)
         return piece
 
-    def _part_of_lookup(self, op: Op, choice: Choice, number: int) -> Piece:
+    def _build_lookup_part(self, op: Op, choice: ChosenSplit, number: int) -> OpPiece:
         """Look up rows in a slice of a table; the first and last part refuse indices out of range."""
         piece = self.writer.begin(op)
-        call, (low, high) = self.old.calls[op.id], choice.ends[number : number + 2]
+        call, (low, high) = self.captured.calls[op.id], choice.ends[number : number + 2]
         func: Any = call.func
-        named = by_name(func, call.args, call.kwargs)
-        table = self.writer.argument(op, named["weight"].value, choice.way.given["weight", -1], low, high)
+        named = arguments_by_name(func, call.args, call.kwargs)
+        table = self.writer.argument(op, named["weight"].value, choice.split.argument_cuts["weight", -1], low, high)
         places = self.writer.argument(op, named["indices"].value, None, 0, 0)
         counted = self._run(op, _aten.sub.Scalar, (places, low), places.shape, places.dtype)
         last = number == len(choice.ends) - 2
         bounds = (0 if number else None, None if last else high - low - 1)
         inside = self._run(op, _aten.clamp.default, (counted, *bounds), places.shape, places.dtype)
         index: Any = call.results[0]
-        whole = self.old.values[index]
+        whole = self.captured.values[index]
         rows = self._run(op, _aten.embedding.default, (table, inside), whole.shape, whole.dtype)
         target = self._looked_up.get(op.id)
         if target is None:
@@ -278,19 +288,19 @@ class Builder:
             chosen = self._run(op, _aten.where.self, (column, rows, target), whole.shape, whole.dtype)
             self.writer.copy(op, target, chosen)
         if last and target.storage != whole.storage:
-            box = required(self.cell_map.axes[whole.storage].box_of(self.cell_map.places[index]), op)
+            box = require(self.cell_map.axes[whole.storage].box_of(self.cell_map.places[index]), op)
             self.writer.scatter(op, whole.storage, whole.dtype, box, target.storage)
-            self.writer.fresh[whole.storage, box] = target.storage, op.id
+            self.writer.whole_boxes[whole.storage, box] = target.storage, op.id
         return piece
 
-    def _rebased(self, op: Op, index: int, low: int, high: int, left_out: int = -1) -> Value:
+    def _rebase_indices(self, op: Op, index: int, low: int, high: int, left_out: int = -1) -> Value:
         places = self.writer.argument(op, index, None, 0, 0)
 
         def run(func: OpOverload, args: tuple[Any, ...]) -> Value:
             is_question = func in (_aten.ne.Tensor, _aten.eq.Scalar)
             return self._run(op, func, args, places.shape, torch.bool if is_question else places.dtype)
 
-        return rebased(places, low, high, left_out, run)
+        return rebase_indices(places, low, high, left_out, run)
 
     def _run(
         self, like: Op, func: OpOverload, args: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype
@@ -306,29 +316,29 @@ class Builder:
         self.writer.emit(like, Call(func, refs, {}, (self.writer.index_of(result),)), reads)
         return result
 
-    def _is_all(self, value: Value) -> bool:
+    def _covers_storage(self, value: Value) -> bool:
         return covers(value, self.writer.storages[value.storage].bytes)
 
     def _shape_of(self, value: Value, cut: Cut | None, low: int, high: int) -> Value:
         """Return a value without a storage for an argument, or slice, of which only the shape matters."""
         shape = value.shape if cut is None else cut.part_shape(value.shape, low, high)
-        whole = value if cut is None else value.merged(cut.dims)
+        whole = value if cut is None else value.merge_dims(cut.dims)
         stride = dense_like(shape, whole.stride if whole is not None else value.stride)
         return Value(-1, value.dtype, shape, stride)
 
-    def _results(self, func: Any, call: Call, named: dict[str, Any]) -> list[tuple[Value, int] | None]:
+    def _fake_results(self, func: Any, call: Call, named: dict[str, Any]) -> list[tuple[Value, int] | None]:
         """Return a part's results as its kernel lays them out, without storages, and their storages' bytes."""
-        args, kwargs = self._placed_call(func, call, named, refs=False)
-        texts: tuple[Any, dict[str, Any]] = _texts((args, kwargs))
+        args, kwargs = self._place_arguments(func, call, named, refs=False)
+        texts: tuple[Any, dict[str, Any]] = _layout_texts((args, kwargs))
         key = family_text(str(func), texts[0], texts[1], [])
         if key not in self._shapes:
 
             def fake(value: Value) -> torch.Tensor:
-                return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=self.old.device)
+                return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=self.captured.device)
 
             with self.mode, torch.no_grad():
                 fake_args, fake_kwargs = map_leaves((args, kwargs), fake, Value)
-                by_argument = by_name(func, fake_args, fake_kwargs)
+                by_argument = arguments_by_name(func, fake_args, fake_kwargs)
                 leaves = result_leaves(fake_result(func, by_argument, partial(func, *fake_args, **fake_kwargs)))
             self._shapes[key] = [
                 (Value(-1, t.dtype, tuple(t.shape), t.stride()), t.untyped_storage().nbytes())
@@ -338,7 +348,7 @@ class Builder:
             ]
         return self._shapes[key]
 
-    def _placed_call(
+    def _place_arguments(
         self, func: Any, call: Call, named: dict[str, Any], *, refs: bool = True
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and keyword arguments from named ones, with refs for values if ``refs``."""
@@ -346,10 +356,10 @@ class Builder:
         def ref(value: Value) -> Any:
             return Ref(self.writer.index_of(value)) if refs else value
 
-        return map_leaves(placed(func, call, named), ref, Value)
+        return map_leaves(arrange_arguments(func, call, named), ref, Value)
 
 
-def _depth_first(pieces: Sequence[Piece]) -> list[Piece]:
+def _order_depth_first(pieces: Sequence[OpPiece]) -> list[OpPiece]:
     """Order pieces by dependencies; among runnable pieces, one of the latest op runs first."""
     last_write: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
@@ -373,7 +383,7 @@ def _depth_first(pieces: Sequence[Piece]) -> list[Piece]:
     for number, piece in enumerate(pieces):
         if not waits[number]:
             heappush(ready, (-piece.op, number))
-    ordered: list[Piece] = []
+    ordered: list[OpPiece] = []
     while ready:
         _, number = heappop(ready)
         ordered.append(pieces[number])
@@ -384,5 +394,5 @@ def _depth_first(pieces: Sequence[Piece]) -> list[Piece]:
     return ordered
 
 
-def _texts(tree: Any) -> Any:
+def _layout_texts(tree: Any) -> Any:
     return map_leaves(tree, lambda value: f"{value.dtype}{value.shape}{value.stride}", Value)

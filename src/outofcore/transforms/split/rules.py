@@ -18,32 +18,32 @@ import torch
 from outofcore._torch_internals import OpOverload
 from outofcore.analysis.chunks import GRAIN
 from outofcore.capture.captured import Call, Value
-from outofcore.capture.operators import by_name, is_random, traits, written_arguments
-from outofcore.transforms.split.ways import Cut, Given, Name, Settle, Way
+from outofcore.capture.operators import arguments_by_name, is_random, traits, written_arguments
+from outofcore.transforms.split.ways import Adjust, ArgumentName, CallView, Cut, OpSplit
 
 T = TypeVar("T")
 
 _aten = torch.ops.aten
 # Preferred and smallest number of rows in a part of a product. Libraries work on blocks of rows; with fewer than the
 # second number, rounding depends on the alignment of memory.
-ROWS, _FEW = 64, 16
+ROWS, _MIN_ROWS = 64, 16
 
-Rule = Callable[[Given], list[Way]]
+Rule = Callable[[CallView], list[OpSplit]]
 
 
-def ways_of(call: Call, values: Sequence[Value]) -> list[Way]:
+def splits_of(call: Call, values: Sequence[Value]) -> list[OpSplit]:
     """Return the possible splits of an op, starting with the split that suits its kernels best."""
     func = call.func
     if not isinstance(func, OpOverload):
         return []
-    named = by_name(func, call.args, call.kwargs)
-    view = Given(func, call, values, named)
+    named = arguments_by_name(func, call.args, call.kwargs)
+    view = CallView(func, call, values, named)
     all_values = [*view.tensors().values(), *view.results().values()]
     if is_random(func, named) or any(v.foreign or v.conjugate or v.negated for v in all_values):
         return []
     rule = _RULES.get(func._schema.name)
     if rule is None and is_elementwise(func):
-        rule = _pointwise
+        rule = _split_elementwise
     splits = [] if rule is None else rule(view)
     return [split for split in splits if len(split.ends(2)) > 2]
 
@@ -64,14 +64,14 @@ def is_elementwise(func: OpOverload) -> bool:
     return tagged and not traits(func).reshapes
 
 
-def _one(dim: int) -> Cut:
+def _single_dim(dim: int) -> Cut:
     return Cut((dim, dim + 1))
 
 
 # --- elementwise -----------------------------------------------------------------------------------------------------
 
 
-def _pointwise(view: Given) -> list[Way]:
+def _split_elementwise(view: CallView) -> list[OpSplit]:
     """Split any dimension of the result, or its leading dimensions merged."""
     written = written_arguments(view.func, view.named)
     results = view.results()
@@ -81,12 +81,12 @@ def _pointwise(view: Given) -> list[Way]:
         return []
     shape = models[0].shape
     full = [name for name, value in tensors.items() if value.shape == shape]
-    splits: list[Way] = []
+    splits: list[OpSplit] = []
     # A memory format requires its number of dimensions, so they cannot be merged.
     formed = view.named.get("memory_format") in (torch.channels_last, torch.channels_last_3d)
     runs = [] if formed else [(0, end) for end in range(len(shape), 1, -1)]
     for first, end in [*runs, *((d, d + 1) for d in range(len(shape)))]:
-        cuts: dict[Name, Cut] = {}
+        cuts: dict[ArgumentName, Cut] = {}
         fits = True
         for name, value in tensors.items():
             lead = len(shape) - len(value.shape)
@@ -102,18 +102,18 @@ def _pointwise(view: Given) -> list[Way]:
             grain = GRAIN // gcd(GRAIN, inner)
             name = f"dimensions {first} to {end - 1}" if end - first > 1 else f"dimension {first}"
             result_cuts = {place: Cut((first, end)) for place in results}
-            splits.append(Way(name, extent, cuts, result_cuts, grain=grain))
+            splits.append(OpSplit(name, extent, cuts, result_cuts, grain=grain))
     return splits
 
 
 # --- operators with independent dimensions ---------------------------------------------------------------------------
 
 
-def _apart(
-    dims: Callable[[Given], Sequence[tuple[int, int]]],
+def _independent_dims_rule(
+    dims: Callable[[CallView], Sequence[tuple[int, int]]],
     arguments: Sequence[str],
     whole: Sequence[str] = (),
-    adjust: Callable[[tuple[int, int]], Settle | None] = lambda run: None,
+    adjust: Callable[[tuple[int, int]], Adjust | None] = lambda run: None,
 ) -> Rule:
     """Return a rule for operators with independent dimensions.
 
@@ -121,11 +121,11 @@ def _apart(
     constants for a run of merged dimensions.
     """
 
-    def rule(view: Given) -> list[Way]:
+    def rule(view: CallView) -> list[OpSplit]:
         tensors = view.tensors()
         if any(name not in arguments and name not in whole for name, _ in tensors):
             return []
-        splits: list[Way] = []
+        splits: list[OpSplit] = []
         results = view.results()
         for first, end in dims(view):
             cut = Cut((first, end))
@@ -134,16 +134,18 @@ def _apart(
             if len(extents) == 1 and results:
                 result_cuts = dict.fromkeys(results, cut)
                 name = f"dimension {first}" if end - first == 1 else f"dimensions {first} to {end - 1}"
-                splits.append(Way(name, extents.pop(), dict.fromkeys(shapes, cut), result_cuts, adjust((first, end))))
+                splits.append(
+                    OpSplit(name, extents.pop(), dict.fromkeys(shapes, cut), result_cuts, adjust((first, end)))
+                )
         return splits
 
     return rule
 
 
-def _but(argument: str) -> Callable[[Given], list[tuple[int, int]]]:
+def _all_dims_but(argument: str) -> Callable[[CallView], list[tuple[int, int]]]:
     """Return all dimensions of an argument but ``dim``, the leading ones merged and first."""
 
-    def dims(view: Given) -> list[tuple[int, int]]:
+    def dims(view: CallView) -> list[tuple[int, int]]:
         value = view.value(argument)
         if value is None or not value.shape:
             return []
@@ -156,15 +158,15 @@ def _but(argument: str) -> Callable[[Given], list[tuple[int, int]]]:
     return dims
 
 
-def _planes(argument: str, spatial: int) -> Callable[[Given], list[tuple[int, int]]]:
-    def dims(view: Given) -> list[tuple[int, int]]:
+def _dims_before_spatial(argument: str, spatial: int) -> Callable[[CallView], list[tuple[int, int]]]:
+    def dims(view: CallView) -> list[tuple[int, int]]:
         value = view.value(argument)
         return [] if value is None else [(d, d + 1) for d in range(len(value.shape) - spatial)]
 
     return dims
 
 
-def _sized(name: str, dim: str = "") -> Callable[[tuple[int, int]], Settle]:
+def _resizing(name: str, dim: str = "") -> Callable[[tuple[int, int]], Adjust]:
     """Adjust size arguments to the part, and a dimension number if dimensions before it are merged."""
     return lambda run: partial(_resize, name=name, dim=dim, run=run)
 
@@ -183,22 +185,22 @@ def _renumber(named: dict[str, Any], low: int, high: int, *, dim: str, run: tupl
         named[dim] -= run[1] - run[0] - 1
 
 
-def _renumbered(run: tuple[int, int]) -> Settle | None:
+def _renumbering(run: tuple[int, int]) -> Adjust | None:
     """Adjust a non-negative dimension number if dimensions before it are merged."""
     return None if run[1] - run[0] == 1 else partial(_renumber, dim="dim", run=run)
 
 
-def _count(named: dict[str, Any], low: int, high: int, *, sizes: Mapping[str, int]) -> None:
+def _scale_numbers(named: dict[str, Any], low: int, high: int, *, sizes: Mapping[str, int]) -> None:
     """Adjust number arguments that are multiples of the part's length."""
     named.update({name: (high - low) * size for name, size in sizes.items()})
 
 
-def _list(named: dict[str, Any], low: int, high: int, *, name: str) -> None:
+def _set_length(named: dict[str, Any], low: int, high: int, *, name: str) -> None:
     """Adjust a list argument that has the part's length as its only element."""
     named[name] = [high - low]
 
 
-def _reduced(view: Given) -> list[Way]:
+def _split_reduction(view: CallView) -> list[OpSplit]:
     value, result = view.value("self"), view.result()
     if value is None or result is None or len(view.results()) != 1 or len(view.tensors()) != 1:
         return []
@@ -209,55 +211,57 @@ def _reduced(view: Given) -> list[Way]:
     mixed = {d % count for d in (dims if isinstance(dims, list | tuple) else [] if dims is None else [dims])}
     if not mixed:
         return []
-    splits: list[Way] = []
+    splits: list[OpSplit] = []
     keep = bool(view.named.get("keepdim", False))
     for dim in range(count):
         if dim not in mixed:
             result_dim = dim if keep else dim - sum(d < dim for d in mixed)
-            cuts = {("self", -1): _one(dim)}
-            splits.append(Way(f"dimension {dim}", value.shape[dim], cuts, {0: _one(result_dim)}, grain=GRAIN))
+            cuts = {("self", -1): _single_dim(dim)}
+            splits.append(
+                OpSplit(f"dimension {dim}", value.shape[dim], cuts, {0: _single_dim(result_dim)}, grain=GRAIN)
+            )
     return splits
 
 
-def _normalized(argument: str, other_arguments: Sequence[str], whole: Sequence[str]) -> Rule:
+def _layer_norm_rule(argument: str, other_arguments: Sequence[str], whole: Sequence[str]) -> Rule:
     """Split layer norms along their leading dimensions, merged or one by one."""
 
-    def rule(view: Given) -> list[Way]:
+    def rule(view: CallView) -> list[OpSplit]:
         value = view.value(argument)
         mask = view.named.get("output_mask", [True])
         if value is None:
             return []
         if any(mask[1:]):
-            return [] if mask[0] else _of_scales(view, value, [argument, *other_arguments])
+            return [] if mask[0] else _split_scale_gradients(view, value, [argument, *other_arguments])
         lead = len(value.shape) - len(view.named["normalized_shape"])
         runs = [*([(0, lead)] if lead > 1 else []), *((d, d + 1) for d in range(lead))]
-        return _apart(lambda _: runs, [argument, *other_arguments], whole)(view)
+        return _independent_dims_rule(lambda _: runs, [argument, *other_arguments], whole)(view)
 
     return rule
 
 
-def _of_scales(view: Given, value: Value, arguments: Sequence[str]) -> list[Way]:
+def _split_scale_gradients(view: CallView, value: Value, arguments: Sequence[str]) -> list[OpSplit]:
     """Split the gradients of a layer norm's scale and offset by columns."""
     last = len(value.shape) - 1
     if len(view.named["normalized_shape"]) != 1:
         return []
 
-    cuts: dict[Name, Cut] = {}
+    cuts: dict[ArgumentName, Cut] = {}
     for name, tensor in view.tensors().items():
         if name[0] in arguments and tensor.shape == value.shape:
-            cuts[name] = _one(last)
+            cuts[name] = _single_dim(last)
         elif tensor.shape == value.shape[-1:]:
-            cuts[name] = _one(0)
-    result_cuts = dict.fromkeys(view.results(), _one(0))
-    settle = partial(_list, name="normalized_shape")
-    return [Way("columns", value.shape[last], cuts, result_cuts, settle, grain=ROWS)]
+            cuts[name] = _single_dim(0)
+    result_cuts = dict.fromkeys(view.results(), _single_dim(0))
+    settle = partial(_set_length, name="normalized_shape")
+    return [OpSplit("columns", value.shape[last], cuts, result_cuts, settle, grain=ROWS)]
 
 
 # --- products --------------------------------------------------------------------------------------------------------
 
 
-def _product(first_name: str, second_name: str, added: str = "") -> Rule:
-    def rule(view: Given) -> list[Way]:
+def _product_rule(first_name: str, second_name: str, added: str = "") -> Rule:
+    def rule(view: CallView) -> list[OpSplit]:
         first, second, result, addend = (
             view.value(first_name),
             view.value(second_name),
@@ -268,35 +272,39 @@ def _product(first_name: str, second_name: str, added: str = "") -> Rule:
             return []
         lead = len(result.shape) - 2
 
-        def make_split(name: str, dim: int, cuts: dict[Name, Cut], grain: int) -> Way | None:
+        def make_split(name: str, dim: int, cuts: dict[ArgumentName, Cut], grain: int) -> OpSplit | None:
             if addend is not None:
                 addend_dim = dim - (len(result.shape) - len(addend.shape))
                 if addend_dim >= 0 and addend.shape[addend_dim] == result.shape[dim] > 1:
-                    cuts[added, -1] = _one(addend_dim)
-            return Way(name, result.shape[dim], cuts, {0: _one(dim)}, grain=grain, least=min(grain, _FEW))
+                    cuts[added, -1] = _single_dim(addend_dim)
+            return OpSplit(
+                name, result.shape[dim], cuts, {0: _single_dim(dim)}, grain=grain, min_length=min(grain, _MIN_ROWS)
+            )
 
         splits = [
-            make_split("rows", lead, {(first_name, -1): _one(lead)}, ROWS),
-            make_split("columns", lead + 1, {(second_name, -1): _one(lead + 1)}, ROWS),
+            make_split("rows", lead, {(first_name, -1): _single_dim(lead)}, ROWS),
+            make_split("columns", lead + 1, {(second_name, -1): _single_dim(lead + 1)}, ROWS),
         ]
         if lead:
-            splits.insert(0, make_split("batch", 0, {(first_name, -1): _one(0), (second_name, -1): _one(0)}, 1))
+            splits.insert(
+                0, make_split("batch", 0, {(first_name, -1): _single_dim(0), (second_name, -1): _single_dim(0)}, 1)
+            )
         return [split for split in splits if split is not None]
 
     return rule
 
 
-def _linear(view: Given) -> list[Way]:
+def _split_linear(view: CallView) -> list[OpSplit]:
     first, weight, result = view.value("input"), view.value("weight"), view.result()
     if first is None or weight is None or result is None or len(weight.shape) != 2 or len(first.shape) < 2:
         return []
     last = len(first.shape) - 1
     cut = Cut((0, last))
-    rows = [Way("rows", prod(first.shape[:-1]), {("input", -1): cut}, {0: cut}, grain=ROWS, least=_FEW)]
-    cuts: dict[Name, Cut] = {("weight", -1): _one(0)}
+    rows = [OpSplit("rows", prod(first.shape[:-1]), {("input", -1): cut}, {0: cut}, grain=ROWS, min_length=_MIN_ROWS)]
+    cuts: dict[ArgumentName, Cut] = {("weight", -1): _single_dim(0)}
     if view.value("bias") is not None:
-        cuts["bias", -1] = _one(0)
-    return [*rows, Way("columns", weight.shape[0], cuts, {0: _one(last)}, grain=ROWS, least=_FEW)]
+        cuts["bias", -1] = _single_dim(0)
+    return [*rows, OpSplit("columns", weight.shape[0], cuts, {0: _single_dim(last)}, grain=ROWS, min_length=_MIN_ROWS)]
 
 
 # --- convolutions ----------------------------------------------------------------------------------------------------
@@ -314,22 +322,22 @@ class _Plane:
         return (self.kernel - 1) * self.dilation
 
     @property
-    def is_tiling(self) -> bool:
+    def has_disjoint_blocks(self) -> bool:
         """Whether its input blocks do not overlap."""
         return self.kernel == self.stride and not self.padding and self.dilation == 1
 
 
-def _plane(view: Given, weight: Value) -> _Plane:
+def _plane(view: CallView, weight: Value) -> _Plane:
     named = view.named
     first = [named[name][0] for name in ("stride", "padding", "dilation")]
     return _Plane(weight.shape[2], first[0], first[1], first[2])
 
 
-def _pad(named: dict[str, Any], low: int, high: int, *, padding: int) -> None:
+def _set_padding(named: dict[str, Any], low: int, high: int, *, padding: int) -> None:
     named["padding"] = [padding, *named["padding"][1:]]
 
 
-def _is_known_convolution(view: Given, argument: str) -> bool:
+def _is_known_convolution(view: CallView, argument: str) -> bool:
     value, weight = view.value(argument), view.value("weight")
     lists = (view.named.get(name) for name in ("stride", "padding", "dilation", "output_padding"))
     spatial = 0 if weight is None else len(weight.shape) - 2
@@ -341,80 +349,89 @@ def _is_known_convolution(view: Given, argument: str) -> bool:
     )
 
 
-def _convolution(view: Given) -> list[Way]:
+def _split_convolution(view: CallView) -> list[OpSplit]:
     first, weight, result = view.value("input"), view.value("weight"), view.result()
     if first is None or weight is None or result is None or not _is_known_convolution(view, "input"):
         return []
     named, plane, transposed = view.named, _plane(view, weight), view.named["transposed"]
-    splits = [Way("batch", first.shape[0], {("input", -1): _one(0)}, {0: _one(0)})]
+    splits = [OpSplit("batch", first.shape[0], {("input", -1): _single_dim(0)}, {0: _single_dim(0)})]
     if not transposed:
         after = plane.reach + 1 - plane.stride - plane.padding
         cut = Cut((2, 3), plane.stride, plane.padding, after)
-        splits.append(Way("planes", result.shape[2], {("input", -1): cut}, {0: _one(2)}, partial(_pad, padding=0)))
-    elif plane.is_tiling and not named["output_padding"][0]:
+        splits.append(
+            OpSplit(
+                "planes", result.shape[2], {("input", -1): cut}, {0: _single_dim(2)}, partial(_set_padding, padding=0)
+            )
+        )
+    elif plane.has_disjoint_blocks and not named["output_padding"][0]:
         result_cuts = {0: Cut((2, 3), plane.stride)}
-        splits.append(Way("planes", first.shape[2], {("input", -1): _one(2)}, result_cuts))
+        splits.append(OpSplit("planes", first.shape[2], {("input", -1): _single_dim(2)}, result_cuts))
     if named["groups"] == 1:
-        cuts: dict[Name, Cut] = {("weight", -1): _one(1 if transposed else 0)}
+        cuts: dict[ArgumentName, Cut] = {("weight", -1): _single_dim(1 if transposed else 0)}
         if view.value("bias") is not None:
-            cuts["bias", -1] = _one(0)
-        splits.append(Way("channels", result.shape[1], cuts, {0: _one(1)}))
+            cuts["bias", -1] = _single_dim(0)
+        splits.append(OpSplit("channels", result.shape[1], cuts, {0: _single_dim(1)}))
     return splits
 
 
-def _convolution_backward(view: Given) -> list[Way]:
+def _split_convolution_backward(view: CallView) -> list[OpSplit]:
     if view.value("grad_output") is None or not _is_known_convolution(view, "input"):
         return []
     computed = [bool(flag) for flag in view.named["output_mask"]]
     if computed[0] and not any(computed[1:]):
-        return _input_gradient(view)
-    return _weight_gradient(view) if computed[1] and not computed[0] else []
+        return _split_input_gradient(view)
+    return _split_weight_gradient(view) if computed[1] and not computed[0] else []
 
 
-def _input_gradient(view: Given) -> list[Way]:
+def _split_input_gradient(view: CallView) -> list[OpSplit]:
     first, weight, gradient = view.value("input"), view.value("weight"), view.value("grad_output")
     if first is None or weight is None or gradient is None:
         return []
     named, plane, transposed = view.named, _plane(view, weight), view.named["transposed"]
     unread = frozenset({"input"})
 
-    def make_split(name: str, extent: int, gradients: Cut, inputs: Cut, settle: Settle | None = None) -> Way:
+    def make_split(name: str, extent: int, gradients: Cut, inputs: Cut, settle: Adjust | None = None) -> OpSplit:
         cuts = {("grad_output", -1): gradients, ("input", -1): inputs}
-        return Way(name, extent, cuts, {0: inputs}, settle, unread)
+        return OpSplit(name, extent, cuts, {0: inputs}, settle, unread)
 
-    splits = [make_split("batch", first.shape[0], _one(0), _one(0))]
-    if plane.is_tiling and not named["output_padding"][0]:
+    splits = [make_split("batch", first.shape[0], _single_dim(0), _single_dim(0))]
+    if plane.has_disjoint_blocks and not named["output_padding"][0]:
         if transposed:
-            splits.append(make_split("planes", first.shape[2], Cut((2, 3), plane.stride), _one(2)))
+            splits.append(make_split("planes", first.shape[2], Cut((2, 3), plane.stride), _single_dim(2)))
         elif first.shape[2] == gradient.shape[2] * plane.stride:
-            splits.append(make_split("planes", gradient.shape[2], _one(2), Cut((2, 3), plane.stride)))
+            splits.append(make_split("planes", gradient.shape[2], _single_dim(2), Cut((2, 3), plane.stride)))
     elif not transposed and plane.stride == 1:
         cut = Cut((2, 3), 1, plane.reach - plane.padding, plane.padding)
-        splits.append(make_split("planes", first.shape[2], cut, _one(2), partial(_pad, padding=plane.reach)))
+        splits.append(
+            make_split("planes", first.shape[2], cut, _single_dim(2), partial(_set_padding, padding=plane.reach))
+        )
     if named["groups"] == 1:
-        cuts: dict[Name, Cut] = {("input", -1): _one(1), ("weight", -1): _one(0 if transposed else 1)}
-        splits.append(Way("channels", first.shape[1], cuts, {0: _one(1)}, None, unread))
+        cuts: dict[ArgumentName, Cut] = {
+            ("input", -1): _single_dim(1),
+            ("weight", -1): _single_dim(0 if transposed else 1),
+        }
+        splits.append(OpSplit("channels", first.shape[1], cuts, {0: _single_dim(1)}, None, unread))
     return splits
 
 
-def _weight_gradient(view: Given) -> list[Way]:
+def _split_weight_gradient(view: CallView) -> list[OpSplit]:
     first, weight, gradient = view.value("input"), view.value("weight"), view.value("grad_output")
     if first is None or weight is None or gradient is None or view.named["groups"] != 1:
         return []
     transposed = view.named["transposed"]
-    outputs, inputs = (_one(1), _one(0)) if transposed else (_one(0), _one(1))
-    fewer = None if view.named.get("bias_sizes") is None else partial(_list, name="bias_sizes")
+    outputs, inputs = (_single_dim(1), _single_dim(0)) if transposed else (_single_dim(0), _single_dim(1))
+    fewer = None if view.named.get("bias_sizes") is None else partial(_set_length, name="bias_sizes")
     unread = frozenset({"weight"})
-    result_cuts = {1: outputs} | ({2: _one(0)} if view.result(2) is not None else {})
-    by_output: dict[Name, Cut] = {("grad_output", -1): _one(1), ("weight", -1): outputs}
-    by_input: dict[Name, Cut] = {("input", -1): _one(1), ("weight", -1): inputs}
+    result_cuts = {1: outputs} | ({2: _single_dim(0)} if view.result(2) is not None else {})
+    by_output: dict[ArgumentName, Cut] = {("grad_output", -1): _single_dim(1), ("weight", -1): outputs}
+    by_input: dict[ArgumentName, Cut] = {("input", -1): _single_dim(1), ("weight", -1): inputs}
     return [
-        Way("output channels", gradient.shape[1], by_output, result_cuts, fewer, unread),
-        Way("input channels", first.shape[1], by_input, {1: inputs}, _first_alone, unread),
+        OpSplit("output channels", gradient.shape[1], by_output, result_cuts, fewer, unread),
+        OpSplit("input channels", first.shape[1], by_input, {1: inputs}, _compute_bias_once, unread),
     ]
 
 
-def _first_alone(named: dict[str, Any], low: int, high: int) -> None:
+def _compute_bias_once(named: dict[str, Any], low: int, high: int) -> None:
     """Compute the bias gradient in the first part only."""
     if low:
         named["output_mask"] = [False, True, False]
@@ -423,7 +440,7 @@ def _first_alone(named: dict[str, Any], low: int, high: int) -> None:
 # --- norms over a batch, losses, attention, tables -------------------------------------------------------------------
 
 
-def _batch_norm(view: Given) -> list[Way]:
+def _split_batch_norm(view: CallView) -> list[OpSplit]:
     """Split by channels, which have separate statistics."""
     first = view.value("input")
     if first is None or len(first.shape) < 2:
@@ -432,8 +449,8 @@ def _batch_norm(view: Given) -> list[Way]:
 
     def cut(value: Value) -> Cut | None:
         if value.shape == first.shape:
-            return _one(1)
-        return _one(0) if value.shape == (channels,) else None
+            return _single_dim(1)
+        return _single_dim(0) if value.shape == (channels,) else None
 
     cuts = {name: cut(value) for name, value in view.tensors().items()}
     cuts_by_result = {place: cut(value) for place, value in view.results().items()}
@@ -442,22 +459,22 @@ def _batch_norm(view: Given) -> list[Way]:
     empty = [place for place, cut_or_none in cuts_by_result.items() if cut_or_none is None]
     if len(argument_cuts) < len(cuts) or any(prod(view.results()[place].shape) for place in empty):
         return []
-    return [Way("channels", channels, argument_cuts, result_cuts)]
+    return [OpSplit("channels", channels, argument_cuts, result_cuts)]
 
 
-def _group_norm(arguments: Sequence[str], whole: Sequence[str]) -> Rule:
-    def rule(view: Given) -> list[Way]:
+def _group_norm_rule(arguments: Sequence[str], whole: Sequence[str]) -> Rule:
+    def rule(view: CallView) -> list[OpSplit]:
         mask = view.named.get("output_mask", [True])
-        by_samples: list[Way] = []
+        by_samples: list[OpSplit] = []
         if mask[0] and not any(mask[1:]):
-            fewer = partial(_count, sizes={"N": 1})
-            by_samples = _apart(lambda _: [(0, 1)], arguments, whole, lambda _: fewer)(view)
-        return [*by_samples, *_by_groups(view)]
+            fewer = partial(_scale_numbers, sizes={"N": 1})
+            by_samples = _independent_dims_rule(lambda _: [(0, 1)], arguments, whole, lambda _: fewer)(view)
+        return [*by_samples, *_split_by_groups(view)]
 
     return rule
 
 
-def _by_groups(view: Given) -> list[Way]:
+def _split_by_groups(view: CallView) -> list[OpSplit]:
     """Split a group norm by groups, which have separate statistics and scales."""
     first, groups = view.value("input"), view.named["group"]
     if first is None or len(first.shape) < 2 or first.shape[1] % groups:
@@ -468,55 +485,55 @@ def _by_groups(view: Given) -> list[Way]:
         if value.shape == first.shape:
             return Cut((1, 2), size)
         if value.shape == (first.shape[0], groups):
-            return _one(1)
+            return _single_dim(1)
         return Cut((0, 1), size) if value.shape == (first.shape[1],) else None
 
     cuts = {name: slice_cut for name, value in view.tensors().items() if (slice_cut := cut(value)) is not None}
     result_cuts = {place: slice_cut for place, value in view.results().items() if (slice_cut := cut(value)) is not None}
     if len(cuts) < len(view.tensors()) or len(result_cuts) < len(view.results()):
         return []
-    return [Way("groups", groups, cuts, result_cuts, partial(_count, sizes={"C": size, "group": 1}))]
+    return [OpSplit("groups", groups, cuts, result_cuts, partial(_scale_numbers, sizes={"C": size, "group": 1}))]
 
 
-def _nll_backward(view: Given) -> list[Way]:
+def _split_nll_backward(view: CallView) -> list[OpSplit]:
     """Split by rows and spatial dimensions, not by classes."""
     first = view.value("self")
     if first is None or len(first.shape) < 2:
         return []
-    splits: list[Way] = []
+    splits: list[OpSplit] = []
     for dim in (0, *range(2, len(first.shape))):
         target_dim = max(dim - 1, 0)  # targets have no class dimension
-        cuts: dict[Name, Cut] = {("self", -1): _one(dim), ("target", -1): _one(target_dim)}
+        cuts: dict[ArgumentName, Cut] = {("self", -1): _single_dim(dim), ("target", -1): _single_dim(target_dim)}
         if view.named.get("reduction", 1) == 0:
-            cuts["grad_output", -1] = _one(target_dim)
+            cuts["grad_output", -1] = _single_dim(target_dim)
         name = "rows" if dim == 0 else f"dimension {dim}"
-        splits.append(Way(name, first.shape[dim], cuts, {0: _one(dim)}, None, frozenset({"self"})))
+        splits.append(OpSplit(name, first.shape[dim], cuts, {0: _single_dim(dim)}, None, frozenset({"self"})))
     return splits
 
 
-def _attention(view: Given) -> list[Way]:
+def _split_attention(view: CallView) -> list[OpSplit]:
     query, key = view.value("query"), view.value("key")
     mask = view.value("attn_mask")
     if query is None or key is None or len(query.shape) != 4 or view.named.get("dropout_p", 0.0):
         return []
-    splits: list[Way] = []
+    splits: list[OpSplit] = []
     for dim, name in ((0, "batch"), (1, "heads")):
-        cuts: dict[Name, Cut] = {}
+        cuts: dict[ArgumentName, Cut] = {}
         result_cuts: dict[int, Cut] = {}
         rows = (query.shape[0], query.shape[2], query.shape[1])  # of the sums, where heads are last
 
         def cut(value: Value, dim: int = dim, rows: tuple[int, ...] = rows) -> Cut | None:
             if len(value.shape) == 4 and value.shape[:2] == query.shape[:2]:
-                return _one(dim)
+                return _single_dim(dim)
             if value.shape == rows and rows[1] != rows[2]:
-                return _one(0 if dim == 0 else 2)
+                return _single_dim(0 if dim == 0 else 2)
             return None
 
         for item, value in view.tensors().items():
             if item[0] == "attn_mask":
                 there = dim - (4 - len(value.shape))
                 if there >= 0 and value.shape[there] > 1:
-                    cuts[item] = _one(there)
+                    cuts[item] = _single_dim(there)
                 continue
             part = cut(value)
             if part is not None:
@@ -524,62 +541,69 @@ def _attention(view: Given) -> list[Way]:
         result_cuts = {place: part for place, value in view.results().items() if (part := cut(value)) is not None}
         uncut = [item for item in view.tensors() if item not in cuts and item[0] != "attn_mask"]
         if not uncut and len(result_cuts) == len(view.results()) and (mask is None or len(mask.shape) <= 4):
-            splits.append(Way(name, query.shape[dim], cuts, result_cuts))
+            splits.append(OpSplit(name, query.shape[dim], cuts, result_cuts))
     return splits
 
 
-def _embedding(view: Given) -> list[Way]:
+def _split_embedding(view: CallView) -> list[OpSplit]:
     places = view.value("indices")
     if places is None or not places.shape:
         return []
     cut = Cut((0, len(places.shape)))
-    rows = Way("rows", prod(places.shape), {("indices", -1): cut}, {0: cut})
+    rows = OpSplit("rows", prod(places.shape), {("indices", -1): cut}, {0: cut})
     table = view.value("weight")
     if table is None:
         return [rows]
-    return [rows, Way("words", table.shape[0], {("weight", -1): _one(0)}, {}, looks_up=True)]
+    return [rows, OpSplit("words", table.shape[0], {("weight", -1): _single_dim(0)}, {}, is_lookup=True)]
 
 
-def _embedding_backward(view: Given) -> list[Way]:
+def _split_embedding_backward(view: CallView) -> list[OpSplit]:
     gradient = view.value("grad_output")
     if gradient is None:
         return []
     last = len(gradient.shape) - 1
-    columns = Way("columns", gradient.shape[last], {("grad_output", -1): _one(last)}, {0: _one(1)}, grain=ROWS)
+    columns = OpSplit(
+        "columns", gradient.shape[last], {("grad_output", -1): _single_dim(last)}, {0: _single_dim(1)}, grain=ROWS
+    )
     if view.named["scale_grad_by_freq"]:  # it counts the indices of all parts
         return [columns]
-    return [columns, Way("words", view.named["num_weights"], {}, {0: _one(0)}, _rebase, rebased="indices")]
+    return [
+        columns,
+        OpSplit(
+            "words", view.named["num_weights"], {}, {0: _single_dim(0)}, _rebase_arguments, rebased_indices="indices"
+        ),
+    ]
 
 
-_NOWHERE = -1  # an excluded index
+_EXCLUDED = -1  # an excluded index
 
 
-def rebased(places: T, low: int, high: int, left_out: int, run: Callable[[OpOverload, tuple[Any, ...]], T]) -> T:
+def rebase_indices(places: T, low: int, high: int, left_out: int, run: Callable[[OpOverload, tuple[Any, ...]], T]) -> T:
     """Count table indices from row ``low``; ``left_out`` and indices outside of ``low:high`` become -1."""
     counted = run(_aten.sub.Scalar, (places, low))
     elsewhere = run(_aten.ne.Tensor, (counted, run(_aten.clamp.default, (counted, 0, high - low - 1))))
-    rebased_indices = run(_aten.masked_fill.Scalar, (counted, elsewhere, _NOWHERE))
+    rebased_indices = run(_aten.masked_fill.Scalar, (counted, elsewhere, _EXCLUDED))
     if low <= left_out < high:
         rebased_indices = run(
-            _aten.masked_fill.Scalar, (rebased_indices, run(_aten.eq.Scalar, (places, left_out)), _NOWHERE)
+            _aten.masked_fill.Scalar, (rebased_indices, run(_aten.eq.Scalar, (places, left_out)), _EXCLUDED)
         )
     return rebased_indices
 
 
-def _rebase(named: dict[str, Any], low: int, high: int) -> None:
+def _rebase_arguments(named: dict[str, Any], low: int, high: int) -> None:
     places = named["indices"]
     if isinstance(places, torch.Tensor):
-        named["indices"] = rebased(places, low, high, named["padding_idx"], lambda func, args: func(*args))
-    named["num_weights"], named["padding_idx"] = high - low, _NOWHERE
+        named["indices"] = rebase_indices(places, low, high, named["padding_idx"], lambda func, args: func(*args))
+    named["num_weights"], named["padding_idx"] = high - low, _EXCLUDED
 
 
-def _joined(view: Given) -> list[Way]:
+def _split_concatenation(view: CallView) -> list[OpSplit]:
     tensors, result = view.tensors(), view.result()
     if result is None or any(len(value.shape) != len(result.shape) for value in tensors.values()):
         return []
     joined = view.named.get("dim", 0) % len(result.shape)
     return [
-        Way(f"dimension {dim}", size, dict.fromkeys(tensors, _one(dim)), {0: _one(dim)})
+        OpSplit(f"dimension {dim}", size, dict.fromkeys(tensors, _single_dim(dim)), {0: _single_dim(dim)})
         for dim, size in enumerate(result.shape)
         if dim != joined
     ]
@@ -587,47 +611,53 @@ def _joined(view: Given) -> list[Way]:
 
 _UPSAMPLED = ("nearest2d", "nearest3d", "bilinear2d", "trilinear3d", "bicubic2d")
 _RULES: dict[str, Rule] = {
-    "aten::_softmax": _apart(_but("self"), ["self"], (), _renumbered),
-    "aten::_log_softmax": _apart(_but("self"), ["self"], (), _renumbered),
-    "aten::_safe_softmax": _apart(_but("self"), ["self"], (), _renumbered),
-    "aten::cumsum": _apart(_but("self"), ["self"], (), _renumbered),
-    "aten::cumprod": _apart(_but("self"), ["self"], (), _renumbered),
-    "aten::_softmax_backward_data": _apart(_but("grad_output"), ["grad_output", "output"], (), _renumbered),
-    "aten::_log_softmax_backward_data": _apart(_but("grad_output"), ["grad_output", "output"], (), _renumbered),
-    "aten::gather": _apart(_but("self"), ["self", "index"], (), _renumbered),
-    "aten::sum": _reduced,
-    "aten::mean": _reduced,
-    "aten::amax": _reduced,
-    "aten::amin": _reduced,
-    "aten::logsumexp": _reduced,
-    "aten::linalg_vector_norm": _reduced,
-    "aten::slice_backward": _apart(_but("grad_output"), ["grad_output"], (), _sized("input_sizes", "dim")),
-    "aten::clone": _pointwise,
-    "aten::_to_copy": _pointwise,
-    "aten::native_layer_norm": _normalized("input", [], ["weight", "bias"]),
-    "aten::native_layer_norm_backward": _normalized("input", ["grad_out", "mean", "rstd"], ["weight", "bias"]),
-    "aten::_fused_rms_norm": _normalized("input", [], ["weight"]),
-    "aten::native_group_norm": _group_norm(["input"], ["weight", "bias"]),
-    "aten::native_group_norm_backward": _group_norm(["grad_out", "input", "mean", "rstd"], ["weight"]),
-    "aten::native_batch_norm": _batch_norm,
-    "aten::native_batch_norm_backward": _batch_norm,
-    "aten::cudnn_batch_norm": _batch_norm,
-    "aten::mm": _product("self", "mat2"),
-    "aten::bmm": _product("self", "mat2"),
-    "aten::addmm": _product("mat1", "mat2", "self"),
-    "aten::baddbmm": _product("batch1", "batch2", "self"),
-    "aten::linear": _linear,
-    "aten::convolution": _convolution,
-    "aten::convolution_backward": _convolution_backward,
-    "aten::nll_loss_backward": _nll_backward,
-    "aten::nll_loss2d_backward": _nll_backward,
-    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention,
-    "aten::embedding": _embedding,
-    "aten::embedding_dense_backward": _embedding_backward,
-    "aten::cat": _joined,
+    "aten::_softmax": _independent_dims_rule(_all_dims_but("self"), ["self"], (), _renumbering),
+    "aten::_log_softmax": _independent_dims_rule(_all_dims_but("self"), ["self"], (), _renumbering),
+    "aten::_safe_softmax": _independent_dims_rule(_all_dims_but("self"), ["self"], (), _renumbering),
+    "aten::cumsum": _independent_dims_rule(_all_dims_but("self"), ["self"], (), _renumbering),
+    "aten::cumprod": _independent_dims_rule(_all_dims_but("self"), ["self"], (), _renumbering),
+    "aten::_softmax_backward_data": _independent_dims_rule(
+        _all_dims_but("grad_output"), ["grad_output", "output"], (), _renumbering
+    ),
+    "aten::_log_softmax_backward_data": _independent_dims_rule(
+        _all_dims_but("grad_output"), ["grad_output", "output"], (), _renumbering
+    ),
+    "aten::gather": _independent_dims_rule(_all_dims_but("self"), ["self", "index"], (), _renumbering),
+    "aten::sum": _split_reduction,
+    "aten::mean": _split_reduction,
+    "aten::amax": _split_reduction,
+    "aten::amin": _split_reduction,
+    "aten::logsumexp": _split_reduction,
+    "aten::linalg_vector_norm": _split_reduction,
+    "aten::slice_backward": _independent_dims_rule(
+        _all_dims_but("grad_output"), ["grad_output"], (), _resizing("input_sizes", "dim")
+    ),
+    "aten::clone": _split_elementwise,
+    "aten::_to_copy": _split_elementwise,
+    "aten::native_layer_norm": _layer_norm_rule("input", [], ["weight", "bias"]),
+    "aten::native_layer_norm_backward": _layer_norm_rule("input", ["grad_out", "mean", "rstd"], ["weight", "bias"]),
+    "aten::_fused_rms_norm": _layer_norm_rule("input", [], ["weight"]),
+    "aten::native_group_norm": _group_norm_rule(["input"], ["weight", "bias"]),
+    "aten::native_group_norm_backward": _group_norm_rule(["grad_out", "input", "mean", "rstd"], ["weight"]),
+    "aten::native_batch_norm": _split_batch_norm,
+    "aten::native_batch_norm_backward": _split_batch_norm,
+    "aten::cudnn_batch_norm": _split_batch_norm,
+    "aten::mm": _product_rule("self", "mat2"),
+    "aten::bmm": _product_rule("self", "mat2"),
+    "aten::addmm": _product_rule("mat1", "mat2", "self"),
+    "aten::baddbmm": _product_rule("batch1", "batch2", "self"),
+    "aten::linear": _split_linear,
+    "aten::convolution": _split_convolution,
+    "aten::convolution_backward": _split_convolution_backward,
+    "aten::nll_loss_backward": _split_nll_backward,
+    "aten::nll_loss2d_backward": _split_nll_backward,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _split_attention,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _split_attention,
+    "aten::embedding": _split_embedding,
+    "aten::embedding_dense_backward": _split_embedding_backward,
+    "aten::cat": _split_concatenation,
     **{
-        f"aten::{name}{spatial}d{ending}": _apart(_planes("self", spatial), arguments)
+        f"aten::{name}{spatial}d{ending}": _independent_dims_rule(_dims_before_spatial("self", spatial), arguments)
         for spatial in (2, 3)
         for name, ending, arguments in (
             ("max_pool", "_with_indices", ["self"]),
@@ -638,10 +668,13 @@ _RULES: dict[str, Rule] = {
             ("_adaptive_avg_pool", "_backward", ["grad_output", "self"]),
         )
     },
-    **{f"aten::upsample_{mode}": _apart(_planes("self", int(mode[-2])), ["self"]) for mode in _UPSAMPLED},
     **{
-        f"aten::upsample_{mode}_backward": _apart(
-            _planes("grad_output", int(mode[-2])), ["grad_output"], (), _sized("input_size")
+        f"aten::upsample_{mode}": _independent_dims_rule(_dims_before_spatial("self", int(mode[-2])), ["self"])
+        for mode in _UPSAMPLED
+    },
+    **{
+        f"aten::upsample_{mode}_backward": _independent_dims_rule(
+            _dims_before_spatial("grad_output", int(mode[-2])), ["grad_output"], (), _resizing("input_size")
         )
         for mode in _UPSAMPLED
     },

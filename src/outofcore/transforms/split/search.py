@@ -15,107 +15,109 @@ from fractions import Fraction
 from math import gcd, lcm, prod
 
 from outofcore._torch_internals import OpOverload
-from outofcore.analysis.agreement import WHOLE, agreed
-from outofcore.analysis.boxes import Axes, Box, Placed
+from outofcore.analysis.agreement import WHOLE, choose_splits
+from outofcore.analysis.boxes import Axes, Box, PlacedWindow
 from outofcore.capture.captured import Call, Value
-from outofcore.transforms.split.cells import WORTH, CellMap
-from outofcore.transforms.split.exactness import can_be_tried, claims_of_gathered
-from outofcore.transforms.split.needs import Needs
+from outofcore.transforms.split.cells import WORTH_FRACTION, CellMap
+from outofcore.transforms.split.exactness import checks_of_gathered, is_triable
+from outofcore.transforms.split.needs import SplitNeeds
 from outofcore.transforms.split.rules import is_elementwise
-from outofcore.transforms.split.state_ranges import page_ends
+from outofcore.transforms.split.state_ranges import page_aligned_ends
 from outofcore.transforms.split.tensors import named_refs, values_of
-from outofcore.transforms.split.ways import AS_ONE, Choice, Way
+from outofcore.transforms.split.ways import UNSPLIT, ChosenSplit, OpSplit
 
 # Largest number of parts of an op.
 MOST_PARTS = 64
 # Differences in bytes below this fraction (1/32) are ignored, both between a part and the smallest possible part and
 # between splits that exceed the op budget.
-_NEAR = 32
+_NEGLIGIBLE = 32
 
 
-class Search:
-    def __init__(self, needs: Needs, max_bytes: int, refused: frozenset[str], parts: int | None) -> None:
+class SplitSearch:
+    def __init__(self, needs: SplitNeeds, max_bytes: int, refused: frozenset[str], parts: int | None) -> None:
         self.captured, self.graph, self.values = needs.captured, needs.graph, needs.values
-        self.needs, self.most, self.refused, self.parts = needs, max_bytes, refused, parts
+        self.needs, self.max_bytes, self.refused, self.parts = needs, max_bytes, refused, parts
         self.axes: dict[int, Axes] = {}
         self.cuts: dict[int, list[list[int]]] = {}
         self._ends: dict[int, tuple[int, ...]] = {}
 
-    def chosen(self) -> dict[int, Choice]:
+    def choose(self) -> dict[int, ChosenSplit]:
         """Return the chosen split of each op that is split; sets ``axes`` and ``cuts``."""
         dropped: set[int] = set()
         whole: set[int] = set()
         while True:
             ops, storages = self._region(dropped, whole)
-            splits = self._agreed(ops, storages)
-            parts = self._parts(splits, storages)
+            splits = self._choose_splits(ops, storages)
+            parts = self._choose_part_counts(splits, storages)
             splits = {op: split for op, split in splits.items() if parts[op] > 1}
-            unfit = self._settled(splits, parts, storages, whole)
+            unfit = self._place_cuts(splits, parts, storages, whole)
             if unfit is None:
-                return {op: Choice(split, self._ends[op]) for op, split in splits.items()}
+                return {op: ChosenSplit(split, self._ends[op]) for op, split in splits.items()}
             dropped |= unfit
 
     def cell_map(self) -> CellMap:
         return CellMap(self.axes, self.cuts, self.needs.places, self.needs.ranged)
 
-    def _wants(self, op: int) -> bool:
-        return self.parts is not None or self.needs.whole(op) > self.most
+    def _must_split(self, op: int) -> bool:
+        return self.parts is not None or self.needs.whole_bytes(op) > self.max_bytes
 
     def _region(self, dropped: set[int], whole: set[int]) -> tuple[list[int], set[int]]:
         """Return the ops to try to split, and the storages that may have cells."""
         graph = self.graph
-        ops = {op.id for op in graph.ops if op.id not in dropped and self._wants(op.id) and self.needs.ways(op.id)}
+        ops = {
+            op.id for op in graph.ops if op.id not in dropped and self._must_split(op.id) and self.needs.splits(op.id)
+        }
         storages: set[int] = set()
         pending = sorted(ops)
         while pending:
             op = pending.pop()
-            for split in self.needs.ways(op):
+            for split in self.needs.splits(op):
                 for index, _ in self.needs.cut_values(op, split):
                     storage = self.values[index].storage
-                    if storage in storages or storage in whole or not self._is_worth(storage):
+                    if storage in storages or storage in whole or not self._is_worth_cutting(storage):
                         continue
                     storages.add(storage)
-                    new = [o for o in graph.uses[storage] if o not in ops and o not in dropped and self.needs.ways(o)]
+                    new = [o for o in graph.uses[storage] if o not in ops and o not in dropped and self.needs.splits(o)]
                     ops.update(new)
                     pending += new
         # Storages that an unsplit op writes in place stay whole, and storages that it reads, if they are small enough.
         written = {s for op in graph.ops if op.id not in ops for s in op.mutates}
         needed = {
-            s for op in graph.ops if op.id not in ops for s in op.reads if 2 * graph.storages[s].bytes <= self.most
+            s for op in graph.ops if op.id not in ops for s in op.reads if 2 * graph.storages[s].bytes <= self.max_bytes
         }
         return sorted(ops), storages - written - needed
 
-    def _is_worth(self, storage: int) -> bool:
-        return self.parts is not None or self.graph.storages[storage].bytes * WORTH > self.most
+    def _is_worth_cutting(self, storage: int) -> bool:
+        return self.parts is not None or self.graph.storages[storage].bytes * WORTH_FRACTION > self.max_bytes
 
-    def _agreed(self, ops: Sequence[int], storages: Set[int]) -> dict[int, Way]:
+    def _choose_splits(self, ops: Sequence[int], storages: Set[int]) -> dict[int, OpSplit]:
         """Choose a split for each op that needs little memory and copies few bytes between parts."""
 
-        def beyond(op: int, split: Way) -> int:
-            min_bytes = self.needs.in_parts(op, split, min(MOST_PARTS, split.extent))
-            return max(min_bytes - self.most, 0) // max(self.most // _NEAR, 1)
+        def beyond(op: int, split: OpSplit) -> int:
+            min_bytes = self.needs.part_bytes(op, split, min(MOST_PARTS, split.extent))
+            return max(min_bytes - self.max_bytes, 0) // max(self.max_bytes // _NEGLIGIBLE, 1)
 
-        splits: dict[int, list[Way]] = {}
+        splits: dict[int, list[OpSplit]] = {}
         for op in ops:
-            needs = [beyond(op, split) for split in self.needs.ways(op)]
-            splits[op] = [split for split, need in zip(self.needs.ways(op), needs, strict=True) if need == min(needs)]
+            needs = [beyond(op, split) for split in self.needs.splits(op)]
+            splits[op] = [split for split, need in zip(self.needs.splits(op), needs, strict=True) if need == min(needs)]
         uses = {op: [self.needs.uses(op, split, storages) for split in splits[op]] for op in ops}
         whole_bytes: dict[int, int] = {}  # bytes that unsplit ops access
         users = {op for storage in storages for op in self.graph.uses[storage]}
         for op in sorted(users.difference(ops)):
-            for storage, _, count in self.needs.uses(op, AS_ONE, storages).cells:
+            for storage, _, count in self.needs.uses(op, UNSPLIT, storages).cells:
                 whole_bytes[storage] = whole_bytes.get(storage, 0) + count
         flexible = {op for op in ops if _is_pointwise(self.captured.calls[op])}
         single = {storage for storage in storages if self._has_one_axis(storage)}
-        positions = agreed(uses, whole_bytes, flexible, single)
+        positions = choose_splits(uses, whole_bytes, flexible, single)
         return {op: splits[op][position] for op, position in positions.items()}
 
     def _has_one_axis(self, storage: int) -> bool:
         """Return whether a storage is cut along a single axis, so that ops split along another one copy."""
         # With several axes all ops copy. With one, parts along another axis access all cells, which must be resident.
-        return self.graph.storages[storage].bytes <= self.most and storage not in self.needs.ranged
+        return self.graph.storages[storage].bytes <= self.max_bytes and storage not in self.needs.ranged
 
-    def _parts(self, splits: Mapping[int, Way], storages: set[int]) -> dict[int, int]:
+    def _choose_part_counts(self, splits: Mapping[int, OpSplit], storages: set[int]) -> dict[int, int]:
         """Return the smallest sufficient number of parts for each op, equal for neighbours on the same axis."""
         counts: dict[int, int] = {}
         for op, split in splits.items():
@@ -123,12 +125,12 @@ class Search:
                 counts[op] = min(self.parts, split.extent)
                 continue
             parts = 1
-            if self.needs.whole(op) > self.most:
+            if self.needs.whole_bytes(op) > self.max_bytes:
                 finest = min(split.extent, MOST_PARTS)
                 # Uncut arguments are a fixed cost, so finer parts stop saving memory at some number.
-                min_bytes = self.needs.in_parts(op, split, finest)
-                enough = max(self.most, min_bytes + min_bytes // _NEAR)
-                while parts * 2 <= finest and self.needs.in_parts(op, split, parts) > enough:
+                min_bytes = self.needs.part_bytes(op, split, finest)
+                enough = max(self.max_bytes, min_bytes + min_bytes // _NEGLIGIBLE)
+                while parts * 2 <= finest and self.needs.part_bytes(op, split, parts) > enough:
                     parts *= 2
             counts[op] = parts
         changed = True
@@ -150,8 +152,8 @@ class Search:
                     counts[op], changed = more, True
         return counts
 
-    def _settled(
-        self, splits: Mapping[int, Way], parts: Mapping[int, int], storages: set[int], whole: set[int]
+    def _place_cuts(
+        self, splits: Mapping[int, OpSplit], parts: Mapping[int, int], storages: set[int], whole: set[int]
     ) -> set[int] | None:
         """Set axes, ends and cuts; or return ops that cannot be cut, and add uncuttable storages to ``whole``."""
         starts: dict[int, set[int]] = {}
@@ -170,11 +172,11 @@ class Search:
                 axes = self.axes.get(self.values[index].storage)
                 if axes is not None:
                     grain = axes.grain(self.needs.places[index], cut.dims)
-                    if grain is None or (grain > 1 and not cut.plain):
+                    if grain is None or (grain > 1 and not cut.is_adjacent):
                         unfit.add(op)
                     unit = lcm(unit, grain or 1)
             units[op] = unit
-        for op, split in self._with_neighbours(splits, parts, units).items():
+        for op, split in self._align_with_neighbours(splits, parts, units).items():
             ends = split.ends(parts[op], units[op])
             if len(ends) < 3 or not self._is_placeable(op, split, ends):
                 unfit.add(op)
@@ -199,9 +201,9 @@ class Search:
             return set()
         return None
 
-    def _with_neighbours(
-        self, splits: Mapping[int, Way], parts: Mapping[int, int], units: Mapping[int, int]
-    ) -> dict[int, Way]:
+    def _align_with_neighbours(
+        self, splits: Mapping[int, OpSplit], parts: Mapping[int, int], units: Mapping[int, int]
+    ) -> dict[int, OpSplit]:
         """Return the splits with common grains, so that neighbours on an axis begin their parts alike."""
         group = {op: op for op in splits}
 
@@ -215,7 +217,7 @@ class Search:
             for index, cut in self.needs.cut_values(op, split):
                 storage = self.values[index].storage
                 axes = self.axes.get(storage)
-                if axes is None or not cut.plain:
+                if axes is None or not cut.is_adjacent:
                     continue
                 box = axes.part(self.needs.places[index], cut.dims, 0, split.extent)
                 if box is None:
@@ -240,13 +242,13 @@ class Search:
     def _unfit_to_gather(self, split_ops: Iterable[int]) -> set[int]:
         """Return cut storages that would change the bits of unsplit ops when gathered."""
         storages: set[int] = set()
-        for op, check in claims_of_gathered(self.captured, self.cell_map(), split_ops):
-            if check.key in self.refused or not can_be_tried(op, check.call):
+        for op, check in checks_of_gathered(self.captured, self.cell_map(), split_ops):
+            if check.key in self.refused or not is_triable(op, check.call):
                 named = dict(named_refs(check.call))
-                storages |= {self.values[named[name]].storage for name in check.laid}
+                storages |= {self.values[named[name]].storage for name in check.gathered_strides}
         return storages
 
-    def _is_placeable(self, op: int, split: Way, ends: Sequence[int]) -> bool:
+    def _is_placeable(self, op: int, split: OpSplit, ends: Sequence[int]) -> bool:
         """Return whether all slices of an op's parts are evenly strided in the cut storages."""
         for index, cut in self.needs.cut_values(op, split):
             value = self.values[index]
@@ -260,7 +262,7 @@ class Search:
                     return False
         return True
 
-    def _set_cuts(self, splits: Mapping[int, Way]) -> None:
+    def _set_cuts(self, splits: Mapping[int, OpSplit]) -> None:
         ends_by_storage: dict[int, list[set[int]]] = {
             s: [{0, size} for size in axes.sizes] for s, axes in self.axes.items()
         }
@@ -301,11 +303,11 @@ class Search:
             # Ranges at home are contiguous bytes.
             outer, *inner = self.axes[storage].sizes
             row = self.graph.storages[storage].bytes // outer
-            self.cuts[storage] = [page_ends(self.cuts[storage][0], row), *([0, size] for size in inner)]
+            self.cuts[storage] = [page_aligned_ends(self.cuts[storage][0], row), *([0, size] for size in inner)]
         self.cuts = {s: cuts for s, cuts in self.cuts.items() if any(len(ends) > 2 for ends in cuts)}
 
 
-def _has_box(axes: Axes, place: Placed, value: Value) -> bool:
+def _has_box(axes: Axes, place: PlacedWindow, value: Value) -> bool:
     box = axes.box_of(place)
     return box is not None and axes.strides(place, value.shape, box) is not None
 

@@ -17,13 +17,13 @@ from outofcore.capture.optimizers import OptimizerUpdate
 from outofcore.capture.tables import covers
 from outofcore.graph import StorageKind
 from outofcore.lowering.slots import slot_bytes
-from outofcore.transforms.split.cells import WORTH
+from outofcore.transforms.split.cells import WORTH_FRACTION
 from outofcore.transforms.split.tensors import named_refs
-from outofcore.transforms.split.ways import Cut, Way
+from outofcore.transforms.split.ways import Cut, OpSplit
 from outofcore.units import PAGE_BYTES
 
 
-def rangeable(captured: Captured, max_bytes: int, parts: int | None, home: int | None) -> frozenset[int]:
+def find_ranged_storages(captured: Captured, max_bytes: int, parts: int | None, home: int | None) -> frozenset[int]:
     """Return storages to fetch range by range: optimizer state, and parameters beyond the op budget."""
     graph = captured.graph
     bound: dict[int, list[StateBinding]] = {}
@@ -40,12 +40,12 @@ def rangeable(captured: Captured, max_bytes: int, parts: int | None, home: int |
             or not uses
             or storage in graph.outputs
             or count < 2 * LARGE_BYTES
-            or not _is_flat(captured.values[bindings[0].value], captured.own_bytes(storage))
+            or not _is_flat(captured.values[bindings[0].value], captured.unrounded_bytes(storage))
             or any(graph.ops[op].communicates for op in uses)
         ):
             continue
         updated = len(uses) == 1 and is_update(captured, uses[0], home)
-        needed = parts is not None or count + count // WORTH > max_bytes
+        needed = parts is not None or count + count // WORTH_FRACTION > max_bytes
         kind = bindings[0].kind
         if (kind is StorageKind.OPTIMIZER_STATE and updated) or (kind is StorageKind.PARAMETER and needed):
             ranged.add(storage)
@@ -65,7 +65,7 @@ def is_update(captured: Captured, op: int, home: int | None) -> bool:
     )
 
 
-def ways_of_update(captured: Captured, op: int) -> list[Way]:
+def splits_of_update(captured: Captured, op: int) -> list[OpSplit]:
     """Return the split of an update into ranges of elements, or an empty list."""
     named = [(name, captured.values[index]) for name, index in named_refs(captured.calls[op])]
     whole = named[0][1]
@@ -74,21 +74,21 @@ def ways_of_update(captured: Captured, op: int) -> list[Way]:
         return []
     size = whole.dtype.itemsize
     return [
-        Way(
+        OpSplit(
             "elements",
             prod(whole.shape),
             {name: cut for name, value in named if value.shape},
             {},
             grain=PAGE_BYTES // size,
             strict=True,
-            updates=True,
+            is_update=True,
             # Smaller ranges have no slot at home.
-            least=2 * LARGE_BYTES // size,
+            min_length=2 * LARGE_BYTES // size,
         )
     ]
 
 
-def page_ends(ends: Sequence[int], size: int) -> list[int]:
+def page_aligned_ends(ends: Sequence[int], size: int) -> list[int]:
     """Return the ends that are page ends and far enough apart, for elements of ``size`` bytes."""
     page_aligned = [0]
     for end in ends[1:-1]:

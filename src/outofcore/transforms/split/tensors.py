@@ -7,9 +7,9 @@ from typing import Any
 
 from outofcore._torch_internals import OpOverload
 from outofcore.capture.captured import Call, Ref
-from outofcore.capture.operators import by_name
+from outofcore.capture.operators import arguments_by_name
 from outofcore.capture.tables import leaves_in
-from outofcore.transforms.split.ways import Name
+from outofcore.transforms.split.ways import ArgumentName
 
 
 def refs_of(call: Call) -> list[Ref]:
@@ -21,12 +21,12 @@ def values_of(call: Call) -> list[int]:
     return [*(ref.value for ref in refs_of(call)), *(value for value in call.results if value is not None)]
 
 
-def named_refs(call: Call) -> list[tuple[Name, int]]:
+def named_refs(call: Call) -> list[tuple[ArgumentName, int]]:
     func = call.func
     if not isinstance(func, OpOverload):
         return [(("", place), ref.value) for place, ref in enumerate(refs_of(call))]
-    refs: list[tuple[Name, int]] = []
-    for name, item in by_name(func, call.args, call.kwargs).items():
+    refs: list[tuple[ArgumentName, int]] = []
+    for name, item in arguments_by_name(func, call.args, call.kwargs).items():
         if isinstance(item, Ref):
             refs.append(((name, -1), item.value))
         elif isinstance(item, list | tuple):
@@ -34,7 +34,7 @@ def named_refs(call: Call) -> list[tuple[Name, int]]:
     return refs
 
 
-def with_tensors(named: Mapping[str, Any], tensors: Mapping[Name, Any]) -> dict[str, Any]:
+def with_tensors(named: Mapping[str, Any], tensors: Mapping[ArgumentName, Any]) -> dict[str, Any]:
     """Return arguments by name with refs replaced by tensors or values."""
     replaced = dict(named)
     for name, item in named.items():
@@ -45,11 +45,11 @@ def with_tensors(named: Mapping[str, Any], tensors: Mapping[Name, Any]) -> dict[
     return replaced
 
 
-def ref_at(call: Call, name: Name) -> Ref:
+def ref_at(call: Call, name: ArgumentName) -> Ref:
     func: Any = call.func
     if not isinstance(func, OpOverload):
         return refs_of(call)[name[1]]
-    item = by_name(func, call.args, call.kwargs)[name[0]]
+    item = arguments_by_name(func, call.args, call.kwargs)[name[0]]
     return item if name[1] < 0 else item[name[1]]
 
 

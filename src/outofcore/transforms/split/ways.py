@@ -10,7 +10,7 @@ from typing import Any
 from outofcore._torch_internals import OpOverload
 from outofcore.capture.captured import Call, Ref, Value
 
-Name = tuple[str, int]  # an argument, and the index in it if it is a list, else -1
+ArgumentName = tuple[str, int]  # an argument, and the index in it if it is a list, else -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,41 +35,41 @@ class Cut:
         return (*shape[: self.dims[0]], last - first, *shape[self.dims[1] :])
 
     @property
-    def plain(self) -> bool:
+    def is_adjacent(self) -> bool:
         """Whether slices are adjacent, without overlap."""
         return (self.scale, self.before, self.after) == (1, 0, 0)
 
 
 # Adjusts the constants among the arguments, by name, to the part ``low:high``. Trial processes unpickle it, so it must
 # be a module-level function or a partial of one.
-Settle = Callable[[dict[str, Any], int, int], None]
+Adjust = Callable[[dict[str, Any], int, int], None]
 
 
 @dataclass(frozen=True)
-class Way:
+class OpSplit:
     """An axis along which an op can be split."""
 
     name: str
     extent: int
-    given: Mapping[Name, Cut]  # other arguments are passed whole
-    made: Mapping[int, Cut]  # by position; the first part computes the other results
-    settle: Settle | None = None
-    unread: frozenset[str] = frozenset()  # arguments of which only shape and dtype matter
+    argument_cuts: Mapping[ArgumentName, Cut]  # other arguments are passed whole
+    result_cuts: Mapping[int, Cut]  # by position; the first part computes the other results
+    adjust: Adjust | None = None
+    shape_only: frozenset[str] = frozenset()  # arguments of which only shape and dtype matter
     grain: int = 1  # parts should begin at multiples of this
     strict: bool = False  # parts must begin at multiples of the grain
-    rebased: str = ""  # argument of indices along the axis, which parts count from their own beginning
-    looks_up: bool = False  # each part looks up the rows in its slice of a table
-    updates: bool = False  # each part updates a range of a parameter
-    least: int = 1  # length of the shortest part
+    rebased_indices: str = ""  # argument of indices along the axis, which parts count from their own beginning
+    is_lookup: bool = False  # each part looks up the rows in its slice of a table
+    is_update: bool = False  # each part updates a range of a parameter
+    min_length: int = 1  # length of the shortest part
 
     @property
     def is_exact(self) -> bool:
         """Whether parts need no check: looked-up rows are copied, and updates are elementwise."""
-        return self.looks_up or self.updates
+        return self.is_lookup or self.is_update
 
     def ends(self, parts: int, unit: int = 1) -> tuple[int, ...]:
         """Return the ends of at most ``parts`` parts at multiples of ``unit``; half as many end among them."""
-        parts = min(parts, self.extent // self.least)
+        parts = min(parts, self.extent // self.min_length)
         count = self.extent // unit
         if self.extent % unit or count < 2 or parts < 2:
             return (0, self.extent)
@@ -83,19 +83,19 @@ class Way:
         return tuple(sorted(ends))
 
 
-AS_ONE = Way("as one", 1, {}, {})
+UNSPLIT = OpSplit("as one", 1, {}, {})
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenSplit:
     """A split and the ends of its parts."""
 
-    way: Way
+    split: OpSplit
     ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
-class Given:
+class CallView:
     """A call as a rule sees it: arguments by name, tensors as values."""
 
     func: OpOverload
@@ -109,8 +109,8 @@ class Given:
             item = item[place]
         return self.values[item.value] if isinstance(item, Ref) else None
 
-    def tensors(self) -> dict[Name, Value]:
-        tensors: dict[Name, Value] = {}
+    def tensors(self) -> dict[ArgumentName, Value]:
+        tensors: dict[ArgumentName, Value] = {}
         for name, item in self.named.items():
             if isinstance(item, Ref):
                 tensors[name, -1] = self.values[item.value]

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from outofcore.analysis.boxes import Box, Window, cells, clipped, elements, window_within
+from outofcore.analysis.boxes import Box, TensorWindow, cells, clip_box, count_elements, window_within
 from outofcore.analysis.chunks import is_dense
 from outofcore.capture.captured import Call, Captured, Ref, StateRange, Value
 from outofcore.capture.operators import family_text
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 _aten = torch.ops.aten
 # A whole result that is gathered at most this many ops later is reused.
-_SOON = 6
+_REUSE_OPS = 6
 
 
 class LimitError(Exception):
@@ -38,14 +38,14 @@ class UnfitError(Exception):
         self.op = op
 
 
-def required(item: T | None, op: Op) -> T:
+def require(item: T | None, op: Op) -> T:
     if item is None:
         raise UnfitError(op.id)
     return item
 
 
 @dataclass
-class Piece:
+class OpPiece:
     """One part of an op, after the ops that gather its arguments."""
 
     op: int  # of the original step
@@ -56,22 +56,22 @@ class StepWriter:
     """Adds ops, storages and values to a step that is being split."""
 
     def __init__(self, captured: Captured, cell_map: CellMap, limit: int | None) -> None:
-        self.old, self.cell_map, self.limit = captured, cell_map, limit
+        self.captured, self.cell_map, self.limit = captured, cell_map, limit
         self.storages: list[Storage] = list(captured.graph.storages)
         self.values: list[Value] = list(captured.values)
         self.ranges: dict[int, StateRange] = {}
         # Boxes of cut storages that exist as a whole: their storage, and the op that made it.
-        self.fresh: dict[tuple[int, Box], tuple[int, int]] = {}
+        self.whole_boxes: dict[tuple[int, Box], tuple[int, int]] = {}
         self._index: dict[Value, int] = {}
         for index, value in enumerate(self.values):
             self._index.setdefault(value, index)
         self._cells: dict[tuple[int, Box], int] = {}
-        self._begun: set[int] = set()  # storages that already exist
-        self._piece = Piece(-1)
+        self._existing: set[int] = set()  # storages that already exist
+        self._piece = OpPiece(-1)
         self._emitted = 0
 
-    def begin(self, op: Op) -> Piece:
-        self._piece = Piece(op.id)
+    def begin(self, op: Op) -> OpPiece:
+        self._piece = OpPiece(op.id)
         return self._piece
 
     def index_of(self, value: Value) -> int:
@@ -88,11 +88,11 @@ class StepWriter:
         if (storage, box) not in self._cells:
             old = self.storages[storage]
             size = old.bytes // prod(self.cell_map.axes[storage].sizes)
-            cell = self.new_storage(elements(box) * size, old.name)
+            cell = self.new_storage(count_elements(box) * size, old.name)
             kind = old.kind
             if storage in self.cell_map.ranged:
                 (low, high), *inner = box
-                row = size * elements(tuple(inner))
+                row = size * count_elements(tuple(inner))
                 kind, self.ranges[cell] = StorageKind.STATE_RANGE, StateRange(storage, low * row)
                 self.storages[cell] = replace(self.storages[cell], name=f"{old.name} [{low}:{high}]")
             self.storages[cell] = replace(self.storages[cell], kind=kind)
@@ -131,7 +131,7 @@ class StepWriter:
     def make_empty(self, like: Op, value: Value) -> int:
         """Add an op that creates a value and its storage; return the value's index."""
         index = self.index_of(value)
-        kwargs = {"dtype": value.dtype, "device": self.old.device, "pin_memory": False}
+        kwargs = {"dtype": value.dtype, "device": self.captured.device, "pin_memory": False}
         self.emit(like, Call(_aten.empty_strided.default, (list(value.shape), list(value.stride)), kwargs, (index,)))
         return index
 
@@ -146,78 +146,82 @@ class StepWriter:
         args = (Ref(self.index_of(target)), Ref(self.index_of(source)))
         self.emit(like, Call(_aten.copy_.default, args, {}, (None,)), reads, [target.storage])
 
-    def _gathered(self, like: Op, storage: int, dtype: torch.dtype, box: Box, *, again: bool) -> int:
+    def _gather(self, like: Op, storage: int, dtype: torch.dtype, box: Box, *, reusable: bool) -> int:
         """Return a storage with a box of a cut storage: a cell, or a copy that is zero beyond the edges.
 
         With ``again`` other parts of the same op reuse the copy.
         """
         axes = self.cell_map.axes[storage]
-        inside = clipped(box, axes.whole())
+        inside = clip_box(box, axes.whole())
         overlapping = list(cells(self.cell_map.cuts[storage], inside)) if inside else []
         if len(overlapping) == 1 and overlapping[0] == box:
             return self._cell(storage, box)
-        existing = self.fresh.get((storage, box))
-        if existing is not None and like.id - existing[1] <= _SOON:
+        existing = self.whole_boxes.get((storage, box))
+        if existing is not None and like.id - existing[1] <= _REUSE_OPS:
             return existing[0]
-        gathered = self.new_storage(elements(box) * dtype.itemsize, f"{self.storages[storage].name} part".strip())
+        gathered = self.new_storage(count_elements(box) * dtype.itemsize, f"{self.storages[storage].name} part".strip())
         make = self.make_empty if inside == box else self.make_zero
-        make(like, Value(gathered, dtype, *_flat(box)))
+        make(like, Value(gathered, dtype, *_flat_layout(box)))
         for cell in overlapping:
-            part = clipped(cell, box)
+            part = clip_box(cell, box)
             if part is not None:
                 target, source = window_within(box, part), window_within(cell, part)
-                self.copy(like, _windowed(gathered, dtype, target), _windowed(self._cell(storage, cell), dtype, source))
-        if again or storage in self.cell_map.ranged:
-            self.fresh[storage, box] = gathered, like.id
+                self.copy(
+                    like,
+                    _window_value(gathered, dtype, target),
+                    _window_value(self._cell(storage, cell), dtype, source),
+                )
+        if reusable or storage in self.cell_map.ranged:
+            self.whole_boxes[storage, box] = gathered, like.id
         return gathered
 
     def scatter(self, like: Op, storage: int, dtype: torch.dtype, box: Box, source: int) -> None:
         """Copy a storage that contains a box into the cells."""
         written: set[int] = set()
         for cell in cells(self.cell_map.cuts[storage], box):
-            part = clipped(cell, box)
+            part = clip_box(cell, box)
             if part is None:
                 continue
             target = self._cell(storage, cell)
             if target == source:
                 continue
-            if target not in written and not self._exists(target):
-                self.make_empty(like, Value(target, dtype, *_flat(cell)))
+            if target not in written and not self._mark_existing(target):
+                self.make_empty(like, Value(target, dtype, *_flat_layout(cell)))
             written.add(target)
             self.copy(
                 like,
-                _windowed(target, dtype, window_within(cell, part)),
-                _windowed(source, dtype, window_within(box, part)),
+                _window_value(target, dtype, window_within(cell, part)),
+                _window_value(source, dtype, window_within(box, part)),
             )
 
-    def _exists(self, storage: int) -> bool:
-        if storage in self._begun or storage in self.ranges:
+    def _mark_existing(self, storage: int) -> bool:
+        if storage in self._existing or storage in self.ranges:
             return True
-        self._begun.add(storage)
+        self._existing.add(storage)
         return False
 
     def forget(self, storage: int) -> None:
         """Forget earlier copies of a storage's boxes, because it is written."""
-        self.fresh = {key: entry for key, entry in self.fresh.items() if key[0] != storage}
+        self.whole_boxes = {key: entry for key, entry in self.whole_boxes.items() if key[0] != storage}
 
     def argument(self, op: Op, index: int, cut: Cut | None, low: int, high: int) -> Value:
         """Return a value, or its slice for a part of an op, gathered if needed."""
-        value, cell_map = self.old.values[index], self.cell_map
+        value, cell_map = self.captured.values[index], self.cell_map
         storage = value.storage
         if storage in cell_map.cuts:
             axes, place = cell_map.axes[storage], cell_map.places[index]
-            box = required(cell_map.box(storage, index, cut, low, high), op)
+            box = require(cell_map.box(storage, index, cut, low, high), op)
             dims, shape = (None, value.shape) if cut is None else (cut.dims, cut.part_shape(value.shape, low, high))
-            stride = required(axes.strides(place, shape, box, dims), op)
-            gathered = self._gathered(op, storage, value.dtype, box, again=cut is None)
+            stride = require(axes.strides(place, shape, box, dims), op)
+            gathered = self._gather(op, storage, value.dtype, box, reusable=cut is None)
             return Value(gathered, value.dtype, shape, stride)
         if cut is None:
             return value
         first, last = cut.ends(low, high)
-        whole = required(value.merged(cut.dims), op)
+        whole = require(value.merge_dims(cut.dims), op)
         dim = cut.dims[0]
         inside = max(first, 0), min(last, whole.shape[dim])
-        part = whole.narrowed(dim, *inside)
+        part = whole.narrow(dim, *inside)
         dense = is_dense(part.shape, part.stride) or not is_dense(whole.shape, whole.stride)
         if inside == (first, last) and dense:
             return part
@@ -227,7 +231,7 @@ class StepWriter:
         make = self.make_empty if inside == (first, last) else self.make_zero
         make(op, copy)
         if inside[1] > inside[0]:
-            self.copy(op, copy.narrowed(dim, inside[0] - first, inside[1] - first), part)
+            self.copy(op, copy.narrow(dim, inside[0] - first, inside[1] - first), part)
         return copy
 
     def result_of(
@@ -241,7 +245,7 @@ class StepWriter:
         unplaced: list[tuple[int, Cut | None, Value]],
     ) -> int:
         """Return the index of a part's result, in its cell if the cell has its layout, else in new memory."""
-        old, (value, count) = self.old.values[index], shape
+        old, (value, count) = self.captured.values[index], shape
         cell_map = self.cell_map
         if cut is None and old.storage not in cell_map.cuts:
             return index
@@ -252,60 +256,60 @@ class StepWriter:
             else:
                 box = axes.part(place, cut.dims, *cut.ends(low, high))
                 stride = axes.strides(place, value.shape, box, cut.dims) if box else None
-            box = required(box, op)
+            box = require(box, op)
             is_cell = list(cells(cell_map.cuts[old.storage], box)) == [box]
-            full = elements(box) * old.dtype.itemsize == count
-            if is_cell and full and stride == value.stride and not self._exists(self._cell(old.storage, box)):
+            full = count_elements(box) * old.dtype.itemsize == count
+            if is_cell and full and stride == value.stride and not self._mark_existing(self._cell(old.storage, box)):
                 return self.index_of(replace(value, storage=self._cell(old.storage, box)))
         storage = self.new_storage(count, self.storages[old.storage].name)
         result = replace(value, storage=storage)
         unplaced.append((index, cut, result))
         return self.index_of(result)
 
-    def put(self, op: Op, index: int, cut: Cut | None, result: Value, low: int, high: int) -> None:
+    def store_result(self, op: Op, index: int, cut: Cut | None, result: Value, low: int, high: int) -> None:
         """Copy a part's result to its cells or to the whole result."""
-        old, cell_map = self.old.values[index], self.cell_map
+        old, cell_map = self.captured.values[index], self.cell_map
         storage = old.storage
         if storage not in cell_map.cuts:
-            cut = required(cut, op)
-            if not self._exists(storage):
+            cut = require(cut, op)
+            if not self._mark_existing(storage):
                 self.make_empty(op, old)
-            whole = required(old.merged(cut.dims), op)
-            self.copy(op, whole.narrowed(cut.dims[0], *cut.ends(low, high)), result)
+            whole = require(old.merge_dims(cut.dims), op)
+            self.copy(op, whole.narrow(cut.dims[0], *cut.ends(low, high)), result)
             return
         axes, place = cell_map.axes[storage], cell_map.places[index]
         dims = None if cut is None else cut.dims
-        box = required(cell_map.box(storage, index, cut, low, high), op)
-        stride = required(axes.strides(place, result.shape, box, dims), op)
+        box = require(cell_map.box(storage, index, cut, low, high), op)
+        stride = require(axes.strides(place, result.shape, box, dims), op)
         source = result
         if result.stride != stride or not covers(result, self.storages[result.storage].bytes):
-            laid = self.new_storage(elements(box) * result.dtype.itemsize, self.storages[storage].name)
+            laid = self.new_storage(count_elements(box) * result.dtype.itemsize, self.storages[storage].name)
             source = Value(laid, result.dtype, result.shape, stride)
             self.make_empty(op, source)
             self.copy(op, source, result)
         self.scatter(op, storage, result.dtype, box, source.storage)
-        self.fresh[storage, box] = source.storage, op.id
+        self.whole_boxes[storage, box] = source.storage, op.id
 
-    def put_back(self, op: Op, index: int, cut: Cut | None, part: Value, low: int, high: int) -> None:
+    def store_written(self, op: Op, index: int, cut: Cut | None, part: Value, low: int, high: int) -> None:
         """Copy an argument that was written in place to the memory that it was gathered from."""
-        old, cell_map = self.old.values[index], self.cell_map
+        old, cell_map = self.captured.values[index], self.cell_map
         self.forget(old.storage)
         if part.storage == old.storage:
             return
         if old.storage in cell_map.cuts:
-            box = required(cell_map.box(old.storage, index, cut, low, high), op)
+            box = require(cell_map.box(old.storage, index, cut, low, high), op)
             self.scatter(op, old.storage, part.dtype, box, part.storage)
             return
-        cut = required(cut, op)
-        whole = required(old.merged(cut.dims), op)
-        self.copy(op, whole.narrowed(cut.dims[0], *cut.ends(low, high)), part)
+        cut = require(cut, op)
+        whole = require(old.merge_dims(cut.dims), op)
+        self.copy(op, whole.narrow(cut.dims[0], *cut.ends(low, high)), part)
 
 
-def _windowed(storage: int, dtype: torch.dtype, window: Window) -> Value:
+def _window_value(storage: int, dtype: torch.dtype, window: TensorWindow) -> Value:
     return Value(storage, dtype, window.shape, window.stride, window.offset)
 
 
-def _flat(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _flat_layout(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return shape and strides of contiguous memory that contains a box."""
     window = window_within(box, box)
     return window.shape, window.stride
