@@ -100,8 +100,8 @@ class Elastic:
     def __repr__(self) -> str:
         processes = self._processes
         return (
-            f"<outofcore elastic training: workers {self.workers.start} to {self.workers.stop - 1} of {self._worker_count} "
-            f"in process {processes.rank} of {processes.count}, {self.steps} steps>"
+            f"<outofcore elastic training: workers {self.workers.start} to {self.workers.stop - 1} of "
+            f"{self._worker_count} in process {processes.rank} of {processes.count}, {self.steps} steps>"
         )
 
     def __enter__(self) -> Self:
