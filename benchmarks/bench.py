@@ -1,8 +1,7 @@
 """Measure step times at shrinking budgets against plain PyTorch, checkpointing and our in-core step.
 
 All processes of a workload run at once and take turns step by step, so the machine needs memory for all of them.
-Medians exclude the first rounds, which capture and plan, possibly twice. Peaks are the RSS of a process above that of a
-process after one step of a tiny model.
+Medians exclude the first rounds, which plan. Peaks are RSS above that of a tiny model's process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Compare every policy on every zoo model at every budget: is ``auto`` ever slower than another policy?
 
-Each model is captured once, in a separate process, as a graph file; ``--graphs`` keeps the files. No step is run: costs
-are estimates for the devices of ``outofcore.presets`` (``--gpu``), as the results state. ``--model`` also accepts
-bert, gpt2, llama, qwen, t5 and vit of ``_transformers.py``. The budgets are those of ``outofcore plan --compare``.
+Each model is captured once as a graph file, with preset device costs (``--gpu``); no step is run. ``--model`` also
+accepts the models of ``_transformers.py``. The budgets are those of ``outofcore plan --compare``.
 """
 
 from __future__ import annotations
@@ -67,7 +66,6 @@ class Step:
 
 
 def capture(model: str, gpu: str, path: Path) -> None:
-    """Capture a step and write its graph file."""
     from outofcore.cli.subjects import find_step, subject_of  # noqa: PLC0415 - only this function needs PyTorch
 
     spec, options = (model, MODELS[model]) if model in MODELS else (f"{_OTHERS}:{model}", {})
@@ -119,7 +117,6 @@ def beaten(cells: Sequence[Answer]) -> list[str]:
 
 
 def markdown(cells: Sequence[Answer], policies: Sequence[str], notes: dict[str, str]) -> str:
-    """Return the page with one table per device."""
     lines = [
         "# Comparison of policies",
         "",

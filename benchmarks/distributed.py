@@ -1,13 +1,8 @@
 """Compare compiled steps and loops within a budget with DistributedDataParallel in plain PyTorch.
 
-This process starts all processes of a workload, over gloo with one thread each. In each of them, training runs take
-turns of several steps, each with its own model. First: plain PyTorch, a compiled step without eviction, and a compiled
-step within half (or ``--share``) of that arena. Then: plain PyTorch and a loop within the same share of the loop's
-unconstrained peak.
-
-Losses and all state must equal plain PyTorch's, bit for bit. The bytes that each process sends are compared with the
-minimum for its gradients and buffers on a ring. ``hidden`` is the share of the collectives' time that overlaps with
-ops.
+Processes run over gloo with one thread each; in each, training runs take turns of several steps. Budgets are half (or
+``--share``) of the in-core arena, or of the loop's unconstrained peak. Losses and all state must equal plain PyTorch's
+bit for bit. Sent bytes are compared with the minimum on a ring.
 """
 
 from __future__ import annotations
@@ -135,7 +130,6 @@ def _peak_of_loop(work: zoo.Workload, rank: int, batches: Sequence[tuple[torch.T
 def _be_one(
     rank: int, processes: int, store: str, name: str, options: Mapping[str, Any], rounds: int, share: float
 ) -> None:
-    """Run all trainings of one rank; rank 0 prints the results as JSON."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes, timeout=_TIMEOUT)
     work = zoo.workload(name, **options)

@@ -1,15 +1,9 @@
-"""Measure what the first calls of a compiled step cost beyond training: capture, profiling, planning, plan exchanges.
+"""Measure what the first calls of a compiled step cost beyond training, with a cold and a warm cache.
 
-Each row is a new process with an empty cache (cold) or with the cache that such a process left (warm). Columns:
-
-- ``first``, ``worst``: the first call and the slowest later call, in medians of the last calls.
-- ``beside``: the first call without capture, in median steps of plain PyTorch; at most 1.3 is expected if warm.
-- ``beyond``: the first call minus 1.5 of these steps, in seconds.
-- ``/100``: time of all calls beyond the median, as a share of a hundred steps.
-- ``kids``: processor seconds of child processes that have ended.
-
-Times are wall-clock and processor time. The last line is the time to import the library after PyTorch, from compiled
-modules as in an installation.
+Columns: ``first`` and ``worst`` later call, in medians of the last calls; ``beside``: the first call without capture,
+    in steps of plain PyTorch (at most 1.3 is expected if warm); ``beyond``: the first call minus 1.5 such steps;
+    ``/100``: all calls beyond the median, as a share of a hundred steps; ``kids``: processor seconds of ended child
+    processes.
 """
 
 from __future__ import annotations
@@ -85,7 +79,6 @@ def _made(name: str) -> tuple[_Step, torch.nn.Module, torch.optim.Optimizer, Ite
 
 
 def _children() -> float:
-    """Return the processor seconds of child processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -141,7 +134,6 @@ def _timed_captures(compiled: outofcore.Step[..., Any]) -> list[tuple[float, flo
 
 
 def _calls(name: str, budget: int, cache: Path, count: int, home: str) -> dict[str, Any]:
-    """Measure the first calls of a step."""
     eager = _eager(name)
     step, model, optimizer, batches = _made(name)
     wall, processor_seconds, losses = [], [], []
@@ -180,7 +172,6 @@ def _fresh(*arguments: object) -> Any:
 
 
 def _summary(measured: dict[str, Any]) -> dict[str, float]:
-    """Return a row of the table for wall-clock and for processor time."""
     row: dict[str, float] = {}
     for number, clock in enumerate(("wall", "processor")):
         times = measured[clock]

@@ -1,8 +1,7 @@
 """Compare steps that fit in the budget with plain PyTorch on its own malloc and on tcmalloc.
 
-The processes of a workload take turns step by step; ratios are medians over the rounds. Processes are restarted several
-times, because the physical memory of a process changes its speed by a few percent. tcmalloc is used if installed
-(Debian: libtcmalloc-minimal4).
+Processes take turns step by step; ratios are medians over the rounds. They are restarted several times, because the
+physical memory of a process changes its speed by a few percent.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Compare an eager loop under ``outofcore.budget`` with plain PyTorch and with a compiled step.
 
-The processes of a workload take turns step by step; ratios are medians over the second half of the rounds. Budgets are
-shares of the loop's unconstrained peak. The first step runs on demand; later steps follow plans that are made
-concurrently.
-
-``--ablate`` runs loops with one technique switched off instead.
+Processes take turns step by step; ratios are medians over the second half of the rounds. Budgets are shares of the
+loop's unconstrained peak. ``--ablate`` runs loops with one technique switched off instead.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ _ROOM = 64 * GIB
 
 
 def _peak(model: str, options: dict[str, Any]) -> int:
-    """Return the peak arena bytes of the unconstrained loop."""
     with Worker("roomy", Spec(model, options, "followed", _ROOM)) as worker:
         take_turns([worker], 2)
         return worker.steps[-1]["peak_bytes"]

@@ -1,7 +1,6 @@
 """Measure how long a compiled step compares Python values that it has read, before each call.
 
-Five narrow transformers models with random weights have short steps, so the share is a worst case. Comparisons and
-steps alternate; each comparison is repeated at once with warm caches.
+The five transformers models are narrow, so the share of the step is a worst case.
 """
 
 from __future__ import annotations

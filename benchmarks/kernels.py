@@ -1,8 +1,6 @@
 """Measure steps with Inductor's kernels: compile times, and equal losses at every budget.
 
-Each row is a separate process. The first process of a model compiles with an empty cache; later ones load its kernels.
-The first step of a process captures, compiles, profiles and plans; the row with PyTorch's own kernels shows the share
-that is not compiling. Ops are already profiled in all processes.
+Each row is a separate process; the first of a model compiles with an empty cache, later ones load its kernels.
 """
 
 from __future__ import annotations

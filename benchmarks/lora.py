@@ -1,9 +1,7 @@
 """Train LoRA on all linear layers of a 1.1 B-parameter model within 400 MiB, compared with PEFT in core.
 
-The model has TinyLlama's shape and random weights in safetensors files, written on first use. Losses and adapters must
-be equal bit for bit. Also compared: bytes copied of frozen weights, step times, time to the end of the first step,
-memory by the kernel's counters, and disk use. ``compile`` reads weights from their files; ``follow`` is an eager loop
-in ``outofcore.budget``. The processes take turns.
+The model has TinyLlama's shape and random weights, written on first use. Losses and adapters must be equal bit for bit.
+``compile`` reads weights from their files; ``follow`` is an eager loop in ``outofcore.budget``.
 """
 
 from __future__ import annotations

@@ -1,17 +1,9 @@
-"""Compare our placement algorithms with first fit and with other allocators: heights and times.
+"""Compare our placement algorithms with first fit and with omnimalloc's (PyPI, if installed): heights and times.
 
 Input: the files under ``instances/pack`` or other files in MiniMalloc's CSV format; with ``--sizes``, randomly cut
-    boxes of known optimal height, to measure scaling. If omnimalloc (PyPI) is installed, its allocators run too, except
-    on rectangles with gaps, which it does not support.
-
-``--write`` regenerates the files; the traces are synthetic training steps, lowered with our own policies.
-
-``--zoo`` also packs training steps of the zoo: in core, and planned by ``auto`` for a half and a quarter of that.
-Writes ``results/pack.json``. Graphs are those of ``compare.py --graphs``; missing ones are captured.
-
-``--hard`` searches a placement within the capacity at the end of each file name, then again with each search technique
-switched off. Writes ``results/pack-hard.json``. MiniMalloc's repository has eleven hard instances in
-``benchmarks/challenging``::
+    boxes of known optimal height. ``--zoo`` also packs training steps of the zoo and writes ``results/pack.json``.
+    ``--hard`` searches a placement within the capacity at the end of each file name, then again with each search
+    technique switched off. MiniMalloc's repository has eleven hard instances in ``benchmarks/challenging``::
 
     python benchmarks/pack.py --hard minimalloc/*.csv
 """

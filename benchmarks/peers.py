@@ -1,11 +1,8 @@
 """Measure step time and peak memory of outofcore at several budgets and of PyTorch's own tools, on the CPU.
 
-Contenders: plain PyTorch (own malloc and tcmalloc), ``torch.utils.checkpoint`` around each block,
-    ``checkpoint_sequential``, ``torch.compile`` with an activation budget, and outofcore's ``auto`` with PyTorch's and
-    with Inductor's kernels. Each is a separate process. The peers run first, and their peaks become budgets for
-    outofcore, next to the smallest, the in-core and fractional budgets. All processes of a workload then take turns
-    step by step, so the machine needs memory for all of them. A run without enough memory and a peer that fails are
-    recorded as missing. Peaks are the RSS of a process above that of a tiny model's step.
+The peers run first, and their peaks become budgets for outofcore. All processes of a workload then take turns step by
+step, so the machine needs memory for all of them. Runs without enough memory and failing peers are recorded as missing.
+Peaks are the RSS of a process above that of a tiny model's step.
 """
 
 from __future__ import annotations
@@ -78,8 +75,6 @@ _VERSIONS = ("torch", "transformers", "outofcore")
 
 @dataclass(frozen=True)
 class Entry:
-    """A process to measure: its tool, name, workload and number of warm-up steps."""
-
     tool: str
     name: str
     spec: Spec
@@ -102,11 +97,7 @@ def _peers(spec: Spec, tools: Sequence[str], shares: Sequence[float], segments: 
 
 
 def _start(stack: contextlib.ExitStack, entry: Entry, limit: float) -> Worker:
-    """Start a process and run its warm-up steps; ``facts`` receives the peak so far.
-
-    Raises:
-        WorkerError: the process failed.
-    """
+    """Start a process and run its warm-up steps; ``facts`` receives the peak so far."""
     if entry.tool == "tcmalloc" and entry.preload is None:
         raise WorkerError("libtcmalloc_minimal.so.4 is not installed (Debian: libtcmalloc-minimal4)")
     print(f"{entry.name} …", file=sys.stderr, flush=True)
@@ -162,8 +153,6 @@ def _same_losses(steps: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str
 
 @dataclass(frozen=True)
 class Asked:
-    """Settings for each workload."""
-
     tools: tuple[str, ...]
     shares: tuple[float, ...]
     segments: tuple[int, ...]

@@ -1,8 +1,6 @@
 """Measure planning time and memory, and how they grow with the depth of a network.
 
-Residual networks are captured once each as graph files, with preset device costs. Each is planned in a new process that
-never imports PyTorch. ``--profile`` runs the stages of the pipeline under cProfile, including capture, and prints the
-slowest functions.
+Residual networks are captured once each as graph files; each is planned in a new process without PyTorch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Measure steps of a few milliseconds that fit: ops called by native code, by Python, and in plain PyTorch.
 
-A multilayer perceptron at batch 8, a small convolutional network and a small GPT train in one process. Each has three
-contenders that take turns step by step; ratios are medians over the rounds. All contenders must have the same losses.
-
-A GPT of 124 million parameters has long steps and many ops. For it, the host time is reported: the step time minus the
-time of the ops. Plain PyTorch uses the op times of native code, which runs the same kernels.
+Contenders take turns step by step in one process and must have the same losses; ratios are medians over the rounds.
+Host time is the step time minus the time of the ops as native code runs them.
 """
 
 from __future__ import annotations

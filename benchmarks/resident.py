@@ -1,9 +1,7 @@
 """Measure a process's resident memory beyond its tensors: loops in plain PyTorch and within half of their peak.
 
-Each row is two new processes. ``idle`` is the VmRSS after one training step of a tiny model, before the loop's model is
-built; the file also has ``imported``, the VmRSS after the imports. The peak (VmHWM) beyond ``idle`` is compared with
-the bytes of tensors. These are the peak of an unconstrained loop for plain PyTorch, and the budget for the other
-process. The parts of the process's memory are those of ``run.stats`` at its end.
+``idle`` is the VmRSS after one training step of a tiny model. The peak (VmHWM) beyond ``idle`` is compared with the
+peak of an unconstrained loop's tensors, or with the budget.
 """
 
 from __future__ import annotations

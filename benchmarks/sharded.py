@@ -1,10 +1,7 @@
 """Compare compiled steps with ``shard=`` with FSDP2, in core and within a share of the in-core arena.
 
-Each contender has its own processes, over gloo with one thread each. All are alive at once and take turns step by step,
-so that slowdowns of the machine affect all alike. Reported are step-time ratios by round, peak resident memory of the
-timed steps beyond that before the model is built, and sent bytes. These are computed from the step, and counted by the
-kernel on the loopback interface, with headers. Losses must equal those of plain ``DistributedDataParallel`` bit for
-bit.
+Contenders have their own processes over gloo and take turns step by step. Sent bytes are computed from the step, and
+counted by the kernel on the loopback interface. Losses must equal those of plain ``DistributedDataParallel``.
 """
 
 from __future__ import annotations
@@ -51,7 +48,6 @@ _WARM_UP = 5
 
 
 def _memory(name: str) -> int:
-    """Return a memory counter of this process in bytes."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 

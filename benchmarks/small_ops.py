@@ -1,8 +1,4 @@
-"""Measure the overhead of ops on small tensors in an eager loop under ``outofcore.budget``.
-
-One process with one thread runs each op a thousand times in a row, alternating between plain PyTorch and the loop.
-Figures are medians of the rounds' differences.
-"""
+"""Measure the overhead of ops on small tensors in an eager loop under ``outofcore.budget``."""
 
 from __future__ import annotations
 

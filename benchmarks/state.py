@@ -1,8 +1,6 @@
 """Train a GPT whose parameters and optimizer state stay at home, save a checkpoint, and resume from it.
 
-Runs processes in sequence, as a user would start them: a tiny model for the baseline; the model under a budget, saved
-at the end; the model resumed from that checkpoint; and with ``--in-core`` the model in plain PyTorch. Peaks are counted
-above the tiny model.
+Peaks are counted above a tiny model's. ``--in-core`` also trains in plain PyTorch and compares losses.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Fine-tune GPT-2 (124 million parameters) with ``transformers.Trainer``, alone and in ``outofcore.budget``.
 
-All weights are trained with the trainer's default optimizer (AdamW). Weights and tokens are random, so no download is
-needed. The trainings are processes that take turns step by step. Losses, weights, step times and peak memory are
-compared.
+Weights and tokens are random, so no download is needed. The trainings take turns step by step.
 """
 
 from __future__ import annotations

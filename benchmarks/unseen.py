@@ -1,13 +1,8 @@
 """Measure step times of models that no other benchmark uses, at fractions of plain PyTorch's peak.
 
-Models of transformers with random weights (``_unseen.py``). Budgets are fractions of the peak RSS of plain PyTorch
-above that of a tiny model; with ``--of step``, of our in-core budget, which is smaller. All processes of a model run at
-once and take turns step by step. Ratios to our in-core step are medians by round, without the first rounds, which plan
-and replace plans.
-
-Two more ratios suit busy machines: of the quickest fifths of steps, and of processor time. Processor time excludes time
-taken by other processes and also excludes waits, whose share is a column. ``--noise`` keeps a core busy in every other
-second of the first ten rounds; decisions made then should not last.
+Processes take turns step by step; ratios to our in-core step are medians by round. For busy machines there are also
+ratios of the quickest fifths of steps, and of processor time. ``--noise`` keeps a core busy in every other second of
+the first ten rounds; decisions made then should not last.
 """
 
 from __future__ import annotations

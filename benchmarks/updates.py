@@ -1,10 +1,8 @@
 """Measure joint optimizer updates under small budgets.
 
-Under a small budget, each parameter is updated as soon as its gradient exists, so that the gradient can be released.
-Updates whose gradients follow one another are joined, up to a share of the room and a number of parameter bytes
-(``transforms.passes.lean``). One process holds the in-core step and, at fractions of plain PyTorch's peak, steps with
-several limits. All take turns step by step and must have the same losses. Reported are medians by round and quickest
-fifths, over the in-core step.
+Under a small budget, each parameter is updated as soon as its gradient exists. Updates that follow one another are
+joined, up to a share of the room and a number of parameter bytes (``transforms.passes.lean``). Steps with several
+limits take turns in one process and must have the same losses.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Update the counts of docs/testing.md, between its two markers.
 
-    python tools/testing_page.py            # print them
-    python tools/testing_page.py --write
-
-Counts come from the sources, from pytest's collection, and from committed results.
+python tools/testing_page.py            # print them
+python tools/testing_page.py --write
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ FOLDERS = ("tests/unit", "tests/torch_cpu", "tests/cuda")
 
 
 def lines_in(folder: str, *endings: str) -> int:
-    """Count the lines of files with these endings in a folder."""
     paths = [path for ending in endings for path in (ROOT / folder).rglob(f"*{ending}")]
     return sum(path.read_bytes().count(b"\n") for path in paths)
 
