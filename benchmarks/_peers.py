@@ -21,8 +21,8 @@ _NEAR = 1.15
 def choose_budgets(smallest: int, in_core: int, at_peaks: Iterable[int], parts: Iterable[float]) -> list[int]:
     """Return the budgets to run in bytes, largest first.
 
-    They are ``smallest``, ``in_core``, those that match peers' peaks (``at_peaks``), and ``in_core`` divided by
-    ``parts``. Of peaks within 8 %, only the lowest is used. A fraction within 15 % of another budget is dropped.
+    They are ``smallest``, ``in_core``, ``at_peaks`` (which match peers' peaks), and ``in_core`` divided by ``parts``.
+    Of peaks within 8 %, only the lowest is used. A fraction within 15 % of another budget is dropped.
     """
     chosen = [in_core, smallest]
     for budget in sorted(at_peaks):
@@ -86,7 +86,7 @@ def markdown(workloads: Mapping[str, Mapping[str, Any]]) -> str:
         "By `make bench-peers`. Each row is a separate process; the processes of a workload take turns, step by step.",
         "*Step*: the median. *Peak*: the peak memory (RSS) of the process, above that of plain PyTorch after a step of",
         "a tiny model. *Ours over it*: the step time of the outofcore run with the next lower peak, over this one's:",
-        "both measured, nothing interpolated, the median of the ratios round by round; so is *over eager*. *Eager's",
+        "both measured, the median of the ratios round by round; so is *over eager*. *Eager's",
         "losses*: whether losses equal plain PyTorch's, bit for bit.",
     ]
     for name, result in workloads.items():

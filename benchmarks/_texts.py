@@ -56,7 +56,7 @@ TASKS: Mapping[str, Task] = {
 def texts(name: str, options: Mapping[str, Any]) -> Workload:
     """Return the workload of one of ``TASKS``.
 
-    Besides the zoo's options: ``padded`` pads every batch to ``longest``; ``only`` is the length of every batch.
+    In addition to the zoo's options: ``padded`` pads every batch to ``longest``; ``only`` is the length of every batch.
     """
     task, zoo_options = TASKS[name], dict(options)
     padded, only = zoo_options.pop("padded", False), zoo_options.pop("only", None)

@@ -1,9 +1,9 @@
 """Measure what each technique of the plan search saves in step time and costs in planning time.
 
-Each technique of ``SearchParams`` is switched off in turn. ``--joint`` removes techniques cumulatively while steps are
-at most 0.3 % slower on average and 1 % at worst, because overlapping techniques look useless one at a time. The steps
-are those of ``benchmarks/compare.py`` (a V100, in the ``--graphs`` folder) and of ``instances/small``. Ratios are
-predicted step times without a technique over those with it; changes from 0.5 % count.
+Each technique of ``SearchParams`` is switched off in turn; overlapping techniques may look useless. ``--joint`` removes
+techniques cumulatively, up to a slowdown of 0.3 % on average and 1 % at worst. The steps come from
+``benchmarks/compare.py`` (a V100, in the ``--graphs`` folder) and ``instances/small``. A ratio is a predicted step time
+without a technique over the time with it; changes from 0.5 % count.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def removed_jointly(todo: Sequence[Cell], jobs: int) -> Iterator[dict[str, Any]]
 def main(
     graphs: Annotated[Path | None, typer.Option(help="Folder of graph files written by compare.py.")] = None,
     technique: Annotated[
-        list[str] | None, typer.Option(help="Techniques to switch off; repeatable. [default: all]")
+        list[str] | None, typer.Option(help="Techniques to switch off; repeatable (default: all).")
     ] = None,
     only: Annotated[str, typer.Option(help="Run steps whose name contains this text, e.g. 'slow' or '0.25'.")] = "",
     share: Annotated[

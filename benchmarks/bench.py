@@ -131,16 +131,16 @@ def _measure(
 
 def main(
     *,
-    model: Annotated[str | None, typer.Option(help="Model of the zoo. [default: resnet50, gpt, unet3d]")] = None,
+    model: Annotated[str | None, typer.Option(help="Model of the zoo (default: resnet50, gpt, unet3d).")] = None,
     option: Annotated[list[str] | None, typer.Option(help="Model option, as name=value; repeatable.")] = None,
     fraction: Annotated[
-        list[float] | None, typer.Option(help="In-core peak divided by budget; repeatable. [default: 2, 4, 7.5]")
+        list[float] | None, typer.Option(help="In-core peak divided by budget; repeatable (default: 2, 4, 7.5).")
     ] = None,
     rounds: Annotated[int, typer.Option(min=_WARM_UP + 1, help="Number of steps per process.")] = 12,
     home: Annotated[str, typer.Option(help="Home: disk, host, or a folder on a disk.")] = "disk",
     policy: Annotated[str, typer.Option(help="Planning policy.")] = "auto",
     name: Annotated[str, typer.Option(help="Name of the result file under benchmarks/results.")] = "bench",
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Measure, print a table for each model, and write the numbers to benchmarks/results."""
     chosen = _WORKLOADS if model is None else {model: _WORKLOADS.get(model, {"batch": 8})}

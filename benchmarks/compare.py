@@ -151,14 +151,14 @@ def tell(text: str) -> None:
 
 
 def main(
-    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable. [default: all]")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable (default: all).")] = None,
     gpu: Annotated[list[str] | None, typer.Option(help="Device presets; repeatable.")] = None,
     graphs: Annotated[Path | None, typer.Option(help="Folder for graph files, written and reused.")] = None,
     policies: Annotated[str, typer.Option(help="Planning policies, separated by commas.")] = ",".join(
         planning.POLICIES
     ),
     name: Annotated[str, typer.Option(help="Name of the result files under benchmarks/results.")] = "compare",
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Compare policies, print a table, and write it to benchmarks/results; exit with status 1 if ``auto`` is beaten."""
     cells: list[Answer] = []

@@ -199,7 +199,7 @@ def _work(arguments: list[str]) -> Any:
 
 def main(
     *,
-    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable. [default: all]")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable (default: all).")] = None,
     calls: Annotated[int, typer.Option(min=_MEASURED + 2, help="Number of calls per process.")] = 60,
     home: Annotated[str, typer.Option(help="Home: disk, host, or a folder on a disk.")] = "disk",
     budgets: Annotated[

@@ -140,13 +140,13 @@ def _print(model: str, rows: list[dict[str, Any]]) -> None:
 
 def main(
     *,
-    model: Annotated[str | None, typer.Option(help="Model of the zoo. [default: resnet50 and gpt]")] = None,
+    model: Annotated[str | None, typer.Option(help="Model of the zoo (default: resnet50 and gpt).")] = None,
     option: Annotated[list[str] | None, typer.Option(help="Model option, as name=value; repeatable.")] = None,
     share: Annotated[list[float] | None, typer.Option(help="Budgets, as shares of the peak; repeatable.")] = None,
     rounds: Annotated[int, typer.Option(min=_WARM_UP + 2, help="Number of steps per process.")] = 8,
     compiled: Annotated[bool, typer.Option(help="Also measure a compiled step.")] = True,
     ablate: Annotated[bool, typer.Option("--ablate", help="Measure loops with one technique switched off.")] = False,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Measure, print tables, and write the numbers to benchmarks/results."""
     chosen = _WORKLOADS if model is None else {model: _WORKLOADS.get(model, {"batch": 8})}

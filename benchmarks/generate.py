@@ -97,7 +97,7 @@ def main(
     ram: Annotated[
         str | None, typer.Option(help="Memory limit per process, including its page cache; needs root.")
     ] = None,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Generate text from a checkpoint within a budget, with each tool."""
     if not folder.exists():

@@ -63,7 +63,7 @@ def _batch(name: str) -> dict[str, torch.Tensor]:
 
 def main(
     write: Annotated[bool, typer.Option(help="Write benchmarks/results/guards.json.")] = False,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Measure the comparisons and print a table."""
     table = Table("model", "modules", "values", "comparison", "repeated", "step", "share of step")

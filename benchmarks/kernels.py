@@ -75,9 +75,9 @@ def _measure(model: str, steps: int) -> dict[str, Any]:
 
 def main(
     *,
-    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable. [default: all]")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable (default: all).")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Number of steps per process.")] = 10,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Measure, print a table, and write benchmarks/results/kernels.json; fail if losses differ between budgets."""
     results: dict[str, Any] = {}

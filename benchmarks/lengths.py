@@ -143,11 +143,11 @@ def main(
     rounds: Annotated[int, typer.Option(min=3, help="Batches of each task of Mimose.")] = 16,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each process.")] = 3,
     task: Annotated[
-        list[str] | None, typer.Option(help=f"Tasks: {', '.join(TASKS)}; repeatable. [default: all]")
+        list[str] | None, typer.Option(help=f"Tasks: {', '.join(TASKS)}; repeatable (default: all).")
     ] = None,
     compiled: Annotated[bool, typer.Option(help="Also measure a compiled step.")] = True,
     small: Annotated[bool, typer.Option("--small", help="Run tiny models on a few batches, as a smoke test.")] = False,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Measure, print tables, and write the numbers to benchmarks/results/lengths.json (not with --small)."""
     options: dict[str, Any] = {"layers": 2, "width": 64, "batch": 2, "vocab": 512} if small else {}

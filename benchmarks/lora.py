@@ -103,18 +103,18 @@ def main(
     folder: Annotated[Path, typer.Argument(help="Folder for weights and homes, on a fast disk with 7 GB free.")],
     *,
     way: Annotated[
-        list[str] | None, typer.Option(help="Contender: compile or follow; repeatable. [default: both]")
+        list[str] | None, typer.Option(help="Contender: compile or follow; repeatable (default: both).")
     ] = None,
     dtype: Annotated[
-        list[str] | None, typer.Option(help="Data type: bf16 or fp32; repeatable. [default: both]")
+        list[str] | None, typer.Option(help="Data type: bf16 or fp32; repeatable (default: both).")
     ] = None,
     budget: Annotated[
-        str | None, typer.Option(help="Memory budget. [default: 400MiB for bf16, 800MiB for fp32]")
+        str | None, typer.Option(help="Memory budget (default: 400MiB for bf16, 800MiB for fp32).")
     ] = None,
     rounds: Annotated[int, typer.Option(min=2, help="Number of steps per process.")] = 6,
     checkpointing: Annotated[bool, typer.Option(help="Checkpoint each layer in all processes.")] = True,
     small: Annotated[bool, typer.Option("--small", help="Run a tiny model, as a smoke test.")] = False,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Measure, print tables, and write the numbers to benchmarks/results/lora.json (not with --small)."""
     contenders = way or list(_MODES)

@@ -292,13 +292,13 @@ def _height(rectangles: Sequence[Rectangle], offsets: Sequence[int]) -> int:
 
 
 def main(
-    files: Annotated[list[Path] | None, typer.Argument(help="CSV files. [default: all instances]")] = None,
+    files: Annotated[list[Path] | None, typer.Argument(help="CSV files (default: all instances).")] = None,
     sizes: Annotated[str, typer.Option(help="Numbers of rectangles to cut boxes into, e.g. 100,1000,10000.")] = "",
     effort: Annotated[float, typer.Option(min=0, help="Search effort, as of `outofcore pack`.")] = 0.05,
     hard_ones: Annotated[bool, typer.Option("--hard", help="Stay within the capacity in each file's name.")] = False,
     write: Annotated[bool, typer.Option("--write", help="Regenerate the instances.")] = False,
     zoo: Annotated[Path | None, typer.Option(help="Also pack zoo steps, with graphs in this folder.")] = None,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Print height, ratio to the lower bound, and seconds, for each instance and allocator."""
     if hard_ones:

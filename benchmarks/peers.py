@@ -260,19 +260,19 @@ def _write(workloads: Mapping[str, Any], folder: Path, name: str, picture: Path,
 
 def main(
     *,
-    workload: Annotated[list[str] | None, typer.Option(help="May be given several times. [default: all]")] = None,
+    workload: Annotated[list[str] | None, typer.Option(help="May be given several times (default: all).")] = None,
     option: Annotated[list[str] | None, typer.Option(help="Model option, as name=value; repeatable.")] = None,
     tool: Annotated[
-        list[str] | None, typer.Option(help=f"Tools: {', '.join(_TOOLS)}; repeatable. [default: all]")
+        list[str] | None, typer.Option(help=f"Tools: {', '.join(_TOOLS)}; repeatable (default: all).")
     ] = None,
     share: Annotated[
-        list[float] | None, typer.Option(help="Activation budgets of torch.compile; repeatable. [default: 1 0.5 0.2]")
+        list[float] | None, typer.Option(help="Activation budgets of torch.compile; repeatable (default: 1 0.5 0.2).")
     ] = None,
     segments: Annotated[
-        list[int] | None, typer.Option(help="Segments of checkpoint_sequential; repeatable. [default: 4]")
+        list[int] | None, typer.Option(help="Segments of checkpoint_sequential; repeatable (default: 4).")
     ] = None,
     fraction: Annotated[
-        list[float] | None, typer.Option(help="In-core peak divided by budget; repeatable. [default: 2, 4]")
+        list[float] | None, typer.Option(help="In-core peak divided by budget; repeatable (default: 2, 4).")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Maximum number of timed steps per process.")] = 8,
     seconds: Annotated[
@@ -285,7 +285,7 @@ def main(
     name: Annotated[str, typer.Option(help="Name of the result files.")] = "peers",
     results: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
     picture: Annotated[Path, typer.Option(help="File for the picture, SVG.")] = _PICTURE,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Measure, print tables, and write numbers, tables and picture; other workloads in the files stay."""
     defaults = _SMALL if small else _WORKLOADS

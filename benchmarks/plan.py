@@ -175,7 +175,7 @@ def main(
     graphs: Annotated[Path | None, typer.Option(help="Folder for graph files, written and reused.")] = None,
     profiled: Annotated[bool, typer.Option("--profile", help="Profile the stages instead.")] = False,
     name: Annotated[str, typer.Option(help="Name of the result file under benchmarks/results.")] = "plan",
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Measure, print a table, and write the numbers to benchmarks/results."""
     with tempfile.TemporaryDirectory() as temporary:

@@ -96,7 +96,7 @@ def swept(model: str, graph: StepGraph, costs: Costs, count: int) -> None:
 
 
 def main(
-    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable. [default: all]")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable (default: all).")] = None,
     graphs: Annotated[Path | None, typer.Option(help="Folder for graph files, written and reused.")] = None,
     sweep: Annotated[int, typer.Option(help="Number of budgets to plan at; 0 compares policies instead.")] = 0,
 ) -> None:

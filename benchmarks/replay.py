@@ -132,7 +132,7 @@ def main(
     rounds: Annotated[
         int, typer.Option(min=10, help="Number of rounds; each contender runs one step per round.")
     ] = 400,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Measure, print a table, and write the numbers to benchmarks/results/replay.json."""
     rows = [_measure(name, rounds) for name in ("mlp", "cnn", *_GPTS)]

@@ -146,7 +146,7 @@ def main(
     *,
     steps: Annotated[int, typer.Option(min=1, help="Number of steps per loop.")] = 40,
     share: Annotated[float, typer.Option(help="Budget, as a share of the peak.")] = 0.5,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
     one: Annotated[str | None, typer.Option(hidden=True)] = None,
     budget: Annotated[int, typer.Option(hidden=True)] = 0,
 ) -> None:

@@ -269,7 +269,7 @@ def main(
     small: Annotated[bool, typer.Option("--small", help="Run a tiny model, as a smoke test.")] = False,
     without_fsdp2: Annotated[bool, typer.Option("--without-fsdp2", help="Skip FSDP2.")] = False,
     results: Annotated[Path | None, typer.Option(help="Folder for the result file.")] = None,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
     one: Annotated[int | None, typer.Option(hidden=True)] = None,
     given: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
@@ -289,7 +289,7 @@ def main(
     elif not small:
         write_result("sharded", content, date)
     if not all(rows[contender].get("same_bits") for contender in ("shared", "within")):
-        raise SystemExit("losses differ from plain PyTorch's: same_bits is false in the table above")
+        raise SystemExit("losses differ from plain PyTorch's, or a process ended early: see the table")
 
 
 if __name__ == "__main__":

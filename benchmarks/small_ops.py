@@ -51,7 +51,7 @@ def _seconds(op: Callable[[], object]) -> float:
 def main(
     *,
     rounds: Annotated[int, typer.Option(min=3, help="Number of rounds per op.")] = 30,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Measure, print a table, and write the numbers to benchmarks/results."""
     torch.set_num_threads(1)

@@ -148,7 +148,7 @@ def _worked_out() -> list[dict[str, Any]]:
 
 def main(
     rounds: Annotated[int, typer.Option(min=3, help="Number of rounds; each contender runs one step per round.")] = 8,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Measure, print tables, and write the numbers to benchmarks/results/split.json."""
     rows: list[dict[str, Any]] = []

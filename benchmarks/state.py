@@ -68,7 +68,7 @@ def main(
     policy: Annotated[str, typer.Option(help="Planning policy.")] = "auto",
     in_core: Annotated[bool, typer.Option("--in-core", help="Also train in plain PyTorch and compare losses.")] = False,
     name: Annotated[str, typer.Option(help="Name of the result file.")] = "state",
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Train, save and resume; exit with status 1 if a peak exceeds the allowed memory or losses differ."""
     limit = parse_bytes(budget)

@@ -158,17 +158,17 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Table:
 
 def main(
     *,
-    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable. [default: all]")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable (default: all).")] = None,
     fraction: Annotated[
-        list[float] | None, typer.Option(help="Divisors of the bytes chosen by --of; repeatable. [default: 2, 4]")
+        list[float] | None, typer.Option(help="Divisors of the bytes chosen by --of; repeatable (default: 2, 4).")
     ] = None,
     of: Annotated[Whole, typer.Option(help="Bytes that budgets are fractions of.")] = Whole.EAGER,
-    policy: Annotated[list[str] | None, typer.Option(help="Planning policies; repeatable. [default: auto]")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="Planning policies; repeatable (default: auto).")] = None,
     rounds: Annotated[int, typer.Option(help="Number of steps per process.")] = 55,
     warm_up: Annotated[int, typer.Option(help="Number of these steps excluded from medians.")] = 35,
     home: Annotated[str, typer.Option(help="Home: disk, host, or a folder on a disk.")] = "disk",
     noise: Annotated[bool, typer.Option(help="Keep a core busy in every other second of the first rounds.")] = False,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Measure, print a table for each model and the medians, and write results/unseen.json or unseen-noise.json."""
     results: dict[str, Any] = {}

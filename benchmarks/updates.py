@@ -99,12 +99,12 @@ def _measure(model: str, parts: list[float], rounds: int) -> list[dict[str, Any]
 
 def main(
     *,
-    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable. [default: all]")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable (default: all).")] = None,
     part: Annotated[
-        list[float] | None, typer.Option(help="Divisors of plain PyTorch's peak; repeatable. [default: 2, 4]")
+        list[float] | None, typer.Option(help="Divisors of plain PyTorch's peak; repeatable (default: 2, 4).")
     ] = None,
     rounds: Annotated[int, typer.Option(min=5, help="Number of rounds; each step runs once per round.")] = 40,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Measure, print tables, and write the numbers to benchmarks/results/updates.json."""
     results: list[dict[str, Any]] = []

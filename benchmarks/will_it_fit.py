@@ -124,8 +124,8 @@ def _table(rows: dict[str, dict[str, Any]]) -> Table:
 
 
 def main(
-    name: Annotated[list[str] | None, typer.Option(help="Configurations; repeatable. [default: all]")] = None,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    name: Annotated[list[str] | None, typer.Option(help="Configurations; repeatable (default: all).")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
     exact: Annotated[
         bool, typer.Option("--exact", help="Compare steps built from a few layers with fully captured ones.")
     ] = False,

@@ -1,4 +1,4 @@
-"""Predict the steps of jobs whose speed other systems publish, on the same card.
+"""Predict the steps of published jobs of other systems on the same card.
 
 Each job is captured on meta tensors and planned within the other system's memory, in its own process. Op costs are a
 roofline over a preset's peak rates, and links carry both directions concurrently; see ``outofcore.presets``. An

@@ -1,4 +1,4 @@
-"""Run the Python blocks of the README in order; those with the fence ``python {.no-run}`` are only compiled.
+"""Run the Python blocks of the README in order; blocks with the fence ``python {.no-run}`` are only compiled.
 
 python tools/readme_blocks.py [FILE...]
 """

@@ -52,7 +52,7 @@ CASES = {
 }
 
 _ALLOCATIONS = {"aten::empty", "aten::empty_strided", "aten::resize_"}
-# Calls that do not compute, besides those whose schema returns a view.
+# Calls that do not compute, although their schema does not return a view.
 _FREE = _ALLOCATIONS | {
     "aten::_local_scalar_dense",
     "aten::_unsafe_view",
