@@ -18,7 +18,7 @@ _Draw = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Unseen:
-    """A model and its random training data; ``takes`` is the name of the model's input argument."""
+    """A model and its random training data; ``input_name`` is the name of the model's input argument."""
 
     shape: str
     batch: int

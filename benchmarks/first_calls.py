@@ -1,9 +1,9 @@
 """Measure what the first calls of a compiled step cost beyond training, with a cold and a warm cache.
 
-Columns: ``first`` and ``worst`` later call, in medians of the last calls; ``beside``: the first call without capture,
-    in steps of plain PyTorch (at most 1.3 is expected if warm); ``beyond``: the first call minus 1.5 such steps;
-    ``/100``: all calls beyond the median, as a share of a hundred steps; ``kids``: processor seconds of ended child
-    processes.
+The columns ``first`` and ``worst`` are the first and the slowest later call, in medians of the last calls. ``beside``
+is the first call without capture, in steps of plain PyTorch; at most 1.3 is expected if warm. ``beyond`` is the first
+call minus 1.5 such steps. ``/100`` is the time of all calls beyond the median, as a share of a hundred steps. ``kids``
+are the processor seconds of ended child processes.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ def _write(workloads: Mapping[str, Any], folder: Path, name: str, picture: Path,
 
 def main(
     *,
-    workload: Annotated[list[str] | None, typer.Option(help="May be given several times (default: all).")] = None,
+    workload: Annotated[list[str] | None, typer.Option(help="Workloads to measure; repeatable (default: all).")] = None,
     option: Annotated[list[str] | None, typer.Option(help="Model option, as name=value; repeatable.")] = None,
     tool: Annotated[
         list[str] | None, typer.Option(help=f"Tools: {', '.join(_TOOLS)}; repeatable (default: all).")
@@ -303,20 +303,18 @@ def main(
         policy,
     )
     path = results / f"{name}.json"
-    results_by_workload: dict[str, Any] = (
-        json.loads(path.read_text(encoding="utf-8"))["workloads"] if path.exists() else {}
-    )
+    results_of: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["workloads"] if path.exists() else {}
     base = peak_of(Spec("gpt", TINY), 1)
     for workload_name in workload or defaults:
         options = {**defaults.get(workload_name, {"batch": 8}), **parse_options(option or [])}
-        results_by_workload[workload_name] = {**circumstances(date), **_measure(workload_name, options, settings, base)}
+        results_of[workload_name] = {**circumstances(date), **_measure(workload_name, options, settings, base)}
         ordered = {
-            key: results_by_workload[key]
-            for key in sorted(results_by_workload, key=[*defaults, *sorted({*results_by_workload} - {*defaults})].index)
+            key: results_of[key]
+            for key in sorted(results_of, key=[*defaults, *sorted({*results_of} - {*defaults})].index)
         }
         _write(ordered, results, name, picture, date)
         console().print(
-            markdown({workload_name: results_by_workload[workload_name]}), markup=False, highlight=False, soft_wrap=True
+            markdown({workload_name: results_of[workload_name]}), markup=False, highlight=False, soft_wrap=True
         )
     print(f"written to {path}, {path.with_suffix('.md')} and {picture}")
 

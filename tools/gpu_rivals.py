@@ -55,7 +55,7 @@ class Rival:
         model: the shape; ``kind`` is "decoder", or a workload of the zoo.
         samples: samples per step.
         device: a preset.
-        who: the other system.
+        system: the other system.
         cap: GiB of device memory that it used; None: the whole card.
         host: GiB of host memory for evicted tensors; None: unlimited.
         lora: whether the weights are frozen, with adapters on the blocks' linear layers.

@@ -184,8 +184,8 @@ class Job:
 def make(model: dict[str, Any], size: int, *, again: bool = False, foretold: bool = False) -> Job:
     """Build the job of a row.
 
-    ``size`` is the batch size, or the length of a sequence. ``again`` checkpoints blocks. ``foretold`` builds the job
-    on meta tensors, for capture with the kernels of an absent GPU.
+    ``size`` is the batch size, or the length of a sequence. ``checkpointed`` checkpoints blocks. ``for_capture`` builds
+    the job on meta tensors, for capture with the kernels of an absent GPU.
     """
     shape = dict(model)
     kind = shape.pop("kind")

@@ -223,13 +223,13 @@ def run(
 ) -> Outcome:
     """Run a process until it ends or its deadline passes, and kill its descendants.
 
-    ``until`` returns the deadline on the monotonic clock, which may change during the run. ``hear`` is called with each
-    result.
+    ``until`` returns the deadline on the monotonic clock, which may change during the run. ``on_result`` is called with
+    each result.
     """
     begin = time.monotonic()
     process = subprocess.Popen(
         command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-        preexec_fn=_end_with_parent,  # noqa: PLW1509 - it calls one function that is already loaded
+        preexec_fn=_end_with_parent,  # noqa: PLW1509 - calls an already loaded function
     )  # fmt: skip
     results: list[dict[str, Any]] = []
     tail: list[str] = []

@@ -1,6 +1,6 @@
 """Run the Python blocks of the README in order; blocks with the fence ``python {.no-run}`` are only compiled.
 
-python tools/readme_blocks.py [FILE...]
+Usage: python tools/readme_blocks.py [FILE...]
 """
 
 from __future__ import annotations

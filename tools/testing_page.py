@@ -1,7 +1,9 @@
 """Update the counts of docs/testing.md, between its two markers.
 
-python tools/testing_page.py            # print them
-python tools/testing_page.py --write
+    python tools/testing_page.py            # print them
+    python tools/testing_page.py --write
+
+Counts come from the sources, from pytest's collection, and from committed results.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Training steps from PyTorch's execution traces, such as those in the repository ``facebookresearch/param``.
 
 * **Ops** are the lowest calls that compute. A call is one op if its children only allocate and view, or read less than
-the call itself. Memory that an op allocates and does not return is its workspace. Consecutive calls on lists of tensors
-become one op per list position.
+  the call itself. Memory that an op allocates and does not return is its workspace. Consecutive calls on lists of
+  tensors become one op per list position.
 * **Storages** are the ids of the trace. Ids are reused after a free: a call that allocates or returns an id without
-receiving it begins another storage.
+  receiving it begins another storage.
 * **Mutations** are the schema's "!" arguments and batch norm's running statistics. ``fill_``, ``zero_``, ``copy_`` and
-``out=`` overwrite a storage if the tensor covers all of it.
+  ``out=`` overwrite a storage if the tensor covers all of it.
 * **Storages that exist before the step** are classified by use: see ``_Lifetime.classify``.
 
-Limits: traces have no times, so ops cost a roofline on a device (``outofcore.presets``). Collectives, updates and
-    copies from host memory are not rerunnable; all other ops are.
+Traces have no times, so ops cost a roofline on a device (``outofcore.presets``). Collectives, updates and copies from
+host memory are not rerunnable; all other ops are.
 """
 
 from __future__ import annotations

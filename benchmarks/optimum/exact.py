@@ -53,7 +53,7 @@ class Optimum:
 def optimum(
     graph: StepGraph, costs: Costs, budget: int, *, known: float | None = None, effort: int = 100_000
 ) -> Optimum | None:
-    """Search for a plan faster than ``known`` seconds, examining at most ``effort`` partial schedules.
+    """Search for a plan faster than ``known_seconds``, examining at most ``effort`` partial schedules.
 
     Returns None if no plan fits the budget. With several homes, the best plan for the first home, without a proof.
     """

@@ -29,11 +29,11 @@ class Fluid:
     Attributes:
         limit: bytes for large blocks.
         sizes: placed bytes of each storage; 0 for small and constant storages.
-        left: seconds of each op and all later ops.
+        remaining_seconds: seconds of each op and all later ops.
         next_use: first use of each storage from each op on, or the number of ops.
         gaps: gap by storage and starting op.
-        again: gaps that can be recomputed.
-        remade_until: for each storage, the last op before which a rerun may need an old version of it.
+        recomputable: gaps that can be recomputed.
+        rerun_sources_until: for each storage, the last op before which a rerun may need an old version of it.
     """
 
     graph: StepGraph
@@ -181,7 +181,7 @@ class Fluid:
         graph, history, op = self.graph, self.history, moment.op
         targets = {(s, history.version_at(s, op)) for s in storages}
         last_need = {content: index for index in runs for content in history.needs(graph.ops[index])}
-        ready: dict[Content, float] = {}  # rerun results by the time at which they are ready
+        ready: dict[Content, float] = {}  # time at which each rerun result is ready
         in_free, now = moment.in_free, moment
         pinned: set[int] = set()
 

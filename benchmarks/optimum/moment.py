@@ -23,7 +23,7 @@ class Event:
 
     Attributes:
         storages: the fetched storage; the recomputed storages; or pairs of an op's storages and their residencies.
-        gone: for an op: pairs of time and storage at which evicted bytes were freed.
+        freed: for an op: pairs of time and storage at which evicted bytes were freed.
         pinned: for reruns: storages read while being copied out.
     """
 
@@ -41,7 +41,7 @@ class Moment:
 
     Attributes:
         home: version of each storage at home; -1: no version.
-        begun: persistent storages that are at home at the start and end of the step.
+        initially_offloaded: persistent storages that are at home at the start and end of the step.
         last: time of the last allocation.
         done, in_free, out_free: times at which the compute, copy-in and copy-out queues are free.
         arrive, ready: ends of each storage's copy-in and copy-out.
@@ -100,7 +100,7 @@ def _held(moment: Moment, time: float) -> int:
 
 
 def free_at(moment: Moment, earliest: float, most: int) -> float | None:
-    """Return the first time from ``earliest`` at which at most ``most`` bytes are allocated, or None."""
+    """Return the first time from ``earliest`` at which at most ``max_bytes`` bytes are allocated, or None."""
     allocated = moment.held
     if allocated <= most:
         return earliest
