@@ -1,6 +1,6 @@
 """Compile the C++ that does not need CUDA into wheels; everything else is in pyproject.toml.
 
-The library that needs PyTorch is compiled only if PyTorch can be imported, as in a build without isolation, and is used
+The library that needs PyTorch is compiled only if PyTorch can be imported, as in a build without isolation. It is used
 only with the same PyTorch version. A wheel built without a compiler, and an editable installation, contain only
 sources, which are compiled on first use.
 """

@@ -1,7 +1,6 @@
-"""Workloads with random weights and data that the library's zoo does not have.
+"""Workloads that the library's zoo does not have, with random weights and data.
 
-BERT for sequence classification (Hugging Face), and ``narrow``: thousands of layers of 64 KiB, dominated by overhead
-per op.
+BERT for sequence classification, and ``narrow``: thousands of layers of 64 KiB, dominated by overhead per op.
 """
 
 from __future__ import annotations

@@ -25,11 +25,7 @@ _PRODUCTS = tuple(
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules to checkpoint, each with one tensor as its first argument.
-
-    Raises:
-        InputError: this file lists no block class for the model.
-    """
+    """Return the modules to checkpoint, each with one tensor as its first argument."""
     blocks = [
         module
         for name, module in model.named_modules()
@@ -54,11 +50,8 @@ def checkpoint_blocks(model: nn.Module, *, selective: bool = False) -> None:
 def checkpoint_chains(model: nn.Module, segments: int) -> None:
     """Run each chain of the model in ``segments`` segments with ``checkpoint_sequential``.
 
-    A chain is the longest run of consecutive blocks, or the layers of one block where blocks are not consecutive (a
-    U-Net). PyTorch never checkpoints the last segment.
-
-    Raises:
-        InputError: the model has no known blocks.
+    A chain is a run of consecutive blocks, or the layers of one block where blocks are not consecutive (a U-Net).
+    PyTorch never checkpoints the last segment.
     """
     blocks = set(blocks_of(model))
     chained: set[nn.Module] = set()

@@ -55,15 +55,7 @@ class Spec:
 class Worker:
     """A process that runs training steps on demand; a context manager.
 
-    Attributes:
-        name: label in the results.
-        spec: the workload and settings.
-        preload: shared library for ``LD_PRELOAD``.
-        limit: seconds to wait for an answer before killing the process; None: no limit.
-        script: worker script to run.
-
-    Raises:
-        WorkerError: the worker could not start.
+    ``preload`` is a library for ``LD_PRELOAD``, ``limit`` the seconds to wait for an answer before killing the process.
     """
 
     name: str
@@ -100,16 +92,11 @@ class Worker:
         self.close()
 
     def step(self) -> dict[str, Any]:
-        """Run one step and record its measurements."""
         self.steps.append(self.ask("step"))
         return self.steps[-1]
 
     def ask(self, command: str) -> dict[str, Any]:
-        """Send a command and wait for its answer.
-
-        Raises:
-            WorkerError: the worker failed.
-        """
+        """Send a command and return its answer; raise WorkerError if the worker fails."""
         if self._process.stdin is None:
             raise WorkerError(f"{self.name}: not started")
         try:
@@ -120,7 +107,6 @@ class Worker:
         return self._answer()
 
     def close(self) -> None:
-        """Close standard input and wait for the process to exit."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         if self._process.stdout is not None:
@@ -176,10 +162,7 @@ def budget_below(peak: int) -> int:
 
 
 def take_turns(workers: Sequence[Worker], rounds: int) -> None:
-    """Run ``rounds`` steps in each worker, in turns; the first worker of a round rotates.
-
-    Temporary slowdowns of the machine then affect all workers alike.
-    """
+    """Run ``rounds`` steps in each worker, in rotating turns, so that slowdowns affect all workers alike."""
     for number in range(rounds):
         first = number % len(workers)
         for worker in (*workers[first:], *workers[:first]):
@@ -189,10 +172,7 @@ def take_turns(workers: Sequence[Worker], rounds: int) -> None:
 
 
 def round_by_round(seconds: Sequence[float], reference: Sequence[float]) -> float:
-    """Return the median of the step-time ratios of two processes, paired by round.
-
-    Pairing cancels rounds in which the machine was slow for both; a ratio of medians would not.
-    """
+    """Return the median of two processes' step-time ratios by round; slow rounds cancel out."""
     return statistics.median(a / b for a, b in zip(seconds, reference, strict=True))
 
 
@@ -214,7 +194,6 @@ def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def find_tcmalloc() -> Path | None:
-    """Return the path of the system's tcmalloc (Debian: libtcmalloc-minimal4), if installed."""
     for folder in map(Path, _LIBRARY_FOLDERS):
         matches = sorted([*folder.glob(_TCMALLOC), *folder.glob(f"*/{_TCMALLOC}")])
         if matches:

@@ -1,7 +1,6 @@
 """Draw step time against memory as an SVG: one panel per workload, one curve per tool.
 
-Deterministic. Follows the reader's light or dark scheme. Tools differ in colour and in marker shape. The palette is
-Okabe and Ito's (Color Universal Design, 2008).
+Deterministic; follows the reader's light or dark scheme. Colours are Okabe and Ito's (Color Universal Design, 2008).
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ _LOG_FROM = 5.0  # the axis is logarithmic from this ratio of largest to smalles
 
 @dataclass(frozen=True)
 class Point:
-    """A measured run: bytes, seconds and its name."""
-
     x: float
     y: float
     name: str
@@ -58,12 +55,7 @@ class Panel:
 
 
 def draw(title: str, panels: Sequence[Panel]) -> str:
-    """Return the SVG text.
-
-    Args:
-        title: heading, also the accessible title.
-        panels: two per row; colours repeat after six curves.
-    """
+    """Return the SVG text, with two panels per row; colours repeat after six curves."""
     columns = min(2, max(1, len(panels)))
     width = (_WIDTH - 2 * _MARGIN - (columns - 1) * _GAP) / columns
     labels = (

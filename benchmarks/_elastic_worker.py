@@ -1,7 +1,4 @@
-"""Train elastically in one process started by torchrun; rank 0 prints its timings as JSON.
-
-Usage: torchrun … _elastic_worker.py OPTIONS, where OPTIONS is JSON.
-"""
+"""Train elastically in one process started by torchrun with JSON options; rank 0 prints its timings as JSON."""
 
 from __future__ import annotations
 

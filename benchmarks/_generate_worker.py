@@ -63,7 +63,6 @@ def _write(folder: Path, layers: int, width: int) -> None:
 
 
 def _memory() -> dict[str, int]:
-    """Return the memory counters of this process in KiB, by name."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return {name: int(value.split()[0]) for name, value in (line.split(":") for line in lines if " kB" in line)}
 

@@ -1,8 +1,7 @@
 """Worker of the adapter benchmark: trains LoRA on all linear layers of a Llama-shaped model.
 
-The argument is JSON, as for ``_worker.py``: ``mode`` is "eager" (PEFT in core), "outofcore" (compiled step, weights
-read from their files) or "followed" (eager loop in ``outofcore.budget``). Commands are ``step`` and ``report``.
-``--make FOLDER OPTIONS`` writes a model with random weights instead.
+Protocol as in ``_worker.py``; ``mode`` is "eager" (PEFT in core), "outofcore" (compiled step, weights read from files)
+or "followed" (eager loop). ``--make FOLDER OPTIONS`` writes a model with random weights instead.
 """
 
 from __future__ import annotations
@@ -200,7 +199,6 @@ class _Training:
 
 
 def main() -> None:
-    """Serve the parent until it closes standard input."""
     if sys.argv[1] == "--make":
         write_checkpoint(Path(sys.argv[2]), json.loads(sys.argv[3]))
         return

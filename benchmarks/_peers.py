@@ -21,14 +21,8 @@ _NEAR = 1.15
 def choose_budgets(smallest: int, in_core: int, at_peaks: Iterable[int], parts: Iterable[float]) -> list[int]:
     """Return the budgets to run in bytes, largest first.
 
-    They are ``smallest``, ``in_core``, budgets matching peers' peaks, and fractions of ``in_core``. Of peaks within 8
-    %, only the lowest is used. A fraction within 15 % of another budget is dropped.
-
-    Args:
-        smallest: smallest budget that can run a step.
-        in_core: budget without eviction.
-        at_peaks: budgets that keep our process below a peer's peak.
-        parts: divisors of ``in_core``.
+    They are ``smallest``, ``in_core``, ``at_peaks`` (which match peers' peaks), and ``in_core`` divided by ``parts``.
+    Of peaks within 8 %, only the lowest is used. A fraction within 15 % of another budget is dropped.
     """
     chosen = [in_core, smallest]
     for budget in sorted(at_peaks):
@@ -42,10 +36,7 @@ def choose_budgets(smallest: int, in_core: int, at_peaks: Iterable[int], parts: 
 
 
 def ratio_of(ours: Row, peer: Row) -> float:
-    """Return the median of two rows' step-time ratios, paired by round.
-
-    Pairing cancels rounds in which the machine was slow for both; a ratio of medians would not.
-    """
+    """Return the median of two rows' step-time ratios by round; slow rounds cancel out."""
     pairs = zip(_timed_seconds(ours), _timed_seconds(peer), strict=True)
     return statistics.median(mine / theirs for mine, theirs in pairs)
 
@@ -55,11 +46,10 @@ def _timed_seconds(row: Row) -> Sequence[float]:
 
 
 def verdicts(rows: Sequence[Row], tool: str = OURS) -> list[dict[str, Any]]:
-    """Compare each peer with our run whose peak is the next at or below the peer's.
+    """Compare each peer with our run (of ``tool``) whose peak is the next at or below the peer's.
 
-    Both are measurements, without interpolation. Taking the fastest run below the peer's peak would favour us, as the
-    best of noisy medians. ``ours`` and ``ratio`` (our seconds over the peer's) are None where none of our runs stayed
-    below the peer's peak. ``tool`` selects our runs.
+    The fastest run below the peer's peak would favour us, as the best of noisy medians. ``ours`` and ``ratio`` (our
+    seconds over the peer's) are None if no run stayed below the peer's peak.
     """
     ours = [row for row in rows if row["tool"] == tool]
     results: list[dict[str, Any]] = []
@@ -85,20 +75,18 @@ def verdicts(rows: Sequence[Row], tool: str = OURS) -> list[dict[str, Any]]:
 
 
 def below_all_peers(rows: Sequence[Row]) -> list[str]:
-    """Return the names of our runs whose peak is below every peer's."""
     peers = [row["peak"] for row in rows if row["tool"] not in _BOTH]
     return [row["name"] for row in rows if row["tool"] == OURS and row["peak"] < min(peers, default=0)]
 
 
 def markdown(workloads: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return one Markdown table per workload."""
     lines = [
         "# Step time and peak memory, compared with PyTorch's own tools",
         "",
         "By `make bench-peers`. Each row is a separate process; the processes of a workload take turns, step by step.",
         "*Step*: the median. *Peak*: the peak memory (RSS) of the process, above that of plain PyTorch after a step of",
         "a tiny model. *Ours over it*: the step time of the outofcore run with the next lower peak, over this one's:",
-        "both measured, nothing interpolated, the median of the ratios round by round; so is *over eager*. *Eager's",
+        "both measured, the median of the ratios round by round; so is *over eager*. *Eager's",
         "losses*: whether losses equal plain PyTorch's, bit for bit.",
     ]
     for name, result in workloads.items():
@@ -175,7 +163,6 @@ def _sentences(result: Mapping[str, Any]) -> list[str]:
 
 
 def _lines_of_slower(result: Mapping[str, Any], results: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return a line for each peak at which outofcore is not faster."""
     differing = {row["name"] for row in result["rows"] if row["same_losses"] is False}
     return [
         f"- not at that of {verdict['peer']}: "
@@ -187,6 +174,5 @@ def _lines_of_slower(result: Mapping[str, Any], results: Iterable[Mapping[str, A
 
 
 def _line(text: str) -> str:
-    """Return the first line of an error, at most 300 characters."""
     first = text.strip().splitlines()[0]
     return first if len(first) <= 300 else f"{first[:299]}…"

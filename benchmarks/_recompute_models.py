@@ -114,15 +114,12 @@ def _labels(*shape: int) -> Tensor:
 
 
 def lstm() -> Step:
-    """Return a step of 64 time steps, batch 256."""
     return _make_step(Unrolled(128, 512, 10), torch.empty(256, 64, 128), _labels(256))
 
 
 def inception() -> Step:
-    """Return a step of batch 16."""
     return _make_step(Inception(), torch.empty(16, 3, 128, 128), _labels(16))
 
 
 def unet() -> Step:
-    """Return a step of batch 8 on 128 x 128 images."""
     return _make_step(UNet(), torch.empty(8, 3, 128, 128), _labels(8, 128, 128))

@@ -1,8 +1,7 @@
 """Workloads with batches of many lengths: small models with random weights and data.
 
-Three have log-normal batch lengths: BERT, GPT-2, and a ResNet on images of many sizes. The others follow Liao et al.,
-*Mimose: An Input-Aware Checkpointing Planner for Efficient Training on GPU* (arXiv 2209.02478), in task, batch size and
-length range, with models that two cores can train.
+Three have log-normal lengths of batches. The others follow Mimose's tasks, batch sizes and lengths (Liao et al., arXiv
+2209.02478), with models that two cores can train.
 """
 
 from __future__ import annotations
@@ -24,16 +23,13 @@ _CLASSES = 10
 
 @dataclass(frozen=True)
 class Task:
-    """A training task.
+    """A training task with log-normal lengths, in tokens or pixels.
 
     Attributes:
         head: prediction target: "class", "choice", "span", "translation", "next" (token) or "image".
         batch: texts (for "choice": questions of four texts) per batch.
-        shortest, longest: range of the log-normal lengths, in tokens or pixels.
-        median: median length.
         sigma: standard deviation of the logarithms of lengths.
         together: whether one length is drawn per batch; otherwise texts are padded to the longest in their batch.
-        layers: default number of layers.
     """
 
     head: str
@@ -60,9 +56,7 @@ TASKS: Mapping[str, Task] = {
 def text_workload(name: str, options: Mapping[str, Any]) -> Workload:
     """Return the workload of one of ``TASKS``.
 
-    Args:
-        name: key of ``TASKS``.
-        options: zoo options; ``padded``: pad every batch to ``longest``; ``only``: length of every batch.
+    In addition to the zoo's options: ``padded`` pads every batch to ``longest``; ``only`` is the length of every batch.
     """
     task, zoo_options = TASKS[name], dict(options)
     padded, only = zoo_options.pop("padded", False), zoo_options.pop("only", None)

@@ -1,7 +1,6 @@
 """Worker of the trainer benchmark: fine-tunes GPT-2 with ``transformers.Trainer``, one step per command.
 
-The argument is JSON, as for ``_worker.py``: ``mode`` is "eager" (the trainer alone) or "followed" (the trainer in
-``outofcore.budget``). ``step`` returns the loss and time of a step. ``report`` returns a digest of the weights and the
+Protocol as in ``_worker.py``; ``mode`` is "eager" or "followed". ``report`` returns a digest of the weights and the
 peak memory. Closing standard input ends the training.
 """
 
@@ -106,7 +105,6 @@ def _train(spec: dict[str, Any], answer: Any) -> None:
 
 
 def main() -> None:
-    """Serve the parent until it closes standard input."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # other output goes to standard error
 

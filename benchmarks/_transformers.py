@@ -1,7 +1,4 @@
-"""Training steps of ``transformers`` models in users' style: gradients are cleared at the start of a step.
-
-Weights are random, sizes are the published ones. A batch is 16 texts of 512 tokens, or 32 images.
-"""
+"""Training steps of ``transformers`` models: random weights, published sizes, 16 texts of 512 tokens or 32 images."""
 
 from __future__ import annotations
 
@@ -50,32 +47,26 @@ _T5.decoder_start_token_id = 0  # pyright: ignore[reportAttributeAccessIssue] - 
 
 
 def bert() -> Step:
-    """Return a step of BERT base with masked language modelling."""
     return _step(AutoModelForMaskedLM.from_config(BertConfig()), _TEXT)
 
 
 def gpt2() -> Step:
-    """Return a step of GPT-2 with 124 million parameters."""
     return _step(AutoModelForCausalLM.from_config(GPT2Config()), _TEXT)
 
 
 def llama() -> Step:
-    """Return a step of TinyLlama with 1.1 billion parameters."""
     return _step(AutoModelForCausalLM.from_config(_LLAMA), _TEXT)
 
 
 def qwen() -> Step:
-    """Return a step of Qwen2 with half a billion parameters."""
     return _step(AutoModelForCausalLM.from_config(_QWEN), _TEXT)
 
 
 def t5() -> Step:
-    """Return a step of T5 base."""
     return _step(AutoModelForSeq2SeqLM.from_config(_T5), _TEXT)
 
 
 def vit() -> Step:
-    """Return a step of ViT base on 224 x 224 images."""
     return _step(AutoModelForImageClassification.from_config(ViTConfig()), _IMAGES)
 
 

@@ -1,7 +1,4 @@
-"""Hugging Face models that no other benchmark uses, with random weights and data.
-
-A step takes about half a second on two cores.
-"""
+"""Hugging Face models that no other benchmark uses, with random weights and data; half a second per step."""
 
 from __future__ import annotations
 
@@ -21,15 +18,7 @@ _Draw = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Unseen:
-    """A model and its random training data.
-
-    Attributes:
-        shape: description for tables.
-        batch: default batch size.
-        network: builds the model.
-        inputs: draws inputs and labels, from a batch size and a generator.
-        takes: name of the model's input argument.
-    """
+    """A model and its random training data; ``input_name`` is the name of the model's input argument."""
 
     shape: str
     batch: int

@@ -1,12 +1,8 @@
 """Train one workload of a benchmark step by step, on commands from the parent process.
 
-The argument is JSON: ``model`` (of the zoo, or "bert"), its ``options`` and a ``mode``. Modes are "eager", "checkpoint"
-(``torch.utils.checkpoint`` around each block), "sequential" (``checkpoint_sequential`` in ``segments``), "compile"
-(``torch.compile`` that may save a ``share`` of the activations), "outofcore", "followed" (``outofcore.budget``) and
-"survey". Ours also take ``budget``, ``home``, ``policy`` and ``kernels``.
-
-Each line of standard input is a command (``step``, ``report``, ``forget-peak``, ``picture PATH``), answered with a line
-of JSON on standard output. Other output goes to standard error.
+The argument is JSON: ``model`` (of the zoo, or "bert"), its ``options`` and a ``mode`` with its settings. Each line of
+standard input is a command (``step``, ``report``, ``forget-peak``, ``picture PATH``), answered with a line of JSON on
+standard output. Other output goes to standard error.
 """
 
 from __future__ import annotations
@@ -45,11 +41,7 @@ Answer = dict[str, Any]
 
 
 def _start_loop(model: torch.nn.Module, spec: dict[str, Any]) -> outofcore.Loop:
-    """Start a loop with one of these policies.
-
-    "auto"; "moves": no recomputation; "unplaced": no planned offsets; "demand": no plan; "late": no plan and no copies
-    ahead of an op.
-    """
+    """Start a loop with policy "auto", "moves" (no recomputation), "unplaced", "demand" (no plan) or "late"."""
     policy: Any = "auto"
     match spec["policy"]:
         case "moves":
@@ -133,7 +125,6 @@ class _Training:
         return answer
 
     def forget_peak(self) -> Answer:
-        """Return the peak RSS so far, and reset it."""
         peak = peak_memory_bytes()
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         return {"peak_rss": peak}

@@ -1,14 +1,9 @@
 """Measure what each technique of the plan search saves in step time and costs in planning time.
 
-Each technique of ``SearchParams`` is switched off in turn. ``--joint`` removes techniques one after another and keeps
-them off while steps are at most 0.3 % slower on average and 1 % at worst. Techniques that overlap look useless one at a
-time. The joint run also plans for a slower device with a disk, for little host memory with a disk behind it, and
-without a home.
-
-The steps are those of ``benchmarks/compare.py`` (graph files for a V100, in the ``--graphs`` folder) at several
-budgets, and those under ``instances/small``. Ratios are the predicted step time without a technique over that with it.
-The table lists their geometric mean and maximum, the number of cells that move by 0.5 % or more, and the planning
-times.
+Each technique of ``SearchParams`` is switched off in turn; overlapping techniques may look useless. ``--joint`` removes
+techniques cumulatively, up to a slowdown of 0.3 % on average and 1 % at worst. The steps come from
+``benchmarks/compare.py`` (a V100, in the ``--graphs`` folder) and ``instances/small``. A ratio is a predicted step time
+without a technique over the time with it; changes from 0.5 % count.
 """
 
 from __future__ import annotations
@@ -101,7 +96,6 @@ def cells(graphs: Path | None, shares: Sequence[float], *, other_homes: bool = F
 
 
 def _costs(graph: StepGraph, costs: Costs, homes: str) -> Costs:
-    """Return the costs with the homes of a cell."""
     if homes == "no home":
         return replace(costs, homes=())
     if homes == "disk":
@@ -126,7 +120,6 @@ def plan_cell(cell: Cell, off: Mapping[str, Any]) -> Outcome:
 
 
 def summarize(on: Mapping[str, Outcome], off: Mapping[str, Outcome]) -> dict[str, Any]:
-    """Summarize the step-time ratios and planning times of one technique."""
     by_kind: dict[str, Any] = {}
     for kind, names in (
         ("small", [name for name in on if name.startswith("small ")]),
@@ -188,7 +181,7 @@ def remove_jointly(todo: Sequence[Cell], jobs: int) -> Iterator[dict[str, Any]]:
 def main(
     graphs: Annotated[Path | None, typer.Option(help="Folder of graph files written by compare.py.")] = None,
     technique: Annotated[
-        list[str] | None, typer.Option(help="Techniques to switch off; repeatable. [default: all]")
+        list[str] | None, typer.Option(help="Techniques to switch off; repeatable (default: all).")
     ] = None,
     only: Annotated[str, typer.Option(help="Run steps whose name contains this text, e.g. 'slow' or '0.25'.")] = "",
     share: Annotated[

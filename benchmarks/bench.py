@@ -1,8 +1,7 @@
 """Measure step times at shrinking budgets against plain PyTorch, checkpointing and our in-core step.
 
 All processes of a workload run at once and take turns step by step, so the machine needs memory for all of them.
-Medians exclude the first rounds, which capture and plan, possibly twice. Peaks are the RSS of a process above that of a
-process after one step of a tiny model.
+Medians exclude the first rounds, which plan. Peaks are RSS above that of a tiny model's process.
 """
 
 from __future__ import annotations
@@ -132,16 +131,16 @@ def _measure(
 
 def main(
     *,
-    model: Annotated[str | None, typer.Option(help="Model of the zoo. [default: resnet50, gpt, unet3d]")] = None,
+    model: Annotated[str | None, typer.Option(help="Model of the zoo (default: resnet50, gpt, unet3d).")] = None,
     option: Annotated[list[str] | None, typer.Option(help="Model option, as name=value; repeatable.")] = None,
     fraction: Annotated[
-        list[float] | None, typer.Option(help="In-core peak divided by budget; repeatable. [default: 2, 4, 7.5]")
+        list[float] | None, typer.Option(help="In-core peak divided by budget; repeatable (default: 2, 4, 7.5).")
     ] = None,
     rounds: Annotated[int, typer.Option(min=_WARM_UP + 1, help="Number of steps per process.")] = 12,
     home: Annotated[str, typer.Option(help="Home: disk, host, or a folder on a disk.")] = "disk",
     policy: Annotated[str, typer.Option(help="Planning policy.")] = "auto",
     name: Annotated[str, typer.Option(help="Name of the result file under benchmarks/results.")] = "bench",
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Measure, print a table for each model, and write the numbers to benchmarks/results."""
     chosen = _WORKLOADS if model is None else {model: _WORKLOADS.get(model, {"batch": 8})}

@@ -1,8 +1,7 @@
 """Compare every policy on every zoo model at every budget: is ``auto`` ever slower than another policy?
 
-Each model is captured once, in a separate process, as a graph file; ``--graphs`` keeps the files. No step is run: costs
-are estimates for the devices of ``outofcore.presets`` (``--gpu``), as the results state. ``--model`` also accepts
-bert, gpt2, llama, qwen, t5 and vit of ``_transformers.py``. The budgets are those of ``outofcore plan --compare``.
+Each model is captured once as a graph file, with preset device costs (``--gpu``); no step is run. ``--model`` also
+accepts the models of ``_transformers.py``. The budgets are those of ``outofcore plan --compare``.
 """
 
 from __future__ import annotations
@@ -67,7 +66,6 @@ class Step:
 
 
 def capture(model: str, gpu: str, path: Path) -> None:
-    """Capture a step and write its graph file."""
     from outofcore.cli.subjects import find_step, subject_of  # noqa: PLC0415 - only this function needs PyTorch
 
     spec, options = (model, MODELS[model]) if model in MODELS else (f"{_OTHERS}:{model}", {})
@@ -119,7 +117,6 @@ def find_faster_policies(cells: Sequence[Answer]) -> list[str]:
 
 
 def markdown(cells: Sequence[Answer], policies: Sequence[str], notes: dict[str, str]) -> str:
-    """Return the page with one table per device."""
     lines = [
         "# Comparison of policies",
         "",
@@ -154,14 +151,14 @@ def print_progress(text: str) -> None:
 
 
 def main(
-    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable. [default: all]")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable (default: all).")] = None,
     gpu: Annotated[list[str] | None, typer.Option(help="Device presets; repeatable.")] = None,
     graphs: Annotated[Path | None, typer.Option(help="Folder for graph files, written and reused.")] = None,
     policies: Annotated[str, typer.Option(help="Planning policies, separated by commas.")] = ",".join(
         planning.POLICIES
     ),
     name: Annotated[str, typer.Option(help="Name of the result files under benchmarks/results.")] = "compare",
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Compare policies, print a table, and write it to benchmarks/results; exit with status 1 if ``auto`` is beaten."""
     cells: list[Answer] = []

@@ -1,7 +1,6 @@
 """Train a GPT that needs several times the budget, with and without outofcore, and compare.
 
-Runs four processes in sequence: a tiny model and the GPT, each in plain PyTorch and in outofcore. Peaks are counted
-above the tiny model's resident memory, which is that of the interpreter and its libraries.
+Peaks are counted above the resident memory of a tiny model, which is that of the interpreter and its libraries.
 """
 
 from __future__ import annotations

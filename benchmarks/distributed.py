@@ -1,13 +1,8 @@
 """Compare compiled steps and loops within a budget with DistributedDataParallel in plain PyTorch.
 
-This process starts all processes of a workload, over gloo with one thread each. In each of them, training runs take
-turns of several steps, each with its own model. First: plain PyTorch, a compiled step without eviction, and a compiled
-step within half (or ``--share``) of that arena. Then: plain PyTorch and a loop within the same share of the loop's
-unconstrained peak.
-
-Losses and all state must equal plain PyTorch's, bit for bit. The bytes that each process sends are compared with the
-minimum for its gradients and buffers on a ring. ``hidden`` is the share of the collectives' time that overlaps with
-ops.
+Processes run over gloo with one thread each; in each, training runs take turns of several steps. Budgets are half (or
+``--share``) of the in-core arena, or of the loop's unconstrained peak. Losses and all state must equal plain PyTorch's
+bit for bit. Sent bytes are compared with the minimum on a ring.
 """
 
 from __future__ import annotations
@@ -116,10 +111,10 @@ def _collective_seconds(step: outofcore.Step[..., Any]) -> tuple[float, float]:
     if timeline is None:
         return 0.0, 0.0
     spans = zip(planned.program.instructions, timeline.starts, timeline.ends, strict=True)
-    communicating = sum(
+    communication_seconds = sum(
         end - start for instruction, start, end in spans if isinstance(instruction, Run) and instruction.communicates
     )
-    return communicating, time_spent(graph, planned.program, timeline)[0].for_others
+    return communication_seconds, time_spent(graph, planned.program, timeline)[0].for_others
 
 
 def _peak_of_loop(work: zoo.Workload, rank: int, batches: Sequence[tuple[torch.Tensor, ...]]) -> int:
@@ -135,7 +130,6 @@ def _peak_of_loop(work: zoo.Workload, rank: int, batches: Sequence[tuple[torch.T
 def _run_rank(
     rank: int, processes: int, store: str, name: str, options: Mapping[str, Any], rounds: int, share: float
 ) -> None:
-    """Run all trainings of one rank; rank 0 prints the results as JSON."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes, timeout=_TIMEOUT)
     work = zoo.workload(name, **options)
@@ -181,7 +175,7 @@ def _run_rank(
         "eager beside loop": second_eager,
         "loop": loop,
     }
-    communicating, waiting = (
+    communication_seconds, wait_seconds = (
         statistics.median(column) for column in zip(*waits[_WARM_UP // _TURN :] or waits, strict=True)
     )
     if not rank:
@@ -199,8 +193,8 @@ def _run_rank(
                     "collectives": len(collectives),
                     "sent_bytes": sum(collective.sent_bytes for collective in collectives),
                     "least_bytes": min_sent_bytes,
-                    "communication_seconds": communicating,
-                    "waited_seconds": waiting,
+                    "communication_seconds": communication_seconds,
+                    "waited_seconds": wait_seconds,
                 }
             )
         )
@@ -249,7 +243,7 @@ def _print(rows: Mapping[str, Mapping[str, Any]]) -> None:
         table.add_column(heading, justify="right")
     for name, row in rows.items():
         eager = statistics.median(row["seconds"]["eager"][_WARM_UP:] or row["seconds"]["eager"])
-        communicating = row["communication_seconds"]
+        communication_seconds = row["communication_seconds"]
         table.add_row(
             name,
             format_seconds(eager),
@@ -260,7 +254,7 @@ def _print(rows: Mapping[str, Mapping[str, Any]]) -> None:
             format_bytes(row["loop_budget"]),
             "yes" if all(row["same_bits"]) else "no",
             f"{row['sent_bytes'] / row['least_bytes']:.3f}",
-            f"{1 - row['waited_seconds'] / communicating:.0%}" if communicating else "",
+            f"{1 - row['waited_seconds'] / communication_seconds:.0%}" if communication_seconds else "",
         )
     console().print(table)
 
@@ -268,7 +262,7 @@ def _print(rows: Mapping[str, Mapping[str, Any]]) -> None:
 def main(
     *,
     workload: Annotated[
-        list[str] | None, typer.Option(help="Workload: gpt or resnet; repeatable. [default: both]")
+        list[str] | None, typer.Option(help="Workload: gpt or resnet; repeatable (default: both).")
     ] = None,
     option: Annotated[
         list[str] | None, typer.Option(help="Model option of the zoo, as name=value; repeatable.")
@@ -276,11 +270,11 @@ def main(
     processes: Annotated[int, typer.Option(min=2, help="Number of processes.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Steps per training run.")] = 30,
     share: Annotated[
-        float | None, typer.Option(help="Budget as a share of the peak. [default: 0.5; 0.7 with --small]")
+        float | None, typer.Option(help="Budget as a share of the peak (default: 0.5; 0.7 with --small).")
     ] = None,
     small: Annotated[bool, typer.Option("--small", help="Run tiny models, as a smoke test.")] = False,
     results: Annotated[Path | None, typer.Option(help="Folder for the result file.")] = None,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
     one: Annotated[int | None, typer.Option(hidden=True)] = None,
     given: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
@@ -306,7 +300,7 @@ def main(
     elif not small:
         write_result("distributed", {"processes": processes, "workloads": rows}, date)
     if not all(all(row["same_bits"]) for row in rows.values()):
-        raise SystemExit("losses or state differ from plain PyTorch's: same_bits is false in the table above")
+        raise SystemExit("losses or state differ from plain PyTorch's: see the column 'same bits'")
 
 
 if __name__ == "__main__":

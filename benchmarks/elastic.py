@@ -1,7 +1,6 @@
 """Measure elastic training with 4 logical workers on 1, 2 and 4 processes: switch times and bytes sent.
 
-Each training has four workers and a budget that fits the whole step, or half of it. All must end with the same bits.
-With more processes than cores, step times are recorded but not meaningful.
+All must end with the same bits. With more processes than cores, step times are recorded but not meaningful.
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
-"""Measure what the first calls of a compiled step cost beyond training: capture, profiling, planning, plan exchanges.
+"""Measure what the first calls of a compiled step cost beyond training, with a cold and a warm cache.
 
-Each row is a new process with an empty cache (cold) or with the cache that such a process left (warm). Columns:
-
-- ``first``, ``worst``: the first call and the slowest later call, in medians of the last calls.
-- ``beside``: the first call without capture, in median steps of plain PyTorch; at most 1.3 is expected if warm.
-- ``beyond``: the first call minus 1.5 of these steps, in seconds.
-- ``/100``: time of all calls beyond the median, as a share of a hundred steps.
-- ``kids``: processor seconds of child processes that have ended.
-
-Times are wall-clock and processor time. The last line is the time to import the library after PyTorch, from compiled
-modules as in an installation.
+The columns ``first`` and ``worst`` are the first and the slowest later call, in medians of the last calls. ``beside``
+is the first call without capture, in steps of plain PyTorch; at most 1.3 is expected if warm. ``beyond`` is the first
+call minus 1.5 such steps. ``/100`` is the time of all calls beyond the median, as a share of a hundred steps. ``kids``
+are the processor seconds of ended child processes.
 """
 
 from __future__ import annotations
@@ -85,7 +79,6 @@ def _build(name: str) -> tuple[_Step, torch.nn.Module, torch.optim.Optimizer, It
 
 
 def _children_seconds() -> float:
-    """Return the processor seconds of child processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -141,7 +134,6 @@ def _record_captures(compiled: outofcore.Step[..., Any]) -> list[tuple[float, fl
 
 
 def _measure_calls(name: str, budget: int, cache: Path, count: int, home: str) -> dict[str, Any]:
-    """Measure the first calls of a step."""
     eager = _eager_times(name)
     step, model, optimizer, batches = _build(name)
     wall, processor_seconds, losses = [], [], []
@@ -180,7 +172,6 @@ def _run_worker(*arguments: object) -> Any:
 
 
 def _summarize(measured: dict[str, Any]) -> dict[str, float]:
-    """Return a row of the table for wall-clock and for processor time."""
     row: dict[str, float] = {}
     for number, clock in enumerate(("wall", "processor")):
         times = measured[clock]
@@ -208,7 +199,7 @@ def _run_command(arguments: list[str]) -> Any:
 
 def main(
     *,
-    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable. [default: all]")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable (default: all).")] = None,
     calls: Annotated[int, typer.Option(min=_MEASURED + 2, help="Number of calls per process.")] = 60,
     home: Annotated[str, typer.Option(help="Home: disk, host, or a folder on a disk.")] = "disk",
     budgets: Annotated[

@@ -1,8 +1,7 @@
 """Compare steps that fit in the budget with plain PyTorch on its own malloc and on tcmalloc.
 
-The processes of a workload take turns step by step; ratios are medians over the rounds. Processes are restarted several
-times, because the physical memory of a process changes its speed by a few percent. tcmalloc is used if installed
-(Debian: libtcmalloc-minimal4).
+Processes take turns step by step; ratios are medians over the rounds. They are restarted several times, because the
+physical memory of a process changes its speed by a few percent.
 """
 
 from __future__ import annotations
@@ -90,13 +89,13 @@ def _print(result: dict[str, Any]) -> None:
 
 def main(
     *,
-    model: Annotated[str | None, typer.Option(help="Model of the zoo. [default: resnet50 and gpt]")] = None,
+    model: Annotated[str | None, typer.Option(help="Model of the zoo (default: resnet50 and gpt).")] = None,
     option: Annotated[list[str] | None, typer.Option(help="Model option, as name=value; repeatable.")] = None,
     rounds: Annotated[int, typer.Option(min=_WARM_UP + 1, help="Number of steps per process.")] = 8,
     launches: Annotated[int, typer.Option(min=1, help="Number of process restarts.")] = 4,
     policy: Annotated[str, typer.Option(help="Planning policy.")] = "auto",
     name: Annotated[str, typer.Option(help="Name of the result file under benchmarks/results.")] = "fit",
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Measure, print tables, and write the numbers to benchmarks/results."""
     chosen = _WORKLOADS if model is None else {model: _WORKLOADS.get(model, {"batch": 8})}

@@ -1,10 +1,7 @@
 """Compare an eager loop under ``outofcore.budget`` with plain PyTorch and with a compiled step.
 
-The processes of a workload take turns step by step; ratios are medians over the second half of the rounds. Budgets are
-shares of the loop's unconstrained peak. The first step runs on demand; later steps follow plans that are made
-concurrently.
-
-``--ablate`` runs loops with one technique switched off instead.
+Processes take turns step by step; ratios are medians over the second half of the rounds. Budgets are shares of the
+loop's unconstrained peak. ``--ablate`` runs loops with one technique switched off instead.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ _ROOM = 64 * GIB
 
 
 def _peak(model: str, options: dict[str, Any]) -> int:
-    """Return the peak arena bytes of the unconstrained loop."""
     with Worker("roomy", Spec(model, options, "followed", _ROOM)) as worker:
         take_turns([worker], 2)
         return worker.steps[-1]["peak_bytes"]
@@ -144,13 +140,13 @@ def _print(model: str, rows: list[dict[str, Any]]) -> None:
 
 def main(
     *,
-    model: Annotated[str | None, typer.Option(help="Model of the zoo. [default: resnet50 and gpt]")] = None,
+    model: Annotated[str | None, typer.Option(help="Model of the zoo (default: resnet50 and gpt).")] = None,
     option: Annotated[list[str] | None, typer.Option(help="Model option, as name=value; repeatable.")] = None,
     share: Annotated[list[float] | None, typer.Option(help="Budgets, as shares of the peak; repeatable.")] = None,
     rounds: Annotated[int, typer.Option(min=_WARM_UP + 2, help="Number of steps per process.")] = 8,
     compiled: Annotated[bool, typer.Option(help="Also measure a compiled step.")] = True,
     ablate: Annotated[bool, typer.Option("--ablate", help="Measure loops with one technique switched off.")] = False,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Measure, print tables, and write the numbers to benchmarks/results."""
     chosen = _WORKLOADS if model is None else {model: _WORKLOADS.get(model, {"batch": 8})}

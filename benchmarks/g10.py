@@ -1,9 +1,6 @@
 """Plan the five training steps of G10 (Zhang et al., MICRO 2023) at 40 GiB: predicted step over compute seconds.
 
 Usage: python benchmarks/g10.py FOLDER   (the folder of the g10_*.json.gz graph files)
-
-Each instance is planned in its own process, to measure its peak memory. Prints a table and writes results/g10.json. No
-step is run: times are simulated, with the instances' kernels and links.
 """
 
 from __future__ import annotations
@@ -28,8 +25,6 @@ RESULTS = Path(__file__).parent / "results" / "g10.json"
 
 @dataclass(frozen=True)
 class Result:
-    """The result of planning one instance."""
-
     instance: str
     published: float
     ratio: float
@@ -41,7 +36,6 @@ class Result:
 
 
 def plan(path: Path, published: float) -> Result:
-    """Plan one instance in this process."""
     from outofcore.errors import ValidationError  # noqa: PLC0415  (not needed in the parent)
     from outofcore.graphfile import read_graph  # noqa: PLC0415
     from outofcore.planning import lower_bound_seconds, plan_step  # noqa: PLC0415

@@ -1,13 +1,8 @@
 """Generate text from a checkpoint larger than the memory limit: an eager loop compared with accelerate's offloading.
 
-A Llama-shaped model with random bfloat16 weights is written once to ``--folder`` as safetensors. Each tool loads it in
-its own process, in turn, and generates with greedy decoding. The tools are plain PyTorch, ``outofcore.budget``, and
-accelerate with ``disk_offload``, ``cpu_offload``, and ``device_map="auto"`` with the same ``max_memory``. ``--ram``
-limits each process and its page cache with a control group, so that every token reads the checkpoint from the disk.
-
-Reported are the seconds per token (the median, without the first three) and to the first token including loading.
-Memory is the peak anonymous memory, and the peak with pages of files. The last column compares a token with reading the
-same bytes from the files into one buffer.
+Each tool loads a Llama-shaped bfloat16 model in its own process and generates with greedy decoding. ``--ram`` limits a
+process and its page cache, so that every token reads the checkpoint from the disk. Seconds per token are the median
+without the first three. The last column compares a token with reading the same bytes from the files.
 """
 
 from __future__ import annotations
@@ -52,10 +47,7 @@ def _read_rate(folder: Path, *, direct: bool) -> float:
 
 @contextlib.contextmanager
 def _control_group(limit: int | None) -> Iterator[Callable[[], None] | None]:
-    """Yield a function that moves the calling process into a control group limited to ``limit`` bytes.
-
-    The group also counts the page cache.
-    """
+    """Yield a function that moves the calling process into a control group limited to ``limit`` bytes."""
     if limit is None:
         yield None
         return
@@ -105,7 +97,7 @@ def main(
     ram: Annotated[
         str | None, typer.Option(help="Memory limit per process, including its page cache; needs root.")
     ] = None,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Generate text from a checkpoint within a budget, with each tool."""
     if not folder.exists():

@@ -1,7 +1,6 @@
 """Measure how long a compiled step compares Python values that it has read, before each call.
 
-Five narrow transformers models with random weights have short steps, so the share is a worst case. Comparisons and
-steps alternate; each comparison is repeated at once with warm caches.
+The five transformers models are narrow, so the share of the step is a worst case.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def _batch(name: str) -> dict[str, torch.Tensor]:
 
 def main(
     write: Annotated[bool, typer.Option(help="Write benchmarks/results/guards.json.")] = False,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Measure the comparisons and print a table."""
     table = Table("model", "modules", "values", "comparison", "repeated", "step", "share of step")

@@ -1,8 +1,6 @@
 """Measure steps with Inductor's kernels: compile times, and equal losses at every budget.
 
-Each row is a separate process. The first process of a model compiles with an empty cache; later ones load its kernels.
-The first step of a process captures, compiles, profiles and plans; the row with PyTorch's own kernels shows the share
-that is not compiling. Ops are already profiled in all processes.
+Each row is a separate process; the first of a model compiles with an empty cache, later ones load its kernels.
 """
 
 from __future__ import annotations
@@ -77,9 +75,9 @@ def _measure(model: str, steps: int) -> dict[str, Any]:
 
 def main(
     *,
-    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable. [default: all]")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable (default: all).")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Number of steps per process.")] = 10,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Measure, print a table, and write benchmarks/results/kernels.json; fail if losses differ between budgets."""
     results: dict[str, Any] = {}

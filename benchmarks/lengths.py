@@ -1,12 +1,9 @@
 """Train on batches of many lengths within a budget, as an eager loop and as a compiled step.
 
-The first part trains BERT, GPT-2 and a ResNet on log-normal lengths at half of the longest batch's peak. It reports the
-first 60 steps and the later steps over plain PyTorch. It also reports the first step of a length over later steps of
-that length, each over plain PyTorch's step on the same batch. The second part runs the tasks of Mimose (see
-``_texts.py``), and compares with padding every batch to the longest and with checkpointing every block.
-
-Processes run one at a time, because a planner that runs between turns would have the cores to itself. All processes run
-``repeats`` times; each step counts with its median.
+The first part trains BERT, GPT-2 and a ResNet on log-normal lengths at half of the longest batch's peak. The second
+part runs the tasks of Mimose, compared with padding to the longest and with checkpointing. Processes run one at a time,
+because a planner that runs between turns would have the cores to itself. Each step counts with its median over
+``repeats`` runs.
 """
 
 from __future__ import annotations
@@ -35,7 +32,6 @@ _CONTENDERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 
 def _peak(task: str, options: Mapping[str, Any]) -> int:
-    """Return the peak arena bytes of the longest batch without a budget."""
     with Worker("longest", Spec(task, {**options, "only": TASKS[task].longest}, "followed", _ROOM)) as worker:
         take_turns([worker], 2)
         return worker.steps[-1]["peak_bytes"]
@@ -90,10 +86,7 @@ def _over_eager(seconds: Mapping[str, Sequence[float]], part: slice) -> dict[str
 
 
 def _new_over_repeated_length(row: Mapping[str, Any], contender: str) -> float | None:
-    """Return the median first step of a length over the median later step, both over plain PyTorch.
-
-    The first length is excluded: its first step is the first of the whole run.
-    """
+    """Return the median first step of a length over the median later step, both over plain PyTorch."""
     seen_lengths, new, repeated = {row["lengths"][0]}, [], []
     for number, length in enumerate(row["lengths"][1:], 1):
         ratio = row["seconds"][contender][number] / row["seconds"]["eager"][number]
@@ -150,11 +143,11 @@ def main(
     rounds: Annotated[int, typer.Option(min=3, help="Batches of each task of Mimose.")] = 16,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each process.")] = 3,
     task: Annotated[
-        list[str] | None, typer.Option(help=f"Tasks: {', '.join(TASKS)}; repeatable. [default: all]")
+        list[str] | None, typer.Option(help=f"Tasks: {', '.join(TASKS)}; repeatable (default: all).")
     ] = None,
     compiled: Annotated[bool, typer.Option(help="Also measure a compiled step.")] = True,
     small: Annotated[bool, typer.Option("--small", help="Run tiny models on a few batches, as a smoke test.")] = False,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Measure, print tables, and write the numbers to benchmarks/results/lengths.json (not with --small)."""
     options: dict[str, Any] = {"layers": 2, "width": 64, "batch": 2, "vocab": 512} if small else {}

@@ -1,13 +1,9 @@
 """Predict step times of ``outofcore.budget`` loops on GPUs with and without recomputation, without a GPU.
 
-Each loop runs in eager PyTorch on meta tensors. A recorder records what ``paging.cpp`` records: ops, the storages of 64
-KiB and more that they touch, and frees. Recomputation follows ``runtime/csrc/follow/recipes.h``: autograd saves a
-recipe instead of a tensor, and its ops run again when a backward node unpacks it. Only the ops of ``Device::repeats``
-in ``device_cuda.h`` are recomputed, their inputs stay alive, and ``worth_making_again`` chooses the tensors. Both
-records are planned with keep and offload only.
-
-Op costs are a roofline over ``outofcore.presets``, without host time. An optimizer's update is one op per parameter.
-The last column is the same loop with ``torch.utils.checkpoint`` around each block.
+Each loop runs in eager PyTorch on meta tensors; a recorder records the ops and storages that ``paging.cpp`` records.
+Recomputation follows ``runtime/csrc/follow/recipes.h``, with the ops of ``Device::repeats`` and the choice of
+``worth_making_again``. Both records are planned with keep and offload only. Op costs are a roofline over
+``outofcore.presets``, without host time; an optimizer's update is one op per parameter.
 """
 
 from __future__ import annotations
@@ -118,9 +114,7 @@ def _strong(weak: StorageWeakRef | None) -> torch.UntypedStorage | None:
 class Recorder(TorchDispatchMode):
     """Records the ops of a step as the integers that ``read_record`` parses.
 
-    Attributes:
-        device: cost model.
-        chosen: storages that autograd saves as recipes, in order of first use.
+    ``chosen`` are the storages that autograd saves as recipes, in order of first use.
     """
 
     device: Device
@@ -388,8 +382,6 @@ class Recorder(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Loop:
-    """A training loop whose model and inputs are meta tensors."""
-
     title: str
     build: Callable[[], tuple[nn.Module, Callable[[nn.Module], Tensor]]]
     states: int  # tensors of optimizer state for each parameter
@@ -446,7 +438,6 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0
 def record(
     loop: Loop, device: Device, chosen: frozenset[int] = frozenset(), *, checkpointed: bool = False
 ) -> tuple[StepRecord, Recorder]:
-    """Record one step of a loop on meta tensors."""
     with torch.device("meta"), mock.patch.object(F, "scaled_dot_product_attention", _attention):
         model, loss_of = loop.build()
         if checkpointed:
@@ -507,7 +498,6 @@ def predict(name: str, key: str) -> dict[str, Any]:
 
 
 def render_page(predictions: Iterable[dict[str, Any]]) -> str:
-    """Return the predictions as a Markdown page."""
     lines = [
         "# Recomputation in loops on GPUs, predicted",
         "",

@@ -1,9 +1,7 @@
 """Train LoRA on all linear layers of a 1.1 B-parameter model within 400 MiB, compared with PEFT in core.
 
-The model has TinyLlama's shape and random weights in safetensors files, written on first use. Losses and adapters must
-be equal bit for bit. Also compared: bytes copied of frozen weights, step times, time to the end of the first step,
-memory by the kernel's counters, and disk use. ``compile`` reads weights from their files; ``follow`` is an eager loop
-in ``outofcore.budget``. The processes take turns.
+The model has TinyLlama's shape and random weights, written on first use. Losses and adapters must be equal bit for bit.
+``compile`` reads weights from their files; ``follow`` is an eager loop in ``outofcore.budget``.
 """
 
 from __future__ import annotations
@@ -105,18 +103,18 @@ def main(
     folder: Annotated[Path, typer.Argument(help="Folder for weights and homes, on a fast disk with 7 GB free.")],
     *,
     way: Annotated[
-        list[str] | None, typer.Option(help="Contender: compile or follow; repeatable. [default: both]")
+        list[str] | None, typer.Option(help="Contender: compile or follow; repeatable (default: both).")
     ] = None,
     dtype: Annotated[
-        list[str] | None, typer.Option(help="Data type: bf16 or fp32; repeatable. [default: both]")
+        list[str] | None, typer.Option(help="Data type: bf16 or fp32; repeatable (default: both).")
     ] = None,
     budget: Annotated[
-        str | None, typer.Option(help="Memory budget. [default: 400MiB for bf16, 800MiB for fp32]")
+        str | None, typer.Option(help="Memory budget (default: 400MiB for bf16, 800MiB for fp32).")
     ] = None,
     rounds: Annotated[int, typer.Option(min=2, help="Number of steps per process.")] = 6,
     checkpointing: Annotated[bool, typer.Option(help="Checkpoint each layer in all processes.")] = True,
     small: Annotated[bool, typer.Option("--small", help="Run a tiny model, as a smoke test.")] = False,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Measure, print tables, and write the numbers to benchmarks/results/lora.json (not with --small)."""
     contenders = way or list(_MODES)

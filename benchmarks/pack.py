@@ -1,17 +1,9 @@
-"""Compare our placement algorithms with first fit and with other allocators: heights and times.
+"""Compare our placement algorithms with first fit and with omnimalloc's (PyPI, if installed): heights and times.
 
-Input: the files under ``instances/pack`` or other files in MiniMalloc's CSV format; with ``--sizes``, randomly cut
-    boxes of known optimal height, to measure scaling. If omnimalloc (PyPI) is installed, its allocators run too, except
-    on rectangles with gaps, which it does not support.
-
-``--write`` regenerates the files; the traces are synthetic training steps, lowered with our own policies.
-
-``--zoo`` also packs training steps of the zoo: in core, and planned by ``auto`` for a half and a quarter of that.
-Writes ``results/pack.json``. Graphs are those of ``compare.py --graphs``; missing ones are captured.
-
-``--hard`` searches a placement within the capacity at the end of each file name, then again with each search technique
-switched off. Writes ``results/pack-hard.json``. MiniMalloc's repository has eleven hard instances in
-``benchmarks/challenging``::
+Reads the files under ``instances/pack``, other files in MiniMalloc's CSV format, or with ``--sizes`` randomly cut boxes
+of known optimal height. ``--zoo`` also packs training steps of the zoo and writes ``results/pack.json``. ``--hard``
+searches a placement within the capacity at the end of each file name, then again with each search technique switched
+off. MiniMalloc's repository has eleven hard instances in ``benchmarks/challenging``::
 
     python benchmarks/pack.py --hard minimalloc/*.csv
 """
@@ -72,11 +64,11 @@ def cut_box(count: int, width: int, height: int, seed: int) -> list[Rectangle]:
     while len(boxes) < count:
         box = max(generator.sample(boxes, min(3, len(boxes))), key=lambda b: (b[1] - b[0]) * (b[3] - b[2]))
         begin, end, low, high = box
-        across = generator.random() < 0.5
-        if (end - begin if across else high - low) < 2:
+        is_across = generator.random() < 0.5
+        if (end - begin if is_across else high - low) < 2:
             continue
         boxes.remove(box)
-        if across:
+        if is_across:
             cut = generator.randrange(begin + 1, end)
             boxes += [(begin, cut, low, high), (cut, end, low, high)]
         else:
@@ -164,9 +156,9 @@ def rectangles_of(program: Program) -> list[Rectangle]:
     for block in program.blocks:
         if not is_large(block.bytes):
             continue
-        begin, dies = (0, end) if block.wraps else (block.born, block.dies)
+        begin, end_of_block = (0, end) if block.wraps else (block.born, block.dies)
         gap = (block.dies, block.born) if block.wraps and block.born > 0 else None
-        rectangles.append(Rectangle(block.id, begin, dies, block.bytes, gap=gap))
+        rectangles.append(Rectangle(block.id, begin, end_of_block, block.bytes, gap=gap))
     return rectangles
 
 
@@ -262,8 +254,8 @@ def place_within_capacity(files: Sequence[Path], date: str | None) -> None:
             height = _height(rectangles, packing.offsets)
             cells.append(f"{seconds:.2f}" if height <= capacity else f"{height / capacity - 1:+.1%}")
             row = {"instance": path.stem, "rectangles": len(rectangles), "capacity": capacity, "without": name}
-            result_fields = {"height": height, "placed": height <= capacity, "cpu_seconds": round(seconds, 3)}
-            rows.append({**row, **result_fields, "seconds": round(elapsed, 3)})
+            outcome = {"height": height, "placed": height <= capacity, "cpu_seconds": round(seconds, 3)}
+            rows.append({**row, **outcome, "seconds": round(elapsed, 3)})
         table.add_row(path.stem, *cells)
     Console().print(table)
     result = {"seconds_at_most": _HARD_SECONDS, "seconds_at_most_without": _WITHOUT_SECONDS, "rows": rows}
@@ -300,13 +292,13 @@ def _height(rectangles: Sequence[Rectangle], offsets: Sequence[int]) -> int:
 
 
 def main(
-    files: Annotated[list[Path] | None, typer.Argument(help="CSV files. [default: all instances]")] = None,
+    files: Annotated[list[Path] | None, typer.Argument(help="CSV files (default: all instances).")] = None,
     sizes: Annotated[str, typer.Option(help="Numbers of rectangles to cut boxes into, e.g. 100,1000,10000.")] = "",
     effort: Annotated[float, typer.Option(min=0, help="Search effort, as of `outofcore pack`.")] = 0.05,
     hard_ones: Annotated[bool, typer.Option("--hard", help="Stay within the capacity in each file's name.")] = False,
     write: Annotated[bool, typer.Option("--write", help="Regenerate the instances.")] = False,
     zoo: Annotated[Path | None, typer.Option(help="Also pack zoo steps, with graphs in this folder.")] = None,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Print height, ratio to the lower bound, and seconds, for each instance and allocator."""
     if hard_ones:

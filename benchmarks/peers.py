@@ -1,11 +1,8 @@
 """Measure step time and peak memory of outofcore at several budgets and of PyTorch's own tools, on the CPU.
 
-Contenders: plain PyTorch (own malloc and tcmalloc), ``torch.utils.checkpoint`` around each block,
-    ``checkpoint_sequential``, ``torch.compile`` with an activation budget, and outofcore's ``auto`` with PyTorch's and
-    with Inductor's kernels. Each is a separate process. The peers run first, and their peaks become budgets for
-    outofcore, next to the smallest, the in-core and fractional budgets. All processes of a workload then take turns
-    step by step, so the machine needs memory for all of them. A run without enough memory and a peer that fails are
-    recorded as missing. Peaks are the RSS of a process above that of a tiny model's step.
+The peers run first, and their peaks become budgets for outofcore. All processes of a workload then take turns step by
+step, so the machine needs memory for all of them. Runs without enough memory and failing peers are recorded as missing.
+Peaks are the RSS of a process above that of a tiny model's step.
 """
 
 from __future__ import annotations
@@ -78,8 +75,6 @@ _VERSIONS = ("torch", "transformers", "outofcore")
 
 @dataclass(frozen=True)
 class Entry:
-    """A process to measure: its tool, name, workload and number of warm-up steps."""
-
     tool: str
     name: str
     spec: Spec
@@ -102,11 +97,7 @@ def _peer_entries(spec: Spec, tools: Sequence[str], shares: Sequence[float], seg
 
 
 def _start(stack: contextlib.ExitStack, entry: Entry, limit: float) -> Worker:
-    """Start a process and run its warm-up steps; ``facts`` receives the peak so far.
-
-    Raises:
-        WorkerError: the process failed.
-    """
+    """Start a process and run its warm-up steps; ``facts`` receives the peak so far."""
     if entry.tool == "tcmalloc" and entry.preload is None:
         raise WorkerError("libtcmalloc_minimal.so.4 is not installed (Debian: libtcmalloc-minimal4)")
     print(f"{entry.name} …", file=sys.stderr, flush=True)
@@ -162,8 +153,6 @@ def _same_losses(steps: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings for each workload."""
-
     tools: tuple[str, ...]
     shares: tuple[float, ...]
     segments: tuple[int, ...]
@@ -271,19 +260,19 @@ def _write(workloads: Mapping[str, Any], folder: Path, name: str, picture: Path,
 
 def main(
     *,
-    workload: Annotated[list[str] | None, typer.Option(help="May be given several times. [default: all]")] = None,
+    workload: Annotated[list[str] | None, typer.Option(help="Workloads to measure; repeatable (default: all).")] = None,
     option: Annotated[list[str] | None, typer.Option(help="Model option, as name=value; repeatable.")] = None,
     tool: Annotated[
-        list[str] | None, typer.Option(help=f"Tools: {', '.join(_TOOLS)}; repeatable. [default: all]")
+        list[str] | None, typer.Option(help=f"Tools: {', '.join(_TOOLS)}; repeatable (default: all).")
     ] = None,
     share: Annotated[
-        list[float] | None, typer.Option(help="Activation budgets of torch.compile; repeatable. [default: 1 0.5 0.2]")
+        list[float] | None, typer.Option(help="Activation budgets of torch.compile; repeatable (default: 1 0.5 0.2).")
     ] = None,
     segments: Annotated[
-        list[int] | None, typer.Option(help="Segments of checkpoint_sequential; repeatable. [default: 4]")
+        list[int] | None, typer.Option(help="Segments of checkpoint_sequential; repeatable (default: 4).")
     ] = None,
     fraction: Annotated[
-        list[float] | None, typer.Option(help="In-core peak divided by budget; repeatable. [default: 2, 4]")
+        list[float] | None, typer.Option(help="In-core peak divided by budget; repeatable (default: 2, 4).")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Maximum number of timed steps per process.")] = 8,
     seconds: Annotated[
@@ -296,7 +285,7 @@ def main(
     name: Annotated[str, typer.Option(help="Name of the result files.")] = "peers",
     results: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
     picture: Annotated[Path, typer.Option(help="File for the picture, SVG.")] = _PICTURE,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Measure, print tables, and write numbers, tables and picture; other workloads in the files stay."""
     defaults = _SMALL if small else _WORKLOADS
@@ -314,20 +303,18 @@ def main(
         policy,
     )
     path = results / f"{name}.json"
-    results_by_workload: dict[str, Any] = (
-        json.loads(path.read_text(encoding="utf-8"))["workloads"] if path.exists() else {}
-    )
+    results_of: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["workloads"] if path.exists() else {}
     base = peak_of(Spec("gpt", TINY), 1)
     for workload_name in workload or defaults:
         options = {**defaults.get(workload_name, {"batch": 8}), **parse_options(option or [])}
-        results_by_workload[workload_name] = {**circumstances(date), **_measure(workload_name, options, settings, base)}
+        results_of[workload_name] = {**circumstances(date), **_measure(workload_name, options, settings, base)}
         ordered = {
-            key: results_by_workload[key]
-            for key in sorted(results_by_workload, key=[*defaults, *sorted({*results_by_workload} - {*defaults})].index)
+            key: results_of[key]
+            for key in sorted(results_of, key=[*defaults, *sorted({*results_of} - {*defaults})].index)
         }
         _write(ordered, results, name, picture, date)
         console().print(
-            markdown({workload_name: results_by_workload[workload_name]}), markup=False, highlight=False, soft_wrap=True
+            markdown({workload_name: results_of[workload_name]}), markup=False, highlight=False, soft_wrap=True
         )
     print(f"written to {path}, {path.with_suffix('.md')} and {picture}")
 

@@ -1,8 +1,6 @@
 """Measure planning time and memory, and how they grow with the depth of a network.
 
-Residual networks are captured once each as graph files, with preset device costs. Each is planned in a new process that
-never imports PyTorch. ``--profile`` runs the stages of the pipeline under cProfile, including capture, and prints the
-slowest functions.
+Residual networks are captured once each as graph files; each is planned in a new process without PyTorch.
 """
 
 from __future__ import annotations
@@ -177,7 +175,7 @@ def main(
     graphs: Annotated[Path | None, typer.Option(help="Folder for graph files, written and reused.")] = None,
     profiled: Annotated[bool, typer.Option("--profile", help="Profile the stages instead.")] = False,
     name: Annotated[str, typer.Option(help="Name of the result file under benchmarks/results.")] = "plan",
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Measure, print a table, and write the numbers to benchmarks/results."""
     with tempfile.TemporaryDirectory() as temporary:

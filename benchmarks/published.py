@@ -9,9 +9,7 @@ FOLDER contains clones of these repositories, bare or not::
     git clone https://github.com/facebookresearch/param         # traces
     git clone https://github.com/cappadokes/idealloc            # packings
 
-Each instance is planned in its own process, to measure its peak memory. Prints tables and writes
-results/published.json; parts that did not run keep their results. No step is run: times are simulated with the
-instances' costs. The modules in ``instances/`` describe the instances and their comparisons.
+No step is run: times are simulated with the instances' costs. ``instances/`` describes the comparisons.
 """
 
 from __future__ import annotations
@@ -45,14 +43,7 @@ _PACK_SECONDS = 20.0  # time limit of the longer search
 
 @dataclass(frozen=True)
 class Part:
-    """Instances from one repository.
-
-    Attributes:
-        title: title of the table.
-        repository: name of the clone.
-        cases: names of the instances.
-        read: reads an instance, or rectangles to place.
-    """
+    """Instances from one repository; ``read`` reads an instance, or rectangles to place."""
 
     title: str
     repository: str
@@ -116,7 +107,6 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Return our step time over ``unit``."""
         return None if self.seconds is None else self.seconds / self.unit
 
     @property
@@ -154,7 +144,6 @@ class PackRow:
 
     @property
     def ratio(self) -> float:
-        """Return the height over the peak of live bytes."""
         return self.height / self.load
 
     @property
@@ -169,7 +158,6 @@ PACK_COLUMNS = ("instance", "rectangles", "load", "quick ratio", "quick s", "rat
 
 
 def plan_instance(instance: Instance) -> Row:
-    """Plan an instance in this process."""
     graph, costs, budget = instance.file.graph, instance.file.costs, instance.budget
     begin = time.perf_counter()
     try:

@@ -1,11 +1,7 @@
 """Plan steps without homes, so that evicted storages are recomputed.
 
-Steps are captured once each, in a separate process, with preset device costs; no step is run. ``--graphs`` keeps the
-graph files. Each step is planned at its smallest budget and at fractions of its in-core budget, and every plan is
-validated.
-
-``--sweep 20`` plans at 20 budgets instead, without and with the preset's homes, and reports plans that are slower than
-the plan of the next smaller budget.
+Steps are captured once each, with preset device costs; no step is run. Every plan is validated. ``--sweep 20`` plans at
+20 budgets, without and with the preset's homes, and reports plans slower than at a smaller budget.
 """
 
 from __future__ import annotations
@@ -44,7 +40,6 @@ _PARTS = (0.2, 0.3, 0.5)
 
 
 def capture(model: str, path: Path) -> None:
-    """Capture a step and write its graph file."""
     from outofcore.cli.subjects import find_step, subject_of  # noqa: PLC0415 - only this function needs PyTorch
 
     script = Path(__file__).parent / "_recompute_models.py"
@@ -101,7 +96,7 @@ def sweep_budgets(model: str, graph: StepGraph, costs: Costs, count: int) -> Non
 
 
 def main(
-    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable. [default: all]")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable (default: all).")] = None,
     graphs: Annotated[Path | None, typer.Option(help="Folder for graph files, written and reused.")] = None,
     sweep: Annotated[int, typer.Option(help="Number of budgets to plan at; 0 compares policies instead.")] = 0,
 ) -> None:

@@ -1,10 +1,7 @@
 """Measure steps of a few milliseconds that fit: ops called by native code, by Python, and in plain PyTorch.
 
-A multilayer perceptron at batch 8, a small convolutional network and a small GPT train in one process. Each has three
-contenders that take turns step by step; ratios are medians over the rounds. All contenders must have the same losses.
-
-A GPT of 124 million parameters has long steps and many ops. For it, the host time is reported: the step time minus the
-time of the ops. Plain PyTorch uses the op times of native code, which runs the same kernels.
+Contenders take turns step by step in one process and must have the same losses; ratios are medians over the rounds.
+Host time is the step time minus the time of the ops as native code runs them.
 """
 
 from __future__ import annotations
@@ -72,7 +69,7 @@ def _measure(name: str, rounds: int) -> dict[str, Any]:
         work = None
     contenders: dict[str, Callable[..., Any]] = {}
     compiled_steps: list[Any] = []
-    for name_of_contender in ("eager", "native", "python"):
+    for way in ("eager", "native", "python"):
         network = copy.deepcopy(model)
         optimizer: torch.optim.Optimizer
         if work is None:
@@ -80,7 +77,7 @@ def _measure(name: str, rounds: int) -> dict[str, Any]:
         else:
             optimizer = work.optimizer(network)
             step = work.make_step(network, optimizer)
-        if name_of_contender != "eager":
+        if way != "eager":
             step = outofcore.compile(
                 step,
                 network,
@@ -88,21 +85,21 @@ def _measure(name: str, rounds: int) -> dict[str, Any]:
                 budget=_BUDGET,
                 home="host",
                 dynamic=False,
-                replay=name_of_contender == "native",
+                replay=way == "native",
             )
             compiled_steps.append(step)
-        contenders[name_of_contender] = step
-    seconds: dict[str, list[float]] = {name_of_contender: [] for name_of_contender in contenders}
+        contenders[way] = step
+    seconds: dict[str, list[float]] = {way: [] for way in contenders}
     kernels: list[float] = []  # op seconds when native code calls them
     rounds = max(rounds // _FEWER.get(name, 1), 10)
     warm_up = max(_WARM_UP // _FEWER.get(name, 1), 5)
     order = list(contenders)
     for turn in range(warm_up + rounds):
         losses: dict[str, Any] = {}
-        for name_of_contender in order[turn % 3 :] + order[: turn % 3]:
+        for way in order[turn % 3 :] + order[: turn % 3]:
             begin = time.perf_counter()
-            losses[name_of_contender] = contenders[name_of_contender](*batch)
-            seconds[name_of_contender].append(time.perf_counter() - begin)
+            losses[way] = contenders[way](*batch)
+            seconds[way].append(time.perf_counter() - begin)
         kernels.append(contenders["native"].stats.compute_seconds)
         if not all(torch.equal(loss, losses["eager"]) for loss in losses.values()):
             raise AssertionError(f"{name}: losses differ in round {turn}")
@@ -110,24 +107,19 @@ def _measure(name: str, rounds: int) -> dict[str, Any]:
     ops = len(compiled_steps[0].captured.graph.ops)
     for step in compiled_steps:
         step.close()
-    steady = {name_of_contender: times[warm_up:] for name_of_contender, times in seconds.items()}
+    steady = {way: times[warm_up:] for way, times in seconds.items()}
     host_seconds = {
-        name_of_contender: statistics.median(
-            step_time - network for step_time, network in zip(times, kernels[warm_up:], strict=True)
-        )
-        for name_of_contender, times in steady.items()
+        way: statistics.median(step_time - network for step_time, network in zip(times, kernels[warm_up:], strict=True))
+        for way, times in steady.items()
     }
     return {
         "name": name,
         "instructions": instructions,
         "ops": ops,
         "beside_ops": host_seconds,
-        "beside_ops_each": {name_of_contender: times / ops for name_of_contender, times in host_seconds.items()},
-        "seconds": {name_of_contender: statistics.median(times) for name_of_contender, times in steady.items()},
-        "over_eager": {
-            name_of_contender: round_by_round(steady[name_of_contender], steady["eager"])
-            for name_of_contender in ("native", "python")
-        },
+        "beside_ops_each": {way: times / ops for way, times in host_seconds.items()},
+        "seconds": {way: statistics.median(times) for way, times in steady.items()},
+        "over_eager": {way: round_by_round(steady[way], steady["eager"]) for way in ("native", "python")},
     }
 
 
@@ -135,7 +127,7 @@ def main(
     rounds: Annotated[
         int, typer.Option(min=10, help="Number of rounds; each contender runs one step per round.")
     ] = 400,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Measure, print a table, and write the numbers to benchmarks/results/replay.json."""
     rows = [_measure(name, rounds) for name in ("mlp", "cnn", *_GPTS)]

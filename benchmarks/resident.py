@@ -1,9 +1,7 @@
 """Measure a process's resident memory beyond its tensors: loops in plain PyTorch and within half of their peak.
 
-Each row is two new processes. ``idle`` is the VmRSS after one training step of a tiny model, before the loop's model is
-built; the file also has ``imported``, the VmRSS after the imports. The peak (VmHWM) beyond ``idle`` is compared with
-the bytes of tensors. These are the peak of an unconstrained loop for plain PyTorch, and the budget for the other
-process. The parts of the process's memory are those of ``run.stats`` at its end.
+``idle`` is the VmRSS after one training step of a tiny model. The peak (VmHWM) beyond ``idle`` is compared with the
+peak of an unconstrained loop's tensors, or with the budget.
 """
 
 from __future__ import annotations
@@ -148,7 +146,7 @@ def main(
     *,
     steps: Annotated[int, typer.Option(min=1, help="Number of steps per loop.")] = 40,
     share: Annotated[float, typer.Option(help="Budget, as a share of the peak.")] = 0.5,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
     one: Annotated[str | None, typer.Option(hidden=True)] = None,
     budget: Annotated[int, typer.Option(hidden=True)] = 0,
 ) -> None:

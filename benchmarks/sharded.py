@@ -1,10 +1,7 @@
 """Compare compiled steps with ``shard=`` with FSDP2, in core and within a share of the in-core arena.
 
-Each contender has its own processes, over gloo with one thread each. All are alive at once and take turns step by step,
-so that slowdowns of the machine affect all alike. Reported are step-time ratios by round, peak resident memory of the
-timed steps beyond that before the model is built, and sent bytes. These are computed from the step, and counted by the
-kernel on the loopback interface, with headers. Losses must equal those of plain ``DistributedDataParallel`` bit for
-bit.
+Contenders have their own processes over gloo and take turns step by step. Sent bytes are computed from the step, and
+counted by the kernel on the loopback interface. Losses must equal those of plain ``DistributedDataParallel``.
 """
 
 from __future__ import annotations
@@ -51,7 +48,6 @@ _WARM_UP = 5
 
 
 def _memory_counter(name: str) -> int:
-    """Return a memory counter of this process in bytes."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
@@ -279,7 +275,7 @@ def main(
     small: Annotated[bool, typer.Option("--small", help="Run a tiny model, as a smoke test.")] = False,
     without_fsdp2: Annotated[bool, typer.Option("--without-fsdp2", help="Skip FSDP2.")] = False,
     results: Annotated[Path | None, typer.Option(help="Folder for the result file.")] = None,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
     one: Annotated[int | None, typer.Option(hidden=True)] = None,
     given: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
@@ -299,7 +295,7 @@ def main(
     elif not small:
         write_result("sharded", content, date)
     if not all(rows[contender].get("same_bits") for contender in ("shared", "within")):
-        raise SystemExit("losses differ from plain PyTorch's: same_bits is false in the table above")
+        raise SystemExit("losses differ from plain PyTorch's, or a process ended early: see the table")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,6 @@
-"""Compare policies with the optimal plan on steps small enough to solve.
+"""Compare policies with the optimal plan on the steps under ``instances/small``, which have at most 30 ops.
 
-Uses the files under ``instances/small``: synthetic training steps of at most 30 ops, each at two budgets, with the
-optimum of ``benchmarks/optimum`` in ``optimum.json``. Prints a table and writes ``results/small.json``. The optimum
-covers the class of schedules defined in ``benchmarks/optimum``; a ratio below 1 is a plan outside this class.
-
-``--write`` regenerates the files and searches the optima again.
+The optimum covers the class of schedules defined in ``benchmarks/optimum``; a ratio below 1 is a plan outside it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Measure the overhead of ops on small tensors in an eager loop under ``outofcore.budget``.
-
-One process with one thread runs each op a thousand times in a row, alternating between plain PyTorch and the loop.
-Figures are medians of the rounds' differences.
-"""
+"""Measure the overhead of ops on small tensors in an eager loop under ``outofcore.budget``."""
 
 from __future__ import annotations
 
@@ -55,7 +51,7 @@ def _seconds(op: Callable[[], object]) -> float:
 def main(
     *,
     rounds: Annotated[int, typer.Option(min=3, help="Number of rounds per op.")] = 30,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Measure, print a table, and write the numbers to benchmarks/results."""
     torch.set_num_threads(1)

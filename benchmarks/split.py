@@ -1,8 +1,7 @@
 """Measure smallest budgets with whole and with split ops, and the step times at these budgets.
 
-Measured: plain PyTorch, the step with whole ops at its smallest budget, and the step with split ops at its own. They
-    run in one process, take turns step by step, and must have the same losses. Estimated: the same budgets for larger
-    workloads on an H100, where all splits are assumed to be exact.
+Contenders run in one process and must have the same losses. The budgets of larger workloads are estimated for an H100,
+where all splits are assumed to be exact.
 """
 
 from __future__ import annotations
@@ -149,7 +148,7 @@ def _estimate_splits() -> list[dict[str, Any]]:
 
 def main(
     rounds: Annotated[int, typer.Option(min=3, help="Number of rounds; each contender runs one step per round.")] = 8,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Measure, print tables, and write the numbers to benchmarks/results/split.json."""
     rows: list[dict[str, Any]] = []

@@ -1,8 +1,6 @@
 """Train a GPT whose parameters and optimizer state stay at home, save a checkpoint, and resume from it.
 
-Runs processes in sequence, as a user would start them: a tiny model for the baseline; the model under a budget, saved
-at the end; the model resumed from that checkpoint; and with ``--in-core`` the model in plain PyTorch. Peaks are counted
-above the tiny model.
+Peaks are counted above a tiny model's. ``--in-core`` also trains in plain PyTorch and compares losses.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ def main(
     policy: Annotated[str, typer.Option(help="Planning policy.")] = "auto",
     in_core: Annotated[bool, typer.Option("--in-core", help="Also train in plain PyTorch and compare losses.")] = False,
     name: Annotated[str, typer.Option(help="Name of the result file.")] = "state",
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Train, save and resume; exit with status 1 if a peak exceeds the allowed memory or losses differ."""
     limit = parse_bytes(budget)

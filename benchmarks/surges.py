@@ -3,10 +3,7 @@
     python benchmarks/surges.py                        # 100 steps of each at 1.1 and 2 times the smallest budget
     python benchmarks/surges.py --steps 20 --only galore,surges
 
-Each case runs in plain PyTorch first. The table lists for each budget: whether losses and states are equal bit for bit;
-peak physical memory of the arena, with memory served outside it; unplanned requests, and bytes evicted for them; bytes
-that ops used from a home because the budget was too small; and how the calls ended. Exits with status 1 if bits differ
-or the budget is exceeded.
+Each case runs in plain PyTorch first. Exits with status 1 if bits differ or the budget is exceeded.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Fine-tune GPT-2 (124 million parameters) with ``transformers.Trainer``, alone and in ``outofcore.budget``.
 
-All weights are trained with the trainer's default optimizer (AdamW). Weights and tokens are random, so no download is
-needed. The trainings are processes that take turns step by step. Losses, weights, step times and peak memory are
-compared.
+Weights and tokens are random, so no download is needed. The trainings take turns step by step.
 """
 
 from __future__ import annotations
@@ -28,10 +26,10 @@ _SMALL: dict[str, Any] = {
 
 def main(
     *,
-    budget: Annotated[list[str] | None, typer.Option(help="Memory budgets; repeatable. [default: 1GiB]")] = None,
+    budget: Annotated[list[str] | None, typer.Option(help="Memory budgets; repeatable (default: 1GiB).")] = None,
     rounds: Annotated[int, typer.Option(min=3, help="Number of steps per process.")] = 20,
     small: Annotated[bool, typer.Option("--small", help="Run a tiny model, as a smoke test.")] = False,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Measure, print a table, and write the numbers to benchmarks/results/trainer.json (not with --small)."""
     options = _SMALL if small else _GPT2

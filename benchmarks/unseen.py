@@ -1,13 +1,8 @@
 """Measure step times of models that no other benchmark uses, at fractions of plain PyTorch's peak.
 
-Models of transformers with random weights (``_unseen.py``). Budgets are fractions of the peak RSS of plain PyTorch
-above that of a tiny model; with ``--of step``, of our in-core budget, which is smaller. All processes of a model run at
-once and take turns step by step. Ratios to our in-core step are medians by round, without the first rounds, which plan
-and replace plans.
-
-Two more ratios suit busy machines: of the quickest fifths of steps, and of processor time. Processor time excludes time
-taken by other processes and also excludes waits, whose share is a column. ``--noise`` keeps a core busy in every other
-second of the first ten rounds; decisions made then should not last.
+Processes take turns step by step; ratios to our in-core step are medians by round. For busy machines there are also
+ratios of the quickest fifths of steps, and of processor time. ``--noise`` keeps a core busy in every other second of
+the first ten rounds; decisions made then should not last.
 """
 
 from __future__ import annotations
@@ -163,17 +158,17 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Table:
 
 def main(
     *,
-    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable. [default: all]")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable (default: all).")] = None,
     fraction: Annotated[
-        list[float] | None, typer.Option(help="Divisors of the bytes chosen by --of; repeatable. [default: 2, 4]")
+        list[float] | None, typer.Option(help="Divisors of the bytes chosen by --of; repeatable (default: 2, 4).")
     ] = None,
     of: Annotated[Whole, typer.Option(help="Bytes that budgets are fractions of.")] = Whole.EAGER,
-    policy: Annotated[list[str] | None, typer.Option(help="Planning policies; repeatable. [default: auto]")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="Planning policies; repeatable (default: auto).")] = None,
     rounds: Annotated[int, typer.Option(help="Number of steps per process.")] = 55,
     warm_up: Annotated[int, typer.Option(help="Number of these steps excluded from medians.")] = 35,
     home: Annotated[str, typer.Option(help="Home: disk, host, or a folder on a disk.")] = "disk",
     noise: Annotated[bool, typer.Option(help="Keep a core busy in every other second of the first rounds.")] = False,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Measure, print a table for each model and the medians, and write results/unseen.json or unseen-noise.json."""
     results: dict[str, Any] = {}

@@ -1,10 +1,8 @@
 """Measure joint optimizer updates under small budgets.
 
-Under a small budget, each parameter is updated as soon as its gradient exists, so that the gradient can be released.
-Updates whose gradients follow one another are joined, up to a share of the room and a number of parameter bytes
-(``transforms.passes.lean``). One process holds the in-core step and, at fractions of plain PyTorch's peak, steps with
-several limits. All take turns step by step and must have the same losses. Reported are medians by round and quickest
-fifths, over the in-core step.
+Under a small budget, each parameter is updated as soon as its gradient exists. Updates that follow one another are
+joined, up to a share of the room and a number of parameter bytes (``transforms.passes.lean``). Steps with several
+limits take turns in one process and must have the same losses.
 """
 
 from __future__ import annotations
@@ -101,12 +99,12 @@ def _measure(model: str, parts: list[float], rounds: int) -> list[dict[str, Any]
 
 def main(
     *,
-    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable. [default: all]")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Models to run; repeatable (default: all).")] = None,
     part: Annotated[
-        list[float] | None, typer.Option(help="Divisors of plain PyTorch's peak; repeatable. [default: 2, 4]")
+        list[float] | None, typer.Option(help="Divisors of plain PyTorch's peak; repeatable (default: 2, 4).")
     ] = None,
     rounds: Annotated[int, typer.Option(min=5, help="Number of rounds; each step runs once per round.")] = 40,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
 ) -> None:
     """Measure, print tables, and write the numbers to benchmarks/results/updates.json."""
     results: list[dict[str, Any]] = []

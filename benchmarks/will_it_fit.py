@@ -1,10 +1,7 @@
 """Measure ``outofcore plan config.json``: time, memory and answer, compared with accelerate's estimate.
 
-Each answer comes from a separate process; no file is downloaded. Accelerate estimates from parameter sizes only
-(``accelerate estimate-memory``). Its function is called on a model without weights, because its command reads models
-from the Hub.
-
-``--exact`` compares each step built from a few layers with the step captured with all layers.
+Accelerate estimates from parameter sizes only; its function is called, because its command needs the Hub. ``--exact``
+compares each step built from a few layers with the step captured with all layers.
 """
 
 from __future__ import annotations
@@ -71,7 +68,6 @@ def _run_plan(name: str) -> dict[str, Any]:
 
 
 def _accelerate_estimate(name: str) -> dict[str, Any]:
-    """Return accelerate's estimate for the model in its configured dtype."""
     config = read_config(str(HERE / "configs" / _folder(name)))
     dtype = parameter_dtype(config, Training())
     # Its command also scales from float32 sizes.
@@ -128,8 +124,8 @@ def _table(rows: dict[str, dict[str, Any]]) -> Table:
 
 
 def main(
-    name: Annotated[list[str] | None, typer.Option(help="Configurations; repeatable. [default: all]")] = None,
-    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601. [default: now]")] = None,
+    name: Annotated[list[str] | None, typer.Option(help="Configurations; repeatable (default: all).")] = None,
+    date: Annotated[str | None, typer.Option(help="Date of the measurement, ISO 8601 (default: now).")] = None,
     exact: Annotated[
         bool, typer.Option("--exact", help="Compare steps built from a few layers with fully captured ones.")
     ] = False,

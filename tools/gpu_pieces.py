@@ -1,10 +1,7 @@
 """The measurements of a GPU visit; ``gpu_visit.py`` runs them in processes of this file.
 
-    gpu_pieces.py [--small] NAME...
-
-Each measurement is a function that returns its results, with a sentence under "say", or raises. The first failure ends
-the process, because the device may be in an undefined state. All measurements also run on the CUDA stub (``make
-gpu-stub ONLY=visit``).
+Each measurement returns its results, with a sentence under "say", or raises. The first failure ends the process,
+because the device may be in an undefined state. All also run on the CUDA stub (``make gpu-stub ONLY=visit``).
 """
 
 from __future__ import annotations
@@ -61,7 +58,6 @@ def print_result(**result: Any) -> None:
 
 
 def output_of(*command: str) -> str:
-    """Return a command's output, or its failure."""
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -164,7 +160,6 @@ def _driver() -> Any:
 
 @contextlib.contextmanager
 def _home_and_arena(driver: Any, count: int) -> Iterator[tuple[Any, Any]]:
-    """Open a pinned home and an arena of ``count`` bytes each."""
     from outofcore.execution.cuda.backend import CudaBackend
 
     home = CudaBackend(driver.device, driver).home(count)
@@ -601,7 +596,6 @@ def _workload(name: str, small: bool) -> Any:
 
 
 def _build_on_device(work: Any) -> tuple[Any, Callable[[], Any]]:
-    """Build a model on the device and return it with its step."""
     model = work.build().cuda()
     batch = tuple(t.cuda() for t in next(work.batches()))
     step = work.make_step(model, work.optimizer(model))
@@ -714,7 +708,6 @@ def _kernel_shares(step: Callable[[], object]) -> tuple[float | None, float | No
 
 
 def _join_spans(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Join overlapping spans."""
     joined: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if joined and start <= joined[-1][1]:
@@ -725,7 +718,6 @@ def _join_spans(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _peak_in_use(work: Any) -> int:
-    """Return a loop's peak bytes without eviction."""
     import torch
 
     import outofcore
@@ -1127,11 +1119,7 @@ FAMILIES: dict[str, Callable[[str, bool], Measured]] = {
 
 
 def find_measurement(name: str) -> Callable[[bool], Measured]:
-    """Return the measurement with a name such as "cap", "pin: shared" or "row 3: ours".
-
-    Raises:
-        KeyError: there is no such measurement.
-    """
+    """Return the measurement with a name such as "cap", "pin: shared" or "row 3: ours"."""
     if name in SINGLE:
         return SINGLE[name]
     family, case = name.split(" ", 1)

@@ -1,12 +1,8 @@
-"""Predict the steps of jobs whose speed other systems publish, on the same card.
+"""Predict the steps of published jobs of other systems on the same card.
 
-``make gpu-rivals`` captures each job on meta tensors, plans it within the other system's memory, and writes
-``benchmarks/results/gpu-rivals.json`` and ``gpu-rivals.md``. Every job runs in its own process with a time limit;
-``ROWS=key,key`` selects jobs, and other rows stay.
-
-All times are simulated. Op costs are a roofline over a preset's peak rates, and links carry both directions
-concurrently; see ``outofcore.presets``. An optimizer update is one op that reads and writes each of its bytes once.
-Unavailable published figures are not guessed; their cells state it.
+Each job is captured on meta tensors and planned within the other system's memory, in its own process. Op costs are a
+roofline over a preset's peak rates, and links carry both directions concurrently; see ``outofcore.presets``. An
+optimizer update is one op that reads and writes each of its bytes once.
 """
 
 from __future__ import annotations
@@ -56,20 +52,14 @@ class Rival:
     """A job with another system's published results.
 
     Attributes:
-        key: name for selection.
-        job: description.
         model: the shape; ``kind`` is "decoder", or a workload of the zoo.
         samples: samples per step.
-        unit: unit of the rate.
         device: a preset.
-        who: the other system.
-        source: source of its figures.
+        system: the other system.
         cap: GiB of device memory that it used; None: the whole card.
         host: GiB of host memory for evicted tensors; None: unlimited.
-        sequence: tokens per sample.
         lora: whether the weights are frozen, with adapters on the blocks' linear layers.
-        rate: published samples or tokens per second; None: unavailable.
-        flops: published operations per second.
+        rate, flops: published samples, tokens or operations per second; None: unavailable.
         share: published share of its own in-core speed.
         slowdown: measured op times over the roofline's.
         note: differences between its job and the planned one.
@@ -314,7 +304,6 @@ def add_adapters(model: Decoder) -> None:
 
 
 def make_job(rival: Rival) -> Job:
-    """Build a rival's job on meta tensors."""
     shape = dict(rival.model)
     kind = shape.pop("kind")
     if kind != "decoder":
@@ -358,7 +347,6 @@ def count_operations(rival: Rival) -> float | None:
 
 
 def rate_of(rival: Rival) -> float | None:
-    """Return the published samples or tokens per second, or None."""
     counted = count_operations(rival)
     if rival.flops is None or counted is None:
         return rival.rate
@@ -366,7 +354,6 @@ def rate_of(rival: Rival) -> float | None:
 
 
 def predict(rival: Rival) -> dict[str, Any]:
-    """Plan a rival's job on its card and return the predictions."""
     device = presets.device(rival.device)
     with torch.device("meta"):
         job = make_job(rival)
@@ -424,7 +411,6 @@ def predict(rival: Rival) -> dict[str, Any]:
 
 
 def summarize_plan(graph: StepGraph, costs: Costs, planned: Planned, room: int) -> dict[str, Any]:
-    """Return a plan's step time, copies and waits."""
     program, timeline = planned.program, planned.timeline
     report = step_report(graph, planned.plan, program, timeline, room)
     spent, _ = time_spent(graph, program, timeline)
@@ -570,7 +556,6 @@ def _short_name(op: str) -> str:
 
 
 def render_table(results: dict[str, Any]) -> str:
-    """Return the results page in Markdown."""
     lines = [
         "# Jobs that others publish, as the planner predicts them",
         "",
@@ -673,7 +658,6 @@ def predict_all(keys: Iterable[str]) -> None:
 
 
 def _round_numbers(value: Any) -> Any:
-    """Return a value with its floats rounded to five digits."""
     if isinstance(value, dict):
         return {name: _round_numbers(part) for name, part in value.items()}
     return float(f"{value:.5g}") if isinstance(value, float) else value

@@ -1,13 +1,9 @@
 """The jobs of a GPU visit that are compared with plain PyTorch, each within a cap of device memory.
 
-The cap is ``torch.cuda.set_per_process_memory_fraction``; a job that exceeds it fails. Plain PyTorch runs without a
-cap. Data is random. Weights repeat one block of random numbers, because drawing each would take half a minute.
-
-``--predict`` (``make gpu-predictions``) predicts each row on a machine without a GPU and writes it to
-``benchmarks/results``. A visit takes caps and batch sizes that depend on plain PyTorch's memory from there, and prints
-predicted next to measured times. The step is captured on meta tensors, with the GPU's attention kernel, and costs are a
-roofline over the preset's peak rates. Plans are not stored: a visit measures the plans that the library makes from its
-own measurements.
+The cap is ``torch.cuda.set_per_process_memory_fraction``; a job that exceeds it fails. ``--predict`` (``make
+gpu-predictions``) predicts each row on a machine without a GPU: the step is captured on meta tensors, and costs are a
+roofline over the preset's peak rates. A visit takes caps and batch sizes that depend on plain PyTorch's memory from
+there.
 """
 
 from __future__ import annotations
@@ -48,14 +44,9 @@ class Row:
     """One row of the table.
 
     Attributes:
-        number: number for selection.
-        job: description.
-        model: arguments of ``make``.
         cap: bytes of device memory; below 1: share of plain PyTorch's need.
         size: batch size, or tokens per sequence; 0: ``times`` the batch that fits the cap in plain PyTorch.
-        others: published results of other systems, relative to plain PyTorch.
-        goal: goal of this library, relative to plain PyTorch.
-        times: see ``size``.
+        others, goal: published results of other systems, and our goal, relative to plain PyTorch.
     """
 
     number: int
@@ -69,7 +60,6 @@ class Row:
 
     @property
     def key(self) -> str:
-        """The key of the row's prediction."""
         return f"{self.number}/{self.size}"
 
 
@@ -194,11 +184,8 @@ class Job:
 def make(model: dict[str, Any], size: int, *, checkpointed: bool = False, for_capture: bool = False) -> Job:
     """Build the job of a row.
 
-    Args:
-        model: of the row.
-        size: batch size, or tokens per sequence.
-        again: whether blocks are checkpointed.
-        foretold: whether the job is captured for a GPU that is not present, on meta tensors.
+    ``size`` is the batch size, or the length of a sequence. ``checkpointed`` checkpoints blocks. ``for_capture`` builds
+    the job on meta tensors, for capture with the kernels of an absent GPU.
     """
     shape = dict(model)
     kind = shape.pop("kind")
@@ -263,12 +250,7 @@ def fill_weights(model: nn.Module) -> None:
 
 
 def measure(name: str, small: bool) -> dict[str, Any]:
-    """Measure a row in this process.
-
-    Args:
-        name: such as "3: ours"; modes are ours, plain and checkpoint.
-        small: whether to rehearse with a tiny shape.
-    """
+    """Measure a row such as "3: ours" in this process; modes are ours, plain and checkpoint."""
     import outofcore  # noqa: PLC0415 - not needed for predictions
 
     number, _, mode = name.partition(": ")
@@ -348,7 +330,6 @@ def shrink(row: Row) -> Row:
 
 
 def _describe_prediction(prediction: dict[str, Any]) -> str:
-    """Describe a stored prediction."""
     if not prediction:
         return ""
     if "per_s" not in prediction:
@@ -357,11 +338,7 @@ def _describe_prediction(prediction: dict[str, Any]) -> str:
 
 
 def predict(row: Row) -> dict[str, Any]:
-    """Predict a row for the preset's GPU, on a machine without one.
-
-    A relative cap is a share of the predicted in-core bytes. A batch that depends on the cap is extrapolated from two
-    small batches.
-    """
+    """Predict a row for the preset's GPU; a batch that depends on the cap is extrapolated from two small batches."""
     from outofcore import planning  # noqa: PLC0415 - not needed to measure a row
     from outofcore.errors import BudgetError  # noqa: PLC0415
 
@@ -393,7 +370,6 @@ def predict(row: Row) -> dict[str, Any]:
 
 
 def _capture_row(row: Row, size: int) -> tuple[Any, Any]:
-    """Return a row's captured step with its costs on the preset's GPU."""
     from outofcore import presets  # noqa: PLC0415 - not needed to measure a row
 
     with torch.device("meta"):

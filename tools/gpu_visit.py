@@ -4,16 +4,10 @@
     python3 tools/gpu_visit.py --out FOLDER --parts 9-11 --seconds 240  # remaining parts
     python3 tools/gpu_visit.py --out FOLDER --parts 12 --seconds 240    # compiled kernels
 
-Needs Python, PyTorch's CUDA build and g++; missing packages come from the folder ``.gpu-wheels`` (made by ``make
-gpu-wheels`` on a machine with a network). ``PARTS`` below lists the parts, measurements and deadlines.
-
-Measurements run in processes of ``gpu_pieces.py``, several per process unless they need their own. A measurement that
-exceeds its deadline, fails or dies ends its process, and the next one starts a new process. A part may also use time
-that earlier parts left. After a failure in a part that compares bits, its failed measurements run again with
-``CUDA_LAUNCH_BLOCKING=1``, and the part that looks for causes runs next.
-
-FOLDER receives at most 8 files of at most 8 MiB each: ``results.jsonl``, one line per result, written at once;
-``summary.txt``, at most 40 lines per part; and a log for every two parts.
+Needs Python, PyTorch's CUDA build and g++; missing packages come from ``.gpu-wheels`` (``make gpu-wheels``). A
+measurement that exceeds its deadline, fails or dies ends its process of ``gpu_pieces.py``. After wrong bits, the failed
+measurements run again with ``CUDA_LAUNCH_BLOCKING=1``. FOLDER receives at most 8 files of at most 8 MiB each:
+``results.jsonl``, ``summary.txt`` and logs.
 
 Exit status: 0: all passed; 1: a failure; 2: no GPU, and the program only prints its plan.
 """
@@ -53,13 +47,7 @@ _IMPORT_S = 120
 
 @dataclass(frozen=True)
 class Measurement:
-    """One measurement.
-
-    Attributes:
-        name: name in ``gpu_pieces.py``.
-        limit: seconds; the first limit of a process includes its start.
-        alone: whether it needs its own process.
-    """
+    """One measurement of ``gpu_pieces.py``; ``limit`` in seconds includes the start of its process."""
 
     name: str
     limit: float
@@ -70,12 +58,8 @@ class Measurement:
 class Part:
     """Measurements that answer one question.
 
-    Attributes:
-        number: number for selection.
-        what: the question, in a few words.
-        seconds: time limit; later parts may use the time left.
-        measurements: in order.
-        bits: whether it compares bits; after a failure, ``SUSPECTS`` runs next.
+    ``seconds`` is a time limit; later parts may use the time left. A part with ``bits`` compares bits; after a failure,
+    ``SUSPECTS`` runs next.
     """
 
     number: int
@@ -157,10 +141,7 @@ SUSPECTS = 11
 
 
 def unpack_missing(wheels: Path, folder: Path) -> list[str]:
-    """Unpack wheels whose packages are not installed, and return their names.
-
-    A wheel is an archive of importable files, so neither pip nor a network is needed.
-    """
+    """Unpack wheels whose packages are not installed, without pip and network, and return their names."""
     unpacked: list[str] = []
     for wheel in sorted(wheels.glob("*.whl")):
         with zipfile.ZipFile(wheel) as archive:
@@ -187,10 +168,7 @@ def environment(site: Path) -> dict[str, str]:
 
 
 class Log:
-    """A file of bounded size that keeps its beginning and end.
-
-    The end is a ring in the file, so a killed process leaves both; ``close`` puts it in order.
-    """
+    """A file of bounded size that keeps its beginning and end; the end is a ring until ``close``."""
 
     def __init__(self, path: Path, max_bytes: int = FILE_BYTES) -> None:
         self._half = (max_bytes - 100) // 2
@@ -199,7 +177,6 @@ class Log:
         self._ring = 0  # bytes written to the ring, overwritten ones included
 
     def write(self, line: bytes) -> None:
-        """Append a line."""
         if not self._ring and self._begun + len(line) <= self._half:
             self._file.write(line)
             self._begun += len(line)
@@ -214,7 +191,6 @@ class Log:
             self._ring += len(piece)
 
     def close(self) -> None:
-        """Put the ring in order and close the file."""
         if self._ring > self._half:
             self._file.seek(self._begun)
             ring, offset = self._file.read(self._half), self._ring % self._half
@@ -252,17 +228,13 @@ def run(
 ) -> Outcome:
     """Run a process until it ends or its deadline passes, and kill its descendants.
 
-    Args:
-        command: the command line.
-        until: returns the deadline on the monotonic clock, which may change during the run.
-        log: receives all output.
-        env: the environment.
-        hear: called with each result.
+    ``until`` returns the deadline on the monotonic clock, which may change during the run. ``on_result`` is called with
+    each result.
     """
     begin = time.monotonic()
     process = subprocess.Popen(
         command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-        preexec_fn=_end_with_parent,  # noqa: PLW1509 - it calls one function that is already loaded
+        preexec_fn=_end_with_parent,  # noqa: PLW1509 - calls an already loaded function
     )  # fmt: skip
     results: list[dict[str, Any]] = []
     tail: list[str] = []
@@ -315,10 +287,7 @@ print(json.dumps(found))
 
 
 def probe(env: dict[str, str], limit: float = _IMPORT_S) -> dict[str, Any]:
-    """Return the GPU, the PyTorch version and the first import's seconds, from a separate process.
-
-    The first import may take minutes on a fresh image; a timeout is not an error.
-    """
+    """Return the GPU, the PyTorch version and the first import's seconds; a slow import is not an error."""
     try:
         process = subprocess.run(
             [sys.executable, "-c", _PROBE], env=env, text=True, capture_output=True, check=False, timeout=limit
@@ -336,11 +305,7 @@ def probe(env: dict[str, str], limit: float = _IMPORT_S) -> dict[str, Any]:
 
 
 def choose_parts(text: str) -> list[Part]:
-    """Return the parts that a text such as "1-8" or "3,5" names, in order.
-
-    Raises:
-        SystemExit: there is no such part.
-    """
+    """Return the parts that a text such as "1-8" or "3,5" names, in order."""
     numbers: set[int] = set()
     for piece in text.split(","):
         first, _, last = piece.partition("-")
@@ -355,7 +320,6 @@ def choose_parts(text: str) -> list[Part]:
 
 
 def describe(parts: Iterable[Part]) -> str:
-    """Return a description of the plan."""
     lines: list[str] = []
     for part in parts:
         lines.append(f"{part.number:2}  {part.what}, {part.seconds:.0f} s")
@@ -364,7 +328,7 @@ def describe(parts: Iterable[Part]) -> str:
 
 
 def page(lines: Sequence[str], max_lines: int = SUMMARY_LINES) -> list[str]:
-    """Return at most ``most`` lines, failures first."""
+    """Return at most ``max_lines`` lines, failures first."""
     bad = [line[:_LINE_CHARACTERS] for line in lines if line.startswith("!!")]
     good = [line[:_LINE_CHARACTERS] for line in lines if not line.startswith("!!")]
     shown = [*bad, *good][:max_lines]
@@ -418,7 +382,6 @@ class Visit:
     _logs: dict[int, Log] = field(default_factory=dict)
 
     def record(self, **result: Any) -> None:
-        """Write a result."""
         result = {"at_s": round(time.monotonic() - self.begin, 1), **result}
         self.results.append(result)
         text = json.dumps(result, default=str)
@@ -522,13 +485,11 @@ class Visit:
         return self._logs[number]
 
     def close(self) -> None:
-        """Close the logs."""
         for log in self._logs.values():
             log.close()
 
 
 def _line(result: dict[str, Any], env: dict[str, str]) -> str:
-    """Format a result as a summary line."""
     text = result.get("say") or result.get("skipped") or result.get("error") or ""
     if result.get("detail"):
         text = f"{text}: {str(result['detail']).splitlines()[0]}"

@@ -1,7 +1,4 @@
-"""Griffe extension (named in mkdocs.yml) that shows docstring examples as code in the reference.
-
-Markdown would parse ``>>>`` lines as nested quotations.
-"""
+"""Griffe extension (named in mkdocs.yml) that shows ``>>>`` examples of docstrings as code in the reference."""
 
 from __future__ import annotations
 
@@ -17,6 +14,5 @@ class Doctests(Extension):
     """Puts a fence around each run of ``>>>`` lines and their output."""
 
     def on_instance(self, *, obj: Object, **_: Any) -> None:
-        """Rewrite the docstring of a loaded object."""
         if obj.docstring is not None:
             obj.docstring.value = _EXAMPLE.sub(lambda found: f"```pycon\n{found[0].rstrip()}\n```", obj.docstring.value)

@@ -1,13 +1,10 @@
 """Check that eager loops keep to their budget over thousands of steps, by the kernel's counters.
 
-Each loop of ``tests/shared/loops.py`` runs in its own process within half of its unconstrained peak. Peak resident
-memory above the idle process (library loaded, a tiny loop run) may exceed the budget by at most 80 MB. The second half
-of the steps may exceed the first by only a few MB.
-
     python tools/growth.py                          # all loops, 10,000 steps each: hours
     python tools/growth.py --steps 500 --loop plain
 
-Prints a line of JSON per loop; exits with status 1 if a loop exceeds a limit.
+Each loop of ``tests/shared/loops.py`` runs in its own process within half of its unconstrained peak. Prints a line of
+JSON per loop; exits with status 1 if resident memory exceeds the budget by more than 80 MB, or grows.
 """
 
 from __future__ import annotations
@@ -38,7 +35,6 @@ DRIFT = 8 * 10**6
 
 
 def status_bytes(field: str) -> int:
-    """Return a field of ``/proc/self/status`` in bytes."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * KIB
@@ -71,7 +67,6 @@ def budget_of(name: str) -> int:
 
 
 def measure_loop(name: str, budget: int, steps: int) -> dict[str, Any]:
-    """Run one loop in this process and return its memory."""
     loop, model_of = LOOPS[name]
     with outofcore.budget("2MiB"):
         # The first step of an optimizer loads PyTorch's compiler, which takes 60 MB.

@@ -1,10 +1,7 @@
 """Fifty small faults in the sources, each of which breaks one property, for the test suite to find.
 
-``mutants.py`` applies them one at a time and runs tests. A mutant is a text replacement rather than a line number, so
-it survives other changes of its file; ``tests/unit/test_mutants.py`` fails if its text is missing.
-
-A good mutant breaks one property, imports and compiles, and leaves most tests green. A mutant that changes no behavior,
-or that any test detects, provides no information about the tests.
+A mutant is a text replacement rather than a line number, so it survives other changes of its file. A good mutant breaks
+one property, imports and compiles, and leaves most tests green.
 """
 
 from __future__ import annotations
@@ -17,10 +14,8 @@ class Mutant:
     """A fault: one replacement in one source file.
 
     Attributes:
-        name: short, in kebab case.
         file: relative to ``src/outofcore``.
         old: text that occurs exactly once in the file.
-        new: replacement text.
         breaks: the resulting fault, in one sentence.
         tests: files or node ids that should fail, cheapest and most specific first; at most four.
     """

@@ -1,18 +1,12 @@
 """Mutation testing: change the sources in one place and check which test fails.
 
-Each mutant of ``mutant_list.py`` is applied to a copy of the working tree. Its tests run until the first failure.
-Python sources are imported from the copy. Native code is compiled on first use and cached by content, so only the
-mutated library is rebuilt.
-
     python tools/mutants.py                          # the tests that each mutant names; exit status 1 for a survivor
     python tools/mutants.py --only NAME,NAME
     python tools/mutants.py --tests suite            # then the whole suite, for survivors
-    python tools/mutants.py --exhaustive             # with exhaustive tests, as in `make test-all`
     python tools/mutants.py --check                  # the named tests on the unchanged sources
 
-A mutant is killed if a test fails, if pytest dies of a signal or of Ctrl-C, or if the time limit ends a hang. It
-survives if all tests pass or no test is selected. It is broken if pytest cannot collect the tests, which says nothing
-about them.
+Each mutant of ``mutant_list.py`` is applied to a copy of the working tree. It is killed if a test fails, if pytest dies
+of a signal or of Ctrl-C, or if the time limit ends a hang. It is broken if pytest cannot collect the tests.
 """
 
 from __future__ import annotations
@@ -55,8 +49,6 @@ _CTRL_C = re.compile(r"^!+ KeyboardInterrupt !+$", re.MULTILINE)
 
 
 class Outcome(Enum):
-    """The result of the tests for a mutant."""
-
     KILLED = "killed"
     SURVIVED = "survived"
     BROKEN = "broken mutant"
@@ -64,12 +56,8 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Run:
-    """One run of pytest.
-
-    Attributes:
-        status: the exit status, the negative number of a signal, or None after the time limit.
-        output: standard output and standard error.
-        seconds: wall time.
+    """One run of pytest; ``status`` is the exit status, the negative number of a signal, or None after the time
+    limit.
     """
 
     status: int | None
@@ -79,15 +67,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one mutant.
-
-    Attributes:
-        mutant: the mutant.
-        outcome: the outcome of its tests.
-        killed_by: node id of the first failing test, or the other cause that ended the run.
-        seconds: wall time of all runs.
-        tail: the end of the last run's output, unless a test failed.
-    """
+    """The result of one mutant; ``killed_by`` is the first failing test, or the other cause that ended the run."""
 
     mutant: Mutant
     outcome: Outcome
@@ -119,12 +99,7 @@ def _unfinished_test(output: str) -> str:
 
 
 class Copy:
-    """A copy of the working tree in which mutants are applied one at a time.
-
-    Args:
-        folder: an empty folder; receives the files that git tracks or does not ignore, and a new repository.
-        cache: cache folder for native builds, shared by all copies.
-    """
+    """A copy of the working tree in which mutants are applied one at a time; copies share a cache of native builds."""
 
     def __init__(self, folder: Path, cache: Path) -> None:
         self.folder = folder
@@ -196,7 +171,6 @@ class Copy:
 
 
 def _files_of(root: Path) -> list[str]:
-    """Return the existing files that git tracks or does not ignore."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
     return [name for name in dict.fromkeys(listed.split("\0")) if name and (root / name).is_file()]
@@ -215,12 +189,8 @@ def _copy_native_builds(target: Path) -> None:
 def run_mutant(copy: Copy, mutant: Mutant, tests: str, selection: Sequence[str], limits: tuple[float, float]) -> Result:
     """Apply a mutant and run tests until one fails.
 
-    Args:
-        copy: used exclusively during the call.
-        mutant: the mutant.
-        tests: "named" for the tests that the mutant names; "suite" adds the whole suite.
-        selection: pytest options that select tests.
-        limits: seconds for each named test and for the whole suite.
+    ``tests`` is "named" for the tests that the mutant names; "suite" adds the whole suite. ``limits`` are the seconds
+    for each named test and for the suite.
     """
     # Run the names separately: within a run, tests/conftest.py reorders tests.
     phases = [(name, limits[0]) for name in mutant.tests] + ([("tests", limits[1])] if tests != "named" else [])
@@ -293,7 +263,6 @@ def format_table(results: Iterable[Result]) -> str:
 
 
 def write_results(path: Path, results: Iterable[Result]) -> None:
-    """Write results as JSON."""
     entries = [
         {
             **{key: value for key, value in asdict(result.mutant).items() if key not in {"old", "new"}},

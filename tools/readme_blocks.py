@@ -1,8 +1,6 @@
-"""Run the Python blocks of the README in order, in one namespace and an empty folder.
+"""Run the Python blocks of the README in order; blocks with the fence ``python {.no-run}`` are only compiled.
 
-Blocks with the fence ``python {.no-run}`` are only compiled. Tracebacks show lines of the README.
-
-    python tools/readme_blocks.py [FILE...]
+Usage: python tools/readme_blocks.py [FILE...]
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ _BLOCK = re.compile(r"^```python(?P<skip> \{\.no-run\})?[ \t]*\n(?P<code>.*?)^``
 
 
 def run_blocks(path: Path) -> int:
-    """Run the blocks of one file and return their number."""
     text = path.read_text(encoding="utf-8")
     namespace: dict[str, object] = {"__name__": "__main__"}
     count = 0

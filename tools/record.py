@@ -4,15 +4,9 @@
     python tools/record.py --write            # update the files
     python tools/record.py --only gpt --only vit
 
-A pair is a model with a budget (``record_pairs``). ``tests/record`` has a JSON file per model. A refactoring leaves the
-record unchanged; a change of plans shows in its diff.
-
-Each model runs in its own process (``record_run``), several concurrently, with one thread each. Costs are fixed
-(``record_costs``), so results do not depend on the machine's speed or load.
-
-Bits depend on the processor and the PyTorch version. If these differ from the recorded ones, digests of bits and losses
-are not compared; equality with plain PyTorch in the same run always is. Kernels may then also request other scratch
-memory and change plans: see ``scratch_bytes`` and ``costs_digest``.
+Each model runs in its own process (``record_run``) with fixed costs (``record_costs``). Bits depend on the processor
+and the PyTorch version. If these differ from the recorded ones, digests are not compared; equality with plain PyTorch
+in the same run always is. Kernels may then also change plans by other scratch memory.
 """
 
 from __future__ import annotations
@@ -45,8 +39,6 @@ ABSENT = "absent"
 
 @dataclass(frozen=True)
 class Difference:
-    """A field of a pair that differs from the record."""
-
     model: str
     pair: str
     field: str
@@ -58,7 +50,6 @@ class Difference:
 
 
 def differences(model: str, recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """Return the differences between two contents of a record file."""
     before, after = recorded["pairs"], now["pairs"]
     changed = changed_facts(recorded, now)
     skipped = BITS if any(name in FACTS_OF_BITS for name in changed) else ()
@@ -92,22 +83,16 @@ def _fields(entry: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, o
 
 
 def read_record(model: str, folder: Path = FOLDER) -> dict[str, Any]:
-    """Return the record of a model, without pairs if there is no file."""
     path = folder / f"{model}.json"
     return json.loads(path.read_text()) if path.exists() else {"recorded_with": {}, "pairs": {}}
 
 
 def format_record(content: Mapping[str, Any]) -> str:
-    """Return the text of a record file."""
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
 def run_model(model: str) -> dict[str, Any]:
-    """Run the pairs of a model in one or several processes, and return the content of its file.
-
-    Raises:
-        RuntimeError: a process failed; the message is the end of its output.
-    """
+    """Run the pairs of a model in one or several processes, and return the content of its file."""
     script = Path(__file__).with_name("record_run.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     count = GROUPS[model].processes
@@ -132,7 +117,6 @@ def run_model(model: str) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare with the record or update it; return the exit status."""
     parser = argparse.ArgumentParser(description="Compare the library with its record, or update the record.")
     parser.add_argument("--write", action="store_true", help="Update the files.")
     parser.add_argument("--jobs", type=int, default=2, help="Number of concurrent processes (default: 2).")

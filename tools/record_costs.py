@@ -1,17 +1,8 @@
 """Fixed costs instead of measured ones, so that plans and predicted times are equal on every machine.
 
-Inside ``fixed_costs``, these parts of the library use fixed values:
-
-- seconds of an op: a roofline of its operations and bytes on ``DEVICE``, as in ``presets``;
-- the link to a home: ``LINKS``; a disk has ``DISK_BYTES`` free;
-- collectives of a process group: ``GROUP``;
-- the measured timeline of a step: the predicted one, so that no step is replanned for its times;
-- seconds of ops, copies and reruns in the record of an eager loop: from bytes;
-- the planner of an eager loop: plans at once, in the loop's process;
-- the first plan of a compiled step: found by the full search at once.
-
-Everything else runs unchanged: memory of ops is measured, split ops get their exactness check, steps run. Those results
-depend on the machine's kernels, not on its speed.
+Seconds of ops are a roofline on ``DEVICE``, links are ``LINKS``, collectives are ``GROUP``. Measured timelines are
+replaced by predicted ones, and planners of eager loops run at once. Memory of ops, exactness checks and steps run
+unchanged.
 """
 
 from __future__ import annotations
@@ -55,11 +46,7 @@ LOOP_HOME = Home("home", None, 6e8, 1.2e9, LATENCY_SECONDS, 2 * CONTENTION, SLOW
 
 @dataclass
 class LoopObservations:
-    """Plans collected while costs are fixed.
-
-    Attributes:
-        loops: recorded steps of eager loops with their plans, in order.
-    """
+    """The recorded steps of eager loops with their plans, in order."""
 
     loops: list[tuple[StepRecord, PlanResult]] = field(default_factory=list[tuple[StepRecord, PlanResult]])
 
@@ -115,7 +102,6 @@ def fixed_costs() -> Iterator[LoopObservations]:
 
 
 def _fixed_op_seconds() -> Callable[..., float]:
-    """Return a replacement for the method that measures an op."""
     cached: list[tuple[Captured, Costs]] = []  # costs of the step that is being profiled
 
     def seconds(bench: Any, op: Op, *_: object) -> float:
@@ -177,8 +163,6 @@ def _fixed_recipes(candidates: Sequence[ComputedStorage], *args: Any, **kwargs: 
 
 def _planner_at_once(observed: LoopObservations) -> type[BackgroundPlanner[StepRecord]]:
     class PlannerAtOnce(BackgroundPlanner[StepRecord]):
-        """A planner that plans at once, in this process."""
-
         _done: tuple[StepRecord, PlanResult] | None = None
 
         def start(self, subject: StepRecord, job: PlanJob, niceness: int) -> bool:

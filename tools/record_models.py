@@ -18,14 +18,7 @@ SEED = 1234
 
 @dataclass(frozen=True)
 class Training:
-    """A model with its training step.
-
-    Attributes:
-        model: weights drawn from ``SEED``.
-        optimizer: optimizer of its parameters.
-        step: plain PyTorch step; returns the loss.
-        batches: endless stream of argument tuples.
-    """
+    """A model with weights drawn from ``SEED``, its plain PyTorch step, and an endless stream of batches."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -52,7 +45,6 @@ def zoo_model(name: str, *, keeps_gradients: bool = False, **options: Any) -> Tr
 
 
 def transformers_model(name: str) -> Training:
-    """Build the training of a transformers model with random weights."""
     import transformers  # noqa: PLC0415 - slow to import, not needed for the zoo
 
     transformers.utils.logging.set_verbosity_error()

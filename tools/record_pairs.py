@@ -18,12 +18,8 @@ class Pair:
     """A budget for a model, and how its step runs.
 
     Attributes:
-        door: how the step is run.
-        budget: as text.
         home: "host", "disk", or e.g. "host 4MiB, disk" for a limited host memory before a disk.
         search: effort of ``auto``: ``planning.QUICK``, or its defaults.
-        split: as for ``compile``.
-        kernels: as for ``compile``.
         recompute: whether a loop may recompute saved tensors.
     """
 
@@ -54,12 +50,9 @@ class Pair:
 
 @dataclass(frozen=True)
 class Group:
-    """A model with its pairs; one file of the record.
+    """A model with its pairs, one file of the record.
 
-    Attributes:
-        make: builds a new training; for several processes it takes the rank and a wrapper of the model.
-        pairs: each runs on a new training.
-        processes: number of processes that share the model.
+    ``make`` builds a new training; for several processes it takes the rank and a wrapper of the model.
     """
 
     make: Callable[..., Training]

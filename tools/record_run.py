@@ -1,8 +1,4 @@
-"""Run the pairs of a model and record step, plan, smallest budget and bits.
-
-``record.py`` starts this process, which writes a JSON object by pair. Processes that share a model each get a rank, and
-rank 0 writes.
-"""
+"""Run the pairs of a model and record step, plan, smallest budget and bits; started by ``record.py``."""
 
 from __future__ import annotations
 
@@ -73,13 +69,7 @@ class Bits:
 
 @dataclass
 class PairRecorder:
-    """Records the pairs of one model.
-
-    Attributes:
-        make: builds a new training.
-        plain: builds the training for plain PyTorch.
-        shard: as for ``compile``.
-    """
+    """Records the pairs of one model; ``plain`` builds the training for plain PyTorch."""
 
     make: Callable[[], Training]
     plain: Callable[[], Training]
@@ -89,7 +79,6 @@ class PairRecorder:
     _smallest: dict[str, int] = field(default_factory=dict[str, int])
 
     def record(self, pair: Pair) -> Entry:
-        """Run a pair and return its entry."""
         match pair.mode:
             case "compile":
                 return self._record_compiled(pair)
@@ -211,7 +200,6 @@ class PairRecorder:
 
 
 def search_of(pair: Pair) -> SearchParams:
-    """Return the search parameters of a pair."""
     params = QUICK if pair.search == "quick" else SearchParams()
     return params if pair.mode != "budget" or pair.recompute else replace(params, recompute_changes=0)
 
@@ -277,7 +265,6 @@ def _instructions(program: Program) -> Iterator[str]:
 
 
 def round_seconds(seconds: float) -> float:
-    """Return seconds rounded to nine digits."""
     return float(f"{seconds:.9g}")
 
 
@@ -330,7 +317,6 @@ def record_shared(group: Group, rank: int) -> dict[str, Entry]:
 
 
 def main() -> None:
-    """Record the group named on the command line."""
     parser = argparse.ArgumentParser(description="Record the pairs of one model.")
     parser.add_argument("group", choices=list(GROUPS))
     parser.add_argument("out", type=Path, help="File for the result.")

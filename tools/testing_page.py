@@ -23,7 +23,6 @@ FOLDERS = ("tests/unit", "tests/torch_cpu", "tests/cuda")
 
 
 def count_lines(folder: str, *endings: str) -> int:
-    """Count the lines of files with these endings in a folder."""
     paths = [path for ending in endings for path in (ROOT / folder).rglob(f"*{ending}")]
     return sum(path.read_bytes().count(b"\n") for path in paths)
 

@@ -1,14 +1,10 @@
 """Run multithreaded programs with native code built for ThreadSanitizer, and print the races found.
 
-The build also checks the lock order (``locks.h``): a program that violates it aborts.
-
-PyTorch, Python and gloo are not instrumented. Races inside them are ignored; only their synchronization through
-pthreads is visible. ``tests/tsan-suppressions.txt`` lists suppressions with reasons.
-
     python tools/tsan.py                                  # programs of four roles, two seeds each: ten minutes
     python tools/tsan.py --seeds 3 4 -- --roles logger    # arguments of tests/torch_cpu/thread_programs.py
 
-Needs Linux, g++ and its libtsan. Builds go to ``build/tsan``, race reports to ``build/tsan/reports``.
+Needs Linux, g++ and its libtsan. The build also checks the lock order (``locks.h``). PyTorch, Python and gloo are not
+instrumented; races inside them are ignored. Builds and reports go to ``build/tsan``.
 """
 
 from __future__ import annotations
@@ -57,7 +53,6 @@ def libtsan() -> str:
 
 
 def run(seed: int, arguments: list[str], seconds: int) -> int:
-    """Run one program; return its exit status."""
     options = {
         "suppressions": SUPPRESSIONS,
         "ignore_noninstrumented_modules": 1,

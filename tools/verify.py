@@ -3,12 +3,8 @@
     python tools/verify.py FOLDER                  # every program whose source is in FOLDER
     python tools/verify.py FOLDER --only nanoGPT,trl --rounds 2
 
-Each program runs in a fresh copy of its folder: by ``python``, by ``outofcore run`` with a large budget (for its
-in-core peak), and by ``outofcore run`` with a small budget. Output except times, exit status and saved files must be
-equal; for a test suite, the outcome of each test. Programs with missing sources or packages are skipped with a reason.
-
-Prints a line per program, and writes ``verified.json`` and ``verified.md`` to ``benchmarks/results``. Exits with status
-1 if a program differs. ``verify_programs.py`` lists the programs.
+Output except times, exit status and saved files must be equal; for a test suite, the outcome of each test. Prints a
+line per program, and writes ``verified.json`` and ``verified.md``. Exits with status 1 if a program differs.
 """
 
 from __future__ import annotations
@@ -68,10 +64,8 @@ class Side:
     Attributes:
         status: exit status; None if the run exceeded its time limit.
         output: masked standard output.
-        outcomes: outcome of each test of a test suite.
         files: digests of saved files.
         peak, out, back: peak, evicted and fetched bytes in the summary of ``outofcore run``.
-        error: the end of standard error.
     """
 
     seconds: float
@@ -153,7 +147,6 @@ def missing_requirement(program: Program, folder: Path) -> str:
 
 
 def prepare_copy(program: Program, folder: Path, place: Path) -> None:
-    """Copy a program's folder, add its data and prepare it."""
     shutil.rmtree(place, ignore_errors=True)
     if not program.repository:
         place.mkdir()
@@ -176,7 +169,6 @@ def _environment(program: Program) -> dict[str, str]:
 
 
 def run(program: Program, place: Path, budget: str | None, limit: float) -> Side:
-    """Run a program in its copy, by plain Python or within a budget."""
     report = place.with_suffix(".xml")
     report.unlink(missing_ok=True)
     tests = [f"--junitxml={report}", "-p", "no:randomly", "-p", "no:cacheprovider"] if program.is_suite else []
@@ -300,7 +292,6 @@ def _commit(checkout: Path) -> str:
 
 
 def line_of(name: str, row: Mapping[str, Any]) -> str:
-    """Return the printed line of a program."""
     return (
         f"{name:<24} {format_bytes(row['in_core_peak']):>9} in core, {format_bytes(row['peak']):>9} of "
         f"{format_bytes(row['budget']):>9}, {row['plain_seconds']:6.1f} s plain, {row['ratio']:5.2f} times that; "
@@ -309,7 +300,6 @@ def line_of(name: str, row: Mapping[str, Any]) -> str:
 
 
 def format_table(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the table of ``verified.md``."""
     lines = [
         "| program | command | in core → within (budget) | evicted, fetched | time over plain | compared | result |",
         "|---|---|---|---|---|---|---|",
@@ -350,7 +340,6 @@ def write_results(rows: Mapping[str, Verification], folder: Path) -> None:
 
 
 def main() -> int:
-    """Run the available programs; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "folder",

@@ -13,19 +13,15 @@ _TRAINERS = str(_HERE / "verify_trainers.py")
 
 @dataclass(frozen=True)
 class Program:
-    """A command, its requirements, and the items to compare.
+    """A command of a project, its requirements, and the items to compare.
 
     Attributes:
-        command: arguments of ``python``.
-        budget: memory budget.
         repository: on GitHub; empty for our own script around a package.
-        source: folder of the clone.
-        folder: folder in the clone that is copied and in which the command runs.
+        source, folder: folder of the clone, and the folder in it that is copied and in which the command runs.
         packages: modules that must be importable.
         data: candidate source files by target path, copied if the target is missing.
         prepare: commands that run before it, by plain Python.
         search: folders for the module search path.
-        environment: further variables.
         files: patterns of saved files.
         lines: number of output lines after which it is interrupted; None: run to the end.
     """

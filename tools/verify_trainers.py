@@ -1,9 +1,6 @@
-"""Three trainers of other projects on small models, used as in their first examples.
+"""Three trainers of other projects on small models, run by ``verify.py``: ``python verify_trainers.py transformers``.
 
-    python tools/verify_trainers.py transformers
-
-``tools/verify.py`` runs them by plain Python and within a budget. They print every logged number exactly, and a digest
-of the trained parameters. This file does not use ``outofcore``.
+They print every logged number exactly, and a digest of the trained parameters. This file does not use ``outofcore``.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ WORDS = 500
 
 
 def small_gpt() -> Any:
-    """Build a GPT-2 with 15 million parameters."""
     import transformers
 
     transformers.set_seed(0)
@@ -132,7 +128,6 @@ TRAINERS: dict[str, Callable[[str], tuple[nn.Module, list[str]]]] = {
 
 
 def digest(model: nn.Module) -> str:
-    """Return a digest of all parameters and buffers."""
     hashed = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         hashed.update(name.encode() + tensor.detach().contiguous().numpy().tobytes())

@@ -1,10 +1,7 @@
-"""Repair and check the wheel of ``python -m build``: the last part of ``make wheel``.
+"""Repair and check the wheel of ``python -m build``: ``python tools/verify_wheel.py dist``.
 
-    python tools/verify_wheel.py dist
-
-Replaces a wheel with libraries by one with a manylinux tag, as PyPI requires. Then installs it into an empty virtual
-environment with the PyTorch version of the build, and runs ``outofcore doctor``, which trains with both APIs, without a
-compiler on PATH. Exits with status 1 if that fails or compiles native code.
+Replaces a wheel with libraries by one with a manylinux tag, as PyPI requires. Then installs it into an empty
+environment without a compiler and runs ``outofcore doctor``. Exits with status 1 if that fails or compiles native code.
 """
 
 from __future__ import annotations
@@ -35,7 +32,6 @@ def repair(wheel: Path) -> Path:
 
 
 def find_wheel(folder: Path) -> Path:
-    """Return the only wheel in a folder."""
     (wheel,) = folder.glob("*.whl")
     return wheel
 
@@ -61,7 +57,6 @@ def check(wheel: Path) -> bool:
 
 
 def main() -> int:
-    """Repair and check the wheel; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder with the one built wheel")
     wheel = repair(find_wheel(parser.parse_args().folder))

@@ -1,21 +1,10 @@
 """Steps with Checkmate's and MONeT's published schedules, from the repository ``utsaslab/monet-schedules``.
 
 MONeT's authors (Shah et al., ICLR 2021) ran Checkmate's integer program (Jain et al., MLSys 2020) on five networks for
-up to 24 hours each, with costs measured on a P100 with 16 GB. Our planner can solve the same problem, because
-Checkmate's model of a step is simple:
-
-* A node is an op that creates one storage; an edge is a read. There are no workspaces. The solver rounded sizes to KiB
-and times to multiples of 10 µs.
-* Parameters, their gradients and the input are subtracted from the budget beforehand.
-* Offloading is impossible.
-
-One thing differs: Checkmate adds up bytes, while our plans also have addresses.
-
-For GoogleNet, the objectives are read from the solver's logs, which solved four of six budgets. MONeT's own solutions
-for this network are also compared. They may run ReLU in place but use no other operator implementations. The overheads
-in MONeT's README also choose among convolution implementations, which is a different problem.
-
-The files are pickles; ``load_pickle`` reads them without running their code.
+up to 24 hours each. Checkmate's model of a step: each node is an op that creates one storage, without workspaces. Sizes
+are rounded to KiB, times to 10 µs. Parameters, gradients and the input are subtracted from the budget; offloading is
+impossible. Unlike ours, its plans have no addresses. For GoogleNet, the objectives are read from the solver's logs;
+MONeT's solutions may run ReLU in place but use no other operator implementations.
 """
 
 from __future__ import annotations
@@ -54,7 +43,6 @@ class Inert:
     """A stub for an object of any foreign class: it stores state and has no behaviour."""
 
     def __new__(cls, *_: object) -> Inert:
-        """Accept the arguments of any class."""
         return super().__new__(cls)
 
     def __setstate__(self, state: object) -> None:
@@ -110,14 +98,12 @@ class _Unpickler(pickle.Unpickler):
 def load_pickle(data: bytes) -> Any:
     """Load a pickle of MONeT's without running its code; foreign objects become ``Inert``.
 
-    Raises:
-        pickle.UnpicklingError: the pickle refers to anything but MONeT's classes, arrays and plain containers.
+    Raises UnpicklingError if it refers to anything but MONeT's classes, arrays and plain containers.
     """
     return _Unpickler(io.BytesIO(data)).load()
 
 
 def make_graph(nodes: Mapping[int, Any], edges: Sequence[Sequence[int]], milliseconds: Sequence[float]) -> GraphFile:
-    """Return the graph file of Checkmate's model of a step."""
     reads: dict[int, dict[int, None]] = {node: {} for node in nodes}
     for source, node, *_ in edges:
         reads[node][source] = None

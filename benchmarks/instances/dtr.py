@@ -1,16 +1,10 @@
 """Logged training steps of DTR (Kirisame et al., ICLR 2021), from the repository ``uwsampl/dtr-prototype``.
 
-``simrd/logs.zip`` contains eight steps that DTR's prototype logged on a Titan V: calls with times, sizes and aliases.
-DTR's simulator runs them within shares of their peak. The paper shows the slowdowns as curves (figure 2), and the
-repository has no numbers. ``SLOWDOWNS`` are results of its simulator for h_DTR, the paper's best heuristic, as in
-``run_pareto_paper`` at commit eff53cc: ``RuntimeV2EagerOptimized`` with ``DTR()``.
-
-The graph is the simulator's model of a step. Constants stay on the device, and a mutating op creates a new storage.
-Storages that are still referenced at the end are outputs, and offloading is impossible. Views, which take some
-microseconds each, are not ops; published seconds are the slowdown times the seconds of our ops.
-
-One difference favours us: here a storage is free after its last use, in DTR when the program releases it. The peak
-differs by 0.1 % in convolutional networks, 1 % in the GAN, 5 % in the Transformer, and a quarter in both LSTMs.
+``simrd/logs.zip`` contains eight steps logged on a Titan V. ``SLOWDOWNS`` are results of its simulator for h_DTR, run
+as in ``run_pareto_paper`` at commit eff53cc (``RuntimeV2EagerOptimized`` with ``DTR()``). As in the simulator,
+constants stay on the device, a mutating op creates a new storage, and offloading is impossible. Views are not ops, so
+published seconds are the slowdown times the seconds of our ops. One difference favours us: a storage is free after its
+last use, not when the program releases it. The peak differs by up to 5 %, and by a quarter in both LSTMs.
 """
 
 from __future__ import annotations
@@ -49,11 +43,7 @@ CASES = {
 
 
 def convert_log(lines: Iterable[Mapping[str, Any]]) -> GraphFile:
-    """Convert a log to a graph, starting at the last mark of a step's start.
-
-    Raises:
-        GraphError: the instructions are inconsistent.
-    """
+    """Convert a log to a graph, starting at the last mark of a step's start."""
     log = list(lines)
     starts = [i for i, line in enumerate(log) if line.get("ANNOTATION") == "START"]
     sizes = {line["NAME"]: int(line["MEMORY"]) for line in log if line["INSTRUCTION"] == "MEMORY"}

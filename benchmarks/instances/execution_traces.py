@@ -1,27 +1,16 @@
 """Training steps from PyTorch's execution traces, such as those in the repository ``facebookresearch/param``.
 
-A trace (``torch.profiler.ExecutionTraceObserver``) lists the calls of one run as a tree, with the storage, offset and
-size of every tensor argument and result. One step becomes a graph:
-
 * **Ops** are the lowest calls that compute. A call is one op if its children only allocate and view, or read less than
-the call itself; otherwise its children are the ops. Views, allocations and reads of sizes or scalars are not ops.
-Memory that an op allocates and does not return is its workspace. Consecutive calls on lists of tensors, as in
-optimizers, become one op per list position.
-* **Storages** are the ids of the trace. An id is an address and is reused after a free: a call that allocates it, or
-returns it without receiving it, begins another storage. Tensors in host memory are ignored. A storage that several ops
-fill is created by the first.
-* **Mutations** are the arguments that the operator's schema marks with "!", and running statistics of batch norm.
-``fill_``, ``zero_``, ``copy_`` and ``out=`` overwrite a storage if the tensor covers all of it.
-* **Storages that exist before the step** are classified by use. Written by the optimizer: a parameter if read
-elsewhere, else optimizer state. Written elsewhere: a gradient if the optimizer reads it, else a buffer. Only read: an
-input if it has integers or its id is reused, else a buffer. Optimizer state that the first step creates counts as
-existing.
+  the call itself. Memory that an op allocates and does not return is its workspace. Consecutive calls on lists of
+  tensors become one op per list position.
+* **Storages** are the ids of the trace. Ids are reused after a free: a call that allocates or returns an id without
+  receiving it begins another storage.
+* **Mutations** are the schema's "!" arguments and batch norm's running statistics. ``fill_``, ``zero_``, ``copy_`` and
+  ``out=`` overwrite a storage if the tensor covers all of it.
+* **Storages that exist before the step** are classified by use: see ``_Lifetime.classify``.
 
-Limits: traces have no times, so ops cost a roofline on a device (``outofcore.presets``). Published kernel times are of
-    other runs. Collectives are ordinary ops; copies from host memory cost the same as others. Shapes and branches are
-    those of the traced step. A gradient that is freed in the next step is free after its last use. Collectives, updates
-    and copies from host memory are not rerunnable; all other ops are. The size of a storage that exists before the step
-    is known only from its tensors.
+Traces have no times, so ops cost a roofline on a device (``outofcore.presets``). Collectives, updates and copies from
+host memory are not rerunnable; all other ops are.
 """
 
 from __future__ import annotations
@@ -63,7 +52,7 @@ CASES = {
 }
 
 _ALLOCATIONS = {"aten::empty", "aten::empty_strided", "aten::resize_"}
-# Calls that do not compute, besides those whose schema returns a view.
+# Calls that do not compute, although their schema does not return a view.
 _FREE = _ALLOCATIONS | {
     "aten::_local_scalar_dense",
     "aten::_unsafe_view",
@@ -129,12 +118,10 @@ class _Call:
 
     @property
     def is_upload(self) -> bool:
-        """Return whether the call copies from host memory."""
         return self.name == "aten::copy_" and len(self.inputs) < 2
 
     @cached_property
     def computes(self) -> bool:
-        """Return whether the call computes a result on the device."""
         if self.name == _COLLECTIVE:
             return bool(self.inputs)
         if not self.name.startswith("aten::") or self.name in _FREE or _returns_view(self.schema):
@@ -151,7 +138,6 @@ class _Call:
 
 
 def _is_update(call: _Call, calls: Mapping[int, _Call]) -> bool:
-    """Return whether a call runs inside an optimizer step."""
     while call.parent in calls and call.parent != call.id and not call.name.startswith("Optimizer.step"):
         call = calls[call.parent]
     return call.name.startswith("Optimizer.step")
@@ -230,7 +216,6 @@ class _Lifetime:
 
 
 def _join_ops(number: int, ops: Sequence[Op]) -> Op:
-    """Join consecutive ops into one."""
     reads, mutates, creates = dict[int, None](), dict[int, None](), dict[int, None]()
     for op in ops:
         reads |= dict.fromkeys(s for s in op.reads if s not in creates and (s in reads or s not in mutates))
@@ -258,7 +243,6 @@ class _Builder:
         return self.current[tensor.storage]
 
     def find(self, tensor: _Tensor) -> int:
-        """Return the lifetime of an argument."""
         if tensor.storage not in self.current:
             return self.begin(tensor, exists=True)
         lifetime = self.lifetimes[self.current[tensor.storage]]
@@ -314,7 +298,6 @@ class _Builder:
         return [self.begin(tensor, pending=True) for tensor in call.outputs if tensor.storage not in argument_ids]
 
     def add(self, call: _Call, updating: bool) -> None:
-        """Add an op."""
         arguments = {tensor: self.find(tensor) for tensor in call.inputs}
         of_id = {tensor.storage: lifetime for tensor, lifetime in arguments.items()}
         inner = [lifetime for child in call.descendants() for lifetime in self.allocate(child)]
@@ -406,15 +389,8 @@ def estimate_seconds(call: _Call, target: Device) -> float:
 def convert_trace(trace: Mapping[str, Any], step: str = "", target: str = _DEVICE) -> GraphFile:
     """Convert one step of a trace to a graph.
 
-    Args:
-        trace: the decoded JSON.
-        step: name of the call that contains the step; later calls of other threads belong to it, up to the next step.
-            Empty: the whole trace.
-        target: a device of ``outofcore.presets``, for times and the home.
-
-    Raises:
-        GraphError: the calls are inconsistent.
-        ValueError: no call has this name.
+    ``step`` names the call that contains the step; later calls of other threads belong to it, up to the next step. If
+    empty, the whole trace is converted. ``target`` is a device of ``outofcore.presets``, for times and the home.
     """
     calls = read_calls(trace)
     first, last = 0, math.inf
@@ -441,8 +417,7 @@ def _decode(name: str, data: bytes) -> Any:
 def read_instance(clone: Clone, case: str) -> Instance:
     """Read one of ``CASES``.
 
-    With a home, the budget is a share of the in-core peak. Without, it is at that share between the smallest budget and
-    the peak, because persistent state and waiting gradients cannot be evicted.
+    Without a home, the budget is at the case's share between the smallest budget and the peak.
     """
     name, share, home = CASES[case]
     path, step = _TRACES[name]

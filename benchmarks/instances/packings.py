@@ -1,7 +1,7 @@
 """Buffer lifetimes published in ``cappadokes/idealloc``, mostly of training steps under MindSpore.
 
-The files have MiniMalloc's format, which ``outofcore.cli.pack`` reads. They name no capacity. The peak of live bytes is
-a lower bound, which some instances cannot reach. Files that were removed later are read from earlier commits.
+The files have MiniMalloc's format without a capacity. The peak of live bytes is a lower bound, which some instances
+cannot reach.
 """
 
 from __future__ import annotations
@@ -28,6 +28,5 @@ CASES = {
 
 
 def read_rectangles(clone: Clone, case: str) -> tuple[Rectangle, ...]:
-    """Read one of ``CASES``."""
     commit, name = CASES[case]
     return read_table(clone.read(name, commit).decode()).rectangles

@@ -11,14 +11,7 @@ from outofcore.graphfile import GraphFile
 
 @dataclass(frozen=True)
 class Instance:
-    """A published step with a budget and published results.
-
-    Attributes:
-        name: label in tables.
-        budget: bytes.
-        file: the step with its costs.
-        published: step seconds by publisher; the first is the reference.
-    """
+    """A published step with a budget, and step seconds by publisher; the first publisher is the reference."""
 
     name: str
     budget: int
@@ -33,11 +26,7 @@ class Clone:
     path: Path
 
     def read(self, name: str, commit: str = "HEAD") -> bytes:
-        """Return the content of a file.
-
-        Raises:
-            FileNotFoundError: the commit or the file does not exist.
-        """
+        """Return the content of a committed file; raise FileNotFoundError if it does not exist."""
         command = ["git", "-C", str(self.path), "show", f"{commit}:{name}"]
         process = subprocess.run(command, capture_output=True, check=False)
         if process.returncode:

@@ -1,30 +1,24 @@
 """Exact search for the optimal plan of a small graph, over all choices and all orders of allocation.
 
 Best-first branch and bound (Land & Doig 1960) decides residencies and copy times together, op by op. The model
-(``fluid``) is the simulator's, with memory as a fluid: a copy or an op starts when enough bytes are free, regardless of
-addresses. A placed program is therefore never faster than the same choices in the model.
-
-A partial schedule is pruned if another schedule with the same choices is nowhere later, or if it cannot beat the best
-known plan. Its lower bound combines:
-
-- the linear program of ``prices``: its optimum, plus the reduced cost of each choice made;
-- compute: elapsed time, the remaining ops, and one rerun of each dropped storage's writer;
-- due copies-in, in the order of their uses, each followed by the ops from that use on.
+(``fluid``) is the simulator's, with memory as a fluid: addresses are ignored, so a placed program is never faster than
+the same choices in the model. A partial schedule is pruned if another one with the same choices is no later anywhere,
+or if it cannot beat the best known plan. The lower bound combines the linear program of ``prices``, the remaining ops,
+and the due copies-in in the order of their uses.
 
 The optimum covers schedules in which
 
 - a gap of a large storage is kept, offloaded or recomputed as a whole, and kept if the uses are adjacent ops;
-- values are evicted right after the use that begins their gap, and a later-needed value is fetched first only if its
-  copy can start sooner;
+- values are evicted right after the use that begins their gap; a later-needed value is fetched first only if its copy
+  can start sooner;
 - copies-in for a rerun start no earlier than the preceding op;
 - a dropped value is recomputed right before an op that uses it, or as an input of another rerun;
 - a rerun reads a block that is being copied out only during that copy;
 - during reruns only their own inputs are copied in, except during the last one;
 - gradients left by the step go home like all outputs (see ``planning.resident_gradients``);
-- the first home is used, and addresses are ignored.
+- the first home is used.
 
-Beyond about 30 ops, or a dozen gaps that compete for room, the search may hit its limit; the result is then a proven
-lower bound.
+Beyond about 30 ops, the search may hit its limit; the result is then a proven lower bound.
 """
 
 from __future__ import annotations
@@ -47,16 +41,7 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Optimum:
-    """The result of the search.
-
-    Attributes:
-        lower_seconds: lower bound on every schedule of the class.
-        seconds: of the best schedule, ignoring addresses; None if the search found none.
-        plans: plans of that schedule: the literal one, then one with room taken as early as possible. Placed plans may
-            take longer.
-        proved: whether the result is proven optimal.
-        looked_at: number of partial schedules examined.
-    """
+    """The result of the search; ``plans`` are the literal plan and one with room taken as early as possible."""
 
     lower_seconds: float
     seconds: float | None
@@ -68,14 +53,9 @@ class Optimum:
 def optimum(
     graph: StepGraph, costs: Costs, budget: int, *, known: float | None = None, effort: int = 100_000
 ) -> Optimum | None:
-    """Search for the optimal plan.
+    """Search for a plan faster than ``known_seconds``, examining at most ``effort`` partial schedules.
 
-    Args:
-        known: seconds of a known plan; only faster plans are searched.
-        effort: maximum number of partial schedules to examine.
-
-    Returns:
-        None if no plan fits the budget. With several homes, the best plan for the first home, without a proof.
+    Returns None if no plan fits the budget. With several homes, the best plan for the first home, without a proof.
     """
     priced = price_choices(graph, costs, budget)
     if priced is None:
@@ -135,5 +115,4 @@ class _ExactSearch:
         return Optimum(self.known, self.known, (), True, looked_at)
 
     def _bound(self, moment: Moment) -> float:
-        """Return a lower bound on steps that begin with this schedule."""
         return max(self.prices.lower_seconds + moment.penalty, self.fluid.lower_bound(moment))

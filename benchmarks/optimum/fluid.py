@@ -1,8 +1,7 @@
 """Schedules of a step with memory as a fluid: bytes count, addresses do not.
 
-A ``Moment`` is a partial schedule: the ops before ``op`` have started. Ops, reruns and copies-in allocate in sequence,
-each as soon as its queue, its inputs and enough free bytes allow. Bytes are freed when the last reader or a copy-out
-ends. See ``exact``.
+Ops, reruns and copies-in allocate in sequence, each as soon as its queue, its inputs and enough free bytes allow. Bytes
+are freed when the last reader or a copy-out ends. See ``exact``.
 """
 
 from __future__ import annotations
@@ -28,16 +27,13 @@ class Fluid:
     """A step with precomputed lookups for the search.
 
     Attributes:
-        graph: the step.
         limit: bytes for large blocks.
         sizes: placed bytes of each storage; 0 for small and constant storages.
-        in_seconds: copy-in seconds of each storage; 0 without homes.
-        out_seconds: copy-out seconds of each storage; 0 without homes.
-        left: seconds of each op and all later ops.
+        remaining_seconds: seconds of each op and all later ops.
         next_use: first use of each storage from each op on, or the number of ops.
         gaps: gap by storage and starting op.
-        again: gaps that can be recomputed.
-        remade_until: for each storage, the last op before which a rerun may need an old version of it.
+        recomputable: gaps that can be recomputed.
+        rerun_sources_until: for each storage, the last op before which a rerun may need an old version of it.
     """
 
     graph: StepGraph
@@ -55,7 +51,6 @@ class Fluid:
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs, budget: int) -> Fluid:
-        """Return the lookups of a step within ``budget`` bytes of the arena."""
         n = len(graph.ops)
         history = History.of(graph)
         large = [is_large(s.bytes) and s.kind is not StorageKind.CONSTANT for s in graph.storages]
@@ -103,7 +98,6 @@ class Fluid:
             yield from self._run(moment, prices)
 
     def lower_bound(self, moment: Moment) -> float:
-        """Return a lower bound on the step's seconds."""
         op, history = moment.op, self.history
         if moment.finished:
             return max(moment.done, moment.in_free, moment.out_free)
@@ -187,14 +181,11 @@ class Fluid:
                     yield successor
 
     def _replay(self, moment: Moment, storages: list[int], runs: tuple[int, ...], in_place: bool) -> Moment | None:
-        """Run reruns that create storages.
-
-        With ``in_place``, blocks that are being copied out are read in place and stay allocated meanwhile.
-        """
+        """Run reruns that create storages; ``in_place`` reads blocks that are being copied out where they are."""
         graph, history, op = self.graph, self.history, moment.op
         targets = {(s, history.version_at(s, op)) for s in storages}
         last_need = {content: index for index in runs for content in history.needs(graph.ops[index])}
-        ready: dict[Content, float] = {}  # rerun results by the time at which they are ready
+        ready: dict[Content, float] = {}  # time at which each rerun result is ready
         in_free, now = moment.in_free, moment
         pinned: set[int] = set()
 

@@ -11,8 +11,6 @@ from outofcore.plan import Residency
 
 
 class Location(IntEnum):
-    """The location of a storage's bytes."""
-
     NOWHERE = 0  # not yet created, or dead
     RESIDENT = 1  # resident, or being fetched
     OFFLOADED = 2  # offloaded, or being evicted
@@ -21,14 +19,11 @@ class Location(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An action that allocated memory.
+    """An action that allocated memory: a copy-in (OFFLOAD), reruns (RECOMPUTE) or an op (KEEP).
 
     Attributes:
-        what: OFFLOAD: a copy-in; RECOMPUTE: reruns; KEEP: an op.
         storages: the fetched storage; the recomputed storages; or pairs of an op's storages and their residencies.
-        op: the op, or the op before which the action happens.
-        start: seconds from the start of the step.
-        gone: for an op: pairs of time and storage at which evicted bytes were freed.
+        freed: for an op: pairs of time and storage at which evicted bytes were freed.
         pinned: for reruns: storages read while being copied out.
     """
 
@@ -42,28 +37,21 @@ class Event:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moment:
-    """A partial schedule.
+    """A partial schedule; ``op`` is the next op.
 
     Attributes:
-        op: the next op.
-        places: location of each storage.
-        home: version of each storage at home; -1: none.
-        begun: persistent storages that are at home at the start and end of the step.
+        home: version of each storage at home; -1: no version.
+        initially_offloaded: persistent storages that are at home at the start and end of the step.
         last: time of the last allocation.
-        done: time at which the compute queue is free.
-        in_free: time at which the copy-in queue is free.
-        out_free: time at which the copy-out queue is free.
-        arrive: end of each storage's copy-in.
-        ready: end of each storage's copy-out.
+        done, in_free, out_free: times at which the compute, copy-in and copy-out queues are free.
+        arrive, ready: ends of each storage's copy-in and copy-out.
         written: time at which each storage's resident bytes were created and can be copied out.
         held: bytes allocated at ``last``.
         frees: pairs of time and bytes to be freed, in order.
         penalty: seconds by which the choices exceed the linear program's optimum.
         pinned: frees that are delayed to the end of the next op, because reruns read these blocks.
-        finished: whether all ops are done.
         replayed: 1 after reruns since the last op.
-        before: the previous moment.
-        event: the action since then.
+        event: the action since ``before``, the previous moment.
     """
 
     op: int
@@ -92,7 +80,7 @@ class Moment:
         return (self.op, self.places, self.home, self.initially_offloaded, len(self.pinned))
 
     def dominates(self, other: Moment) -> bool:
-        """Return whether this moment is nowhere later than another moment with the same key."""
+        """Return whether no time of this moment is later than in another moment with the same key."""
         if self.last > other.last or self.done > other.done:
             return False
         if self.in_free > other.in_free or self.out_free > other.out_free:
@@ -112,7 +100,7 @@ def _allocated_at(moment: Moment, time: float) -> int:
 
 
 def free_at(moment: Moment, earliest: float, max_bytes: int) -> float | None:
-    """Return the first time from ``earliest`` at which at most ``most`` bytes are allocated, or None."""
+    """Return the first time from ``earliest`` at which at most ``max_bytes`` bytes are allocated, or None."""
     allocated = moment.held
     if allocated <= max_bytes:
         return earliest
@@ -126,13 +114,7 @@ def free_at(moment: Moment, earliest: float, max_bytes: int) -> float | None:
 def advance(
     moment: Moment, last: float, event: Event | None, *, frees: Sequence[tuple[float, int]] = (), **changes: Any
 ) -> Moment:
-    """Return the moment after an allocation at ``last``, without frees up to then.
-
-    Args:
-        event: the allocation; None for a part of a larger one.
-        frees: further pairs of time and bytes to be freed.
-        **changes: other fields.
-    """
+    """Return the moment after an allocation at ``last``, without frees up to then."""
     pending = sorted([*moment.frees, *(item for item in frees if item[1])])
     allocated = changes.pop("held", moment.held) - sum(count for time, count in pending if time <= last)
     written, out_free = changes.pop("written", moment.written), changes.get("out_free", moment.out_free)

@@ -15,22 +15,14 @@ from outofcore.planning.problem import Problem
 
 @dataclass(frozen=True)
 class Prices:
-    """Lower bounds for single choices.
-
-    Attributes:
-        least: lower bound on the step's seconds.
-        penalties: for each gap and choice, the minimum seconds that the choice adds. Penalties of several gaps add up.
-    """
+    """Lower bounds for single choices: penalties are minimum added seconds, and add up over gaps."""
 
     lower_seconds: float
     penalties: Mapping[Gap, Mapping[Residency, float]]
 
 
 def price_choices(graph: StepGraph, costs: Costs, budget: int) -> Prices | None:
-    """Return the lower bound and reduced costs of the linear program, for at most one home.
-
-    Returns None if no plan fits the budget (bytes of the arena).
-    """
+    """Return the reduced costs of the linear program, for at most one home; None if no plan fits the budget."""
     problem = Problem.of(graph, costs, room_for_large(graph, costs, budget))
     if not problem.is_feasible:
         return None

@@ -118,10 +118,7 @@ def _decision(
 
 
 def relax_times(fluid: Fluid, decisions: tuple[Decision, ...]) -> tuple[Decision, ...]:
-    """Release storages later and fetch them earlier, where room is free.
-
-    A placed copy-in waits for the previous contents of its addresses, so spare room should go to long-evicted storages.
-    """
+    """Release storages later and fetch them earlier, where room is free; placed copies then wait less."""
     n = len(fluid.graph.ops)
     room = np.full(n, fluid.limit, dtype=np.int64) - Held.of(fluid.graph, fluid.costs).under(decisions)
     relaxed = list(decisions)
