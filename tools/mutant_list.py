@@ -131,7 +131,7 @@ MUTANTS = (
     Mutant(
         "validator-trusts-program-order",
         "validator/homes.py",
-        "slot: count for slot, count in temporary_bytes.items() if not order.before(ends[slot], index)",
+        "slot: count for slot, count in temporary_bytes.items() if not order.has_ended_before(ends[slot], index)",
         "slot: count for slot, count in temporary_bytes.items() if ends[slot] > index",
         "The validator frees a home slot in program order, although no wait enforces that order.",
         ("tests/unit/test_several_homes.py", "tests/unit/test_slots.py", "tests/unit/test_validator.py"),
@@ -217,7 +217,7 @@ MUTANTS = (
     Mutant(
         "deferred-interrupt-lost",
         "execution/interrupts.py",
-        "if self._pending and not self._is_told:",
+        "if self._pending and not self._is_handled:",
         "if len(self._pending) > 1 and not self._is_told:",
         "A single Ctrl-C during a step is dropped instead of being raised after it.",
         ("tests/torch_cpu/test_intruders.py::test_signals_wait_for_the_end_of_a_deferred_block",),
@@ -233,8 +233,8 @@ MUTANTS = (
     Mutant(
         "slot-piece-off-by-a-page",
         "runtime/slots.py",
-        "spare[home].append(Piece(piece.offset + used, piece.bytes - used))",
-        "spare[home].append(Piece(piece.offset + used - PAGE_BYTES, piece.bytes - used))",
+        "spare[home].append(SlotPiece(piece.offset + used, piece.bytes - used))",
+        "spare[home].append(SlotPiece(piece.offset + used - PAGE_BYTES, piece.bytes - used))",
         "Two slots of a home share a page when one reuses a part of another's space.",
         (
             "tests/unit/test_slots.py::test_slots_that_divide_the_room_of_another_share_no_page",
@@ -244,7 +244,7 @@ MUTANTS = (
     Mutant(
         "user-write-leaves-copy-clean",
         "execution/state_moves.py",
-        "if mark == state.mark:",
+        "if mark == state.home_fingerprint:",
         "if state.mark is not None:",
         "The copy at home of a frozen weight stays outdated after the user has written to the weight.",
         ("tests/torch_cpu/test_frozen.py",),

@@ -279,7 +279,7 @@ KILLED = """
 import os, sys, torch, outofcore
 from outofcore.checkpoint import saving
 model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(3)])
-saving.commit = lambda *_: os.kill(os.getpid(), 9)
+saving.commit_index = lambda *_: os.kill(os.getpid(), 9)
 outofcore.save(sys.argv[1], model)
 """
 
@@ -451,8 +451,8 @@ def test_scheduler_resumes_from_extra(budget: int, tmp_path: Path) -> None:
 
 def test_concurrent_saves_are_refused(tmp_path: Path) -> None:
     script = (
-        "import sys, pathlib\nfrom outofcore.checkpoint.saving import saving_into\n"
-        "with saving_into(pathlib.Path(sys.argv[1])):\n    print('in', flush=True)\n    sys.stdin.readline()\n"
+        "import sys, pathlib\nfrom outofcore.checkpoint.saving import lock_folder\n"
+        "with lock_folder(pathlib.Path(sys.argv[1])):\n    print('in', flush=True)\n    sys.stdin.readline()\n"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

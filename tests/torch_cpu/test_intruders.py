@@ -134,7 +134,7 @@ sys.path.insert(0, sys.argv[1])
 import faulty as here
 import outofcore
 import pytest
-model, optimizer, step = here.sides()
+model, optimizer, step = here.build_sides()
 ours = outofcore.compile(
     step, model, optimizer, budget=int(sys.argv[3]), home=sys.argv[2], host_budget="300KiB", policy="offload-all"
 )
@@ -142,7 +142,7 @@ ours(here.batch(0))
 def kill():
     print("spilling", flush=True)
     os.kill(os.getpid(), int(sys.argv[4]))
-with here.at_op(pytest.MonkeyPatch(), 3, kill):
+with here.act_before_op(pytest.MonkeyPatch(), 3, kill):
     ours(here.batch(1))
 print("survived", flush=True)
 """
@@ -308,7 +308,7 @@ import torch
 sys.path.insert(0, sys.argv[1])
 import faulty as here
 import outofcore
-model, optimizer, step = here.sides()
+model, optimizer, step = here.build_sides()
 with outofcore.compile(
     step, model, optimizer, budget=int(sys.argv[3]), home=sys.argv[2], host_budget="300KiB", policy="offload-all"
 ) as ours:

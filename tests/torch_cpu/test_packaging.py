@@ -127,7 +127,7 @@ from outofcore.planning.placement import compiled
 assert outofcore.__file__.startswith(sys.argv[1]), outofcore.__file__
 print(outofcore.__version__, native.load_native()._name)
 from outofcore.report.page import page_text
-native._loaded.cache_clear()
+native._load_once.cache_clear()
 import torch
 torch.__version__ = "1.0"
 try:

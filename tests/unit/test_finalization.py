@@ -11,15 +11,15 @@ from outofcore.finalization import count_running_threads
 
 _PROGRAM = """
 import sys, threading, zlib
-from outofcore.finalization import end_when_threads_rest
+from outofcore.finalization import wait_for_threads_at_exit
 
 def work():
     zlib.compress(bytes(30_000_000), 9)  # runs without the interpreter
     print("done", flush=True)
 
 if sys.argv[1] == "rest":
-    end_when_threads_rest()
-    end_when_threads_rest()
+    wait_for_threads_at_exit()
+    wait_for_threads_at_exit()
 threading.Thread(target=work, daemon=True).start()
 """
 

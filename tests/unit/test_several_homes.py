@@ -177,7 +177,7 @@ def test_more_than_a_home_holds_is_refused() -> None:
     decisions = (offload(A, 0, 4, 1, 4, 0), offload(B, 1, 5, 2, 5, 0))
     lowered = place(lower(step(), costs(), Plan("test", 0, decisions)))
     assert copies_in_before_room(step(), costs(), lowered) is None
-    with pytest.raises(GraphError, match="more to a home than it holds"):
+    with pytest.raises(GraphError, match="more bytes at a home than its capacity"):
         wire(step(), lowered, costs())
     loose = wire(step(), lowered)
     with pytest.raises(ValidationError, match=f"home 0 \\(host\\) of {SIZE} bytes has to hold {2 * SIZE}"):

@@ -21,7 +21,7 @@ class Chunks:
     """Elements of a tensor, distributed among ``ranks`` processes.
 
     >>> chunks = Chunks(elements=1000, ranks=3)
-    >>> chunks.each, chunks.padded
+    >>> chunks.chunk_elements, chunks.padded_elements
     (512, 1536)
     >>> [(chunks.start(rank), chunks.count(rank)) for rank in range(3)]
     [(0, 512), (512, 488), (1000, 0)]
