@@ -80,8 +80,8 @@ class Costs:
             if not MIN_CONTENTION_SHARE <= home.contention_out <= 1 - MIN_CONTENTION_SHARE:
                 raise GraphError(
                     f"home {home.name} has contention_out {home.contention_out}; it must be from "
-                    f"{MIN_CONTENTION_SHARE} to {1 - MIN_CONTENTION_SHARE}, or copies would stop while others run in the "
-                    "other direction"
+                    f"{MIN_CONTENTION_SHARE} to {1 - MIN_CONTENTION_SHARE}, or copies would stop while others run in "
+                    "the other direction"
                 )
 
     @property
