@@ -1,4 +1,4 @@
-"""What a followed step did, read from a log that was worked out by hand."""
+"""Tests of the observation of an eager step, read from a log worked out by hand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAMES = ("aten::linear", "aten::add.Tensor", "mine::op")
 WEIGHT, MADE, BATCH, SCRATCH, OLD = 10, 11, 12, 13, 14
 KNOWN = {WEIGHT: ("body.weight", StorageKind.PARAMETER)}
 
-# What happened, from when to when (seconds), to which block or operator, bytes, flags.
+# Event, start and end in seconds, block or operator, bytes, flags.
 LOG = (
     (Event.HELD, 0, 0, WEIGHT, 2 * MIB, 0),
     (Event.HELD, 0, 0, OLD, MIB, 0),
@@ -41,7 +41,7 @@ LOG = (
     (Event.TAKEN, 1, 1, MADE, MIB, 0),
     (Event.GIVEN, 2, 2, SCRATCH, 4096, 0),
     (Event.FREED, 2, 2, SCRATCH, 4096, 0),
-    (Event.OP, 1, 3, 0, 0, 1),  # the first, by plan
+    (Event.OP, 1, 3, 0, 0, 1),  # the first op, by plan
     (Event.TOUCH, 0, 0, BATCH, MIB, 0),
     (Event.TOUCH, 0, 0, WEIGHT, 2 * MIB, 0),
     (Event.TOUCH, 0, 0, MADE, MIB, 3),
@@ -76,12 +76,12 @@ def observed(log: tuple[tuple[int, ...], ...] = LOG, *, complete: int = 1, steps
     return read_observed(numbers, NAMES, KNOWN, 8 * MIB, "auto")
 
 
-def test_the_graph_is_what_ops_touched() -> None:
+def test_graph_has_the_storages_of_the_ops() -> None:
     graph = observed().graph
     graph.check()
     assert [(s.bytes, s.kind, s.name) for s in graph.storages] == [
         (2 * MIB, StorageKind.PARAMETER, "body.weight"),
-        (MIB, StorageKind.BUFFER, ""),  # there before and after, and nobody knows what it is
+        (MIB, StorageKind.BUFFER, ""),  # resident before and after the step, of unknown kind
         (MIB, StorageKind.INPUT, ""),
         (MIB, StorageKind.ACTIVATION, "body linear"),
     ]
@@ -92,9 +92,9 @@ def test_the_graph_is_what_ops_touched() -> None:
     )
 
 
-def test_the_program_is_what_ran_and_says_what_waited_for_what() -> None:
-    seen = observed()
-    assert seen.program == Program(
+def test_program_has_the_instructions_and_waits_of_the_log() -> None:
+    observation = observed()
+    assert observation.program == Program(
         (
             Run(0, (0, 1, 2)),
             CopyOut(2, 1, (), Link.AHEAD),
@@ -111,12 +111,12 @@ def test_the_program_is_what_ran_and_says_what_waited_for_what() -> None:
         ),
         arena_bytes=5 * MIB + 4096,
     )
-    assert seen.timeline == Timeline((1.0, 3.0, 4.0, 6.0, 8.0, 9.0), (3.0, 4.0, 5.0, 8.0, 9.0, 10.0), 12.0)
-    assert seen.on_demand == {1}
-    assert seen.planned == 2
+    assert observation.timeline == Timeline((1.0, 3.0, 4.0, 6.0, 8.0, 9.0), (3.0, 4.0, 5.0, 8.0, 9.0, 10.0), 12.0)
+    assert observation.on_demand == {1}
+    assert observation.planned == 2
 
 
-def test_memory_counts_what_no_op_uses() -> None:
+def test_memory_counts_bytes_outside_ops() -> None:
     assert observed().memory == MemoryOverTime(
         (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 9.0, 10.0, 12.0),
         {
@@ -129,12 +129,12 @@ def test_memory_counts_what_no_op_uses() -> None:
     )
 
 
-def test_the_plan_is_what_left() -> None:
+def test_plan_lists_the_evictions() -> None:
     assert observed().plan == Plan(
         "auto",
         8 * MIB,
         (
-            Decision(Gap(0, 1, 3), Residency.OFFLOAD, 3, 3),  # the weight, for the next step
+            Decision(Gap(0, 1, 3), Residency.OFFLOAD, 3, 3),  # the weight, until the next step
             Decision(Gap(3, 0, 2), Residency.OFFLOAD, 1, 2),
         ),
     )
@@ -142,22 +142,24 @@ def test_the_plan_is_what_left() -> None:
     assert observed(no_plans).plan.policy == "on demand"
 
 
-def test_departures_say_why() -> None:
-    seen = observed()
-    assert seen.departures == (
+def test_departures_give_their_reasons() -> None:
+    observation = observed()
+    assert observation.departures == (
         Departure(6, 1, 4.0, Cause.OP, "aten::linear", "aten::add.Tensor", 0, 1, 2),
         Departure(5, 2, -1.0, Cause.MEMORY, "mine::op", "aten::linear", MIB, 0, -1),
     )
-    told, memory = (d.text for d in seen.departures)
-    assert told == (
+    op_text, memory_text = (d.text for d in observation.departures)
+    assert op_text == (
         "aten::add.Tensor came where aten::linear was planned; 1 op ran on demand, then the plan was followed from op "
         "2 on"
     )
-    assert memory == "aten::linear needed more memory than planned: 1.00 MiB left that were to stay"
-    assert departure_marks(seen) == ((4.0, "left the plan", told),)  # the other was in another step
+    assert memory_text == "aten::linear needed more memory than planned: 1.00 MiB left that were to stay"
+    assert departure_marks(observation) == (
+        (4.0, "left the plan", op_text),
+    )  # the second departure was in another step
 
-    def text(cause: Cause, expected: str, came: str, back: int = -1) -> str:
-        return Departure(0, 0, 0.0, cause, expected, came, MIB, 4, back).text
+    def text(cause: Cause, expected: str, actual: str, back: int = -1) -> str:
+        return Departure(0, 0, 0.0, cause, expected, actual, MIB, 4, back).text
 
     assert text(Cause.END, "aten::mm", "") == "the step ended where aten::mm was planned"
     assert (
@@ -168,7 +170,7 @@ def test_departures_say_why() -> None:
     )
 
 
-def test_notes_count_and_tell() -> None:
+def test_notes_count_ops_and_departures() -> None:
     plan = PlanMade(3, 3, "auto", 0.5, 2.0)
     notes = observed_notes(observed(cut=3), [plan])
     assert ("step", "step 7 of the loop: 3 ops on 4 storages of 64 KiB and more") in notes
@@ -182,19 +184,19 @@ def test_notes_count_and_tell() -> None:
     assert ("plan", "none was made so far") in so_far
 
 
-def test_page_and_trace_tell_the_same(tmp_path: Path) -> None:
-    seen = observed()
-    report = step_report(seen.graph, seen.plan, seen.program, seen.timeline, 8 * MIB)
+def test_page_and_trace_agree(tmp_path: Path) -> None:
+    observation = observed()
+    report = step_report(observation.graph, observation.plan, observation.program, observation.timeline, 8 * MIB)
     assert (report.bytes_out, report.bytes_in, report.compute_seconds) == (3 * MIB, MIB, 4.0)
-    measured = LoopMeasurements(LINKS, seen.memory, seen.on_demand, departure_marks(seen))
-    timelines = [("measured", seen.timeline)]
+    measured = LoopMeasurements(LINKS, observation.memory, observation.on_demand, departure_marks(observation))
+    timelines = [("measured", observation.timeline)]
     content: Any = page_content(
-        seen.graph, seen.plan, seen.program, timelines, Page("", 8 * MIB, homes=LINKS), measured
+        observation.graph, observation.plan, observation.program, timelines, Page("", 8 * MIB, homes=LINKS), measured
     )
     (timeline,) = content["timelines"]
     assert content["lanes"] == ["ops", "copies in, ahead", "copies in, late", "copies out, ahead", "copies out, late"]
     assert timeline["peak"] == 5 * MIB + 4096
-    assert [one[2] for one in content["instructions"] if one[0] == 0] == [0, 2, 0]
+    assert [instruction[2] for instruction in content["instructions"] if instruction[0] == 0] == [0, 2, 0]
     assert [(wait["start"], wait["length"], wait["instruction"]) for wait in timeline["waits"]] == [
         (5e6, 3e6, 4),
         (9e6, 1e6, -1),  # the last copy outlasts the last op
@@ -202,20 +204,20 @@ def test_page_and_trace_tell_the_same(tmp_path: Path) -> None:
     assert timeline["spent"]["for_copies"] == 3.0
 
     path = tmp_path / "trace.json"
-    write_trace(path, seen.graph, seen.program, timelines, measured=measured)
+    write_trace(path, observation.graph, observation.program, timelines, measured=measured)
     events = json.loads(path.read_text())["traceEvents"]
     ops = [(e["name"], e["cat"]) for e in events if e.get("cat") in ("planned", "on demand")]
     assert ops == [("linear in body", "planned"), ("add in body", "on demand"), ("mine.op.default", "planned")]
     (mark,) = [e for e in events if e["ph"] == "i"]
-    assert (mark["ts"], mark["args"]["why"]) == (4e6, seen.departures[0].text)
+    assert (mark["ts"], mark["args"]["why"]) == (4e6, observation.departures[0].text)
     assert max(sum(e["args"].values()) for e in events if e["ph"] == "C") == 5 * MIB + 4096
     assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {*content["lanes"], "waits of ops"} - {
         "copies in, ahead"
     }
 
 
-def test_an_empty_log_is_a_step_in_which_nothing_happened() -> None:
-    seen = observed((), complete=0, steps=0)
-    assert seen.graph.ops == ()
-    assert seen.memory.times == (0.0, 12.0)
-    assert not seen.complete
+def test_empty_log_is_an_empty_step() -> None:
+    observation = observed((), complete=0, steps=0)
+    assert observation.graph.ops == ()
+    assert observation.memory.times == (0.0, 12.0)
+    assert not observation.complete
