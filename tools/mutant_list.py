@@ -242,7 +242,7 @@ MUTANTS = (
         "spare[home].append(Piece(piece.offset + used - PAGE_BYTES, piece.bytes - used))",
         "Two slots of a home share a page when one takes over a part of another's room.",
         (
-            "tests/unit/test_slots.py::test_slots_that_divide_the_room_of_another_share_no_page",
+            "tests/unit/test_slots.py::test_slots_that_split_another_slot_share_no_page",
             "tests/torch_cpu/test_tiers.py",
         ),
     ),
@@ -398,7 +398,7 @@ MUTANTS = (
         "leave.append((record.places[decision.release_by % count] % ops, gap.storage))",
         "leave.append(((record.places[decision.release_by % count] - 1) % ops, gap.storage))",
         "A followed loop may evict a storage one op before its plan says so.",
-        ("tests/unit/test_follow_records.py::test_exactly_what_a_plan_says",),
+        ("tests/unit/test_follow_records.py::test_schedule_follows_the_plan_exactly",),
     ),
     Mutant(
         "page-map-of-first-page-alone",

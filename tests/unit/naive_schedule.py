@@ -1,4 +1,4 @@
-"""When copies run, worked out again in Python: what ``remat/tuner.h`` has to find."""
+"""The schedule of copies, computed again in Python, to compare with ``remat/tuner.h``."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from outofcore.planning.tuner import State
 
 @dataclass(frozen=True)
 class Remainder:
-    """A step without the gaps that are recomputed; of each gap left, the one of the step; and the recomputed ones."""
+    """A step without its recomputed gaps, the original indices of the remaining gaps, and the recomputed ones."""
 
     problem: Problem
     gaps: list[int]
     whole: list[Gap]
     again: tuple[Decision, ...]
-    copying: dict[int, float]  # seconds of what the chain before an op copies in for itself, if anything
-    own: list[float]  # seconds of each op without its chain
+    copying: dict[int, float]  # seconds of copies in for the recomputation before an op, if any
+    own: list[float]  # seconds of each op without recomputation
 
     @staticmethod
     def of(choices: Choices) -> Remainder:
@@ -37,18 +37,18 @@ class Remainder:
             ops[at] = replace(ops[at], seconds=ops[at].seconds + chain.seconds)
             if chain.links.copied:
                 copying[at] = sum(problem.homes[-1].in_seconds(count) for count in chain.links.copied)
-        left: list[GapInfo] = []
+        remaining: list[GapInfo] = []
         index: list[int] = []
-        again: list[Decision] = []
+        recomputed: list[Decision] = []
         for g, info in enumerate(problem.gaps):
             gap = info.gap
             readers = [] if choices.kind[g] == AWAY else _readers(choices, choices.content[g])
             if info.arriving:
-                left.append(info)
+                remaining.append(info)
                 index.append(g)
             elif choices.kind[g] == AGAIN:
                 free[choices.fetch[g] : gap.end] -= info.bytes
-                again.append(Decision(gap, Residency.RECOMPUTE, gap.start + 1, choices.fetch[g]))
+                recomputed.append(Decision(gap, Residency.RECOMPUTE, gap.start + 1, choices.fetch[g]))
             elif info.cyclic:
                 at_first = _readers(choices, choices.contents.first[gap.storage])
                 if any(at > gap.start for at in _readers(choices, choices.content[g])) or any(
@@ -56,35 +56,35 @@ class Remainder:
                 ):
                     problem.take(free, g, info.bytes)
                 else:
-                    left.append(info)
+                    remaining.append(info)
                     index.append(g)
             else:
                 first = min((at for at in readers if gap.start < at < gap.end), default=gap.end)
                 free[first : gap.end] -= info.bytes
                 if first > gap.start + 1 or info.final:
                     short = replace(info, gap=Gap(gap.storage, gap.start, first), fetched=True)
-                    left.append(short if first < gap.end else info)
+                    remaining.append(short if first < gap.end else info)
                     index.append(g)
-        rest = replace(problem, costs=Costs(tuple(ops), problem.homes), gaps=tuple(left), free=free)
+        remainder = replace(problem, costs=Costs(tuple(ops), problem.homes), gaps=tuple(remaining), free=free)
         return Remainder(
-            rest,
+            remainder,
             index,
             [problem.gaps[g].gap for g in index],
-            tuple(again),
+            tuple(recomputed),
             copying,
             [op.seconds for op in problem.costs.ops],
         )
 
 
 def _readers(choices: Choices, content: int) -> list[int]:
-    """Ops before which chains read a content that they do not make."""
+    """Return the ops before which recomputation reads a content that it does not make."""
     chains = choices.chains.items()
     return sorted(at for at, chain in chains if content in chain.links.seen - chain.links.made)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The copies of a state: the decisions, and what the step takes with them."""
+    """The decisions of a state, and the resulting times."""
 
     decisions: tuple[Decision, ...]
     seconds: float
@@ -94,32 +94,32 @@ class Schedule:
     starts: tuple[float, ...]
 
 
-def schedule(kept: Choices, state: State, slack: float, passes: int) -> Schedule:
+def schedule(base: Choices, state: State, slack: float, passes: int) -> Schedule:
     """Schedule the copies of a state that fits, as ``Tuner.begin`` does."""
-    choices = Choices(kept.problem, kept.contents, like=kept)
-    changed = [g for g, info in enumerate(kept.problem.gaps) if not info.arriving and state.kind[g] in (AGAIN, AWAY)]
+    choices = Choices(base.problem, base.contents, like=base)
+    changed = [g for g, info in enumerate(base.problem.gaps) if not info.arriving and state.kind[g] in (AGAIN, AWAY)]
     assert choices.begin(tuple((g, state.kind[g], state.fetch[g]) for g in changed))
     rest = Remainder.of(choices)
     choice = np.array([state.home[g] for g in rest.gaps], dtype=np.int64)
     assert (rest.problem.free - rest.problem.held(choice == KEPT)).min(initial=0) >= 0
-    flowing: Ints = np.zeros(len(kept.problem.graph.ops), dtype=np.int64)
-    found = _Walk(rest, choice, flowing, None, slack).run()
-    found = best = _Walk(rest, choice, found.flowing, found.starts, slack).run()
+    flowing: Ints = np.zeros(len(base.problem.graph.ops), dtype=np.int64)
+    walk = _Walk(rest, choice, flowing, None, slack).run()
+    walk = best = _Walk(rest, choice, walk.flowing, walk.starts, slack).run()
     for _ in range(passes - 1):
-        found = _Walk(rest, choice, best.flowing, best.starts, slack).run()
-        if found.seconds >= best.seconds * 0.9999:
+        walk = _Walk(rest, choice, best.flowing, best.starts, slack).run()
+        if walk.seconds >= best.seconds * 0.9999:
             break
-        best = found
+        best = walk
     return best
 
 
 @dataclass
 class _Walk:
-    """One run through the step, with the run before in mind."""
+    """One pass through the step, with the times of the previous pass."""
 
     rest: Remainder
     choice: Ints
-    reserved: Ints  # bytes that copies in leave to copies out, by op
+    reserved: Ints  # bytes that copies in reserve for copies out, by op
     begun: tuple[float, ...] | None
     slack: float
     release: dict[int, int] = field(default_factory=dict[int, int])
@@ -151,7 +151,7 @@ class _Walk:
         spare = np.array(room, dtype=np.int64) - self.reserved
         lanes, soonest = [deque(line) for line in self.lines], self._soonest()
         out_done, in_done = [0.0] * len(lanes), [0.0] * len(lanes)
-        pending: list[tuple[float, int, int]] = []  # when a copy out is done, and of which gap
+        pending: list[tuple[float, int, int]] = []  # end of each copy out, and its gap
         outgoing = ahead = 0
         arrived: dict[int, float] = {}
         starts: list[float] = []
@@ -225,22 +225,22 @@ class _Walk:
         )
 
     def _soonest(self) -> dict[int, float]:
-        found: dict[int, float] = {}
+        soonest: dict[int, float] = {}
         for line in self.lines if self.begun is not None else ():
             due = float("inf")
             for g in reversed(line):
                 assert self.begun is not None
                 due = min(due, self.begun[self.end[g]]) - self.ins[g]
-                found[g] = due - self.slack * self.ins[g]
-        return found
+                soonest[g] = due - self.slack * self.ins[g]
+        return soonest
 
     def _decisions(self) -> tuple[Decision, ...]:
         whole = self.rest.problem.graph
         n = len(whole.ops)
-        found = list(self.rest.again)
+        decisions = list(self.rest.again)
         for g in self.away:
             info = self.rest.problem.gaps[g]
             fetch = self.fetch[g] + (n if info.cyclic else 0) if info.fetched else info.gap.end
             release = 0 if info.arriving else max(min(self.release.get(g, n), n, fetch), info.gap.start + 1)
-            found.append(Decision(self.rest.whole[g], Residency.OFFLOAD, release, fetch, self.where[g]))
-        return tuple(sorted(found, key=lambda decision: decision.gap))
+            decisions.append(Decision(self.rest.whole[g], Residency.OFFLOAD, release, fetch, self.where[g]))
+        return tuple(sorted(decisions, key=lambda decision: decision.gap))

@@ -17,8 +17,10 @@ NAMES = ("aten::linear", "aten::relu")
 
 
 def numbers_of(
-    storages: list[list[int]], ops: list[tuple[int, list[list[int]]]], late: list[list[int]] = []
-) -> list[int]:  # noqa: B006
+    storages: list[list[int]],
+    ops: list[tuple[int, list[list[int]]]],
+    late: list[list[int]] = [],  # noqa: B006
+) -> list[int]:
     """Return the record as the numbers that native code passes."""
     numbers = [3, len(ops), len(storages), len(late), 0, 1, 0, 1]
     for storage in storages:

@@ -1,9 +1,9 @@
-"""Counts what the host does for a step of a loop with room for everything: instructions, of plain PyTorch and of ours.
+"""Count host instructions of a loop's step with room for all storages, with plain PyTorch and with outofcore.
 
     python instructions.py [--stub FOLDER]
 
-A small GPT with autocast and AdamW. Valgrind counts, so the numbers do not depend on the machine's load; the stub's
-kernels compute nothing. Run by the Python that has PyTorch's CUDA build. A row of a table for each way; four minutes.
+A small GPT with autocast and AdamW. Valgrind counts, so the load of the machine does not matter; the kernels of the
+stub compute nothing. Run it with the Python that has PyTorch's CUDA build. Prints one table row per mode; four minutes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WARM_UP, STEPS = 8, 2
 
 
 def take_steps(way: str) -> None:
-    """Take steps, of which the last are counted."""
+    """Take steps; count the instructions of the last ones."""
     from unittest import mock
 
     import torch
@@ -64,35 +64,35 @@ def _count(switch: str) -> None:
 
 
 def instructions(way: str, stub: Path) -> tuple[int, str]:
-    """Count those of one step; returns the last line that the process prints as well."""
+    """Return the instructions of one step, and the last line that the process prints."""
     settings = {"quiet": 1, "numbers": 0, "kernel_us": 0, "tflops": 100000, "h2d_gbs": 50, "d2h_gbs": 50}
     env = environment(stub, **settings) | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(stub / "cache")}
     with tempfile.TemporaryDirectory() as folder:
         counts = Path(folder) / "counts"
         valgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={counts}", "-q"]
         command = [*valgrind, sys.executable, __file__, "--stub", str(stub), "--way", way]
-        said = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
+        output = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
         total = re.search(r"^totals: (\d+)", counts.read_text(encoding="utf-8"), re.MULTILINE)
     if total is None:
         raise RuntimeError(f"valgrind counted nothing for {way}")
-    return int(total[1]) // STEPS, said.splitlines()[-1]
+    return int(total[1]) // STEPS, output.splitlines()[-1]
 
 
 def main() -> None:
-    """Count each way, or take the steps of one."""
+    """Count each mode, or take the steps of one."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--stub", type=Path, default=OUT, help="folder in which the stub is built")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.way is not None:
-        take_steps(given.way)
+    arguments = parser.parse_args()
+    if arguments.way is not None:
+        take_steps(arguments.way)
         return
-    stub = build(given.stub)
+    stub = build(arguments.stub)
     plain = 0
     for way in WAYS:
-        count, said = instructions(way, stub)
+        count, output = instructions(way, stub)
         plain = plain or count
-        print(f"{way:<10} {count / 1e6:6.2f} million, {count / plain:.2f} of plain; {said}", flush=True)
+        print(f"{way:<10} {count / 1e6:6.2f} million, {count / plain:.2f} of plain; {output}", flush=True)
 
 
 if __name__ == "__main__":
