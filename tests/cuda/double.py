@@ -81,7 +81,7 @@ class FakeCuda:
     Attributes:
         seed: of the durations.
         bytes_per_s: of copies, in each direction.
-        shared: slowdown of a copy by one in the other direction; 1: none.
+        shared: factor of a copy's time while one runs in the other direction.
         witness: whether races raise.
         waits_on_host: whether the end of a step waits for the device if the host asks for it. If not, steps follow each
             other directly, as when all state stays on the device.

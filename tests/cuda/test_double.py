@@ -193,7 +193,7 @@ def test_resident_state_is_copied_only_in_the_first_step() -> None:
     assert not moved & states
 
 
-def test_costs_are_those_of_the_target_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_measured_on_the_target_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_ops", lambda *_, **__: lambda: None)
     world, driver = dense(CPU), FakeCuda(bytes_per_s=2e8)
     user = UserStep(world.step, [world.model], [world.optimizer])

@@ -173,9 +173,9 @@ def test_op_is_recorded_after_its_warm_up(warms_up: bool, max_units: int) -> Non
     place = next(op.id for op in captured.graph.ops if "tries" in op.name)
     RUNS.clear()
     profile = profile_ops(captured, measure_time=False, backend=backend)[place]
-    one = 256 * 256 * 4
-    assert profile.cost.workspace_bytes <= max_units * one
-    assert warms_up or profile.cost.workspace_bytes >= 4 * one
+    unit_bytes = 256 * 256 * 4
+    assert profile.cost.workspace_bytes <= max_units * unit_bytes
+    assert warms_up or profile.cost.workspace_bytes >= 4 * unit_bytes
 
 
 @dataclass

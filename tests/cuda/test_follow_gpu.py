@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available()
 @pytest.fixture(autouse=True)
 def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(loop_planner, "BackgroundPlanner", PlannedAtOnce)
-    # Budgets here are for tensors limit_allocator; the other memory of these loops would exceed them.
+    # Budgets here are for tensors only; the other memory of these loops would exceed them.
     monkeypatch.setattr(devices, "shares_of", lambda budget, device: Shares(budget, 0, 8 * MIB))
     torch.use_deterministic_algorithms(True)
     yield
@@ -91,7 +91,7 @@ def test_measured_smallest_budget_fits_the_loop(name: str) -> None:
     runs: list[outofcore.Loop] = []
     run_within(name, int(1.5 * peak(name)), measure=True, prepare=runs.append)
     measured = runs[0].measurement()
-    # An op may fit the arena limit_allocator in parts because of fragmentation; then it uses its operands at home.
+    # An op may fit the arena only in parts because of fragmentation; then it uses its operands at home.
     ours, stats = run_within(name, measured.smallest_budget)
     assert ours.differs_from(run_plain(name)) == ""
     assert stats.peak_bytes <= measured.smallest_budget < measured.in_core_bytes

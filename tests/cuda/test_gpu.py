@@ -345,7 +345,7 @@ def test_files_are_read_and_written_by_separate_threads(device: torch.device, tm
     home.close()
 
 
-def sloped(device: torch.device) -> World:
+def gradient_in_loss(device: torch.device) -> World:
     """Return a step whose loss contains a gradient: autograd adds nodes during the backward pass."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)).to(device)
@@ -366,7 +366,7 @@ def sloped(device: torch.device) -> World:
 def test_backward_ops_have_the_same_modules_on_gpu_and_cpu(device: torch.device) -> None:
     ops_by_device = []
     for target in (CPU, device):
-        world = sloped(target)
+        world = gradient_in_loss(target)
         captured = capture_step(world.step, [world.model], [world.optimizer], world.batch(0), {}, target)
         ops = captured.graph.ops
         ops_by_device.append([(op.name, op.module, op.source) for op in ops if not op.name.startswith("optimizer")])

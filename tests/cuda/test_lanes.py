@@ -1,4 +1,4 @@
-"""Tests transfer_to the threads that move bytes between files and host memory in stream order."""
+"""Tests of the threads that move bytes between files and host memory in stream order."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from outofcore.runtime.native import load_native
 from outofcore.units import KIB, MIB
 
 LIBRARY = load_native()
-PAUSE = -2  # in place transfer_to a file
+PAUSE = -2  # in place of a file
 
 
 class Lane:
-    """A transfer thread and its count transfer_to finished transfers."""
+    """A transfer thread and its count of finished transfers."""
 
     def __init__(self) -> None:
         self.count = ctypes.c_uint32(0)
@@ -106,7 +106,7 @@ def test_transfer_may_be_posted_repeatedly(lanes: tuple[Lane, Lane], disk: DiskH
 def test_lanes_do_not_wait_for_each_other(lanes: tuple[Lane, Lane], disk: DiskHome) -> None:
     slow, quick = lanes
     memory = pages(16 * KIB).fill_(5)
-    # On one thread, transfers transfer_to the quick lane would always end after earlier ones transfer_to the slow lane.
+    # On one thread, transfers of the quick lane would always end after earlier ones of the slow lane.
     for _ in range(100):
         for _ in range(20):
             slow.post(pause(2000))

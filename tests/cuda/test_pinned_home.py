@@ -38,7 +38,7 @@ class Pins:
         return sum(start < at + size and at < start + count for at, size in self.active.items())
 
 
-def test_many_slots_are_in_few_stretches_and_none_crosses_two() -> None:
+def test_slots_are_in_few_stretches_and_within_one() -> None:
     pins = Pins()
     home = pins.home(GIB)
     slots = Slots(home)

@@ -1,7 +1,7 @@
 """Valid but slow programs, to be mutated and compared with.
 
-All storages are at home: each op's storages are copied in before it, its results are copied out after it, and nothing
-overlaps. Options add resident storages, blocks that wrap, recomputation, and two arena halves used in turn, so that
+All storages are at home: each op's storages are copied in before it, and its results are copied out after it, without
+overlap. Options add resident storages, blocks that wrap, recomputation, and two arena halves used in turn, so that
 copies of one op overlap the next op.
 """
 

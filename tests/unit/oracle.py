@@ -1,7 +1,7 @@
 """A brute-force judge of programs that shares no idea with the validator.
 
-The validator counts versions and keeps vector clocks. Here values are symbolic (an op and its inputs), order is
-reachability in an explicit graph of instructions, and all pairs of accesses are checked for conflicts.
+The validator counts versions and keeps vector clocks. Here values are symbolic (an op and its inputs). Order is
+reachability in an explicit graph of instructions. All pairs of accesses are checked for conflicts.
 """
 
 from __future__ import annotations

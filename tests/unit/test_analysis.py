@@ -1,4 +1,4 @@
-"""Gaps, sizes and hoisted ops."""
+"""Tests of gaps, block sizes and hoisted ops."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def test_gaps_run_from_use_to_use() -> None:
     assert gaps_of(graph, LOSS) == ()
 
 
-def test_a_parameter_has_a_gap_around_the_end_of_the_step() -> None:
+def test_parameter_has_a_gap_around_the_end_of_the_step() -> None:
     assert gaps_of(step(), W) == (Gap(W, 0, 3), Gap(W, 3, 4))
 
 
-def test_an_input_waits_at_home_for_its_first_use() -> None:
+def test_input_has_a_gap_before_its_first_use() -> None:
     assert gaps_of(step(), X) == (Gap(X, -1, 0), Gap(X, 0, 2))
 
 
-def test_large_blocks_take_whole_pages_and_small_ones_cache_lines() -> None:
+def test_large_blocks_round_to_pages_and_small_ones_to_cache_lines() -> None:
     assert placed_bytes(K64) == K64
     assert placed_bytes(K64 + 1) == K64 + 4096
     assert placed_bytes(K64 - 1) == K64
@@ -39,17 +39,17 @@ def test_large_blocks_take_whole_pages_and_small_ones_cache_lines() -> None:
     assert not is_large(K64 - 64)
 
 
-def test_rounding_makes_no_block_large() -> None:
+def test_rounding_does_not_make_a_block_large() -> None:
     for count in range(K64 - 200, K64 + 200):
         assert is_large(placed_bytes(count)) == is_large(count)
 
 
-def test_an_op_needs_its_storages_and_its_workspace() -> None:
+def test_op_needs_its_storages_and_its_workspace() -> None:
     costs = Costs((OpCost(1.0, K64), OpCost(1.0, 100), OpCost(1.0), OpCost(1.0)))
     assert large_needs(step(), costs) == [11 * K64, 4 * K64, 10 * K64, 4 * K64]
 
 
-def test_the_most_bytes_are_live_where_activations_and_gradients_meet() -> None:
+def test_live_bytes_peak_counts_activations_and_gradients() -> None:
     graph = step()
     live = [
         sum(
@@ -78,7 +78,7 @@ def two_layers() -> StepGraph:
     return StepGraph(storages, ops)
 
 
-def test_an_update_runs_when_its_parameter_is_read_no_more() -> None:
+def test_update_is_hoisted_to_the_last_read_of_its_parameter() -> None:
     # The gradient of w2 is final after op 0, but op 1 still reads w2.
     assert hoisted_order(two_layers(), {2, 3}) == (0, 1, 2, 3)
     ops = two_layers().ops
@@ -86,7 +86,7 @@ def test_an_update_runs_when_its_parameter_is_read_no_more() -> None:
     assert hoisted_order(free, {2, 3}) == (0, 3, 1, 2)
 
 
-def test_what_may_not_move_stays() -> None:
+def test_ops_outside_the_movable_set_stay() -> None:
     assert hoisted_order(two_layers(), ()) == (0, 1, 2, 3)
 
 
@@ -97,7 +97,7 @@ def conflicts(a: Op, b: Op) -> bool:
 
 @settings(max_examples=examples(100), deadline=None)
 @given(graphs())
-def test_no_conflicting_ops_change_places(graph: StepGraph) -> None:
+def test_conflicting_ops_keep_their_order(graph: StepGraph) -> None:
     order = hoisted_order(graph, [op.id for op in graph.ops if not op.random])
     place = {op: at for at, op in enumerate(order)}
     assert sorted(order) == list(range(len(graph.ops)))

@@ -1,4 +1,4 @@
-"""Searches for what to recompute: what they return is so and fits; annealing is no worse than any choice."""
+"""Tests of the searches for what to recompute: counts are exact, results fit, annealing is as good as any choice."""
 
 from __future__ import annotations
 
@@ -37,46 +37,46 @@ def choices_of(graph: StepGraph, costs: Costs) -> Choices:
     return Choices(Problem.of(graph, costs, 1 << 40), Contents.of(graph, costs))
 
 
-def most_bytes(choices: Choices) -> int:
+def max_bytes(choices: Choices) -> int:
     return int((choices.held + choices.need).max(initial=0))
 
 
 @settings(LIMITS, max_examples=examples(60))
 @given(steps(), st.lists(st.floats(0, 1), min_size=1, max_size=4), st.integers(0, 1 << 64))
-def test_annealing_returns_what_python_counts(step: tuple[StepGraph, Costs], parts: list[float], seed: int) -> None:
-    kept = choices_of(*step)
-    annealing = kept.search()
+def test_annealing_counts_match_python(step: tuple[StepGraph, Costs], parts: list[float], seed: int) -> None:
+    choices = choices_of(*step)
+    annealing = choices.search()
     for part in parts:
-        limit = int(most_bytes(kept) * part)
-        found = annealing.run(limit, 300, 1 << 40, 0.3, seed % (1 << 64))
-        if found is None:
+        limit = int(max_bytes(choices) * part)
+        result = annealing.run(limit, 300, 1 << 40, 0.3, seed % (1 << 64))
+        if result is None:
             continue
-        counted = choices_of_pairs(kept, found.pairs, limit)
-        assert found.seconds == pytest.approx(counted.seconds)
-        assert found.bytes == most_bytes(counted) <= limit
-        annealing.restore(found.pairs)
-        assert annealing.run(limit, 0, 1, 0.3, 0) == found
+        counted = choices_of_pairs(choices, result.pairs, limit)
+        assert result.seconds == pytest.approx(counted.seconds)
+        assert result.bytes == max_bytes(counted) <= limit
+        annealing.restore(result.pairs)
+        assert annealing.run(limit, 0, 1, 0.3, 0) == result
 
 
 @settings(LIMITS, max_examples=examples(25))
 @given(steps(), st.floats(0.3, 1))
-def test_annealing_is_no_worse_than_any_choice(step: tuple[StepGraph, Costs], part: float) -> None:
-    kept = choices_of(*step)
-    free = kept.free[:8]
+def test_annealing_is_as_good_as_any_choice(step: tuple[StepGraph, Costs], part: float) -> None:
+    choices = choices_of(*step)
+    free = choices.free[:8]
     assume(free)
-    limit = int(most_bytes(kept) * part)
+    limit = int(max_bytes(choices) * part)
     best = float("inf")
     for picked in chain.from_iterable(combinations(free, count) for count in range(len(free) + 1)):
-        choices = Choices(kept.problem, kept.contents, like=kept)
-        if choices.begin(tuple((g, AGAIN, kept.end[g]) for g in picked)) and most_bytes(choices) <= limit:
-            best = min(best, choices.seconds)
+        candidate = Choices(choices.problem, choices.contents, like=choices)
+        if candidate.begin(tuple((g, AGAIN, choices.end[g]) for g in picked)) and max_bytes(candidate) <= limit:
+            best = min(best, candidate.seconds)
     assume(best < float("inf"))
-    annealing = kept.search()
-    found = [annealing.run(limit, 20_000, 1 << 40, 0.3, seed) for seed in range(3)]
-    assert min(one.seconds for one in found if one is not None) <= best * (1 + 1e-9)
+    annealing = choices.search()
+    results = [annealing.run(limit, 20_000, 1 << 40, 0.3, seed) for seed in range(3)]
+    assert min(result.seconds for result in results if result is not None) <= best * (1 + 1e-9)
 
 
-def test_annealing_returns_nothing_where_nothing_fits() -> None:
+def test_annealing_fails_when_no_choice_fits() -> None:
     graph = network(8)
     annealing = choices_of(graph, network_costs(graph, copy=None)).search()
     assert annealing.run(MIB // 2, 1000, 1 << 40, 0.3, 0) is None
@@ -91,50 +91,50 @@ def test_annealing_repeats_itself_and_ends_with_its_work() -> None:
 
     assert run(1) is not None
     assert run(1) == run(1)
-    assert run(1, work=1) is None  # it has only looked at the beginning, which does not fit
+    assert run(1, work=1) is None  # the work allows a look at the start only, and that does not fit
 
 
 @settings(LIMITS, max_examples=examples(60))
 @given(steps(), st.floats(0.2, 1), st.floats(1, 1.5), st.randoms(use_true_random=False))
-def test_greedy_search_fits_and_settles(
-    step: tuple[StepGraph, Costs], part: float, more: float, draw: random.Random
+def test_greedy_search_fits_and_settle_never_worsens_it(
+    step: tuple[StepGraph, Costs], part: float, factor: float, draw: random.Random
 ) -> None:
     graph, costs = step
-    everything = most_bytes(choices_of(graph, costs))
-    kept = Choices(Problem.of(graph, costs, int(everything * part)), Contents.of(graph, costs))
-    selection = Selection(kept)
-    dropped = selection.drop(int(everything * part * more))
+    all_bytes = max_bytes(choices_of(graph, costs))
+    choices = Choices(Problem.of(graph, costs, int(all_bytes * part)), Contents.of(graph, costs))
+    selection = Selection(choices)
+    dropped = selection.drop(int(all_bytes * part * factor))
     if dropped is not None:
         assert not dropped.over().any()
-    if everything <= int(everything * part):
+    if all_bytes <= int(all_bytes * part):
         assert dropped is not None and dropped.snapshot() == ()
-    gaps = [g for g in kept.free if draw.random() < 0.5]
-    plain = Choices(kept.problem, kept.contents, like=kept)
-    assert plain.begin(tuple((g, AGAIN, kept.end[g]) for g in gaps))
-    settled = selection.settle(gaps)
-    assert {g for g, _, _ in settled.snapshot()} == set(gaps)
-    assert settled.seconds <= plain.seconds * (1 + 1e-9)
-    assert settled.over().sum() <= plain.over().sum()
-    again = selection.drop(int(everything * part * more))
-    assert (None if again is None else again.snapshot()) == (None if dropped is None else dropped.snapshot())
+    gaps = [g for g in choices.free if draw.random() < 0.5]
+    plain = Choices(choices.problem, choices.contents, like=choices)
+    assert plain.begin(tuple((g, AGAIN, choices.end[g]) for g in gaps))
+    result = selection.settle(gaps)
+    assert {g for g, _, _ in result.snapshot()} == set(gaps)
+    assert result.seconds <= plain.seconds * (1 + 1e-9)
+    assert result.over().sum() <= plain.over().sum()
+    repeated = selection.drop(int(all_bytes * part * factor))
+    assert (None if repeated is None else repeated.snapshot()) == (None if dropped is None else dropped.snapshot())
 
 
-def test_a_plan_does_not_depend_on_what_was_asked_for_before() -> None:
+def test_plan_does_not_depend_on_earlier_requests() -> None:
     graph = network(24)
     costs = network_costs(graph, copy=None)
     fresh, used = Front(graph, costs, QUICK), Front(graph, costs, QUICK)
-    everything, smallest = in_core_budget(graph, costs), fresh.smallest
-    budgets = [smallest + (everything - smallest) * part // 8 for part in range(8)]
+    in_core, smallest = in_core_budget(graph, costs), fresh.smallest
+    budgets = [smallest + (in_core - smallest) * part // 8 for part in range(8)]
     for budget in reversed(budgets):
         used.plan(budget)
     for budget in budgets:
-        one, other = fresh.plan(budget), used.plan(budget)
-        assert one is not None and other is not None
-        assert (one.plan, one.program) == (other.plan, other.program)
-        validate(graph, one.program, budget, costs)
+        from_fresh, from_used = fresh.plan(budget), used.plan(budget)
+        assert from_fresh is not None and from_used is not None
+        assert (from_fresh.plan, from_fresh.program) == (from_used.plan, from_used.program)
+        validate(graph, from_fresh.program, budget, costs)
 
 
-def test_the_smallest_budget_is_the_same_for_all_params() -> None:
+def test_smallest_budget_is_the_same_for_all_params() -> None:
     graph = network(24)
     costs = network_costs(graph, copy=None)
     fronts = [Front(graph, costs, params) for params in (QUICK, SearchParams(), SearchParams(annealing=0))]

@@ -1,4 +1,4 @@
-"""Plans that another process makes: the same as here, and none where that process ends early."""
+"""Tests of plans made by another process."""
 
 from __future__ import annotations
 
@@ -31,41 +31,43 @@ def test_another_process_makes_the_same_plan() -> None:
     assert planner.start("subject", JOB, 19)
     assert planner.is_busy
     planner.wait()
-    made = planner.poll()
-    assert made is not None
-    assert made[0] == "subject"
-    assert made[1].planned == plan_job(JOB).planned
+    result = planner.poll()
+    assert result is not None
+    assert result[0] == "subject"
+    assert result[1].planned == plan_job(JOB).planned
     assert not planner.is_busy
     planner.close()
 
 
-def test_a_process_that_dies_leaves_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_process_leaves_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outofcore.child_processes._PROGRAM", "raise SystemExit(3)")
     planner: BackgroundPlanner[str] = BackgroundPlanner()
     assert planner.start("subject", JOB, 0)
     planner.wait()
-    made = planner.poll()
-    assert made is not None
-    assert made[1].planned is None
-    assert "status 3" in made[1].reason
+    result = planner.poll()
+    assert result is not None
+    assert result[1].planned is None
+    assert "status 3" in result[1].reason
 
 
 def planned_by(planner: BackgroundPlanner[str], niceness: int) -> tuple[Answer, int]:
-    """The answer to a job, and the number of the process that gave it."""
+    """Return the answer to a job and the pid of the process that gave it."""
     assert planner.start("subject", JOB, niceness)
     assert planner._process is not None
-    number = planner._process.pid
+    pid = planner._process.pid
     planner.wait()
-    made = planner.poll()
-    assert made is not None
+    result = planner.poll()
+    assert result is not None
     assert not planner.is_busy
-    return made[1], number
+    return result[1], pid
 
 
 def test_planner_keeps_process_of_same_priority() -> None:
     planner: BackgroundPlanner[str] = BackgroundPlanner()
-    (first, one), (second, other), (third, another) = (planned_by(planner, niceness) for niceness in (10, 10, 20))
-    assert one == other != another
+    (first, first_pid), (second, second_pid), (third, third_pid) = (
+        planned_by(planner, niceness) for niceness in (10, 10, 20)
+    )
+    assert first_pid == second_pid != third_pid
     assert first.planned == second.planned == third.planned == plan_job(JOB).planned
     # Importing is paid for once.
     assert second.processor_seconds < first.processor_seconds / 2
@@ -74,34 +76,34 @@ def test_planner_keeps_process_of_same_priority() -> None:
 
 def test_planner_replaces_dead_process() -> None:
     planner: BackgroundPlanner[str] = BackgroundPlanner()
-    _, one = planned_by(planner, 0)
+    _, dead_pid = planned_by(planner, 0)
     assert planner._process is not None
     planner._process.kill()
     planner._process.wait()
-    answer, other = planned_by(planner, 0)
-    assert one != other
+    answer, new_pid = planned_by(planner, 0)
+    assert dead_pid != new_pid
     assert answer.planned is not None
     planner.close()
 
 
 def test_serve_ends_without_jobs() -> None:
     ours, theirs = socket.socketpair()
-    with ours, theirs, tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as answer:
-        pickle.dump(JOB, given)
-        given.seek(0)
-        background._send_files(ours, given, answer)
+    with ours, theirs, tempfile.TemporaryFile() as job_file, tempfile.TemporaryFile() as answer:
+        pickle.dump(JOB, job_file)
+        job_file.seek(0)
+        background._send_files(ours, job_file, answer)
         background.serve(theirs, 0.01)
         assert ours.recv(1)
         answer.seek(0)
         assert pickle.load(answer).planned == plan_job(JOB).planned
         with pytest.raises(BrokenPipeError):
-            background._send_files(ours, given, answer)
+            background._send_files(ours, job_file, answer)
 
 
-def test_a_policy_that_cannot_be_sent_starts_no_process() -> None:
-    own: PolicyLike = Own("own", lambda *_: plan_step(GRAPH, COSTS, BUDGET).plan)
+def test_unpicklable_policy_starts_no_process() -> None:
+    unpicklable: PolicyLike = Own("own", lambda *_: plan_step(GRAPH, COSTS, BUDGET).plan)
     planner: BackgroundPlanner[str] = BackgroundPlanner()
-    assert not planner.start("subject", replace(JOB, policy=own), 0)
+    assert not planner.start("subject", replace(JOB, policy=unpicklable), 0)
     assert not planner.is_busy
 
 
@@ -123,7 +125,7 @@ def test_costs_are_corrected_by_steps_before_planning() -> None:
     assert answer.planned.timeline.step_seconds <= steps[0].step_seconds
 
 
-def test_the_plan_that_runs_stays_where_no_other_is_clearly_quicker() -> None:
+def test_running_plan_stays_unless_another_is_clearly_quicker() -> None:
     best = plan_step(GRAPH, COSTS, BUDGET, WINDOW)
     answer = plan_job(replace(JOB, running=Running(best, (best.timeline,) * 3, MOVED)))
     assert not answer.is_new
@@ -135,7 +137,7 @@ def test_the_plan_that_runs_stays_where_no_other_is_clearly_quicker() -> None:
     assert answer.is_new
 
 
-def test_what_no_budget_holds_is_told() -> None:
+def test_answer_gives_the_reason_when_no_plan_fits() -> None:
     answer = plan_job(replace(JOB, budget=4096))
     assert answer.planned is None
     assert "cannot hold this step" in answer.reason

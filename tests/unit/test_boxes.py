@@ -1,4 +1,4 @@
-"""Parts of tensors as boxes: what numpy finds there is what the boxes name."""
+"""Tests of tensor slices as boxes, compared with numpy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def window_of(view: Any, base: Any) -> Window:
 
 @st.composite
 def views(draw: st.DrawFn) -> tuple[Any, Any]:
-    """A dense array, and a part of it in another order of dimensions, some of them merged."""
+    """Draw a dense array and a slice of it with permuted dimensions, some of them merged."""
     sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
     base = np.arange(prod(sizes))
     view = base.reshape(sizes)
@@ -39,7 +39,7 @@ def views(draw: st.DrawFn) -> tuple[Any, Any]:
 
 @settings(max_examples=examples(300), deadline=None)
 @given(views(), st.data())
-def test_a_part_is_where_numpy_finds_it(pair: tuple[Any, Any], data: st.DataObject) -> None:
+def test_slice_is_where_numpy_has_it(pair: tuple[Any, Any], data: st.DataObject) -> None:
     base, view = pair
     window = window_of(view, base)
     lines = lines_of(base.size, [window])
@@ -60,20 +60,20 @@ def test_a_part_is_where_numpy_finds_it(pair: tuple[Any, Any], data: st.DataObje
     low = data.draw(st.integers(0, view.shape[dim] // grain - 1)) * grain
     high = data.draw(st.integers(low // grain + 1, view.shape[dim] // grain)) * grain
     part = axes.part(place, (dim, dim + 1), low, high)
-    wanted = view[(slice(None),) * dim + (slice(low, high),)]
-    if part is None:  # what is left of another dimension is no interval of its axis
+    expected = view[(slice(None),) * dim + (slice(low, high),)]
+    if part is None:  # the slice covers no interval of an axis of another dimension
         assert axes.box_of(place) is None
         return
     memory = np.ascontiguousarray(base.reshape(axes.sizes)[tuple(slice(*ends) for ends in part)]).ravel()
     assert memory.size == elements(part)
-    stride = axes.strides(place, wanted.shape, part, (dim, dim + 1))
+    stride = axes.strides(place, expected.shape, part, (dim, dim + 1))
     if stride is not None:
-        found = np.lib.stride_tricks.as_strided(memory, wanted.shape, [s * memory.itemsize for s in stride])
-        assert (found == wanted).all()
+        actual = np.lib.stride_tricks.as_strided(memory, expected.shape, [s * memory.itemsize for s in stride])
+        assert (actual == expected).all()
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.data())
-def test_cells_are_all_of_a_box(sizes: list[int], data: st.DataObject) -> None:
+def test_cells_cover_a_box_once(sizes: list[int], data: st.DataObject) -> None:
     cuts = [sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=3))}) for size in sizes]
     box = []
     for size in sizes:
@@ -94,17 +94,17 @@ def test_cells_are_all_of_a_box(sizes: list[int], data: st.DataObject) -> None:
     assert (filled == array[tuple(slice(*ends) for ends in box)]).all()
 
 
-def test_what_repeats_or_overlaps_has_no_place() -> None:
+def test_repeating_or_overlapping_window_has_no_place() -> None:
     assert lines_of(12, [Window((4, 3), (0, 1))]) is None
-    assert lines_of(12, [Window((3, 4), (2, 1))]) is not None  # lines there are,
+    assert lines_of(12, [Window((3, 4), (2, 1))]) is not None  # these have lines,
     lines = lines_of(12, [Window((3, 4), (2, 1))])
     assert lines is not None
-    assert placed(lines, Window((3, 4), (2, 1))) is None  # but windows that overlap are no boxes
+    assert placed(lines, Window((3, 4), (2, 1))) is None  # but overlapping windows are not boxes
     assert lines_of(12, [Window((4,), (5,))]) is None
 
 
 @pytest.mark.parametrize("grain", [1, 4])
-def test_a_merged_dimension_is_cut_where_the_inner_one_ends(grain: int) -> None:
+def test_merged_dimension_is_cut_at_the_inner_boundary(grain: int) -> None:
     lines = lines_of(24, [Window((6, 4), (4, 1)), Window((24,), (1,))])
     assert lines is not None
     place = placed(lines, Window((24,), (1,)))

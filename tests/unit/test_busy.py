@@ -1,4 +1,4 @@
-"""Whether the machine was busy during a measurement, decided from counters; what follows for costs and plans."""
+"""Tests of how counters detect a busy machine, and the effect on costs and plans."""
 
 from __future__ import annotations
 
@@ -39,37 +39,37 @@ BUSY = replace(COSTS, ops=tuple(replace(cost, busy=1) for cost in COSTS.ops))
     ("counted", "expected"),
     [
         (Counters(0.1, 0.1, 0.0), False),
-        (Counters(0.1, 0.1, 0.004), False),  # one turn of something short
+        (Counters(0.1, 0.1, 0.004), False),  # one time slice of a short task
         (Counters(0.1, 0.1, 0.02), True),
         (Counters(0.002, 0.0019, 0.0009), False),  # threads that wake up
-        (Counters(0.1, 0.01, 0.0), False),  # it waited, and not for a core
+        (Counters(0.1, 0.01, 0.0), False),  # it waited, but not for a core
         (Counters(0.1, 0.095, None), False),
         (Counters(0.1, 0.05, None), True),
         (Counters(0.0005, 0.0001, None), False),
     ],
 )
-def test_counters_show_a_busy_machine(counted: Counters, expected: bool) -> None:
+def test_counters_detect_a_busy_machine(counted: Counters, expected: bool) -> None:
     assert was_busy(counted) is expected
 
 
 @pytest.mark.parametrize(("others", "expected"), [(0.0, False), (0.2, False), (0.5, True), (None, True)])
-def test_own_threads_that_hold_each_other_up_are_not_others(others: float | None, expected: bool) -> None:
+def test_own_waiting_threads_are_not_other_load(others: float | None, expected: bool) -> None:
     assert was_busy(Counters(1.0, 0.5, 0.3, others), computes=False) is expected
     assert not was_busy(Counters(1.0, 0.5, 0.0, others), computes=False)
 
 
-def test_cpu_time_of_others_is_read(tmp_path: Path) -> None:
+def test_cpu_time_of_other_processes_is_read(tmp_path: Path) -> None:
     assert read_loop_counters(tmp_path).others_seconds is None
     (tmp_path / "stat").write_text("cpu  100000 20000 3000 999 9 9 9 9 9 9\ncpu0 1 1 1\n")
     (tmp_path / "thread-self").mkdir()
     (tmp_path / "thread-self" / "schedstat").write_text("900 2000000 5\n")
-    found = read_loop_counters(tmp_path)
-    assert found.delayed_seconds == 0.002
+    counters = read_loop_counters(tmp_path)
+    assert counters.delayed_seconds == 0.002
     all_seconds = 123_000 / os.sysconf("SC_CLK_TCK")
-    assert found.others_seconds == pytest.approx(all_seconds - time.process_time(), abs=1)
+    assert counters.others_seconds == pytest.approx(all_seconds - time.process_time(), abs=1)
 
 
-def test_cpu_time_shows_nothing_of_a_thread_that_waits() -> None:
+def test_cpu_time_alone_cannot_judge_a_waiting_thread() -> None:
     assert not was_busy(Counters(0.1, 0.01, None), computes=False)
     assert was_busy(Counters(0.1, 0.01, 0.05), computes=False)
 
@@ -81,7 +81,7 @@ def test_counters_add_up_unless_one_is_unknown() -> None:
     assert (span - Counters(1.0, 1.0, None)).delayed_seconds is None
 
 
-def test_a_watch_counts_only_while_it_is_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_counts_only_while_entered(monkeypatch: pytest.MonkeyPatch) -> None:
     read = iter([Counters(1.0, 1.0, 1.0), Counters(2.0, 1.5, 1.25), Counters(9.0, 9.0, 9.0), Counters(9.5, 9.5, 9.0)])
     monkeypatch.setattr(busy, "read_counters", lambda: next(read))
     watch = Watch()
@@ -91,14 +91,14 @@ def test_a_watch_counts_only_while_it_is_entered(monkeypatch: pytest.MonkeyPatch
     assert watch.counted == Counters(1.5, 1.0, 0.25)
 
 
-def test_repetitions_that_were_held_up_are_left_out() -> None:
+def test_typical_seconds_ignore_delayed_repetitions() -> None:
     assert typical_seconds([(1.0, 1.0), (3.0, 1.0), (1.2, 1.2), (1.1, 1.1), (9.0, 2.0)]) == 1.1
     assert typical_seconds([(3.0, 1.0), (2.0, 1.0), (9.0, 1.0)]) == 2.0
     # A clock that reads a little late is not a thread that was held up.
     assert typical_seconds([(1e-5, 0.0), (3e-5, 2e-5), (2e-5, 1e-5)]) == 2e-5
 
 
-def test_a_busy_machine_measures_again_a_few_times_and_then_daily() -> None:
+def test_busy_machine_measures_again_a_few_times_and_then_daily() -> None:
     assert not is_due(0, 1e9)
     assert [is_due(count, 1.0) for count in (1, 2, 3, 4, 9)] == [True, True, True, False, False]
     assert is_due(9, 25 * 3600.0)
@@ -114,16 +114,16 @@ def test_waits_of_all_threads_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "", "0 0 0\n", "nonsense\n"])
-def test_a_system_that_hides_waits_leaves_the_clocks(tmp_path: Path, text: str | None) -> None:
+def test_hidden_wait_counters_leave_the_clocks(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "self" / "task" / "7").mkdir(parents=True)
         (tmp_path / "self" / "task" / "7" / "schedstat").write_text(text)
-    found = read_counters(tmp_path)
-    assert found.delayed_seconds is None
-    assert found.seconds > 0
+    counters = read_counters(tmp_path)
+    assert counters.delayed_seconds is None
+    assert counters.seconds > 0
 
 
-def test_bytes_of_others_show_a_busy_disk(tmp_path: Path) -> None:
+def test_bytes_of_other_processes_show_a_busy_disk(tmp_path: Path) -> None:
     device = tmp_path.stat().st_dev
     (tmp_path / "self").mkdir()
     (tmp_path / "self" / "io").write_text("rchar: 9\nread_bytes: 1000\nwrite_bytes: 4096\n")
@@ -133,49 +133,49 @@ def test_bytes_of_others_show_a_busy_disk(tmp_path: Path) -> None:
         f"{os.major(device)} {os.minor(device)} x 5 0 8 3 6 0 24 1 0 0 0",
     ]
     (tmp_path / "diskstats").write_text("\n".join(lines) + "\n")
-    found = read_disk(tmp_path, tmp_path)
-    assert found == DiskCounters(5096, 32 * 512)
+    before = read_disk(tmp_path, tmp_path)
+    assert before == DiskCounters(5096, 32 * 512)
 
-    def after(own: int, others: int) -> bool:
-        return was_disk_busy(found, DiskCounters(5096 + own, 32 * 512 + own + others))
+    def after(own_bytes: int, other_bytes: int) -> bool:
+        return was_disk_busy(before, DiskCounters(5096 + own_bytes, 32 * 512 + own_bytes + other_bytes))
 
     assert not after(1 << 30, 1 << 20)
     assert not after(1 << 30, 100 << 20)
     assert after(1 << 30, 300 << 20)
-    assert not after(1 << 20, 4 << 20)  # what the file system writes beside
-    assert not was_disk_busy(None, found)
+    assert not after(1 << 20, 4 << 20)  # writes of the file system itself
+    assert not was_disk_busy(None, before)
 
 
-def test_costs_of_a_busy_machine_say_so() -> None:
+def test_costs_report_a_busy_machine() -> None:
     assert not COSTS.is_busy
     assert BUSY.is_busy
-    one = replace(COSTS, ops=(replace(COSTS.ops[0], seconds=COSTS.ops[0].seconds / 100, busy=1), *COSTS.ops[1:]))
-    assert not one.is_busy
+    short_op = replace(COSTS, ops=(replace(COSTS.ops[0], seconds=COSTS.ops[0].seconds / 100, busy=1), *COSTS.ops[1:]))
+    assert not short_op.is_busy
     assert replace(COSTS, homes=(replace(COSTS.homes[0], busy=2),)).is_busy
 
 
-def test_estimates_and_plans_tell_of_a_busy_machine() -> None:
+def test_estimates_and_plans_report_a_busy_machine() -> None:
     def texts(costs: Costs) -> list[str]:
-        said: list[str] = []
+        lines: list[str] = []
         wish = Answers()
-        present(Subject("a step", GraphFile.of(GRAPH, costs)), BUDGET, "window", wish, said.append)
-        return [*said, str(Estimate(1, 2, 3, 0.25, (), costs=costs))]
+        present(Subject("a step", GraphFile.of(GRAPH, costs)), BUDGET, "window", wish, lines.append)
+        return [*lines, str(Estimate(1, 2, 3, 0.25, (), costs=costs))]
 
     assert [busy.NOTE in text for text in texts(COSTS)] == [False, False]
     assert [busy.NOTE in text for text in texts(BUSY)] == [True, True]
 
 
-def test_a_plan_of_a_busy_machine_is_marked_until_replaced(tmp_path: Path) -> None:
+def test_busy_plan_is_marked_until_replaced(tmp_path: Path) -> None:
     plans = StepPlans(tmp_path)
     choice = Choice(plans.key(GRAPH, WINDOW), LOWEST_MEMORY)
     planned = plan_step(GRAPH, COSTS, BUDGET, WINDOW)
 
-    def kept(costs: Costs, *, is_quick: bool) -> tuple[bool, bool] | None:
+    def stored_flags(costs: Costs, *, is_quick: bool) -> tuple[bool, bool] | None:
         plans.keep(choice, GRAPH, costs, BUDGET, planned, is_quick=is_quick)
         return plans.find(choice.key, lambda stored: (stored.is_busy, stored.is_quick))
 
-    assert kept(BUSY, is_quick=False) == (True, False)
-    assert kept(BUSY, is_quick=True) == (True, False)
-    assert kept(COSTS, is_quick=True) == (False, True)
-    assert kept(COSTS, is_quick=False) == (False, False)
-    assert kept(BUSY, is_quick=True) == (False, False)
+    assert stored_flags(BUSY, is_quick=False) == (True, False)
+    assert stored_flags(BUSY, is_quick=True) == (True, False)
+    assert stored_flags(COSTS, is_quick=True) == (False, True)
+    assert stored_flags(COSTS, is_quick=False) == (False, False)
+    assert stored_flags(BUSY, is_quick=True) == (False, False)

@@ -1,4 +1,4 @@
-"""Measurements on disk: found again, never mixed up, and no worse than absent where they are damaged."""
+"""Tests of the measurement cache on disk."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ def values(shelf: Shelf) -> dict[str, object]:
     return shelf.read()
 
 
-def test_what_is_written_is_read_by_another_process(tmp_path: Path) -> None:
+def test_written_values_are_read_back(tmp_path: Path) -> None:
     Cache(tmp_path).shelf("ops", FACTS).write({"a": {"seconds": 0.1}, "b": [1, 2]})
     assert values(Cache(tmp_path).shelf("ops", dict(reversed(FACTS.items())))) == {"a": {"seconds": 0.1}, "b": [1, 2]}
 
 
-def test_other_facts_and_other_kinds_are_kept_apart(tmp_path: Path) -> None:
+def test_shelves_of_other_facts_and_kinds_are_separate(tmp_path: Path) -> None:
     cache = Cache(tmp_path)
     cache.shelf("ops", FACTS).write({"a": 1})
     assert values(cache.shelf("ops", {**FACTS, "cores": 2})) == {}
     assert values(cache.shelf("links", FACTS)) == {}
 
 
-def test_a_later_writer_adds_and_replaces(tmp_path: Path) -> None:
+def test_later_writer_adds_and_replaces(tmp_path: Path) -> None:
     shelf = Cache(tmp_path).shelf("ops", FACTS)
     shelf.write({"a": 1, "b": 1})
     shelf.write({"b": 2, "c": 2})
     assert values(shelf) == {"a": 1, "b": 2, "c": 2}
 
 
-def test_nothing_is_made_for_nothing(tmp_path: Path) -> None:
+def test_writing_no_values_creates_no_folder(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     shelf = Cache(folder).shelf("ops", FACTS)
     assert values(shelf) == {}
@@ -50,9 +50,7 @@ def test_nothing_is_made_for_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "other format", "other facts", "binary", "empty", "a list"])
-def test_a_damaged_file_is_told_of_and_written_anew(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_file_is_reported_and_rewritten(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     shelf = Cache(tmp_path).shelf("ops", FACTS)
     shelf.write({"a": 1})
     whole = shelf.path.read_text(encoding="utf-8")
@@ -74,9 +72,7 @@ def test_a_damaged_file_is_told_of_and_written_anew(
     assert values(shelf) == {"b": 2}
 
 
-def test_a_folder_that_cannot_be_written_to_costs_nothing_but_time(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unwritable_folder_only_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     shelf = Cache(tmp_path / "file" / "cache").shelf("ops", FACTS)
     with caplog.at_level(logging.WARNING, "outofcore.profiling"):
@@ -85,23 +81,23 @@ def test_a_folder_that_cannot_be_written_to_costs_nothing_but_time(
     assert values(shelf) == {}
 
 
-def _write_many(folder: Path, who: int) -> None:
-    module._LOCK_SECONDS = 600.0  # the others may be slow: what is tested is that nothing is lost
+def _write_twenty(folder: Path, writer: int) -> None:
+    module._LOCK_SECONDS = 600.0  # the other writers may be slow, and this test is about lost entries
     shelf = Cache(folder).shelf("ops", FACTS)
     for number in range(20):
-        shelf.write({f"{who}-{number}": number})
+        shelf.write({f"{writer}-{number}": number})
 
 
-def test_writers_at_once_lose_nothing(tmp_path: Path) -> None:
+def test_concurrent_writers_lose_no_entries(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    writers = [context.Process(target=_write_many, args=(tmp_path, who)) for who in range(3)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-        assert writer.exitcode == 0
+    writers = [context.Process(target=_write_twenty, args=(tmp_path, writer_number)) for writer_number in range(3)]
+    for process in writers:
+        process.start()
+    for process in writers:
+        process.join()
+        assert process.exitcode == 0
     shelf = Cache(tmp_path).shelf("ops", FACTS)
-    assert values(shelf) == {f"{who}-{number}": number for who in range(3) for number in range(20)}
+    assert values(shelf) == {f"{writer_number}-{number}": number for writer_number in range(3) for number in range(20)}
     assert not list(tmp_path.glob("*.part"))
 
 
@@ -118,14 +114,14 @@ def test_processes_take_turns(tmp_path: Path) -> None:
         waiting.start()
         waiting.join(0.3)
         assert waiting.is_alive()
-        shelf.write({"a": 1})  # not kept up by the turn
+        shelf.write({"a": 1})  # writing does not wait for the turn
         order.append("one")
     waiting.join(10)
     assert order == ["one", "other"]
     assert shelf.read() == {"a": 1}
 
 
-def test_where_no_lock_can_be_had_nobody_waits(tmp_path: Path) -> None:
+def test_missing_lock_does_not_block(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     entered = False
     with Cache(tmp_path / "file").shelf("parts", {}).turn():
@@ -133,21 +129,21 @@ def test_where_no_lock_can_be_had_nobody_waits(tmp_path: Path) -> None:
     assert entered
 
 
-def test_a_writer_does_not_wait_for_ever(
+def test_writer_gives_up_waiting_for_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "_LOCK_SECONDS", 0.02)
     shelf = Cache(tmp_path).shelf("ops", FACTS)
     shelf.write({"a": 1})
-    with shelf.path.with_suffix(".lock").open("wb") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with shelf.path.with_suffix(".lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         with caplog.at_level(logging.WARNING, "outofcore.profiling"):
             shelf.write({"a": 2})
     assert "another process" in caplog.text
     assert values(shelf) == {"a": 1}
 
 
-def test_what_was_written_longest_ago_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oldest_entries_are_dropped_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_ENTRIES", 3)
     shelf = Cache(tmp_path).shelf("ops", FACTS)
     shelf.write({"a": 1, "b": 1, "c": 1})
@@ -155,7 +151,7 @@ def test_what_was_written_longest_ago_goes_first(tmp_path: Path, monkeypatch: py
     assert values(shelf) == {"c": 1, "a": 2, "d": 2}
 
 
-def test_clearing_takes_our_files_alone(tmp_path: Path) -> None:
+def test_clear_removes_only_our_files(tmp_path: Path) -> None:
     cache = Cache(tmp_path)
     assert (cache.bytes(), cache.clear()) == (0, 0)
     cache.shelf("ops", FACTS).write({"a": 1})
@@ -166,7 +162,7 @@ def test_clearing_takes_our_files_alone(tmp_path: Path) -> None:
     assert Cache(tmp_path / "missing").clear() == 0
 
 
-def test_what_a_user_may_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_option_accepts_bool_or_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_cache_folder() == tmp_path / "outofcore" / "measured"
     assert open_cache(True) == Cache(default_cache_folder())

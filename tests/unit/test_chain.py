@@ -1,4 +1,4 @@
-"""The pieces of a sum, and the rounds in which they pass the processes."""
+"""Tests of the pieces of a sum and the rounds in which they pass the processes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ extents = st.builds(
 
 
 @given(st.lists(extents, max_size=12))
-def test_pieces_have_every_element_once_and_in_order(tensors: list[Extent]) -> None:
-    found = pieces(tensors, 4096)
-    every = [(span.tensor, k) for spans in found for span in spans for k in range(span.start, span.start + span.count)]
-    assert every == [(number, k) for number, extent in enumerate(tensors) for k in range(extent.elements)]
-    for spans in found:
+def test_pieces_cover_every_element_once_in_order(tensors: list[Extent]) -> None:
+    all_pieces = pieces(tensors, 4096)
+    elements = [
+        (span.tensor, k) for spans in all_pieces for span in spans for k in range(span.start, span.start + span.count)
+    ]
+    assert elements == [(number, k) for number, extent in enumerate(tensors) for k in range(extent.elements)]
+    for spans in all_pieces:
         assert len({tensors[span.tensor].dtype for span in spans}) == 1
         assert 0 < sum(span.count * tensors[span.tensor].itemsize for span in spans) <= 4096
-        # What is cut begins on a page.
+        # A cut is at a page boundary.
         assert all(span.start * tensors[span.tensor].itemsize % 4096 == 0 for span in spans)
 
 
@@ -31,15 +33,15 @@ def test_small_tensors_share_a_piece() -> None:
 
 
 @given(st.integers(0, 7), st.integers(1, 6))
-def test_every_process_has_every_sum_and_what_is_sent_is_awaited_one_round_later(count: int, processes: int) -> None:
+def test_every_process_gets_every_sum_one_round_after_it_is_sent(count: int, processes: int) -> None:
     all_rounds = [list(rounds(count, processes, place)) for place in range(processes)]
     forward, back, messages = {}, {}, 0
-    for place, own in enumerate(all_rounds):
-        for number, one in enumerate(own):
-            if one.forward is not None:
-                forward[one.forward, place] = number
-            if one.back is not None:
-                back[one.back, place] = number
+    for place, own_rounds in enumerate(all_rounds):
+        for number, current in enumerate(own_rounds):
+            if current.forward is not None:
+                forward[current.forward, place] = number
+            if current.back is not None:
+                back[current.back, place] = number
     for piece in range(count):
         for place in range(processes):
             if place:
@@ -51,6 +53,8 @@ def test_every_process_has_every_sum_and_what_is_sent_is_awaited_one_round_later
                 messages += 1
     assert len(forward) == count * processes
     assert len(back) == count * (processes - 1)
-    # The bytes of a ring: twice over each of the links.
+    # The traffic of a ring: each piece crosses each link twice.
     assert messages == 2 * (processes - 1) * count
-    assert all(own[-1].forward is not None or own[-1].back is not None for own in all_rounds if own)
+    assert all(
+        own_rounds[-1].forward is not None or own_rounds[-1].back is not None for own_rounds in all_rounds if own_rounds
+    )

@@ -1,4 +1,4 @@
-"""The checksum by which damage and unseen writes are noticed: any change gives another sum."""
+"""Tests of the checksum that detects damage and untracked writes: every change must change the sum."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def random_words(count: int) -> np.ndarray:
 
 
 def blocks() -> list[np.ndarray]:
-    """Blocks of 64 KiB: random, of one value, and with few set bits."""
+    """Return blocks of 64 KiB: random, of one value, and with few set bits."""
     count = 16 * PAGE // 8
     few = np.zeros(count, np.uint64)
     few[::100] = 1
@@ -51,7 +51,7 @@ def blocks() -> list[np.ndarray]:
 
 
 def halves_swapped(words: np.ndarray, unit: int) -> np.ndarray:
-    """The same words, of which each two neighbouring runs of ``unit`` words change places."""
+    """Return the words with neighbouring runs of ``unit`` words swapped."""
     return words.reshape(-1, 2, unit)[:, ::-1].reshape(-1)
 
 
@@ -94,10 +94,10 @@ def test_structured_change_gives_another_sum(sum_of: Sum, name: str) -> None:
 
 
 def test_structured_changes_give_distinct_sums(sum_of: Sum) -> None:
-    """Also beside each other: no two changes of the same block have the same sum."""
+    """No two changes of the same block have the same sum."""
     for words in blocks():
         contents = {np.ascontiguousarray(change(words)).tobytes() for change in CHANGES.values()}
-        assert len({sum_of(np.frombuffer(each, np.uint64)) for each in contents}) == len(contents)
+        assert len({sum_of(np.frombuffer(content, np.uint64)) for content in contents}) == len(contents)
 
 
 def test_every_flipped_bit_gives_another_sum(sum_of: Sum) -> None:
@@ -113,20 +113,20 @@ def test_every_flipped_bit_gives_another_sum(sum_of: Sum) -> None:
 
 def test_every_pair_of_equal_flipped_bits_gives_another_sum(sum_of: Sum) -> None:
     words = random_words(PAGE // 8)
-    known = sum_of(words)
+    unchanged = sum_of(words)
     for lane in range(LANES) if is_exhaustive() else (0, 3):
         places = range(lane, len(words), LANES if is_exhaustive() else 4 * LANES)
-        for one, other in itertools.combinations(places, 2):
+        for first, second in itertools.combinations(places, 2):
             for bit in range(64):
-                words[[one, other]] ^= np.uint64(1 << bit)
-                assert sum_of(words) != known, (one, other, bit)
-                words[[one, other]] ^= np.uint64(1 << bit)
+                words[[first, second]] ^= np.uint64(1 << bit)
+                assert sum_of(words) != unchanged, (first, second, bit)
+                words[[first, second]] ^= np.uint64(1 << bit)
 
 
 @pytest.mark.parametrize("bit", [0, 31, 62, 63])
 @pytest.mark.parametrize("apart", [1, 2, LANES, 128])
-def test_parts_of_sums_are_equal_as_rarely_as_random_ones(sum_of: Sum, bit: int, apart: int) -> None:
-    """16 words are flipped at one bit, in each combination; of any 32 bits of 65,536 sums, few pairs are equal."""
+def test_halves_of_sums_collide_as_rarely_as_random_ones(sum_of: Sum, bit: int, apart: int) -> None:
+    """16 words are flipped at one bit, in each combination. Of 65,536 sums, few pairs share any 32-bit part."""
     count = 16 if is_exhaustive() else 12
     for words in (random_words(16 * 128), np.zeros(16 * 128, np.uint64)):
         patterns = np.arange(1 << count, dtype=np.uint64)[:, None] >> np.arange(count, dtype=np.uint64) & np.uint64(1)
@@ -145,19 +145,19 @@ def test_lengths_give_distinct_sums(sum_of: Sum) -> None:
     assert len({sum_of(data[:count]) for count in range(3000)}) == 3000
 
 
-def test_last_bytes_count_whatever_the_length(sum_of: Sum) -> None:
+def test_last_bytes_count_at_any_length(sum_of: Sum) -> None:
     data = random_words(400).view(np.uint8)
     for count in range(1, 1200):
-        known = sum_of(data[:count])
+        unchanged = sum_of(data[:count])
         for place in (0, count // 2, count - 1):
             data[place] ^= 0x80
-            assert sum_of(data[:count]) != known
+            assert sum_of(data[:count]) != unchanged
             data[place] ^= 0x80
         data[count] ^= 0x80
-        assert sum_of(data[:count]) == known
+        assert sum_of(data[:count]) == unchanged
 
 
-def test_sums_of_parts_add_up_to_that_of_the_whole(sum_of: Sum) -> None:
+def test_sums_of_parts_add_up_to_the_sum_of_the_whole(sum_of: Sum) -> None:
     data = random_words(PAGE).view(np.uint8)
     for count in (0, 1, 1023, 1024, 1025, 5000, len(data)):
         for part in (1024, 3 * 1024):
@@ -175,17 +175,17 @@ def test_unaligned_bytes_have_the_same_sum(sum_of: Sum) -> None:
 
 def test_sampled_sum_sees_the_first_line_of_each_step(sum_of: Sum) -> None:
     words = random_words(64 * PAGE // 8)
-    known, seen = sum_of(words, SAMPLED), sum_of(words ^ np.uint64(1 << 63), SAMPLED)
-    assert seen != known
+    unchanged, changed = sum_of(words, SAMPLED), sum_of(words ^ np.uint64(1 << 63), SAMPLED)
+    assert changed != unchanged
     for at in range(0, words.nbytes, SAMPLED):
         for place in range(at // 8, at // 8 + LANES):
             words[place] ^= np.uint64(1 << 63)
-            assert sum_of(words, SAMPLED) != known
+            assert sum_of(words, SAMPLED) != unchanged
             words[place] ^= np.uint64(1 << 63)
         for place in (at // 8 + LANES, at // 8 - 1):  # between the samples
             if 0 <= place < len(words):
                 words[place] ^= np.uint64(1)
-                assert sum_of(words, SAMPLED) == known
+                assert sum_of(words, SAMPLED) == unchanged
                 words[place] ^= np.uint64(1)
 
 

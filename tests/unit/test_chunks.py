@@ -1,4 +1,4 @@
-"""How elements are dealt out among processes."""
+"""Tests of how elements are divided among processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outofcore.errors import InputError
 
 
 @given(st.integers(0, 1 << 40), st.integers(1, 1000))
-def test_ranges_are_all_elements_in_order_and_each_within_its_chunk(elements: int, ranks: int) -> None:
+def test_chunks_cover_all_elements_in_order(elements: int, ranks: int) -> None:
     chunks = Chunks(elements, ranks)
     end = 0
     for rank in range(ranks):
@@ -22,11 +22,11 @@ def test_ranges_are_all_elements_in_order_and_each_within_its_chunk(elements: in
             assert chunks.start(rank) % GRAIN == 0
         end += chunks.count(rank)
     assert end == elements
-    # What is beyond the tensor is no more than a grain for each process.
+    # The padding is at most a grain for each process.
     assert elements <= chunks.padded < elements + ranks * GRAIN + ranks
 
 
-def test_what_cannot_be_dealt_out_is_refused() -> None:
+def test_zero_processes_are_refused() -> None:
     with pytest.raises(InputError, match="among 0 processes"):
         Chunks(10, 0)
 
@@ -42,5 +42,5 @@ def test_what_cannot_be_dealt_out_is_refused() -> None:
         ((), (), True),
     ],
 )
-def test_what_lies_without_holes_is_dense(shape: tuple[int, ...], stride: tuple[int, ...], dense: bool) -> None:
+def test_strides_without_holes_are_dense(shape: tuple[int, ...], stride: tuple[int, ...], dense: bool) -> None:
     assert is_dense(shape, stride) is dense

@@ -1,4 +1,4 @@
-"""The first minutes at the shell: help texts, completions, and mistakes that newcomers make. Without PyTorch."""
+"""Tests of help texts, completion, and typical mistakes at the shell, without PyTorch."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ COMMANDS = sorted(PROGRAM.commands)
 
 
 def help_of(*command: str) -> str:
-    told = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
-    assert told.exit_code == 0, told.output
-    return told.output
+    result = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
+    assert result.exit_code == 0, result.output
+    return result.output
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_names_values_and_no_types(command: str) -> None:
-    told = help_of(command)
-    assert not re.search(r"<\w+", told), "an option has no metavar: name it in cli/commands.py"
-    assert "--help " in told
-    assert max(map(len, told.splitlines())) <= 80
+def test_help_shows_metavars_not_types(command: str) -> None:
+    text = help_of(command)
+    assert not re.search(r"<\w+", text), "an option has no metavar: name it in cli/commands.py"
+    assert "--help " in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_ends_with_an_example_that_is_understood(command: str) -> None:
+def test_help_ends_with_a_valid_example(command: str) -> None:
     last = help_of(command).rstrip().splitlines()[-1].strip()
     program, name, *arguments = shlex.split(last.removeprefix("Example: "))
     assert (last[:9], program, name) == ("Example: ", "outofcore", command)
@@ -46,23 +46,23 @@ def test_help_ends_with_an_example_that_is_understood(command: str) -> None:
 
 
 def test_help_of_the_program_lists_all_commands() -> None:
-    told = help_of()
-    assert "<" not in told
-    assert "--install-completion" in told
+    text = help_of()
+    assert "<" not in text
+    assert "--install-completion" in text
     for command in COMMANDS:
-        assert re.search(rf"^│ {command} +[A-Z]", told, re.MULTILINE), command
+        assert re.search(rf"^│ {command} +[A-Z]", text, re.MULTILINE), command
 
 
-def completed(line: str) -> set[str]:
+def completions(line: str) -> set[str]:
     """Return the words that bash offers at the end of a line, in a process that must not import PyTorch."""
     code = "import sys\nfrom outofcore.cli import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
     words = line.split(" ")
     env = {"_OUTOFCORE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env={**os.environ, **env}
     )
-    assert "AssertionError" not in done.stderr
-    return set(done.stdout.split())
+    assert "AssertionError" not in process.stderr
+    return set(process.stdout.split())
 
 
 @pytest.mark.parametrize(
@@ -79,14 +79,14 @@ def completed(line: str) -> set[str]:
     ],
 )
 def test_completion_offers_words(line: str, words: set[str]) -> None:
-    assert completed(line) == words
+    assert completions(line) == words
 
 
 def test_completion_script_is_shown() -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "outofcore", "--show-completion", "bash"], capture_output=True, text=True, check=False
     )
-    assert "complete -o default -F _outofcore_completion outofcore" in done.stdout, done.stderr
+    assert "complete -o default -F _outofcore_completion outofcore" in process.stdout, process.stderr
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,10 @@ def test_completion_script_is_shown() -> None:
     ],
 )
 def test_small_budget_without_a_unit_is_refused(arguments: list[str], meant: str) -> None:
-    told = CliRunner().invoke(app, arguments)
-    assert told.exit_code == 2
-    assert told.stderr.startswith("error: the budget ")
-    assert f"did you mean {meant}?" in told.stderr
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: the budget ")
+    assert f"did you mean {meant}?" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -118,12 +118,12 @@ def test_small_budget_without_a_unit_is_refused(arguments: list[str], meant: str
     ],
 )
 def test_byte_count_in_two_words_is_refused(arguments: list[str], meant: str) -> None:
-    told = CliRunner().invoke(app, arguments)
-    assert told.exit_code == 2
-    words = " ".join(told.stderr.replace("│", " ").split())
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    words = " ".join(result.stderr.replace("│", " ").split())
     assert f"write the number and its unit as one word: {meant}" in words
 
 
-def test_arguments_of_a_script_are_not_checked() -> None:
-    told = CliRunner().invoke(app, ["run", "--budget", "6GiB", "no_such_script.py", "--budget", "6", "GiB"])
-    assert "there is no file no_such_script.py" in told.stderr
+def test_script_arguments_are_not_checked() -> None:
+    result = CliRunner().invoke(app, ["run", "--budget", "6GiB", "no_such_script.py", "--budget", "6", "GiB"])
+    assert "there is no file no_such_script.py" in result.stderr

@@ -1,4 +1,4 @@
-"""``outofcore pack``: MiniMalloc's CSV in and out, and what it says when nothing fits."""
+"""Tests of ``outofcore pack``: reading and writing MiniMalloc's CSV, and its errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outofcore.errors import InputError
 from outofcore.planning.placement import Rectangle, pack
 from outofcore.validator import Placed, check_packing
 
-# The example of MiniMalloc's description: 12 bytes are live at once, and do.
+# The example of MiniMalloc's README: 12 bytes are live at once, and 12 suffice.
 EXAMPLE = "id,lower,upper,size\nb1,0,3,4\nb2,3,9,4\nb3,0,9,4\nb4,9,21,4\nb5,0,21,4\n"
 
 
@@ -34,8 +34,8 @@ def example(tmp_path: Path) -> Path:
     return path
 
 
-def proven(text: str, capacity: int) -> int:
-    """The height of a file with offsets, by the independent checker."""
+def checked_height(text: str, capacity: int) -> int:
+    """Return the height of a file with offsets, by the independent checker."""
     table = read_table(text)
     at = table.header.index("offset")
     return check_packing(
@@ -56,16 +56,16 @@ def test_offsets_are_added(example: Path, tmp_path: Path) -> None:
     written = output.read_text()
     assert [line.rpartition(",")[0] for line in written.splitlines()] == EXAMPLE.splitlines()
     assert written.splitlines()[0] == "id,lower,upper,size,offset"
-    assert proven(written, 12) == 12
+    assert checked_height(written, 12) == 12
 
 
-def test_without_an_output_it_goes_to_the_screen(example: Path) -> None:
+def test_result_goes_to_stdout_without_output_option(example: Path) -> None:
     result = outofcore_pack(example, "--capacity", "1KiB")
     assert result.exit_code == 0, result.output
-    assert proven(result.stdout, 1024) >= 12
+    assert checked_height(result.stdout, 1024) >= 12
 
 
-def test_columns_stay_where_they_are(tmp_path: Path) -> None:
+def test_columns_keep_their_order(tmp_path: Path) -> None:
     path = tmp_path / "odd.csv"
     path.write_text('size,name,upper,offset,lower,alignment,id\n4,"a,b",3,-1,0,1,x\n4,c,9,-1,2,8,y\n\n')
     result = outofcore_pack(path, "--capacity", "12")
@@ -73,17 +73,17 @@ def test_columns_stay_where_they_are(tmp_path: Path) -> None:
     lines = result.stdout.splitlines()
     assert lines[0] == "size,name,upper,offset,lower,alignment,id"
     assert lines[1].startswith('4,"a,b",3,')
-    assert proven(result.stdout, 12) in (8, 12)
+    assert checked_height(result.stdout, 12) in (8, 12)
 
 
-def test_other_names_and_gaps_are_read() -> None:
+def test_minimalloc_names_and_gaps_are_read() -> None:
     table = read_table("buffer_id,start,end,size,gaps\nb,0,9,4,3-5\nc,2,2,1,\n")
-    # "end" is the last moment: one more, half-open.
+    # "end" is inclusive; our interval is half-open, so it is one more.
     assert table.rectangles == (Rectangle("b", 0, 10, 4, gap=(3, 6)), Rectangle("c", 2, 3, 1))
     assert read_table("id,lower,upper,size,gaps\nb,0,9,4,3-5\n").rectangles[0].gap == (3, 5)
 
 
-def test_too_small_a_capacity_names_the_time_and_who_is_live(example: Path, tmp_path: Path) -> None:
+def test_too_small_capacity_names_the_time_and_the_live_rectangles(example: Path, tmp_path: Path) -> None:
     output = tmp_path / "output.csv"
     result = outofcore_pack(example, "--capacity", "11", "--output", str(output))
     assert result.exit_code == 1
@@ -95,7 +95,7 @@ def test_too_small_a_capacity_names_the_time_and_who_is_live(example: Path, tmp_
     assert "b2" not in result.stderr
 
 
-def test_many_are_not_all_listed(tmp_path: Path) -> None:
+def test_long_lists_of_rectangles_are_cut(tmp_path: Path) -> None:
     path = tmp_path / "many.csv"
     path.write_text("id,lower,upper,size\n" + "".join(f"r{i},0,1,{100 + i}\n" for i in range(30)))
     result = outofcore_pack(path, "--capacity", "100")
@@ -104,9 +104,9 @@ def test_many_are_not_all_listed(tmp_path: Path) -> None:
     assert f"{sum(range(100, 118))}  18 others" in result.stderr
 
 
-def test_where_the_search_finds_none_it_says_how_far_it_came(tmp_path: Path) -> None:
+def test_failed_search_reports_its_progress(tmp_path: Path) -> None:
     path = tmp_path / "circle.csv"
-    # Arcs of a circle that meet in pairs: two are live at most, and three bytes are needed.
+    # Arcs of a circle that overlap in pairs: at most two are live, and three bytes are needed.
     path.write_text("id,lower,upper,size,gaps\na,0,4,1,\nb,2,6,1,\nc,0,6,1,2-4\n")
     result = outofcore_pack(path, "--capacity", "2")
     assert result.exit_code == 1
@@ -120,7 +120,7 @@ def test_where_the_search_finds_none_it_says_how_far_it_came(tmp_path: Path) -> 
     assert "No more than 2 are live at once" in result.stderr
 
 
-def test_the_same_file_gives_the_same_bytes(tmp_path: Path) -> None:
+def test_same_file_gives_the_same_bytes(tmp_path: Path) -> None:
     path = tmp_path / "some.csv"
     rows = [(i, i * 7 % 50, i * 7 % 50 + 1 + i * 13 % 40, 1 + i * 29 % 97) for i in range(120)]
     path.write_text("id,lower,upper,size\n" + "".join(f"{','.join(map(str, row))}\n" for row in rows))
@@ -149,13 +149,13 @@ def test_the_same_file_gives_the_same_bytes(tmp_path: Path) -> None:
         ("id,lower,upper,size,alignment\na,0,1,4,0\n", "line 2: rectangle a has size 4 and alignment 0"),
     ],
 )
-def test_what_cannot_be_read_names_the_line(text: str, message: str) -> None:
+def test_unreadable_line_is_named(text: str, message: str) -> None:
     with pytest.raises(InputError) as raised:
         read_table(text)
     assert message in str(raised.value)
 
 
-def test_an_error_is_one_message_with_exit_status_2(tmp_path: Path) -> None:
+def test_error_is_one_message_with_exit_status_2(tmp_path: Path) -> None:
     path = tmp_path / "twice.csv"
     path.write_text("id,lower,upper,size\na,0,1,4\na,2,3,4\n")
     for result in (
@@ -176,12 +176,12 @@ def test_packing_does_not_import_torch(example: Path) -> None:
         "try: main()\n"
         "except SystemExit as left: assert left.code in (None, 0), left\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(example)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert proven(done.stdout, 12) == 12
+    process = subprocess.run([sys.executable, "-c", code, str(example)], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert checked_height(process.stdout, 12) == 12
 
 
-def test_bytes_that_are_not_text_name_the_line(tmp_path: Path) -> None:
+def test_line_of_invalid_utf8_is_named(tmp_path: Path) -> None:
     path = tmp_path / "damaged.csv"
     path.write_bytes(b"id,lower,upper,size\na,0,1,4\nb,0,\xff,4\n")
     result = outofcore_pack(path, "--capacity", "12")
@@ -191,7 +191,7 @@ def test_bytes_that_are_not_text_name_the_line(tmp_path: Path) -> None:
 
 @settings(deadline=None, max_examples=examples(200))
 @given(st.data())
-def test_a_damaged_file_is_refused_in_words_or_placed(data: st.DataObject) -> None:
+def test_damaged_file_is_refused_or_placed(data: st.DataObject) -> None:
     rows = [f"r{i},{i},{i + 3},{10 + i},{data.draw(st.sampled_from(['', f'{i + 1}-{i + 2}']))}" for i in range(6)]
     text = "id,lower,upper,size,gaps\n" + "\n".join(rows) + "\n"
     for _ in range(data.draw(st.integers(1, 4))):
@@ -200,25 +200,25 @@ def test_a_damaged_file_is_refused_in_words_or_placed(data: st.DataObject) -> No
         text = text[:at] + junk + text[at + data.draw(st.integers(0, 3)) :]
     try:
         table = read_table(text)
-        found = pack(table.rectangles)
+        placement = pack(table.rectangles)
     except InputError as error:
         assert str(error)
         return
     check_packing(
         Placed(r.id, r.lower, r.upper, r.size, offset, r.alignment, r.gap)
-        for r, offset in zip(table.rectangles, found.offsets, strict=True)
+        for r, offset in zip(table.rectangles, placement.offsets, strict=True)
     )
-    assert proven(table.text(found.offsets), found.height) == found.height
+    assert checked_height(table.text(placement.offsets), placement.height) == placement.height
 
 
-def test_pack_says_what_to_install_without_a_compiler(example: Path, tmp_path: Path) -> None:
+def test_missing_compiler_error_names_what_to_install(example: Path, tmp_path: Path) -> None:
     code = "from outofcore.cli import main; main()"
     command = [sys.executable, "-c", code, "pack", str(example), "--capacity", "12"]
     environment = os.environ | {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    said = " ".join(done.stderr.split())
-    assert "native code is missing: placement.cpp is not compiled here" in said
-    assert "no C++ compiler is on PATH" in said
-    assert "Install a C++ compiler such as g++, or a wheel" in said
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 2
+    message = " ".join(process.stderr.split())
+    assert "native code is missing: placement.cpp is not compiled here" in message
+    assert "no C++ compiler is on PATH" in message
+    assert "Install a C++ compiler such as g++, or a wheel" in message
     assert not list(tmp_path.rglob("*.so"))

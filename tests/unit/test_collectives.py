@@ -1,4 +1,4 @@
-"""The queue of collectives: what runs beside what, what waits for what, and that no plan changes their order."""
+"""Tests of the queue of collectives: overlap with ops, waits, and a fixed order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ W, X, A, G, H, LOSS = range(6)
 
 
 def step() -> StepGraph:
-    """Two gradients, of which the first is summed up while the second is computed; then the update."""
+    """Return a step that sums one gradient while it computes a second one, and then updates."""
     storages = (
         Storage(W, 4096, StorageKind.PARAMETER, "weight"),
         Storage(X, 4096, StorageKind.INPUT, "input"),
@@ -55,7 +55,7 @@ def step() -> StepGraph:
     return StepGraph(storages, ops, (LOSS,))
 
 
-def planned(graph: StepGraph) -> tuple[Costs, Program]:
+def planned_step(graph: StepGraph) -> tuple[Costs, Program]:
     seconds = [1.0, 1.0, 1.0, 2.0, 3.0, 1.0]
     costs = Costs(tuple(OpCost(s) for s in seconds), (Home("disk", None, 1e12, 1e12),))
     program = wire(graph, place(lower(graph, costs, Plan("test", 0, ()))))
@@ -67,71 +67,71 @@ def runs(program: Program) -> dict[int, tuple[int, Run]]:
     return {i.op: (index, i) for index, i in enumerate(program.instructions) if isinstance(i, Run)}
 
 
-def test_a_collective_runs_beside_ops_and_what_reads_its_result_waits() -> None:
+def test_collective_overlaps_ops_and_its_readers_wait() -> None:
     graph = step()
-    costs, program = planned(graph)
-    found = runs(program)
-    assert [queue_of(found[op][1]) for op in (1, 2, 3, 4)] == [
+    costs, program = planned_step(graph)
+    run_of = runs(program)
+    assert [queue_of(run_of[op][1]) for op in (1, 2, 3, 4)] == [
         Queue.COMPUTE,
         Queue.COMMUNICATE,
         Queue.COMPUTE,
         Queue.COMMUNICATE,
     ]
     timeline = simulate(graph, costs, program)
-    starts = {op: timeline.starts[index] for op, (index, _) in found.items()}
+    starts = {op: timeline.starts[index] for op, (index, _) in run_of.items()}
     assert starts[2] == starts[3] == starts[1] + 1
     assert starts[4] == starts[3] + 2
-    # It reads the first gradient alone, but it is the update: as long as a collective may fail, there is a way back.
+    # The update reads the first gradient only. It waits for both, since a collective may fail until then.
     assert starts[5] == starts[4] + 3
-    assert Wait(Queue.COMMUNICATE, 2) in found[5][1].waits
+    assert Wait(Queue.COMMUNICATE, 2) in run_of[5][1].waits
 
 
-def test_contention_of_copies_leaves_collectives_alone() -> None:
+def test_contention_of_copies_does_not_slow_collectives() -> None:
     graph = step()
-    costs, program = planned(graph)
+    costs, program = planned_step(graph)
     shared = replace(costs, homes=(Home("disk", None, 1e3, 1e3, contention=0.5, compute_slowdown=0.5),))
-    found, timeline = runs(program), simulate(graph, shared, program)
+    run_of, timeline = runs(program), simulate(graph, shared, program)
     for op in (2, 4):
-        index = found[op][0]
+        index = run_of[op][0]
         assert timeline.ends[index] - timeline.starts[index] == pytest.approx(costs.ops[op].seconds)
 
 
-def test_time_that_ops_wait_for_collectives_is_told() -> None:
+def test_waits_for_collectives_are_reported() -> None:
     graph = step()
-    costs, program = planned(graph)
+    costs, program = planned_step(graph)
     spent, waits = time_spent(graph, program, simulate(graph, costs, program))
     assert spent.for_others == pytest.approx(3.0)
     assert spent.ops == pytest.approx(5.0)
     assert [(w.reason, w.text) for w in waits if w.seconds > 1] == [(Reason.OTHERS, "waits for dist.all_reduce")]
 
 
-def test_collectives_count_beside_ops_in_what_a_step_takes_at_least() -> None:
+def test_lower_bound_overlaps_collectives_with_ops() -> None:
     graph = step()
-    costs, program = planned(graph)
+    costs, program = planned_step(graph)
     bound = lower_bound_seconds(graph, costs, 1 << 30)
     assert bound is not None
-    assert bound == pytest.approx(5.0)  # of ops, while collectives take 4 beside them
+    assert bound == pytest.approx(5.0)  # seconds of ops; collectives take 4 concurrently
     assert bound <= simulate(graph, costs, program).step_seconds
     slow = replace(costs, ops=tuple(OpCost(9.0) if op.communicates else OpCost(1.0) for op in graph.ops))
     assert lower_bound_seconds(graph, slow, 1 << 30) == pytest.approx(18.0)
 
 
-def test_a_page_has_a_row_for_collectives_where_there_are_any() -> None:
+def test_page_has_a_row_for_collectives_only_if_there_are_any() -> None:
     graph = step()
-    costs, program = planned(graph)
+    costs, program = planned_step(graph)
     shown = [("predicted", simulate(graph, costs, program))]
     content = page_content(graph, Plan("test", 0, ()), program, shown, Page("test", 1 << 20))
     assert content["lanes"] == ["ops", "collectives", "copies in", "copies out"]
     alone = StepGraph(graph.storages, tuple(replace(op, communicates=False) for op in graph.ops), graph.outputs)
-    costs, program = planned(alone)
+    costs, program = planned_step(alone)
     shown = [("predicted", simulate(alone, costs, program))]
     content = page_content(alone, Plan("test", 0, ()), program, shown, Page("test", 1 << 20))
     assert content["lanes"] == ["ops", "copies in", "copies out"]
 
 
-def test_the_validator_refuses_a_collective_elsewhere_or_again() -> None:
+def test_validator_refuses_misplaced_or_repeated_collectives() -> None:
     graph = step()
-    costs, program = planned(graph)
+    costs, program = planned_step(graph)
     for op, text in ((2, "is on the queue of ops"), (3, "is on the queue of collectives")):
         index, run = runs(program)[op]
         moved = with_instruction(program, index, replace(run, communicates=not run.communicates))
@@ -147,7 +147,7 @@ def test_the_validator_refuses_a_collective_elsewhere_or_again() -> None:
 
 
 def gathering() -> StepGraph:
-    """A parameter that is gathered, used twice, and updated where it lasts."""
+    """Return a step that gathers a parameter, uses it twice, and updates the persistent copy."""
     storages = step().storages
     ops = (
         Op(0, "dist.all_gather_into_tensor", (W,), (), (A,), communicates=True),
@@ -158,31 +158,33 @@ def gathering() -> StepGraph:
     return StepGraph(storages, ops, (LOSS,))
 
 
-def test_what_is_gathered_may_be_gathered_again() -> None:
+def test_gathered_parameter_can_be_gathered_again() -> None:
     graph = gathering()
     graph.check()
     costs = Costs((OpCost(1.0),) * 4, (Home("disk", None, 1e12, 1e12),))
     again = Decision(Gap(A, 1, 2), Residency.RECOMPUTE, 2, 2)
     program = wire(graph, place(lower(graph, costs, Plan("test", 0, (again,)))))
     validate(graph, program, program.arena_bytes, costs)
-    talked = [(i.op, i.again) for i in program.instructions if queue_of(i) is Queue.COMMUNICATE and isinstance(i, Run)]
-    assert talked == [(0, False), (0, True)]
+    collectives = [
+        (i.op, i.again) for i in program.instructions if queue_of(i) is Queue.COMMUNICATE and isinstance(i, Run)
+    ]
+    assert collectives == [(0, False), (0, True)]
     assert can_recompute(History.of(graph), A, 2)
-    # Once the parameter has been updated, gathering gives another.
+    # After the update, gathering gives another result.
     late = (*graph.ops[:2], replace(graph.ops[3], id=2, reads=(W,)), replace(graph.ops[2], id=3))
     assert not can_recompute(History.of(StepGraph(graph.storages, late, graph.outputs)), A, 3)
 
 
-def test_an_update_does_not_move_above_a_collective() -> None:
+def test_update_does_not_move_above_a_collective() -> None:
     graph = step()
     assert hoisted_order(graph, [5]) == (0, 1, 2, 3, 4, 5)
     alone = StepGraph(graph.storages, tuple(replace(op, communicates=False) for op in graph.ops), graph.outputs)
     assert hoisted_order(alone, [5]) == (0, 1, 2, 5, 3, 4)
 
 
-def test_files_keep_what_is_a_collective(tmp_path: Path) -> None:
+def test_files_keep_the_collective_flag(tmp_path: Path) -> None:
     graph = step()
-    costs, program = planned(graph)
+    costs, program = planned_step(graph)
     file = GraphFile.of(graph, costs)
     write_graph(tmp_path / "graph.json", file)
     assert read_graph(tmp_path / "graph.json").graph == graph
@@ -193,14 +195,14 @@ def test_files_keep_what_is_a_collective(tmp_path: Path) -> None:
 
 @settings(LIMITS, max_examples=examples(60))
 @given(st.data())
-def test_any_plan_is_valid_and_keeps_the_order(data: st.DataObject) -> None:
+def test_any_plan_is_valid_and_keeps_the_order_of_collectives(data: st.DataObject) -> None:
     graph = data.draw(talking_graphs())
     costs = data.draw(costs_for(graph))
     plan = data.draw(plans_for(graph, max(len(costs.homes), 1)))
     program = wire(graph, place(lower(graph, costs, plan)))
     validate(graph, program, program.arena_bytes, costs)
-    talked = [i.op for i in program.instructions if queue_of(i) is Queue.COMMUNICATE and isinstance(i, Run)]
-    assert talked == [op.id for op in graph.ops if op.communicates]
+    collectives = [i.op for i in program.instructions if queue_of(i) is Queue.COMMUNICATE and isinstance(i, Run)]
+    assert collectives == [op.id for op in graph.ops if op.communicates]
     timeline = simulate(graph, costs, program)
     ends: dict[object, float] = {}
     for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):
@@ -211,7 +213,7 @@ def test_any_plan_is_valid_and_keeps_the_order(data: st.DataObject) -> None:
 
 @settings(LIMITS, max_examples=examples(40))
 @given(st.data(), st.randoms(use_true_random=False))
-def test_a_removed_wait_is_found(data: st.DataObject, random: Random) -> None:
+def test_missing_wait_is_detected(data: st.DataObject, random: Random) -> None:
     graph = data.draw(talking_graphs())
     costs = data.draw(costs_for(graph))
     plan = data.draw(plans_for(graph, max(len(costs.homes), 1)))
@@ -224,8 +226,8 @@ def test_a_removed_wait_is_found(data: st.DataObject, random: Random) -> None:
                 pytest.fail(f"{description}: accepted")
 
 
-def test_a_block_that_comes_back_is_written_when_its_readers_are_done_even_without_bytes() -> None:
-    """No address says that it is the same block, and a wait is as much a promise as where there are bytes."""
+def test_empty_block_still_needs_waits_of_its_readers() -> None:
+    """The block has no bytes, so no address shows that it is the same block; the wait is needed all the same."""
     storages = (
         Storage(0, 0, StorageKind.PARAMETER, "weight"),
         Storage(1, 1, StorageKind.INPUT, "input"),
@@ -239,18 +241,22 @@ def test_a_block_that_comes_back_is_written_when_its_readers_are_done_even_witho
     )
     graph = StepGraph(storages, ops, (3,))
     costs = Costs((OpCost(0.0),) * 3, (Home("host", None, 1e8, 1e8),))
-    leaves = Decision(Gap(0, 1, 2), Residency.OFFLOAD, 2, 2)
-    program = wire(graph, place(lower(graph, costs, Plan("test", 0, (leaves,)))))
+    eviction = Decision(Gap(0, 1, 2), Residency.OFFLOAD, 2, 2)
+    program = wire(graph, place(lower(graph, costs, Plan("test", 0, (eviction,)))))
     validate(graph, program, program.arena_bytes, costs)
-    back = next(i for i, one in enumerate(program.instructions) if isinstance(one, CopyIn) and one.block == 0)
-    assert program.blocks[0].wraps and program.blocks[0].bytes == 0
-    assert Wait(Queue.COMPUTE, 1) in program.instructions[back].waits
-    tried = [*MUTATIONS["drop_wait"](graph, program, None)]
-    assert any(
-        description.startswith(f"instruction {back} does not wait for Wait(queue=<Queue.COMPUTE")
-        for description, _ in tried
+    fetch_index = next(
+        i
+        for i, instruction in enumerate(program.instructions)
+        if isinstance(instruction, CopyIn) and instruction.block == 0
     )
-    for description, broken in tried:
+    assert program.blocks[0].wraps and program.blocks[0].bytes == 0
+    assert Wait(Queue.COMPUTE, 1) in program.instructions[fetch_index].waits
+    mutants = [*MUTATIONS["drop_wait"](graph, program, None)]
+    assert any(
+        description.startswith(f"instruction {fetch_index} does not wait for Wait(queue=<Queue.COMPUTE")
+        for description, _ in mutants
+    )
+    for description, broken in mutants:
         with pytest.raises(ValidationError, match="must wait"):
             validate(graph, broken, program.arena_bytes, costs)
             pytest.fail(f"{description}: accepted")
@@ -261,5 +267,5 @@ def test_a_block_that_comes_back_is_written_when_its_readers_are_done_even_witho
 def test_policies_plan_steps_with_collectives(data: st.DataObject) -> None:
     graph = data.draw(talking_graphs())
     costs = data.draw(costs_for(graph))
-    found = plan_step(graph, costs, smallest_budget(graph, costs), "auto")
-    validate(graph, found.program, smallest_budget(graph, costs), costs)
+    planned = plan_step(graph, costs, smallest_budget(graph, costs), "auto")
+    validate(graph, planned.program, smallest_budget(graph, costs), costs)

@@ -1,4 +1,4 @@
-"""Native code that is compiled on first use: what a terminal shows meanwhile."""
+"""Tests of native code that is compiled on first use."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def test_terminal_announces_a_build_once(
         before_build.append(shown.getvalue())
         path.write_bytes(b"")
 
-    beside = tmp_path / "wheel" / "library-1.so"
-    assert not is_built(beside)
+    library = tmp_path / "wheel" / "library-1.so"
+    assert not is_built(library)
     for _ in range(2):
-        load_built("library.cpp", beside, build, load)
-    assert is_built(beside)
+        load_built("library.cpp", library, build, load)
+    assert is_built(library)
     assert len(before_build) == 1
     announced = "outofcore: compiling library.cpp, up to half a minute or so, only once ...\n"
     assert before_build[0] == shown.getvalue() == (announced if stream is _Terminal else "")

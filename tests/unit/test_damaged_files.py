@@ -1,4 +1,4 @@
-"""Files that are damaged, wrong or absurd end with a message that names the file, and never with a traceback."""
+"""Tests that damaged, wrong or absurd files raise an error with the file's name and no traceback."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ BUDGET = 4 * MIB
 Change = Callable[[Any], Any]
 
 
-def valid() -> GraphFile:
-    """Two layers, forward and backward, their update, and a home; some of it has to leave."""
+def valid_file() -> GraphFile:
+    """Return a small training step that has to offload."""
     storages = [Storage(i, MIB, StorageKind.PARAMETER, f"weight {i}") for i in range(2)]
     storages += [Storage(2 + i, MIB, StorageKind.ACTIVATION, f"activation {i}") for i in range(3)]
     ops = (
@@ -45,8 +45,8 @@ def valid() -> GraphFile:
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes]:
-    """A graph file and a plan file."""
-    folder, file = tmp_path_factory.mktemp("valid"), valid()
+    """Return the bytes of a graph file and a plan file."""
+    folder, file = tmp_path_factory.mktemp("valid"), valid_file()
     planned = plan_step(file.graph, file.costs, BUDGET, "auto")
     write_graph(folder / "graph.json", file)
     saved = PlanFile(BUDGET, planned.plan, planned.program, planned.timeline.step_seconds)
@@ -56,7 +56,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes]:
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container with every key or index in it."""
+    """Yield every container with every key or index in it."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in pairs:
         yield value, key
@@ -68,7 +68,7 @@ ODD = st.sampled_from([*NUMBERS, 2**63, 2**70, -(2**70), 10**400, None, True, ""
 
 
 def read_and_check(graph: Path, plan: Path) -> None:
-    """What the commands do with both files, but for planning."""
+    """Read and check both files as the commands do, without planning."""
     file = read_graph(graph)
     saved = read_plan(plan, file.keys)
     validate(file.graph, saved.program, saved.budget, file.costs)
@@ -76,7 +76,7 @@ def read_and_check(graph: Path, plan: Path) -> None:
 
 @settings(deadline=None, max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_file_with_odd_values_is_refused_or_read(
+def test_file_with_odd_values_is_refused_or_read(
     texts: tuple[bytes, bytes], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("odd")
@@ -85,10 +85,10 @@ def test_a_file_with_odd_values_is_refused_or_read(
     for _ in range(data.draw(st.integers(1, 2))):
         all_places = list(places(files[changed]))
         container, key = all_places[data.draw(st.integers(0, len(all_places) - 1))]
-        how = data.draw(st.sampled_from(["replace", "delete", "double"]))
-        if how == "replace":
+        edit = data.draw(st.sampled_from(["replace", "delete", "double"]))
+        if edit == "replace":
             container[key] = copy.deepcopy(data.draw(ODD))
-        elif how == "delete":
+        elif edit == "delete":
             del container[key]
         elif isinstance(container, list):
             container.append(copy.deepcopy(container[key]))
@@ -105,7 +105,7 @@ def test_a_file_with_odd_values_is_refused_or_read(
 
 @settings(deadline=None, max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_file_with_damaged_bytes_is_refused_or_read(
+def test_file_with_damaged_bytes_is_refused_or_read(
     texts: tuple[bytes, bytes], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("bytes")
@@ -130,11 +130,9 @@ def test_a_file_with_damaged_bytes_is_refused_or_read(
 
 @settings(deadline=None, max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_every_graph_that_is_read_can_be_planned_for_or_is_refused(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_readable_graph_is_planned_or_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     path = tmp_path_factory.mktemp("graph") / "graph.json"
-    write_graph(path, valid())
+    write_graph(path, valid_file())
     content = json.loads(path.read_text(encoding="utf-8"))
     numbers = {
         "bytes": [0, 1, MIB, 2**40, 2**50],
@@ -159,8 +157,8 @@ def test_every_graph_that_is_read_can_be_planned_for_or_is_refused(
         raise run.exception
 
 
-def edited(path: Path, change: Change) -> None:
-    write_graph(path, valid())
+def write_edited(path: Path, change: Change) -> None:
+    write_graph(path, valid_file())
     root = json.loads(path.read_text(encoding="utf-8"))
     change(root)
     path.write_text(json.dumps(root), encoding="utf-8")
@@ -192,9 +190,9 @@ def edited(path: Path, change: Change) -> None:
         ),
     ],
 )
-def test_a_graph_file_is_refused_with_the_field(tmp_path: Path, change: Change, message: str) -> None:
+def test_graph_error_names_the_field(tmp_path: Path, change: Change, message: str) -> None:
     path = tmp_path / "graph.json"
-    edited(path, change)
+    write_edited(path, change)
     with pytest.raises(GraphError, match=message) as raised:
         read_graph(path)
     assert str(raised.value).startswith(f"{path}")
@@ -215,7 +213,7 @@ def test_a_graph_file_is_refused_with_the_field(tmp_path: Path, change: Change, 
     ],
     ids=["empty", "garbage", "truncated", "twice", "infinite", "deep", "digits", "surrogate", "array"],
 )
-def test_what_is_no_json_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_invalid_json_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "graph.json"
     path.write_bytes(content)
     with pytest.raises(GraphError, match=message):
@@ -225,7 +223,7 @@ def test_what_is_no_json_is_refused(tmp_path: Path, content: bytes, message: str
 @pytest.mark.parametrize("cut", [5, 20, -8])
 def test_damaged_gzip_is_refused(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "graph.json.gz"
-    write_graph(path, valid())
+    write_graph(path, valid_file())
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(InputError, match="cannot read"):
         read_graph(path)
@@ -233,5 +231,5 @@ def test_damaged_gzip_is_refused(tmp_path: Path, cut: int) -> None:
 
 def test_whole_numbers_may_be_written_as_floats(tmp_path: Path) -> None:
     path = tmp_path / "graph.json"
-    edited(path, lambda root: root["storages"][0].update(bytes=1.048576e6))
+    write_edited(path, lambda root: root["storages"][0].update(bytes=1.048576e6))
     assert read_graph(path).graph.storages[0].bytes == MIB

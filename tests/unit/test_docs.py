@@ -1,4 +1,4 @@
-"""The examples in the documentation are real."""
+"""Tests that the examples, links and maps in the documentation are correct."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ SOURCE = DOCS.parent / "src" / "outofcore"
 
 
 def example(tmp_path: Path) -> Path:
-    found = re.findall(r"```json\n(.*?)```", (DOCS / "graph-format.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert len(found) == 1
+    blocks = re.findall(r"```json\n(.*?)```", (DOCS / "graph-format.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 1
     path = tmp_path / "step.json"
-    path.write_text(found[0], encoding="utf-8")
+    path.write_text(blocks[0], encoding="utf-8")
     return path
 
 
-def test_the_graph_of_the_format_can_be_planned_and_checked(tmp_path: Path) -> None:
+def test_graph_format_example_can_be_planned_and_validated(tmp_path: Path) -> None:
     path, plan = example(tmp_path), tmp_path / "plan.json"
     file = read_graph(path)
     assert len(file.graph.ops) == 4
     assert [home.name for home in file.costs.homes] == ["host", "disk"]
     run = CliRunner()
-    told = run.invoke(app, ["plan", "--graph", str(path), "--budget", "52MiB", "--json", "--save-plan", str(plan)])
-    assert told.exit_code == 0, told.output
-    answer = json.loads(told.output)
+    planned = run.invoke(app, ["plan", "--graph", str(path), "--budget", "52MiB", "--json", "--save-plan", str(plan)])
+    assert planned.exit_code == 0, planned.output
+    answer = json.loads(planned.output)
     assert answer["feasible"]
     assert answer["bytes_in"] > 0
     checked = run.invoke(app, ["validate", "--graph", str(path), "--plan", str(plan)])
@@ -43,9 +43,9 @@ def test_the_graph_of_the_format_can_be_planned_and_checked(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("field", ["feasible", "smallest_budget", "lower_bound_seconds", "plan_seconds", "peak_bytes"])
-def test_the_fields_of_the_answer_are_there(tmp_path: Path, field: str) -> None:
-    told = CliRunner().invoke(app, ["plan", "--graph", str(example(tmp_path)), "--budget", "64MiB", "--json"])
-    assert field in json.loads(told.output)
+def test_documented_answer_fields_exist(tmp_path: Path, field: str) -> None:
+    result = CliRunner().invoke(app, ["plan", "--graph", str(example(tmp_path)), "--budget", "64MiB", "--json"])
+    assert field in json.loads(result.output)
     assert f"`{field}`" in (DOCS / "graph-format.md").read_text(encoding="utf-8")
 
 
@@ -60,23 +60,23 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(("page", "line"), COMMANDS, ids=[line for _, line in COMMANDS])
-def test_commands_that_are_shown_are_understood(page: Path, line: str) -> None:
+def test_documented_commands_parse(page: Path, line: str) -> None:
     name, *arguments = shlex.split(line, comments=True)[1:]
     command = typer.main.get_command(app)
     assert isinstance(command, TyperGroup)
-    # Raises where there is no such command, flag or choice; nothing is run.
+    # Raises for an unknown command, flag or choice; does not run the command.
     command.commands[name].make_context(name, arguments)
 
 
 def anchors_of(page: Path) -> set[str]:
-    """Ids of headings, as the site and GitHub make them where both agree."""
+    """Return the ids of headings, as the site and GitHub make them where both agree."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 
 
-def test_links_between_pages_lead_to_a_file_and_a_heading() -> None:
-    others = [DOCS.parent / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
-    for page in (*PAGES, *others):
+def test_links_lead_to_existing_files_and_headings() -> None:
+    root_pages = [DOCS.parent / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
+    for page in (*PAGES, *root_pages):
         for target, anchor in re.findall(
             r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text(encoding="utf-8")
         ):
@@ -85,12 +85,12 @@ def test_links_between_pages_lead_to_a_file_and_a_heading() -> None:
             assert not anchor or anchor in anchors_of(file), f"{page}: {target}#{anchor}"
 
 
-def test_the_site_names_every_page() -> None:
+def test_site_navigation_names_every_page() -> None:
     named = set(re.findall(r": ([\w/-]+\.md)$", (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
     assert named == {str(page.relative_to(DOCS)) for page in PAGES[1:]}
 
 
-def test_maps_of_the_source_name_code_that_exists() -> None:
+def test_source_maps_name_existing_code() -> None:
     maps = [page.read_text(encoding="utf-8") for page in sorted((DOCS / "internals").glob("*.md"))]
     contributing = (DOCS.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
     maps.append(contributing.partition("## Where is it decided?")[2].partition("\n## ")[0])

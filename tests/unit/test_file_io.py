@@ -1,4 +1,4 @@
-"""Bytes between memory and a file, natively: as plain copies have it, whatever the system's calls do."""
+"""Tests of native file I/O, compared with plain copies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 @pytest.mark.parametrize("is_in_memory", [False, True])
-def test_bytes_move_as_plain_copies_have_it(is_in_memory: bool, tmp_path: Path) -> None:
+def test_native_io_moves_the_same_bytes_as_plain_copies(is_in_memory: bool, tmp_path: Path) -> None:
     if is_in_memory and not SHARED_MEMORY.is_dir():
         pytest.skip("there is no tmpfs at /dev/shm")
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY if is_in_memory else tmp_path) as folder:

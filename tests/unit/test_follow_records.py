@@ -102,8 +102,8 @@ def chain(length: int, extra_ops: int) -> StepRecord:
 @given(st.integers(2, 8), st.integers(0, 3), st.integers(0, 100), st.sampled_from(("auto", "offload-all", "tflms")))
 def test_evicted_storages_are_fetched_before_their_use(length: int, extra_ops: int, share: int, policy: str) -> None:
     record = chain(length, extra_ops)
-    least = smallest_budget(record.graph, record.costs)
-    budget = least + (in_core_budget(record.graph, record.costs) - least) * share // 100
+    smallest = smallest_budget(record.graph, record.costs)
+    budget = smallest + (in_core_budget(record.graph, record.costs) - smallest) * share // 100
     answer = plan_job(PlanJob(record.graph, record.costs, budget, policy))
     if answer.planned is None:  # baselines may fail to find a plan
         assert policy != "offload-all"
@@ -114,9 +114,9 @@ def test_evicted_storages_are_fetched_before_their_use(length: int, extra_ops: i
     for pairs in (schedule.leave, schedule.fetch, schedule.write):
         assert list(pairs) == sorted(pairs)
         assert all(0 <= op < record.ops and 0 <= s < 2 * length for op, s in pairs)
-    left = {s for _, s in schedule.leave}
-    assert {s for _, s in schedule.fetch} <= left
-    assert left <= {s for _, s in schedule.write}
+    evicted = {s for _, s in schedule.leave}
+    assert {s for _, s in schedule.fetch} <= evicted
+    assert evicted <= {s for _, s in schedule.write}
     # Each op that uses a storage has an offset for it, within the budget.
     for storage, ops in uses.items():
         first = min(op for op, s, _ in schedule.offsets if s == storage)
@@ -124,7 +124,7 @@ def test_evicted_storages_are_fetched_before_their_use(length: int, extra_ops: i
     assert all(offset + BYTES <= budget for _, _, offset in schedule.offsets)
 
 
-def test_budget_for_all_storages_evicts_none_of_them() -> None:
+def test_budget_for_all_storages_has_no_evictions() -> None:
     record = chain(4, 0)
     answer = plan_job(PlanJob(record.graph, record.costs, 100 * BYTES, "auto"))
     assert answer.planned is not None

@@ -63,7 +63,7 @@ def test_program_is_solved_only_if_its_rows_are_bounded(interior: bool) -> None:
         assert values is None or program.least() == pytest.approx(minimum)
 
 
-def test_linear_program_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_linear_program_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
     """Standard output belongs to the commands: the output of ``plan --json`` must be JSON."""
     program = LinearProgram()
     program.variable(1.0, 2.0, 3.0)

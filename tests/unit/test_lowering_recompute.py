@@ -275,7 +275,7 @@ def test_invalid_recomputation_is_refused(decision: Decision, message: str) -> N
         (0, {"reads": (X, W, MEAN), "mutates": (MEAN,)}, r"version 0 of storage 6 \(running_mean\) .* no op makes it"),
     ],
 )
-def test_op_that_blocks_recomputation_is_named(op: int, change: dict[str, object], message: str) -> None:
+def test_recomputation_error_names_the_blocking_op(op: int, change: dict[str, object], message: str) -> None:
     graph = step()
     ops = (*graph.ops[:op], replace(graph.ops[op], **change), *graph.ops[op + 1 :])  # type: ignore[arg-type]
     with pytest.raises(GraphError, match=message):

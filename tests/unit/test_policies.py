@@ -154,11 +154,13 @@ class LongestFirst:
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Callable[[int], Plan]]:
         gaps = sorted(movable_gaps(graph), key=lambda gap: gap.start - gap.end)
-        held = Held.of(graph, costs)
+        residents = Held.of(graph, costs)
         evictions = [Decision(gap, Residency.OFFLOAD, gap.start + 1, gap.end) for gap in gaps]
 
         def plan(room: int) -> Plan:
-            count = bisect_left(range(len(evictions)), True, key=lambda count: held.peak(evictions[:count]) <= room)
+            count = bisect_left(
+                range(len(evictions)), True, key=lambda count: residents.peak(evictions[:count]) <= room
+            )
             return Plan("of mine", room, tuple(evictions[:count]))
 
         return [plan] if costs.homes else []

@@ -134,10 +134,10 @@ def test_forward_stalling_activations_are_kept_until_one_does_not_fit() -> None:
     )
     search = _Search(Trials.of(graph, step_costs, 4 * MIB), 0)
     # Activation 3 fits and activation 1 does not, so that activation 2 is next, not 0.
-    kept = search._filled([Class.SWAP] * 4, frozenset({0, 1, 3}))[1]
-    assert kept == [Class.SWAP, Class.SWAP, Class.KEEP, Class.KEEP]
-    kept = search._filled([Class.SWAP] * 4, frozenset({0, 3}))[1]
-    assert kept == [Class.KEEP, Class.SWAP, Class.SWAP, Class.KEEP]
+    filled = search._filled([Class.SWAP] * 4, frozenset({0, 1, 3}))[1]
+    assert filled == [Class.SWAP, Class.SWAP, Class.KEEP, Class.KEEP]
+    filled = search._filled([Class.SWAP] * 4, frozenset({0, 3}))[1]
+    assert filled == [Class.KEEP, Class.SWAP, Class.SWAP, Class.KEEP]
 
 
 def test_activation_stays_swapped_unless_recomputation_is_cheaper() -> None:

@@ -1,4 +1,4 @@
-"""Tests of the public names: what ``dir`` and ``help`` show, and that the reference has each of them."""
+"""Tests of the public names, in ``dir``, in ``help`` and in the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that compiled recomputation sequences equal those of a naive Python version."""
+"""Tests that compiled recomputation sequences equal the results of a naive Python version."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_time_of_steps_is_measured_again_after_an_exchange() -> None:
 
 @dataclass
 class Clock:
-    """A clock that advances only by what is added to it."""
+    """A clock that advances only by explicit additions."""
 
     now: float = 0.0
     still: float = 0.0  # of these, training stood still

@@ -109,10 +109,10 @@ def test_kinds_add_up_to_all_bytes(case: tuple[StepGraph, Costs, Program]) -> No
     graph, costs, program = case
     timeline = simulate(graph, costs, program)
     memory = memory_over_time(graph, program, timeline)
-    at = {time: sum(held[index] for held in memory.held.values()) for index, time in enumerate(memory.times)}
+    at = {time: sum(level[index] for level in memory.held.values()) for index, time in enumerate(memory.times)}
     assert list(at) == sorted(at)
-    for time, held in resident_bytes(program, timeline):
-        assert at[time] == held
+    for time, level in resident_bytes(program, timeline):
+        assert at[time] == level
     report = step_report(graph, Plan("naive", 1, ()), program, timeline, 1)
     assert report.peak_bytes == memory.peak_bytes
     assert report.recomputed == sum(isinstance(i, Run) for i in program.instructions) - len(graph.ops)

@@ -50,18 +50,20 @@ def problem(layers: int, room: int, *homes: Home) -> Problem:
     return Problem.of(graph, costs(graph, *homes), room * SIZE)
 
 
-def all_resident(given: Problem) -> Choices:
-    return Choices(given, Contents.of(given.graph, given.costs))
+def all_resident(problem_case: Problem) -> Choices:
+    return Choices(problem_case, Contents.of(problem_case.graph, problem_case.costs))
 
 
-def offloaded(given: Problem, homes: dict[int, int]) -> State:
+def offloaded(problem_case: Problem, homes: dict[int, int]) -> State:
     """Return the state in which these storages are offloaded to these homes, and all others stay."""
-    choices = all_resident(given)
-    return State(choices.kind, choices.fetch, array("q", [homes.get(info.gap.storage, KEPT) for info in given.gaps]))
+    choices = all_resident(problem_case)
+    return State(
+        choices.kind, choices.fetch, array("q", [homes.get(info.gap.storage, KEPT) for info in problem_case.gaps])
+    )
 
 
-def schedule(given: Problem, homes: dict[int, int], slack: float, passes: int = 1) -> Tuned:
-    tuned_schedule = Tuner(all_resident(given)).begin(offloaded(given, homes), slack, passes)
+def schedule(problem_case: Problem, homes: dict[int, int], slack: float, passes: int = 1) -> Tuned:
+    tuned_schedule = Tuner(all_resident(problem_case)).begin(offloaded(problem_case, homes), slack, passes)
     assert tuned_schedule is not None
     return tuned_schedule
 
@@ -141,8 +143,8 @@ def test_too_slow_home_is_not_used() -> None:
     assert choice is not None and set(choice.tolist()) <= {KEPT, 0}
 
 
-def choice(given: Problem, homes: dict[int, int]) -> np.ndarray:
-    return np.array(offloaded(given, homes).home, dtype=np.int64)
+def choice(problem_case: Problem, homes: dict[int, int]) -> np.ndarray:
+    return np.array(offloaded(problem_case, homes).home, dtype=np.int64)
 
 
 def test_overflow_of_a_full_home_goes_to_the_next() -> None:

@@ -91,7 +91,7 @@ def _copies(program: Program, kind: type[CopyIn] | type[CopyOut]) -> list[tuple[
 
 
 def test_copy_at_one_home_is_stale_at_the_other() -> None:
-    """Each home holds only what was written there, so both need a copy out."""
+    """Each home has only the versions written there, so both need a copy out."""
     graph = StepGraph(
         (Storage(0, SIZE, StorageKind.ACTIVATION),),
         (Op(0, "make", (), (), (0,)), *(Op(i, "use", (0,) if i % 2 == 0 else (), (), ()) for i in range(1, 7))),
@@ -256,7 +256,7 @@ def test_programs_are_valid_if_the_homes_have_room(task: Task, random: Random) -
     assert lowered is not None
     if room_at_homes(graph, step_costs, lowered) is None:
         event("too much")
-        # Slots are whole pages, so the validator may accept what room_at_homes refuses.
+        # Slots are whole pages, so ``room_at_homes`` may refuse programs that the validator accepts.
         paged = replace(graph, storages=tuple(replace(s, bytes=round_up(s.bytes, PAGE_BYTES)) for s in graph.storages))
         lowered = place(lower(paged, step_costs, task[2]))
         with pytest.raises(ValidationError, match=r"has to hold|from step to step"):

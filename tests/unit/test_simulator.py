@@ -80,7 +80,7 @@ def test_empty_step_takes_no_time() -> None:
     assert simulate(StepGraph((), ()), Costs(()), Program((), ())) == Timeline((), (), 0.0)
 
 
-def test_waits_that_point_forward_are_followed() -> None:
+def test_forward_pointing_waits_are_followed() -> None:
     """Not a valid program, but its queues can run it: the order in the list binds only within a queue."""
     copy, run = PROGRAM.instructions[:2]
     turned = replace(PROGRAM, instructions=(run, copy, *PROGRAM.instructions[2:]))

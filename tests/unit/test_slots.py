@@ -130,7 +130,7 @@ def test_pages_are_reused_only_after_their_last_read(task: Task) -> None:
     assert [home.taken for home in slots] == before
 
 
-def test_slots_that_split_another_slot_share_no_page() -> None:
+def test_slots_in_a_freed_slot_share_no_page() -> None:
     size = 1 << 20
     graph = StepGraph(
         tuple(Storage(i, count * size, StorageKind.ACTIVATION) for i, count in enumerate((3, 1, 2))),

@@ -1,4 +1,4 @@
-"""Tests of checkpoints at segment borders: what is kept, the cost, and the growth of memory."""
+"""Tests of checkpoints at segment borders: decisions, cost, and growth of memory."""
 
 from dataclasses import replace
 
@@ -69,7 +69,7 @@ def test_memory_grows_with_the_root_of_the_depth() -> None:
     assert arena_units[256] <= 3 * 16
 
 
-def test_ops_that_run_once_only_keep_their_results() -> None:
+def test_results_of_unrepeatable_ops_are_kept() -> None:
     graph = chain(10)
     once_only = replace(graph, ops=(*graph.ops[:3], replace(graph.ops[3], rerunnable=False), *graph.ops[4:]))
     plan = sqrt_checkpoint(once_only, 0, segments=3)

@@ -1,4 +1,4 @@
-"""Tests of what SuperNeurons offloads and recomputes, and in which mode."""
+"""Tests of the offloads and recomputations of SuperNeurons, in each mode."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tests of what TFLMS swaps, when it swaps in, and how its three distances are tuned."""
+"""Tests of the swaps of TFLMS, their times, and the tuning of its three distances."""
 
 import pytest
 

@@ -166,7 +166,7 @@ def test_copy_out_waits_for_readers_of_the_home() -> None:
     validate(graph, Program((CopyIn(0, 0), CopyIn(1, 0), run, late), blocks, 16, (0,)), 16)
 
 
-def test_only_storages_that_an_op_reads_must_be_present() -> None:
+def test_only_the_reads_of_an_op_must_be_present() -> None:
     """An op that mutates without reading overwrites the whole storage, so its block may hold anything."""
     storages = (Storage(0, 8, StorageKind.PARAMETER, "weight"),)
     program = Program(

@@ -116,7 +116,7 @@ def test_quickest_fitting_form_is_chosen(room: int, form: Form) -> None:
     assert choose_variant(step, step.room).variant.form is form
 
 
-def test_policy_that_evicts_all_does_not_use_the_fused_form() -> None:
+def test_policy_without_resident_state_does_not_use_the_fused_form() -> None:
     step = Step(needs(100, 90, 80), 100 * MIB, may_stay=False)
     assert choose_variant(step, step.room).variant == Variant(Form.LOW_MEMORY, step.room)
 

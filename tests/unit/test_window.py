@@ -1,4 +1,4 @@
-"""Tests of what the window policy keeps, prefetches, awaits and cancels: exact decisions on small steps."""
+"""Tests of the window policy: its exact evictions, prefetches and cancellations on small steps."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_heuristic_counts_evicted_neighbours() -> None:
     assert evicted == {1, 3}
 
 
-def test_greedy_eviction_returns_none_if_an_op_does_not_fit() -> None:
+def test_greedy_eviction_fails_if_an_op_does_not_fit() -> None:
     graph = network(8)
     choices = choices_of(graph, network_costs(graph, copy=None))
     assert evict_online(choices, MIB) is None

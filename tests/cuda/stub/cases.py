@@ -182,7 +182,7 @@ def loop(model: str, update: str = "foreach", amp: str = "", share: str = "0.6",
         stats = run.stats
     mismatch = differences(actual, losses, world.state(), state)
     expect(not mismatch, mismatch)
-    expect(stats.evictions > 0, "nothing has left")
+    expect(stats.evictions > 0, "no tensor was evicted")
     expect(stats.peak_bytes <= budget, f"{stats.peak_bytes} bytes of {budget} in use")
     return f"{count} steps equal, {stats.evictions} out, {stats.fetches} in"
 

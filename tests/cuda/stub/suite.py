@@ -2,9 +2,9 @@
 
     make gpu-stub [ONLY=bits,races] [JOBS=2]
 
-Builds the stub (``build.py``), then runs each case in a process with a time limit: the tests marked ``cuda``, models
-and loops under many stream orders, failures, leaks, removed waits between streams, and rehearsals of the GPU visit,
-also with planted faults that its summary must name. Prints a line per case and a summary; logs are in the folder
+Builds the stub (``build.py``), then runs each case in a process with a time limit. Cases are the tests marked ``cuda``,
+models and loops under many stream orders, failures, leaks, and removed waits between streams. Others rehearse the GPU
+visit, also with planted faults that its summary must name. Prints a line per case and a summary; logs are in the folder
 given. Exit status: 0 all passed, 1 some failed, 2 there is no CUDA build of PyTorch here.
 """
 
