@@ -242,7 +242,7 @@ MUTANTS = (
         "spare[home].append(Piece(piece.offset + used - PAGE_BYTES, piece.bytes - used))",
         "Two slots of a home share a page when one takes over a part of another's room.",
         (
-            "tests/unit/test_slots.py::test_slots_that_split_another_slot_share_no_page",
+            "tests/unit/test_slots.py::test_slots_in_a_freed_slot_share_no_page",
             "tests/torch_cpu/test_tiers.py",
         ),
     ),
