@@ -62,7 +62,7 @@ class _Item:
     begin: Callable[[], object] | None = None
     end: Callable[[], object] | None = None
     started: float | None = None
-    done: float | None = None
+    ended: float | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class _Access:
     end: int
     writes: bool
     number: int
-    what: str
+    label: str
 
 
 @dataclass
@@ -136,7 +136,7 @@ class FakeCuda:
     def launch(self, run: BoundRun | None, call: Callable[[], object], stream: Stream = Stream.COMPUTE) -> None:
         if run is not None and self._bound is not None:
             self._touch(stream, self._spans(run.index), f"op {run.op}")
-        self._put(_Item(stream, OP_SECONDS * self._random.uniform(0.2, 2), begin=call))
+        self._enqueue(_Item(stream, OP_SECONDS * self._random.uniform(0.2, 2), begin=call))
 
     def launching(self, run: BoundRun, call: Callable[[], object], stream: Stream) -> Callable[[], object]:
         return functools.partial(self.launch, run, call, stream)
@@ -147,7 +147,7 @@ class FakeCuda:
         writes = (target.data_ptr(), target.data_ptr() + target.numel(), True)
         self._touch(stream, [reads, writes], f"copy {index}")
         seconds = target.numel() / self.bytes_per_s
-        self._put(_Item(stream, seconds, begin=lambda: target.fill_(POISON), end=lambda: target.copy_(source)))
+        self._enqueue(_Item(stream, seconds, begin=lambda: target.fill_(POISON), end=lambda: target.copy_(source)))
 
     def copy_callers(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
         self.copy(stream, index, target, source)
@@ -194,7 +194,7 @@ class FakeCuda:
                 self._failures.append(error)
 
         begin = None if writes else functools.partial(memory.fill_, POISON)
-        self._put(_Item(stream, count / self.bytes_per_s * self._random.uniform(0.5, 3), begin=begin, end=end))
+        self._enqueue(_Item(stream, count / self.bytes_per_s * self._random.uniform(0.5, 3), begin=begin, end=end))
 
     def mark(self, *, timed: bool = False) -> FakeMark:
         return FakeMark()
@@ -202,7 +202,7 @@ class FakeCuda:
     def record(self, stream: Stream, mark: FakeMark) -> None:
         mark.item = _Item(stream)
         mark.clock = self._clocks[stream]
-        self._put(mark.item)
+        self._enqueue(mark.item)
 
     def wait(self, stream: Stream, mark: FakeMark) -> None:
         number = self.waits
@@ -211,11 +211,11 @@ class FakeCuda:
         if number in self.drop or mark.item is None:
             return
         self._clocks[stream] = _join(self._clocks[stream], mark.clock)
-        self._put(_Item(stream, after=mark.item))
+        self._enqueue(_Item(stream, after=mark.item))
 
     def seconds(self, start: FakeMark, end: FakeMark) -> float:
         self._drain()
-        return end.item.done - start.item.done
+        return end.item.ended - start.item.ended
 
     def finish(self, *, host: bool) -> None:
         if host and self.waits_on_host:
@@ -274,11 +274,11 @@ class FakeCuda:
                 for start, end, writes in spans:
                     if access.start < end and start < access.end and (writes or access.writes):
                         raise RaceError(
-                            f"{label} on {stream.name} and {access.what} on {accessing_stream.name} are in no order"
+                            f"{label} on {stream.name} and {access.label} on {accessing_stream.name} are in no order"
                         )
         self._accesses[stream] += [_Access(start, end, writes, number, label) for start, end, writes in spans]
 
-    def _put(self, item: _Item) -> None:
+    def _enqueue(self, item: _Item) -> None:
         if item.begin is not None or item.end is not None:  # marks and waits are no work
             clock = list(self._clocks[item.stream])
             clock[item.stream] += 1
@@ -291,9 +291,9 @@ class FakeCuda:
         with internals.below_autograd():
             while any(self._queues.values()) or running:
                 starts = {
-                    stream: max(self._free[stream], queue[0].after.done if queue[0].after is not None else 0.0)
+                    stream: max(self._free[stream], queue[0].after.ended if queue[0].after is not None else 0.0)
                     for stream, queue in self._queues.items()
-                    if queue and stream not in running and (queue[0].after is None or queue[0].after.done is not None)
+                    if queue and stream not in running and (queue[0].after is None or queue[0].after.ended is not None)
                 }
                 ends = {stream: item.started + item.seconds for stream, item in running.items()}
                 if not starts and not ends:
@@ -317,7 +317,7 @@ class FakeCuda:
     def _end(self, item: _Item, at: float) -> None:
         if item.end is not None:
             item.end()
-        item.done = self._free[item.stream] = at
+        item.ended = self._free[item.stream] = at
 
 
 def _join(a: _Clock, b: _Clock) -> _Clock:

@@ -180,7 +180,7 @@ def test_read_waits_for_the_last_write_of_its_pages() -> None:
         7: (Piece(8192, 4096),),
     }
     order = [(0, True), (1, True), (2, True), (3, False), (4, False), (5, False), (6, True), (7, False)]
-    # 3 reads a part of the pages of 0, 4 all of those of 1, 5 unwritten pages, 7 a part of those of 6.
+    # 3 reads some pages of 0, 4 all pages of 1, 5 unwritten pages, 7 some pages of 6.
     assert reads_after_writes(order, slots) == {3: 0, 4: 1, 7: 6}
     # A wait for 1 implies one for 0.
     assert reads_after_writes([(0, True), (1, True), (4, False), (3, False)], slots) == {4: 1}

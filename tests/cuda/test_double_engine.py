@@ -196,7 +196,7 @@ class Asked(FakeCuda):
     def pending(self, start: int, count: int) -> list[str]:
         """Return the accesses to some bytes that the host has not awaited."""
         return [
-            access.what
+            access.label
             for stream, accesses in self._accesses.items()
             for access in accesses
             if access.start < start + count and start < access.end and access.number > self.awaited_clock[stream]

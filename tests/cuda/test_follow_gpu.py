@@ -1,4 +1,4 @@
-"""Tests of eager loops on a GPU: all values and the final state are those of plain PyTorch."""
+"""Tests of eager loops on a GPU: all values and the final state equal plain PyTorch's."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_measured_smallest_budget_fits_the_loop(name: str) -> None:
     runs: list[outofcore.Loop] = []
     run_within(name, int(1.5 * peak(name)), measure=True, prepare=runs.append)
     measured = runs[0].measurement()
-    # An op may fit the arena only in parts because of fragmentation; then it uses its operands at home.
+    # Fragmentation may leave no hole for an operand; then the op uses it at home.
     ours, stats = run_within(name, measured.smallest_budget)
     assert ours.differs_from(run_plain(name)) == ""
     assert stats.peak_bytes <= measured.smallest_budget < measured.in_core_bytes

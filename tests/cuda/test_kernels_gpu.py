@@ -21,7 +21,7 @@ from outofcore.units import GIB, KIB, MIB
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available() or not has_triton(), reason="there is no GPU that Triton knows"),
+    pytest.mark.skipif(not torch.cuda.is_available() or not has_triton(), reason="Triton supports no GPU here"),
 ]
 STEPS = 4
 

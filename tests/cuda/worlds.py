@@ -41,7 +41,7 @@ class World:
         return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
-def _supervised(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
+def _make_supervised_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = F.cross_entropy(model(x), y)
         loss.backward()
@@ -53,7 +53,7 @@ def _supervised(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[
     return step
 
 
-def _seeded(index: int) -> torch.Generator:
+def _generator(index: int) -> torch.Generator:
     return torch.Generator().manual_seed(index)
 
 
@@ -69,10 +69,10 @@ def dense(device: torch.device, optimizer: str = "adamw") -> World:
     )
 
     def batch(index: int) -> tuple[torch.Tensor, ...]:
-        x = torch.randn(256, 192, generator=_seeded(index))
-        return x.to(device), torch.randint(0, 10, (256,), generator=_seeded(index)).to(device)
+        x = torch.randn(256, 192, generator=_generator(index))
+        return x.to(device), torch.randint(0, 10, (256,), generator=_generator(index)).to(device)
 
-    return World(model, optimizer_, _supervised(model, optimizer_), batch)
+    return World(model, optimizer_, _make_supervised_step(model, optimizer_), batch)
 
 
 def convolutional(device: torch.device) -> World:
@@ -100,10 +100,10 @@ def convolutional(device: torch.device) -> World:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
     def batch(index: int) -> tuple[torch.Tensor, ...]:
-        x = torch.randn(8, 3, 24, 24, generator=_seeded(index))
-        return x.to(device), torch.randint(0, 10, (8,), generator=_seeded(index)).to(device)
+        x = torch.randn(8, 3, 24, 24, generator=_generator(index))
+        return x.to(device), torch.randint(0, 10, (8,), generator=_generator(index)).to(device)
 
-    return World(model, optimizer, _supervised(model, optimizer), batch)
+    return World(model, optimizer, _make_supervised_step(model, optimizer), batch)
 
 
 WORLDS: dict[str, Callable[[torch.device], World]] = {"dense": dense, "convolutional": convolutional}

@@ -1,4 +1,4 @@
-"""Recomputation sequences in Python, to compare with those of ``remat.cpp`` to the last bit."""
+"""Recomputation sequences in Python, to compare with the results of ``remat.cpp`` to the last bit."""
 
 from __future__ import annotations
 

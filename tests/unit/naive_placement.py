@@ -1,4 +1,4 @@
-"""Slow, obvious versions of best fit and first fit, to compare with those of ``placement.cpp``."""
+"""Slow, obvious versions of best fit and first fit, to compare with ``placement.cpp``."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ def best_fit(rectangles: Rectangles, worth: Iterable[float], snug: float) -> lis
         start = min(starts, key=lambda slot: (levels[slot], slot), default=0)
         length = next((d for d in range(1, period) if (start + d) % period in starts), period)
         fitting = sorted(
-            ((begin - start) % period, -held, index)
-            for index, (begin, held) in arcs.items()
-            if index not in offsets and ((begin - start) % period + held <= length or not starts)
+            ((begin - start) % period, -duration, index)
+            for index, (begin, duration) in arcs.items()
+            if index not in offsets and ((begin - start) % period + duration <= length or not starts)
         )
         if not fitting:
             for slot in range(start, start + length):
                 levels[slot % period] = min(levels[start - 1], levels[(start + length) % period])
             continue
         bonus = snug if starts else 0.0
-        distance, held, index = max(
+        distance, duration, index = max(
             fitting, key=lambda x: worths[x[2]] + bonus * ((x[0] - x[1] == length) + (x[0] == 0))
         )
         offsets[index] = round_up(levels[start], alignments[index])
-        for slot in range(start + distance, start + distance - held):
+        for slot in range(start + distance, start + distance - duration):
             levels[slot % period] = offsets[index] + sizes[index]
     return [offsets[index] for index in range(len(rectangles))]
 

@@ -26,7 +26,7 @@ class _Builder:
     version: list[int] = field(default_factory=list)
     home: list[int | None] = field(default_factory=list)  # the version at home
     home_ready: list[int] = field(default_factory=list)  # copies out that must be done before the home has it
-    done: list[dict[Queue, int]] = field(default_factory=list)  # counts after each group of instructions
+    finished: list[dict[Queue, int]] = field(default_factory=list)  # counts after each group of instructions
     reading: dict[int, int] = field(default_factory=dict)  # permanent storage -> copies out that still read its block
     extents: list[int] = field(default_factory=list)  # bytes used of each half
     placed: list[tuple[int, int, int]] = field(default_factory=list)  # block, half, offset in it
@@ -42,9 +42,9 @@ class _Builder:
     def group(self, op_id: int, copy_out: set[int], *, again: bool = False) -> None:
         """Add copies in, one run and copies out, with blocks stacked in one half of the arena."""
         op = self.graph.ops[op_id]
-        half = len(self.done) % self.halves
+        half = len(self.finished) % self.halves
         # The half is free once the last group in it is done.
-        free = self.done[-self.halves] if len(self.done) >= self.halves else dict.fromkeys(Queue, 0)
+        free = self.finished[-self.halves] if len(self.finished) >= self.halves else dict.fromkeys(Queue, 0)
         born, top = len(self.instructions), 0
         first = len(self.blocks)
         numbers: list[int] = []
@@ -86,7 +86,7 @@ class _Builder:
         end = len(self.instructions)
         self.blocks[first:] = [replace(block, born=born, dies=end) for block in self.blocks[first:]]
         self.extents[half] = max(self.extents[half], top)
-        self.done.append(dict(self.issued))
+        self.finished.append(dict(self.issued))
 
 
 def naive_program(

@@ -22,9 +22,9 @@ class Remainder:
     problem: Problem
     gaps: list[int]
     whole: list[Gap]
-    again: tuple[Decision, ...]
+    recomputed_decisions: tuple[Decision, ...]
     copying: dict[int, float]  # seconds of copies in for the recomputation before an op, if any
-    own: list[float]  # seconds of each op without recomputation
+    op_seconds: list[float]  # seconds of each op without recomputation
 
     @staticmethod
     def of(choices: Choices) -> Remainder:
@@ -99,14 +99,14 @@ def schedule(base: Choices, state: State, slack: float, passes: int) -> Schedule
     choices = Choices(base.problem, base.contents, like=base)
     changed = [g for g, info in enumerate(base.problem.gaps) if not info.arriving and state.kind[g] in (AGAIN, AWAY)]
     assert choices.begin(tuple((g, state.kind[g], state.fetch[g]) for g in changed))
-    rest = Remainder.of(choices)
-    choice = np.array([state.home[g] for g in rest.gaps], dtype=np.int64)
-    assert (rest.problem.free - rest.problem.held(choice == KEPT)).min(initial=0) >= 0
+    remainder = Remainder.of(choices)
+    choice = np.array([state.home[g] for g in remainder.gaps], dtype=np.int64)
+    assert (remainder.problem.free - remainder.problem.held(choice == KEPT)).min(initial=0) >= 0
     flowing: Ints = np.zeros(len(base.problem.graph.ops), dtype=np.int64)
-    walk = _Walk(rest, choice, flowing, None, slack).run()
-    walk = best = _Walk(rest, choice, walk.flowing, walk.starts, slack).run()
+    walk = _Walk(remainder, choice, flowing, None, slack).run()
+    walk = best = _Walk(remainder, choice, walk.flowing, walk.starts, slack).run()
     for _ in range(passes - 1):
-        walk = _Walk(rest, choice, best.flowing, best.starts, slack).run()
+        walk = _Walk(remainder, choice, best.flowing, best.starts, slack).run()
         if walk.seconds >= best.seconds * 0.9999:
             break
         best = walk
@@ -117,7 +117,7 @@ def schedule(base: Choices, state: State, slack: float, passes: int) -> Schedule
 class _Walk:
     """One pass through the step, with the times of the previous pass."""
 
-    rest: Remainder
+    remainder: Remainder
     choice: Ints
     reserved: Ints  # bytes that copies in reserve for copies out, by op
     begun: tuple[float, ...] | None
@@ -128,24 +128,24 @@ class _Walk:
     now: float = 0.0
 
     def __post_init__(self) -> None:
-        problem, where = self.rest.problem, self.choice.tolist()
+        problem, home_of = self.remainder.problem, self.choice.tolist()
         n, homes = len(problem.graph.ops), problem.homes
-        self.away = [g for g, home in enumerate(where) if home != KEPT]
-        self.where, self.dirty = where, problem.copies_needed(self.choice)
+        self.away = [g for g, home in enumerate(home_of) if home != KEPT]
+        self.home_of, self.dirty = home_of, problem.copies_needed(self.choice)
         self.end = [info.gap.end - n if info.cyclic else info.gap.end for info in problem.gaps]
-        self.ins = {g: homes[where[g]].in_seconds(problem.gaps[g].copied) for g in self.away}
-        self.outs = {g: homes[where[g]].out_seconds(problem.gaps[g].copied) for g in self.away if self.dirty[g]}
+        self.ins = {g: homes[home_of[g]].in_seconds(problem.gaps[g].copied) for g in self.away}
+        self.outs = {g: homes[home_of[g]].out_seconds(problem.gaps[g].copied) for g in self.away if self.dirty[g]}
         self.due = {op: [g for g in self.away if problem.gaps[g].fetched and self.end[g] == op] for op in range(n)}
-        self.lines = [[g for op in range(n) for g in self.due[op] if where[g] == home] for home in range(len(homes))]
+        self.lines = [[g for op in range(n) for g in self.due[op] if home_of[g] == home] for home in range(len(homes))]
 
     def _wait(self, until: float, g: int) -> None:
         if until > self.now:
-            at = self.rest.gaps[g]
+            at = self.remainder.gaps[g]
             self.waited[at] = self.waited.get(at, 0.0) + until - self.now
             self.now = until
 
     def run(self) -> Schedule:
-        problem, release, fetch, begun = self.rest.problem, self.release, self.fetch, self.begun
+        problem, release, fetch, begun = self.remainder.problem, self.release, self.fetch, self.begun
         gaps, end = problem.gaps, self.end
         room: list[int] = (problem.free - problem.held(self.choice == KEPT)).tolist()
         spare = np.array(room, dtype=np.int64) - self.reserved
@@ -191,13 +191,13 @@ class _Walk:
             while pending and pending[0][0] <= self.now:
                 let_go(op)
             for home in range(len(lanes)):
-                bring(home, op, is_ahead=home < len(lanes) - 1 or op not in self.rest.copying)
+                bring(home, op, is_ahead=home < len(lanes) - 1 or op not in self.remainder.copying)
             chain_begins = for_chain = 0.0
-            if op in self.rest.copying:
+            if op in self.remainder.copying:
                 chain_begins = max(in_done[-1], self.now)
-                for_chain = in_done[-1] = chain_begins + self.rest.copying[op]
+                for_chain = in_done[-1] = chain_begins + self.remainder.copying[op]
                 bring(len(lanes) - 1, op, is_ahead=True)
-            for g in sorted(self.due[op], key=self.where.__getitem__):
+            for g in sorted(self.due[op], key=self.home_of.__getitem__):
                 if fetch[g] < op:
                     ahead -= gaps[g].bytes
                 self._wait(arrived[g], g)
@@ -207,16 +207,16 @@ class _Walk:
                 let_go(op)
             self.now = max(self.now, chain_begins)
             starts.append(self.now)
-            self.now = max(self.now + cost.seconds, for_chain + self.rest.own[op])
+            self.now = max(self.now + cost.seconds, for_chain + self.remainder.op_seconds[op])
             for g in self.away:
                 if gaps[g].gap.start != op or gaps[g].arriving:
                     continue
                 if not self.dirty[g]:
                     release[g] = op + 1
                     continue
-                home = self.where[g]
+                home = self.home_of[g]
                 out_done[home] = max(out_done[home], self.now) + self.outs[g]
-                heapq.heappush(pending, (out_done[home], self.rest.gaps[g], g))
+                heapq.heappush(pending, (out_done[home], self.remainder.gaps[g], g))
                 outgoing += gaps[g].bytes
         starts.append(self.now)
         copied = sum(self.ins[g] for g in self.away if gaps[g].fetched) + sum(self.outs.values())
@@ -235,12 +235,12 @@ class _Walk:
         return soonest
 
     def _decisions(self) -> tuple[Decision, ...]:
-        whole = self.rest.problem.graph
+        whole = self.remainder.problem.graph
         n = len(whole.ops)
-        decisions = list(self.rest.again)
+        decisions = list(self.remainder.recomputed_decisions)
         for g in self.away:
-            info = self.rest.problem.gaps[g]
+            info = self.remainder.problem.gaps[g]
             fetch = self.fetch[g] + (n if info.cyclic else 0) if info.fetched else info.gap.end
             release = 0 if info.arriving else max(min(self.release.get(g, n), n, fetch), info.gap.start + 1)
-            decisions.append(Decision(self.rest.whole[g], Residency.OFFLOAD, release, fetch, self.where[g]))
+            decisions.append(Decision(self.remainder.whole[g], Residency.OFFLOAD, release, fetch, self.home_of[g]))
         return tuple(sorted(decisions, key=lambda decision: decision.gap))

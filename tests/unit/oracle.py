@@ -38,7 +38,7 @@ def blocks_of(instruction: Instruction) -> tuple[int, ...]:
 
 
 def predecessors(program: Program) -> list[list[int]]:
-    """Return for each instruction those that must have ended before it starts, not transitively."""
+    """Return for each instruction its direct predecessors, which must have ended before it starts."""
     lines: dict[Lane, list[int]] = {q: [] for q in lanes(program)}
     for index, instruction in enumerate(program.instructions):
         lines[lane(instruction)].append(index)
@@ -53,7 +53,7 @@ def predecessors(program: Program) -> list[list[int]]:
 
 
 def ancestors(program: Program) -> list[int]:
-    """Return for each instruction all that must have ended before it starts, as a bit mask."""
+    """Return for each instruction the bit mask of all its predecessors."""
     masks: list[int] = []
     for before in predecessors(program):
         mask = 0
@@ -67,7 +67,7 @@ Span = tuple[str, int, int, int]  # ("block", id, begin, end) | ("home", storage
 
 
 def accesses(graph: StepGraph, program: Program, index: int) -> Iterator[tuple[Span, bool]]:
-    """Yield what an instruction accesses, and whether it writes there."""
+    """Yield the spans that an instruction accesses, and whether it writes them."""
 
     def span(number: int) -> Span:
         block = program.blocks[number]
@@ -184,15 +184,15 @@ class Machine:
         if isinstance(instruction, Run):
             op = self.graph.ops[instruction.op]
             needs = self.needs[op.id]
-            again = self.first_runs[op.id] != index
-            checked = set(op.reads) - set(op.discards) if again else set(op.reads)
+            is_rerun = self.first_runs[op.id] != index
+            checked = set(op.reads) - set(op.discards) if is_rerun else set(op.reads)
             for storage, number, value in zip(op.touched, instruction.blocks, inputs, strict=True):
                 steady = storage in op.mutates or self.device[number] == value
                 if storage in checked and not (steady and value == needs[storage]):
                     self.faults.append(f"instruction {index}, op {op.id}: wrong value in storage {storage}")
             for storage, number in zip(op.touched, instruction.blocks, strict=True):
                 if storage in op.mutates + op.creates:
-                    is_defined = not (again and storage in op.discards)
+                    is_defined = not (is_rerun and storage in op.discards)
                     self.write(number, (op.id, storage, hash(tuple(needs.items()))) if is_defined else GARBAGE)
             if instruction.workspace is not None:
                 self.write(instruction.workspace, GARBAGE)
@@ -219,7 +219,7 @@ class Machine:
         for storage in self.program.staying:
             contents = [self.device[b.id] for b in self.program.blocks if b.storage == storage and b.dies == end]
             if contents != [self.final[storage]]:
-                self.faults.append(f"wrong value at the end in what stays of storage {storage}")
+                self.faults.append(f"wrong value at the end in staying storage {storage}")
         return self.faults
 
 
@@ -235,11 +235,11 @@ def faults_on_schedule(graph: StepGraph, program: Program, random: Random) -> li
     """Run one random schedule that the queues and waits allow and return the faults."""
     machine = Machine(graph, program)
     before = [set(indices) for indices in predecessors(program)]
-    waiting, running, done = list(range(len(before))), {}, set[int]()
+    waiting, running, finished = list(range(len(before))), {}, set[int]()
     # Prefer one queue, so that it runs far ahead and races show.
     favourite = random.choice(lanes(program))
     while waiting or running:
-        ready = [index for index in waiting if before[index] <= done]
+        ready = [index for index in waiting if before[index] <= finished]
         preferred = [index for index in ready if lane(program.instructions[index]) == favourite] or ready
         if preferred and (not running or random.random() < 0.5):
             index = random.choice(preferred)
@@ -249,7 +249,7 @@ def faults_on_schedule(graph: StepGraph, program: Program, random: Random) -> li
             assert running, "the program deadlocks"
             index = random.choice(list(running))
             machine.end(index, running.pop(index))
-            done.add(index)
+            finished.add(index)
     return machine.finish()
 
 

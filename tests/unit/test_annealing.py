@@ -1,4 +1,4 @@
-"""Tests of the searches for what to recompute: counts are exact, results fit, annealing is as good as any choice."""
+"""Tests of the searches for recomputations: counts are exact, results fit, annealing is as good as any choice."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def beyond_ops(graph: StepGraph, step_costs: Costs, budget: int) -> float:
 
 
 def test_bound_counts_reruns_of_dead_inputs() -> None:
-    """Recomputing storage 1 needs storage 0, which is dead by then: both ops run again."""
+    """Recomputing storage 1 needs storage 0, which is dead: both ops run again."""
     graph = step((1, 1, 4), ((), (0,)), ((0,), (1,)), ((), (2,)), ((1,), ()))
     assert beyond_ops(graph, costs(graph), 4 * SIZE) == pytest.approx(1 + 2, rel=1e-3)
 

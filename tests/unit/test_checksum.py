@@ -46,8 +46,8 @@ def blocks() -> list[np.ndarray]:
     count = 16 * PAGE // 8
     few = np.zeros(count, np.uint64)
     few[::100] = 1
-    ones = np.ones(2 * count, np.float32).view(np.uint64)
-    return [random_words(count), np.zeros(count, np.uint64), ones, few, np.arange(count, dtype=np.uint64)]
+    float_ones = np.ones(2 * count, np.float32).view(np.uint64)
+    return [random_words(count), np.zeros(count, np.uint64), float_ones, few, np.arange(count, dtype=np.uint64)]
 
 
 def halves_swapped(words: np.ndarray, unit: int) -> np.ndarray:

@@ -211,7 +211,7 @@ def test_damaged_file_is_refused_or_placed(data: st.DataObject) -> None:
     assert checked_height(table.text(placement.offsets), placement.height) == placement.height
 
 
-def test_missing_compiler_error_names_what_to_install(example: Path, tmp_path: Path) -> None:
+def test_missing_compiler_error_names_the_remedy(example: Path, tmp_path: Path) -> None:
     code = "from outofcore.cli import main; main()"
     command = [sys.executable, "-c", code, "pack", str(example), "--capacity", "12"]
     environment = os.environ | {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}

@@ -139,8 +139,8 @@ def test_validator_refuses_misplaced_or_repeated_collectives() -> None:
             validate(graph, moved, program.arena_bytes, costs)
     gathered = gathering()
     costs = Costs((OpCost(1.0),) * 4, (Home("disk", None, 1e12, 1e12),))
-    again = Decision(Gap(A, 1, 2), Residency.RECOMPUTE, 2, 2)
-    program = wire(gathered, place(lower(gathered, costs, Plan("test", 0, (again,)))))
+    recomputation = Decision(Gap(A, 1, 2), Residency.RECOMPUTE, 2, 2)
+    program = wire(gathered, place(lower(gathered, costs, Plan("test", 0, (recomputation,)))))
     once = tuple(replace(op, rerunnable=False) for op in gathered.ops)
     with pytest.raises(ValidationError, match="runs again, and the op must not"):
         validate(StepGraph(gathered.storages, once, gathered.outputs), program, program.arena_bytes, costs)
@@ -162,8 +162,8 @@ def test_gathered_parameter_can_be_gathered_again() -> None:
     graph = gathering()
     graph.check()
     costs = Costs((OpCost(1.0),) * 4, (Home("disk", None, 1e12, 1e12),))
-    again = Decision(Gap(A, 1, 2), Residency.RECOMPUTE, 2, 2)
-    program = wire(graph, place(lower(graph, costs, Plan("test", 0, (again,)))))
+    recomputation = Decision(Gap(A, 1, 2), Residency.RECOMPUTE, 2, 2)
+    program = wire(graph, place(lower(graph, costs, Plan("test", 0, (recomputation,)))))
     validate(graph, program, program.arena_bytes, costs)
     collectives = [
         (i.op, i.again) for i in program.instructions if queue_of(i) is Queue.COMMUNICATE and isinstance(i, Run)

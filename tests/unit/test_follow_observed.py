@@ -68,7 +68,7 @@ DEPARTURES = (
 )
 
 
-def observed(log: tuple[tuple[int, ...], ...] = LOG, *, complete: int = 1, steps: int = 7, cut: int = 0) -> Observed:
+def observe(log: tuple[tuple[int, ...], ...] = LOG, *, complete: int = 1, steps: int = 7, cut: int = 0) -> Observed:
     numbers = [steps, complete, cut, 5, 12 * SECOND, len(log), len(DEPARTURES), 9]
     for kind, start, end, number, count, flags in log:
         numbers += [int(kind), start * SECOND, end * SECOND, number, count, int(flags)]
@@ -77,7 +77,7 @@ def observed(log: tuple[tuple[int, ...], ...] = LOG, *, complete: int = 1, steps
 
 
 def test_graph_has_the_storages_of_the_ops() -> None:
-    graph = observed().graph
+    graph = observe().graph
     graph.check()
     assert [(s.bytes, s.kind, s.name) for s in graph.storages] == [
         (2 * MIB, StorageKind.PARAMETER, "body.weight"),
@@ -93,7 +93,7 @@ def test_graph_has_the_storages_of_the_ops() -> None:
 
 
 def test_program_has_the_instructions_and_waits_of_the_log() -> None:
-    observation = observed()
+    observation = observe()
     assert observation.program == Program(
         (
             Run(0, (0, 1, 2)),
@@ -117,7 +117,7 @@ def test_program_has_the_instructions_and_waits_of_the_log() -> None:
 
 
 def test_memory_counts_bytes_outside_ops() -> None:
-    assert observed().memory == MemoryOverTime(
+    assert observe().memory == MemoryOverTime(
         (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 9.0, 10.0, 12.0),
         {
             "parameter": tuple(n * MIB for n in (2, 2, 2, 2, 2, 2, 2, 0, 0)),
@@ -130,7 +130,7 @@ def test_memory_counts_bytes_outside_ops() -> None:
 
 
 def test_plan_lists_the_evictions() -> None:
-    assert observed().plan == Plan(
+    assert observe().plan == Plan(
         "auto",
         8 * MIB,
         (
@@ -139,11 +139,11 @@ def test_plan_lists_the_evictions() -> None:
         ),
     )
     no_plans = tuple((*row[:5], 0) if row[0] is Event.OP else row for row in LOG)
-    assert observed(no_plans).plan.policy == "on demand"
+    assert observe(no_plans).plan.policy == "on demand"
 
 
 def test_departures_give_their_reasons() -> None:
-    observation = observed()
+    observation = observe()
     assert observation.departures == (
         Departure(6, 1, 4.0, Cause.OP, "aten::linear", "aten::add.Tensor", 0, 1, 2),
         Departure(5, 2, -1.0, Cause.MEMORY, "mine::op", "aten::linear", MIB, 0, -1),
@@ -172,20 +172,20 @@ def test_departures_give_their_reasons() -> None:
 
 def test_notes_count_ops_and_departures() -> None:
     plan = PlanMade(3, 3, "auto", 0.5, 2.0)
-    notes = observed_notes(observed(cut=3), [plan])
+    notes = observed_notes(observe(cut=3), [plan])
     assert ("step", "step 7 of the loop: 3 ops on 4 storages of 64 KiB and more") in notes
     assert ("ops", "2 by plan, 1 on demand") in notes
     assert ("left out", "the end of the step: 3 events more than are kept") in notes
     assert ("plan", plan.text) in notes
     assert ("departures from plans", "9 in all, of which the last are told") in notes
     assert [name for name, _ in notes[-2:]] == ["step 7, op 1 of the plan", "step 6, op 2 of the plan"]
-    so_far = observed_notes(observed(complete=0, steps=0), [])
+    so_far = observed_notes(observe(complete=0, steps=0), [])
     assert so_far[0][0] == "so far"
     assert ("plan", "none was made so far") in so_far
 
 
 def test_page_and_trace_agree(tmp_path: Path) -> None:
-    observation = observed()
+    observation = observe()
     report = step_report(observation.graph, observation.plan, observation.program, observation.timeline, 8 * MIB)
     assert (report.bytes_out, report.bytes_in, report.compute_seconds) == (3 * MIB, MIB, 4.0)
     measured = LoopMeasurements(LINKS, observation.memory, observation.on_demand, departure_marks(observation))
@@ -217,7 +217,7 @@ def test_page_and_trace_agree(tmp_path: Path) -> None:
 
 
 def test_empty_log_is_an_empty_step() -> None:
-    observation = observed((), complete=0, steps=0)
+    observation = observe((), complete=0, steps=0)
     assert observation.graph.ops == ()
     assert observation.memory.times == (0.0, 12.0)
     assert not observation.complete

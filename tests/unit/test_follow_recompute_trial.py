@@ -13,8 +13,8 @@ HIDDEN, ACTIVE = Made(1, 1 << 20, 0.5, (0,), True), Made(2, 1 << 20, 0.0001, (1,
 
 
 class Recipes:
-    def __init__(self, *made: Made) -> None:
-        self.made, self.calls = made, list[object]()
+    def __init__(self, *tensors: Made) -> None:
+        self.made, self.calls = tensors, list[object]()
 
     def off(self) -> None:
         self.calls.append("off")

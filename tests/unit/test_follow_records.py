@@ -134,7 +134,7 @@ def test_budget_for_all_storages_has_no_evictions() -> None:
 
 
 def test_schedule_follows_the_plan_exactly() -> None:
-    record = chain(3, 0)  # weights 0, 2, 4 and what ops 0, 1, 2 make of them: 1, 3, 5
+    record = chain(3, 0)  # weights 0, 2, 4, and the results of ops 0, 1, 2: 1, 3, 5
     answer = plan_job(PlanJob(record.graph, record.costs, smallest_budget(record.graph, record.costs), "offload-all"))
     assert answer.planned is not None
     schedule = schedule_of(record, answer.planned.plan, answer.planned.program)

@@ -181,11 +181,11 @@ def test_best_fit_places_longest_lifetime_lowest() -> None:
 
 
 def test_ctrl_c_ends_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(_: Watch) -> bool:
+    def interrupt(_: Watch) -> bool:
         raise KeyboardInterrupt
 
     drawn = tiling(300, 1000, 10_000, seed=1)
-    monkeypatch.setattr(Watch, "over", property(interrupted))
+    monkeypatch.setattr(Watch, "over", property(interrupt))
     with pytest.raises(KeyboardInterrupt):
         canonical.search(Rectangles.of(drawn, 0), 10_000, PlacementParams(restarts=False), Watch(None))
 
@@ -271,7 +271,7 @@ def test_instances_are_packed_low(path: Path) -> None:
     plain = layout.height(first_fit(layout, np.argsort(-layout.sizes, kind="stable")))
     packing = pack_and_check(drawn, effort=1_000_000)
     assert packing.height <= plain
-    if any(how in path.name for how in ("in-core", "auto", "priced")):
+    if any(label in path.name for label in ("in-core", "auto", "priced")):
         assert packing.height <= 1.01 * packing.lower_bound
 
 

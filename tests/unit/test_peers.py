@@ -125,7 +125,7 @@ def test_chart_has_a_point_for_each_process(curves: Any) -> None:
     def panel(title: str, factor: float) -> Any:
         plain = curves.Curve("a & b", (curves.Point(900 * MIB, 2.0 * factor, "plain <x>"),))
         ours = curves.Curve("ours", (curves.Point(0, 9.0, "low"), curves.Point(800 * MIB, 1.0, "high")), strong=True)
-        return curves.Panel(title, "what it is", (plain, curves.Curve("nothing", ()), ours))
+        return curves.Panel(title, "a subtitle", (plain, curves.Curve("nothing", ()), ours))
 
     panels = [panel("one", 1), panel("two", 0.5), panel("three", 4)]
     text = curves.draw("Time against memory", panels)

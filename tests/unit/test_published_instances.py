@@ -127,7 +127,7 @@ def test_trace_becomes_graph_of_lowest_calls_and_lifetimes() -> None:
 
 
 def test_dtr_log_copies_on_write_and_keeps_referenced_storages() -> None:
-    def made(*names: str, alias: int = -1) -> list[dict[str, Any]]:
+    def memory_entries(*names: str, alias: int = -1) -> list[dict[str, Any]]:
         return [
             {"INSTRUCTION": kind, "NAME": name, kind: value}
             for name in names
@@ -140,12 +140,12 @@ def test_dtr_log_copies_on_write_and_keeps_referenced_storages() -> None:
         {"INSTRUCTION": "CONSTANT", "NAME": "w"},
         {"INSTRUCTION": "MEMORY", "NAME": "w", "MEMORY": "16"},
         {**call, "NAME": "mul", "ARGS": ["w"], "RESULT": ["x"]},
-        *made("x"),
+        *memory_entries("x"),
         {**call, "NAME": "view", "ARGS": ["x"], "RESULT": ["v"]},
-        *made("v", alias=0),
+        *memory_entries("v", alias=0),
         {"INSTRUCTION": "MUTATE", "NAME": "relu_", "ARGS": ["x"], "MUTATE": [0], "TIME": "2000"},
         {**call, "NAME": "sum", "ARGS": ["v", "x"], "RESULT": ["y"]},
-        *made("y"),
+        *memory_entries("y"),
         {"INSTRUCTION": "RELEASE", "NAME": "x"},
         {"INSTRUCTION": "RELEASE", "NAME": "v"},
     ]

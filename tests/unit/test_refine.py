@@ -146,12 +146,12 @@ def test_uniformly_slow_steps_change_no_cost(slow: list[float], order: list[int]
     """Three quiet steps suffice: all samples of a noisy step are longer by a common factor."""
     quiet = simulate(GRAPH, COSTS, PROGRAM)
 
-    def scaled(times: float) -> Timeline:
+    def scale(times: float) -> Timeline:
         return Timeline(
             tuple(s * times for s in quiet.starts), tuple(s * times for s in quiet.ends), quiet.step_seconds * times
         )
 
-    steps = [quiet] * 3 + [scaled(times) for times in slow]
+    steps = [quiet] * 3 + [scale(times) for times in slow]
     mixed = [steps[i] for i in order if i < len(steps)]
     assert refined(COSTS, PROGRAM, mixed, MOVED) == refined(COSTS, PROGRAM, [quiet] * 3, MOVED)
 

@@ -159,7 +159,7 @@ def test_machine_has_cpu_cores_and_memory() -> None:
     assert description.memory_bytes > 1 << 20
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="this system does not tell")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="this system has no /proc/self/status")
 def test_peak_memory_remains_after_memory_is_freed() -> None:
     before = resident_memory_bytes()
     # An own mapping: the heap may have free memory already, and keep it.

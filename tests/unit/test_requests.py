@@ -18,35 +18,35 @@ from outofcore.planning.placement.requests import (
 from outofcore.units import KIB, MIB, PAGE_BYTES
 
 
-def allocated(count: int, pointer: int) -> Event:
+def allocate(count: int, pointer: int) -> Event:
     return Event(EventKind.ALLOCATE, count, pointer)
 
 
-def freed(pointer: int) -> Event:
+def free(pointer: int) -> Event:
     return Event(EventKind.FREE, 0, pointer)
 
 
 def test_results_scratch_and_retained_memory_are_distinguished() -> None:
-    events = [allocated(MIB, 1), allocated(2 * MIB, 2), allocated(100, 3), freed(1)]
+    events = [allocate(MIB, 1), allocate(2 * MIB, 2), allocate(100, 3), free(1)]
     assert workspace_layout(events, {2: 7}) == Requests(
         (Request(MIB, Scratch(0)), Request(2 * MIB, Result(7)), Request(100, Elsewhere())), MIB
     )
 
 
 def test_scratch_memory_with_disjoint_lifetimes_shares_bytes() -> None:
-    in_sequence = [allocated(MIB, 1), freed(1), allocated(MIB, 1), freed(1)]
-    at_once = [allocated(MIB, 1), allocated(MIB, 2), freed(1), freed(2)]
+    in_sequence = [allocate(MIB, 1), free(1), allocate(MIB, 1), free(1)]
+    at_once = [allocate(MIB, 1), allocate(MIB, 2), free(1), free(2)]
     assert workspace_layout(in_sequence, {}).workspace_bytes == MIB
     assert workspace_layout(at_once, {}).workspace_bytes == 2 * MIB
 
 
 def test_address_may_be_scratch_memory_and_then_a_result() -> None:
-    layout = workspace_layout([allocated(64, 1), freed(1), allocated(64, 1)], {1: 0})
+    layout = workspace_layout([allocate(64, 1), free(1), allocate(64, 1)], {1: 0})
     assert [request.placement for request in layout.requests] == [Scratch(0), Result(0)]
 
 
 def test_small_requests_align_to_64_bytes_and_large_ones_to_pages() -> None:
-    events = [allocated(1, 1), allocated(64 * KIB, 2), allocated(64 * KIB - 1, 3), freed(1), freed(2), freed(3)]
+    events = [allocate(1, 1), allocate(64 * KIB, 2), allocate(64 * KIB - 1, 3), free(1), free(2), free(3)]
     layout = workspace_layout(events, {})
     offsets = {request.bytes: request.placement.offset for request in layout.requests}  # type: ignore[union-attr]
     assert offsets[64 * KIB] % PAGE_BYTES == 0
@@ -56,17 +56,17 @@ def test_small_requests_align_to_64_bytes_and_large_ones_to_pages() -> None:
 
 def test_largest_first_is_used_if_it_is_better() -> None:
     # In order of time, the second request would be behind the first, and the third behind both.
-    events = [allocated(MIB, 1), allocated(MIB, 2), freed(1), allocated(2 * MIB, 3), freed(2), freed(3)]
+    events = [allocate(MIB, 1), allocate(MIB, 2), free(1), allocate(2 * MIB, 3), free(2), free(3)]
     assert workspace_layout(events, {}).workspace_bytes == 3 * MIB
 
 
 def test_unrelated_frees_and_results_are_ignored() -> None:
-    assert workspace_layout([freed(9), allocated(64, 1), freed(1)], {5: 0}) == Requests((Request(64, Scratch(0)),), 64)
+    assert workspace_layout([free(9), allocate(64, 1), free(1)], {5: 0}) == Requests((Request(64, Scratch(0)),), 64)
 
 
 def test_damaged_log_is_refused() -> None:
     with pytest.raises(GraphError, match="in use"):
-        workspace_layout([allocated(64, 1), allocated(64, 1)], {})
+        workspace_layout([allocate(64, 1), allocate(64, 1)], {})
 
 
 @st.composite
@@ -74,12 +74,12 @@ def logs(draw: st.DrawFn) -> list[Event]:
     events: list[Event] = []
     live: list[int] = []
     for pointer in range(1, draw(st.integers(1, 12)) + 1):
-        events.append(allocated(draw(st.sampled_from([1, 64, 1000, 64 * KIB, 70_000, MIB])), pointer))
+        events.append(allocate(draw(st.sampled_from([1, 64, 1000, 64 * KIB, 70_000, MIB])), pointer))
         live.append(pointer)
         for _ in range(draw(st.integers(0, 2))):
             if live:
-                events.append(freed(live.pop(draw(st.integers(0, len(live) - 1)))))
-    return events + [freed(pointer) for pointer in live]
+                events.append(free(live.pop(draw(st.integers(0, len(live) - 1)))))
+    return events + [free(pointer) for pointer in live]
 
 
 @given(logs())

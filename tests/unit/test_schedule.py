@@ -54,7 +54,7 @@ def all_resident(problem_case: Problem) -> Choices:
     return Choices(problem_case, Contents.of(problem_case.graph, problem_case.costs))
 
 
-def offloaded(problem_case: Problem, homes: dict[int, int]) -> State:
+def state_with(problem_case: Problem, homes: dict[int, int]) -> State:
     """Return the state in which these storages are offloaded to these homes, and all others stay."""
     choices = all_resident(problem_case)
     return State(
@@ -63,7 +63,7 @@ def offloaded(problem_case: Problem, homes: dict[int, int]) -> State:
 
 
 def schedule(problem_case: Problem, homes: dict[int, int], slack: float, passes: int = 1) -> Tuned:
-    tuned_schedule = Tuner(all_resident(problem_case)).begin(offloaded(problem_case, homes), slack, passes)
+    tuned_schedule = Tuner(all_resident(problem_case)).begin(state_with(problem_case, homes), slack, passes)
     assert tuned_schedule is not None
     return tuned_schedule
 
@@ -144,7 +144,7 @@ def test_too_slow_home_is_not_used() -> None:
 
 
 def choice(problem_case: Problem, homes: dict[int, int]) -> np.ndarray:
-    return np.array(offloaded(problem_case, homes).home, dtype=np.int64)
+    return np.array(state_with(problem_case, homes).home, dtype=np.int64)
 
 
 def test_overflow_of_a_full_home_goes_to_the_next() -> None:

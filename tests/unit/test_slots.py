@@ -31,11 +31,11 @@ class Fake:
 
     files = None
 
-    def __init__(self, most: int) -> None:
-        self.most, self.bytes = most, 0
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.bytes = capacity, 0
 
     def ensure(self, count: int) -> None:
-        if count > self.most:
+        if count > self.capacity:
             raise SpillError("full")
         self.bytes = max(self.bytes, count)
 
@@ -46,8 +46,8 @@ class Fake:
 class Stretched(Fake):
     """A home whose growths are not contiguous; it grows by more than requested."""
 
-    def __init__(self, most: int, more: int) -> None:
-        super().__init__(most)
+    def __init__(self, capacity: int, more: int) -> None:
+        super().__init__(capacity)
         self.more, self.seams = more, list[int]()
 
     @property
@@ -62,7 +62,7 @@ class Stretched(Fake):
 
     def grow(self, count: int) -> None:
         if count > self.bytes:
-            self.ensure(max(count, min(self.bytes + self.more, self.most)))
+            self.ensure(max(count, min(self.bytes + self.more, self.capacity)))
 
 
 Task = tuple[StepGraph, Costs, Program]

@@ -89,7 +89,7 @@ def test_suggestions_are_sorted_by_saved_time() -> None:
         slow,
         budget,
         planning.plan_step(graph, slow, budget),
-        tell=lambda done, total: progress.append((done, total)),
+        tell=lambda step, total: progress.append((step, total)),
     )
     saves = {help_.what: help_.saves for help_ in result.helps}
     assert list(saves.values()) == sorted(saves.values(), reverse=True)
@@ -170,6 +170,6 @@ def test_progress_callback_replaces_the_terminal(monkeypatch: pytest.MonkeyPatch
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     progress: list[tuple[str, int, int]] = []
-    report_all(tell=lambda *what: progress.append(what))
+    report_all(tell=lambda *event: progress.append(event))
     assert progress == [("profile", 0, 2), ("profile", 2, 2), ("plan", 0, 1)]
     assert terminal.getvalue() == ""

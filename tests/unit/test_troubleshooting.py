@@ -77,7 +77,7 @@ def messages() -> Iterator[str]:
                 # A message made of parts only is checked where the parts are made.
                 if text and not re.fullmatch(r"[§:;. ]*", text) and not OUR_FAULTS.search(text):
                     yield text
-            # Refusals in tables: what happened, why, and what to do.
+            # Refusals in tables of three parts: the event, the reason, and the remedy.
             if isinstance(node, ast.Dict):
                 for value in node.values:
                     parts = [text_of(part) for part in value.elts] if isinstance(value, ast.Tuple) else []

@@ -109,16 +109,16 @@ def test_greedy_eviction_prefers_cheap_and_old_storages() -> None:
     ops = [Op(i, "layer", (), (), (i,)) for i in range(5)] + [Op(5 + i, "back", (4 - i,), (), ()) for i in range(5)]
     graph = StepGraph(storages, tuple(ops))
 
-    def evicted(seconds: tuple[float, ...]) -> set[int]:
+    def evict(seconds: tuple[float, ...]) -> set[int]:
         costs = Costs(tuple(OpCost(s) for s in (*seconds, 1.0, 1.0, 1.0, 1.0, 1.0)))
         choices = choices_of(graph, costs)
         snapshot = evict_online(choices, 4 * MIB)
         assert snapshot is not None
         return {choices.problem.gaps[g].gap.storage for g, _, _ in snapshot}
 
-    assert evicted((1.0, 1.0, 1.0, 1.0, 1.0)) == {0}  # equal costs: the oldest
-    assert evicted((9.0, 1.0, 9.0, 9.0, 1.0)) == {1}  # nearly as old, and cheaper
-    assert evicted((1.0, 2.0, 0.001, 2.0, 1.0)) == {2}  # cheap enough to outweigh its age
+    assert evict((1.0, 1.0, 1.0, 1.0, 1.0)) == {0}  # equal costs: the oldest
+    assert evict((9.0, 1.0, 9.0, 9.0, 1.0)) == {1}  # nearly as old, and cheaper
+    assert evict((1.0, 2.0, 0.001, 2.0, 1.0)) == {2}  # cheap enough to outweigh its age
 
 
 def test_heuristic_counts_evicted_neighbours() -> None:

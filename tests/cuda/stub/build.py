@@ -38,7 +38,7 @@ class Library:
     Attributes:
         source: C++ file of this folder.
         name: of the library, as PyTorch loads it.
-        like: library or header whose entry points it must export.
+        like: library or header with the entry points to export.
         versioned: whether its symbols have its name as their version.
         flags: of the compiler.
     """

@@ -43,14 +43,14 @@ class WrongError(Exception):
     """A result differs from the expected one."""
 
 
-def expect(condition: bool, what: str) -> None:
+def expect(condition: bool, message: str) -> None:
     """Raise an error if a condition does not hold.
 
     Raises:
         WrongError: it does not.
     """
     if not condition:
-        raise WrongError(what)
+        raise WrongError(message)
 
 
 def stub() -> ctypes.CDLL:
@@ -68,7 +68,7 @@ EVENTS, DEVICE_BYTES, PINNED_PIECES = 14, 11, 12
 
 def differences(actual: list[torch.Tensor], losses: list[torch.Tensor], final: Any, state: Any) -> str:
     """Name the steps and tensors in which two trainings differ by any bit; empty: none."""
-    expect(all(torch.isfinite(loss) for loss in losses), f"plain PyTorch itself has no numbers: {losses}")
+    expect(all(torch.isfinite(loss) for loss in losses), f"plain PyTorch's losses are not finite: {losses}")
     steps = [index for index, (a, b) in enumerate(zip(actual, losses, strict=True)) if not torch.equal(a, b)]
     tensors = same(final, state)
     return f"losses of steps {steps[:8]} and tensors {tensors[:4]} differ" if steps or tensors else ""
@@ -77,7 +77,7 @@ def differences(actual: list[torch.Tensor], losses: list[torch.Tensor], final: A
 # Compiled steps
 
 
-def least(job: Job, home: str) -> int:
+def find_smallest_budget(job: Job, home: str) -> int:
     """Return the smallest budget, from the refusal of a smaller one."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -93,13 +93,13 @@ def least(job: Job, home: str) -> int:
                 if error.smallest_budget is not None:
                     return error.smallest_budget + 256 * KIB + (MIB if home == "disk" else 0)
         budget += 2 * MIB  # a library may take memory at first use
-    raise WrongError(f"{budget} bytes are neither refused with what would do, nor enough")
+    raise WrongError(f"{budget} bytes are too few, and the refusal names no sufficient budget")
 
 
 def compiled(job: Job, policy: str, home: str, near: int | None = None, steps: int = STEPS) -> tuple[World, Step]:
     """Compile a model on the CPU within nearly the smallest budget."""
     world = job.world(CPU)
-    budget = least(job, home) + (MIB if policy == "auto" else 0)
+    budget = find_smallest_budget(job, home) + (MIB if policy == "auto" else 0)
     options: dict[str, Any] = {} if home == "host" else {"host_budget": near or 512 * KIB}
     step = outofcore.compile(
         world.step, world.model, world.optimizer, budget=budget, device="cuda", policy=policy, home=home, **options
@@ -107,7 +107,7 @@ def compiled(job: Job, policy: str, home: str, near: int | None = None, steps: i
     return world, step
 
 
-def moved(step: Step, home: int) -> int:
+def count_copies(step: Step, home: int) -> int:
     """Count the copies of a step to and from a home."""
     return sum(isinstance(i, CopyIn | CopyOut) and i.home == home for i in step.planned.program.instructions)
 
@@ -127,12 +127,12 @@ def bits(
     with step:
         torch.manual_seed(1)
         actual = [step(*world.batch(index)).cpu() for index in range(count)]
-        copies, disk_copies = moved(step, 0), moved(step, 1)
+        copies, disk_copies = count_copies(step, 0), count_copies(step, 1)
         mismatch = differences(actual, losses, world.state(), state)
         expect(not mismatch, mismatch)
         expect(policy != "offload-all" or copies + disk_copies > 10, f"only {copies + disk_copies} copies")
         expect(home == "host" or disk_copies > 4, f"only {disk_copies} copies to and from the disk")
-    expect(not same(world.state(), state), "the model that close() leaves is another one")
+    expect(not same(world.state(), state), "close() leaves another model")
     return f"{count} steps equal, {copies} copies each, {disk_copies} with the disk"
 
 
@@ -145,7 +145,7 @@ def arena_of_the_whole_budget() -> contextlib.AbstractContextManager[object]:
 
 
 @contextlib.contextmanager
-def followed(world: World, budget: int, **options: Any) -> Iterator[Any]:
+def eager_loop(world: World, budget: int, **options: Any) -> Iterator[Any]:
     """Run a loop whose tensors of 64 KiB and more are within a budget."""
     with loop_within(budget, world.model, **options) as run:
         yield run
@@ -164,7 +164,7 @@ def loop_within(budget: int, model: torch.nn.Module, **options: Any) -> Iterator
 def peak_of(job: Job) -> int:
     """Return the peak bytes of an eager loop with a generous budget."""
     world = job.world(CUDA)
-    with followed(world, torch.cuda.get_device_properties(0).total_memory // 4) as run:
+    with eager_loop(world, torch.cuda.get_device_properties(0).total_memory // 4) as run:
         for index in range(2):
             world.step(*world.batch(index))
         return run.stats.peak_bytes
@@ -176,7 +176,7 @@ def loop(model: str, update: str = "foreach", amp: str = "", share: str = "0.6",
     losses, state = eager(job.world(CUDA), count)
     budget = int(float(share) * peak_of(job))
     world = job.world(CUDA)
-    with followed(world, budget) as run:
+    with eager_loop(world, budget) as run:
         torch.manual_seed(1)
         actual = [world.step(*world.batch(index)).cpu() for index in range(count)]
         stats = run.stats
@@ -198,7 +198,7 @@ def races(mode: str, steps: str = "1000") -> str:
     if mode == "loop":
         budget = int(0.5 * peak_of(job))
         world = job.world(CUDA)
-        with followed(world, budget) as run:
+        with eager_loop(world, budget) as run:
             torch.manual_seed(1)
             actual = [world.step(*world.batch(index)).cpu() for index in range(count)]
             copies = run.stats.evictions + run.stats.fetches
@@ -209,7 +209,7 @@ def races(mode: str, steps: str = "1000") -> str:
             # Losses stay on the device, so that the host runs ahead.
             clones = [step(*world.batch(index)).clone() for index in range(count)]
             actual = [loss.cpu() for loss in clones]
-            copies = count * (moved(step, 0) + moved(step, 1))
+            copies = count * (count_copies(step, 0) + count_copies(step, 1))
     mismatch = differences(actual, losses, world.state(), state)
     expect(not mismatch, mismatch)
     own_s = time.monotonic() - begin - plain_s
@@ -238,7 +238,10 @@ def no_memory() -> str:
         trained.step, trained.model, trained.optimizer, budget=total * 3 // 4, device="cuda", policy="keep-all"
     )
     hog = ctypes.c_void_p()  # memory outside of PyTorch's allocator, as if another process had it
-    expect(stub().cudaMalloc(ctypes.byref(hog), ctypes.c_size_t(free - 64 * MIB)) == 0, "there is no room for a hog")
+    expect(
+        stub().cudaMalloc(ctypes.byref(hog), ctypes.c_size_t(free - 64 * MIB)) == 0,
+        "no room to fill the device",
+    )
     with step:
         torch.manual_seed(1)
         try:
@@ -246,25 +249,25 @@ def no_memory() -> str:
         except (ArenaError, torch.OutOfMemoryError) as error:
             refusal = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
         else:
-            raise WrongError("a step has run on a device that is full")
+            raise WrongError("a step has run on a full device")
         stub().cudaFree(hog)
         torch.manual_seed(1)
         actual = [step(*trained.batch(index)).cpu() for index in range(STEPS)]
         mismatch = differences(actual, losses, trained.state(), state)
-        expect(not mismatch, f"after the device had been full: {mismatch}")
+        expect(not mismatch, f"after the device was full: {mismatch}")
     losses, state = eager(job.world(CUDA), STEPS)
     trained = job.world(CUDA)
-    with followed(trained, int(0.6 * peak_of(job))):
+    with eager_loop(trained, int(0.6 * peak_of(job))):
         torch.manual_seed(1)
         actual = []
         for index in range(STEPS):
             actual.append(trained.step(*trained.batch(index)).cpu())
             with contextlib.suppress(torch.OutOfMemoryError):
                 torch.empty(2 * total, dtype=torch.uint8, device="cuda")
-                raise WrongError("there was more than all memory")
+                raise WrongError("an allocation beyond the device memory succeeded")
     mismatch = differences(actual, losses, trained.state(), state)
-    expect(not mismatch, f"a loop beside requests that fail: {mismatch}")
-    return f"refused ({refusal}), then {STEPS} steps equal; a loop with requests that fail as well"
+    expect(not mismatch, f"a loop with failing requests: {mismatch}")
+    return f"refused ({refusal}), then {STEPS} steps equal; and in a loop with failing requests"
 
 
 def engines() -> str:
@@ -280,12 +283,12 @@ def engines() -> str:
             except torch.OutOfMemoryError as error:
                 message = str(error).splitlines()[0]
             else:
-                raise WrongError("a convolution has run whose scratch memory the budget does not hold")
+                raise WrongError("a convolution has run although the budget has no room for its scratch memory")
             expect("cannot hold aten::" in message and "convolution" in message, message)
-            expect(layer(torch.zeros_like(x)).detach().cpu().equal(expected), "the loop does not go on")
+            expect(layer(torch.zeros_like(x)).detach().cpu().equal(expected), "the loop does not continue correctly")
         with loop_within(128 * MIB, layer) as run:
             layer(x[:3]).sum().item()
-            expect(run.stats.peak_bytes >= 64 * MIB, "another engine has been taken")
+            expect(run.stats.peak_bytes >= 64 * MIB, "cuDNN used another engine")
     finally:
         del os.environ["STUB_DNN_MIB"]
     return message[:80]
@@ -306,11 +309,11 @@ def device_error(mode: str, kernels: str = "40") -> str:
         except failures as error:
             message = f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"
         else:
-            raise WrongError("nothing was told of the device's failure")
+            raise WrongError("the failure of the device was not reported")
         try:
             step(*batch)
         except StateError as error:
-            expect("failed half way" in str(error), f"the next call says {error}")
+            expect("failed half way" in str(error), f"the next call raised {error}")
         except failures:
             pass  # the device failed after this step, which is complete; the next one reports it
         with contextlib.suppress(*failures):
@@ -319,7 +322,7 @@ def device_error(mode: str, kernels: str = "40") -> str:
     world = job.world(CUDA)
     peak = peak_of(job)
     try:
-        with followed(world, int(0.6 * peak)):
+        with eager_loop(world, int(0.6 * peak)):
             for index in range(2):
                 world.step(*world.batch(index))
             stub().stub_fail_after(int(kernels))
@@ -327,7 +330,7 @@ def device_error(mode: str, kernels: str = "40") -> str:
                 float(world.step(*world.batch(index)))
     except failures as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"
-    raise WrongError("nothing was told of the device's failure")
+    raise WrongError("the failure of the device was not reported")
 
 
 class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -371,14 +374,14 @@ def forks(mode: str) -> str:
             mismatch = differences(actual, losses, world.state(), plain.state())
     else:
         peak, world = peak_of(job), job.world(CUDA)
-        with followed(world, int(0.6 * peak)):
+        with eager_loop(world, int(0.6 * peak)):
             actual = train(world.step, world.model)
         mismatch = differences(actual, losses, world.state(), plain.state())
     expect(not mismatch, mismatch)
     return f"{len(actual)} steps equal, with 2 workers and {len(actual)} children"
 
 
-def _held() -> dict[str, int]:
+def _count_resources() -> dict[str, int]:
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -399,12 +402,12 @@ def leaks(mode: str, times: str = "100") -> str:
     job, count = Job("mlp", "fused"), int(times)
     counts_after: list[dict[str, int]] = []
     peak = peak_of(job) if mode == "loop" else 0
-    budget = 0 if mode == "loop" else least(job, mode)
+    budget = 0 if mode == "loop" else find_smallest_budget(job, mode)
     options: dict[str, Any] = {"host_budget": 512 * KIB} if mode == "disk" else {}
     for _ in range(count):
         world = job.world(CUDA if mode == "loop" else CPU)
         if mode == "loop":
-            with followed(world, int(0.6 * peak)):
+            with eager_loop(world, int(0.6 * peak)):
                 world.step(*world.batch(0))
         else:
             with outofcore.compile(
@@ -413,7 +416,7 @@ def leaks(mode: str, times: str = "100") -> str:
             ) as step:  # fmt: skip
                 step(*world.batch(0))
         del world
-        counts_after.append(_held())
+        counts_after.append(_count_resources())
     early, last = counts_after[count // 5], counts_after[-1]
     grown = {name: last[name] - early[name] for name in last if last[name] > early[name]}
     resident_growth = grown.pop("resident MiB", 0)

@@ -26,7 +26,7 @@ class Rotary(nn.Module):
         self.q, self.o = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
         self.k, self.v = (nn.Linear(width, shared * self.size, bias=False) for _ in range(2))
 
-    def turned(self, x: Tensor) -> Tensor:
+    def rotate(self, x: Tensor) -> Tensor:
         steps = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)
         rates = 10000.0 ** (-torch.arange(0, self.size, 2, device=x.device, dtype=torch.float32) / self.size)
         angles = torch.outer(steps, rates)
@@ -39,7 +39,7 @@ class Rotary(nn.Module):
             layer(x).unflatten(-1, (heads, self.size)).transpose(1, 2)
             for layer, heads in ((self.q, self.heads), (self.k, self.shared), (self.v, self.shared))
         )
-        attended = F.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True, enable_gqa=True)
+        attended = F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True, enable_gqa=True)
         return self.o(attended.transpose(1, 2).flatten(2))
 
 
@@ -88,7 +88,7 @@ class Adapted(nn.Module):
         return self.frozen(x) + F.linear(F.linear(x, self.a), self.b)
 
 
-def adapted() -> nn.Module:
+def adapt_llama() -> nn.Module:
     """Return a Llama whose linear layers are frozen and adapted."""
     model = Llama()
     for parent in list(model.modules()):
@@ -170,5 +170,5 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, _Batch]]] = {
     "resnet50": _resnet50,
     "gpt": _gpt,
     "llama": lambda: (Llama(), _sentences),
-    "adapted": lambda: (adapted(), _sentences),
+    "adapted": lambda: (adapt_llama(), _sentences),
 }

@@ -119,21 +119,25 @@ def cases() -> list[Case]:
         case("failures", "no-memory", {**INLINE, "mem_mib": 640}),
         case("failures", "engines", INLINE),
         *(
-            case("failures", "device-error", lazy(1), how=how, kernels=k)
-            for how in ("compiled", "loop")
+            case("failures", "device-error", lazy(1), mode=mode, kernels=k)
+            for mode in ("compiled", "loop")
             for k in (7, 60)
         ),
-        case("failures", "device-error", threads(1), how="compiled", kernels=25),
-        *(case("failures", "forks", order, how=how) for how in ("compiled", "loop") for order in (lazy(1), threads(1))),
-        *(case("leaks", "leaks", INLINE, 600, how=how) for how in ("host", "disk", "loop")),
+        case("failures", "device-error", threads(1), mode="compiled", kernels=25),
+        *(
+            case("failures", "forks", order, mode=mode)
+            for mode in ("compiled", "loop")
+            for order in (lazy(1), threads(1))
+        ),
+        *(case("leaks", "leaks", INLINE, 600, mode=mode) for mode in ("host", "disk", "loop")),
     ]
     lossy = {**lazy(1), "lose_wait": 20}  # a small share, which is noticed all the same
     return [
-        case("races", "races", lazy(1), 600, how="host"),
-        case("races", "races", threads(1, 100), 600, how="host"),
-        case("races", "races", threads(2, 100), 600, how="disk"),
-        case("races", "races", lazy(2), 600, how="loop"),
-        case("races", "races", threads(3, 100), 600, how="loop"),
+        case("races", "races", lazy(1), 600, mode="host"),
+        case("races", "races", threads(1, 100), 600, mode="host"),
+        case("races", "races", threads(2, 100), 600, mode="disk"),
+        case("races", "races", lazy(2), 600, mode="loop"),
+        case("races", "races", threads(3, 100), 600, mode="loop"),
         *steps,
         *loops,
         *failures,
@@ -180,7 +184,7 @@ class Suite:
         finally:
             log.close()
 
-    def tell(self, good: bool, title: str, seconds: float, text: str) -> None:
+    def report(self, good: bool, title: str, seconds: float, text: str) -> None:
         """Print a result, and keep it for the summary."""
         line = f"{'ok' if good else '!!'} {title}, {seconds:.0f} s: {text}"
         with self._lock:
@@ -200,23 +204,25 @@ class Suite:
         good = outcome.status == 0 and not_computed is None
         reports = [str(answer["say"]) for answer in outcome.results if "say" in answer]
         last = outcome.tail.splitlines()[-1] if outcome.tail else ""
-        report = reports[-1] if reports and outcome.status == 0 else last
+        summary_line = reports[-1] if reports and outcome.status == 0 else last
         if outcome.status is None:
-            report = f"stopped at its limit; {report}"
+            summary_line = f"stopped at its limit; {summary_line}"
         elif outcome.status != 0:
-            report = f"exit status {outcome.status}; {report}"
+            summary_line = f"exit status {outcome.status}; {summary_line}"
         elif not_computed is not None:
-            report = not_computed[0]
+            summary_line = not_computed[0]
         if case_.group == "visit" and outcome.status in (0, 1):
             summary = (visit_folder / "summary.txt").read_text(encoding="utf-8")
-            report = ", ".join(
+            summary_line = ", ".join(
                 f"part {n} {s} s" for n, s in re.findall(r"^== part (\d+): .*, (\d+) s$", summary, re.MULTILINE)
             )
             if case_.names:
                 unnamed = [name for name in case_.names if not re.search(f"^!! {name}", summary, re.MULTILINE)]
                 good = outcome.status == 1 and not unnamed
-                report = f"{f'its summary does not name {unnamed}' if unnamed else 'its summary names it'}; {report}"
-        self.tell(good, case_.title, outcome.seconds, report[:200])
+                summary_line = (
+                    f"{f'its summary does not name {unnamed}' if unnamed else 'its summary names it'}; {summary_line}"
+                )
+        self.report(good, case_.title, outcome.seconds, summary_line[:200])
 
     def try_waits(self, kind: str, implied: Mapping[str, str], orders: Sequence[Mapping[str, object]]) -> None:
         """Remove the waits one by one, under several stream orders, until each removal was noticed."""
@@ -234,23 +240,25 @@ class Suite:
                 if not finished:  # a crash counts as noticed
                     starts = re.findall(r"^--- (-?\d+) (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
                     if outcome.status is None or not starts or int(starts[-1][0]) < first:
-                        self.tell(False, title, time.monotonic() - begin, f"did not get through: {outcome.tail[-150:]}")
+                        self.report(
+                            False, title, time.monotonic() - begin, f"did not get through: {outcome.tail[-150:]}"
+                        )
                         return
                     number, name = int(starts[-1][0]), starts[-1][1]
                     table[name] = table.get(name) or f"exit status {outcome.status}"
                     first = number + 1
-            if not unnoticed(table, implied):
+            if not unnoticed_waits(table, implied):
                 break
         (self.out / f"waits-of-{kind}.json").write_text(json.dumps(table, indent=1), encoding="utf-8")
-        problems = [f"{name} is not noticed" for name in unnoticed(table, implied)]
+        problems = [f"{name} is not noticed" for name in unnoticed_waits(table, implied)]
         problems += [f"{name}: {noticed}" for name, noticed in table.items() if noticed and name.endswith("none")]
         noticed_count = sum(bool(noticed) for noticed in table.values())
         summary = "; ".join(problems) or f"{noticed_count} of {len(table)} noticed, the rest are implied"
-        self.tell(not problems, f"waits of {kind}", time.monotonic() - begin, summary[:400])
+        self.report(not problems, f"waits of {kind}", time.monotonic() - begin, summary[:400])
 
 
-def unnoticed(table: Mapping[str, str], implied: Mapping[str, str]) -> list[str]:
-    """Return the waits whose removal was not noticed, although no other wait implies them."""
+def unnoticed_waits(table: Mapping[str, str], implied: Mapping[str, str]) -> list[str]:
+    """Return the waits that no other wait implies and that could be removed unnoticed."""
 
     def is_implied(name: str) -> bool:
         if name.endswith("none") or any(name.startswith(start) for start in implied):
@@ -265,19 +273,19 @@ def unnoticed(table: Mapping[str, str], implied: Mapping[str, str]) -> list[str]
 
 
 # Waits that others imply in these programs and loops: the beginning of each name, and the reason.
-_OF_THE_DOUBLE = "ops of this program wait for it; tests/cuda/test_double_disk.py has one in which they do not"
+_OF_THE_DOUBLE = "ops of this program wait for it; tests/cuda/test_double_disk.py has a program without that wait"
 IMPLIED_IN_STEPS = {
     "host: begin, COPY_OUT": _OF_THE_DOUBLE,
     "host: end, COPY_IN": _OF_THE_DOUBLE,
     "disk: begin, DISK_OUT": _OF_THE_DOUBLE,
     "disk: end, DISK_IN": _OF_THE_DOUBLE,
 }
-_SHOWN = "the loop's stream has waited for the copy before it shows what it copied, and copies out wait for that stream"
-_UNSEEN = "these loops write nothing to what is at home"
-_BY_THE_DRIVER = "giving memory to the driver, or taking it from there, waits for all work"
+_SHOWN = "the loop's stream waits for a copy before it shows the result, and copies out wait for that stream"
+_UNSEEN = "these loops do not write to tensors at home"
+_BY_THE_DRIVER = "allocating and freeing driver memory waits for all work"
 IMPLIED_IN_LOOPS = {
     "reserve:": _BY_THE_DRIVER,
-    "save_foreign:": f"models are taken over before the arena is reserved: {_BY_THE_DRIVER}",
+    "save_foreign:": f"models are moved before the arena is reserved: {_BY_THE_DRIVER}",
     "give_slot:": _SHOWN,
     "save: streams_.wait(out_, order.home)": _SHOWN,
     "save: order.home": _SHOWN,
@@ -286,9 +294,9 @@ IMPLIED_IN_LOOPS = {
     "load: streams_.wait(in_, unseen_)": _UNSEEN,
     "note_unseen:": _UNSEEN,
     "used_slot:": _UNSEEN,
-    "retire:": "no loop here gives away what another stream has made without saying so to PyTorch",
-    "nanos_of_copy:": "it measures, and nobody reads what it copies",
-    "all_of: all.add(streams_.now(stream))": "other streams' ops have marks of their own; this is for what nobody sees",
+    "retire:": "no loop here shares a result of another stream without record_stream",
+    "nanos_of_copy:": "it measures a copy, and the result is not read",
+    "all_of: all.add(streams_.now(stream))": "ops of other streams have their own marks; this is for untracked code",
 }
 
 
@@ -299,7 +307,7 @@ def forget_measurements(cache: Path) -> None:
             shutil.rmtree(path)
 
 
-def chosen(only: str) -> Iterator[Case]:
+def select_cases(only: str) -> Iterator[Case]:
     """Yield the cases of some groups, or all."""
     groups = [name.strip() for name in only.split(",") if name.strip()]
     for case_ in cases():
@@ -330,7 +338,7 @@ def main() -> int:
     suite = Suite(out, built)
     with ThreadPoolExecutor(arguments.jobs) as pool:
         # The longest first.
-        list(pool.map(suite.try_case, sorted(chosen(arguments.only), key=lambda one: -one.limit)))
+        list(pool.map(suite.try_case, sorted(select_cases(arguments.only), key=lambda case_: -case_.limit)))
     if not arguments.only or "waits" in arguments.only.split(","):
         suite.try_waits("compiled", IMPLIED_IN_STEPS, [lazy(1), lazy(2), threads(1)])
         suite.try_waits("loop", IMPLIED_IN_LOOPS, [lazy(1), lazy(2), threads(1)])

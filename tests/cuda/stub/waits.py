@@ -2,8 +2,8 @@
 
     python build.py -- python waits.py compiled|loop [--from NUMBER] [--only NUMBER]
 
-For compiled steps, whole kinds of waits are removed: those of a stream within a step, and around it. (The double of
-``tests/cuda/double.py`` detects each single one, whatever the numbers.) For eager loops, each wait and mark in
+For compiled steps, kinds of waits are removed: all waits of a stream within a step, or around it. (The double of
+``tests/cuda/double.py`` detects each single one, independent of the numbers.) For eager loops, each wait and mark in
 ``device_cuda.h`` is removed: that header is built once with a switch at each of these statements. Redundant statements
 are also removed together.
 
@@ -48,7 +48,7 @@ STEPS = 14  # the first six are measured, and the host waits for them
 HEADER = "device_cuda.h"
 
 
-def tell(number: int, wait: str, noticed: str) -> None:
+def report(number: int, wait: str, noticed: str) -> None:
     """Print the result of one removal."""
     print(f"{MARK}{json.dumps({'number': number, 'wait': wait, 'noticed': noticed})}", flush=True)
 
@@ -56,17 +56,17 @@ def tell(number: int, wait: str, noticed: str) -> None:
 # Compiled steps
 
 
-class Without:
+class WaitFilter:
     """A filter of waits of a stream: within steps, at their begin or at their end."""
 
-    def __init__(self, where: str, stream: Stream) -> None:
-        self.where, self.stream, self.now = where, stream, "step"
+    def __init__(self, side: str, stream: Stream) -> None:
+        self.side, self.stream, self.now = side, stream, "step"
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         """Leave the waits out in this context."""
 
-        def within(name: str) -> Callable[..., Any]:
+        def track(name: str) -> Callable[..., Any]:
             original = getattr(engine.CudaEngine, f"_{name}")
 
             @functools.wraps(original)
@@ -79,7 +79,7 @@ class Without:
 
             return call
 
-        def filtered(owner: type) -> Callable[..., None]:
+        def filter_waits(owner: type) -> Callable[..., None]:
             original = owner.wait
 
             @functools.wraps(original)
@@ -91,33 +91,33 @@ class Without:
 
         with ExitStack() as stack:
             for name in ("begin", "end"):
-                stack.enter_context(mock.patch.object(engine.CudaEngine, f"_{name}", within(name)))
+                stack.enter_context(mock.patch.object(engine.CudaEngine, f"_{name}", track(name)))
             for owner in (CudaDriver, Actions):
-                stack.enter_context(mock.patch.object(owner, "wait", filtered(owner)))
+                stack.enter_context(mock.patch.object(owner, "wait", filter_waits(owner)))
             self.ends: dict[int, Stream] = {}
             record = CudaDriver.record
 
-            def recorded(this: CudaDriver, stream: Stream, mark: Any) -> None:
+            def record_end(this: CudaDriver, stream: Stream, mark: Any) -> None:
                 if self.now == "end":
                     self.ends[id(mark)] = stream
                 record(this, stream, mark)
 
-            stack.enter_context(mock.patch.object(CudaDriver, "record", recorded))
-            if self.where != "step":
-                stack.enter_context(unhindered())
+            stack.enter_context(mock.patch.object(CudaDriver, "record", record_end))
+            if self.side != "step":
+                stack.enter_context(without_host_waits())
             yield
 
     def leaves_out(self, owner: type, stream: Stream, mark: Any) -> bool:
         """Return whether to leave a wait out. At the end of a step, the ops wait for each other stream."""
-        if self.where == "step":
+        if self.side == "step":
             return stream is self.stream and (self.now == "step" or owner is Actions)
-        if self.now != self.where or owner is Actions:
+        if self.now != self.side or owner is Actions:
             return False
-        return self.stream is (stream if self.where == "begin" else self.ends.get(id(mark)))
+        return self.stream is (stream if self.side == "begin" else self.ends.get(id(mark)))
 
 
 @contextmanager
-def unhindered() -> Iterator[None]:
+def without_host_waits() -> Iterator[None]:
     """Let steps follow each other without waits of the host, as if all state stayed on the device.
 
     Only then do the waits between steps matter.
@@ -130,19 +130,21 @@ def unhindered() -> Iterator[None]:
         yield
 
 
-def kinds(home: str) -> list[Without]:
+def kinds(home: str) -> list[WaitFilter]:
     """Return the kinds of waits with such a home."""
     if home == "host":
         streams = [Stream.COMPUTE, Stream.COPY_OUT, Stream.COPY_IN]
         around = streams[1:]
-        return [Without("step", s) for s in streams] + [Without(side, s) for side in ("begin", "end") for s in around]
+        return [WaitFilter("step", s) for s in streams] + [
+            WaitFilter(side, s) for side in ("begin", "end") for s in around
+        ]
     streams = [Stream.DISK_OUT, Stream.DISK_IN, Stream.WRITE, Stream.READ]
     begin = [Stream.DISK_OUT, Stream.READ]
     end = [Stream.WRITE, Stream.DISK_IN]
     return [
-        *(Without("step", s) for s in streams),
-        *(Without("begin", s) for s in begin),
-        *(Without("end", s) for s in end),
+        *(WaitFilter("step", s) for s in streams),
+        *(WaitFilter("begin", s) for s in begin),
+        *(WaitFilter("end", s) for s in end),
     ]
 
 
@@ -152,9 +154,9 @@ def of_compiled(first: int, only: int | None) -> None:
     losses, state = eager(job.world(CUDA), STEPS)
     cases: list[tuple[str, str, AbstractContextManager[object]]] = []
     for home in ("host", "disk"):
-        cases += [(home, "none", nullcontext()), (home, "unhindered, none", unhindered())]
+        cases += [(home, "none", nullcontext()), (home, "unhindered, none", without_host_waits())]
     for home in ("host", "disk"):
-        cases += [(home, f"{kind.where}, {kind.stream.name}", kind.applied()) for kind in kinds(home)]
+        cases += [(home, f"{kind.side}, {kind.stream.name}", kind.active()) for kind in kinds(home)]
     for number, (home, case_name, context) in enumerate(cases):
         if number < first or (only is not None and number != only):
             continue
@@ -171,7 +173,7 @@ def of_compiled(first: int, only: int | None) -> None:
                     noticed = differences(losses_, losses, world.state(), state)
             except Exception as error:  # any error counts as noticed
                 noticed = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        tell(number, name, noticed[:120])
+        report(number, name, noticed[:120])
 
 
 # Eager loops
@@ -199,7 +201,7 @@ TOGETHER = (
 )
 
 
-def switched(header: str) -> tuple[str, list[str]]:
+def add_switches(header: str) -> tuple[str, list[str]]:
     """Return the header with a switch at each statement that orders work, and the statements."""
     lines: list[str] = []
     names: list[str] = []
@@ -220,12 +222,12 @@ def switched(header: str) -> tuple[str, list[str]]:
 
 
 @contextmanager
-def switched_paging() -> Iterator[tuple[ctypes.c_ulonglong, list[str]]]:
+def load_switched_paging() -> Iterator[tuple[ctypes.c_ulonglong, list[str]]]:
     """Build and load the native code with those switches."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "csrc" / "follow"
         shutil.copytree(CSRC, copy.parent)
-        text, names = switched((copy / HEADER).read_text(encoding="utf-8"))
+        text, names = add_switches((copy / HEADER).read_text(encoding="utf-8"))
         (copy / HEADER).write_text(text, encoding="utf-8")
         with mock.patch.object(native, "CSRC", copy.parent):
             library = load_paging(Flavor.CUDA)
@@ -273,7 +275,7 @@ TRIED = [
 OWN = {"ahead": (ahead, lambda: Dense().cuda()), "aside": (aside, lambda: Dense().cuda())}
 
 
-def followed(name: str, budget: int, *, stress: bool = False) -> tuple[Trained, Any]:
+def run_on_demand(name: str, budget: int, *, stress: bool = False) -> tuple[Trained, Any]:
     """Run one of the loops on demand."""
     with arena_of_the_whole_budget():
         return trained(*LOOPS[name], adamw, budget, stress=stress, policy=None, cache=False)
@@ -282,9 +284,9 @@ def followed(name: str, budget: int, *, stress: bool = False) -> tuple[Trained, 
 def of_loops(first: int, only: int | None) -> None:
     """Train loops without each statement in turn, until a result differs."""
     LOOPS.update(OWN)
-    with switched_paging() as (switches, names):
+    with load_switched_paging() as (switches, names):
         plain = {name: trained(*LOOPS[name])[0] for name in dict.fromkeys(name for name, _, _ in TRIED)}
-        peaks = {name: followed(name, GIB)[1].peak_bytes for name in plain}
+        peaks = {name: run_on_demand(name, GIB)[1].peak_bytes for name in plain}
         rows = [("none", 0), *((name, 1 << number) for number, name in enumerate(names))]
         for beginnings in TOGETHER:
             numbers = [next(n for n, name in enumerate(names) if name.startswith(start)) for start in beginnings]
@@ -297,7 +299,7 @@ def of_loops(first: int, only: int | None) -> None:
             for name, share, stress in TRIED:
                 switches.value = bits
                 try:
-                    result, _ = followed(name, int(share * peaks[name]) + 64 * KIB, stress=stress)
+                    result, _ = run_on_demand(name, int(share * peaks[name]) + 64 * KIB, stress=stress)
                     noticed = result.differs_from(plain[name])
                 except Exception as error:  # any error counts as noticed
                     noticed = f"{type(error).__name__}: {str(error).splitlines()[0]}"
@@ -306,7 +308,7 @@ def of_loops(first: int, only: int | None) -> None:
                 if noticed:
                     noticed = f"{name}: {noticed}"
                     break
-            tell(number, name_, noticed[:120])
+            report(number, name_, noticed[:120])
 
 
 def main() -> int:
