@@ -1,4 +1,4 @@
-"""A test double of a CUDA device: streams as queues under a virtual clock, poisoned memory, and a race detector.
+"""A test double of a CUDA device, with a virtual clock, poisoned memory and a race detector.
 
 Work does not run when it is issued. When the step ends, the queues run in an order that a device might have chosen,
 drawn from a seed. An op runs at its start; a copy poisons its target at its start and reads its source at its end. So a
@@ -54,8 +54,6 @@ class FakeMark:
 
 @dataclass
 class _Item:
-    """An item on a queue."""
-
     stream: Stream
     seconds: float = 0.0
     after: _Item | None = None  # of another queue
@@ -286,7 +284,6 @@ class FakeCuda:
         self._queues[item.stream].append(item)
 
     def _drain(self) -> None:
-        """Run the queues in order of the virtual clock."""
         running: dict[Stream, _Item] = {}
         with internals.below_autograd():
             while any(self._queues.values()) or running:

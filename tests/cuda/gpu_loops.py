@@ -50,7 +50,6 @@ def batches(steps: int, shape: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor
 
 
 def pinned(model: nn.Module, make: Make, steps: int, shape: tuple[int, ...]) -> list[Any]:
-    """Train on batches from pinned memory, read values, and clip gradients."""
     optimizer, results = make(model), []
     for batch in batches(steps, shape):
         x, y = (t.pin_memory().to("cuda", non_blocking=True) for t in batch)

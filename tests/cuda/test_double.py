@@ -1,4 +1,4 @@
-"""Tests of steps on the double of a CUDA device: the bits of plain PyTorch, and exactly the necessary waits."""
+"""Tests of steps on the double of a CUDA device: exact bits and necessary waits."""
 
 from __future__ import annotations
 
@@ -68,7 +68,6 @@ def test_blocks_start_at_cuda_alignment() -> None:
 
 
 def without_one_wait(program: Program) -> Iterator[tuple[Program, int, Wait]]:
-    """Yield the program without each of its waits in turn."""
     for index, instruction in enumerate(program.instructions):
         for wait in instruction.waits:
             remaining = tuple(candidate for candidate in instruction.waits if candidate is not wait)

@@ -1,4 +1,4 @@
-"""Tests of a disk behind host memory, on the double: the bits of plain PyTorch, and all necessary waits."""
+"""Tests of a disk behind host memory, on the double: exact bits and necessary waits."""
 
 from __future__ import annotations
 

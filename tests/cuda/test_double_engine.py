@@ -1,4 +1,4 @@
-"""Tests of the engine on the double: arenas, device failures, pinned inputs, and copies issued from tapes."""
+"""Tests of the engine on the double: arenas, device failures, pinned inputs, and tapes."""
 
 from __future__ import annotations
 
@@ -194,7 +194,6 @@ class Asked(FakeCuda):
         super().await_mark(mark)
 
     def pending(self, start: int, count: int) -> list[str]:
-        """Return the accesses to some bytes that the host has not awaited."""
         return [
             access.label
             for stream, accesses in self._accesses.items()
@@ -203,7 +202,6 @@ class Asked(FakeCuda):
         ]
 
     def is_done(self, stream: Stream) -> bool:
-        """Return whether the host has awaited all work of a stream."""
         return self.awaited_clock[stream] >= self._clocks[stream][stream]
 
 
@@ -226,7 +224,6 @@ def test_host_waits_for_model_copies_only_if_state_is_at_home(policy: str, share
 
 
 def _frozen(device: torch.device) -> World:
-    """Return a model whose last layer is trained and whose other layers are frozen."""
     world = dense(device)
     world.model[:-1].requires_grad_(False)
     return world

@@ -176,7 +176,6 @@ def test_too_small_budget_is_refused_and_leaves_the_model_intact() -> None:
 
 @contextlib.contextmanager
 def limit_allocator(budget: int) -> Iterator[None]:
-    """Limit PyTorch's allocator to a budget."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -114,7 +114,6 @@ def link(kind: type[HomeStore]) -> Home:
 
 @functools.cache
 def smallest(make: Callable[[torch.device], World], device: torch.device) -> int:
-    """Return the smallest size of the arena, from the refusal of a smaller one."""
     for _ in range(2):  # at first, libraries may take memory for new streams
         world, budget = make(CPU), beside(device) + 256 * KIB
         step = outofcore.compile(world.step, world.model, world.optimizer, budget=budget, device=device, cache=False)

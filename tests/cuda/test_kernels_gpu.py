@@ -45,7 +45,6 @@ def _no_autotuning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(world: World, budget: int, policy: str, kernels: Any = "inductor") -> tuple[list[float], Any, Any]:
-    """Return the losses of some steps, the final state, and the closed step."""
     with outofcore.compile(
         world.step, world.model, world.optimizer, budget=budget, device="cuda", home="host", policy=policy,
         kernels=kernels, cache=False,

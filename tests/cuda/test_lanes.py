@@ -24,8 +24,6 @@ PAUSE = -2  # in place of a file
 
 
 class Lane:
-    """A transfer thread and its count of finished transfers."""
-
     def __init__(self) -> None:
         self.count = ctypes.c_uint32(0)
         self.handle: int = LIBRARY.outofcore_lane_new(ctypes.addressof(self.count))

@@ -16,8 +16,6 @@ from outofcore.units import GIB, MIB
 
 @dataclass
 class Pins:
-    """A double of the driver's pinning."""
-
     capacity: int = 1 << 62
     pinned_counts: list[int] = field(default_factory=list[int])
     active: dict[int, int] = field(default_factory=dict[int, int])
@@ -33,7 +31,6 @@ class Pins:
         return PinnedHome(self.pin, self.active.pop, limit)
 
     def stretch_of(self, home: PinnedHome, offset: int, count: int) -> int:
-        """Return the number of pinned stretches with a part of a slot."""
         start = home.face(offset, count).data_ptr()
         return sum(start < at + size and at < start + count for at, size in self.active.items())
 

@@ -26,15 +26,12 @@ STEPS = 3
 
 @dataclass
 class World:
-    """A model, its optimizer and a step, on one device."""
-
     model: nn.Module
     optimizer: torch.optim.Optimizer
     step: Callable[..., Any]
     batch: Callable[[int], tuple[torch.Tensor, ...]]
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return every persistent tensor, on the CPU."""
         tensors = dict(self.model.state_dict())
         for index, slots in self.optimizer.state_dict()["state"].items():
             tensors |= {f"{index}.{name}": value for name, value in slots.items() if isinstance(value, torch.Tensor)}
@@ -58,7 +55,6 @@ def _generator(index: int) -> torch.Generator:
 
 
 def dense(device: torch.device, optimizer: str = "adamw") -> World:
-    """Return linear layers with dropout."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(192, 192), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
     model = nn.Sequential(*layers, nn.Linear(192, 10)).to(device)
@@ -76,7 +72,6 @@ def dense(device: torch.device, optimizer: str = "adamw") -> World:
 
 
 def convolutional(device: torch.device) -> World:
-    """Return convolutions with batch norm and a residual connection, trained with momentum."""
     torch.manual_seed(0)
 
     class Block(nn.Module):

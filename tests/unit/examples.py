@@ -10,7 +10,7 @@ MIB = 1 << 20
 
 
 def network(layers: int = 6, rerunnable: bool = True) -> StepGraph:
-    """Return a step whose activations of 1 MiB depend on the previous one and are used again in reverse order."""
+    """Return a chain of activations of 1 MiB, used again in reverse order."""
     storages = [Storage(i, MIB, StorageKind.ACTIVATION, f"x{i}") for i in range(layers)]
     ops = [Op(0, "layer", (), (), (0,))]
     ops += [Op(i, "layer", (i - 1,), (), (i,), rerunnable=rerunnable) for i in range(1, layers)]

@@ -39,7 +39,7 @@ def with_block(program: Program, block: Block) -> Program:
 
 
 def without_instruction(program: Program, index: int) -> Program:
-    """Remove an instruction. Waits for it become waits for its predecessor on the queue, and inherit its waits."""
+    """Remove an instruction; waits for it become waits for its predecessor and for its own waits."""
     removed = program.instructions[index]
     queue = oracle.lane(removed)
     position = sum(oracle.lane(i) == queue for i in program.instructions[: index + 1])
@@ -81,7 +81,6 @@ def drop_wait(graph: StepGraph, program: Program, random: Random | None = None) 
 
 
 def weaken_wait(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
-    """Let a wait count one instruction too few."""
     candidates = [(i, w) for i, instr in enumerate(program.instructions) for w in instr.waits if w.count > 1]
     pairs = oracle.conflicts(graph, program)
     for index, wait in _shuffle(candidates, random):
@@ -93,7 +92,6 @@ def weaken_wait(graph: StepGraph, program: Program, random: Random | None = None
 
 
 def release_early(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
-    """Let a block die before its last use."""
     last: dict[int, int] = {}
     for index, instruction in enumerate(program.instructions):
         for number in oracle.blocks_of(instruction):
@@ -109,7 +107,6 @@ def release_early(graph: StepGraph, program: Program, random: Random | None = No
 
 
 def overlap(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
-    """Move two live blocks onto the same bytes."""
     pairs = [
         (a, b)
         for a, b in combinations(program.blocks, 2)
@@ -151,7 +148,6 @@ def reuse_too_soon(graph: StepGraph, program: Program, random: Random | None = N
 
 
 def wrong_version(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
-    """Let a copy name the wrong version."""
     for index in _shuffle(list(range(len(program.instructions))), random):
         instruction = program.instructions[index]
         if not isinstance(instruction, Run):
@@ -212,7 +208,6 @@ drop_run = _drop(Run)
 
 
 def swap(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
-    """Exchange two neighbours on a queue."""
     pairs: list[tuple[int, int]] = []
     for lane in oracle.lanes(program):
         line = [i for i, x in enumerate(program.instructions) if oracle.lane(x) == lane]
@@ -235,7 +230,6 @@ def _waits_point_back(program: Program) -> bool:
 
 
 def wait_ahead(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
-    """Let an instruction wait for one that comes later in program order."""
     counts = dict.fromkeys(oracle.lanes(program), 0)
     candidates: list[tuple[int, Wait]] = []
     for index, instruction in enumerate(program.instructions):
@@ -248,7 +242,6 @@ def wait_ahead(graph: StepGraph, program: Program, random: Random | None = None)
 
 
 def drop_result(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
-    """Omit a visible storage from the results."""
     wraps = {b.storage for b in program.blocks if b.wraps}
     mutated = {s for op in graph.ops for s in op.mutates if graph.storages[s].arrives}
     due = set(graph.outputs) | (graph.persistent - wraps) | mutated
@@ -282,7 +275,6 @@ def forget_copy(graph: StepGraph, program: Program, random: Random | None = None
 
 
 def shrink_block(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
-    """Make a block smaller than its storage."""
     for block in _shuffle(list(program.blocks), random):
         if block.storage is not None and graph.storages[block.storage].bytes:
             size = graph.storages[block.storage].bytes - 1
@@ -299,7 +291,7 @@ def wrong_again(graph: StepGraph, program: Program, random: Random | None = None
 
 
 def rerun_elsewhere(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
-    """Let a run use another live block of the same storage: an older copy, or the original instead of scratch."""
+    """Let a run use another live block of the same storage."""
     candidates: list[tuple[int, int, int]] = []
     for index, run in enumerate(program.instructions):
         if isinstance(run, Run):

@@ -24,7 +24,6 @@ def first_fit(rectangles: Rectangles, order: Iterable[int]) -> list[int]:
 
 
 def moments_of(rectangles: Rectangles, index: int) -> set[int]:
-    """Return the time slots in which a rectangle is held."""
     begin, end, second_begin, second_end = (
         int(a[index]) for a in (rectangles.begin, rectangles.end, rectangles.again, rectangles.over)
     )
@@ -32,7 +31,7 @@ def moments_of(rectangles: Rectangles, index: int) -> set[int]:
 
 
 def best_fit(rectangles: Rectangles, worth: Iterable[float], snug: float) -> list[int]:
-    """Fill the lowest segment of the skyline with the most valuable rectangle that fits, else raise the segment."""
+    """Fill the lowest skyline segment with the most valuable rectangle that fits, else raise it."""
     period, worths = rectangles.slots, list(worth)
     sizes, alignments = rectangles.sizes.tolist(), rectangles.alignments.tolist()
     arcs = {index: _arc(rectangles, index) for index in range(len(rectangles))}

@@ -182,7 +182,6 @@ def _copy_out_fixed(builder: _Builder, storage: int) -> None:
 
 
 def _leave(builder: _Builder, storage: int) -> None:
-    """Copy a partly wrapping storage home after its first use, and release its block."""
     number = builder.fixed[storage]
     _copy_out_fixed(builder, storage)
     builder.blocks[number] = replace(builder.blocks[number], dies=len(builder.instructions))
@@ -201,7 +200,6 @@ def _return(builder: _Builder, storage: int) -> None:
 
 
 def _place(builder: _Builder, fixed: list[int], results: tuple[int, ...]) -> Program:
-    """Place the wrapping blocks first, then the halves."""
     top = 0
     blocks = list(builder.blocks)
     for block in builder.blocks:

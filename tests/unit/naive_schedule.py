@@ -17,7 +17,7 @@ from outofcore.planning.tuner import State
 
 @dataclass(frozen=True)
 class Remainder:
-    """A step without its recomputed gaps, the original indices of the remaining gaps, and the recomputed ones."""
+    """A step without its recomputed gaps, and the original indices of the others."""
 
     problem: Problem
     gaps: list[int]
@@ -84,8 +84,6 @@ def _readers(choices: Choices, content: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The decisions of a state, and the resulting times."""
-
     decisions: tuple[Decision, ...]
     seconds: float
     copied: float

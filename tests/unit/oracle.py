@@ -224,7 +224,6 @@ class Machine:
 
 
 def faults_in_order(graph: StepGraph, program: Program) -> list[str]:
-    """Run the instructions one by one in program order and return the faults."""
     machine = Machine(graph, program)
     for index in range(len(program.instructions)):
         machine.end(index, machine.begin(index))
@@ -254,7 +253,6 @@ def faults_on_schedule(graph: StepGraph, program: Program, random: Random) -> li
 
 
 def is_held(program: Program, index: int) -> bool:
-    """Return whether all blocks of an instruction are alive."""
     for number in blocks_of(program.instructions[index]):
         block = program.blocks[number]
         lifetime = set(range(block.born, block.dies))

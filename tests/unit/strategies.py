@@ -28,8 +28,6 @@ _SIZES = st.one_of(
 
 @dataclass
 class _Draft:
-    """A graph under construction."""
-
     draw: st.DrawFn
     storages: list[Storage] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
@@ -224,7 +222,6 @@ def talking_graphs(draw: st.DrawFn) -> StepGraph:
 
 @st.composite
 def costs_for(draw: st.DrawFn, graph: StepGraph) -> Costs:
-    """Draw costs for a graph: some ops free, some with a workspace; one home or two, quick or slow."""
     seconds = st.integers(0, 2000).map(lambda micros: micros / 1e6)
     workspace = st.sampled_from([0, 0, 0, 1, 4096, 70_000])
     ops = tuple(OpCost(draw(seconds), draw(workspace)) for _ in graph.ops)
@@ -277,7 +274,6 @@ def plans_for(draw: st.DrawFn, graph: StepGraph, homes: int = 1) -> Plan:
 
 @st.composite
 def naive_programs(draw: st.DrawFn) -> tuple[StepGraph, Costs, Program]:
-    """Draw a graph, costs and a valid, placed program of ``naive_program`` with random options."""
     graph = draw(graphs(max_layers=3))
     costs = draw(costs_for(graph))
     ids = st.frozensets(st.integers(0, len(graph.storages) - 1))
@@ -344,7 +340,6 @@ def deep_graphs(draw: st.DrawFn, max_layers: int = 12) -> StepGraph:
 
 @st.composite
 def tasks(draw: st.DrawFn, kinds: st.SearchStrategy[StepGraph] | None = None) -> Task:
-    """Draw a graph, costs, and a budget from the smallest to the in-core budget."""
     graph = draw(graphs() if kinds is None else kinds)
     costs = draw(costs_for(graph))
     smallest, in_core = smallest_budget(graph, costs), in_core_budget(graph, costs)

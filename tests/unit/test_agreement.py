@@ -16,7 +16,6 @@ Choices = dict[int, list[Uses]]
 def copied_bytes(
     uses: Mapping[int, Sequence[Uses]], uncut_bytes: Mapping[int, int], single: set[int], chosen: list[int]
 ) -> int:
-    """Count the copied bytes storage by storage, naively."""
     uses_chosen = [choices[place] for choices, place in zip(uses.values(), chosen, strict=True)]
     total = sum(choice.copied for choice in uses_chosen)
     for storage in {s for choices in uses.values() for choice in choices for s, _, _ in choice.cells}:
@@ -55,7 +54,7 @@ def test_first_choice_wins_a_tie() -> None:
 
 
 def test_row_of_ops_switches_axis_together() -> None:
-    """Changing one op alone only moves the copy to its other side. The row as a whole can put it where it is small."""
+    """Changing one op alone only moves the copy to its other side."""
     row = {op: [along(0, op, op + 1), along(1, op, op + 1)] for op in (1, 2, 3)}
     uses = {0: [along(0, 1, count=1)], **row, 4: [along(1, 4, count=5)]}
     chosen = agreed(uses, {}, {1, 2, 3}, {1, 2, 3, 4})

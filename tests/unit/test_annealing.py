@@ -1,4 +1,4 @@
-"""Tests of the searches for recomputations: counts are exact, results fit, annealing is as good as any choice."""
+"""Tests of the searches for recomputations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from outofcore.validator import validate
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[StepGraph, Costs]:
-    """Graphs with costs and no home."""
     graph = draw(st.one_of(deep_graphs(max_layers=9), graphs(max_layers=3)))
     return graph, replace(draw(costs_for(graph)), homes=())
 

@@ -78,7 +78,7 @@ def home(seconds: float, capacity: int | None = None) -> Home:
 
 
 def chain(layers: int) -> StepGraph:
-    """Return a step whose activations depend on the previous one and are used again in reverse order."""
+    """Return a chain of activations, used again in reverse order."""
     ops = [Op(0, "layer", (), (), (0,))]
     ops += [Op(i, "layer", (i - 1,), (), (i,)) for i in range(1, layers)]
     ops += [Op(layers + i, "back", (layers - 1 - i,), (), ()) for i in range(layers)]
@@ -86,7 +86,7 @@ def chain(layers: int) -> StepGraph:
 
 
 def test_step_does_not_stall_when_the_link_keeps_up() -> None:
-    """Eight activations share the room of four: four are evicted while the rest is computed, and return in time."""
+    """Eight activations share the room of four; the link moves one per op."""
     graph = stack(8)
     step_costs = costs(graph, home(1.0))
     planned = plan_step(graph, step_costs, 4 * SIZE, params=BRIEF)
@@ -279,7 +279,6 @@ def test_quick_search_fills_a_small_home(room: int, part: float) -> None:
 
 @st.composite
 def tasks(draw: st.DrawFn) -> tuple[StepGraph, Costs, int]:
-    """Draw a graph, costs with homes that may be small, and a budget below the in-core budget."""
     graph = draw(graphs())
     step_costs = draw(costs_for(graph))
     all_bytes = sum(s.bytes for s in graph.storages)

@@ -35,7 +35,6 @@ def example(tmp_path: Path) -> Path:
 
 
 def checked_height(text: str, capacity: int) -> int:
-    """Return the height of a file with offsets, by the independent checker."""
     table = read_table(text)
     at = table.header.index("offset")
     return check_packing(

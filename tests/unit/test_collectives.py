@@ -227,7 +227,7 @@ def test_missing_wait_is_detected(data: st.DataObject, random: Random) -> None:
 
 
 def test_empty_block_still_needs_waits_of_its_readers() -> None:
-    """The block has no bytes, so no address shows that it is the same block; the wait is needed all the same."""
+    """The block has no bytes, so only its id shows that it is the same block."""
     storages = (
         Storage(0, 0, StorageKind.PARAMETER, "weight"),
         Storage(1, 1, StorageKind.INPUT, "input"),

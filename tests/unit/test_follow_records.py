@@ -21,7 +21,6 @@ def numbers_of(
     ops: list[tuple[int, list[list[int]]]],
     late: list[list[int]] = [],  # noqa: B006
 ) -> list[int]:
-    """Return the record as the numbers that native code passes."""
     numbers = [3, len(ops), len(storages), len(late), 0, 1, 0, 1]
     for storage in storages:
         numbers += storage
@@ -86,7 +85,6 @@ def test_storage_freed_by_the_next_step_persists() -> None:
 
 
 def chain(length: int, extra_ops: int) -> StepRecord:
-    """Return a forward pass that saves its activations and a backward pass that reads them."""
     storages, ops = [], []
     for layer in range(length):
         storages += [[BYTES, -1, 0, 1], [BYTES, 2 * length - layer + extra_ops, 1, 0]]

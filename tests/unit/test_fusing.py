@@ -32,7 +32,6 @@ def follows(first: Op, second: Op) -> bool:
 
 
 def needed_bytes(graph: StepGraph, ops: tuple[int, ...]) -> int:
-    """Compute the bytes that the ops need as one group, naively."""
     created = {s for op in ops for s in graph.ops[op].creates}
     touched = {s for op in ops for s in graph.ops[op].touched}
     internal = {s for s in created if s not in graph.outputs and all(use in ops for use in graph.uses[s])}

@@ -20,7 +20,7 @@ LAST = 11
 
 
 def step() -> StepGraph:
-    """Return a step of conv, relu_, dropout (bernoulli_, then mul) and batch norm, whose results are all used again."""
+    """Return a step of conv, relu_, dropout and batch norm that uses all results again."""
     activation = StorageKind.ACTIVATION
     storages = (
         Storage(X, 2 * K64, StorageKind.INPUT, "x"),
@@ -69,7 +69,6 @@ def offload(storage: int, start: int, end: int, release: int, fetch: int) -> Dec
 
 
 def backward(program: Program) -> tuple[Instruction, ...]:
-    """Return the instructions from the first run of the loss on, without waits."""
     loss = next(i for i, x in enumerate(program.instructions) if isinstance(x, Run) and x.op == 6)
     return tuple(replace(x, waits=()) for x in program.instructions[loss:])
 

@@ -1,4 +1,4 @@
-"""Tests of the proved optimum of small steps: between the bound and every plan, and reached by its own plans."""
+"""Tests of the proved optimum of small steps."""
 
 from __future__ import annotations
 

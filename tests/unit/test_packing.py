@@ -1,4 +1,4 @@
-"""Tests of the placement of rectangles: valid, low and deterministic; and properties of each algorithm."""
+"""Tests of the placement of rectangles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ INSTANCES = Path(__file__).parents[2] / "benchmarks" / "instances" / "pack"
 
 
 def checked_height(rectangles: Sequence[Rectangle], offsets: Sequence[int]) -> int:
-    """Return the height, computed by the independent checker."""
     return check_packing(
         Placed(r.id, r.lower, r.upper, r.size, offset, r.alignment, r.gap)
         for r, offset in zip(rectangles, offsets, strict=True)
@@ -265,7 +264,7 @@ def test_hard_instances_are_lower_than_first_fit() -> None:
 
 @pytest.mark.parametrize("path", sorted(INSTANCES.glob("*.csv")), ids=lambda p: p.name)
 def test_instances_are_packed_low(path: Path) -> None:
-    """In-core, auto and priced plans are within 1 % of the live bytes; no instance is higher than first fit."""
+    """In-core, auto and priced plans are within 1 % of the live bytes."""
     drawn = read_table(path.read_text()).rectangles
     layout = Rectangles.of(drawn, 0)
     plain = layout.height(first_fit(layout, np.argsort(-layout.sizes, kind="stable")))

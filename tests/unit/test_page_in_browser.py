@@ -39,7 +39,6 @@ def browser() -> Iterator[Any]:
 
 @contextmanager
 def open_page(browser: Any, path: Path) -> Iterator[Any]:
-    """Open a page and check that it loads no other file and logs no error."""
     page = browser.new_page(viewport={"width": 1200, "height": 900})
     complaints: list[str] = []
     page.on("console", lambda message: complaints.append(message.text))

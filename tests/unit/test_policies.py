@@ -49,7 +49,6 @@ MIB = 1 << 20
 
 
 def network(layers: int = 6) -> StepGraph:
-    """Return a chain of activations of 1 MiB, used again in reverse order."""
     storages = [Storage(i, MIB, StorageKind.ACTIVATION, f"x{i}") for i in range(layers)]
     ops = [Op(0, "layer", (), (), (0,)), *(Op(i, "layer", (i - 1,), (), (i,)) for i in range(1, layers))]
     ops += [Op(layers + i, "back", (layers - 1 - i,), (), ()) for i in range(layers)]

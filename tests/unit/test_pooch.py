@@ -109,7 +109,6 @@ def test_step_without_homes_is_planned_without_copies(policy: str) -> None:
 
 
 def uneven(sizes: list[int], rerunnable: bool = True) -> StepGraph:
-    """Return a chain of activations with these sizes in MiB."""
     graph = network(len(sizes), rerunnable)
     storages = tuple(replace(storage, bytes=size * MIB) for storage, size in zip(graph.storages, sizes, strict=True))
     return StepGraph(storages, graph.ops)

@@ -20,7 +20,7 @@ SIZES = (2, 1, 3, 1)  # of the activations, in units of 64 KiB
 
 
 def step() -> StepGraph:
-    """Return a step in which x0 lives over all four ops, x1 over three, x2 over two, and x3 over the last two."""
+    """Return a step in which x0 lives over all ops, x1 over three, x2 over two, and x3 over the last two."""
     storages = [Storage(i, size * K64, StorageKind.ACTIVATION, f"x{i}") for i, size in enumerate(SIZES)]
     storages.append(Storage(4, K64, StorageKind.PARAMETER, "w"))
     ops = (

@@ -23,7 +23,6 @@ from outofcore.proving import proved
 
 
 def break_plan(planned: Planned) -> Planned:
-    """Return the plan without its first op."""
     return replace(planned, program=replace(planned.program, instructions=planned.program.instructions[1:]))
 
 

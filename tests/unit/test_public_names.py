@@ -53,7 +53,6 @@ def names_of(module: str) -> list[str]:
 
 
 def documented_names() -> set[str]:
-    """Return the dotted names in the reference, below ``outofcore``; for a whole module, the names that it defines."""
     names: set[str] = set()
     for page in sorted((ROOT / "docs" / "reference").glob("*.md")):
         for name in re.findall(r"^::: outofcore\.([\w.]+)$", page.read_text(encoding="utf-8"), re.MULTILINE):

@@ -22,8 +22,6 @@ from outofcore.validator import validate
 
 @dataclass(frozen=True)
 class _Stored(Clone):
-    """A clone whose files are in memory, found by the end of their names."""
-
     path: Path = Path()
     files: dict[str, bytes] = field(default_factory=dict)
 

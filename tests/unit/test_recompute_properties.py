@@ -1,4 +1,4 @@
-"""Tests of random plans that recompute, offload and keep: valid, correct on every schedule, and checked."""
+"""Tests of random plans that recompute, offload and keep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of when a step is planned again, with a simulated clock: training stands still for a small share of it."""
+"""Tests of the decision to plan a step again, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -82,8 +82,6 @@ def test_time_of_steps_is_measured_again_after_an_exchange() -> None:
 
 @dataclass
 class Clock:
-    """A clock that advances only by explicit additions."""
-
     now: float = 0.0
     still: float = 0.0  # of these, training stood still
 

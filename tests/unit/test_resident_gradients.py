@@ -23,7 +23,6 @@ LAYERS = 6
 
 
 def step(layers: int = LAYERS) -> StepGraph:
-    """Return a step with one activation per layer and an update right after each gradient."""
     storages: list[Storage] = []
 
     def storage(kind: StorageKind, count: int, name: str) -> int:

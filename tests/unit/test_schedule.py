@@ -1,4 +1,4 @@
-"""Tests of the times of copies, by hand on small steps and against Python on random ones; and of tuning."""
+"""Tests of the times of copies, by hand and against a naive version, and of tuning."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ SIZE = 1 << 20
 
 
 def stack(layers: int) -> StepGraph:
-    """Return a step that makes ``layers`` activations and uses them in reverse order."""
     forward = tuple(Op(i, "forward", (), (), (i,)) for i in range(layers))
     backward = tuple(Op(layers + i, "backward", (layers - 1 - i,), (), ()) for i in range(layers))
     return StepGraph(tuple(Storage(i, SIZE, StorageKind.ACTIVATION) for i in range(layers)), forward + backward)
@@ -157,7 +156,6 @@ def test_overflow_of_a_full_home_goes_to_the_next() -> None:
 
 @st.composite
 def states(draw: st.DrawFn) -> tuple[Choices, State]:
-    """Draw a step with limited homes, and a state for its gaps that may not fit."""
     graph = draw(graphs())
     problem_ = draw(costs_for(graph))
     assume(problem_.homes)

@@ -229,7 +229,6 @@ LIMITS = settings(max_examples=examples(60), deadline=None, suppress_health_chec
 
 @st.composite
 def tasks(draw: st.DrawFn) -> Task:
-    """Draw a graph, costs with one home or two that may be small, and a plan that may not fit the homes."""
     graph = draw(graphs(max_layers=3))
     step_costs = draw(costs_for(graph))
     plan = draw(plans_for(graph, len(step_costs.homes)))

@@ -1,4 +1,4 @@
-"""Tests of pages at homes: copies do not overwrite unread pages, and a home is filled to its last page."""
+"""Tests of pages at homes: no page is overwritten unread, and homes are used to the last page."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ from outofcore.validator.step import Order
 
 
 class Fake:
-    """A home with a fixed capacity."""
-
     in_memory = True
     edges: Sequence[int] = ()
 
@@ -70,7 +68,6 @@ Task = tuple[StepGraph, Costs, Program]
 
 @st.composite
 def tasks(draw: st.DrawFn) -> Task:
-    """Draw a step, and a program that just fits its homes."""
     graph = draw(graphs(max_layers=3))
     costs = draw(costs_for(graph))
     plan = draw(plans_for(graph, len(costs.homes)))

@@ -36,7 +36,6 @@ def chain(layers: int) -> StepGraph:
 
 
 def costs(graph: StepGraph) -> Costs:
-    """Return costs without a home."""
     return Costs(tuple(OpCost(1.0) for _ in graph.ops))
 
 

@@ -26,7 +26,6 @@ MIB = 1 << 20
 
 
 def net(layers: int = 8) -> StepGraph:
-    """Return a chain of layers whose activations are saved for their backward ops."""
     storages = [Storage(i, 4 * MIB, StorageKind.ACTIVATION, f"layer{i} linear") for i in range(layers)]
     forward = [Op(i, "forward", (i - 1,) if i else (), (), (i,), module=f"layer{i}") for i in range(layers)]
     backward = [

@@ -14,7 +14,7 @@ K64 = 64 * 1024
 
 
 def graph_with_uses(*uses: int, count: int = 12) -> StepGraph:
-    """Return a graph whose op ``uses[0]`` makes storage 0 and the other ``uses`` read it; each op makes another one."""
+    """Return a graph in which op ``uses[0]`` makes storage 0 and the other ``uses`` read it."""
     storages = [Storage(0, K64, StorageKind.ACTIVATION, "x")]
     storages += [Storage(1 + i, K64, StorageKind.ACTIVATION, f"own{i}") for i in range(count)]
     ops = [Op(i, "op", (0,) * (i in uses[1:]), (), (1 + i, *((0,) * (i == uses[0])))) for i in range(count)]
@@ -81,7 +81,6 @@ def test_room_is_free_after_the_copy_or_at_once_if_clean() -> None:
 
 
 def wide(layers: int = 8) -> StepGraph:
-    """Return a chain of activations, used again in reverse order."""
     storages = [Storage(i, 4 * K64, StorageKind.ACTIVATION, f"x{i}") for i in range(layers)]
     ops = [Op(0, "first", (), (), (0,)), *(Op(i, "layer", (i - 1,), (), (i,)) for i in range(1, layers))]
     ops += [Op(layers + i, "back", (layers - 1 - i,), (), ()) for i in range(layers)]

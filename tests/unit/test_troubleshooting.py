@@ -1,4 +1,4 @@
-"""Tests that every message for users has an entry in the troubleshooting page, and every entry a message."""
+"""Tests that messages for users and entries in the troubleshooting page match."""
 
 from __future__ import annotations
 
@@ -86,7 +86,6 @@ def messages() -> Iterator[str]:
 
 
 def warnings() -> Iterator[str]:
-    """Yield the warnings in the log, anywhere in the library."""
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "warning":

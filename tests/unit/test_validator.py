@@ -82,7 +82,7 @@ def test_race_error_names_both_instructions() -> None:
 
 
 def test_reused_bytes_need_a_wait() -> None:
-    """The workspace is where the input was; a copy in to the same place would not be ordered after the run."""
+    """The workspace is where the input was; a copy in there is not ordered after the run."""
     graph = replace(GRAPH, ops=(GRAPH.ops[0], GRAPH.ops[1], Op(2, "last", (1,), (), ())))
     second = (*PROGRAM.instructions, CopyIn(4, 0), Run(2, (4,), waits=(Wait(Queue.COPY_IN, 3),)))
     reused = replace(PROGRAM, instructions=second, blocks=(*PROGRAM.blocks, Block(4, 1, 50, 5, 7, offset=150)))

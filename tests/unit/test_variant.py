@@ -33,7 +33,6 @@ class Planned:
 
     @property
     def graph(self) -> StepGraph:
-        """One op on one storage of ``need`` bytes."""
         storage = Storage(0, self.need, StorageKind.ACTIVATION)
         return StepGraph((storage,), (Op(0, "op", (), (), (0,)),))
 
@@ -74,7 +73,6 @@ class Step:
         return self.room if self.later else 0
 
     def has(self, variant: Variant) -> bool:
-        """Return whether the variant exists."""
         return self.need(variant) is not None
 
     def need(self, variant: Variant) -> int | None:
@@ -93,7 +91,6 @@ class Step:
         raise BudgetError(f"{variant} needs more", need)
 
     def later_refusal(self, variant: Variant, first: BudgetError | None = None) -> BudgetError | None:
-        """Return the refusal of later calls."""
         need = 0 if self.later is None else self.later[variant.op_bytes is not None]
         need *= 1 if variant.form is Form.LOWEST_MEMORY else 4
         return (
@@ -102,7 +99,6 @@ class Step:
 
 
 def needs(fused: int, low: int, lowest: int) -> dict[Form, int]:
-    """Return the needs of the forms, given in MiB."""
     return {Form.FUSED: fused * MIB, Form.LOW_MEMORY: low * MIB, Form.LOWEST_MEMORY: lowest * MIB}
 
 

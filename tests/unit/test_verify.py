@@ -1,4 +1,4 @@
-"""Tests of the comparisons of ``make verify``: masked output, outcomes of tests, saved files, exit status."""
+"""Tests of the comparisons of ``make verify``."""
 
 from __future__ import annotations
 

@@ -37,7 +37,6 @@ def decisions_of(graph: StepGraph, room: int, reach: float = 1.5, persist: bool 
 
 
 def chain() -> StepGraph:
-    """Return a chain of four activations, used again in reverse order."""
     forward: list[Touched] = [((), (), (0,)), *(((i - 1,), (), (i,)) for i in range(1, 4))]
     return step([(ACTIVATION, 1)] * 4, [*forward, *(((i,), (), ()) for i in reversed(range(4)))])
 

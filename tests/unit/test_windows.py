@@ -13,7 +13,6 @@ from outofcore.analysis.windows import Derivation, Window, derivation
 
 
 def addresses(window: Window) -> dict[tuple[int, ...], int]:
-    """Return the address of each element."""
     return {
         index: window.offset + sum(i * step for i, step in zip(index, window.stride, strict=True))
         for index in product(*map(range, window.shape))
@@ -21,7 +20,6 @@ def addresses(window: Window) -> dict[tuple[int, ...], int]:
 
 
 def derived_addresses(base: Window, steps: Derivation) -> dict[tuple[int, ...], int]:
-    """Return the address of each element of the derived window."""
     order = [base.stride[dim] for dim in steps.order if base.shape[dim] > 1]
     assert order == sorted(order, reverse=True)
     assert sorted(steps.order) == list(range(len(base.shape)))

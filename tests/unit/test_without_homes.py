@@ -1,4 +1,4 @@
-"""Tests of plans without homes: every budget from the smallest on has one, and more memory is never slower."""
+"""Tests of plans without homes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ _ROUNDING = 1 + 1e-9
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[StepGraph, Costs]:
-    """Draw graphs with costs and without homes."""
     graph = draw(st.one_of(deep_graphs(max_layers=9), graphs(max_layers=3)))
     return graph, replace(draw(costs_for(graph)), homes=())
 
@@ -122,7 +121,7 @@ def test_greedy_eviction_prefers_cheap_and_old_storages() -> None:
 
 
 def test_heuristic_counts_evicted_neighbours() -> None:
-    """Once x1 is evicted, recomputing x2 includes x1. So x3, which has no inputs, is next although it is younger."""
+    """Once x1 is evicted, recomputing x2 includes x1, so the younger x3 is cheaper."""
     storages = tuple(Storage(i, MIB, StorageKind.ACTIVATION, f"x{i}") for i in range(6))
     made_from = {2: (1,)}
     ops = [Op(i, "layer", made_from.get(i, ()), (), (i,)) for i in range(6)]

@@ -12,7 +12,6 @@ WINDOW = policy_of("window")
 
 
 def chain(count: int = LAYERS) -> StepGraph:
-    """Return a step that uses ``count`` weights in order, and then again in reverse order."""
     storages = tuple(Storage(i, MIB, StorageKind.PARAMETER, f"w{i}") for i in range(count))
     order = [*range(count), *reversed(range(count))]
     return StepGraph(storages, tuple(Op(n, "use", (i,), (i,), (), source=f"{n}") for n, i in enumerate(order)))

@@ -1,4 +1,4 @@
-"""Build the stub of a GPU: the libraries that PyTorch's CUDA build loads, and the replay of op results.
+"""Build the stub of a GPU: libraries for PyTorch's CUDA build, and the replay of op results.
 
     python build.py [--out FOLDER]
 
@@ -28,7 +28,7 @@ SHIM = ROOT / "src" / "outofcore" / "runtime" / "csrc" / "shim"
 
 
 class BuildError(Exception):
-    """The sources of the stub are missing, or do not compile."""
+    pass
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,7 @@ class Packages:
 
     @staticmethod
     def of_this_python() -> Packages:
-        """Return the packages of the running Python.
-
-        Raises:
-            BuildError: it has no PyTorch, or not the CUDA build.
-        """
+        """Return the packages of the running Python."""
         spec = importlib.util.find_spec("torch")
         torch = Path(next(iter(spec.submodule_search_locations or ()))) if spec is not None else None
         if torch is None or not (torch / "lib" / "libtorch_cuda.so").is_file():
@@ -77,7 +73,6 @@ class Packages:
         return Packages(torch, headers[-1].parents[1])
 
     def library(self, pattern: str) -> Path:
-        """Return the path of a CUDA library."""
         candidates = sorted((*self.cuda.glob(f"lib/{pattern}"), *self.cuda.parent.glob(f"*/lib/{pattern}")))
         if not candidates:
             raise BuildError(f"there is no {pattern} in the folder of {self.torch}")
@@ -85,11 +80,6 @@ class Packages:
 
 
 def run(command: Sequence[object]) -> str:
-    """Run a command and return its standard output.
-
-    Raises:
-        BuildError: it failed.
-    """
     process = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
     if process.returncode:
         raise BuildError(f"{' '.join(map(str, command))}\n{process.stderr.strip()[-3000:]}")
@@ -97,7 +87,6 @@ def run(command: Sequence[object]) -> str:
 
 
 def defined_names(path: Path, *flags: str) -> set[str]:
-    """Return the names that a library or an object file defines."""
     parts = [line.split() for line in run(["nm", *flags, "--defined-only", path]).splitlines()]
     return {part[2].split("@")[0] for part in parts if len(part) == 3 and part[1] in "TWiBDV"}
 
@@ -110,7 +99,6 @@ def entry_points(like: Path) -> set[str]:
 
 
 def build_library(library: Library, packages: Packages, out: Path, runtime: Path) -> None:
-    """Compile a library, add defaults for the entry points that it lacks, and link it."""
     object_file, source, defaults = (out / f"{library.name}.{end}" for end in ("o", "defaults.c", "defaults.o"))
     flags = ["-O2", "-g1", "-fPIC", "-fvisibility=hidden", f"-I{packages.cuda / 'include'}", "-idirafter", SHIM]
     run(
@@ -147,7 +135,6 @@ def build_library(library: Library, packages: Packages, out: Path, runtime: Path
 
 
 def build_replay(packages: Packages, out: Path, runtime: Path) -> None:
-    """Build the library that replays op results."""
     torch = packages.torch
     folders = [packages.cuda / "include", torch / "include", torch / "include" / "torch" / "csrc" / "api" / "include"]
     # Warnings in PyTorch's own headers are not ours.
@@ -159,7 +146,6 @@ def build_replay(packages: Packages, out: Path, runtime: Path) -> None:
 
 
 def key_of(packages: Packages) -> str:
-    """Return a hash of all inputs of a build."""
     hashed = hashlib.sha256(str(packages).encode())
     for path in (*sorted(HERE.glob("*.cpp")), *sorted(HERE.glob("*.h")), Path(__file__), packages.torch / "version.py"):
         hashed.update(path.read_bytes())
@@ -167,11 +153,7 @@ def key_of(packages: Packages) -> str:
 
 
 def build(out: Path = OUT) -> Path:
-    """Build all that is out of date and return the folder.
-
-    Raises:
-        BuildError: the build failed.
-    """
+    """Build the stub, if it is out of date, and return its folder."""
     packages = Packages.of_this_python()
     out.mkdir(parents=True, exist_ok=True)
     stamp, key = out / "built", key_of(packages)
@@ -223,7 +205,6 @@ def environment(out: Path = OUT, **settings: object) -> dict[str, str]:
 
 
 def main() -> int:
-    """Build the stub, and run a command on it if one is given."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the stub")
     parser.add_argument(

@@ -40,21 +40,15 @@ STEPS = 4
 
 
 class WrongError(Exception):
-    """A result differs from the expected one."""
+    pass
 
 
 def expect(condition: bool, message: str) -> None:
-    """Raise an error if a condition does not hold.
-
-    Raises:
-        WrongError: it does not.
-    """
     if not condition:
         raise WrongError(message)
 
 
 def stub() -> ctypes.CDLL:
-    """Return the stub, which is already loaded."""
     library = ctypes.CDLL(None)
     library.stub_count.restype = ctypes.c_uint64
     library.stub_fail_after.argtypes = (ctypes.c_int64,)
@@ -108,7 +102,6 @@ def compiled(job: Job, policy: str, home: str, near: int | None = None, steps: i
 
 
 def count_copies(step: Step, home: int) -> int:
-    """Count the copies of a step to and from a home."""
     return sum(isinstance(i, CopyIn | CopyOut) and i.home == home for i in step.planned.program.instructions)
 
 
@@ -153,7 +146,6 @@ def eager_loop(world: World, budget: int, **options: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def loop_within(budget: int, model: torch.nn.Module, **options: Any) -> Iterator[Any]:
-    """Run a loop of any model within a budget."""
     with (
         arena_of_the_whole_budget(),
         outofcore.budget(budget, model, **{"policy": None, "cache": False, **options}) as run,
@@ -162,7 +154,6 @@ def loop_within(budget: int, model: torch.nn.Module, **options: Any) -> Iterator
 
 
 def peak_of(job: Job) -> int:
-    """Return the peak bytes of an eager loop with a generous budget."""
     world = job.world(CUDA)
     with eager_loop(world, torch.cuda.get_device_properties(0).total_memory // 4) as run:
         for index in range(2):
@@ -271,7 +262,7 @@ def no_memory() -> str:
 
 
 def engines() -> str:
-    """Check that a convolution without room for its scratch memory is refused, and that cuDNN keeps its engine."""
+    """Check that a convolution without scratch memory is refused, and that cuDNN keeps its engine."""
     layer = torch.nn.Conv2d(3, 8, 3).cuda()
     x = torch.randn(4, 3, 32, 32, device="cuda")
     expected = layer(torch.zeros_like(x)).detach().cpu()
@@ -334,8 +325,6 @@ def device_error(mode: str, kernels: str = "40") -> str:
 
 
 class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """A data set for workers."""
-
     def __len__(self) -> int:
         return 64
 

@@ -1,4 +1,4 @@
-"""Count host instructions of a loop's step with room for all storages, with plain PyTorch and with outofcore.
+"""Count the host instructions of an in-core step, of plain PyTorch and of outofcore.
 
     python instructions.py [--stub FOLDER]
 
@@ -64,7 +64,6 @@ def _count(switch: str) -> None:
 
 
 def instructions(mode: str, stub: Path) -> tuple[int, str]:
-    """Return the instructions of one step, and the last line that the process prints."""
     settings = {"quiet": 1, "numbers": 0, "kernel_us": 0, "tflops": 100000, "h2d_gbs": 50, "d2h_gbs": 50}
     env = environment(stub, **settings) | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(stub / "cache")}
     with tempfile.TemporaryDirectory() as folder:
@@ -79,7 +78,6 @@ def instructions(mode: str, stub: Path) -> tuple[int, str]:
 
 
 def main() -> None:
-    """Count each mode, or take the steps of one."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--stub", type=Path, default=OUT, help="folder in which the stub is built")
     parser.add_argument("--way", choices=MODES, help=argparse.SUPPRESS)

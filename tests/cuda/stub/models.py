@@ -44,8 +44,6 @@ class Rotary(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """A block of Llama: RMS norms and a gated feed-forward layer."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.before, self.after = nn.RMSNorm(width), nn.RMSNorm(width)
@@ -60,8 +58,6 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """A small Llama."""
-
     def __init__(self, width: int = 128, layers: int = 3) -> None:
         super().__init__()
         self.words = nn.Embedding(VOCABULARY, width)
@@ -89,7 +85,6 @@ class Adapted(nn.Module):
 
 
 def adapt_llama() -> nn.Module:
-    """Return a Llama whose linear layers are frozen and adapted."""
     model = Llama()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

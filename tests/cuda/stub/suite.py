@@ -35,7 +35,7 @@ _NOT_COMPUTED = re.compile(r"^replay: .* failed", re.MULTILINE)
 
 
 def lazy(seed: int) -> dict[str, object]:
-    """Return the settings for streams that run their work as late, as early or as oddly as their order allows."""
+    """Return the settings for streams that run their work in the oddest valid order."""
     return {"mode": "lazy", "seed": seed, "poison": 1}
 
 
@@ -66,20 +66,17 @@ class Case:
 
     @property
     def title(self) -> str:
-        """Return its name, with the order of the streams."""
         mode = self.order.get("mode", "inline")
         return f"{self.group}: {self.name}, {mode} {self.order.get('seed', '')}".rstrip()
 
 
 def tests(name: str, selection: str, order: Mapping[str, object], *files: str) -> Case:
-    """Return a case of some tests marked ``cuda``."""
     paths = [f"tests/cuda/{file}" for file in files]
     command = ("-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", "-m", "cuda", *paths, "-k", selection)
     return Case("tests", name, command, order, 600)
 
 
 def case(group: str, case_name: str, order: Mapping[str, object], limit: int = 300, **options: object) -> Case:
-    """Return a case of ``cases.py``."""
     arguments = tuple(f"{name}={value}" for name, value in options.items())
     words = " ".join("amp" if name == "amp" else str(value) for name, value in options.items())
     name = words if case_name == group else f"{case_name} {words}".strip()
@@ -154,8 +151,6 @@ def cases() -> list[Case]:
 
 @dataclass
 class Suite:
-    """A run of cases, and their results."""
-
     out: Path
     built: Path
     lines: list[str] = field(default_factory=list[str])
@@ -185,7 +180,6 @@ class Suite:
             log.close()
 
     def report(self, good: bool, title: str, seconds: float, text: str) -> None:
-        """Print a result, and keep it for the summary."""
         line = f"{'ok' if good else '!!'} {title}, {seconds:.0f} s: {text}"
         with self._lock:
             self.failed |= not good
@@ -193,7 +187,6 @@ class Suite:
             print(line, flush=True)
 
     def try_case(self, case_: Case) -> None:
-        """Run a case to its end."""
         command, visit_folder = list(case_.command), self.out / f"visit-{case_.name.replace(' ', '-')}"
         if case_.group == "visit":
             shutil.rmtree(visit_folder, ignore_errors=True)
@@ -308,7 +301,6 @@ def forget_measurements(cache: Path) -> None:
 
 
 def select_cases(only: str) -> Iterator[Case]:
-    """Yield the cases of some groups, or all."""
     groups = [name.strip() for name in only.split(",") if name.strip()]
     for case_ in cases():
         if not groups or case_.group in groups:

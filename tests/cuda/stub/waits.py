@@ -49,7 +49,6 @@ HEADER = "device_cuda.h"
 
 
 def report(number: int, wait: str, noticed: str) -> None:
-    """Print the result of one removal."""
     print(f"{MARK}{json.dumps({'number': number, 'wait': wait, 'noticed': noticed})}", flush=True)
 
 
@@ -131,7 +130,6 @@ def without_host_waits() -> Iterator[None]:
 
 
 def kinds(home: str) -> list[WaitFilter]:
-    """Return the kinds of waits with such a home."""
     if home == "host":
         streams = [Stream.COMPUTE, Stream.COPY_OUT, Stream.COPY_IN]
         around = streams[1:]
@@ -149,7 +147,6 @@ def kinds(home: str) -> list[WaitFilter]:
 
 
 def of_compiled(first: int, only: int | None) -> None:
-    """Train without each kind in turn."""
     job = Job("mlp")
     losses, state = eager(job.world(CUDA), STEPS)
     cases: list[tuple[str, str, AbstractContextManager[object]]] = []
@@ -276,7 +273,6 @@ OWN = {"ahead": (ahead, lambda: Dense().cuda()), "aside": (aside, lambda: Dense(
 
 
 def run_on_demand(name: str, budget: int, *, stress: bool = False) -> tuple[Trained, Any]:
-    """Run one of the loops on demand."""
     with arena_of_the_whole_budget():
         return trained(*LOOPS[name], adamw, budget, stress=stress, policy=None, cache=False)
 

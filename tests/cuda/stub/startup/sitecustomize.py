@@ -26,7 +26,6 @@ class _AfterImport:
         self._then = then
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> object:
-        """Find a module as importers do."""
         then = self._then.pop(name, None)
         if then is None:
             return None
