@@ -43,7 +43,7 @@ _FILE = 1 << 60
 
 
 class RaceError(Exception):
-    """Two accesses to the same bytes are unordered."""
+    pass
 
 
 @dataclass
@@ -77,16 +77,11 @@ class FakeCuda:
     """The double, as an ``interface.Driver``.
 
     Attributes:
-        seed: of the durations.
-        bytes_per_s: of copies, in each direction.
         shared: factor of a copy's time while one runs in the other direction.
-        witness: whether races raise.
         waits_on_host: whether the end of a step waits for the device if the host asks for it. If not, steps follow each
             other directly, as when all state stays on the device.
         drop: numbers of the calls of ``wait`` to ignore.
-        failing: whether transfers fail as on a full disk.
         buffers: bytes and number of staging buffers: small, so that they are reused often in a small step.
-        tapes: the number of tapes created.
         news: by the number of a call of ``wait``, whether it advanced the clock of its stream.
     """
 
@@ -322,8 +317,6 @@ def _join(a: _Clock, b: _Clock) -> _Clock:
 
 
 class FakeBackend:
-    """The double as a backend, with the alignment of CUDA."""
-
     flavor = Flavor.CPU
     alignment = 512
     warms_up = False

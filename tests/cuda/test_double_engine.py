@@ -118,8 +118,6 @@ def test_device_failure_is_reported_and_later_calls_are_refused(silent: bool) ->
 
 @dataclass
 class Pinning(FakeCuda):
-    """A double that treats the caller's memory as pinned."""
-
     awaited: int = 0
 
     def pinned(self, source: torch.Tensor) -> torch.Tensor:

@@ -58,8 +58,6 @@ def _deterministic() -> Iterator[None]:
 
 
 class Delayed(CudaDriver):
-    """A device with random delays on some streams."""
-
     def __init__(self, device: torch.device, seed: int, slow: frozenset[Stream]) -> None:
         super().__init__(device)
         self._random = random.Random(seed)

@@ -105,7 +105,6 @@ WORLDS: dict[str, Callable[[torch.device], World]] = {"dense": dense, "convoluti
 
 
 def eager(world: World, steps: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the losses and the final state of plain PyTorch."""
     torch.manual_seed(1)
     losses = [world.step(*world.batch(index)).detach().cpu() for index in range(steps)]
     return losses, world.state()

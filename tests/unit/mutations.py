@@ -157,7 +157,6 @@ def wrong_version(graph: StepGraph, program: Program, random: Random | None = No
 
 
 def wrong_home(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
-    """Let a copy use another home, with adjusted waits."""
     for index in _shuffle(list(range(len(program.instructions))), random):
         instruction = program.instructions[index]
         if not isinstance(instruction, Run):
@@ -282,7 +281,6 @@ def shrink_block(graph: StepGraph, program: Program, random: Random | None = Non
 
 
 def wrong_again(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
-    """Mark a first run as a rerun, or a rerun as the first."""
     for index in _shuffle(list(range(len(program.instructions))), random):
         run = program.instructions[index]
         if isinstance(run, Run):

@@ -102,8 +102,6 @@ def naive_program(
     """Return a valid, placed program.
 
     Args:
-        graph: the step.
-        costs: gives the workspaces; None: no workspaces.
         resident: persistent storages that stay on the device for the whole step and from step to step.
         partial: persistent storages whose block wraps, but is released between two uses in the step.
         recompute: storages that are recomputed before their next use instead of being copied out, where possible.
@@ -190,7 +188,6 @@ def _leave(builder: _Builder, storage: int) -> None:
 
 
 def _return(builder: _Builder, storage: int) -> None:
-    """Copy a partly wrapping storage back into its block, before its last use."""
     number = next(b.id for b in builder.blocks if b.wraps and b.storage == storage)
     version = builder.home[storage]
     assert version is not None

@@ -77,7 +77,6 @@ class Remainder:
 
 
 def _readers(choices: Choices, content: int) -> list[int]:
-    """Return the ops before which recomputation reads a content that it does not make."""
     chains = choices.chains.items()
     return sorted(at for at, chain in chains if content in chain.links.seen - chain.links.made)
 
@@ -113,8 +112,6 @@ def schedule(base: Choices, state: State, slack: float, passes: int) -> Schedule
 
 @dataclass
 class _Walk:
-    """One pass through the step, with the times of the previous pass."""
-
     remainder: Remainder
     choice: Ints
     reserved: Ints  # bytes that copies in reserve for copies out, by op

@@ -67,8 +67,6 @@ Span = tuple[str, int, int, int]  # ("block", id, begin, end) | ("home", storage
 
 
 def accesses(graph: StepGraph, program: Program, index: int) -> Iterator[tuple[Span, bool]]:
-    """Yield the spans that an instruction accesses, and whether it writes them."""
-
     def span(number: int) -> Span:
         block = program.blocks[number]
         return ("block", number, block.offset, block.offset + block.bytes)

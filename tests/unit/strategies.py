@@ -234,7 +234,6 @@ def costs_for(draw: st.DrawFn, graph: StepGraph) -> Costs:
 
 
 def budgets_for(graph: StepGraph, costs: Costs) -> st.SearchStrategy[int]:
-    """Draw budgets from half of the largest op's need to the sum of all storages."""
     size = [s.bytes for s in graph.storages]
     max_need = max(
         sum(size[s] for s in op.touched) + cost.workspace_bytes for op, cost in zip(graph.ops, costs.ops, strict=True)

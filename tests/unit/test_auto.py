@@ -62,7 +62,6 @@ OFF = {
 
 
 def stack(layers: int) -> StepGraph:
-    """Return a step that makes ``layers`` activations and uses them in reverse order."""
     forward = tuple(Op(i, "forward", (), (), (i,)) for i in range(layers))
     backward = tuple(Op(layers + i, "backward", (layers - 1 - i,), (), ()) for i in range(layers))
     return StepGraph(tuple(Storage(i, SIZE, StorageKind.ACTIVATION) for i in range(layers)), forward + backward)
@@ -78,7 +77,6 @@ def home(seconds: float, capacity: int | None = None) -> Home:
 
 
 def chain(layers: int) -> StepGraph:
-    """Return a chain of activations, used again in reverse order."""
     ops = [Op(0, "layer", (), (), (0,))]
     ops += [Op(i, "layer", (i - 1,), (), (i,)) for i in range(1, layers)]
     ops += [Op(layers + i, "back", (layers - 1 - i,), (), ()) for i in range(layers)]

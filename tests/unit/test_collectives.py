@@ -35,7 +35,6 @@ W, X, A, G, H, LOSS = range(6)
 
 
 def step() -> StepGraph:
-    """Return a step that sums one gradient while it computes a second one, and then updates."""
     storages = (
         Storage(W, 4096, StorageKind.PARAMETER, "weight"),
         Storage(X, 4096, StorageKind.INPUT, "input"),

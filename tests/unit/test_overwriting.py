@@ -22,7 +22,6 @@ X, W, G, A, B, LOSS = range(6)
 
 
 def step() -> StepGraph:
-    """Return a step that clears a gradient, accumulates into it, and leaves it for the next step."""
     storages = (
         Storage(X, 2 * K64, StorageKind.INPUT, "x"),
         Storage(W, 2 * K64, StorageKind.PARAMETER, "w"),

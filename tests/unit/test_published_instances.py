@@ -31,7 +31,6 @@ class _Stored(Clone):
 
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch) -> type[SimpleNamespace]:
-    """Define MONeT's node class, importable for pickle during a test."""
     node_class = type("Node", (SimpleNamespace,), {"__module__": "monet.solver_info"})
     for name in ("monet", node_class.__module__):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))

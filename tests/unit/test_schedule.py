@@ -40,7 +40,6 @@ def costs(graph: StepGraph, *homes: Home) -> Costs:
 
 
 def home(seconds: float, capacity: int | None = None) -> Home:
-    """Return a home to and from which one storage takes ``seconds``."""
     return Home(f"{seconds} s", capacity, SIZE / seconds, SIZE / seconds)
 
 
@@ -54,7 +53,6 @@ def all_resident(problem_case: Problem) -> Choices:
 
 
 def state_with(problem_case: Problem, homes: dict[int, int]) -> State:
-    """Return the state in which these storages are offloaded to these homes, and all others stay."""
     choices = all_resident(problem_case)
     return State(
         choices.kind, choices.fetch, array("q", [homes.get(info.gap.storage, KEPT) for info in problem_case.gaps])

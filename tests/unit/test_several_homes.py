@@ -34,7 +34,6 @@ A, B, W = 0, 1, 2
 
 
 def step() -> StepGraph:
-    """Return a step of two activations used at both ends, and a parameter that changes in the middle."""
     ops = (
         Op(0, "make a", (), (), (A,)),
         Op(1, "make b", (), (), (B,)),

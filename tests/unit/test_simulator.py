@@ -198,7 +198,6 @@ def test_every_simulated_program_is_consistent(case: tuple[StepGraph, Costs, Pro
 
 
 def _queues_and_waits_hold(program: Program, timeline: Timeline) -> None:
-    """Check that each instruction starts exactly when its queue is free and its last wait is over."""
     ends: dict[Queue, list[float]] = {queue: [0.0] for queue in Queue}
     for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):
         queue = queue_of(instruction)

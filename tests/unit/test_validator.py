@@ -93,7 +93,6 @@ def test_reused_bytes_need_a_wait() -> None:
 
 
 def test_reused_bytes_are_checked_across_partial_overlaps() -> None:
-    """The new block overlaps the ends of two former blocks; both may still be in use."""
     graph = replace(GRAPH, ops=(GRAPH.ops[0], GRAPH.ops[1], Op(2, "last", (1,), (), ())))
     second = (
         *PROGRAM.instructions,
@@ -138,7 +137,6 @@ def test_bytes_around_a_new_block_keep_their_history() -> None:
 
 
 def test_write_waits_for_readers_of_the_block() -> None:
-    """The parameter stays on the device, and is copied out before an op changes it."""
     graph = StepGraph(
         (Storage(0, 8, StorageKind.PARAMETER, "weight"),),
         (Op(0, "update", (0,), (0,), ()),),
@@ -186,7 +184,6 @@ def test_storage_named_twice_is_written_once() -> None:
 
 
 def test_home_slots_need_waits_both_ways() -> None:
-    """The parameter is copied home, and fetched into another block for another use."""
     graph = replace(GRAPH, ops=(*GRAPH.ops, Op(2, "look", (0,), (), ())))
     instructions = (
         *PROGRAM.instructions,
@@ -319,7 +316,6 @@ def test_permanent_wrapping_blocks() -> None:
 
 
 def test_wrapping_blocks_with_an_eviction() -> None:
-    """The parameter is evicted after its first use, and fetched for its last."""
     blocks = (Block(0, 0, 8, 3, 2, True, 0), Block(1, 1, 8, 0, 0, True, 8))
     program = Program(
         (

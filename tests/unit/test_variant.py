@@ -25,8 +25,6 @@ from outofcore.variant import (
 
 @dataclass(frozen=True)
 class Planned:
-    """A planned variant with a fixed need."""
-
     variant: Variant
     need: int
     seconds: float = 1.0
@@ -50,13 +48,9 @@ class Step:
     """A step whose split ops need half of their bytes on top, down to a floor.
 
     Attributes:
-        whole: bytes that each form needs.
-        room: bytes of the arena.
         floor: bytes that every split needs at least; None: the ops cannot be split.
-        seconds: of a step, whole and split.
         later: bytes that later calls need in the lowest-memory form, whole and with split ops; None: the same as the
             first call. In other forms they need four times as much.
-        tried: the variants that were planned, in order.
     """
 
     whole: dict[Form, int]

@@ -36,11 +36,8 @@ class Library:
     """A library that the stub replaces.
 
     Attributes:
-        source: C++ file of this folder.
-        name: of the library, as PyTorch loads it.
         like: library or header with the entry points to export.
         versioned: whether its symbols have its name as their version.
-        flags: of the compiler.
     """
 
     source: str
@@ -52,14 +49,11 @@ class Library:
 
 @dataclass(frozen=True)
 class Packages:
-    """The folders of PyTorch and of CUDA's packages."""
-
     torch: Path
     cuda: Path  # with include/ and lib/
 
     @staticmethod
     def of_this_python() -> Packages:
-        """Return the packages of the running Python."""
         spec = importlib.util.find_spec("torch")
         torch = Path(next(iter(spec.submodule_search_locations or ()))) if spec is not None else None
         if torch is None or not (torch / "lib" / "libtorch_cuda.so").is_file():
@@ -92,7 +86,6 @@ def defined_names(path: Path, *flags: str) -> set[str]:
 
 
 def entry_points(like: Path) -> set[str]:
-    """Return the entry points that a library has or a header declares."""
     if like.suffix == ".h":
         return set(re.findall(r"\b(cu[A-Z]\w+)\s*\(", like.read_text(encoding="utf-8", errors="replace")))
     return {name for name in defined_names(like, "-D") if re.match(r"_*cu", name)}
@@ -153,7 +146,6 @@ def key_of(packages: Packages) -> str:
 
 
 def build(out: Path = OUT) -> Path:
-    """Build the stub, if it is out of date, and return its folder."""
     packages = Packages.of_this_python()
     out.mkdir(parents=True, exist_ok=True)
     stamp, key = out / "built", key_of(packages)

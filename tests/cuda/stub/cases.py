@@ -182,7 +182,6 @@ def loop(model: str, update: str = "foreach", amp: str = "", share: str = "0.6",
 
 
 def races(mode: str, steps: str = "1000") -> str:
-    """Train enough steps for races to show, and check every bit."""
     job, count, begin = Job("mlp", "fused"), int(steps), time.monotonic()
     losses, state = eager(job.world(CUDA), count)
     plain_s = time.monotonic() - begin

@@ -26,7 +26,6 @@ WARM_UP, STEPS = 8, 2
 
 
 def take_steps(mode: str) -> None:
-    """Take steps; count the instructions of the last ones."""
     from unittest import mock
 
     import torch

@@ -101,7 +101,6 @@ class Job:
     Attributes:
         model: a name in ``MODELS``.
         update: "foreach", "fused" or "one", of AdamW; "momentum".
-        amp: whether to use autocast to bfloat16.
     """
 
     model: str

@@ -40,7 +40,6 @@ def lazy(seed: int) -> dict[str, object]:
 
 
 def threads(seed: int, pause_us: int = 300) -> dict[str, object]:
-    """Return the settings for one thread per stream, with pauses."""
     return {"mode": "threads", "seed": seed, "poison": 1, "delay_us": pause_us}
 
 
@@ -49,11 +48,7 @@ class Case:
     """A process of the suite.
 
     Attributes:
-        group: for ``--only``.
-        name: within the group.
-        command: arguments of Python.
         order: settings of the stub.
-        limit: seconds.
         names: for a visit with a planted fault: patterns of the failures that its summary must name.
     """
 
@@ -84,13 +79,11 @@ def case(group: str, case_name: str, order: Mapping[str, object], limit: int = 3
 
 
 def visit(name: str, order: Mapping[str, object], parts: str, *names: str) -> Case:
-    """Return a case that rehearses the visit to a GPU."""
     command = ("tools/gpu_visit.py", "--patience", "8", "--small", "--parts", parts)
     return Case("visit", name, command, order, 3000, names)
 
 
 def cases() -> list[Case]:
-    """Return all cases except the waits."""
     compiled = "delayed or disk or (bits and offload and not device and not replay)"
     steps = [
         case("bits", "bits", lazy(1), model="resnet50", update="momentum"),
@@ -160,7 +153,6 @@ class Suite:
     def run(
         self, title: str, command: Sequence[str], order: Mapping[str, object], limit: float
     ) -> tuple[Outcome, Path]:
-        """Run a process on the stub, with its output in a log file."""
         path = self.out / f"{re.sub(r'[^a-z0-9]+', '-', title.lower()).strip('-')}.log"
         log = Log(path)
         env = environment(self.built, quiet=1, **order)

@@ -63,8 +63,6 @@ class WaitFilter:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Leave the waits out in this context."""
-
         def track(name: str) -> Callable[..., Any]:
             original = getattr(engine.CudaEngine, f"_{name}")
 
@@ -220,7 +218,6 @@ def add_switches(header: str) -> tuple[str, list[str]]:
 
 @contextmanager
 def load_switched_paging() -> Iterator[tuple[ctypes.c_ulonglong, list[str]]]:
-    """Build and load the native code with those switches."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "csrc" / "follow"
         shutil.copytree(CSRC, copy.parent)

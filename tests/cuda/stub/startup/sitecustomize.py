@@ -50,7 +50,6 @@ def _install(torch: types.ModuleType) -> None:
 
 
 def _plant_hog(torch: types.ModuleType) -> None:
-    """Take unplanned device memory when a measurement of memory begins."""
     begin, hogs = torch.cuda.reset_peak_memory_stats, []
 
     def reset_peak_memory_stats(*options: object) -> None:
