@@ -172,7 +172,7 @@ def test_attempts_spare_twice_as_much_for_each_repeated_plan() -> None:
         assert tried.spared.max() == times * 8192
 
 
-def test_block_beyond_the_budget_is_evicted_on_retry() -> None:
+def test_block_across_the_budget_is_evicted_on_retry() -> None:
     """Two of four blocks fit, one sticks out by three quarters, and one is above the budget entirely."""
     graph = stack(4)
     step_costs = costs(graph, home(1.0))

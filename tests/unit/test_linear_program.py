@@ -47,7 +47,7 @@ def test_ops_imply_each_other_only_within_a_span() -> None:
 
 
 def test_op_with_enough_room_for_ending_storages_is_implied() -> None:
-    """Storage 0 ends at op 1, so that op 0 is implied only if op 1 has as much room."""
+    """Storage 0 has 3 bytes and ends at op 1: op 0 is implied if it has 3 bytes more room than op 1."""
     assert binding_ops([9, 6], [(3, [(0, 1)]), (4, [(0, 2)])]) == [1]
     assert binding_ops([9, 7], [(3, [(0, 1)]), (4, [(0, 2)])]) == [0, 1]
 

@@ -142,7 +142,7 @@ def test_fields_are_checked_at_construction() -> None:
             make()
 
 
-def test_object_without_a_plan_method_is_refused() -> None:
+def test_non_policy_object_is_refused() -> None:
     for candidate, message in ((3, "must be a name"), (Window, r"give an instance: Window\(\)")):
         with pytest.raises(InputError, match=message):
             policy_of(candidate)  # type: ignore[arg-type]

@@ -96,7 +96,7 @@ def test_dead_storage_frees_its_room_once_its_copy_is_done() -> None:
     assert decisions_of(graph, 4, persist=False) == [(0, 1, 4, 2, 4)]
 
 
-def test_storage_is_evicted_before_an_overwriting_use() -> None:
+def test_room_is_free_before_an_overwriting_use() -> None:
     # s0 is read by op 0 and overwritten by op 3; op 1 in between makes s1, which needs all the room.
     ops: list[Touched] = [((0,), (), ()), ((), (), (1,)), ((1,), (), ()), ((), (0,), ()), ((0,), (), ())]
     graph = step([(BUFFER, 2), (ACTIVATION, 3)], ops)
