@@ -62,13 +62,13 @@ def test_row_of_ops_switches_axis_together() -> None:
 
 
 def test_op_stays_whole_only_to_copy_less() -> None:
-    uses = {0: [Uses(((7, 0, 10),)), Uses(((7, WHOLE, 10),), copied_bytes=2)]}
+    uses = {0: [Uses(((7, 0, 10),)), Uses(((7, WHOLE, 10),), copied=2)]}
     assert agreed(uses, {7: 5}, set(), {7}) == {0: 1}
     assert agreed(uses, {7: 1}, set(), {7}) == {0: 0}
 
 
 def test_storage_cut_along_several_axes_is_copied_by_each_op() -> None:
-    uses = {0: [along(0, 7)], 1: [along(0, 7)], 2: [Uses(((7, 1, 10),)), Uses(((7, 0, 10),), copied_bytes=15)]}
+    uses = {0: [along(0, 7)], 1: [along(0, 7)], 2: [Uses(((7, 1, 10),)), Uses(((7, 0, 10),), copied=15)]}
     assert agreed(uses, {}, set(), single={7})[2] == 0  # the third copies its own
     assert agreed(uses, {}, set(), single=set())[2] == 1  # the two ops before it would copy, too
 

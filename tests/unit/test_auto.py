@@ -197,9 +197,8 @@ def test_plans_come_best_first_and_list_their_candidates(caplog: pytest.LogCaptu
     step_costs = costs(graph, home(3.0))
     with caplog.at_level(logging.DEBUG, logger="outofcore.planning"):
         plans = list(plans_of_step(graph, step_costs, 5 * SIZE, params=BRIEF))
-    values = [
-        worth(step_costs, planned) for planned in plans[:-1]
-    ]  # the last plan offloads all storages, as a last resort
+    # The last plan is a last resort: it offloads all storages.
+    values = [worth(step_costs, planned) for planned in plans[:-1]]
     assert len(plans) > 1
     assert values[0] == min(values)
     for planned in plans:

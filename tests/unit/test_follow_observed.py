@@ -154,9 +154,8 @@ def test_departures_give_their_reasons() -> None:
         "2 on"
     )
     assert memory_text == "aten::linear needed more memory than planned: 1.00 MiB left that were to stay"
-    assert departure_marks(observation) == (
-        (4.0, "left the plan", op_text),
-    )  # the second departure was in another step
+    # The second departure was in another step.
+    assert departure_marks(observation) == ((4.0, "left the plan", op_text),)
 
     def text(cause: Cause, expected: str, actual: str, back: int = -1) -> str:
         return Departure(0, 0, 0.0, cause, expected, actual, MIB, 4, back).text
