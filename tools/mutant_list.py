@@ -237,7 +237,7 @@ MUTANTS = (
         "spare[home].append(SlotPiece(piece.offset + used - PAGE_BYTES, piece.bytes - used))",
         "Two slots of a home share a page when one reuses a part of another's space.",
         (
-            "tests/unit/test_slots.py::test_slots_that_divide_the_room_of_another_share_no_page",
+            "tests/unit/test_slots.py::test_slots_in_a_freed_slot_share_no_page",
             "tests/torch_cpu/test_tiers.py",
         ),
     ),
@@ -393,7 +393,7 @@ MUTANTS = (
         "leave.append((record.places[decision.release_by % op_count] % record_ops, gap.storage))",
         "leave.append(((record.places[decision.release_by % op_count] - 1) % record_ops, gap.storage))",
         "An eager loop may evict a storage one op too early.",
-        ("tests/unit/test_follow_records.py::test_exactly_what_a_plan_says",),
+        ("tests/unit/test_follow_records.py::test_schedule_follows_the_plan_exactly",),
     ),
     Mutant(
         "page-map-of-first-page-alone",

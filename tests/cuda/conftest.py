@@ -1,4 +1,4 @@
-"""No test reads or changes the measurements that the user keeps."""
+"""Keep the measurement cache of the user out of the tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outofcore.runtime.native import Flavor, load_native
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _a_cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _separate_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     flavor = Flavor.CUDA if torch.cuda.is_available() else Flavor.CPU
     with private_cache(tmp_path_factory, (load_native, functools.partial(load_paging, flavor))):
         yield

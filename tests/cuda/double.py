@@ -1,12 +1,11 @@
-"""A double of a CUDA device: streams as queues under a virtual clock, memory with poison, and a witness of every race.
+"""A test double of a CUDA device, with a virtual clock, poisoned memory and a race detector.
 
-Nothing runs when it is issued. When the step ends, the queues are worked off in the order in which a device might
-have done so, drawn from a seed: an op happens at its start, a copy poisons its target at its start and reads its
-source at its end. So what is used before it arrives, or overwritten before it has left, shows in the numbers.
+Work does not run when it is issued. When the step ends, the queues run in an order that a device might have chosen,
+drawn from a seed. An op runs at its start; a copy poisons its target at its start and reads its source at its end. So a
+read before arrival, or a write before departure, changes the numbers.
 
-That would be luck for any one seed. The witness needs none: it keeps vector clocks (Lamport's happened-before, as race
-detectors for threads do) and raises as soon as two accesses to the same bytes, one of them a write, are not put in
-order by marks.
+A single seed may miss such an error. The race detector does not: it keeps vector clocks (Lamport's happened-before) and
+raises when marks do not order two accesses to the same bytes, one of them a write.
 """
 
 from __future__ import annotations
@@ -33,39 +32,35 @@ from outofcore.runtime.homes import HomeStore
 from outofcore.runtime.memory import Region, map_anonymous, tensor_over
 from outofcore.runtime.native import Flavor
 
-POISON = 0xFF  # as a floating-point number: not a number
+POISON = 0xFF  # NaN as a floating-point number
 OP_SECONDS = 1e-4
 
 _Span = tuple[int, int, bool]  # first byte, end, whether it is written
 _Clock = tuple[int, ...]  # by stream
-_NOTHING: _Clock = (0,) * len(Stream)
-# Bytes of a file have addresses as well: beyond all of memory.
+_ZERO: _Clock = (0,) * len(Stream)
+# Bytes of a file have addresses beyond all memory.
 _FILE = 1 << 60
 
 
 class RaceError(Exception):
-    """Two accesses to the same bytes are in no order."""
+    pass
 
 
 @dataclass
 class FakeMark:
-    """A mark of the double."""
-
-    item: _Item | None = None  # where it was recorded last
-    clock: _Clock = _NOTHING
+    item: _Item | None = None  # its last record
+    clock: _Clock = _ZERO
 
 
 @dataclass
 class _Item:
-    """Something on a queue."""
-
     stream: Stream
     seconds: float = 0.0
     after: _Item | None = None  # of another queue
     begin: Callable[[], object] | None = None
     end: Callable[[], object] | None = None
     started: float | None = None
-    done: float | None = None
+    ended: float | None = None
 
 
 @dataclass(frozen=True)
@@ -74,25 +69,20 @@ class _Access:
     end: int
     writes: bool
     number: int
-    what: str
+    label: str
 
 
 @dataclass
 class FakeCuda:
-    """See the module; as ``interface.Driver`` has it.
+    """The double, as an ``interface.Driver``.
 
     Attributes:
-        seed: decides how long everything takes.
-        bytes_per_s: of copies, either way.
-        shared: what a copy is slowed down by one the other way; 1: not at all.
-        witness: whether races are raised.
-        waits_on_host: whether the end of a step waits for the device where the host asks for it. Without, steps follow
-            each other unhindered, as where everything stays on the device.
-        drop: numbers of the calls of ``wait`` that are left undone.
-        failing: whether transfers fail as they do on a full disk.
-        buffers: bytes of a staging buffer, and how many: so that they change hands often in a small step.
-        tapes: that were made.
-        news: by the number of a call of ``wait``, whether its stream learnt anything from it.
+        shared: factor of a copy's time while one runs in the other direction.
+        waits_on_host: whether the end of a step waits for the device if the host asks for it. If not, steps follow each
+            other directly, as when all state stays on the device.
+        drop: numbers of the calls of ``wait`` to ignore.
+        buffers: bytes and number of staging buffers: small, so that they are reused often in a small step.
+        news: by the number of a call of ``wait``, whether it advanced the clock of its stream.
     """
 
     seed: int = 0
@@ -108,7 +98,7 @@ class FakeCuda:
     advanced_clock: dict[int, bool] = field(default_factory=dict)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _queues: dict[Stream, deque[_Item]] = field(default_factory=lambda: {s: deque() for s in Stream})
-    _clocks: dict[Stream, _Clock] = field(default_factory=lambda: dict.fromkeys(Stream, _NOTHING))
+    _clocks: dict[Stream, _Clock] = field(default_factory=lambda: dict.fromkeys(Stream, _ZERO))
     _accesses: dict[Stream, list[_Access]] = field(default_factory=lambda: {s: [] for s in Stream})
     _free: dict[Stream, float] = field(default_factory=lambda: dict.fromkeys(Stream, 0.0))
     _bound: BoundProgram | None = None
@@ -134,12 +124,12 @@ class FakeCuda:
                 queue.clear()
             raise
         finally:
-            self._bound = None  # it would keep the arena's memory
+            self._bound = None  # a reference would keep the memory of the arena
 
     def launch(self, run: BoundRun | None, call: Callable[[], object], stream: Stream = Stream.COMPUTE) -> None:
         if run is not None and self._bound is not None:
             self._touch(stream, self._spans(run.index), f"op {run.op}")
-        self._put(_Item(stream, OP_SECONDS * self._random.uniform(0.2, 2), begin=call))
+        self._enqueue(_Item(stream, OP_SECONDS * self._random.uniform(0.2, 2), begin=call))
 
     def make_launcher(self, run: BoundRun, call: Callable[[], object], stream: Stream) -> Callable[[], object]:
         return functools.partial(self.launch, run, call, stream)
@@ -150,7 +140,7 @@ class FakeCuda:
         writes = (target.data_ptr(), target.data_ptr() + target.numel(), True)
         self._touch(stream, [reads, writes], f"copy {index}")
         seconds = target.numel() / self.bytes_per_s
-        self._put(_Item(stream, seconds, begin=lambda: target.fill_(POISON), end=lambda: target.copy_(source)))
+        self._enqueue(_Item(stream, seconds, begin=lambda: target.fill_(POISON), end=lambda: target.copy_(source)))
 
     def copy_user_memory(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
         self.copy(stream, index, target, source)
@@ -182,7 +172,7 @@ class FakeCuda:
         assert stream in (Stream.WRITE, Stream.READ)
         assert memory.data_ptr() % 4096 == memory.numel() % 4096 == offset % 4096 == 0
         writes, count = stream is Stream.WRITE, memory.numel()
-        # A file has its offset for an address, and this many pages for its bytes.
+        # The address of a byte in a file is its offset.
         spans = [(_FILE + offset, _FILE + offset + count, writes)]
         spans.append((memory.data_ptr(), memory.data_ptr() + count, not writes))
         self._touch(stream, spans, f"transfer {index}")
@@ -197,7 +187,7 @@ class FakeCuda:
                 self._failures.append(error)
 
         begin = None if writes else functools.partial(memory.fill_, POISON)
-        self._put(_Item(stream, count / self.bytes_per_s * self._random.uniform(0.5, 3), begin=begin, end=end))
+        self._enqueue(_Item(stream, count / self.bytes_per_s * self._random.uniform(0.5, 3), begin=begin, end=end))
 
     def create_mark(self, *, timed: bool = False) -> FakeMark:
         return FakeMark()
@@ -205,26 +195,26 @@ class FakeCuda:
     def record(self, stream: Stream, mark: FakeMark) -> None:
         mark.item = _Item(stream)
         mark.clock = self._clocks[stream]
-        self._put(mark.item)
+        self._enqueue(mark.item)
 
     def wait(self, stream: Stream, mark: FakeMark) -> None:
         number = self.waits
         self.waits += 1
-        self.advanced_clock[number] = _later(self._clocks[stream], mark.clock) != self._clocks[stream]
+        self.advanced_clock[number] = _join(self._clocks[stream], mark.clock) != self._clocks[stream]
         if number in self.drop or mark.item is None:
             return
-        self._clocks[stream] = _later(self._clocks[stream], mark.clock)
-        self._put(_Item(stream, after=mark.item))
+        self._clocks[stream] = _join(self._clocks[stream], mark.clock)
+        self._enqueue(_Item(stream, after=mark.item))
 
     def seconds(self, start: FakeMark, end: FakeMark) -> float:
         self._drain()
-        return end.item.done - start.item.done
+        return end.item.ended - start.item.ended
 
     def finish(self, *, host: bool) -> None:
         if host and self.waits_on_host:
             self.synchronize()
         else:
-            # The test looks at the results at once; the order of the streams is as if the host had gone on.
+            # The test reads the results at once; the streams stay ordered as if the host had gone on.
             self._drain()
         self._check()
 
@@ -237,7 +227,7 @@ class FakeCuda:
         if self.waits_on_host:
             reached = self._clocks[Stream.COMPUTE]
             for clock in self._clocks.values():
-                reached = _later(reached, clock)
+                reached = _join(reached, clock)
             self._clocks = dict.fromkeys(Stream, reached)
             for accesses in self._accesses.values():
                 accesses.clear()
@@ -264,24 +254,24 @@ class FakeCuda:
             spans.append((program.blocks[instruction.workspace], True))
         return [(self._base + b.offset, self._base + b.offset + b.bytes, writes) for b, writes in spans]
 
-    def _touch(self, stream: Stream, spans: Sequence[_Span], what: str) -> None:
+    def _touch(self, stream: Stream, spans: Sequence[_Span], label: str) -> None:
         if self._bound is None:
             return
         clock = self._clocks[stream]
         number = clock[stream] + 1
-        for other_stream, accesses in self._accesses.items():
-            # Those of a stream are in order: before what the clock knows there is nothing new.
-            for other in reversed(accesses if self.witness and other_stream is not stream else []):
-                if other.number <= clock[other_stream]:
+        for accessing_stream, accesses in self._accesses.items():
+            # The accesses of a stream are in order: from the first known one on, all are known.
+            for access in reversed(accesses if self.witness and accessing_stream is not stream else []):
+                if access.number <= clock[accessing_stream]:
                     break
                 for start, end, writes in spans:
-                    if other.start < end and start < other.end and (writes or other.writes):
+                    if access.start < end and start < access.end and (writes or access.writes):
                         raise RaceError(
-                            f"{what} on {stream.name} and {other.what} on {other_stream.name} are in no order"
+                            f"{label} on {stream.name} and {access.label} on {accessing_stream.name} are in no order"
                         )
-        self._accesses[stream] += [_Access(start, end, writes, number, what) for start, end, writes in spans]
+        self._accesses[stream] += [_Access(start, end, writes, number, label) for start, end, writes in spans]
 
-    def _put(self, item: _Item) -> None:
+    def _enqueue(self, item: _Item) -> None:
         if item.begin is not None or item.end is not None:  # marks and waits are no work
             clock = list(self._clocks[item.stream])
             clock[item.stream] += 1
@@ -289,20 +279,19 @@ class FakeCuda:
         self._queues[item.stream].append(item)
 
     def _drain(self) -> None:
-        """Work off the queues in order of the virtual clock."""
         running: dict[Stream, _Item] = {}
         with internals.below_autograd():
             while any(self._queues.values()) or running:
                 starts = {
-                    stream: max(self._free[stream], queue[0].after.done if queue[0].after is not None else 0.0)
+                    stream: max(self._free[stream], queue[0].after.ended if queue[0].after is not None else 0.0)
                     for stream, queue in self._queues.items()
-                    if queue and stream not in running and (queue[0].after is None or queue[0].after.done is not None)
+                    if queue and stream not in running and (queue[0].after is None or queue[0].after.ended is not None)
                 }
                 ends = {stream: item.started + item.seconds for stream, item in running.items()}
                 if not starts and not ends:
                     raise RaceError("the streams wait for each other for ever")
                 first = min([*starts.values(), *ends.values()])
-                # At one moment, what ends comes before what begins.
+                # At equal times, ends come before starts.
                 stream = next((s for s, at in ends.items() if at == first), None)
                 if stream is not None:
                     self._end(running.pop(stream), first)
@@ -312,24 +301,22 @@ class FakeCuda:
                 item.started = first
                 if item.begin is not None:
                     item.begin()
-                others = [s for s in running if s is not stream]
-                if stream is not Stream.COMPUTE and any(s is not Stream.COMPUTE for s in others):
+                running_streams = [s for s in running if s is not stream]
+                if stream is not Stream.COMPUTE and any(s is not Stream.COMPUTE for s in running_streams):
                     item.seconds *= self.shared
                 running[stream] = item
 
     def _end(self, item: _Item, at: float) -> None:
         if item.end is not None:
             item.end()
-        item.done = self._free[item.stream] = at
+        item.ended = self._free[item.stream] = at
 
 
-def _later(a: _Clock, b: _Clock) -> _Clock:
+def _join(a: _Clock, b: _Clock) -> _Clock:
     return tuple(map(max, a, b))
 
 
 class FakeBackend:
-    """The double as a backend, with the alignment of CUDA."""
-
     flavor = Flavor.CPU
     alignment = 512
     warms_up = False

@@ -1,4 +1,4 @@
-"""Training loops on a GPU for ``outofcore.budget``: those that run anywhere, and some that only a GPU can run."""
+"""Training loops on a GPU for ``outofcore.budget``: the portable ones, and some that need a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class Strided(nn.Module):
-    """Convolutions with batch statistics, without pooling, whose gradients on a GPU are not the same each time."""
+    """Convolutions with batch statistics, whose gradients on a GPU are not deterministic."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,8 +50,7 @@ def batches(steps: int, shape: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor
 
 
 def train_from_pinned_memory(model: nn.Module, make: MakeOptimizer, steps: int, shape: tuple[int, ...]) -> list[Any]:
-    """Batches from pinned memory, values read, gradients clipped."""
-    optimizer, seen = make(model), []
+    optimizer, results = make(model), []
     for batch in batches(steps, shape):
         x, y = (t.pin_memory().to("cuda", non_blocking=True) for t in batch)
         optimizer.zero_grad()
@@ -59,13 +58,13 @@ def train_from_pinned_memory(model: nn.Module, make: MakeOptimizer, steps: int, 
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        seen.append((loss.item(), norm.item()))
-    return [*seen, optimizer]
+        results.append((loss.item(), norm.item()))
+    return [*results, optimizer]
 
 
 def train_with_side_stream(model: nn.Module, make: MakeOptimizer) -> list[Any]:
-    """Batches are prepared on a stream of the loop's own, and handed over as PyTorch asks for it."""
-    optimizer, seen, side = make(model), [], torch.cuda.Stream()
+    """Prepare batches on a second stream, synchronized as PyTorch documents."""
+    optimizer, results, side = make(model), [], torch.cuda.Stream()
     for rows, labels in batches(6, (256, 256)):
         with torch.cuda.stream(side):
             x, y = rows.cuda(non_blocking=True) * 2, labels.cuda(non_blocking=True)
@@ -80,8 +79,8 @@ def train_with_side_stream(model: nn.Module, make: MakeOptimizer) -> list[Any]:
         with torch.cuda.stream(side):
             total = sum(p.detach().square().sum() for p in model.parameters())
         torch.cuda.current_stream().wait_stream(side)
-        seen.append((loss.item(), total.item()))
-    return [*seen, optimizer]
+        results.append((loss.item(), total.item()))
+    return [*results, optimizer]
 
 
 LOOPS: dict[str, tuple[Loop, Callable[[], nn.Module]]] = {

@@ -1,4 +1,4 @@
-"""Steps issued to the double of a CUDA device: the very bits of plain PyTorch, and no wait too few or too many."""
+"""Tests of steps on the double of a CUDA device: exact bits and necessary waits."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ POLICIES = [
         lambda case: (case[0] == "dense") == (case[1] % 2 == 0),
     ),
 )
-def test_the_bits_of_plain_pytorch(name: str, number: int) -> None:
+def test_step_has_the_bits_of_plain_pytorch(name: str, number: int) -> None:
     make, (policy, share) = WORLDS[name], POLICIES[number]
     losses, state = train_eagerly(make(CPU), STEPS)
     world = make(CPU)
@@ -60,16 +60,16 @@ def test_the_bits_of_plain_pytorch(name: str, number: int) -> None:
     driver = FakeCuda(seed=number, bytes_per_s=(1e10, 1e9, 2e8)[number % 3])
     with compile_on_double(world, budget, policy, driver) as step:
         torch.manual_seed(1)
-        found = [step(*world.batch(index)).clone() for index in range(STEPS)]
+        actual = [step(*world.batch(index)).clone() for index in range(STEPS)]
         moved = [i for i in step.planned.program.instructions if isinstance(i, CopyIn | CopyOut)]
         assert len(moved) >= {"offload-all": 4, "auto:polish_ops=0": 1}.get(str(policy), 0)
         validate(step.captured.graph, step.planned.program, budget, step.costs)
         assert differing_tensors(world.state(), state) == []
-    assert [torch.equal(a, b) for a, b in zip(found, losses, strict=True)] == [True] * STEPS
+    assert [torch.equal(a, b) for a, b in zip(actual, losses, strict=True)] == [True] * STEPS
     assert differing_tensors(world.state(), state) == []
 
 
-def test_everything_begins_where_cuda_would_have_put_it() -> None:
+def test_blocks_start_at_cuda_alignment() -> None:
     world = convolutional(CPU)
     with compile_on_double(world, budget_of(convolutional, 0.2), "auto:polish_ops=0", FakeCuda()) as step:
         step(*world.batch(0))
@@ -78,20 +78,19 @@ def test_everything_begins_where_cuda_would_have_put_it() -> None:
     assert any(0 < block.bytes < 65536 for block in program.blocks)
 
 
-def broken(program: Program) -> Iterator[tuple[Program, int, Wait]]:
-    """The program without one of its waits, each in turn."""
+def without_one_wait(program: Program) -> Iterator[tuple[Program, int, Wait]]:
     for index, instruction in enumerate(program.instructions):
         for wait in instruction.waits:
-            left = tuple(other for other in instruction.waits if other is not wait)
+            remaining = tuple(candidate for candidate in instruction.waits if candidate is not wait)
             changed = list(program.instructions)
-            changed[index] = replace(instruction, waits=left)
+            changed[index] = replace(instruction, waits=remaining)
             yield replace(program, instructions=tuple(changed)), index, wait
 
 
 @pytest.mark.parametrize(
     ("make", "policy", "share"), [(dense, "offload-all", 0.0), (convolutional, "auto:polish_ops=0", 0.1)]
 )
-def test_no_wait_of_a_program_can_be_left_out(make: Callable[[torch.device], World], policy: str, share: float) -> None:
+def test_each_wait_of_a_program_is_necessary(make: Callable[[torch.device], World], policy: str, share: float) -> None:
     world = make(CPU)
     driver = FakeCuda()
     with compile_on_double(world, budget_of(make, share), policy, driver) as step:
@@ -102,25 +101,25 @@ def test_no_wait_of_a_program_can_be_left_out(make: Callable[[torch.device], Wor
         assert runner is not None
         assert arena is not None
         assert shown is not None
-        before, tried, unseen = world.state(), [], []
-        for program, index, wait in broken(shown.planned.program):
+        before, queues, unnoticed = world.state(), [], []
+        for program, index, wait in without_one_wait(shown.planned.program):
             runner.yield_arena()
             changed = replace(shown, planned=replace(shown.planned, program=program))
             runner = make_runner(changed, session.keeper, runner.states)
             runner.enter(arena)
-            tried.append(wait.queue)
+            queues.append(wait.queue)
             try:
                 runner.run(session.engine, list(world.batch(2)))
             except RaceError:
                 continue
-            unseen.append((index, wait))
+            unnoticed.append((index, wait))
         assert session.steps.active is not None
         session.steps.active.runner = runner
-        assert unseen == []
-        # How many there are depends on the plan; those of every queue are among them.
-        assert set(tried) == set(Queue) - {Queue.COMMUNICATE}
-        assert policy != "offload-all" or len(tried) > 10
-        # A race is seen as the step is issued, before anything runs.
+        assert unnoticed == []
+        # How many there are depends on the plan, which uses every queue.
+        assert set(queues) == set(Queue) - {Queue.COMMUNICATE}
+        assert policy != "offload-all" or len(queues) > 10
+        # A race is raised when the step is issued, before the step runs.
         assert differing_tensors(world.state(), before) == []
 
 
@@ -130,7 +129,7 @@ def train(world: World, step: Step, steps: int) -> None:
 
 
 def test_streams_are_joined_around_a_step() -> None:
-    """Without the waits around a step, steps that follow each other unhindered get in each other's way."""
+    """Without the waits around a step, consecutive steps race."""
     budget = budget_of(dense, 0.0)
     world = dense(CPU)
     driver = FakeCuda(waits_on_host=False)
@@ -139,8 +138,8 @@ def test_streams_are_joined_around_a_step() -> None:
         before = driver.waits
         train(world, step, 1)
         count = driver.waits - before
-    seen: set[int] = set()
-    # Of each step's waits the first two let the copies begin, and the last two let the ops go on.
+    raced: set[int] = set()
+    # The first two waits of a step are for its copies, and the last two are for its ops.
     for place in (0, 1, count - 2, count - 1):
         world = dense(CPU)
         driver = FakeCuda(waits_on_host=False)
@@ -150,26 +149,26 @@ def test_streams_are_joined_around_a_step() -> None:
             try:
                 train(world, step, 3)
             except RaceError:
-                seen.add(place)
-    # The ops of this program wait for all copies in, and all copies out for ops, so that two of the four are implied.
-    assert seen == {1, count - 2}
+                raced.add(place)
+    # The ops of this program wait for all copies in, and all copies out for ops, so two of the four are implied.
+    assert raced == {1, count - 2}
 
 
-def test_what_is_used_before_it_arrives_is_poison() -> None:
-    source, target, seen = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8), []
+def test_read_before_arrival_finds_poison() -> None:
+    source, target, values = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8), []
     driver = FakeCuda(bytes_per_s=1)
     with driver.step(None):
         driver.copy(Stream.COPY_IN, 0, target, source)
-        driver.launch(None, lambda: seen.append(int(target[0])))
+        driver.launch(None, lambda: values.append(int(target[0])))
         mark = driver.create_mark()
         driver.record(Stream.COPY_IN, mark)
         driver.wait(Stream.COMPUTE, mark)
-        driver.launch(None, lambda: seen.append(int(target[0])))
+        driver.launch(None, lambda: values.append(int(target[0])))
     driver.synchronize()
-    assert seen == [POISON, 0]
+    assert values == [POISON, 0]
 
 
-def test_what_is_overwritten_before_it_has_left_arrives_changed() -> None:
+def test_write_during_a_copy_out_changes_the_copy() -> None:
     source, target = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
     driver = FakeCuda(bytes_per_s=1)
     with driver.step(None):
@@ -179,7 +178,7 @@ def test_what_is_overwritten_before_it_has_left_arrives_changed() -> None:
     assert int(target[0]) == 7
 
 
-def test_a_link_is_measured_by_the_clock_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_link_is_measured_by_the_device_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_make_ops", lambda *_, **__: lambda: None)
     driver = FakeCuda(bytes_per_s=2e9, shared=2.0)
     home = HostHome(64 * MIB)
@@ -193,7 +192,7 @@ def test_a_link_is_measured_by_the_clock_of_the_device(monkeypatch: pytest.Monke
     assert 0.9e9 < min(link.together.out, link.together.into) < 1.3e9
 
 
-def test_a_step_that_keeps_all_makes_no_copy_after_the_first() -> None:
+def test_resident_state_is_copied_only_in_the_first_step() -> None:
     world = dense(CPU, "sgd")
     with compile_on_double(world, 1 << 30, "auto", FakeCuda()) as step:
         for index in range(2):
@@ -204,13 +203,13 @@ def test_a_step_that_keeps_all_makes_no_copy_after_the_first() -> None:
     assert not moved & states
 
 
-def test_a_step_is_costed_on_the_device_that_it_is_to_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_measured_on_the_target_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_make_ops", lambda *_, **__: lambda: None)
     world, driver = dense(CPU), FakeCuda(bytes_per_s=2e8)
     user = UserStep(world.step, [world.model], [world.optimizer])
-    where = LocalMachine(FakeBackend(driver), [HostHome(512 * MIB)])
-    graph, costs, *_ = cost_step(user, world.batch(0), {}, where, tell=ignore_progress)
+    machine = LocalMachine(FakeBackend(driver), [HostHome(512 * MIB)])
+    graph, costs, *_ = cost_step(user, world.batch(0), {}, machine, tell=ignore_progress)
     assert {storage.bytes % 512 for storage in graph.storages} == {0}
     assert [home.name for home in costs.homes] == ["host"]
-    # By the device's clock: this machine's own memory is far faster.
+    # By the clock of the device: this machine's own memory is far faster.
     assert costs.homes[0].bytes_per_s_out == pytest.approx(2e8, rel=0.05)

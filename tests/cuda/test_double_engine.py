@@ -1,4 +1,4 @@
-"""What the engine keeps, lets go of and says when a device fails; and steps whose copies are issued in one go."""
+"""Tests of the engine on the double: arenas, device failures, pinned inputs, and tapes."""
 
 from __future__ import annotations
 
@@ -24,47 +24,47 @@ from outofcore.profiling.ops import profile_ops
 
 @pytest.fixture
 def _tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No step is measured but the first."""
+    """Measure only the first step."""
     monkeypatch.setattr(engine, "_MEASURED_STEPS", engine._MeasuredSteps(first=1, every=1 << 30))
     yield
 
 
 @pytest.mark.usefixtures("_tapes")
-def test_steps_played_from_tapes_have_the_bits_of_plain_pytorch() -> None:
+def test_steps_from_tapes_have_the_bits_of_plain_pytorch() -> None:
     losses, state = train_eagerly(dense(CPU), 4)
     world, driver = dense(CPU), FakeCuda(seed=1)
     with compile_on_double(world, budget_of(dense, 0.0), "offload-all", driver) as step:
         torch.manual_seed(1)
-        found = [step(*world.batch(index)).clone() for index in range(4)]
+        actual = [step(*world.batch(index)).clone() for index in range(4)]
         assert driver.tapes > 4
         assert differing_tensors(world.state(), state) == []
-    assert [torch.equal(a, b) for a, b in zip(found, losses, strict=True)] == [True] * 4
+    assert [torch.equal(a, b) for a, b in zip(actual, losses, strict=True)] == [True] * 4
 
 
 @dataclass
 class Witness(FakeCuda):
-    """A double that sees whether the memory of one arena is gone when the next is opened, and opened arenas."""
+    """A double that checks that the memory of one arena is released before the next is opened."""
 
     region: Callable[[], object] = lambda: None
-    others: int = 0
+    overlapping: int = 0
     opened: int = 0
 
     def open_arena(self, count: int, reserve: int) -> Arena:
         gc.collect()
-        self.others += self.region() is not None
+        self.overlapping += self.region() is not None
         arena = super().open_arena(count, reserve)
         self.region = weakref.ref(arena.region._buffer)
         self.opened += 1
         return arena
 
 
-def test_an_arena_is_gone_before_the_next_is_opened() -> None:
+def test_arena_is_released_before_the_next_is_opened() -> None:
     world, driver = dense(CPU), Witness()
     step = compile_on_double(world, budget_of(dense, 0.5), "auto", driver)
     for count in (128, 256, 64):
         step(*[part[:count] for part in world.batch(0)])
     assert driver.opened > 3
-    assert driver.others == 0
+    assert driver.overlapping == 0
     step.close()
     gc.collect()
     assert driver.region() is None
@@ -72,10 +72,10 @@ def test_an_arena_is_gone_before_the_next_is_opened() -> None:
 
 @dataclass
 class Failing(FakeCuda):
-    """A device that fails at an op, and at all that it is asked to do from then on."""
+    """A device that fails at an op and at every later call."""
 
-    at: int = -1  # the op
-    silent: bool = False  # whether it is told only at the end of the step
+    at: int = -1  # the op that fails
+    silent: bool = False  # whether it reports the failure only at the end of the step
     failed: bool = False
 
     def launch(self, run: BoundRun | None, call: Callable[[], object], stream: Stream = Stream.COMPUTE) -> None:
@@ -99,7 +99,7 @@ class Failing(FakeCuda):
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_a_device_that_fails_is_told_of_first_and_the_step_is_torn(silent: bool) -> None:
+def test_device_failure_is_reported_and_later_calls_are_refused(silent: bool) -> None:
     world, driver = dense(CPU), Failing(silent=silent)
     step = compile_on_double(world, budget_of(dense, 0.3), "auto", driver)
     step(*world.batch(0))
@@ -118,8 +118,6 @@ def test_a_device_that_fails_is_told_of_first_and_the_step_is_torn(silent: bool)
 
 @dataclass
 class Pinning(FakeCuda):
-    """A double to which the caller's own memory is pinned."""
-
     awaited: int = 0
 
     def pinned(self, source: torch.Tensor) -> torch.Tensor:
@@ -130,7 +128,7 @@ class Pinning(FakeCuda):
         super().await_mark(mark)
 
 
-def test_input_that_is_pinned_may_be_changed_as_soon_as_the_call_has_returned() -> None:
+def test_pinned_input_may_be_changed_after_the_call() -> None:
     losses, state = train_eagerly(dense(CPU), 3)
     world, driver = dense(CPU), Pinning()
     with compile_on_double(world, 1 << 30, "auto", driver) as step:
@@ -150,7 +148,7 @@ RUNS: list[int] = []
 
 @torch.library.custom_op("outofcore_test::tries", mutates_args=())
 def tries(x: torch.Tensor) -> torch.Tensor:
-    """Takes scratch memory that its first run alone wants, as a library does that times its kernels."""
+    """Use more scratch memory in the first run, like a library that times its kernels."""
     RUNS.append(1)
     scratch = torch.empty(4 * x.numel() if len(RUNS) == 1 else x.numel())
     return x + scratch.fill_(1.0)[: x.numel()].view_as(x)
@@ -161,8 +159,8 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-@pytest.mark.parametrize(("warms_up", "most"), [(True, 2), (False, 5)])
-def test_an_op_is_recorded_once_it_has_run_where_libraries_try_kernels(warms_up: bool, most: int) -> None:
+@pytest.mark.parametrize(("warms_up", "max_units"), [(True, 2), (False, 5)])
+def test_op_is_recorded_after_its_warm_up(warms_up: bool, max_units: int) -> None:
     model, backend = torch.nn.Linear(8, 256), FakeBackend(FakeCuda())
     backend.warms_up = warms_up
 
@@ -173,72 +171,67 @@ def test_an_op_is_recorded_once_it_has_run_where_libraries_try_kernels(warms_up:
     place = next(op.id for op in captured.graph.ops if "tries" in op.name)
     RUNS.clear()
     profile = profile_ops(captured, measure_time=False, backend=backend)[place]
-    one = 256 * 256 * 4
-    assert profile.cost.workspace_bytes <= most * one
-    assert warms_up or profile.cost.workspace_bytes >= 4 * one
+    unit_bytes = 256 * 256 * 4
+    assert profile.cost.workspace_bytes <= max_units * unit_bytes
+    assert warms_up or profile.cost.workspace_bytes >= 4 * unit_bytes
 
 
 @dataclass
 class Asked(FakeCuda):
-    """A double that notes what the host waits for at the end of each step."""
+    """A double that records the host's waits at the end of each step."""
 
     waited: list[bool] = field(default_factory=list)
-    known: tuple[int, ...] = (0,) * len(Stream)  # by stream, how much the host has waited for
+    awaited_clock: tuple[int, ...] = (0,) * len(Stream)  # by stream, how much the host has waited for
 
     def finish(self, *, host: bool) -> None:
         self.waited.append(host)
         super().finish(host=host)
 
     def await_mark(self, mark: FakeMark) -> None:
-        self.known = tuple(map(max, self.known, mark.clock))
+        self.awaited_clock = tuple(map(max, self.awaited_clock, mark.clock))
         super().await_mark(mark)
 
     def pending(self, start: int, count: int) -> list[str]:
-        """Accesses to some bytes that the host has not waited for."""
         return [
-            access.what
+            access.label
             for stream, accesses in self._accesses.items()
             for access in accesses
-            if access.start < start + count and start < access.end and access.number > self.known[stream]
+            if access.start < start + count and start < access.end and access.number > self.awaited_clock[stream]
         ]
 
     def is_done(self, stream: Stream) -> bool:
-        """Whether the host has waited for all of a stream."""
-        return self.known[stream] >= self._clocks[stream][stream]
+        return self.awaited_clock[stream] >= self._clocks[stream][stream]
 
 
 @pytest.mark.usefixtures("_tapes")
-@pytest.mark.parametrize(("policy", "where", "at_home"), [("keep-all", 1.0, False), ("offload-all", 0.0, True)])
-def test_the_host_waits_for_copies_of_the_model_where_it_is_in_its_memory_alone(
-    policy: str, where: float, at_home: bool
-) -> None:
+@pytest.mark.parametrize(("policy", "share", "at_home"), [("keep-all", 1.0, False), ("offload-all", 0.0, True)])
+def test_host_waits_for_model_copies_only_if_state_is_at_home(policy: str, share: float, at_home: bool) -> None:
     states = [train_eagerly(dense(CPU), index + 1)[1] for index in range(4)]
     world, driver = dense(CPU), Asked()
-    with compile_on_double(world, budget_of(dense, where), policy, driver) as step:
+    with compile_on_double(world, budget_of(dense, share), policy, driver) as step:
         torch.manual_seed(1)
         for index in range(4):
             step(*world.batch(index))
-            # What the user may look at now is that of this step.
+            # The user sees the state of this step.
             assert differing_tensors(world.state(), states[index]) == []
             if index and at_home:
                 large = [p for p in world.model.parameters() if p.nbytes >= LARGE_BYTES]
                 assert [driver.pending(p.data_ptr(), p.nbytes) for p in large] == [[]] * 4
-        assert driver.waited == [True, False, False, False]  # the first is measured
-        assert any(driver.known) == at_home
+        assert driver.waited == [True, False, False, False]  # the first step is measured
+        assert any(driver.awaited_clock) == at_home
 
 
 def _frozen(device: torch.device) -> World:
-    """A model of which the last layer is trained: the others are only read."""
     world = dense(device)
     world.model[:-1].requires_grad_(False)
     return world
 
 
 @pytest.mark.usefixtures("_tapes")
-def test_the_host_does_not_wait_for_ops_behind_the_last_copy_of_the_model() -> None:
+def test_host_does_not_wait_for_ops_after_the_last_model_copy() -> None:
     states = [train_eagerly(_frozen(CPU), index + 1)[1] for index in range(3)]
     world, driver = _frozen(CPU), Asked()
-    # The smallest one, less than a layer more: none of them stays on the device.
+    # The smallest budget minus a layer: all parameters are at home.
     with compile_on_double(world, budget_of(_frozen, 0.0) - 200 * 1024, "offload-all", driver) as step:
         torch.manual_seed(1)
         for index in range(3):
@@ -246,6 +239,6 @@ def test_the_host_does_not_wait_for_ops_behind_the_last_copy_of_the_model() -> N
             if index:
                 large = [p for p in world.model.parameters() if p.nbytes >= LARGE_BYTES]
                 assert [driver.pending(p.data_ptr(), p.nbytes) for p in large] == [[]] * 4
-                assert any(driver.known)
+                assert any(driver.awaited_clock)
                 assert not driver.is_done(Stream.COMPUTE)
             assert differing_tensors(world.state(), states[index]) == []

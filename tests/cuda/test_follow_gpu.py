@@ -1,4 +1,4 @@
-"""Loops that are followed on a GPU: every number that they read, and all that they leave, is that of plain PyTorch."""
+"""Tests of eager loops on a GPU: all values and the final state equal plain PyTorch's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available()
 @pytest.fixture(autouse=True)
 def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(loop_planner, "BackgroundPlanner", ForegroundPlanner)
-    # Budgets here are for tensors alone, of loops that are smaller than what lies beside.
+    # Budgets here are for tensors only; the other memory of these loops would exceed them.
     monkeypatch.setattr(devices, "shares_of", lambda budget, device: BudgetShares(budget, 0, 8 * MIB))
     torch.use_deterministic_algorithms(True)
     yield
@@ -45,15 +45,17 @@ def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def followed(name: str, budget: int, optimizer: str = "", **options: Any) -> tuple[TrainingResult, outofcore.LoopStats]:
+def run_within(
+    name: str, budget: int, optimizer: str = "", **options: Any
+) -> tuple[TrainingResult, outofcore.LoopStats]:
     make = OPTIMIZERS.get(optimizer, adamw)
-    found, stats = train_loop(*LOOPS[name], make, budget, **{"policy": None, "cache": False, **options})
+    result, stats = train_loop(*LOOPS[name], make, budget, **{"policy": None, "cache": False, **options})
     assert stats is not None
-    return found, stats
+    return result, stats
 
 
 @functools.cache
-def plainly(name: str, optimizer: str = "") -> TrainingResult:
+def run_plain(name: str, optimizer: str = "") -> TrainingResult:
     return train_loop(*LOOPS[name], OPTIMIZERS.get(optimizer, adamw))[0]
 
 
@@ -71,8 +73,8 @@ def model_of(name: str) -> nn.Module:
 def test_loops_run_unchanged_with_the_same_numbers(name: str) -> None:
     for share, stress in ((1.5, False), (0.5, False), (0.4, False), (0.5, True)):
         budget = int(share * peak(name))
-        ours, stats = followed(name, budget, stress=stress)
-        assert ours.differs_from(plainly(name)) == "", (share, stress)
+        ours, stats = run_within(name, budget, stress=stress)
+        assert ours.differs_from(run_plain(name)) == "", (share, stress)
         assert stats.peak_bytes <= budget
         assert (stats.evictions > 0) == (share < 1)
 
@@ -80,24 +82,24 @@ def test_loops_run_unchanged_with_the_same_numbers(name: str) -> None:
 @pytest.mark.parametrize("name", ["dense", "language"])
 def test_growing_loop_has_the_bits_of_one_with_room(name: str) -> None:
     budget = max(int(0.05 * peak(name)), 256 * KIB)
-    ours, stats = followed(name, budget, grow=True)
-    assert ours.differs_from(plainly(name)) == ""
+    ours, stats = run_within(name, budget, grow=True)
+    assert ours.differs_from(run_plain(name)) == ""
     assert stats.exceedances > 0
     assert stats.peak_bytes > budget
 
 
 @pytest.mark.parametrize("name", ["dense", "language"])
-def test_measured_smallest_budget_holds_the_loop(name: str) -> None:
+def test_measured_smallest_budget_fits_the_loop(name: str) -> None:
     runs: list[outofcore.Loop] = []
-    followed(name, int(1.5 * peak(name)), measure=True, prepare=runs.append)
+    run_within(name, int(1.5 * peak(name)), measure=True, prepare=runs.append)
     measured = runs[0].measurement()
-    # Between holes of the arena a single op may find no room, though there is enough: then it is used at its home.
-    ours, stats = followed(name, measured.smallest_budget)
-    assert ours.differs_from(plainly(name)) == ""
+    # Fragmentation may leave no hole for an operand; then the op uses it at home.
+    ours, stats = run_within(name, measured.smallest_budget)
+    assert ours.differs_from(run_plain(name)) == ""
     assert stats.peak_bytes <= measured.smallest_budget < measured.in_core_bytes
 
 
-def test_budget_is_what_the_gpu_can_give() -> None:
+def test_default_budget_is_the_free_gpu_memory() -> None:
     run = outofcore.budget(device="cuda")
     free, _ = torch.cuda.mem_get_info()
     assert 0 < run._limit <= free
@@ -105,17 +107,17 @@ def test_budget_is_what_the_gpu_can_give() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_way_of_updating(name: str) -> None:
-    ours, stats = followed("dense", int(0.4 * peak("dense")), name)
-    assert ours.differs_from(plainly("dense", name)) == ""
+def test_every_optimizer_variant_keeps_the_bits(name: str) -> None:
+    ours, stats = run_within("dense", int(0.4 * peak("dense")), name)
+    assert ours.differs_from(run_plain("dense", name)) == ""
     assert stats.evictions > 0
 
 
 @pytest.mark.parametrize("name", ["dense", "language", "lengths", "autocast"])
-def test_steps_are_followed_by_a_plan(name: str) -> None:
+def test_planned_steps_keep_the_bits(name: str) -> None:
     budget = int(0.5 * peak(name))
-    ours, stats = followed(name, budget, policy=WITHOUT_RECOMPUTATION)
-    assert ours.differs_from(plainly(name)) == ""
+    ours, stats = run_within(name, budget, policy=WITHOUT_RECOMPUTATION)
+    assert ours.differs_from(run_plain(name)) == ""
     assert stats.plans > 0
     assert stats.planned_ops > 0
     assert stats.fetches_ahead > 0
@@ -130,14 +132,14 @@ def test_recomputation_keeps_every_bit(name: str) -> None:
 
     for share, stress in ((1.5, False), (0.5, False), (0.5, True)):
         budget = int(share * peak(name)) + 256 * KIB
-        ours, stats = followed(name, budget, stress=stress, prepare=recompute)
-        assert ours.differs_from(plainly(name)) == "", (share, stress)
+        ours, stats = run_within(name, budget, stress=stress, prepare=recompute)
+        assert ours.differs_from(run_plain(name)) == "", (share, stress)
         assert stats.peak_bytes <= budget
         assert stats.reruns > 0
         assert stats.unkept_bytes > 0
 
 
-def test_products_are_not_recomputed() -> None:
+def test_matrix_products_are_not_recomputed() -> None:
     """Their libraries may choose another kernel when less memory is free."""
     with outofcore.budget(64 * MIB, device="cuda", policy=None, cache=False) as run:
         assert run._space is not None
@@ -150,22 +152,22 @@ def test_products_are_not_recomputed() -> None:
         assert run.stats.recipes == 1
 
 
-def test_trial_recomputes_where_copies_hold_the_loop_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "_ENOUGH_BYTES", 1 << 60)  # the link is not measured,
+def test_trial_recomputes_if_copies_stall_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "_ENOUGH_BYTES", 1 << 60)  # the link is not measured
     slow = replace(records._USUAL_HOME, bytes_per_s_out=1e7, bytes_per_s_in=1e7)
     monkeypatch.setattr(records, "_USUAL_HOME", slow)
     loop = functools.partial(train_from_pinned_memory, steps=12, shape=(2048, 256)), LOOPS["tall"][1]
-    theirs, _ = train_loop(*loop)
+    plain, _ = train_loop(*loop)
     budget = int(0.4 * peak("tall"))
     ours, stats = train_loop(*loop, budget=budget, policy=Auto(QUICK), cache=False)
-    assert ours.differs_from(theirs) == ""
+    assert ours.differs_from(plain) == ""
     assert stats is not None
-    assert stats.plans >= 2  # of the step as it is, and as it recomputes
+    assert stats.plans >= 2  # of the step without and with recomputation
     assert stats.reruns > 0
     assert stats.peak_bytes <= budget
 
 
-def test_what_does_not_fit_is_told_and_breaks_nothing() -> None:
+def test_too_small_budget_is_refused_and_leaves_the_model_intact() -> None:
     model = model_of("dense")
     before = [p.detach().cpu() for p in model.parameters()]
     with pytest.raises(BudgetError, match="is too small"), outofcore.budget(MIB, model, policy=None):
@@ -175,8 +177,7 @@ def test_what_does_not_fit_is_told_and_breaks_nothing() -> None:
 
 
 @contextlib.contextmanager
-def only(budget: int) -> Iterator[None]:
-    """PyTorch's allocator gives no more than a budget."""
+def limit_allocator(budget: int) -> Iterator[None]:
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -193,14 +194,12 @@ DEVICE = torch.device("cuda", 0)
 
 @pytest.mark.parametrize("policy", [None, WITHOUT_RECOMPUTATION], ids=["on_demand", "planned"])
 @pytest.mark.parametrize("name", ["tall", "language", "lengths", "rich"])
-def test_all_that_is_taken_of_the_device_is_within_the_budget(
-    name: str, policy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_device_memory_is_within_the_budget(name: str, policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "shares_of", shares_of)
-    plain = plainly(name)
+    plain = run_plain(name)
     budget = budget_for(int(0.5 * peak(name)), DEVICE)
-    with only(budget):
-        ours, stats = followed(name, budget, policy=policy)
+    with limit_allocator(budget):
+        ours, stats = run_within(name, budget, policy=policy)
     assert ours.differs_from(plain) == ""
     assert stats.evictions > 0
     assert stats.outside_bytes == stats.peak_outside_bytes == 0
@@ -209,7 +208,7 @@ def test_all_that_is_taken_of_the_device_is_within_the_budget(
 def test_many_small_tensors_are_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "shares_of", shares_of)
     budget = budget_for(48 * MIB, DEVICE)
-    with only(budget), outofcore.budget(budget, device="cuda", policy=None, cache=False) as run:
+    with limit_allocator(budget), outofcore.budget(budget, device="cuda", policy=None, cache=False) as run:
         small = [torch.full((8 * KIB,), float(i), device="cuda") for i in range(1000)]  # 32 KiB each
         assert run.stats.bytes_in_use > 16 * MIB
         assert [t.mean().item() for t in small] == [float(i) for i in range(1000)]
@@ -217,7 +216,7 @@ def test_many_small_tensors_are_within_the_budget(monkeypatch: pytest.MonkeyPatc
         assert run.stats.bytes_in_use == 0
 
 
-def test_what_lies_on_the_device_beforehand_is_beside_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_device_memory_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "shares_of", shares_of)
     make_workspaces(DEVICE)
     before = shares_of(128 * MIB, DEVICE)
@@ -227,22 +226,25 @@ def test_what_lies_on_the_device_beforehand_is_beside_the_budget(monkeypatch: py
         assert data[:3].sum().item() == 3
 
 
-def test_a_budget_without_room_for_an_arena_names_the_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_budget_without_room_for_an_arena_names_the_smallest_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "shares_of", shares_of)
     with pytest.raises(BudgetError, match="leaves no room for a loop") as caught:
         outofcore.budget(8 * MIB, model_of("dense"), policy=None).start()
     assert not is_any_loop_running()
     assert caught.value.smallest_budget is not None
-    with only(caught.value.smallest_budget), outofcore.budget(caught.value.smallest_budget, device="cuda", policy=None):
+    with (
+        limit_allocator(caught.value.smallest_budget),
+        outofcore.budget(caught.value.smallest_budget, device="cuda", policy=None),
+    ):
         assert torch.ones(MIB, device="cuda").sum().item() == MIB
 
 
-def test_the_budget_that_a_refusal_names_does_for_its_op(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_budget_in_a_refusal_suffices_for_its_op(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "shares_of", shares_of)
     budget, refusals = budget_for(8 * MIB, DEVICE), 0
     while refusals < 3:
         try:
-            with only(budget), outofcore.budget(budget, device="cuda", policy=None, cache=False):
+            with limit_allocator(budget), outofcore.budget(budget, device="cuda", policy=None, cache=False):
                 x = torch.ones(3 * MIB, device="cuda")
                 assert (x + x).sum().item() == 6 * MIB
             break
@@ -251,10 +253,10 @@ def test_the_budget_that_a_refusal_names_does_for_its_op(monkeypatch: pytest.Mon
             budget = error.smallest_budget
             refusals += 1
         x = None
-    assert refusals == 2  # ones, and the sum
+    assert refusals == 2  # for ones, and for the sum
 
 
-def test_operands_that_part_the_free_memory_are_joined() -> None:
+def test_operands_around_the_free_memory_are_compacted() -> None:
     with outofcore.budget(8 * MIB, device="cuda", policy=None, cache=False) as run:
         first = torch.full((3 * MIB // 4,), 1.0, device="cuda")
         part = torch.arange(MIB / 4, device="cuda")
@@ -267,7 +269,7 @@ def test_operands_that_part_the_free_memory_are_joined() -> None:
         assert [t.mean().item() for t in (first, second, last)] == [1.0, 2.0, 3.0]
 
 
-def test_operands_that_find_no_hole_are_counted() -> None:
+def test_operands_used_at_home_are_counted() -> None:
     model = nn.Linear(1024, 1536, bias=False, device="cuda")  # 6 MiB
     nn.init.constant_(model.weight, 2.0)
     with outofcore.budget(8 * MIB, model, policy=None, cache=False) as run:
@@ -280,33 +282,33 @@ def test_operands_that_find_no_hole_are_counted() -> None:
         assert run.stats.at_home_bytes == 6 * MIB
 
 
-def test_addresses_that_somebody_took_stay() -> None:
+def test_exported_addresses_stay_valid() -> None:
     with outofcore.budget(4 * MIB, device="cuda", policy=None) as run:
-        kept = torch.arange(65536.0, device="cuda")
-        address = kept.__cuda_array_interface__["data"][0]
+        exported = torch.arange(65536.0, device="cuda")
+        address = exported.__cuda_array_interface__["data"][0]
         assert run.stats.fixed == 1
-        others = [torch.full((65536,), float(i), device="cuda") for i in range(40)]
-        assert [float(t[9]) for t in others] == [float(i) for i in range(40)]
-        assert kept.data_ptr() == address
-        assert kept.sum().item() == torch.arange(65536.0).sum().item()
+        fillers = [torch.full((65536,), float(i), device="cuda") for i in range(40)]
+        assert [float(t[9]) for t in fillers] == [float(i) for i in range(40)]
+        assert exported.data_ptr() == address
+        assert exported.sum().item() == torch.arange(65536.0).sum().item()
 
 
-def _away() -> list[torch.Tensor]:
-    kept = [torch.full((65536,), float(i), device="cuda") for i in range(8)]
-    for tensor in kept:
+def _evict_tensors() -> list[torch.Tensor]:
+    tensors = [torch.full((65536,), float(i), device="cuda") for i in range(8)]
+    for tensor in tensors:
         call(load_paging(Flavor.CUDA), "follow_evict", storage_address(tensor.untyped_storage()))
-    return kept
+    return tensors
 
 
-def _sums_are_of_one_more(kept: list[torch.Tensor]) -> None:
-    sums = [tensor.sum() for tensor in kept]
+def _check_sums_after_increment(tensors: list[torch.Tensor]) -> None:
+    sums = [tensor.sum() for tensor in tensors]
     assert [total.item() / 65536 for total in sums] == [i + 1.0 for i in range(8)]
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_what_another_thread_writes_at_home_comes_back(first: bool) -> None:
+def test_write_of_another_thread_at_home_is_fetched(first: bool) -> None:
     with outofcore.budget(8 * MIB, device="cuda", policy=None):
-        kept, side = _away(), torch.cuda.Stream()
+        evicted, side = _evict_tensors(), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
 
         def write(tensors: list[torch.Tensor]) -> None:
@@ -316,29 +318,29 @@ def test_what_another_thread_writes_at_home_comes_back(first: bool) -> None:
                 for tensor in tensors:
                     tensor.add_(1)
 
-        # Of each thread, the first op is not seen.
-        for tensors in [[tensor] for tensor in kept] if first else [kept]:
+        # The first op of each thread is not tracked.
+        for tensors in [[tensor] for tensor in evicted] if first else [evicted]:
             thread = threading.Thread(target=write, args=(tensors,))
             thread.start()
             thread.join()
         torch.cuda.current_stream().wait_stream(side)
-        _sums_are_of_one_more(kept)
+        _check_sums_after_increment(evicted)
 
 
-def test_what_code_that_nobody_sees_writes_at_home_comes_back() -> None:
+def test_untracked_write_at_home_is_fetched() -> None:
     library = load_paging(Flavor.CUDA)
     with outofcore.budget(8 * MIB, device="cuda", policy=None):
-        kept = _away()
-        memory = torch.UntypedStorage(MIB, device="cuda")  # asked for outside of an op
+        evicted = _evict_tensors()
+        memory = torch.UntypedStorage(MIB, device="cuda")  # requested outside of an op
         library.follow_thread(0)
-        for tensor in kept:
+        for tensor in evicted:
             tensor.add_(1)
         library.follow_thread(1)
-        _sums_are_of_one_more(kept)
+        _check_sums_after_increment(evicted)
         assert memory.nbytes() == MIB
 
 
-def test_pytorchs_own_tools_work_beside_it() -> None:
+def test_pytorch_memory_tools_work_in_a_loop() -> None:
     model = model_of("dense")
     with outofcore.budget(8 * MIB, model, policy=None):
         torch.cuda.empty_cache()
@@ -349,19 +351,19 @@ def test_pytorchs_own_tools_work_beside_it() -> None:
             torch.cuda.CUDAGraph().capture_begin()
 
 
-def test_what_is_left_stays_valid_after_the_loop() -> None:
+def test_tensors_stay_valid_after_the_loop() -> None:
     model = model_of("dense")
     before = {name: t.detach().cpu() for name, t in model.state_dict().items()}
     with outofcore.budget(MIB, model, policy=None) as run:
         assert run.stats.away_bytes > MIB
-        kept = [torch.full((65536,), float(i), device="cuda") for i in range(9)]
-    assert [t.mean().item() for t in kept] == [float(i) for i in range(9)]
+        tensors = [torch.full((65536,), float(i), device="cuda") for i in range(9)]
+    assert [t.mean().item() for t in tensors] == [float(i) for i in range(9)]
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor.cpu(), before[name])
     assert not is_any_loop_running()
 
 
-def test_loops_on_both_devices_take_turns() -> None:
+def test_loops_on_both_devices_alternate() -> None:
     for _ in range(2):
         on_gpu, on_cpu = model_of("dense"), model_of("dense").cpu()
         with outofcore.budget(8 * MIB, on_gpu, policy=None) as run:

@@ -1,4 +1,4 @@
-"""Which homes a step on a GPU gets, by the names that users give them."""
+"""Tests of the homes of a GPU step, by the names that users give."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outofcore.units import MIB
 
 
 class Backend:
-    """As much of ``CudaBackend`` as homes need."""
+    """The parts of ``CudaBackend`` that homes need."""
 
     device = torch.device("cuda", 0)
 
@@ -22,7 +22,7 @@ class Backend:
         return PinnedHome(lambda *_: True, lambda _: None, limit)
 
 
-def test_a_disk_lies_behind_host_memory_if_one_is_named(tmp_path: Path) -> None:
+def test_named_disk_is_behind_host_memory(tmp_path: Path) -> None:
     for home, kinds in ((None, [PinnedHome]), ("host", [PinnedHome]), (tmp_path, [PinnedHome, DiskHome])):
         stores = opening.open_device_homes(Backend(), home, "8MiB")  # type: ignore[arg-type]
         assert [type(store) for store in stores] == kinds
@@ -31,6 +31,6 @@ def test_a_disk_lies_behind_host_memory_if_one_is_named(tmp_path: Path) -> None:
             store.close()
 
 
-def test_what_cannot_be_is_refused_before_a_step() -> None:
+def test_too_small_host_budget_is_refused() -> None:
     with pytest.raises(UnitError, match="not even one page"):
         opening.open_device_homes(Backend(), None, 100)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Threads that move bytes between files and host memory, as a stream of CUDA would have them do."""
+"""Tests of the threads that move bytes between files and host memory in stream order."""
 
 from __future__ import annotations
 
@@ -24,24 +24,22 @@ PAUSE = -2  # in place of a file
 
 
 class Lane:
-    """One thread, and how many transfers it has done."""
-
     def __init__(self) -> None:
         self.count = ctypes.c_uint32(0)
         self.handle: int = LIBRARY.outofcore_lane_new(ctypes.addressof(self.count))
         self.posted = 0
-        self._kept: list[Posted] = []
+        self._transfers: list[Posted] = []
 
     def post(self, transfer: Posted) -> Posted:
         transfer.lane = self.handle
-        self._kept.append(transfer)
+        self._transfers.append(transfer)
         self.posted += 1
         LIBRARY.outofcore_post(ctypes.addressof(transfer))
         return transfer
 
     def wait(self, count: int | None = None) -> None:
-        wanted = self.posted if count is None else count
-        while self.count.value < wanted:
+        target = self.posted if count is None else count
+        while self.count.value < target:
             time.sleep(1e-4)
 
     def close(self) -> None:
@@ -65,12 +63,12 @@ def disk(tmp_path: Path) -> Iterator[DiskHome]:
 
 
 def pages(count: int) -> torch.Tensor:
-    """Host memory from a page boundary on, as direct I/O wants it."""
+    """Return page-aligned host memory, as direct I/O needs it."""
     raw = torch.zeros(count + 4096, dtype=torch.uint8)
     return raw[-raw.data_ptr() % 4096 :][:count]
 
 
-def of(disk: DiskHome, offset: int, memory: torch.Tensor, *, writes: bool) -> Posted:
+def transfer_to(disk: DiskHome, offset: int, memory: torch.Tensor, *, writes: bool) -> Posted:
     return create_transfer(disk, offset, memory.data_ptr(), memory.numel(), writes=writes)
 
 
@@ -78,64 +76,64 @@ def pause(microseconds: int) -> Posted:
     return Posted(0, 0, microseconds, PAUSE)
 
 
-def test_transfers_are_done_in_the_order_in_which_they_are_posted(lanes: tuple[Lane, Lane], disk: DiskHome) -> None:
+def test_transfers_run_in_the_order_of_posting(lanes: tuple[Lane, Lane], disk: DiskHome) -> None:
     lane, _ = lanes
     sources = [pages(64 * KIB).fill_(number) for number in range(1, 9)]
     for source in sources:
-        lane.post(of(disk, 0, source, writes=True))  # each over the one before
+        lane.post(transfer_to(disk, 0, source, writes=True))  # each over the one before
     back = pages(64 * KIB)
-    lane.post(of(disk, 0, back, writes=False))
+    lane.post(transfer_to(disk, 0, back, writes=False))
     lane.wait()
     assert torch.equal(back, sources[-1])
-    check_transfers(lane._kept)
+    check_transfers(lane._transfers)
 
 
-def test_one_transfer_may_be_posted_again_and_again(lanes: tuple[Lane, Lane], disk: DiskHome) -> None:
+def test_transfer_may_be_posted_repeatedly(lanes: tuple[Lane, Lane], disk: DiskHome) -> None:
     lane, _ = lanes
     memory = pages(16 * KIB)
-    again = of(disk, 0, memory, writes=True)
+    transfer = transfer_to(disk, 0, memory, writes=True)
     for number in range(20):
         memory.fill_(number)
-        lane.post(again)
+        lane.post(transfer)
         lane.wait()
-        found = bytearray(16 * KIB)
-        disk.read(0, memoryview(found))
-        assert set(found) == {number}
+        content = bytearray(16 * KIB)
+        disk.read(0, memoryview(content))
+        assert set(content) == {number}
 
 
 def test_lanes_do_not_wait_for_each_other(lanes: tuple[Lane, Lane], disk: DiskHome) -> None:
     slow, quick = lanes
     memory = pages(16 * KIB).fill_(5)
-    # Were they one thread, what is posted to one would never be done before what was posted to the other earlier.
+    # On one thread, transfers of the quick lane would always end after earlier ones of the slow lane.
     for _ in range(100):
         for _ in range(20):
             slow.post(pause(2000))
-        mine = slow.posted
-        quick.post(of(disk, 0, memory, writes=True))
+        posted_before = slow.posted
+        quick.post(transfer_to(disk, 0, memory, writes=True))
         quick.wait()
-        if slow.count.value < mine:
+        if slow.count.value < posted_before:
             break
     else:
         pytest.fail("the threads have taken turns")
     slow.wait()
 
 
-def test_a_failure_is_told_and_stops_nobody(lanes: tuple[Lane, Lane], disk: DiskHome) -> None:
+def test_failure_is_reported_and_later_transfers_run(lanes: tuple[Lane, Lane], disk: DiskHome) -> None:
     lane, _ = lanes
     memory = pages(64 * KIB)
-    beyond = of(disk, 0, memory, writes=False)
+    beyond = transfer_to(disk, 0, memory, writes=False)
     beyond.offset = disk.bytes
     lane.post(beyond)
     closed = Posted(memory.data_ptr(), memory.numel(), 0, os.sysconf("SC_OPEN_MAX") + 1, 1)
     lane.post(closed)
-    fine = lane.post(of(disk, 0, memory, writes=True))
+    fine = lane.post(transfer_to(disk, 0, memory, writes=True))
     lane.wait()
     assert (beyond.failure, closed.failure, fine.failure) == (-1, errno.EBADF, 0)
     with pytest.raises(TransferError, match="the file ends there"):
         check_transfers([fine, beyond])
 
 
-def test_the_count_goes_round(disk: DiskHome) -> None:
+def test_count_wraps_around(disk: DiskHome) -> None:
     lane = Lane()
     lane.count.value = 2**32 - 2
     for _ in range(5):
@@ -145,12 +143,12 @@ def test_the_count_goes_round(disk: DiskHome) -> None:
     lane.close()
 
 
-def test_a_lane_that_ends_does_first_what_was_posted(disk: DiskHome) -> None:
+def test_closing_lane_finishes_posted_transfers(disk: DiskHome) -> None:
     before, lane = threading.active_count(), Lane()
     tasks = len(list(Path("/proc/self/task").iterdir()))
     memory = pages(64 * KIB).fill_(9)
     lane.post(pause(20_000))
-    last = lane.post(of(disk, 0, memory, writes=True))
+    last = lane.post(transfer_to(disk, 0, memory, writes=True))
     lane.close()
     assert (last.done, last.failure) == (64 * KIB, 0)
     assert len(list(Path("/proc/self/task").iterdir())) < tasks

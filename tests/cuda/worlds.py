@@ -1,4 +1,4 @@
-"""Small training steps that the tests run on the double and, where there is one, on a GPU."""
+"""Small training steps for the tests on the double and on a GPU."""
 
 from __future__ import annotations
 
@@ -26,22 +26,19 @@ STEPS = 3
 
 @dataclass
 class World:
-    """A model, its optimizer and a step, on one device."""
-
     model: nn.Module
     optimizer: torch.optim.Optimizer
     step: Callable[..., Any]
     batch: Callable[[int], tuple[torch.Tensor, ...]]
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Every tensor that persists, on the CPU."""
-        found = dict(self.model.state_dict())
-        for index, own in self.optimizer.state_dict()["state"].items():
-            found |= {f"{index}.{name}": value for name, value in own.items() if isinstance(value, torch.Tensor)}
-        return {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
+        tensors = dict(self.model.state_dict())
+        for index, slots in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"{index}.{name}": value for name, value in slots.items() if isinstance(value, torch.Tensor)}
+        return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
-def _supervised(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
+def _make_supervised_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = F.cross_entropy(model(x), y)
         loss.backward()
@@ -53,30 +50,28 @@ def _supervised(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[
     return step
 
 
-def _seeded(index: int) -> torch.Generator:
+def _generator(index: int) -> torch.Generator:
     return torch.Generator().manual_seed(index)
 
 
 def dense(device: torch.device, optimizer: str = "adamw") -> World:
-    """Linear layers with dropout."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(192, 192), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
     model = nn.Sequential(*layers, nn.Linear(192, 10)).to(device)
-    made = (
+    optimizer_ = (
         torch.optim.AdamW(model.parameters(), lr=1e-3)
         if optimizer == "adamw"
         else torch.optim.SGD(model.parameters(), lr=1e-2)
     )
 
     def batch(index: int) -> tuple[torch.Tensor, ...]:
-        x = torch.randn(256, 192, generator=_seeded(index))
-        return x.to(device), torch.randint(0, 10, (256,), generator=_seeded(index)).to(device)
+        x = torch.randn(256, 192, generator=_generator(index))
+        return x.to(device), torch.randint(0, 10, (256,), generator=_generator(index)).to(device)
 
-    return World(model, made, _supervised(model, made), batch)
+    return World(model, optimizer_, _make_supervised_step(model, optimizer_), batch)
 
 
 def convolutional(device: torch.device) -> World:
-    """Convolutions with batch norm and a residual connection, under momentum."""
     torch.manual_seed(0)
 
     class Block(nn.Module):
@@ -97,27 +92,26 @@ def convolutional(device: torch.device) -> World:
         nn.Linear(24, 10),
     ]
     model = nn.Sequential(*layers).to(device)
-    made = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
     def batch(index: int) -> tuple[torch.Tensor, ...]:
-        x = torch.randn(8, 3, 24, 24, generator=_seeded(index))
-        return x.to(device), torch.randint(0, 10, (8,), generator=_seeded(index)).to(device)
+        x = torch.randn(8, 3, 24, 24, generator=_generator(index))
+        return x.to(device), torch.randint(0, 10, (8,), generator=_generator(index)).to(device)
 
-    return World(model, made, _supervised(model, made), batch)
+    return World(model, optimizer, _make_supervised_step(model, optimizer), batch)
 
 
 WORLDS: dict[str, Callable[[torch.device], World]] = {"dense": dense, "convolutional": convolutional}
 
 
 def train_eagerly(world: World, steps: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """The losses of plain PyTorch, and the state that it ends with."""
     torch.manual_seed(1)
     losses = [world.step(*world.batch(index)).detach().cpu() for index in range(steps)]
     return losses, world.state()
 
 
 def differing_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    """The names under which the two differ by any bit."""
+    """Return the names of tensors that differ by any bit."""
     assert a.keys() == b.keys()
     return [name for name in a if not torch.equal(_bits(a[name]), _bits(b[name]))]
 
@@ -134,7 +128,7 @@ def compile_on_double(
     memory, planning, running = MemoryOptions(budget, home), PlanOptions(policy), RunOptions(FakeBackend(driver))
     step = Step(UserStep(world.step, [world.model], [world.optimizer]), memory, planning, running)
     rate = driver.bytes_per_s
-    # Known: it is not what is tested here.
+    # Fixed rates: these tests do not measure links.
     step._session.planner.links = tuple(
         Home(store.name, store.capacity, rate / 2**n, rate / 2**n) for n, store in enumerate(stores)
     )
@@ -143,7 +137,7 @@ def compile_on_double(
 
 @functools.cache
 def budget_of(make: Callable[[torch.device], World], share: float) -> int:
-    """Between the smallest budget (0) and the one that holds everything (1)."""
+    """Interpolate between the smallest budget (0) and the in-core budget (1)."""
     world = make(CPU)
     with compile_on_double(world, 1 << 30, "auto", FakeCuda()) as step:
         step(*world.batch(0))

@@ -1,4 +1,4 @@
-"""Steps worked out by hand that several tests look at."""
+"""Hand-made steps that several tests share."""
 
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
@@ -10,7 +10,7 @@ MIB = 1 << 20
 
 
 def network(layers: int = 6, rerunnable: bool = True) -> StepGraph:
-    """Maps of one MiB, each made from the one before, looked at again in the opposite order."""
+    """Return a chain of activations of 1 MiB, used again in reverse order."""
     storages = [Storage(i, MIB, StorageKind.ACTIVATION, f"x{i}") for i in range(layers)]
     ops = [Op(0, "layer", (), (), (0,))]
     ops += [Op(i, "layer", (i - 1,), (), (i,), rerunnable=rerunnable) for i in range(1, layers)]
@@ -20,7 +20,7 @@ def network(layers: int = 6, rerunnable: bool = True) -> StepGraph:
 
 
 def network_costs(graph: StepGraph, seconds: float = 1.0, copy: float | None = 1.0) -> Costs:
-    """Ops and copies that take so many seconds; None: nowhere to copy to."""
+    """Return costs with these seconds per op and per copy; ``copy`` None: no home."""
     homes = () if copy is None else (Home("host", None, MIB / copy, MIB / copy),)
     return Costs(tuple(OpCost(seconds) for _ in graph.ops), homes)
 
@@ -30,7 +30,7 @@ A, G, LOSS, W, X = range(5)
 
 
 def step() -> StepGraph:
-    """x, w -> a -> loss; then a, loss -> g; w -= g."""
+    """Return the step x, w -> a -> loss; a, x -> g; w -= g."""
     storages = (
         Storage(A, 4 * K64, StorageKind.ACTIVATION, "a"),
         Storage(G, 2 * K64, StorageKind.GRADIENT, "w.grad"),
@@ -47,7 +47,7 @@ def step() -> StepGraph:
     return StepGraph(storages, ops, (LOSS,))
 
 
-# Forward makes an activation that leaves and is back for backward.
+# The forward pass makes an activation that is evicted and fetched for the backward pass.
 GRAPH = StepGraph(
     (
         Storage(0, MIB, StorageKind.PARAMETER, "conv1.weight"),

@@ -1,8 +1,7 @@
-"""Ways to break a valid program, one at a time.
+"""Mutations that break a valid program, one fault at a time.
 
-Each mutation takes a graph and a valid program and yields a description with the broken program, lazily,
-and only where the break is real: where it breaks a promise by its very definition, or where the
-brute-force ``oracle`` finds a fault. With ``random``, candidates come in random order.
+Each takes a graph and a valid program and yields descriptions with broken programs, lazily. It yields only real faults:
+by definition, or found by the brute-force ``oracle``. With ``random``, candidates come in random order.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ T = TypeVar("T")
 Mutation = Callable[[StepGraph, Program, Random | None], Broken]
 
 
-def _mixed(items: list[T], random: Random | None) -> list[T]:
+def _shuffle(items: list[T], random: Random | None) -> list[T]:
     return random.sample(items, len(items)) if random is not None else items
 
 
@@ -40,7 +39,7 @@ def with_block(program: Program, block: Block) -> Program:
 
 
 def without_instruction(program: Program, index: int) -> Program:
-    """The program less one instruction: those who waited for it wait for the one before it, and inherit its waits."""
+    """Remove an instruction; waits for it become waits for its predecessor and for its own waits."""
     removed = program.instructions[index]
     queue = oracle.lane(removed)
     position = sum(oracle.lane(i) == queue for i in program.instructions[: index + 1])
@@ -72,20 +71,19 @@ def _without_wait(program: Program, index: int, wait: Wait) -> Program:
 
 
 def drop_wait(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
-    """A wait that no chain of other waits implies is missing."""
+    """Remove a wait that no other waits imply."""
     candidates = [(i, wait) for i, instruction in enumerate(program.instructions) for wait in instruction.waits]
     pairs = oracle.conflicts(graph, program)
-    for index, wait in _mixed(candidates, random):
+    for index, wait in _shuffle(candidates, random):
         broken = _without_wait(program, index, wait)
         if oracle.is_racy(graph, broken, pairs):
             yield f"instruction {index} does not wait for {wait}", broken
 
 
 def weaken_wait(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
-    """A wait counts one instruction too few."""
     candidates = [(i, w) for i, instr in enumerate(program.instructions) for w in instr.waits if w.count > 1]
     pairs = oracle.conflicts(graph, program)
-    for index, wait in _mixed(candidates, random):
+    for index, wait in _shuffle(candidates, random):
         instruction = program.instructions[index]
         waits = tuple(replace(w, count=w.count - 1) if w is wait else w for w in instruction.waits)
         broken = with_instruction(program, index, replace(instruction, waits=waits))
@@ -94,14 +92,13 @@ def weaken_wait(graph: StepGraph, program: Program, random: Random | None = None
 
 
 def release_early(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
-    """A block dies before its last use."""
     last: dict[int, int] = {}
     for index, instruction in enumerate(program.instructions):
         for number in oracle.blocks_of(instruction):
             block = program.blocks[number]
             if not block.wraps or index < block.dies:
                 last[number] = index
-    for number, index in _mixed(list(last.items()), random):
+    for number, index in _shuffle(list(last.items()), random):
         block = program.blocks[number]
         if block.wraps or block.born < index:
             broken = with_block(program, replace(block, dies=index))
@@ -110,27 +107,26 @@ def release_early(graph: StepGraph, program: Program, random: Random | None = No
 
 
 def overlap(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
-    """Two blocks that are alive together are moved onto the same bytes."""
     pairs = [
         (a, b)
         for a, b in combinations(program.blocks, 2)
         if a.bytes and b.bytes and a.offset >= 0 and b.offset >= 0 and _alive(program, a) & _alive(program, b)
     ]
-    for a, b in _mixed(pairs, random):
+    for a, b in _shuffle(pairs, random):
         offset = min(a.offset, program.arena_bytes - b.bytes)
         if a.offset < offset + b.bytes and offset < a.offset + a.bytes:
-            yield f"block {b.id} lies on block {a.id}", with_block(program, replace(b, offset=offset))
+            yield f"block {b.id} overlaps block {a.id}", with_block(program, replace(b, offset=offset))
 
 
 def _alive(program: Program, block: Block) -> set[int]:
-    everything = set(range(len(program.instructions)))
+    all_indices = set(range(len(program.instructions)))
     if not block.wraps:
         return set(range(block.born, block.dies))
-    return everything if block.born == block.dies == 0 else everything - set(range(block.dies, block.born))
+    return all_indices if block.born == block.dies == 0 else all_indices - set(range(block.dies, block.born))
 
 
 def reuse_too_soon(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
-    """A block is moved onto the bytes of one that is dead in program order, but may be in use still."""
+    """Move a block onto the bytes of one that is dead in program order, but may still be in use."""
     pairs = [
         (a, b)
         for a, b in combinations(program.blocks, 2)
@@ -142,18 +138,17 @@ def reuse_too_soon(graph: StepGraph, program: Program, random: Random | None = N
         for (kind, number, _, _), writes in oracle.accesses(graph, program, index):
             if kind == "block":
                 uses[number].append((index, writes))
-    for a, b in _mixed(pairs, random):
+    for a, b in _shuffle(pairs, random):
         offset = min(a.offset, program.arena_bytes - b.bytes)
         if a.offset < offset + b.bytes and offset < a.offset + a.bytes:
             crossing = [sorted([x, y]) for x in uses[a.id] for y in uses[b.id] if x[1] or y[1]]
             if any(not masks[later[0]] >> earlier[0] & 1 for earlier, later in crossing):
                 broken = with_block(program, replace(b, offset=offset))
-                yield f"block {b.id} takes the bytes of block {a.id} too soon", broken
+                yield f"block {b.id} reuses the bytes of block {a.id} too soon", broken
 
 
 def wrong_version(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
-    """A copy names a version that is not the one it finds."""
-    for index in _mixed(list(range(len(program.instructions))), random):
+    for index in _shuffle(list(range(len(program.instructions))), random):
         instruction = program.instructions[index]
         if not isinstance(instruction, Run):
             for version in {instruction.version + 1, max(instruction.version - 1, 0)} - {instruction.version}:
@@ -162,14 +157,13 @@ def wrong_version(graph: StepGraph, program: Program, random: Random | None = No
 
 
 def wrong_home(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
-    """A copy goes to, or comes from, another home; the waits on it and its own follow."""
-    for index in _mixed(list(range(len(program.instructions))), random):
+    for index in _shuffle(list(range(len(program.instructions))), random):
         instruction = program.instructions[index]
         if not isinstance(instruction, Run):
             moved = replace(instruction, home=1 - instruction.home)
             broken = without_instruction(program, index)
             instructions = [*broken.instructions[:index], moved, *broken.instructions[index:]]
-            # Whoever comes later waits for it by way of its new queue.
+            # Later instructions wait for the copy on its new queue.
             lane = oracle.lane(moved)
             count = sum(oracle.lane(i) == lane for i in instructions[: index + 1])
             for at in range(index + 1, len(instructions)):
@@ -186,21 +180,21 @@ def wrong_home(graph: StepGraph, program: Program, random: Random | None = None)
 
 
 def wrong_lodging(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
-    """A storage is said to lie elsewhere between steps, or what does not persist to lie anywhere."""
+    """Name a wrong home between steps, or one for a storage that does not persist."""
     lodgings = {lodging.storage: lodging for lodging in program.lodgings}
-    for storage in _mixed(list(program.results), random):
-        found = lodgings.get(storage, Lodging(storage, 0))
-        others = {**lodgings, storage: replace(found, home=1 - found.home)}
-        broken = replace(program, lodgings=tuple(others.values()))
+    for storage in _shuffle(list(program.results), random):
+        lodging_ = lodgings.get(storage, Lodging(storage, 0))
+        changed = {**lodgings, storage: replace(lodging_, home=1 - lodging_.home)}
+        broken = replace(program, lodgings=tuple(changed.values()))
         if storage not in graph.persistent or oracle.is_broken(graph, broken):
-            yield f"storage {storage} lodges at home {1 - found.home}", broken
+            yield f"storage {storage} is stored at home {1 - lodging_.home}", broken
 
 
 def _drop(kind: type[CopyIn] | type[CopyOut] | type[Run]) -> Mutation:
     def drop(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
-        for index in _mixed([i for i, x in enumerate(program.instructions) if isinstance(x, kind)], random):
+        for index in _shuffle([i for i, x in enumerate(program.instructions) if isinstance(x, kind)], random):
             broken = without_instruction(program, index)
-            # A block that lived for this instruction alone would be refused for its empty lifetime.
+            # A block that lives for this instruction only would be refused for its empty lifetime.
             if all(b.wraps or b.born < b.dies for b in broken.blocks) and oracle.is_broken(graph, broken):
                 yield f"instruction {index} ({kind.__name__}) is missing", broken
 
@@ -213,12 +207,11 @@ drop_run = _drop(Run)
 
 
 def swap(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
-    """Two neighbours on a queue change places."""
     pairs: list[tuple[int, int]] = []
     for lane in oracle.lanes(program):
         line = [i for i, x in enumerate(program.instructions) if oracle.lane(x) == lane]
         pairs += list(pairwise(line))
-    for first, second in _mixed(pairs, random):
+    for first, second in _shuffle(pairs, random):
         a, b = program.instructions[first], program.instructions[second]
         broken = with_instruction(program, first, b)
         broken = with_instruction(broken, second, a)
@@ -227,96 +220,92 @@ def swap(graph: StepGraph, program: Program, random: Random | None = None) -> Br
 
 
 def _waits_point_back(program: Program) -> bool:
-    seen = dict.fromkeys(oracle.lanes(program), 0)
+    counts = dict.fromkeys(oracle.lanes(program), 0)
     for instruction in program.instructions:
-        if any(wait.count > seen[wait.queue, wait.home] for wait in instruction.waits):
+        if any(wait.count > counts[wait.queue, wait.home] for wait in instruction.waits):
             return False
-        seen[oracle.lane(instruction)] += 1
+        counts[oracle.lane(instruction)] += 1
     return True
 
 
 def wait_ahead(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
-    """An instruction waits for one that comes later in program order."""
-    seen = dict.fromkeys(oracle.lanes(program), 0)
+    counts = dict.fromkeys(oracle.lanes(program), 0)
     candidates: list[tuple[int, Wait]] = []
     for index, instruction in enumerate(program.instructions):
-        candidates += [(index, Wait(queue, count + 1, home)) for (queue, home), count in seen.items()]
-        seen[oracle.lane(instruction)] += 1
-    for index, wait in _mixed(candidates, random):
+        candidates += [(index, Wait(queue, count + 1, home)) for (queue, home), count in counts.items()]
+        counts[oracle.lane(instruction)] += 1
+    for index, wait in _shuffle(candidates, random):
         instruction = program.instructions[index]
         broken = with_instruction(program, index, replace(instruction, waits=(*instruction.waits, wait)))
         yield f"instruction {index} waits for {wait}, which comes later", broken
 
 
 def drop_result(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
-    """A storage that is seen after the step is not among the results."""
     wraps = {b.storage for b in program.blocks if b.wraps}
     mutated = {s for op in graph.ops for s in op.mutates if graph.storages[s].arrives}
     due = set(graph.outputs) | (graph.persistent - wraps) | mutated
-    for storage in _mixed([s for s in program.results if s in due], random):
-        kept = tuple(s for s in program.results if s != storage)
-        yield f"storage {storage} is not among the results", replace(program, results=kept)
+    for storage in _shuffle([s for s in program.results if s in due], random):
+        results = tuple(s for s in program.results if s != storage)
+        yield f"storage {storage} is not among the results", replace(program, results=results)
 
 
 def leave_early(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
-    """A gradient that is to be seen after the step is not held so long, or is not said to be."""
+    """Let a visible gradient die early, or omit it from the staying ones."""
     last: dict[int, int] = {}
     for index, instruction in enumerate(program.instructions):
         last.update(dict.fromkeys(oracle.blocks_of(instruction), index))
-    for storage in _mixed(program.staying, random):
-        kept = tuple(s for s in program.staying if s != storage)
-        yield f"storage {storage} does not stay", replace(program, staying=kept)
+    for storage in _shuffle(program.staying, random):
+        staying = tuple(s for s in program.staying if s != storage)
+        yield f"storage {storage} does not stay", replace(program, staying=staying)
         for block in program.blocks:
             if block.storage == storage and last.get(block.id, -1) + 1 < block.dies == len(program.instructions):
-                gone = replace(block, dies=last[block.id] + 1)
-                yield f"block {block.id} dies after its last use", with_block(program, gone)
+                shortened = replace(block, dies=last[block.id] + 1)
+                yield f"block {block.id} dies after its last use", with_block(program, shortened)
 
 
 def forget_copy(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
-    """What leaves without a copy is not said to be at home when the step begins, or something that an op writes is."""
-    for storage in _mixed(list(program.clean), random):
-        kept = tuple(s for s in program.clean if s != storage)
-        yield f"storage {storage} is not clean", replace(program, clean=kept)
+    """Omit a clean storage from those marked as clean, or mark one that an op writes."""
+    for storage in _shuffle(list(program.clean), random):
+        clean = tuple(s for s in program.clean if s != storage)
+        yield f"storage {storage} is not clean", replace(program, clean=clean)
     wraps = {b.storage for b in program.blocks if b.wraps}
-    for storage in _mixed([s for s in sorted(graph.persistent) if s in wraps and s not in graph.frozen], random):
-        yield f"storage {storage} is said to be clean", replace(program, clean=(*program.clean, storage))
+    for storage in _shuffle([s for s in sorted(graph.persistent) if s in wraps and s not in graph.frozen], random):
+        yield f"storage {storage} is marked as clean", replace(program, clean=(*program.clean, storage))
 
 
 def shrink_block(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
-    """A block is smaller than its storage."""
-    for block in _mixed(list(program.blocks), random):
+    for block in _shuffle(list(program.blocks), random):
         if block.storage is not None and graph.storages[block.storage].bytes:
             size = graph.storages[block.storage].bytes - 1
             yield f"block {block.id} has {size} bytes", with_block(program, replace(block, bytes=size))
 
 
 def wrong_again(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
-    """A first run is marked as another, or another as the first."""
-    for index in _mixed(list(range(len(program.instructions))), random):
+    for index in _shuffle(list(range(len(program.instructions))), random):
         run = program.instructions[index]
         if isinstance(run, Run):
             broken = with_instruction(program, index, replace(run, again=not run.again))
-            yield f"instruction {index} says again={not run.again}", broken
+            yield f"instruction {index} has again={not run.again}", broken
 
 
 def rerun_elsewhere(graph: StepGraph, program: Program, random: Random | None = None) -> Broken:
-    """A run works on another block of a storage that is held then: an older copy, or the real thing for scratch."""
+    """Let a run use another live block of the same storage."""
     candidates: list[tuple[int, int, int]] = []
     for index, run in enumerate(program.instructions):
         if isinstance(run, Run):
             candidates += [
-                (index, place, other.id)
+                (index, place, other_block.id)
                 for place, number in enumerate(run.blocks)
-                for other in program.blocks
-                if other.id != number and other.storage == program.blocks[number].storage
+                for other_block in program.blocks
+                if other_block.id != number and other_block.storage == program.blocks[number].storage
             ]
-    for index, place, other in _mixed(candidates, random):
+    for index, place, other_block in _shuffle(candidates, random):
         run = program.instructions[index]
         assert isinstance(run, Run)
-        blocks = (*run.blocks[:place], other, *run.blocks[place + 1 :])
+        blocks = (*run.blocks[:place], other_block, *run.blocks[place + 1 :])
         broken = with_instruction(program, index, replace(run, blocks=blocks))
         if oracle.is_held(broken, index) and oracle.is_broken(graph, broken):
-            yield f"instruction {index} works on block {other}", broken
+            yield f"instruction {index} works on block {other_block}", broken
 
 
 MUTATIONS: dict[str, Mutation] = {

@@ -1,4 +1,4 @@
-"""Best fit over the skyline and first fit, slow and obvious: what those of ``placement.cpp`` are compared with."""
+"""Slow, obvious versions of best fit and first fit, to compare with ``placement.cpp``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outofcore.units import round_up
 
 
 def first_fit(rectangles: Rectangles, order: Iterable[int]) -> list[int]:
-    """Place each rectangle at the lowest offset where none that was placed before is in its way."""
+    """Place each rectangle at the lowest offset that is free over its lifetime."""
     sizes, alignments = rectangles.sizes.tolist(), rectangles.alignments.tolist()
     offsets: dict[int, int] = {}
     for index in order:
@@ -24,15 +24,14 @@ def first_fit(rectangles: Rectangles, order: Iterable[int]) -> list[int]:
 
 
 def moments_of(rectangles: Rectangles, index: int) -> set[int]:
-    """Return the slots of time over which a rectangle is held."""
-    begin, end, again, over = (
+    begin, end, second_begin, second_end = (
         int(a[index]) for a in (rectangles.begin, rectangles.end, rectangles.second_begin, rectangles.second_end)
     )
-    return {*range(begin, end), *(range(again, over) if over <= rectangles.slots else ())}
+    return {*range(begin, end), *(range(second_begin, second_end) if second_end <= rectangles.slots else ())}
 
 
 def best_fit(rectangles: Rectangles, worth: Iterable[float], snug: float) -> list[int]:
-    """Place at the lowest segment of the skyline what is worth most of all that fits, else raise the segment."""
+    """Fill the lowest skyline segment with the most valuable rectangle that fits, else raise it."""
     period, worths = rectangles.slots, list(worth)
     sizes, alignments = rectangles.sizes.tolist(), rectangles.alignments.tolist()
     arcs = {index: _arc(rectangles, index) for index in range(len(rectangles))}
@@ -43,31 +42,31 @@ def best_fit(rectangles: Rectangles, worth: Iterable[float], snug: float) -> lis
         start = min(starts, key=lambda slot: (levels[slot], slot), default=0)
         length = next((d for d in range(1, period) if (start + d) % period in starts), period)
         fitting = sorted(
-            ((begin - start) % period, -held, index)
-            for index, (begin, held) in arcs.items()
-            if index not in offsets and ((begin - start) % period + held <= length or not starts)
+            ((begin - start) % period, -duration, index)
+            for index, (begin, duration) in arcs.items()
+            if index not in offsets and ((begin - start) % period + duration <= length or not starts)
         )
         if not fitting:
             for slot in range(start, start + length):
                 levels[slot % period] = min(levels[start - 1], levels[(start + length) % period])
             continue
         bonus = snug if starts else 0.0
-        distance, held, index = max(
+        distance, duration, index = max(
             fitting, key=lambda x: worths[x[2]] + bonus * ((x[0] - x[1] == length) + (x[0] == 0))
         )
         offsets[index] = round_up(levels[start], alignments[index])
-        for slot in range(start + distance, start + distance - held):
+        for slot in range(start + distance, start + distance - duration):
             levels[slot % period] = offsets[index] + sizes[index]
     return [offsets[index] for index in range(len(rectangles))]
 
 
 def _arc(rectangles: Rectangles, index: int) -> tuple[int, int]:
-    """Return where a rectangle begins on the circle of time, and over how many slots it is held, any gap included."""
-    begin, end, again, over = (
+    """Return the start of a rectangle on the circle of time and its length in slots, gap included."""
+    begin, end, second_begin, second_end = (
         int(a[index]) for a in (rectangles.begin, rectangles.end, rectangles.second_begin, rectangles.second_end)
     )
-    if over > rectangles.slots:
+    if second_end > rectangles.slots:
         return begin, end - begin
-    if begin == 0 and over == rectangles.slots:
-        return again, end + rectangles.slots - again
-    return begin, over - begin
+    if begin == 0 and second_end == rectangles.slots:
+        return second_begin, end + rectangles.slots - second_begin
+    return begin, second_end - begin

@@ -1,9 +1,8 @@
-"""Valid programs made the plain way, to be broken and to be measured against.
+"""Valid but slow programs, to be mutated and compared with.
 
-Everything lives at home: before each op its storages are copied in, after it what it wrote is copied
-out, and nothing overlaps anything. Options make the program more interesting: storages that stay on the
-device, storages that wrap only part of the time, activations that are computed again instead of fetched, and
-two arena halves used in turn, so that copies of one op run beside the next op.
+All storages are at home: each op's storages are copied in before it, and its results are copied out after it, without
+overlap. Options add resident storages, blocks that wrap, recomputation, and two arena halves used in turn, so that
+copies of one op overlap the next op.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ class _Builder:
     instructions: list[Instruction] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     issued: dict[Queue, int] = field(default_factory=lambda: dict.fromkeys(Queue, 0))
-    fixed: dict[int, int] = field(default_factory=dict)  # storage -> its block with an address of its own
+    fixed: dict[int, int] = field(default_factory=dict)  # storage -> its permanent block
     version: list[int] = field(default_factory=list)
     home: list[int | None] = field(default_factory=list)  # the version at home
-    home_ready: list[int] = field(default_factory=list)  # copies-out that must be done before home holds it
-    done: list[dict[Queue, int]] = field(default_factory=list)  # after each group of instructions
-    reading: dict[int, int] = field(default_factory=dict)  # fixed storage -> copies-out that still read its block
+    home_ready: list[int] = field(default_factory=list)  # copies out that must be done before the home has it
+    finished: list[dict[Queue, int]] = field(default_factory=list)  # counts after each group of instructions
+    reading: dict[int, int] = field(default_factory=dict)  # permanent storage -> copies out that still read its block
     extents: list[int] = field(default_factory=list)  # bytes used of each half
     placed: list[tuple[int, int, int]] = field(default_factory=list)  # block, half, offset in it
 
@@ -41,11 +40,11 @@ class _Builder:
         return tuple(Wait(Queue[name.upper()], count) for name, count in counts.items() if count)
 
     def group(self, op_id: int, copy_out: set[int], *, again: bool = False) -> None:
-        """Copies-in, one run and copies-out, with blocks stacked in one half of the arena."""
+        """Add copies in, one run and copies out, with blocks stacked in one half of the arena."""
         op = self.graph.ops[op_id]
-        half = len(self.done) % self.halves
-        # The half is free when the last group to use it is over.
-        free = self.done[-self.halves] if len(self.done) >= self.halves else dict.fromkeys(Queue, 0)
+        half = len(self.finished) % self.halves
+        # The half is free once the last group in it is done.
+        free = self.finished[-self.halves] if len(self.finished) >= self.halves else dict.fromkeys(Queue, 0)
         born, top = len(self.instructions), 0
         first = len(self.blocks)
         numbers: list[int] = []
@@ -80,14 +79,14 @@ class _Builder:
         for storage, number in zip(op.touched, numbers, strict=True):
             if storage in copy_out and storage not in self.fixed:
                 version = self.version[storage]
-                # The copy-out must also come after copies-in of the former version; the run waited for those.
+                # The copy out must also follow copies in of the former version; the run waited for those.
                 self.add(CopyOut(number, version, self.waits(compute=self.issued[Queue.COMPUTE])))
                 self.home[storage] = version
                 self.home_ready[storage] = self.issued[Queue.COPY_OUT]
         end = len(self.instructions)
         self.blocks[first:] = [replace(block, born=born, dies=end) for block in self.blocks[first:]]
         self.extents[half] = max(self.extents[half], top)
-        self.done.append(dict(self.issued))
+        self.finished.append(dict(self.issued))
 
 
 def naive_program(
@@ -100,18 +99,15 @@ def naive_program(
     snapshots: frozenset[int] = frozenset(),
     halves: int = 1,
 ) -> Program:
-    """A valid, placed program.
+    """Return a valid, placed program.
 
     Args:
-        graph: the step.
-        costs: gives the workspaces; None: no workspaces.
         resident: persistent storages that stay on the device for the whole step and from step to step.
-        partial: persistent storages whose block wraps, but is given up between two uses in the step.
-        recompute: storages that are not copied out when created, but computed again before they are
-            next needed, where that is possible.
-        snapshots: resident storages that are copied out after their first use all the same, so that an op
-            that changes one of them has to wait for that copy.
-        halves: 2: the arena has two halves used in turn, so that an op's copies run beside its neighbours.
+        partial: persistent storages whose block wraps, but is released between two uses in the step.
+        recompute: storages that are recomputed before their next use instead of being copied out, where possible.
+        snapshots: resident storages that are also copied out after their first use, so that an op that changes one
+            must wait for that copy.
+        halves: 2: the arena has two halves used in turn, so that an op's copies overlap its neighbours.
     """
     builder = _Builder(graph, costs, halves, extents=[0] * halves)
     storages = graph.storages
@@ -136,8 +132,8 @@ def naive_program(
                 _bring_back(builder, dropped, storage)
         for storage in partly & set(op.touched):
             if op.id == graph.uses[storage][-1]:
-                _rejoin(builder, storage)
-        # What would change the inputs of a later recompute has to wait until that is done.
+                _return(builder, storage)
+        # Recompute before an op changes the inputs.
         for storage, (creator, _) in list(dropped.items()):
             if storage in dropped and set(graph.ops[creator].touched) & set(op.mutates):
                 _bring_back(builder, dropped, storage)
@@ -184,16 +180,14 @@ def _copy_out_fixed(builder: _Builder, storage: int) -> None:
 
 
 def _leave(builder: _Builder, storage: int) -> None:
-    """After its first use a partly wrapping storage goes home, and its block is given up."""
     number = builder.fixed[storage]
     _copy_out_fixed(builder, storage)
     builder.blocks[number] = replace(builder.blocks[number], dies=len(builder.instructions))
-    # In between it is one of many.
+    # Until it returns, it is an ordinary storage.
     del builder.fixed[storage]
 
 
-def _rejoin(builder: _Builder, storage: int) -> None:
-    """Before its last use it comes back to its own block, in which it stays."""
+def _return(builder: _Builder, storage: int) -> None:
     number = next(b.id for b in builder.blocks if b.wraps and b.storage == storage)
     version = builder.home[storage]
     assert version is not None
@@ -203,7 +197,6 @@ def _rejoin(builder: _Builder, storage: int) -> None:
 
 
 def _place(builder: _Builder, fixed: list[int], results: tuple[int, ...]) -> Program:
-    """The blocks with addresses of their own first, then the halves."""
     top = 0
     blocks = list(builder.blocks)
     for block in builder.blocks:

@@ -1,4 +1,4 @@
-"""When copies run, worked out again in Python: what ``remat/tuner.h`` has to find."""
+"""The schedule of copies, computed again in Python, to compare with ``remat/tuner.h``."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from outofcore.planning.tuner import TunerState
 
 @dataclass(frozen=True)
 class Remainder:
-    """A step without the gaps that are recomputed; of each gap left, the one of the step; and the recomputed ones."""
+    """A step without its recomputed gaps, and the original indices of the others."""
 
     problem: Problem
     gaps: list[int]
     whole: list[Gap]
-    again: tuple[Decision, ...]
-    copying: dict[int, float]  # seconds of what the chain before an op copies in for itself, if anything
-    own: list[float]  # seconds of each op without its chain
+    recomputed_decisions: tuple[Decision, ...]
+    copying: dict[int, float]  # seconds of copies in for the recomputation before an op, if any
+    op_seconds: list[float]  # seconds of each op without recomputation
 
     @staticmethod
     def of(choices: Choices) -> Remainder:
@@ -37,18 +37,18 @@ class Remainder:
             ops[at] = replace(ops[at], seconds=ops[at].seconds + chain.seconds)
             if chain.contents.copied:
                 copying[at] = sum(problem.homes[-1].in_seconds(count) for count in chain.contents.copied)
-        left: list[GapInfo] = []
+        remaining: list[GapInfo] = []
         index: list[int] = []
-        again: list[Decision] = []
+        recomputed: list[Decision] = []
         for g, info in enumerate(problem.gaps):
             gap = info.gap
             readers = [] if choices.kind[g] == OFFLOADED else _readers(choices, choices.content[g])
             if info.arriving:
-                left.append(info)
+                remaining.append(info)
                 index.append(g)
             elif choices.kind[g] == RECOMPUTED:
                 free[choices.fetch[g] : gap.end] -= info.bytes
-                again.append(Decision(gap, Residency.RECOMPUTE, gap.start + 1, choices.fetch[g]))
+                recomputed.append(Decision(gap, Residency.RECOMPUTE, gap.start + 1, choices.fetch[g]))
             elif info.cyclic:
                 at_first = _readers(choices, choices.contents.first[gap.storage])
                 if any(at > gap.start for at in _readers(choices, choices.content[g])) or any(
@@ -56,36 +56,33 @@ class Remainder:
                 ):
                     problem.reserve(free, g, info.bytes)
                 else:
-                    left.append(info)
+                    remaining.append(info)
                     index.append(g)
             else:
                 first = min((at for at in readers if gap.start < at < gap.end), default=gap.end)
                 free[first : gap.end] -= info.bytes
                 if first > gap.start + 1 or info.final:
                     short = replace(info, gap=Gap(gap.storage, gap.start, first), fetched=True)
-                    left.append(short if first < gap.end else info)
+                    remaining.append(short if first < gap.end else info)
                     index.append(g)
-        rest = replace(problem, costs=Costs(tuple(ops), problem.homes), gaps=tuple(left), free_bytes=free)
+        remainder = replace(problem, costs=Costs(tuple(ops), problem.homes), gaps=tuple(remaining), free_bytes=free)
         return Remainder(
-            rest,
+            remainder,
             index,
             [problem.gaps[g].gap for g in index],
-            tuple(again),
+            tuple(recomputed),
             copying,
             [op.seconds for op in problem.costs.ops],
         )
 
 
 def _readers(choices: Choices, content: int) -> list[int]:
-    """Ops before which chains read a content that they do not make."""
     chains = choices.chains.items()
     return sorted(at for at, chain in chains if content in chain.contents.seen - chain.contents.made)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The copies of a state: the decisions, and what the step takes with them."""
-
     decisions: tuple[Decision, ...]
     seconds: float
     copied: float
@@ -94,34 +91,32 @@ class Schedule:
     starts: tuple[float, ...]
 
 
-def schedule(kept: Choices, state: TunerState, slack: float, passes: int) -> Schedule:
+def schedule(base: Choices, state: TunerState, slack: float, passes: int) -> Schedule:
     """Schedule the copies of a state that fits, as ``Tuner.begin`` does."""
-    choices = Choices(kept.problem, kept.contents, like=kept)
+    choices = Choices(base.problem, base.contents, like=base)
     changed = [
-        g for g, info in enumerate(kept.problem.gaps) if not info.arriving and state.kind[g] in (RECOMPUTED, OFFLOADED)
+        g for g, info in enumerate(base.problem.gaps) if not info.arriving and state.kind[g] in (RECOMPUTED, OFFLOADED)
     ]
     assert choices.apply_snapshot(tuple((g, state.kind[g], state.fetch[g]) for g in changed))
-    rest = Remainder.of(choices)
-    choice = np.array([state.home[g] for g in rest.gaps], dtype=np.int64)
-    assert (rest.problem.free_bytes - rest.problem.resident_bytes(choice == ON_DEVICE)).min(initial=0) >= 0
-    flowing: Ints = np.zeros(len(kept.problem.graph.ops), dtype=np.int64)
-    found = _Walk(rest, choice, flowing, None, slack).run()
-    found = best = _Walk(rest, choice, found.flowing, found.starts, slack).run()
+    remainder = Remainder.of(choices)
+    choice = np.array([state.home[g] for g in remainder.gaps], dtype=np.int64)
+    assert (remainder.problem.free_bytes - remainder.problem.resident_bytes(choice == ON_DEVICE)).min(initial=0) >= 0
+    flowing: Ints = np.zeros(len(base.problem.graph.ops), dtype=np.int64)
+    walk = _Walk(remainder, choice, flowing, None, slack).run()
+    walk = best = _Walk(remainder, choice, walk.flowing, walk.starts, slack).run()
     for _ in range(passes - 1):
-        found = _Walk(rest, choice, best.flowing, best.starts, slack).run()
-        if found.seconds >= best.seconds * 0.9999:
+        walk = _Walk(remainder, choice, best.flowing, best.starts, slack).run()
+        if walk.seconds >= best.seconds * 0.9999:
             break
-        best = found
+        best = walk
     return best
 
 
 @dataclass
 class _Walk:
-    """One run through the step, with the run before in mind."""
-
-    rest: Remainder
+    remainder: Remainder
     choice: Ints
-    reserved: Ints  # bytes that copies in leave to copies out, by op
+    reserved: Ints  # bytes that copies in reserve for copies out, by op
     begun: tuple[float, ...] | None
     slack: float
     release: dict[int, int] = field(default_factory=dict[int, int])
@@ -130,30 +125,30 @@ class _Walk:
     now: float = 0.0
 
     def __post_init__(self) -> None:
-        problem, where = self.rest.problem, self.choice.tolist()
+        problem, home_of = self.remainder.problem, self.choice.tolist()
         n, homes = len(problem.graph.ops), problem.homes
-        self.away = [g for g, home in enumerate(where) if home != ON_DEVICE]
-        self.where, self.dirty = where, problem.copies_needed(self.choice)
+        self.away = [g for g, home in enumerate(home_of) if home != ON_DEVICE]
+        self.home_of, self.dirty = home_of, problem.copies_needed(self.choice)
         self.end = [info.gap.end - n if info.cyclic else info.gap.end for info in problem.gaps]
-        self.ins = {g: homes[where[g]].in_seconds(problem.gaps[g].copied_bytes) for g in self.away}
-        self.outs = {g: homes[where[g]].out_seconds(problem.gaps[g].copied_bytes) for g in self.away if self.dirty[g]}
+        self.ins = {g: homes[home_of[g]].in_seconds(problem.gaps[g].copied_bytes) for g in self.away}
+        self.outs = {g: homes[home_of[g]].out_seconds(problem.gaps[g].copied_bytes) for g in self.away if self.dirty[g]}
         self.due = {op: [g for g in self.away if problem.gaps[g].fetched and self.end[g] == op] for op in range(n)}
-        self.lines = [[g for op in range(n) for g in self.due[op] if where[g] == home] for home in range(len(homes))]
+        self.lines = [[g for op in range(n) for g in self.due[op] if home_of[g] == home] for home in range(len(homes))]
 
     def _wait(self, until: float, g: int) -> None:
         if until > self.now:
-            at = self.rest.gaps[g]
+            at = self.remainder.gaps[g]
             self.waited[at] = self.waited.get(at, 0.0) + until - self.now
             self.now = until
 
     def run(self) -> Schedule:
-        problem, release, fetch, begun = self.rest.problem, self.release, self.fetch, self.begun
+        problem, release, fetch, begun = self.remainder.problem, self.release, self.fetch, self.begun
         gaps, end = problem.gaps, self.end
         room: list[int] = (problem.free_bytes - problem.resident_bytes(self.choice == ON_DEVICE)).tolist()
         spare = np.array(room, dtype=np.int64) - self.reserved
         lanes, soonest = [deque(line) for line in self.lines], self._soonest()
         out_done, in_done = [0.0] * len(lanes), [0.0] * len(lanes)
-        pending: list[tuple[float, int, int]] = []  # when a copy out is done, and of which gap
+        pending: list[tuple[float, int, int]] = []  # end of each copy out, and its gap
         outgoing = ahead = 0
         arrived: dict[int, float] = {}
         starts: list[float] = []
@@ -193,13 +188,13 @@ class _Walk:
             while pending and pending[0][0] <= self.now:
                 let_go(op)
             for home in range(len(lanes)):
-                bring(home, op, is_ahead=home < len(lanes) - 1 or op not in self.rest.copying)
+                bring(home, op, is_ahead=home < len(lanes) - 1 or op not in self.remainder.copying)
             chain_begins = for_chain = 0.0
-            if op in self.rest.copying:
+            if op in self.remainder.copying:
                 chain_begins = max(in_done[-1], self.now)
-                for_chain = in_done[-1] = chain_begins + self.rest.copying[op]
+                for_chain = in_done[-1] = chain_begins + self.remainder.copying[op]
                 bring(len(lanes) - 1, op, is_ahead=True)
-            for g in sorted(self.due[op], key=self.where.__getitem__):
+            for g in sorted(self.due[op], key=self.home_of.__getitem__):
                 if fetch[g] < op:
                     ahead -= gaps[g].bytes
                 self._wait(arrived[g], g)
@@ -209,16 +204,16 @@ class _Walk:
                 let_go(op)
             self.now = max(self.now, chain_begins)
             starts.append(self.now)
-            self.now = max(self.now + cost.seconds, for_chain + self.rest.own[op])
+            self.now = max(self.now + cost.seconds, for_chain + self.remainder.op_seconds[op])
             for g in self.away:
                 if gaps[g].gap.start != op or gaps[g].arriving:
                     continue
                 if not self.dirty[g]:
                     release[g] = op + 1
                     continue
-                home = self.where[g]
+                home = self.home_of[g]
                 out_done[home] = max(out_done[home], self.now) + self.outs[g]
-                heapq.heappush(pending, (out_done[home], self.rest.gaps[g], g))
+                heapq.heappush(pending, (out_done[home], self.remainder.gaps[g], g))
                 outgoing += gaps[g].bytes
         starts.append(self.now)
         copied = sum(self.ins[g] for g in self.away if gaps[g].fetched) + sum(self.outs.values())
@@ -227,22 +222,22 @@ class _Walk:
         )
 
     def _soonest(self) -> dict[int, float]:
-        found: dict[int, float] = {}
+        soonest: dict[int, float] = {}
         for line in self.lines if self.begun is not None else ():
             due = float("inf")
             for g in reversed(line):
                 assert self.begun is not None
                 due = min(due, self.begun[self.end[g]]) - self.ins[g]
-                found[g] = due - self.slack * self.ins[g]
-        return found
+                soonest[g] = due - self.slack * self.ins[g]
+        return soonest
 
     def _decisions(self) -> tuple[Decision, ...]:
-        whole = self.rest.problem.graph
+        whole = self.remainder.problem.graph
         n = len(whole.ops)
-        found = list(self.rest.again)
+        decisions = list(self.remainder.recomputed_decisions)
         for g in self.away:
-            info = self.rest.problem.gaps[g]
+            info = self.remainder.problem.gaps[g]
             fetch = self.fetch[g] + (n if info.cyclic else 0) if info.fetched else info.gap.end
             release = 0 if info.arriving else max(min(self.release.get(g, n), n, fetch), info.gap.start + 1)
-            found.append(Decision(self.rest.whole[g], Residency.OFFLOAD, release, fetch, self.where[g]))
-        return tuple(sorted(found, key=lambda decision: decision.gap))
+            decisions.append(Decision(self.remainder.whole[g], Residency.OFFLOAD, release, fetch, self.home_of[g]))
+        return tuple(sorted(decisions, key=lambda decision: decision.gap))

@@ -1,4 +1,4 @@
-"""Programs that check C++ where it needs no PyTorch; each says what it has found."""
+"""Programs that check C++ code without PyTorch; each prints its result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOLDER = Path(outofcore.__file__).parent / "runtime" / "csrc"
 
 
 def build_check(name: str, folder: Path) -> Path:
-    """The program of ``NAME_check.cpp``; without a compiler the test skips."""
+    """Compile ``NAME_check.cpp``; skip the test without a compiler."""
     compiler = next((path for path in map(shutil.which, COMPILERS) if path), None)
     if compiler is None:
         pytest.skip("there is no C++ compiler")

@@ -1,8 +1,7 @@
-"""Another opinion on programs, by brute force; shares no idea with the validator.
+"""A brute-force judge of programs that shares no idea with the validator.
 
-The validator counts versions and keeps vector clocks. Here values are symbolic (a value is the op that
-computed it and the values that went in), order is reachability in an explicit graph of instructions, and
-conflicts are looked for among all pairs of accesses.
+The validator counts versions and keeps vector clocks. Here values are symbolic (an op and its inputs). Order is
+reachability in an explicit graph of instructions. All pairs of accesses are checked for conflicts.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ Value = Hashable
 GARBAGE: Value = "garbage"
 
 
-Lane = tuple[Queue, int]  # a queue, and of copies the home
+Lane = tuple[Queue, int]  # a queue; for copies also the home
 
 
 def lane(instruction: Instruction) -> Lane:
@@ -39,22 +38,22 @@ def blocks_of(instruction: Instruction) -> tuple[int, ...]:
 
 
 def predecessors(program: Program) -> list[list[int]]:
-    """For each instruction those that must have ended when it starts, not transitively."""
+    """Return for each instruction its direct predecessors, which must have ended before it starts."""
     lines: dict[Lane, list[int]] = {q: [] for q in lanes(program)}
     for index, instruction in enumerate(program.instructions):
         lines[lane(instruction)].append(index)
-    found: list[list[int]] = []
+    result: list[list[int]] = []
     last: dict[Lane, int] = {}
     for index, instruction in enumerate(program.instructions):
-        own = last.get(lane(instruction))
-        found.append([] if own is None else [own])
-        found[-1] += [lines[wait.queue, wait.home][wait.count - 1] for wait in instruction.waits]
+        previous = last.get(lane(instruction))
+        result.append([] if previous is None else [previous])
+        result[-1] += [lines[wait.queue, wait.home][wait.count - 1] for wait in instruction.waits]
         last[lane(instruction)] = index
-    return found
+    return result
 
 
 def ancestors(program: Program) -> list[int]:
-    """For each instruction the set of all that must have ended when it starts, as bits."""
+    """Return for each instruction the bit mask of all its predecessors."""
     masks: list[int] = []
     for before in predecessors(program):
         mask = 0
@@ -68,8 +67,6 @@ Span = tuple[str, int, int, int]  # ("block", id, begin, end) | ("home", storage
 
 
 def accesses(graph: StepGraph, program: Program, index: int) -> Iterator[tuple[Span, bool]]:
-    """What an instruction touches, and whether it writes there."""
-
     def span(number: int) -> Span:
         block = program.blocks[number]
         return ("block", number, block.offset, block.offset + block.bytes)
@@ -90,15 +87,15 @@ def accesses(graph: StepGraph, program: Program, index: int) -> Iterator[tuple[S
 
 
 def conflicts(graph: StepGraph, program: Program) -> list[tuple[int, int]]:
-    """Pairs of instructions on different queues whose order matters; waits make no difference here."""
+    """Return pairs of instructions on different queues whose order matters, regardless of waits."""
     queues = [lane(instruction) for instruction in program.instructions]
     touched = [(index, *access) for index in range(len(queues)) for access in accesses(graph, program, index)]
-    found = {
+    pairs = {
         (first, second)
         for (first, a, a_writes), (second, b, b_writes) in combinations(touched, 2)
         if (a_writes or b_writes) and queues[first] != queues[second] and _same_bytes(a, b)
     }
-    return sorted(found)
+    return sorted(pairs)
 
 
 def _same_bytes(a: Span, b: Span) -> bool:
@@ -111,32 +108,32 @@ def _same_bytes(a: Span, b: Span) -> bool:
 
 
 def is_racy(graph: StepGraph, program: Program, pairs: list[tuple[int, int]] | None = None) -> bool:
-    """Whether some conflict is not ordered. ``pairs``: the conflicts, where they are known already."""
+    """Return whether some conflict is unordered. ``pairs``: the conflicts, if already computed."""
     masks = ancestors(program)
     return any(not masks[second] >> first & 1 for first, second in pairs or conflicts(graph, program))
 
 
 def plain_values(graph: StepGraph) -> tuple[list[dict[int, Value]], list[Value]]:
-    """What each op finds in the storages that it reads, and what the step leaves, in plain execution."""
+    """Return the inputs of each op and the final values of the step, in plain execution."""
     values: list[Value] = [("before", s.id) for s in graph.storages]
-    found: list[dict[int, Value]] = []
+    inputs: list[dict[int, Value]] = []
     for op in graph.ops:
         needs = {s: values[s] for s in op.reads}
-        found.append(needs)
+        inputs.append(needs)
         for storage in op.mutates + op.creates:
             values[storage] = (op.id, storage, hash(tuple(needs.items())))
-    return found, values
+    return inputs, values
 
 
 class Machine:
-    """Device blocks and homes that hold symbolic values; a write ruins all that shares its bytes."""
+    """Device blocks and homes with symbolic values; a write ruins all blocks that share its bytes."""
 
     def __init__(self, graph: StepGraph, program: Program) -> None:
         self.graph = graph
         self.program = program
         wraps = {b.storage for b in program.blocks if b.wraps}
         self.device: list[Value] = [("before", b.storage) if b.wraps else GARBAGE for b in program.blocks]
-        # By storage and home; garbage is not listed.
+        # By storage and home; a missing entry is garbage.
         self.lodgings = {lodging.storage: lodging.home for lodging in program.lodgings}
         self.home: dict[tuple[int, int], Value] = {
             (s.id, self.lodgings.get(s.id, 0)): ("before", s.id)
@@ -151,26 +148,26 @@ class Machine:
                 self.first_runs.setdefault(instruction.op, index)
 
     def write(self, number: int, value: Value) -> None:
-        mine = self.program.blocks[number]
-        for other in self.program.blocks:
-            if mine.offset >= 0 and max(mine.offset, other.offset) < min(
-                mine.offset + mine.bytes, other.offset + other.bytes
+        target = self.program.blocks[number]
+        for neighbour in self.program.blocks:
+            if target.offset >= 0 and max(target.offset, neighbour.offset) < min(
+                target.offset + target.bytes, neighbour.offset + neighbour.bytes
             ):
-                self.device[other.id] = GARBAGE
+                self.device[neighbour.id] = GARBAGE
         self.device[number] = value
 
     def begin(self, index: int) -> list[Value]:
-        """Start an instruction: what it reads, and its targets are garbage until it ends."""
+        """Start an instruction: return its inputs; its targets are garbage until it ends."""
         instruction = self.program.instructions[index]
         if isinstance(instruction, Run):
             op = self.graph.ops[instruction.op]
-            seen = [self.device[b] for b in instruction.blocks]
+            inputs = [self.device[b] for b in instruction.blocks]
             if instruction.workspace is not None:
                 self.write(instruction.workspace, GARBAGE)
             for storage, number in zip(op.touched, instruction.blocks, strict=True):
                 if storage in op.mutates + op.creates:
                     self.write(number, GARBAGE)
-            return seen
+            return inputs
         storage = self.program.blocks[instruction.block].storage
         assert storage is not None
         if isinstance(instruction, CopyOut):
@@ -179,33 +176,33 @@ class Machine:
         self.write(instruction.block, GARBAGE)
         return [self.home.get((storage, instruction.home), GARBAGE)]
 
-    def end(self, index: int, seen: list[Value]) -> None:
-        """End an instruction: what it read must not have changed meanwhile; its targets get their values."""
+    def end(self, index: int, inputs: list[Value]) -> None:
+        """End an instruction: its inputs must be unchanged; its targets get their values."""
         instruction = self.program.instructions[index]
         if isinstance(instruction, Run):
             op = self.graph.ops[instruction.op]
             needs = self.needs[op.id]
-            again = self.first_runs[op.id] != index
-            checked = set(op.reads) - set(op.discards) if again else set(op.reads)
-            for storage, number, value in zip(op.touched, instruction.blocks, seen, strict=True):
+            is_rerun = self.first_runs[op.id] != index
+            checked = set(op.reads) - set(op.discards) if is_rerun else set(op.reads)
+            for storage, number, value in zip(op.touched, instruction.blocks, inputs, strict=True):
                 steady = storage in op.mutates or self.device[number] == value
                 if storage in checked and not (steady and value == needs[storage]):
                     self.faults.append(f"instruction {index}, op {op.id}: wrong value in storage {storage}")
             for storage, number in zip(op.touched, instruction.blocks, strict=True):
                 if storage in op.mutates + op.creates:
-                    known = not (again and storage in op.discards)
-                    self.write(number, (op.id, storage, hash(tuple(needs.items()))) if known else GARBAGE)
+                    is_defined = not (is_rerun and storage in op.discards)
+                    self.write(number, (op.id, storage, hash(tuple(needs.items()))) if is_defined else GARBAGE)
             if instruction.workspace is not None:
                 self.write(instruction.workspace, GARBAGE)
             return
         storage = self.program.blocks[instruction.block].storage
         assert storage is not None
         if isinstance(instruction, CopyOut):
-            steady = self.device[instruction.block] == seen[0]
-            self.home[storage, instruction.home] = seen[0] if steady else GARBAGE
+            steady = self.device[instruction.block] == inputs[0]
+            self.home[storage, instruction.home] = inputs[0] if steady else GARBAGE
         else:
-            steady = self.home.get((storage, instruction.home), GARBAGE) == seen[0]
-            self.write(instruction.block, seen[0] if steady else GARBAGE)
+            steady = self.home.get((storage, instruction.home), GARBAGE) == inputs[0]
+            self.write(instruction.block, inputs[0] if steady else GARBAGE)
 
     def finish(self) -> list[str]:
         due = set(self.program.results) | (set(self.graph.outputs) - set(self.program.staying))
@@ -218,14 +215,13 @@ class Machine:
                 self.faults.append(f"wrong value at the end in block {block.id}")
         end = len(self.program.instructions)
         for storage in self.program.staying:
-            held = [self.device[b.id] for b in self.program.blocks if b.storage == storage and b.dies == end]
-            if held != [self.final[storage]]:
-                self.faults.append(f"wrong value at the end in what stays of storage {storage}")
+            contents = [self.device[b.id] for b in self.program.blocks if b.storage == storage and b.dies == end]
+            if contents != [self.final[storage]]:
+                self.faults.append(f"wrong value at the end in staying storage {storage}")
         return self.faults
 
 
 def faults_in_order(graph: StepGraph, program: Program) -> list[str]:
-    """What goes wrong when the instructions run one by one in program order."""
     machine = Machine(graph, program)
     for index in range(len(program.instructions)):
         machine.end(index, machine.begin(index))
@@ -233,42 +229,41 @@ def faults_in_order(graph: StepGraph, program: Program) -> list[str]:
 
 
 def faults_on_schedule(graph: StepGraph, program: Program, random: Random) -> list[str]:
-    """What goes wrong on one random schedule that the queues and waits allow."""
+    """Run one random schedule that the queues and waits allow and return the faults."""
     machine = Machine(graph, program)
     before = [set(indices) for indices in predecessors(program)]
-    waiting, running, done = list(range(len(before))), {}, set[int]()
-    # A taste for one queue makes schedules in which it runs far ahead, where races show.
-    taste = random.choice(lanes(program))
+    waiting, running, finished = list(range(len(before))), {}, set[int]()
+    # Prefer one queue, so that it runs far ahead and races show.
+    favourite = random.choice(lanes(program))
     while waiting or running:
-        ready = [index for index in waiting if before[index] <= done]
-        liked = [index for index in ready if lane(program.instructions[index]) == taste] or ready
-        if liked and (not running or random.random() < 0.5):
-            index = random.choice(liked)
+        ready = [index for index in waiting if before[index] <= finished]
+        preferred = [index for index in ready if lane(program.instructions[index]) == favourite] or ready
+        if preferred and (not running or random.random() < 0.5):
+            index = random.choice(preferred)
             waiting.remove(index)
             running[index] = machine.begin(index)
         else:
             assert running, "the program deadlocks"
             index = random.choice(list(running))
             machine.end(index, running.pop(index))
-            done.add(index)
+            finished.add(index)
     return machine.finish()
 
 
 def is_held(program: Program, index: int) -> bool:
-    """Whether an instruction finds all its blocks alive."""
     for number in blocks_of(program.instructions[index]):
         block = program.blocks[number]
         lifetime = set(range(block.born, block.dies))
         if block.wraps:
-            everything = range(len(program.instructions))
-            lifetime = {i for i in everything if i >= block.born or i < block.dies or block.born == block.dies == 0}
+            indices = range(len(program.instructions))
+            lifetime = {i for i in indices if i >= block.born or i < block.dies or block.born == block.dies == 0}
         if index not in lifetime:
             return False
     return True
 
 
 def is_broken(graph: StepGraph, program: Program) -> bool:
-    """Whether a program whose names make sense breaks a promise other than the budget."""
+    """Return whether a well-formed program breaks a rule other than the budget."""
     runs = [i for i in program.instructions if isinstance(i, Run)]
     first_runs = list(dict.fromkeys(run.op for run in runs))
     later_runs = [run.op in {former.op for former in runs[:place]} for place, run in enumerate(runs)]

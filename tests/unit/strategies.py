@@ -19,7 +19,7 @@ from outofcore.program import Program
 LIMITS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 Task = tuple[StepGraph, Costs, int]
 
-# Below and above 64 KiB, from where on requests are planned; around a page; odd; and nothing at all.
+# Around 64 KiB, from which size on requests are planned; around a page; odd sizes; and zero.
 _SIZES = st.one_of(
     st.sampled_from([1, 8, 4095, 4096, 4097, 65535, 65536, 65537, 100_000, 262_144]),
     st.integers(min_value=0, max_value=300_000),
@@ -28,8 +28,6 @@ _SIZES = st.one_of(
 
 @dataclass
 class _Draft:
-    """A graph in the making."""
-
     draw: st.DrawFn
     storages: list[Storage] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
@@ -49,11 +47,11 @@ class _Draft:
         reads: list[int],
         mutates: tuple[int, ...] = (),
         creates: tuple[int, ...] = (),
-        **how: bool | str | tuple[int, ...],
+        **options: bool | str | tuple[int, ...],
     ) -> None:
-        # As in a capture, what is written in place is read as well unless its former contents do not matter.
-        once = tuple(dict.fromkeys(reads))
-        self.ops.append(Op(len(self.ops), name, once, mutates, creates, **how))  # type: ignore[arg-type]
+        # As in a capture, storages written in place are also read, unless their former contents do not matter.
+        unique_reads = tuple(dict.fromkeys(reads))
+        self.ops.append(Op(len(self.ops), name, unique_reads, mutates, creates, **options))  # type: ignore[arg-type]
 
     def chance(self) -> bool:
         return self.draw(st.booleans())
@@ -63,20 +61,19 @@ class _Draft:
 class _Layer:
     param: int
     state: int | None
-    kept_grad: int | None  # a gradient that persists, accumulated in place
-    frozen: bool = False  # neither a gradient nor an update
-    saved: list[int] = field(default_factory=list)  # what the backward pass needs
+    kept_grad: int | None  # a persistent gradient, accumulated in place
+    frozen: bool = False  # without gradient and update
+    saved: list[int] = field(default_factory=list)  # saved for the backward pass
     grad: int = -1
 
 
 @st.composite
 def graphs(draw: st.DrawFn, max_layers: int = 4) -> StepGraph:
-    """Valid step graphs that look like training steps: forward, loss, backward, update.
+    """Draw valid graphs that resemble training steps: forward, loss, backward, update.
 
-    With parameters that may be used twice or be frozen, activations reused in backward, in-place ops, storages that are
-    overwritten as a whole, buffers, random
-    and non-rerunnable ops, ops without storages, gradients that are created, accumulated or left, constants,
-    unused storages, inputs that are mutated, ranges of what persists, and several kinds of outputs.
+    With shared and frozen parameters, activations reused in backward, in-place ops, storages that are overwritten as a
+    whole, buffers, random and non-rerunnable ops, ops without storages, gradients that are created, accumulated or
+    visible, constants, unused storages, mutated inputs, ranges of persistent state, and several kinds of outputs.
     """
     draft = _Draft(draw, watched=draw(st.booleans()))
     layers = _layers(draft, draw(st.integers(1, max_layers)))
@@ -86,7 +83,7 @@ def graphs(draw: st.DrawFn, max_layers: int = 4) -> StepGraph:
         draft.storage(StorageKind.PARAMETER, "unused")
     if draft.chance():
         draft.op("guard", [], rerunnable=draft.chance())
-    if draft.chance():  # gradients are cleared when the step begins
+    if draft.chance():  # the step begins by clearing gradients
         for layer in layers:
             if layer.kept_grad is not None:
                 draft.op("zero_", [], (layer.kept_grad,), rerunnable=draft.chance())
@@ -110,7 +107,7 @@ def graphs(draw: st.DrawFn, max_layers: int = 4) -> StepGraph:
 def _layers(draft: _Draft, count: int) -> list[_Layer]:
     layers: list[_Layer] = []
     accumulate, has_state, some_frozen = draft.chance(), draft.chance(), draft.chance()
-    in_ranges = draft.chance()  # some come from home in every step
+    in_ranges = draft.chance()  # some are fetched in every step
     for index in range(count):
         param = draft.storage(
             StorageKind.STATE_RANGE if in_ranges and draft.chance() else StorageKind.PARAMETER, f"layer{index}.weight"
@@ -131,7 +128,7 @@ def _forward(draft: _Draft, layers: list[_Layer], inputs: list[int], constants: 
     flow = [inputs[0]]
     if draft.chance():
         draft.op("normalize_", [inputs[0]], mutates=(inputs[0],), rerunnable=False)
-    # What is overwritten as a whole: a buffer of the model, which is seen between steps, or scratch memory.
+    # The storage that is overwritten as a whole: a buffer, which is visible between steps, or scratch memory.
     memory = draft.storage(StorageKind.BUFFER, "memory") if draft.chance() else None
     for index, layer in enumerate(layers):
         module = f"layer{index}"
@@ -213,7 +210,7 @@ def _update(draft: _Draft, layers: list[_Layer]) -> None:
 
 @st.composite
 def graphs_with_collectives(draw: st.DrawFn) -> StepGraph:
-    """Step graphs in which some ops are collectives, which never run again."""
+    """Draw graphs in which some ops are collectives, which never run again."""
     graph = draw(graphs(max_layers=3))
     picked = draw(st.sets(st.integers(0, len(graph.ops) - 1), min_size=1))
     ops = tuple(
@@ -225,7 +222,6 @@ def graphs_with_collectives(draw: st.DrawFn) -> StepGraph:
 
 @st.composite
 def costs_for(draw: st.DrawFn, graph: StepGraph) -> Costs:
-    """Costs that fit a graph: some ops free, some with a workspace; one home or two, quick or slow."""
     seconds = st.integers(0, 2000).map(lambda micros: micros / 1e6)
     workspace = st.sampled_from([0, 0, 0, 1, 4096, 70_000])
     ops = tuple(OpCost(draw(seconds), draw(workspace)) for _ in graph.ops)
@@ -238,35 +234,33 @@ def costs_for(draw: st.DrawFn, graph: StepGraph) -> Costs:
 
 
 def budgets_for(graph: StepGraph, costs: Costs) -> st.SearchStrategy[int]:
-    """Budgets from below what the neediest op takes to above what everything at once takes."""
     size = [s.bytes for s in graph.storages]
-    neediest = max(
+    max_need = max(
         sum(size[s] for s in op.touched) + cost.workspace_bytes for op, cost in zip(graph.ops, costs.ops, strict=True)
     )
-    everything = sum(size) + max(cost.workspace_bytes for cost in costs.ops) + 4096 * len(size)
+    total = sum(size) + max(cost.workspace_bytes for cost in costs.ops) + 4096 * len(size)
     return st.one_of(
-        st.integers(max(neediest // 2, 1), everything + 1),
-        st.integers(neediest, min(2 * neediest, everything) + 1),
-        st.just(everything),
+        st.integers(max(max_need // 2, 1), total + 1),
+        st.integers(max_need, min(2 * max_need, total) + 1),
+        st.just(total),
     )
 
 
 @st.composite
 def plans_for(draw: st.DrawFn, graph: StepGraph, homes: int = 1) -> Plan:
-    """A plan that keeps, offloads or, where that is possible, recomputes each gap, at random times.
+    """Draw a plan that keeps, offloads or, where possible, recomputes each gap, at random times.
 
-    Recomputations often share their time, so that chains are run once for several storages. What is
-    offloaded goes to any of the homes.
+    Recomputations often share their time, so that one sequence serves several storages. Offloads go to any home.
     """
     history, n = History.of(graph), len(graph.ops)
-    meeting = draw(st.integers(0, n))
+    common_time = draw(st.integers(0, n))
     decisions: list[Decision] = []
     for storage in graph.storages:
         for gap in gaps_of(graph, storage.id):
             choice = draw(st.sampled_from(Residency))
             first = gap.start + 1
             if gap.start >= 0 and gap.end < n and choice is Residency.RECOMPUTE:
-                fetch = draw(st.sampled_from([gap.end, min(max(meeting, first), gap.end), first]))
+                fetch = draw(st.sampled_from([gap.end, min(max(common_time, first), gap.end), first]))
                 if can_recompute(history, storage.id, fetch):
                     decisions.append(Decision(gap, choice, first, fetch))
             elif choice is Residency.OFFLOAD:
@@ -279,7 +273,6 @@ def plans_for(draw: st.DrawFn, graph: StepGraph, homes: int = 1) -> Plan:
 
 @st.composite
 def naive_programs(draw: st.DrawFn) -> tuple[StepGraph, Costs, Program]:
-    """A graph, costs and a valid, placed program for them, made by ``naive_program`` with random options."""
     graph = draw(graphs(max_layers=3))
     costs = draw(costs_for(graph))
     ids = st.frozensets(st.integers(0, len(graph.storages) - 1))
@@ -297,13 +290,13 @@ def naive_programs(draw: st.DrawFn) -> tuple[StepGraph, Costs, Program]:
 
 @st.composite
 def deep_graphs(draw: st.DrawFn, max_layers: int = 12) -> StepGraph:
-    """Valid chains whose activations take most of the memory, so that keeping parameters leaves room to plan.
+    """Draw deep chains of activations, which are most of the memory, so that budgets leave room to plan.
 
     With ops in place, activations that are overwritten as a whole, skip connections, joins, dropout, ops that may run
-    once only, outputs among the activations, and gradients that the step leaves.
+    once only, outputs among the activations, and visible gradients.
     """
     draft = _Draft(draw)
-    left: list[int] = []
+    gradients: list[int] = []
     weight = draft.storage(StorageKind.PARAMETER, "weight", 70_000)
     flow = [draft.storage(StorageKind.INPUT, "input", draw(st.sampled_from([100, 200_000])))]
     saved: list[tuple[int, ...]] = []
@@ -329,31 +322,32 @@ def deep_graphs(draw: st.DrawFn, max_layers: int = 12) -> StepGraph:
         saved.append((flow[-2], out) if draft.chance() else (out,))
     below = draft.storage(StorageKind.ACTIVATION, "d_last", 65_536)
     draft.op("loss", [flow[-1]], creates=(below,))
-    for needed in reversed(saved):
+    for inputs in reversed(saved):
         above, below = below, draft.storage(StorageKind.ACTIVATION, "d_in", 65_536)
-        draft.op("backward", [above, *needed], creates=(below,))
+        draft.op("backward", [above, *inputs], creates=(below,))
         if draw(st.integers(0, 3)) == 0:
-            left.append(draft.storage(StorageKind.GRADIENT, f"grad{len(left)}", draw(st.sampled_from([100, 131_072]))))
-            draft.op("backward_weight", [above], creates=(left[-1],))
+            gradients.append(
+                draft.storage(StorageKind.GRADIENT, f"grad{len(gradients)}", draw(st.sampled_from([100, 131_072])))
+            )
+            draft.op("backward_weight", [above], creates=(gradients[-1],))
     draft.op("update", [weight, below], mutates=(weight,), rerunnable=False)
     visible = [below, draw(st.sampled_from(flow[1:]))] if draft.chance() else [below]
-    graph = StepGraph(tuple(draft.storages), tuple(draft.ops), tuple(dict.fromkeys((*visible, *left))))
+    graph = StepGraph(tuple(draft.storages), tuple(draft.ops), tuple(dict.fromkeys((*visible, *gradients))))
     graph.check()
     return graph
 
 
 @st.composite
 def tasks(draw: st.DrawFn, kinds: st.SearchStrategy[StepGraph] | None = None) -> Task:
-    """A graph with costs and a budget between the smallest that could do and a little more than everything."""
     graph = draw(graphs() if kinds is None else kinds)
     costs = draw(costs_for(graph))
-    smallest, everything = smallest_budget(graph, costs), in_core_budget(graph, costs)
+    smallest, in_core = smallest_budget(graph, costs), in_core_budget(graph, costs)
     budget = draw(
         st.one_of(
             st.just(smallest),
-            st.integers(smallest, max(smallest, everything - 1)),
-            st.integers(smallest, max(smallest, everything - 1)),
-            st.just(max(smallest, everything)),
+            st.integers(smallest, max(smallest, in_core - 1)),
+            st.integers(smallest, max(smallest, in_core - 1)),
+            st.just(max(smallest, in_core)),
         )
     )
     return graph, costs, budget

@@ -10,17 +10,16 @@ from hypothesis import strategies as st
 
 from outofcore.analysis.agreement import WHOLE, SplitUses, choose_splits
 
-Ways = dict[int, list[SplitUses]]
+Choices = dict[int, list[SplitUses]]
 
 
-def copied(
+def copied_bytes(
     uses: Mapping[int, Sequence[SplitUses]], uncut_bytes: Mapping[int, int], single: set[int], chosen: list[int]
 ) -> int:
-    """Count the copied bytes storage by storage, naively."""
-    uses_chosen = [ways[place] for ways, place in zip(uses.values(), chosen, strict=True)]
-    total = sum(way.copied for way in uses_chosen)
-    for storage in {s for ways in uses.values() for way in ways for s, _, _ in way.cells}:
-        cells = [(axis, count) for way in uses_chosen for s, axis, count in way.cells if s == storage]
+    uses_chosen = [choices[place] for choices, place in zip(uses.values(), chosen, strict=True)]
+    total = sum(choice.copied for choice in uses_chosen)
+    for storage in {s for choices in uses.values() for choice in choices for s, _, _ in choice.cells}:
+        cells = [(axis, count) for choice in uses_chosen for s, axis, count in choice.cells if s == storage]
         axes = {axis for axis, count in cells if axis != WHOLE and count}
         if not axes:
             continue  # no op of the choice cuts it
@@ -32,9 +31,9 @@ def copied(
     return total
 
 
-def best(uses: Ways, uncut_bytes: Mapping[int, int], single: set[int]) -> int:
+def best(uses: Choices, uncut_bytes: Mapping[int, int], single: set[int]) -> int:
     return min(
-        copied(uses, uncut_bytes, single, list(chosen))
+        copied_bytes(uses, uncut_bytes, single, list(chosen))
         for chosen in itertools.product(*map(range, map(len, uses.values())))
     )
 
@@ -55,14 +54,14 @@ def test_first_choice_wins_a_tie() -> None:
 
 
 def test_row_of_ops_switches_axis_together() -> None:
-    """Changing one op alone only moves the copy to its other side. The row as a whole can put it where it is small."""
+    """Changing one The alone only moves the copy to its is small."""
     row = {op: [along(0, op, op + 1), along(1, op, op + 1)] for op in (1, 2, 3)}
     uses = {0: [along(0, 1, count=1)], **row, 4: [along(1, 4, count=5)]}
     chosen = choose_splits(uses, {}, {1, 2, 3}, {1, 2, 3, 4})
     assert [chosen[op] for op in row] == [1, 1, 1]
 
 
-def test_op_stays_whole_only_if_that_copies_less() -> None:
+def test_op_stays_whole_only_to_copy_less() -> None:
     uses = {0: [SplitUses(((7, 0, 10),)), SplitUses(((7, WHOLE, 10),), copied=2)]}
     assert choose_splits(uses, {7: 5}, set(), {7}) == {0: 1}
     assert choose_splits(uses, {7: 1}, set(), {7}) == {0: 0}
@@ -75,26 +74,26 @@ def test_storage_cut_along_several_axes_is_copied_by_each_op() -> None:
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[Ways, dict[int, int], set[int], set[int]]:
+def steps(draw: st.DrawFn) -> tuple[Choices, dict[int, int], set[int], set[int]]:
     storages = st.integers(0, 3)
     use = st.tuples(storages, st.integers(WHOLE, 2), st.integers(0, 9))
-    ways = st.builds(SplitUses, st.lists(use, max_size=3).map(tuple), st.integers(0, 5))
-    uses = draw(st.dictionaries(st.integers(0, 9), st.lists(ways, min_size=1, max_size=3), min_size=1, max_size=5))
+    choices = st.builds(SplitUses, st.lists(use, max_size=3).map(tuple), st.integers(0, 5))
+    uses = draw(st.dictionaries(st.integers(0, 9), st.lists(choices, min_size=1, max_size=3), min_size=1, max_size=5))
     uncut_bytes = draw(st.dictionaries(storages, st.integers(0, 9)))
     return uses, uncut_bytes, draw(st.sets(st.sampled_from(sorted(uses)))), draw(st.sets(storages))
 
 
 @given(steps())
-def test_no_single_change_saves_bytes(step: tuple[Ways, dict[int, int], set[int], set[int]]) -> None:
+def test_no_single_change_saves_bytes(step: tuple[Choices, dict[int, int], set[int], set[int]]) -> None:
     uses, uncut_bytes, flexible, single = step
     agreement = choose_splits(uses, uncut_bytes, flexible, single)
     assert list(agreement) == list(uses)
     assert agreement == choose_splits(dict(reversed(uses.items())), uncut_bytes, flexible, single)
     chosen = list(agreement.values())
-    cost = copied(uses, uncut_bytes, single, chosen)
-    for number, ways in enumerate(uses.values()):
-        for place in range(len(ways)):
-            changed = copied(uses, uncut_bytes, single, [*chosen[:number], place, *chosen[number + 1 :]])
+    cost = copied_bytes(uses, uncut_bytes, single, chosen)
+    for number, choices in enumerate(uses.values()):
+        for place in range(len(choices)):
+            changed = copied_bytes(uses, uncut_bytes, single, [*chosen[:number], place, *chosen[number + 1 :]])
             assert (changed, place) >= (cost, chosen[number])
 
 
@@ -104,4 +103,4 @@ def test_row_of_ops_copies_at_most_twice_the_minimum(row: list[list[int]], data:
     uses = {op: [along(axis, op, op + 1) for axis in axes] for op, axes in enumerate(row)}
     single = set(range(len(row) + 1)) if data.draw(st.booleans()) else set[int]()
     agreement = choose_splits(uses, {}, set(uses), single)
-    assert copied(uses, {}, single, list(agreement.values())) <= 2 * best(uses, {}, single)
+    assert copied_bytes(uses, {}, single, list(agreement.values())) <= 2 * best(uses, {}, single)

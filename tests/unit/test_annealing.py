@@ -1,4 +1,4 @@
-"""Tests of the searches for what to recompute: counts are exact, results fit, annealing is as good as any choice."""
+"""Tests of the searches for recomputations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from outofcore.validator import validate
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[StepGraph, Costs]:
-    """Graphs with costs and no home."""
     graph = draw(st.one_of(deep_graphs(max_layers=9), graphs(max_layers=3)))
     return graph, replace(draw(costs_for(graph)), homes=())
 
@@ -68,10 +67,8 @@ def test_annealing_is_as_good_as_any_choice(step: tuple[StepGraph, Costs], part:
     best = float("inf")
     for picked in chain.from_iterable(combinations(free, count) for count in range(len(free) + 1)):
         candidate = Choices(choices.problem, choices.contents, like=choices)
-        if (
-            candidate.apply_snapshot(tuple((g, RECOMPUTED, choices.end[g]) for g in picked))
-            and max_bytes(candidate) <= limit
-        ):
+        snapshot = tuple((g, RECOMPUTED, choices.end[g]) for g in picked)
+        if candidate.apply_snapshot(snapshot) and max_bytes(candidate) <= limit:
             best = min(best, candidate.seconds)
     assume(best < float("inf"))
     annealing = choices.open_search()
@@ -79,7 +76,7 @@ def test_annealing_is_as_good_as_any_choice(step: tuple[StepGraph, Costs], part:
     assert min(result.seconds for result in results if result is not None) <= best * (1 + 1e-9)
 
 
-def test_annealing_returns_none_when_no_choice_fits() -> None:
+def test_annealing_fails_when_no_choice_fits() -> None:
     graph = network(8)
     annealing = choices_of(graph, network_costs(graph, copy=None)).open_search()
     assert annealing.anneal(MIB // 2, 1000, 1 << 40, 0.3, 0) is None

@@ -62,7 +62,6 @@ OFF = {
 
 
 def stack(layers: int) -> StepGraph:
-    """Return a step that makes ``layers`` activations and uses them in reverse order."""
     forward = tuple(Op(i, "forward", (), (), (i,)) for i in range(layers))
     backward = tuple(Op(layers + i, "backward", (layers - 1 - i,), (), ()) for i in range(layers))
     return StepGraph(tuple(Storage(i, SIZE, StorageKind.ACTIVATION) for i in range(layers)), forward + backward)
@@ -78,7 +77,6 @@ def home(seconds: float, capacity: int | None = None) -> Home:
 
 
 def chain(layers: int) -> StepGraph:
-    """Return a step whose activations depend on the previous one and are used again in reverse order."""
     ops = [Op(0, "layer", (), (), (0,))]
     ops += [Op(i, "layer", (i - 1,), (), (i,)) for i in range(1, layers)]
     ops += [Op(layers + i, "back", (layers - 1 - i,), (), ()) for i in range(layers)]
@@ -86,7 +84,7 @@ def chain(layers: int) -> StepGraph:
 
 
 def test_step_does_not_stall_when_the_link_keeps_up() -> None:
-    """Eight activations share the room of four: four are evicted while the rest is computed, and return in time."""
+    """Eight activations share the room of four; the link moves one per op."""
     graph = stack(8)
     step_costs = costs(graph, home(1.0))
     planned = plan_step(graph, step_costs, 4 * SIZE, params=BRIEF)
@@ -174,7 +172,7 @@ def test_attempts_spare_twice_as_much_for_each_repeated_plan() -> None:
         assert tried.spared_bytes.max() == times * 8192
 
 
-def test_only_the_block_that_sticks_out_is_evicted_on_retry() -> None:
+def test_block_across_the_budget_is_evicted_on_retry() -> None:
     """Two of four blocks fit, one sticks out by three quarters, and one is above the budget entirely."""
     graph = stack(4)
     step_costs = costs(graph, home(1.0))
@@ -199,9 +197,8 @@ def test_plans_come_best_first_and_list_their_candidates(caplog: pytest.LogCaptu
     step_costs = costs(graph, home(3.0))
     with caplog.at_level(logging.DEBUG, logger="outofcore.planning"):
         plans = list(plans_of_step(graph, step_costs, 5 * SIZE, params=BRIEF))
-    values = [
-        comparison_seconds(step_costs, planned) for planned in plans[:-1]
-    ]  # the last plan offloads all storages, as a last resort
+    # The last plan is a last resort: it offloads all storages.
+    values = [comparison_seconds(step_costs, planned) for planned in plans[:-1]]
     assert len(plans) > 1
     assert values[0] == min(values)
     for planned in plans:
@@ -279,7 +276,6 @@ def test_quick_search_fills_a_small_home(room: int, part: float) -> None:
 
 @st.composite
 def tasks(draw: st.DrawFn) -> tuple[StepGraph, Costs, int]:
-    """Draw a graph, costs with homes that may be small, and a budget below the in-core budget."""
     graph = draw(graphs())
     step_costs = draw(costs_for(graph))
     all_bytes = sum(s.bytes for s in graph.storages)

@@ -51,7 +51,6 @@ def test_dead_process_leaves_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned_by(planner: BackgroundPlanner[str], niceness: int) -> tuple[PlanResult, int]:
-    """Return the answer to a job and the pid of the process that gave it."""
     assert planner.start("subject", JOB, niceness)
     assert planner._process is not None
     pid = planner._process.pid
@@ -108,7 +107,6 @@ def test_unpicklable_policy_starts_no_process() -> None:
 
 
 def test_costs_are_corrected_by_steps_before_planning() -> None:
-    """Copies turn out to be twenty times as fast, and ops twice."""
     before = plan_step(GRAPH, COSTS, BUDGET, "offload-all")
     truth = replace(
         COSTS,

@@ -21,7 +21,6 @@ def step(sizes: tuple[int, ...], *ops: tuple[tuple[int, ...], tuple[int, ...]]) 
 
 
 def costs(graph: StepGraph, *homes: Home) -> Costs:
-    """Return costs in which op i takes 2^i seconds."""
     return Costs(tuple(OpCost(float(1 << op.id)) for op in graph.ops), homes)
 
 
@@ -35,7 +34,7 @@ def beyond_ops(graph: StepGraph, step_costs: Costs, budget: int) -> float:
 
 
 def test_bound_counts_reruns_of_dead_inputs() -> None:
-    """Recomputing storage 1 needs storage 0, which is dead by then: both ops run again."""
+    """Recomputing storage 1 needs storage 0, which by dead: both ops run again."""
     graph = step((1, 1, 4), ((), (0,)), ((0,), (1,)), ((), (2,)), ((1,), ()))
     assert beyond_ops(graph, costs(graph), 4 * SIZE) == pytest.approx(1 + 2, rel=1e-3)
 
@@ -51,7 +50,7 @@ def test_bound_counts_a_run_for_each_gap_of_a_storage() -> None:
 
 
 def test_bound_lets_copies_out_overlap_reading_ops() -> None:
-    """Storage 0 takes 10 seconds to evict, 6 of them during ops that read it; storage 1 has no room before that."""
+    """Storage 0 takes 10 seconds to evict, 6 of them during ops that read it."""
     graph = step((1, 4), ((), (0,)), ((0,), ()), ((0,), ()), ((), (1,)), ((0,), ()))
     graph = replace(graph, ops=(replace(graph.ops[0], rerunnable=False), *graph.ops[1:]))
     step_costs = costs(graph, Home("host", None, SIZE / 10, SIZE / 1e-3))

@@ -31,7 +31,6 @@ def window_of(view: Any, base: Any) -> TensorWindow:
 
 @st.composite
 def views(draw: st.DrawFn) -> tuple[Any, Any]:
-    """Draw a dense array and a slice of it with permuted dimensions, some of them merged."""
     sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
     base = np.arange(prod(sizes))
     view = base.reshape(sizes)

@@ -52,10 +52,10 @@ def test_counters_detect_a_busy_machine(counted: Counters, expected: bool) -> No
     assert was_busy(counted) is expected
 
 
-@pytest.mark.parametrize(("others", "expected"), [(0.0, False), (0.2, False), (0.5, True), (None, True)])
-def test_own_waiting_threads_are_not_other_load(others: float | None, expected: bool) -> None:
-    assert was_busy(Counters(1.0, 0.5, 0.3, others), computes=False) is expected
-    assert not was_busy(Counters(1.0, 0.5, 0.0, others), computes=False)
+@pytest.mark.parametrize(("other_seconds", "expected"), [(0.0, False), (0.2, False), (0.5, True), (None, True)])
+def test_own_waiting_threads_are_not_other_load(other_seconds: float | None, expected: bool) -> None:
+    assert was_busy(Counters(1.0, 0.5, 0.3, other_seconds), computes=False) is expected
+    assert not was_busy(Counters(1.0, 0.5, 0.0, other_seconds), computes=False)
 
 
 def test_cpu_time_of_other_processes_is_read(tmp_path: Path) -> None:

@@ -42,16 +42,14 @@ def random_words(count: int) -> np.ndarray:
 
 
 def blocks() -> list[np.ndarray]:
-    """Return blocks of 64 KiB: random, of one value, and with few set bits."""
     count = 16 * PAGE // 8
     few = np.zeros(count, np.uint64)
     few[::100] = 1
-    ones = np.ones(2 * count, np.float32).view(np.uint64)
-    return [random_words(count), np.zeros(count, np.uint64), ones, few, np.arange(count, dtype=np.uint64)]
+    float_ones = np.ones(2 * count, np.float32).view(np.uint64)
+    return [random_words(count), np.zeros(count, np.uint64), float_ones, few, np.arange(count, dtype=np.uint64)]
 
 
 def halves_swapped(words: np.ndarray, unit: int) -> np.ndarray:
-    """Return the words with neighbouring runs of ``unit`` words swapped."""
     return words.reshape(-1, 2, unit)[:, ::-1].reshape(-1)
 
 
@@ -94,7 +92,6 @@ def test_structured_change_gives_another_sum(sum_of: Sum, name: str) -> None:
 
 
 def test_structured_changes_give_distinct_sums(sum_of: Sum) -> None:
-    """No two changes of the same block have the same sum."""
     for words in blocks():
         contents = {np.ascontiguousarray(change(words)).tobytes() for change in CHANGES.values()}
         assert len({sum_of(np.frombuffer(content, np.uint64)) for content in contents}) == len(contents)
@@ -126,7 +123,7 @@ def test_every_pair_of_equal_flipped_bits_gives_another_sum(sum_of: Sum) -> None
 @pytest.mark.parametrize("bit", [0, 31, 62, 63])
 @pytest.mark.parametrize("apart", [1, 2, LANES, 128])
 def test_halves_of_sums_collide_as_rarely_as_random_ones(sum_of: Sum, bit: int, apart: int) -> None:
-    """16 words are flipped at one bit, in each combination. Of 65,536 sums, few pairs share any 32-bit part."""
+    """Of 65,536 sums with 16 words flipped in each combination, few pairs share any 32-bit part."""
     count = 16 if is_exhaustive() else 12
     for words in (random_words(16 * 128), np.zeros(16 * 128, np.uint64)):
         patterns = np.arange(1 << count, dtype=np.uint64)[:, None] >> np.arange(count, dtype=np.uint64) & np.uint64(1)

@@ -35,7 +35,6 @@ def example(tmp_path: Path) -> Path:
 
 
 def checked_height(text: str, capacity: int) -> int:
-    """Return the height of a file with offsets, by the independent checker."""
     table = read_table(text)
     at = table.header.index("offset")
     return check_packing(
@@ -211,7 +210,7 @@ def test_damaged_file_is_refused_or_placed(data: st.DataObject) -> None:
     assert checked_height(table.text(placement.offsets), placement.height) == placement.height
 
 
-def test_missing_compiler_error_names_what_to_install(example: Path, tmp_path: Path) -> None:
+def test_missing_compiler_error_names_the_remedy(example: Path, tmp_path: Path) -> None:
     code = "from outofcore.cli import main; main()"
     command = [sys.executable, "-c", code, "pack", str(example), "--capacity", "12"]
     environment = os.environ | {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}

@@ -35,7 +35,6 @@ W, X, A, G, H, LOSS = range(6)
 
 
 def step() -> StepGraph:
-    """Return a step that sums one gradient while it computes a second one, and then updates."""
     storages = (
         Storage(W, 4096, StorageKind.PARAMETER, "weight"),
         Storage(X, 4096, StorageKind.INPUT, "input"),
@@ -139,8 +138,8 @@ def test_validator_refuses_misplaced_or_repeated_collectives() -> None:
             validate(graph, moved, program.arena_bytes, costs)
     gathered = gathering()
     costs = Costs((OpCost(1.0),) * 4, (Home("disk", None, 1e12, 1e12),))
-    again = Decision(Gap(A, 1, 2), Residency.RECOMPUTE, 2, 2)
-    program = wire(gathered, place(lower(gathered, costs, Plan("test", 0, (again,)))))
+    recomputation = Decision(Gap(A, 1, 2), Residency.RECOMPUTE, 2, 2)
+    program = wire(gathered, place(lower(gathered, costs, Plan("test", 0, (recomputation,)))))
     once = tuple(replace(op, rerunnable=False) for op in gathered.ops)
     with pytest.raises(ValidationError, match="runs again, but the op is not rerunnable"):
         validate(StepGraph(gathered.storages, once, gathered.outputs), program, program.arena_bytes, costs)
@@ -162,8 +161,8 @@ def test_gathered_parameter_can_be_gathered_again() -> None:
     graph = gathering()
     graph.check()
     costs = Costs((OpCost(1.0),) * 4, (Home("disk", None, 1e12, 1e12),))
-    again = Decision(Gap(A, 1, 2), Residency.RECOMPUTE, 2, 2)
-    program = wire(graph, place(lower(graph, costs, Plan("test", 0, (again,)))))
+    recomputation = Decision(Gap(A, 1, 2), Residency.RECOMPUTE, 2, 2)
+    program = wire(graph, place(lower(graph, costs, Plan("test", 0, (recomputation,)))))
     validate(graph, program, program.arena_bytes, costs)
     collectives = [
         (i.op, i.again) for i in program.instructions if queue_of(i) is Queue.COMMUNICATE and isinstance(i, Run)
@@ -227,7 +226,7 @@ def test_missing_wait_is_detected(data: st.DataObject, random: Random) -> None:
 
 
 def test_empty_block_still_needs_waits_of_its_readers() -> None:
-    """The block has no bytes, so no address shows that it is the same block; the wait is needed all the same."""
+    """The block has no bytes, so only its id shows that it is the same block."""
     storages = (
         Storage(0, 0, StorageKind.PARAMETER, "weight"),
         Storage(1, 1, StorageKind.INPUT, "input"),

@@ -30,7 +30,6 @@ Change = Callable[[Any], Any]
 
 
 def valid_file() -> GraphFile:
-    """Return a small training step that has to offload."""
     storages = [Storage(i, MIB, StorageKind.PARAMETER, f"weight {i}") for i in range(2)]
     storages += [Storage(2 + i, MIB, StorageKind.ACTIVATION, f"activation {i}") for i in range(3)]
     ops = (
@@ -45,7 +44,6 @@ def valid_file() -> GraphFile:
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes]:
-    """A graph file and a plan file."""
     folder, file = tmp_path_factory.mktemp("valid"), valid_file()
     planned = plan_step(file.graph, file.costs, BUDGET, "auto")
     write_graph(folder / "graph.json", file)
@@ -56,7 +54,6 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes]:
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield every container with every key or index in it."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in pairs:
         yield value, key

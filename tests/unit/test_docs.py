@@ -69,7 +69,6 @@ def test_documented_commands_parse(page: Path, line: str) -> None:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """Return the ids of headings, as the site and GitHub make them where both agree."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 

@@ -1,4 +1,4 @@
-"""Processes that end only when their threads rest."""
+"""Tests of processes that wait for their threads before they exit."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ threading.Thread(target=work, daemon=True).start()
 """
 
 
-def _ended(how: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", _PROGRAM, how], capture_output=True, text=True, check=False)
+def _run_program(mode: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", _PROGRAM, mode], capture_output=True, text=True, check=False)
 
 
-def test_a_process_ends_when_its_threads_rest() -> None:
-    done = _ended("rest")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "done\n"
-    # How Python ends a thread that still runs is its own matter, and need not end well.
-    assert _ended("at once").stdout == ""
+def test_process_exits_once_its_threads_are_idle() -> None:
+    process = _run_program("rest")
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == "done\n"
+    # How Python stops a running thread is not ours to test, and may fail.
+    assert _run_program("at once").stdout == ""
 
 
-def test_threads_that_run_are_counted() -> None:
+def test_running_threads_are_counted() -> None:
     ended = threading.Event()
 
     def work() -> None:

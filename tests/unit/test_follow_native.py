@@ -1,4 +1,4 @@
-"""How followed loops are recorded, compared and expected, natively: as slow and obvious references have it."""
+"""Tests of the native recording of eager loops, each against a slow reference."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from native_checks import build_check, run_check
 
 
 @pytest.mark.parametrize("part", ["alignment", "extents", "history", "ranking", "record", "requests"])
-def test_it_finds_what_an_obvious_way_finds(part: str, tmp_path: Path) -> None:
+def test_native_code_matches_slow_reference(part: str, tmp_path: Path) -> None:
     assert run_check(build_check(part, tmp_path)) == "ok"

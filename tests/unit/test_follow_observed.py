@@ -1,4 +1,4 @@
-"""What a followed step did, read from a log that was worked out by hand."""
+"""Tests of the observation of an eager step, read from a log worked out by hand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAMES = ("aten::linear", "aten::add.Tensor", "mine::op")
 WEIGHT, MADE, BATCH, SCRATCH, OLD = 10, 11, 12, 13, 14
 KNOWN = {WEIGHT: ("body.weight", StorageKind.PARAMETER)}
 
-# What happened, from when to when (seconds), to which block or operator, bytes, flags.
+# Event, start and end in seconds, block or operator, bytes, flags.
 LOG = (
     (LogEvent.HELD, 0, 0, WEIGHT, 2 * MIB, 0),
     (LogEvent.HELD, 0, 0, OLD, MIB, 0),
@@ -41,7 +41,7 @@ LOG = (
     (LogEvent.TAKEN, 1, 1, MADE, MIB, 0),
     (LogEvent.GIVEN, 2, 2, SCRATCH, 4096, 0),
     (LogEvent.FREED, 2, 2, SCRATCH, 4096, 0),
-    (LogEvent.OP, 1, 3, 0, 0, 1),  # the first, by plan
+    (LogEvent.OP, 1, 3, 0, 0, 1),  # the first op, by plan
     (LogEvent.TOUCH, 0, 0, BATCH, MIB, 0),
     (LogEvent.TOUCH, 0, 0, WEIGHT, 2 * MIB, 0),
     (LogEvent.TOUCH, 0, 0, MADE, MIB, 3),
@@ -68,9 +68,7 @@ DEPARTURES = (
 )
 
 
-def observed(
-    log: tuple[tuple[int, ...], ...] = LOG, *, complete: int = 1, steps: int = 7, cut: int = 0
-) -> ObservedStep:
+def observe(log: tuple[tuple[int, ...], ...] = LOG, *, complete: int = 1, steps: int = 7, cut: int = 0) -> ObservedStep:
     numbers = [steps, complete, cut, 5, 12 * SECOND, len(log), len(DEPARTURES), 9]
     for kind, start, end, number, count, flags in log:
         numbers += [int(kind), start * SECOND, end * SECOND, number, count, int(flags)]
@@ -78,12 +76,12 @@ def observed(
     return read_observed(numbers, NAMES, KNOWN, 8 * MIB, "auto")
 
 
-def test_the_graph_is_what_ops_touched() -> None:
-    graph = observed().graph
+def test_graph_has_the_storages_of_the_ops() -> None:
+    graph = observe().graph
     graph.check()
     assert [(s.bytes, s.kind, s.name) for s in graph.storages] == [
         (2 * MIB, StorageKind.PARAMETER, "body.weight"),
-        (MIB, StorageKind.BUFFER, ""),  # there before and after, and nobody knows what it is
+        (MIB, StorageKind.BUFFER, ""),  # resident before and after the step, of unknown kind
         (MIB, StorageKind.INPUT, ""),
         (MIB, StorageKind.ACTIVATION, "body linear"),
     ]
@@ -94,9 +92,9 @@ def test_the_graph_is_what_ops_touched() -> None:
     )
 
 
-def test_the_program_is_what_ran_and_says_what_waited_for_what() -> None:
-    seen = observed()
-    assert seen.program == Program(
+def test_program_has_the_instructions_and_waits_of_the_log() -> None:
+    observation = observe()
+    assert observation.program == Program(
         (
             Run(0, (0, 1, 2)),
             CopyOut(2, 1, (), Link.AHEAD),
@@ -113,13 +111,13 @@ def test_the_program_is_what_ran_and_says_what_waited_for_what() -> None:
         ),
         arena_bytes=5 * MIB + 4096,
     )
-    assert seen.timeline == Timeline((1.0, 3.0, 4.0, 6.0, 8.0, 9.0), (3.0, 4.0, 5.0, 8.0, 9.0, 10.0), 12.0)
-    assert seen.on_demand == {1}
-    assert seen.planned_count == 2
+    assert observation.timeline == Timeline((1.0, 3.0, 4.0, 6.0, 8.0, 9.0), (3.0, 4.0, 5.0, 8.0, 9.0, 10.0), 12.0)
+    assert observation.on_demand == {1}
+    assert observation.planned_count == 2
 
 
-def test_memory_counts_what_no_op_uses() -> None:
-    assert observed().memory == MemoryOverTime(
+def test_memory_counts_bytes_outside_ops() -> None:
+    assert observe().memory == MemoryOverTime(
         (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 9.0, 10.0, 12.0),
         {
             "parameter": tuple(n * MIB for n in (2, 2, 2, 2, 2, 2, 2, 0, 0)),
@@ -131,34 +129,35 @@ def test_memory_counts_what_no_op_uses() -> None:
     )
 
 
-def test_the_plan_is_what_left() -> None:
-    assert observed().plan == Plan(
+def test_plan_lists_the_evictions() -> None:
+    assert observe().plan == Plan(
         "auto",
         8 * MIB,
         (
-            Decision(Gap(0, 1, 3), Residency.OFFLOAD, 3, 3),  # the weight, for the next step
+            Decision(Gap(0, 1, 3), Residency.OFFLOAD, 3, 3),  # the weight, until the next step
             Decision(Gap(3, 0, 2), Residency.OFFLOAD, 1, 2),
         ),
     )
     no_plans = tuple((*row[:5], 0) if row[0] is LogEvent.OP else row for row in LOG)
-    assert observed(no_plans).plan.policy == "on demand"
+    assert observe(no_plans).plan.policy == "on demand"
 
 
-def test_departures_say_why() -> None:
-    seen = observed()
-    assert seen.departures == (
+def test_departures_give_their_reasons() -> None:
+    observation = observe()
+    assert observation.departures == (
         Departure(6, 1, 4.0, Cause.OP, "aten::linear", "aten::add.Tensor", 0, 1, 2),
         Departure(5, 2, -1.0, Cause.MEMORY, "mine::op", "aten::linear", MIB, 0, -1),
     )
-    told, memory = (d.text for d in seen.departures)
-    assert told == (
+    op_text, memory_text = (d.text for d in observation.departures)
+    assert op_text == (
         "aten::add.Tensor ran where aten::linear was planned; 1 op ran on demand, then the plan resumed at op 2"
     )
-    assert memory == "aten::linear needed more memory than planned: an extra 1.00 MiB was evicted"
-    assert departure_marks(seen) == ((4.0, "left the plan", told),)  # the other was in another step
+    assert memory_text == "aten::linear needed more memory than planned: an extra 1.00 MiB was evicted"
+    # The second departure was in another step.
+    assert departure_marks(observation) == ((4.0, "left the plan", op_text),)
 
-    def text(cause: Cause, expected: str, came: str, back: int = -1) -> str:
-        return Departure(0, 0, 0.0, cause, expected, came, MIB, 4, back).text
+    def text(cause: Cause, expected: str, actual: str, back: int = -1) -> str:
+        return Departure(0, 0, 0.0, cause, expected, actual, MIB, 4, back).text
 
     assert text(Cause.END, "aten::mm", "") == "the step ended where aten::mm was planned"
     assert text(Cause.PLACE, "aten::mm", "aten::mm") == "1.00 MiB was evicted from an offset planned for aten::mm"
@@ -167,33 +166,33 @@ def test_departures_say_why() -> None:
     )
 
 
-def test_notes_count_and_tell() -> None:
+def test_notes_count_ops_and_departures() -> None:
     plan = PlanSummary(3, 3, "auto", 0.5, 2.0)
-    notes = observed_notes(observed(cut=3), [plan])
+    notes = observed_notes(observe(cut=3), [plan])
     assert ("step", "step 7 of the loop: 3 ops on 4 storages of 64 KiB and more") in notes
     assert ("ops", "2 by plan, 1 on demand") in notes
     assert ("left out", "the last 3 events of the step") in notes
     assert ("plan", plan.text) in notes
     assert ("departures from plans", "9 in total; the last are listed") in notes
     assert [name for name, _ in notes[-2:]] == ["step 7, op 1 of the plan", "step 6, op 2 of the plan"]
-    so_far = observed_notes(observed(complete=0, steps=0), [])
+    so_far = observed_notes(observe(complete=0, steps=0), [])
     assert so_far[0][0] == "so far"
     assert ("plan", "no plan so far") in so_far
 
 
-def test_page_and_trace_tell_the_same(tmp_path: Path) -> None:
-    seen = observed()
-    report = step_report(seen.graph, seen.plan, seen.program, seen.timeline, 8 * MIB)
+def test_page_and_trace_agree(tmp_path: Path) -> None:
+    observation = observe()
+    report = step_report(observation.graph, observation.plan, observation.program, observation.timeline, 8 * MIB)
     assert (report.bytes_out, report.bytes_in, report.compute_seconds) == (3 * MIB, MIB, 4.0)
-    measured = LoopMeasurements(LINKS, seen.memory, seen.on_demand, departure_marks(seen))
-    timelines = [("measured", seen.timeline)]
+    measured = LoopMeasurements(LINKS, observation.memory, observation.on_demand, departure_marks(observation))
+    timelines = [("measured", observation.timeline)]
     content: Any = page_content(
-        seen.graph, seen.plan, seen.program, timelines, Page("", 8 * MIB, homes=LINKS), measured
+        observation.graph, observation.plan, observation.program, timelines, Page("", 8 * MIB, homes=LINKS), measured
     )
     (timeline,) = content["timelines"]
     assert content["lanes"] == ["ops", "copies in, ahead", "copies in, late", "copies out, ahead", "copies out, late"]
     assert timeline["peak"] == 5 * MIB + 4096
-    assert [one[2] for one in content["instructions"] if one[0] == 0] == [0, 2, 0]
+    assert [instruction[2] for instruction in content["instructions"] if instruction[0] == 0] == [0, 2, 0]
     assert [(wait["start"], wait["length"], wait["instruction"]) for wait in timeline["waits"]] == [
         (5e6, 3e6, 4),
         (9e6, 1e6, -1),  # the last copy outlasts the last op
@@ -201,20 +200,20 @@ def test_page_and_trace_tell_the_same(tmp_path: Path) -> None:
     assert timeline["spent"]["for_copies"] == 3.0
 
     path = tmp_path / "trace.json"
-    write_trace(path, seen.graph, seen.program, timelines, measured=measured)
+    write_trace(path, observation.graph, observation.program, timelines, measured=measured)
     events = json.loads(path.read_text())["traceEvents"]
     ops = [(e["name"], e["cat"]) for e in events if e.get("cat") in ("planned", "on demand")]
     assert ops == [("linear in body", "planned"), ("add in body", "on demand"), ("mine.op.default", "planned")]
     (mark,) = [e for e in events if e["ph"] == "i"]
-    assert (mark["ts"], mark["args"]["why"]) == (4e6, seen.departures[0].text)
+    assert (mark["ts"], mark["args"]["why"]) == (4e6, observation.departures[0].text)
     assert max(sum(e["args"].values()) for e in events if e["ph"] == "C") == 5 * MIB + 4096
     assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {*content["lanes"], "waits of ops"} - {
         "copies in, ahead"
     }
 
 
-def test_an_empty_log_is_a_step_in_which_nothing_happened() -> None:
-    seen = observed((), complete=0, steps=0)
-    assert seen.graph.ops == ()
-    assert seen.memory.times == (0.0, 12.0)
-    assert not seen.is_complete
+def test_empty_log_is_an_empty_step() -> None:
+    observation = observe((), complete=0, steps=0)
+    assert observation.graph.ops == ()
+    assert observation.memory.times == (0.0, 12.0)
+    assert not observation.is_complete

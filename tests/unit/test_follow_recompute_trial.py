@@ -1,4 +1,4 @@
-"""Whether some of a loop is made again: by what plans predict."""
+"""Tests of the recomputation trial of an eager loop, driven by predicted plans."""
 
 from __future__ import annotations
 
@@ -13,66 +13,66 @@ HIDDEN, ACTIVE = ComputedStorage(1, 1 << 20, 0.5, (0,), True), ComputedStorage(2
 
 
 class Recipes:
-    def __init__(self, *made: ComputedStorage) -> None:
-        self.made, self.said = made, list[object]()
+    def __init__(self, *tensors: ComputedStorage) -> None:
+        self.made, self.calls = tensors, list[object]()
 
     def switch_off(self) -> None:
-        self.said.append("off")
+        self.calls.append("off")
 
     def start_noting(self) -> None:
-        self.said.append("note")
+        self.calls.append("note")
 
     def read_notes(self) -> tuple[ComputedStorage, ...]:
         return self.made
 
     def choose(self, storages: Iterable[int]) -> None:
-        self.said.append(tuple(storages))
+        self.calls.append(tuple(storages))
 
 
-def test_steps_that_no_copy_holds_up_are_left_alone() -> None:
+def test_loop_without_copy_stalls_stays_untried() -> None:
     recipes = Recipes(HIDDEN, ACTIVE)
     trial = RecomputeTrial(recipes)
     trial.on_plan(1.02, 1.0, 1e9, None)
     trial.on_step_end()
-    assert (trial.phase, recipes.said) == (TrialPhase.UNTRIED, [])
+    assert (trial.phase, recipes.calls) == (TrialPhase.UNTRIED, [])
 
 
 @pytest.mark.parametrize(
-    ("seconds", "compute", "rerun", "said"),
+    ("seconds", "compute", "rerun", "calls"),
     [
         (1.2, 1.1, 0.1, []),
         (1.5, 1.1, 0.1, ["off"]),
         (1.6, 1.1, 0.1, ["off"]),
         (2.4, 2.2, 0.2, []),  # a batch of twice the length
-        (1.2, 0.8, 0.1, ["off"]),  # a shorter one
+        (1.2, 0.8, 0.1, ["off"]),  # a shorter batch
     ],
 )
-def test_the_quicker_plan_stays(seconds: float, compute: float, rerun: float, said: list[str]) -> None:
+def test_trial_keeps_the_quicker_plan(seconds: float, compute: float, rerun: float, calls: list[str]) -> None:
     recipes = Recipes(HIDDEN, ACTIVE)
     trial = RecomputeTrial(recipes)
     trial.on_step_end()
     trial.on_plan(1.5, 1.0, 1e9, None)
-    assert (trial.phase, recipes.said) == (TrialPhase.NOTING, ["note"])
+    assert (trial.phase, recipes.calls) == (TrialPhase.NOTING, ["note"])
     trial.on_step_end()
-    assert (trial.phase, recipes.said) == (TrialPhase.TRYING, ["note", (2,)])
+    assert (trial.phase, recipes.calls) == (TrialPhase.TRYING, ["note", (2,)])
     assert trial.awaits_plan
-    trial.on_plan(9.0, 1.0, 1e9, None)  # of another kind of step
+    trial.on_plan(9.0, 1.0, 1e9, None)  # of another input signature
     trial.on_plan(seconds, compute, 1e9, rerun)
     assert not trial.awaits_plan
-    assert (trial.phase, recipes.said[2:]) == (TrialPhase.DECIDED, said)
+    assert (trial.phase, recipes.calls[2:]) == (TrialPhase.DECIDED, calls)
     trial.on_plan(9.0, 1.0, 1e9, None)
     assert trial.phase is TrialPhase.DECIDED
 
 
-def test_nothing_cheap_ends_it() -> None:
+def test_trial_ends_when_no_op_is_cheap() -> None:
     recipes = Recipes(HIDDEN)
     trial = RecomputeTrial(recipes)
     trial.on_plan(1.5, 1.0, 1e9, None)
     trial.on_step_end()
-    assert (trial.phase, recipes.said) == (TrialPhase.DECIDED, ["note", "off"])
+    assert (trial.phase, recipes.calls) == (TrialPhase.DECIDED, ["note", "off"])
 
 
-def test_a_step_without_a_plan_ends_it() -> None:
+def test_trial_ends_when_a_step_has_no_plan() -> None:
     recipes = Recipes(HIDDEN, ACTIVE)
     trial = RecomputeTrial(recipes)
     trial.on_plan_failure()
@@ -80,4 +80,4 @@ def test_a_step_without_a_plan_ends_it() -> None:
     trial.on_plan(1.5, 1.0, 1e9, None)
     trial.on_step_end()
     trial.on_plan_failure()
-    assert (trial.phase, recipes.said) == (TrialPhase.DECIDED, ["note", (2,), "off"])
+    assert (trial.phase, recipes.calls) == (TrialPhase.DECIDED, ["note", (2,), "off"])

@@ -1,4 +1,4 @@
-"""Recorded steps as graphs, and plans of them as the native code follows them."""
+"""Tests of recorded steps as graphs, and of plans in the form that native code follows."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ BYTES = 4 * MIB
 NAMES = ("aten::linear", "aten::relu")
 
 
-def told(storages: list[list[int]], ops: list[tuple[int, list[list[int]]]], left: list[list[int]] = []) -> list[int]:  # noqa: B006
-    """The numbers that the native code would tell."""
-    numbers = [3, len(ops), len(storages), len(left), 0, 1, 0, 1]
+def numbers_of(
+    storages: list[list[int]],
+    ops: list[tuple[int, list[list[int]]]],
+    late: list[list[int]] = [],  # noqa: B006
+) -> list[int]:
+    numbers = [3, len(ops), len(storages), len(late), 0, 1, 0, 1]
     for storage in storages:
         numbers += storage
     for index, (scratch, touches) in enumerate(ops):
         numbers += [index % 2, 1_000_000, scratch, len(touches), *(n for touch in touches for n in touch)]
-    return numbers + [n for pair in left for n in pair]
+    return numbers + [n for pair in late for n in pair]
 
 
-def test_a_small_step() -> None:
+def test_small_step_is_read() -> None:
     record = read_record(
-        told(
+        numbers_of(
             # bytes, freed, created, lasts
             [[BYTES, -1, 0, 1], [BYTES, 4, 1, 0], [BYTES, 2, 1, 0], [BYTES, 3, 0, 0]],
             # place, storage, writes, creates
@@ -60,10 +63,10 @@ def test_a_small_step() -> None:
     assert [cost.workspace_bytes for cost in record.costs.ops] == [0, 64, 0, 0, 0]
 
 
-def test_what_the_next_step_frees_lives_through_its_beginning() -> None:
+def test_storage_freed_by_the_next_step_persists() -> None:
     # A gradient is made by op 1, read by op 2, and freed when op 1 of the next step begins.
     record = read_record(
-        told(
+        numbers_of(
             [[BYTES, -1, 0, 1], [BYTES, -1, 1, 0]],
             [(0, [[1, 0, 0, 0]]), (0, [[1, 0, 0, 0]]), (0, [[-1, 1, 1, 1]]), (0, [[1, 1, 0, 0], [2, 0, 1, 0]])],
             [[1, 1]],
@@ -81,27 +84,26 @@ def test_what_the_next_step_frees_lives_through_its_beginning() -> None:
     assert 1 in record.graph.persistent
 
 
-def chain(length: int, kept: int) -> StepRecord:
-    """A forward pass that keeps what it makes, and a backward pass that reads it, with a weight for each layer."""
+def chain(length: int, extra_ops: int) -> StepRecord:
     storages, ops = [], []
     for layer in range(length):
-        storages += [[BYTES, -1, 0, 1], [BYTES, 2 * length - layer + kept, 1, 0]]
+        storages += [[BYTES, -1, 0, 1], [BYTES, 2 * length - layer + extra_ops, 1, 0]]
         before = [[1, 2 * layer - 1, 0, 0]] if layer else []
         ops.append((0, [*before, [2, 2 * layer, 0, 0], [-1, 2 * layer + 1, 1, 1]]))
     for layer in reversed(range(length)):
         ops.append((4096, [[1, 2 * layer + 1, 0, 0], [2, 2 * layer, 1, 0]]))
     storages = [[b, min(freed, len(ops)), c, lasts] for b, freed, c, lasts in storages]
-    return read_record(told(storages, ops), NAMES)
+    return read_record(numbers_of(storages, ops), NAMES)
 
 
 @settings(deadline=None, max_examples=examples(15))
 @given(st.integers(2, 8), st.integers(0, 3), st.integers(0, 100), st.sampled_from(("auto", "offload-all", "tflms")))
-def test_what_leaves_comes_back_before_it_is_used(length: int, kept: int, share: int, policy: str) -> None:
-    record = chain(length, kept)
-    least = smallest_budget(record.graph, record.costs)
-    budget = least + (in_core_budget(record.graph, record.costs) - least) * share // 100
+def test_evicted_storages_are_fetched_before_their_use(length: int, extra_ops: int, share: int, policy: str) -> None:
+    record = chain(length, extra_ops)
+    smallest = smallest_budget(record.graph, record.costs)
+    budget = smallest + (in_core_budget(record.graph, record.costs) - smallest) * share // 100
     answer = plan_job(PlanJob(record.graph, record.costs, budget, policy))
-    if answer.planned is None:  # a baseline may find none
+    if answer.planned is None:  # baselines may fail to find a plan
         assert policy != "offload-all"
         assert "finds no plan" in answer.reason
         return
@@ -110,9 +112,9 @@ def test_what_leaves_comes_back_before_it_is_used(length: int, kept: int, share:
     for pairs in (schedule.release, schedule.fetch, schedule.write):
         assert list(pairs) == sorted(pairs)
         assert all(0 <= op < record.op_count and 0 <= s < 2 * length for op, s in pairs)
-    left = {s for _, s in schedule.release}
-    assert {s for _, s in schedule.fetch} <= left
-    assert left <= {s for _, s in schedule.write}
+    evicted = {s for _, s in schedule.release}
+    assert {s for _, s in schedule.fetch} <= evicted
+    assert evicted <= {s for _, s in schedule.write}
     # Each op that uses a storage has an offset for it, within the budget.
     for storage, ops in uses.items():
         first = min(op for op, s, _ in schedule.offsets if s == storage)
@@ -120,7 +122,7 @@ def test_what_leaves_comes_back_before_it_is_used(length: int, kept: int, share:
     assert all(offset + BYTES <= budget for _, _, offset in schedule.offsets)
 
 
-def test_a_budget_that_holds_everything_lets_nothing_leave() -> None:
+def test_budget_for_all_storages_has_no_evictions() -> None:
     record = chain(4, 0)
     answer = plan_job(PlanJob(record.graph, record.costs, 100 * BYTES, "auto"))
     assert answer.planned is not None
@@ -129,8 +131,8 @@ def test_a_budget_that_holds_everything_lets_nothing_leave() -> None:
     assert schedule.offsets
 
 
-def test_exactly_what_a_plan_says() -> None:
-    record = chain(3, 0)  # weights 0, 2, 4 and what ops 0, 1, 2 make of them: 1, 3, 5
+def test_schedule_follows_the_plan_exactly() -> None:
+    record = chain(3, 0)  # weights 0, 2, 4, and the results of ops 0, 1, 2: 1, 3, 5
     answer = plan_job(PlanJob(record.graph, record.costs, smallest_budget(record.graph, record.costs), "offload-all"))
     assert answer.planned is not None
     schedule = schedule_of(record, answer.planned.plan, answer.planned.program)
@@ -141,7 +143,7 @@ def test_exactly_what_a_plan_says() -> None:
     )
 
 
-def test_a_budget_that_is_too_small_is_told() -> None:
+def test_answer_gives_the_reason_when_the_budget_is_too_small() -> None:
     record = chain(3, 0)
     answer = plan_job(PlanJob(record.graph, record.costs, BYTES, "auto"))
     assert answer.planned is None

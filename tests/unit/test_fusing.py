@@ -1,4 +1,4 @@
-"""Which ops become one: what every choice has to keep, and what the rule says of small steps."""
+"""Tests of op fusion: invariants of every choice, and results on small steps."""
 
 from __future__ import annotations
 
@@ -25,26 +25,25 @@ def position(groups: tuple[tuple[int, ...], ...]) -> dict[int, int]:
     return {op: group[-1] for group in groups for op in group}
 
 
-def follows(one: Op, other: Op) -> bool:
-    """Whether the second op has to come after the first, which stands before it in the graph."""
-    writes, others = set(one.mutates + one.creates), set(other.mutates + other.creates)
-    return bool(writes & set(other.touched) or others & set(one.touched))
+def follows(first: Op, second: Op) -> bool:
+    """Return whether the second op depends on the first, which comes earlier in the graph."""
+    writes, second_writes = set(first.mutates + first.creates), set(second.mutates + second.creates)
+    return bool(writes & set(second.touched) or second_writes & set(first.touched))
 
 
-def need(graph: StepGraph, ops: tuple[int, ...]) -> int:
-    """Bytes that ops need as one, told naively."""
-    made = {s for op in ops for s in graph.ops[op].creates}
-    used = {s for op in ops for s in graph.ops[op].touched}
-    inner = {s for s in made if s not in graph.outputs and all(use in ops for use in graph.uses[s])}
-    outer = [s for s in used - inner if graph.storages[s].kind is not StorageKind.CONSTANT]
-    size = {s: placed_bytes(graph.storages[s].bytes) for s in outer}
+def needed_bytes(graph: StepGraph, ops: tuple[int, ...]) -> int:
+    created = {s for op in ops for s in graph.ops[op].creates}
+    touched = {s for op in ops for s in graph.ops[op].touched}
+    internal = {s for s in created if s not in graph.outputs and all(use in ops for use in graph.uses[s])}
+    external = [s for s in touched - internal if graph.storages[s].kind is not StorageKind.CONSTANT]
+    size = {s: placed_bytes(graph.storages[s].bytes) for s in external}
     dying = [
         size[s]
-        for s in outer
-        if s not in made and s in graph.creator and s not in graph.outputs and graph.uses[s][-1] in ops
+        for s in external
+        if s not in created and s in graph.creator and s not in graph.outputs and graph.uses[s][-1] in ops
     ]
     saved = 0
-    for result in [s for s in outer if s in made] if len(ops) > 1 else []:
+    for result in [s for s in external if s in created] if len(ops) > 1 else []:
         if size[result] in dying:
             dying.remove(size[result])
             saved += size[result]
@@ -53,44 +52,47 @@ def need(graph: StepGraph, ops: tuple[int, ...]) -> int:
 
 @LIMITS
 @given(graphs(), st.data())
-def test_groups_keep_what_ops_find_and_need_no_more_bytes(graph: StepGraph, data: st.DataObject) -> None:
-    everything = fusible_of(graph)
-    fusible = data.draw(st.sets(st.sampled_from(everything))) if everything and data.draw(st.booleans()) else everything
-    least = data.draw(st.sampled_from([1, 4096, 65536]))
-    groups = ops_to_fuse(graph, fusible, min_bytes=least, max_ops=data.draw(st.sampled_from([2, 3, 48])))
+def test_groups_respect_dependencies_and_need_no_extra_bytes(graph: StepGraph, data: st.DataObject) -> None:
+    candidates = fusible_of(graph)
+    fusible = data.draw(st.sets(st.sampled_from(candidates))) if candidates and data.draw(st.booleans()) else candidates
+    min_shared_bytes = data.draw(st.sampled_from([1, 4096, 65536]))
+    groups = ops_to_fuse(graph, fusible, min_bytes=min_shared_bytes, max_ops=data.draw(st.sampled_from([2, 3, 48])))
     members = [op for group in groups for op in group]
     assert len(set(members)) == len(members)
     assert set(members) <= set(fusible)
     place = position(groups)
-    for one, other in combinations(graph.ops, 2):
-        if follows(one, other):
-            before, after = place.get(one.id, one.id), place.get(other.id, other.id)
-            # Within a group the order of the graph is kept; else it is that of the places, which is a line: no cycles.
-            assert before < after or (before == after and one.id in place and other.id in place)
-    room = max((need(graph, (op.id,)) for op in graph.ops), default=0)
+    for first, second in combinations(graph.ops, 2):
+        if follows(first, second):
+            before, after = place.get(first.id, first.id), place.get(second.id, second.id)
+            # Members of a group keep the order of the graph. Groups are ordered by their last op, so there are no
+            # cycles.
+            assert before < after or (before == after and first.id in place and second.id in place)
+    room = max((needed_bytes(graph, (op.id,)) for op in graph.ops), default=0)
     for group in groups:
         assert list(group) == sorted(group)
         assert len(group) > 1
-        made = {s for op in group for s in graph.ops[op].creates + graph.ops[op].mutates}
-        shared = [s for op in group[1:] for s in graph.ops[op].reads if s in made]
-        assert any(graph.storages[s].bytes >= least for s in shared)
-        if least == 1:
-            assert need(graph, group) <= room
+        written = {s for op in group for s in graph.ops[op].creates + graph.ops[op].mutates}
+        shared = [s for op in group[1:] for s in graph.ops[op].reads if s in written]
+        assert any(graph.storages[s].bytes >= min_shared_bytes for s in shared)
+        if min_shared_bytes == 1:
+            assert needed_bytes(graph, group) <= room
 
 
 @LIMITS
 @given(graphs())
-def test_nothing_that_others_read_in_between_is_delayed(graph: StepGraph) -> None:
+def test_no_op_between_group_members_touches_written_storages(graph: StepGraph) -> None:
     for group in ops_to_fuse(graph, fusible_of(graph), min_bytes=1):
-        made = {s for op in group[:-1] for s in graph.ops[op].creates + graph.ops[op].mutates}
+        written = {s for op in group[:-1] for s in graph.ops[op].creates + graph.ops[op].mutates}
         between = [op for op in graph.ops[group[0] : group[-1]] if op.id not in group]
-        after = {s: min(op for op in group if s in graph.ops[op].creates + graph.ops[op].mutates) for s in made}
+        first_write = {
+            s: min(op for op in group if s in graph.ops[op].creates + graph.ops[op].mutates) for s in written
+        }
         for op in between:
-            assert not any(s in made and after[s] < op.id for s in op.touched)
+            assert not any(s in written and first_write[s] < op.id for s in op.touched)
 
 
 def graph_of(written: list[Written], sizes: dict[str, int] | None = None, outputs: tuple[str, ...] = ()) -> StepGraph:
-    """A step written down as ops: name, what it reads, mutates and creates; one letter or word each."""
+    """Build a graph from ops given as (name, reads, mutates, creates), with one name for each storage."""
     names = list(dict.fromkeys(name for _, *parts in written for part in parts for name in part))
     created = {name for _, _, _, creates in written for name in creates}
     number = {name: index for index, name in enumerate(names)}
@@ -137,12 +139,12 @@ def residual_block() -> list[Written]:
     ]
 
 
-def test_a_norm_goes_with_what_follows_it_and_back() -> None:
+def test_norm_fuses_with_its_activation_in_both_passes() -> None:
     graph = graph_of(residual_block(), {"w": 4096}, outputs=("d",))
     assert fused(graph) == [["norm", "add_", "relu_"], ["relu_back", "norm_back"]]
 
 
-def test_a_group_needs_no_more_than_one_op_of_the_step() -> None:
+def test_group_needs_at_most_the_bytes_of_the_largest_op() -> None:
     written: list[Written] = [
         ("conv", ("x", "w"), (), ("p",)),
         ("add", ("x", "y"), (), ("a",)),
@@ -153,8 +155,8 @@ def test_a_group_needs_no_more_than_one_op_of_the_step() -> None:
     assert ops_to_fuse(graph, [1, 2], scratch={0: MB}) == ((1, 2),)
 
 
-@pytest.mark.parametrize("held", [True, False])
-def test_what_is_held_for_long_is_cut_from_what_is_made_of_it(held: bool) -> None:
+@pytest.mark.parametrize("is_read_again", [True, False])
+def test_long_lived_result_is_not_fused_with_its_reader(is_read_again: bool) -> None:
     written: list[Written] = [
         ("conv", ("x", "w"), (), ("p",)),
         ("add", ("p", "x"), (), ("s",)),
@@ -162,13 +164,13 @@ def test_what_is_held_for_long_is_cut_from_what_is_made_of_it(held: bool) -> Non
         ("conv", ("n", "w"), (), ("z",)),
         ("exp", ("z",), (), ("e",)),
         ("conv_back", ("e", "n", "w"), (), ("dn",)),
-        ("norm_back", ("dn", "s") if held else ("dn",), (), ("ds",)),
+        ("norm_back", ("dn", "s") if is_read_again else ("dn",), (), ("ds",)),
     ]
     graph = graph_of(written, outputs=("ds",))
-    assert (["add", "norm"] in fused(graph)) == (not held)
+    assert (["add", "norm"] in fused(graph)) == (not is_read_again)
 
 
-def test_an_op_in_between_that_looks_at_a_result_ends_a_group() -> None:
+def test_reader_in_between_ends_a_group() -> None:
     written: list[Written] = [
         ("exp", ("x",), (), ("a",)),
         ("conv", ("a", "w"), (), ("b",)),
@@ -179,7 +181,7 @@ def test_an_op_in_between_that_looks_at_a_result_ends_a_group() -> None:
     assert fused(graph_of(written, outputs=("b", "c"))) == [["exp", "neg"]]
 
 
-def test_an_op_that_writes_what_a_group_has_read_ends_it() -> None:
+def test_writer_of_a_group_input_ends_the_group() -> None:
     written: list[Written] = [
         ("exp", ("x",), (), ("a",)),
         ("conv", ("w",), ("x",), ()),
@@ -188,13 +190,13 @@ def test_an_op_that_writes_what_a_group_has_read_ends_it() -> None:
     assert fused(graph_of(written, outputs=("c",))) == []
 
 
-def test_what_is_small_is_no_reason() -> None:
+def test_small_results_are_not_fused() -> None:
     written: list[Written] = [("exp", ("x",), (), ("a",)), ("neg", ("a",), (), ("c",))]
     assert fused(graph_of(written, {"a": 64}, outputs=("c",))) == []
     assert fused(graph_of(written, dict.fromkeys("xac", 64), outputs=("c",)), least=64) == [["exp", "neg"]]
 
 
-def test_two_chains_become_one_where_they_meet() -> None:
+def test_two_chains_fuse_where_they_join() -> None:
     written: list[Written] = [
         ("exp", ("x",), (), ("a",)),
         ("sin", ("y",), (), ("b",)),
@@ -214,7 +216,7 @@ def test_groups_end_at_their_limits() -> None:
     assert fused(graph_of(far, outputs=("s2",)), reach=6) == [["exp", "neg"]]
 
 
-def test_some_are_compiled_alone_if_they_are_long() -> None:
+def test_long_ops_are_compiled_alone() -> None:
     written: list[Written] = [
         ("conv", ("x", "w"), (), ("a",)),
         ("gelu", ("a",), (), ("b",)),

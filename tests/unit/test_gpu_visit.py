@@ -1,4 +1,4 @@
-"""The visit to a GPU, where there is none: its order, its deadlines, and what it writes."""
+"""Tests of the GPU visit without a GPU: its order, its deadlines and its files."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def visit(monkeypatch: pytest.MonkeyPatch, out: Path, parts: list[Part], *argume
 
 def test_every_measurement_of_the_visit_exists() -> None:
     for part in gpu_visit.PARTS:
-        for one in part.measurements:
-            gpu_pieces.find_measurement(one.name)
+        for measurement in part.measurements:
+            gpu_pieces.find_measurement(measurement.name)
 
 
 def test_parts_fit_the_calls_of_a_visit() -> None:
@@ -80,7 +80,7 @@ def test_parts_fit_the_calls_of_a_visit() -> None:
 
 
 def test_rows_measure_ours_before_plain_before_rivals() -> None:
-    names = [one.name for part in gpu_visit.PARTS for one in part.measurements]
+    names = [measurement.name for part in gpu_visit.PARTS for measurement in part.measurements]
     for number in (1, 3, 4):
         modes = [name.partition(": ")[2] for name in names if name.startswith(f"row {number}: ")]
         assert modes == ["ours", "plain", "checkpoint"][: len(modes)]
@@ -94,45 +94,43 @@ def test_parts_are_chosen_by_number_and_range() -> None:
             gpu_visit.choose_parts(wrong)
 
 
-def test_without_a_gpu_the_visit_prints_its_plan(
+def test_visit_without_a_gpu_prints_its_plan(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(gpu_visit, "probe", lambda *_: {"torch": "2.13", "gpu": None})
     assert gpu_visit.main(["--parts", "3,5", "--out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().out
-    assert "PyTorch 2.13 sees no CUDA device; nothing has been run" in said
-    assert [line.split()[0] for line in said.splitlines() if line[:2].strip().isdigit()] == ["3", "5"]
+    output = capsys.readouterr().out
+    assert "PyTorch 2.13 sees no CUDA device; nothing has been run" in output
+    assert [line.split()[0] for line in output.splitlines() if line[:2].strip().isdigit()] == ["3", "5"]
     assert not (tmp_path / "out").exists()
 
 
-def test_a_measurement_that_hangs_dies_or_fails_leaves_the_others(
-    monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path
-) -> None:
+def test_failing_measurements_do_not_stop_the_rest(monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path) -> None:
     part = Part(1, "all", 60, (*measurements("one", "fails", "two", "dies", "three"), Measurement("hangs", 1.5)))
     next_part = Part(2, "more", 60, measurements("four"))
     begin = time.monotonic()
     status, results = visit(monkeypatch, tmp_path / "out", [part, next_part])
     assert status == 1
     assert time.monotonic() - begin < 30
-    ended = [(one["measurement"], one["passed"]) for one in results if "passed" in one]
+    ended = [(result["measurement"], result["passed"]) for result in results if "passed" in result]
     assert ended == [
         *(("one", True), ("fails", False), ("two", True), ("dies", False), ("three", True), ("hangs", False)),
         ("four", True),
     ]
-    assert [one["error"] for one in results if not one.get("passed", True)][1] == "died, exit status 7"
+    assert [result["error"] for result in results if not result.get("passed", True)][1] == "died, exit status 7"
     assert "stopped after" in next(
-        one["error"] for one in results if one.get("measurement") == "hangs" and "error" in one
+        result["error"] for result in results if result.get("measurement") == "hangs" and "error" in result
     )
-    assert any(one.get("rows") == 3 for one in results)  # what it found before it was killed
+    assert any(result.get("rows") == 3 for result in results)  # the results before the kill
     log = (tmp_path / "out" / "parts-1-2.log").read_text(encoding="utf-8")
-    assert "Fatal Python error: Aborted" in log  # where it was
+    assert "Fatal Python error: Aborted" in log  # the traceback of the hang
     summary = (tmp_path / "out" / "summary.txt").read_text(encoding="utf-8")
     assert "!! 1 fails: WrongBitsError: other bits" in summary
     assert "!! 1 dies" in summary
-    assert summary.count("!! 1 hangs") == 2  # after its part and at the end
+    assert summary.count("!! 1 hangs") == 2  # once after its part, once at the end
 
 
-def test_measurements_share_a_process_unless_one_is_alone(
+def test_measurements_share_a_process_unless_isolated(
     monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path
 ) -> None:
     part = Part(1, "all", 60, (*measurements("one", "two"), *measurements("three", "four", alone=True)))
@@ -142,7 +140,7 @@ def test_measurements_share_a_process_unless_one_is_alone(
     assert len({one, three, four}) == 3
 
 
-def test_wheels_of_missing_packages_alone_are_unpacked(tmp_path: Path) -> None:
+def test_only_wheels_of_missing_packages_are_unpacked(tmp_path: Path) -> None:
     for name, package in (("a", "json"), ("b", "nobody_has_this")):
         with zipfile.ZipFile(tmp_path / f"{name}.whl", "w") as wheel:
             wheel.writestr(f"{package}/__init__.py", "")
@@ -151,38 +149,36 @@ def test_wheels_of_missing_packages_alone_are_unpacked(tmp_path: Path) -> None:
     assert (tmp_path / "site" / "nobody_has_this" / "__init__.py").exists()
 
 
-def test_processes_share_a_cache_that_the_visit_can_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_processes_share_a_writable_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert gpu_visit.environment(tmp_path)["XDG_CACHE_HOME"] == str(gpu_visit.ROOT / "build" / "gpu-visit-cache")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert gpu_visit.environment(tmp_path)["XDG_CACHE_HOME"] == "/somewhere"
 
 
-def test_a_part_ends_at_its_deadline_and_leaves_time_over(
-    monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path
-) -> None:
+def test_part_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path) -> None:
     monkeypatch.setattr(gpu_visit, "_LEAST_S", 1)
     late = Part(2, "late", 2, (*measurements("hangs", limit=60), *measurements("one")))
     parts = [Part(1, "early", 0.1, ()), late, Part(3, "last", 20, measurements("two"))]
     _, results = visit(monkeypatch, tmp_path / "out", parts)
-    ended = {one["measurement"]: one for one in results if "passed" in one}
+    ended = {result["measurement"]: result for result in results if "passed" in result}
     assert ended["hangs"]["error"].startswith("stopped after")
     assert ended["one"]["skipped"] == "no time left"
     assert ended["two"]["passed"]
 
 
-def test_a_visit_ends_when_its_seconds_are_over(monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path) -> None:
+def test_visit_ends_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path) -> None:
     monkeypatch.setattr(gpu_visit, "_LEAST_S", 1)
     parts = [Part(number, "a part", 60, measurements("one", "hangs")) for number in (1, 2, 3)]
     begin = time.monotonic()
     status, results = visit(monkeypatch, tmp_path / "out", parts, "--seconds", "3")
     assert status == 1
     assert time.monotonic() - begin < 15
-    skipped = [one for one in results if "skipped" in one]
-    assert {one["part"] for one in skipped} == {2, 3}
+    skipped = [result for result in results if "skipped" in result]
+    assert {result["part"] for result in skipped} == {2, 3}
 
 
-def test_results_are_in_the_file_when_the_visit_is_killed(root: Path, tmp_path: Path) -> None:
+def test_results_are_on_disk_when_the_visit_is_killed(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     code = (
         "import sys, pathlib, gpu_visit as v; from gpu_visit import Measurement, Part\n"
@@ -205,7 +201,7 @@ def test_results_are_in_the_file_when_the_visit_is_killed(root: Path, tmp_path: 
     log = (out / "parts-1-2.log").read_text(encoding="utf-8")
     assert log.startswith("log of one")
     worker = Path("/proc") / log.splitlines()[0].split()[-1] / "cmdline"
-    for _ in range(600):  # it ends with the visit
+    for _ in range(600):  # the worker ends with the visit
         if not worker.exists() or not worker.read_bytes():
             break
         time.sleep(0.05)
@@ -221,40 +217,40 @@ def parts_with_bits(*names: str) -> list[Part]:
     ]
 
 
-def test_wrong_bits_are_tried_again_and_their_cause_is_sought_first(
+def test_wrong_bits_are_retried_and_diagnosed_first(
     monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path
 ) -> None:
     status, results = visit(monkeypatch, tmp_path / "out", parts_with_bits("one", "blocked"))
     assert status == 1
-    ended = [(one["measurement"], one["passed"]) for one in results if "passed" in one]
+    ended = [(result["measurement"], result["passed"]) for result in results if "passed" in result]
     assert ended == [("one", True), ("blocked", False), ("blocked", True), ("three", True), ("two", True)]
     summary = (tmp_path / "out" / "summary.txt").read_text(encoding="utf-8")
     assert "ok 3 blocked, CUDA_LAUNCH_BLOCKING=1" in summary
 
 
-def test_an_exceeded_budget_does_not_delay_the_next_part(
+def test_exceeded_budget_does_not_delay_the_next_part(
     monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path
 ) -> None:
     status, results = visit(monkeypatch, tmp_path / "out", parts_with_bits("over", "one"))
     assert status == 1
-    assert [one["measurement"] for one in results if "passed" in one] == ["over", "one", "two"]
+    assert [result["measurement"] for result in results if "passed" in result] == ["over", "one", "two"]
     assert "!! 3 over: OverBudgetError: too much" in (tmp_path / "out" / "summary.txt").read_text(encoding="utf-8")
 
 
-def test_the_summary_of_a_part_fits_on_a_page_with_failures_first(
+def test_part_summary_fits_a_page_with_failures_first(
     monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     visit(monkeypatch, tmp_path / "out", [Part(1, "much", 60, measurements("many"))])
-    said = capsys.readouterr().out
-    first = said[said.index("== part 1") : said.index("== all parts")].splitlines()
+    output = capsys.readouterr().out
+    first = output[output.index("== part 1") : output.index("== all parts")].splitlines()
     assert len(first) == gpu_visit.SUMMARY_LINES
     assert all(line.startswith("!! 1 many") for line in first[1:11])
     assert first[-1] == "   ... and 62 lines more in results.jsonl"
     assert max(map(len, first)) <= 200
-    assert len(said[said.index("== all parts") :]) < 12_000  # what comes back of a command's output
+    assert len(output[output.index("== all parts") :]) < 12_000  # the limit of a command's output
 
 
-def test_times_are_told_as_shares_of_plain_pytorch(monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path) -> None:
+def test_times_are_relative_to_plain_pytorch(monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path) -> None:
     visit(monkeypatch, tmp_path / "out", [Part(5, "row", 60, measurements("row 3: ours", "row 3: plain", alone=True))])
     assert "a job: of plain PyTorch's step: ours 2.00x" in (tmp_path / "out" / "summary.txt").read_text(
         encoding="utf-8"
@@ -266,7 +262,7 @@ def test_times_are_told_as_shares_of_plain_pytorch(monkeypatch: pytest.MonkeyPat
     assert gpu_visit.compare([ours]) == []
 
 
-def test_what_a_visit_writes_is_bounded(monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path) -> None:
+def test_output_of_a_visit_is_bounded(monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path) -> None:
     parts = [Part(number, "a part", 60, measurements("one")) for number in range(1, 12)]
     visit(monkeypatch, tmp_path / "out", parts)
     assert len(list((tmp_path / "out").iterdir())) <= 8
@@ -283,14 +279,14 @@ def test_what_a_visit_writes_is_bounded(monkeypatch: pytest.MonkeyPatch, root: P
 
 
 @pytest.mark.parametrize("count", [10, 60, 77, 1000])
-def test_a_log_keeps_its_beginning_and_its_end(tmp_path: Path, count: int) -> None:
+def test_log_keeps_its_beginning_and_end(tmp_path: Path, count: int) -> None:
     log = gpu_visit.Log(tmp_path / "log", max_bytes=1000)
     lines = [f"line {number}\n" for number in range(count)]
     written = 0
     for line in lines:
         log.write(line.encode())
         written += len(line)
-        assert min(written, 850) <= (tmp_path / "log").stat().st_size <= 1000  # nothing is held back in memory
+        assert min(written, 850) <= (tmp_path / "log").stat().st_size <= 1000  # the log is not buffered
     log.close()
     text = (tmp_path / "log").read_text(encoding="utf-8")
     assert len(text) <= 1000
@@ -306,7 +302,7 @@ def test_a_log_keeps_its_beginning_and_its_end(tmp_path: Path, count: int) -> No
         assert whole.endswith(end.partition("...]\n")[2])
 
 
-def test_a_log_keeps_the_end_of_a_line_longer_than_it_holds(tmp_path: Path) -> None:
+def test_log_keeps_the_end_of_an_overlong_line(tmp_path: Path) -> None:
     log = gpu_visit.Log(tmp_path / "log", max_bytes=1000)
     log.write(b"first\n")
     log.write(b"x" * 5000 + b"end\n")
@@ -317,7 +313,7 @@ def test_a_log_keeps_the_end_of_a_line_longer_than_it_holds(tmp_path: Path) -> N
     assert len(text) <= 1000
 
 
-def test_a_slow_first_import_does_not_end_the_visit(
+def test_slow_first_import_does_not_end_the_visit(
     monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.undo()

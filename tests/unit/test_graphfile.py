@@ -1,4 +1,4 @@
-"""A step written to a graph file and read again is the same step, with its homes."""
+"""Tests that graph files preserve the step and its homes."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from outofcore.graphfile import GraphFile, read_graph, write_graph
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=examples(50))
 @given(st.data())
-def test_a_written_step_is_read_as_it_was(data: st.DataObject) -> None:
+def test_written_step_is_read_back(data: st.DataObject) -> None:
     graph = data.draw(graphs())
     costs = data.draw(costs_for(graph))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "graph.json"
         write_graph(path, GraphFile.of(graph, costs))
-        again = read_graph(path)
-    assert again.costs == costs
-    assert again.graph.outputs == graph.outputs
-    # Families and the rest of the names come back as well; what a second run may have scratch memory for among them.
-    assert again.graph.ops == graph.ops
-    assert [s.bytes for s in again.graph.storages] == [s.bytes for s in graph.storages]
-    for before, after in zip(graph.storages, again.graph.storages, strict=True):
+        loaded = read_graph(path)
+    assert loaded.costs == costs
+    assert loaded.graph.outputs == graph.outputs
+    # Ops are equal in all fields, families and discards among them.
+    assert loaded.graph.ops == graph.ops
+    assert [s.bytes for s in loaded.graph.storages] == [s.bytes for s in graph.storages]
+    for before, after in zip(graph.storages, loaded.graph.storages, strict=True):
         assert after.kind is before.kind or after.kind is StorageKind.INPUT
 
 
-def test_content_leaves_out_lines_and_classes_of_the_user() -> None:
+def test_content_ignores_source_lines_and_class_names() -> None:
     op = Op(0, "aten.convolution.default", (), (), (), module="layers.1", source="model.py:10", module_class="Conv2d")
     renamed = replace(op, source="model.py:12", module_class="MyConvolution")
     assert StepGraph((), (op,)).content() == StepGraph((), (renamed,)).content()
@@ -59,28 +59,28 @@ def test_op_text_names_module_class_and_line(op: Op, text: str) -> None:
     assert op.text == text
 
 
-def written(path: Path, home: Home) -> dict[str, object]:
+def write_home(path: Path, home: Home) -> dict[str, object]:
     write_graph(path, GraphFile.of(StepGraph((), ()), Costs((), (home,))))
     return json.loads(path.read_text(encoding="utf-8"))["homes"][0]
 
 
 @settings(max_examples=examples(30), deadline=None)
 @given(contention=st.floats(0, 1), slowdown=st.floats(0, 1e3), part=st.floats(0.05, 0.95))
-def test_shares_survive(
+def test_contention_fields_are_read_back(
     tmp_path_factory: pytest.TempPathFactory, contention: float, slowdown: float, part: float
 ) -> None:
     path = tmp_path_factory.mktemp("graph") / "graph.json"
     home = Home("disk", 5, 1e9, 2e9, 1e-4, contention, slowdown, part)
-    written(path, home)
+    write_home(path, home)
     assert read_graph(path).costs.homes == (home,)
 
 
 @pytest.mark.parametrize(
     ("field", "value"), [("contention", 1.5), ("contention", -1), ("compute_slowdown", -0.5), ("contention_out", 1)]
 )
-def test_impossible_shares_are_refused(tmp_path: Path, field: str, value: float) -> None:
+def test_impossible_contention_is_refused(tmp_path: Path, field: str, value: float) -> None:
     path = tmp_path / "graph.json"
-    content = written(path, Home("host", None, 1e9, 2e9))
+    content = write_home(path, Home("host", None, 1e9, 2e9))
     root = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps({**root, "homes": [{**content, field: value}]}), encoding="utf-8")
     with pytest.raises(GraphError, match=rf"homes\[0\]\.{field}"):

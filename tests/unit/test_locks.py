@@ -1,4 +1,4 @@
-"""The order of locks in native code, as ``locks.h`` checks it where that is asked for."""
+"""Tests of the lock order in native code, as ``locks.h`` checks it on request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "taken",
+    "steps",
     [
         "python loops allocator -allocator -loops python",
         "loops loops allocator -allocator allocator -allocator -loops -loops",
@@ -24,12 +24,12 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "loops loops fork loops -loops python",
     ],
 )
-def test_locks_may_be_taken_in_their_order(taken: str, program: Path) -> None:
-    assert run_check(program, *taken.split()) == "ok"
+def test_locks_are_taken_in_their_order(steps: str, program: Path) -> None:
+    assert run_check(program, *steps.split()) == "ok"
 
 
 @pytest.mark.parametrize(
-    ("taken", "later", "lock"),
+    ("steps", "later", "lock"),
     [
         ("allocator loops", 2, 1),
         ("loops allocator loops", 2, 1),
@@ -39,7 +39,7 @@ def test_locks_may_be_taken_in_their_order(taken: str, program: Path) -> None:
         ("allocator allocator", 2, 2),
     ],
 )
-def test_a_wrong_order_of_locks_ends_the_process(taken: str, later: int, lock: int, program: Path) -> None:
-    ended = subprocess.run([program, *taken.split()], capture_output=True, text=True, check=False)
-    assert ended.returncode == -signal.SIGABRT
-    assert ended.stderr == f"outofcore: a thread that holds lock {later} takes lock {lock} (locks.h)\n"
+def test_wrong_lock_order_aborts_the_process(steps: str, later: int, lock: int, program: Path) -> None:
+    process = subprocess.run([program, *steps.split()], capture_output=True, text=True, check=False)
+    assert process.returncode == -signal.SIGABRT
+    assert process.stderr == f"outofcore: a thread that holds lock {later} takes lock {lock} (locks.h)\n"

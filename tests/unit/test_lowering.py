@@ -1,4 +1,4 @@
-"""The exact instruction lists that small plans become."""
+"""Tests of the exact instructions to which small plans are lowered."""
 
 from dataclasses import replace
 from itertools import accumulate
@@ -31,8 +31,8 @@ def offload(storage: int, start: int, end: int, release: int, fetch: int) -> Dec
     return Decision(Gap(storage, start, end), Residency.OFFLOAD, release, fetch)
 
 
-# Blocks: w wraps (0), x (1), a (2), loss (3), gradient (4). Only x comes in and only the loss goes out.
-NOTHING_LEAVES: tuple[Instruction, ...] = (
+# Blocks: w wraps (0), x (1), a (2), loss (3), gradient (4). Only x is copied in, and only the loss is copied out.
+WITHOUT_EVICTION: tuple[Instruction, ...] = (
     CopyIn(1, 0),
     Run(0, (1, 0, 2), None, (Wait(Queue.COPY_IN, 1),)),
     Run(1, (2, 3)),
@@ -42,20 +42,20 @@ NOTHING_LEAVES: tuple[Instruction, ...] = (
 )
 
 
-def test_nothing_leaves() -> None:
-    assert program_of(step()) == NOTHING_LEAVES
+def test_plan_without_decisions() -> None:
+    assert program_of(step()) == WITHOUT_EVICTION
 
 
-def test_a_gradient_that_is_left_goes_home_or_stays() -> None:
+def test_visible_gradient_is_copied_home_or_stays() -> None:
     graph = replace(step(), outputs=(LOSS, G))
-    assert program_of(graph) == (*NOTHING_LEAVES, CopyOut(4, 1, (Wait(Queue.COMPUTE, 3),)))
+    assert program_of(graph) == (*WITHOUT_EVICTION, CopyOut(4, 1, (Wait(Queue.COMPUTE, 3),)))
     program = wire(graph, place(lower(graph, costs(), Plan("test", 0, (), staying=(G,)))))
     validate(graph, program, program.arena_bytes, costs())
-    assert (program.instructions, program.results, program.staying) == (NOTHING_LEAVES, (LOSS,), (G,))
-    assert program.blocks[4].dies == len(NOTHING_LEAVES)
+    assert (program.instructions, program.results, program.staying) == (WITHOUT_EVICTION, (LOSS,), (G,))
+    assert program.blocks[4].dies == len(WITHOUT_EVICTION)
 
 
-def test_only_gradients_that_are_left_stay() -> None:
+def test_only_visible_gradients_may_stay() -> None:
     graph = replace(step(), outputs=(LOSS, G))
     for storage in (LOSS, W, A, 17):
         with pytest.raises(GraphError, match="not a gradient that the step creates and outputs"):
@@ -65,14 +65,14 @@ def test_only_gradients_that_are_left_stay() -> None:
 
 
 @pytest.mark.parametrize("release", [3, 4])
-def test_what_goes_home_holds_its_room_until_the_plan_lets_go(release: int) -> None:
+def test_storage_holds_its_room_until_released(release: int) -> None:
     graph = replace(step(), outputs=(LOSS, A))
     program = lower(graph, costs(), Plan("test", 0, (offload(A, 2, 4, release, 4),)))
-    [leaves] = [i for i, x in enumerate(program.instructions) if isinstance(x, CopyOut) and x.block == 2]
-    assert program.blocks[2].dies == (leaves + 1 if release == 3 else len(program.instructions))
+    [copy_index] = [i for i, x in enumerate(program.instructions) if isinstance(x, CopyOut) and x.block == 2]
+    assert program.blocks[2].dies == (copy_index + 1 if release == 3 else len(program.instructions))
 
 
-def test_what_the_user_sees_goes_to_the_first_home() -> None:
+def test_visible_storage_goes_to_the_first_home() -> None:
     graph = replace(step(), outputs=(LOSS, A))
     decision = offload(A, 2, 4, 3, 4)
     for wrong in (replace(decision, home=1), replace(decision, residency=Residency.RECOMPUTE)):
@@ -80,20 +80,20 @@ def test_what_the_user_sees_goes_to_the_first_home() -> None:
             lower(graph, costs(), Plan("test", 0, (wrong,)))
 
 
-def test_an_input_leaves_free_and_comes_back_without_a_copy_out() -> None:
+def test_input_is_dropped_and_fetched_without_a_copy_out() -> None:
     assert program_of(step(), offload(X, 0, 2, 1, 2)) == (
         CopyIn(1, 0),
         Run(0, (1, 0, 2), None, (Wait(Queue.COPY_IN, 1),)),
         Run(1, (2, 3)),
         CopyOut(3, 1, (Wait(Queue.COMPUTE, 2),)),
-        # Its new block lies where the old one lay, which the first op was the last to read.
+        # Its new block is where the old one was, which the first op was the last to read.
         CopyIn(4, 0, (Wait(Queue.COMPUTE, 1),)),
         Run(2, (2, 4, 5), None, (Wait(Queue.COPY_IN, 2),)),
         Run(3, (0, 5)),
     )
 
 
-def test_a_changed_storage_is_copied_out_before_it_is_copied_in() -> None:
+def test_changed_storage_is_copied_out_before_it_is_copied_in() -> None:
     assert program_of(step(), offload(A, 1, 2, 2, 2)) == (
         CopyIn(1, 0),
         Run(0, (1, 0, 2), None, (Wait(Queue.COPY_IN, 1),)),
@@ -106,18 +106,20 @@ def test_a_changed_storage_is_copied_out_before_it_is_copied_in() -> None:
     )
 
 
-def test_copy_in_waits_for_its_copy_out_wherever_its_block_lies() -> None:
-    given = costs()
-    lowered = lower(step(), given, Plan("test", 0, (offload(A, 1, 2, 2, 2),)))
+def test_copy_in_waits_for_its_copy_out_at_any_offset() -> None:
+    step_costs = costs()
+    lowered = lower(step(), step_costs, Plan("test", 0, (offload(A, 1, 2, 2, 2),)))
     offsets = accumulate((block.bytes for block in lowered.blocks), initial=0)
     blocks = tuple(replace(block, offset=offset) for block, offset in zip(lowered.blocks, offsets, strict=False))
-    program = wire(step(), replace(lowered, blocks=blocks, arena_bytes=sum(block.bytes for block in blocks)), given)
+    program = wire(
+        step(), replace(lowered, blocks=blocks, arena_bytes=sum(block.bytes for block in blocks)), step_costs
+    )
     assert program.instructions[5] == CopyIn(4, 1, (Wait(Queue.COPY_OUT, 2),))
-    validate(step(), program, program.arena_bytes, given)
+    validate(step(), program, program.arena_bytes, step_costs)
 
 
-def test_a_parameter_at_home_between_steps_is_written_back() -> None:
-    # Read for op 0, it leaves free, comes back for the update, and the new version goes home.
+def test_parameter_at_home_between_steps_is_written_back() -> None:
+    # Fetched for op 0, it is dropped without a copy and fetched for the update; the new version is copied home.
     assert program_of(step(), offload(W, 0, 3, 1, 3), offload(W, 3, 4, 4, 4)) == (
         CopyIn(0, 0),
         CopyIn(1, 0),
@@ -125,21 +127,21 @@ def test_a_parameter_at_home_between_steps_is_written_back() -> None:
         Run(1, (2, 3)),
         CopyOut(3, 1, (Wait(Queue.COMPUTE, 2),)),
         Run(2, (2, 1, 4)),
-        # Its new block lies where a or x lay.
+        # Its new block is where a or x was.
         CopyIn(5, 0, (Wait(Queue.COMPUTE, 3),)),
         Run(3, (5, 4), None, (Wait(Queue.COPY_IN, 3),)),
         CopyOut(5, 1, (Wait(Queue.COMPUTE, 4),)),
     )
 
 
-def test_a_parameter_that_wraps_comes_back_to_its_block() -> None:
+def test_wrapping_parameter_returns_to_its_block() -> None:
     program = lower(step(), costs(), Plan("test", 0, (offload(W, 0, 3, 1, 3),)))
     assert [b.wraps for b in program.blocks] == [True, False, False, False, False]
     weight = program.blocks[0]
     copies = [i for i, x in enumerate(program.instructions) if isinstance(x, CopyIn) and x.block == 0]
     assert weight.born == copies[0]
     assert weight.dies < weight.born
-    # The user may have written to it between steps: it leaves with a copy although the step had only read it.
+    # The user may have written to it between steps, so it is copied out although the step only read it.
     assert CopyOut(0, 0) in program.instructions
     assert program.results == (LOSS,)
 
@@ -153,7 +155,7 @@ def test_large_blocks_start_on_pages_above_small_ones() -> None:
     assert all(block.offset % PAGE_BYTES == 0 for block in large)
 
 
-def test_results_are_what_is_at_home_when_the_step_ends() -> None:
+def test_results_are_the_storages_at_home_at_the_end() -> None:
     program = lower(step(), costs(), Plan("test", 0, (offload(W, 0, 3, 1, 3), offload(W, 3, 4, 4, 4))))
     assert program.results == (LOSS, W)
 
@@ -161,7 +163,7 @@ def test_results_are_what_is_at_home_when_the_step_ends() -> None:
 @pytest.mark.parametrize(
     "decision",
     [
-        offload(A, 1, 2, 1, 2),  # released before its last use is over
+        offload(A, 1, 2, 1, 2),  # released before its last use has run
         offload(A, 1, 2, 2, 3),  # fetched after it is needed
         offload(X, 0, 2, 2, 1),  # fetched before it is released
         offload(W, 3, 4, 4, 3),  # fetched around the end of the step

@@ -1,4 +1,4 @@
-"""The exact instruction lists that plans with recomputation become."""
+"""Tests of the exact instructions to which plans with recomputation are lowered."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ LAST = 11
 
 
 def step() -> StepGraph:
-    """conv, relu_, dropout (mask drawn, then multiplied) and batch norm; then a backward that looks at them in turn."""
+    """Return a step of conv, relu_, dropout and batch norm that uses all results again."""
     activation = StorageKind.ACTIVATION
     storages = (
         Storage(X, 2 * K64, StorageKind.INPUT, "x"),
@@ -69,7 +69,6 @@ def offload(storage: int, start: int, end: int, release: int, fetch: int) -> Dec
 
 
 def backward(program: Program) -> tuple[Instruction, ...]:
-    """The instructions from the first run of the loss on, without their waits."""
     loss = next(i for i, x in enumerate(program.instructions) if isinstance(x, Run) and x.op == 6)
     return tuple(replace(x, waits=()) for x in program.instructions[loss:])
 
@@ -77,8 +76,8 @@ def backward(program: Program) -> tuple[Instruction, ...]:
 # Blocks of the forward pass: w wraps (0), the running mean wraps (1), x (2), a (3), mask (4), b (5), c (6), d (7).
 
 
-def test_what_is_on_the_device_is_read_in_place() -> None:
-    # The mask is drawn into a block of its own: what it held before does not matter, so no empty_like.
+def test_recomputation_reads_resident_storages_in_place() -> None:
+    # The mask is drawn into a new block, whose former contents do not matter: empty_like does not run again.
     program = program_of(recompute(MASK, 4, 9, 9))
     assert backward(program) == (
         Run(6, (6, 7)),
@@ -92,21 +91,21 @@ def test_what_is_on_the_device_is_read_in_place() -> None:
     assert recompute_seconds(costs(step()), program) == 4.0
 
 
-def test_a_chain_copies_in_before_what_is_fetched_ahead() -> None:
+def test_recomputation_copies_in_before_prefetches() -> None:
     program = program_of(recompute(A, 4, 10, 8), offload(MASK, 4, 9, 5, 8))
-    found = [x for x in backward(program) if not isinstance(x, CopyOut)]
-    assert [type(x).__name__ + (f" {x.op}" if isinstance(x, Run) else "") for x in found[2:7]] == [
+    instructions = [x for x in backward(program) if not isinstance(x, CopyOut)]
+    assert [type(x).__name__ + (f" {x.op}" if isinstance(x, Run) else "") for x in instructions[2:7]] == [
         "CopyIn",
         "Run 0",
         "Run 1",
         "CopyIn",
         "Run 8",
     ]
-    blocks = [program.blocks[x.block].storage for x in found if isinstance(x, CopyIn)]
+    blocks = [program.blocks[x.block].storage for x in instructions if isinstance(x, CopyIn)]
     assert blocks == [X, MASK]
 
 
-def test_a_rerun_of_batch_norm_works_on_scratch() -> None:
+def test_rerun_of_batch_norm_writes_scratch() -> None:
     program = program_of(recompute(C, 6, 8, 8), graph=_with_idle_op(7))
     # The scratch block of the running mean is 8, that of c is 9.
     assert backward(program)[:4] == (
@@ -126,8 +125,8 @@ def _with_idle_op(at: int) -> StepGraph:
     return replace(graph, ops=tuple(replace(op, id=i) for i, op in enumerate(ops)))
 
 
-def test_a_chain_across_an_in_place_op_starts_from_what_is_at_home() -> None:
-    # x is gone from the device, and at home still. It comes into a block of its own, which dies at once.
+def test_recomputation_across_an_in_place_op_starts_at_home() -> None:
+    # x is at home only. It is copied into a block of its own, which dies at once.
     program = program_of(recompute(A, 4, 10, 10))
     assert backward(program) == (
         Run(6, (6, 7)),
@@ -142,12 +141,12 @@ def test_a_chain_across_an_in_place_op_starts_from_what_is_at_home() -> None:
     )
     copied = next(i for i, x in enumerate(program.instructions) if isinstance(x, CopyIn) and x.block == 8)
     assert program.blocks[8] == replace(program.blocks[8], storage=X, born=copied, dies=copied + 2, wraps=False)
-    again = program.instructions[copied + 1]
-    assert again.waits == (Wait(Queue.COPY_IN, 2),)
+    rerun = program.instructions[copied + 1]
+    assert rerun.waits == (Wait(Queue.COPY_IN, 2),)
 
 
-def test_with_one_time_for_all_a_chain_runs_once() -> None:
-    # The speed-centric mode: all of it before the first op that needs any of it.
+def test_recomputation_sequence_runs_once_for_one_fetch_time() -> None:
+    # The speed-centric mode: the whole sequence runs before the first op that needs a part of it.
     plan = (recompute(A, 4, 10, 8), recompute(MASK, 4, 9, 8), recompute(B, 5, 8, 8))
     assert backward(program_of(*plan)) == (
         Run(6, (6, 7)),
@@ -164,8 +163,8 @@ def test_with_one_time_for_all_a_chain_runs_once() -> None:
     )
 
 
-def test_with_times_of_their_own_each_runs_its_chain() -> None:
-    # The memory-centric mode: several copies of one value at different times, none held beyond its need.
+def test_recomputation_sequence_runs_for_each_fetch_time() -> None:
+    # The memory-centric mode: several copies of one value at different times, each held only while it is needed.
     plan = (recompute(A, 4, 10, 10), recompute(MASK, 4, 9, 9), recompute(B, 5, 8, 8))
     program = program_of(*plan)
     assert backward(program) == (
@@ -185,60 +184,60 @@ def test_with_times_of_their_own_each_runs_its_chain() -> None:
         Run(10, (14, 7)),
         Run(LAST, (0, 7)),
     )
-    # The copies of a and of the mask that b was made from are gone when b is there.
+    # The copies of a and of the mask from which b was made die when b exists.
     assert program.blocks[9].dies == program.blocks[10].dies == program.blocks[11].born + 1
 
 
-def test_what_was_copied_home_is_fetched_and_not_made() -> None:
+def test_offloaded_input_is_fetched_instead_of_recomputed() -> None:
     program = program_of(recompute(B, 5, 8, 8), offload(A, 4, 10, 5, 10))
     assert CopyOut(3, 2) in [replace(x, waits=()) for x in program.instructions]
     assert backward(program)[2:5] == (CopyIn(8, 2), Run(4, (8, 4, 9), again=True), Run(8, (9, 7)))
 
 
-def test_what_is_still_copied_home_is_read_in_place() -> None:
+def test_input_during_its_copy_out_is_read_in_place() -> None:
     program = program_of(recompute(B, 5, 8, 8), offload(A, 4, 10, 9, 10))
     assert Run(4, (3, 4, 8), again=True) in backward(program)
 
 
-def test_what_is_fetched_at_the_same_time_is_used() -> None:
+def test_input_fetched_at_the_same_time_is_used() -> None:
     program = program_of(recompute(B, 5, 8, 8), offload(A, 4, 10, 5, 8))
     assert backward(program)[2:5] == (CopyIn(8, 2), Run(4, (8, 4, 9), again=True), Run(8, (9, 7)))
     assert Run(10, (8, 7)) in backward(program)
 
 
-def test_what_a_rerun_makes_beside_its_target_dies_at_once() -> None:
+def test_extra_results_of_a_rerun_die_at_once() -> None:
     graph = step()
     split = replace(graph.ops[4], name="dropout", creates=(B, 8))
     ops = (*graph.ops[:4], split, *graph.ops[5:9], replace(graph.ops[9], reads=(MASK, D, 8)), *graph.ops[10:])
     graph = StepGraph((*graph.storages, Storage(8, K64, StorageKind.ACTIVATION, "seed")), ops)
     program = program_of(recompute(B, 5, 8, 8), graph=graph)
-    again = next(i for i, x in enumerate(program.instructions) if isinstance(x, Run) and x.again)
-    run = program.instructions[again]
+    rerun_index = next(i for i, x in enumerate(program.instructions) if isinstance(x, Run) and x.again)
+    run = program.instructions[rerun_index]
     assert isinstance(run, Run)
     copies = [program.blocks[b] for b in run.blocks if program.blocks[b].storage == 8]
-    assert [(b.born, b.dies) for b in copies] == [(again, again + 1)]
+    assert [(b.born, b.dies) for b in copies] == [(rerun_index, rerun_index + 1)]
 
 
-def test_a_recomputed_value_may_be_offloaded_and_recomputed_again() -> None:
+def test_recomputed_storage_may_be_offloaded_and_recomputed_again() -> None:
     graph = step()
     ops = (*graph.ops, Op(LAST + 1, "again a", (A,), (), ()), Op(LAST + 2, "idle", (), (), ()))
     ops = (*ops, Op(LAST + 3, "once more a", (A,), (), ()))
     graph = replace(graph, ops=ops)
     plan = (recompute(A, 4, 10, 10), offload(A, 10, LAST + 1, 11, LAST + 1))
     assert [type(x) for x in backward(program_of(*plan, graph=graph))[-6:]] == [CopyOut, Run, CopyIn, Run, Run, Run]
-    # After the update the weight that made it is gone.
+    # After the update, the weight of the first version is lost.
     with pytest.raises(GraphError, match=r"version 0 of storage 1 \(w\) .* no op creates it"):
         program_of(recompute(A, LAST + 1, LAST + 3, LAST + 3), graph=graph)
 
 
-def test_blocks_of_different_versions_may_be_held_at_once() -> None:
-    # b was made before a was written once more: for b the former a is made beside the one of now.
+def test_blocks_of_two_versions_are_held_at_once() -> None:
+    # b was made before a was written again: the former a is recomputed for b while the current a is resident.
     graph = _with_idle_op(6)
     ops = (*graph.ops[:6], Op(6, "tanh_", (A,), (A,), ()), *graph.ops[7:])
     program = program_of(recompute(B, 5, 9, 9), graph=replace(graph, ops=ops))
-    held = [b for b in program.blocks if b.storage == A]
-    assert len(held) == 2
-    assert held[0].born < held[1].born < held[1].dies < held[0].dies
+    blocks = [b for b in program.blocks if b.storage == A]
+    assert len(blocks) == 2
+    assert blocks[0].born < blocks[1].born < blocks[1].dies < blocks[0].dies
 
 
 @pytest.mark.parametrize(
@@ -253,7 +252,7 @@ def test_blocks_of_different_versions_may_be_held_at_once() -> None:
         (recompute(A, 4, 9, 9), "a gap that the graph does not have"),
     ],
 )
-def test_what_makes_no_sense_is_refused(decision: Decision, message: str) -> None:
+def test_invalid_recomputation_is_refused(decision: Decision, message: str) -> None:
     with pytest.raises(GraphError, match=message):
         program_of(decision)
 
@@ -279,7 +278,7 @@ def test_what_makes_no_sense_is_refused(decision: Decision, message: str) -> Non
         ),
     ],
 )
-def test_what_cannot_run_again_is_named(op: int, change: dict[str, object], message: str) -> None:
+def test_recomputation_error_names_the_blocking_op(op: int, change: dict[str, object], message: str) -> None:
     graph = step()
     ops = (*graph.ops[:op], replace(graph.ops[op], **change), *graph.ops[op + 1 :])  # type: ignore[arg-type]
     with pytest.raises(GraphError, match=message):

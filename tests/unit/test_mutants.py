@@ -1,4 +1,4 @@
-"""The list of mutants fits the sources and the tests, and the runner tells their outcomes apart."""
+"""Tests that the mutants fit the sources and the tests, and that the runner classifies their outcomes."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ RUNNING = "tests/unit/test_a.py::test_one PASSED [ 50%]\ntests/unit/test_a.py::t
         (None, RUNNING, Outcome.KILLED, "time limit after 7 s in tests/unit/test_a.py::test_two"),
     ],
 )
-def test_judge_tells_outcomes_apart(status: int | None, output: str, outcome: Outcome, killed_by: str) -> None:
+def test_judge_classifies_outcomes(status: int | None, output: str, outcome: Outcome, killed_by: str) -> None:
     assert judge(Run(status, output, 7.0)) == (outcome, killed_by)
 
 
@@ -99,7 +99,7 @@ def test_nothing(): assert add(0, 0) == 0
 """
 
 
-def test_runner_kills_survives_and_leaves_the_tree_alone(
+def test_runner_reports_outcomes_and_restores_the_tree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = tmp_path / "root"
@@ -113,7 +113,7 @@ def test_runner_kills_survives_and_leaves_the_tree_alone(
     named = "tests/test_sums.py::test_nothing"
     monkeypatch.setattr(mutants, "ROOT", root)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take most of the time
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # loading plugins takes most of the time
     listed = (
         Mutant("minus", "sums.py", "a + b", "a - b", "Sums are differences.", (named,)),
         Mutant("one-more", "sums.py", "a + b", "a + b + 1", "Sums are too large.", (named,)),

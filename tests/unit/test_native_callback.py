@@ -1,4 +1,4 @@
-"""Native callbacks have a defined answer when Python raises."""
+"""Tests of the answer of native callbacks when Python raises."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_native_callback_writes_its_answer(raised: BaseException | None, expecte
         return 2 * number
 
     callback = native_callback(double, ctypes.c_int64, failed=5)
-    # As native code calls it: through an address.
+    # Called through an address, as from native code.
     address = ctypes.cast(callback, ctypes.c_void_p).value
     assert address is not None
     call = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_void_p)(address)

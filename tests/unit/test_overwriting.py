@@ -1,4 +1,4 @@
-"""What an op overwrites as a whole needs no bytes before: they leave without a copy, and nothing comes back for it."""
+"""Tests of ops that overwrite whole storages: the old bytes are dropped without copies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ X, W, G, A, B, LOSS = range(6)
 
 
 def step() -> StepGraph:
-    """The gradient is cleared when the step begins, added to in backward, and left for the next step."""
     storages = (
         Storage(X, 2 * K64, StorageKind.INPUT, "x"),
         Storage(W, 2 * K64, StorageKind.PARAMETER, "w"),
@@ -43,7 +42,7 @@ def step() -> StepGraph:
 
 
 def scratch() -> StepGraph:
-    """A large storage that is read, overwritten as a whole later, and read again."""
+    """Return a step that reads a large storage, later overwrites it as a whole, and reads it again."""
     storages = (
         Storage(0, 4 * K64, StorageKind.BUFFER, "memory"),
         Storage(1, 4 * K64, StorageKind.INPUT, "x"),
@@ -76,19 +75,19 @@ def copies(program: Program, storage: int) -> list[Instruction]:
     ]
 
 
-def test_there_is_no_gap_before_a_use_that_overwrites() -> None:
+def test_overwritten_storage_has_no_gap_before_the_write() -> None:
     graph = scratch()
     assert full_overwrites_of(graph, 0) == (2,)
     assert gaps_of(graph, 0) == (Gap(0, 2, 3), Gap(0, 3, 4))
     assert is_fetched(graph, Gap(0, 2, 3)) and is_fetched(graph, Gap(0, 3, 4))
 
 
-def test_over_the_end_of_a_step_the_user_sees_the_contents_all_the_same() -> None:
+def test_gap_over_the_end_keeps_the_contents() -> None:
     assert gaps_of(step(), G) == (Gap(G, 0, 4), Gap(G, 4, 5), Gap(G, 5, 6))
     assert not is_fetched(step(), Gap(G, 5, 6))
 
 
-def test_an_input_that_is_overwritten_never_comes() -> None:
+def test_overwritten_input_is_not_fetched() -> None:
     graph = scratch()
     ops = (Op(0, "fill_", (), (1,), ()), *(replace(op, id=op.id + 1) for op in graph.ops))
     graph = StepGraph(graph.storages, ops, graph.outputs)
@@ -96,7 +95,7 @@ def test_an_input_that_is_overwritten_never_comes() -> None:
     assert copies(program_of(graph), 1) == [CopyOut(copies(program_of(graph), 1)[0].block, 1)]  # type: ignore[union-attr]
 
 
-def test_small_storages_and_uses_in_a_row_stay_where_they_are() -> None:
+def test_small_and_adjacent_overwrites_keep_their_gaps() -> None:
     graph = scratch()
     small = StepGraph((replace(graph.storages[0], bytes=1024), *graph.storages[1:]), graph.ops, graph.outputs)
     assert full_overwrites_of(small, 0) == () and Gap(0, 0, 2) in gaps_of(small, 0)
@@ -105,7 +104,7 @@ def test_small_storages_and_uses_in_a_row_stay_where_they_are() -> None:
     assert full_overwrites_of(in_a_row, 0) == () and Gap(0, 1, 2) in gaps_of(in_a_row, 0)
 
 
-def test_between_the_uses_the_bytes_are_free_and_nothing_is_copied() -> None:
+def test_overwritten_block_is_free_between_uses_without_copies() -> None:
     graph = scratch()
     program = program_of(graph)
     assert copies(program, 0) == []
@@ -115,21 +114,21 @@ def test_between_the_uses_the_bytes_are_free_and_nothing_is_copied() -> None:
     assert live_bytes(graph) == graph.storages[0].bytes + graph.storages[1].bytes
 
 
-def test_what_is_away_between_steps_does_not_come_back_to_be_overwritten() -> None:
+def test_evicted_storage_is_not_fetched_to_be_overwritten() -> None:
     program = program_of(step(), Decision(Gap(G, 5, 6), Residency.OFFLOAD, 6, 6))
     [copy] = copies(program, G)
     assert isinstance(copy, CopyOut) and copy.version == 2
     assert [i for i in copies(program_of(step()), G) if isinstance(i, CopyIn)] == []
 
 
-def test_a_persistent_storage_that_was_overwritten_cannot_be_computed_again() -> None:
+def test_overwritten_persistent_storage_cannot_be_recomputed() -> None:
     graph = step()
     assert not can_recompute(History.of(graph), G, 4)
     with pytest.raises(GraphError, match="exists before the step"):
         program_of(graph, Decision(Gap(G, 0, 4), Residency.RECOMPUTE, 1, 4))
 
 
-def test_contents_are_gone_after_their_last_use() -> None:
+def test_overwritten_contents_are_lost_after_their_last_use() -> None:
     history = History.of(scratch())
     assert history.last_op_with((0, 0), 99) == 0 and history.last_op_with((0, 1), 99) == 99
     assert history.always_available(0)((0, 0)) and not history.always_available(1)((0, 0))
@@ -140,8 +139,8 @@ def test_contents_are_gone_after_their_last_use() -> None:
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.6])
 def test_every_budget_has_a_plan(share: float) -> None:
     graph = step()
-    smallest, everything = smallest_budget(graph, costs(graph)), sum(s.bytes for s in graph.storages)
-    budget = int(smallest + share * (everything - smallest))
+    smallest, all_bytes = smallest_budget(graph, costs(graph)), sum(s.bytes for s in graph.storages)
+    budget = int(smallest + share * (all_bytes - smallest))
     planned = plan_step(graph, costs(graph), budget)
     validate(graph, planned.program, budget, costs(graph))
     assert [i for i in copies(planned.program, G) if isinstance(i, CopyIn) and i.version == 0] == []

@@ -1,4 +1,4 @@
-"""The report's page in a real Chromium. Skipped where there is none, or no Playwright to drive it."""
+"""Tests of the report page in Chromium. Skipped without Chromium or Playwright."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLAIN = "document.getElementById('chart').toDataURL()"
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     program = next(filter(None, map(shutil.which, NAMES)), None)
-    # A browser has no sandbox for the superuser.
+    # A browser has no sandbox for root.
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
     with api.sync_playwright() as playwright:
         try:
@@ -38,8 +38,7 @@ def browser() -> Iterator[Any]:
 
 
 @contextmanager
-def opened(browser: Any, path: Path) -> Iterator[Any]:
-    """A page, which must neither load anything nor complain."""
+def open_page(browser: Any, path: Path) -> Iterator[Any]:
     page = browser.new_page(viewport={"width": 1200, "height": 900})
     complaints: list[str] = []
     page.on("console", lambda message: complaints.append(message.text))
@@ -60,15 +59,15 @@ def report(browser: Any, tmp_path: Path) -> Iterator[Any]:
         path,
         page_content(GRAPH, PLAN, PROGRAM, timelines, Page("by hand", 7 * MIB, INSIGHT, notes=notes)),
     )
-    with opened(browser, path) as page:
+    with open_page(browser, path) as page:
         yield page
 
 
-def test_a_sweep_has_a_line_for_each_policy(browser: Any, tmp_path: Path) -> None:
+def test_sweep_has_a_line_for_each_policy(browser: Any, tmp_path: Path) -> None:
     path = tmp_path / "sweep.html"
     lines = {"auto": [(MIB, 3.0), (4 * MIB, 2.0)], "window": [(2 * MIB, 4.0), (4 * MIB, 2.0)], "never": []}
     write_sweep(path, lines, title="</script>a sweep", floor=1.5)
-    with opened(browser, path) as page:
+    with open_page(browser, path) as page:
         assert page.title() == "</script>a sweep"
         assert page.locator("#legend li").all_inner_texts() == ["auto", "window"]
         assert page.locator("#curve path").count() == 2
@@ -78,7 +77,7 @@ def test_a_sweep_has_a_line_for_each_policy(browser: Any, tmp_path: Path) -> Non
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
-def test_it_opens_and_draws(report: Any) -> None:
+def test_page_opens_and_draws(report: Any) -> None:
     assert report.title() == "by hand"
     assert "13.0 s a step" in report.inner_text("#summary")
     assert "7.00 MiB" in report.inner_text("#summary")
@@ -114,20 +113,22 @@ def test_storages_are_filtered(report: Any) -> None:
     assert "1 of 4 storages" in report.inner_text("#count")
 
 
-def test_a_click_shows_a_storage(report: Any) -> None:
+def test_click_shows_a_storage(report: Any) -> None:
     before = report.evaluate(PLAIN)
     report.click("#rows tr >> text=conv1 convolution output")
-    told = report.inner_text("#detail")
-    assert "conv1 convolution output" in told
-    assert "is evicted after relu in conv2 (4.00 s), and fetched before convolution_backward in conv1 (9.00 s)" in told
-    assert "net.py:3" in told
-    report.wait_for_function(f"before => {PLAIN} !== before", arg=before)  # its ops and copies are marked
-    # What looks like HTML in a name is text.
+    detail = report.inner_text("#detail")
+    assert "conv1 convolution output" in detail
+    assert (
+        "is evicted after relu in conv2 (4.00 s), and fetched before convolution_backward in conv1 (9.00 s)" in detail
+    )
+    assert "net.py:3" in detail
+    report.wait_for_function(f"before => {PLAIN} !== before", arg=before)  # the page marks its ops and copies
+    # HTML in a name is shown as text.
     report.click("#rows tr >> text=conv2")
     assert "</script><b>" in report.inner_text("#detail h3")
 
 
-def test_a_click_in_the_chart_shows_a_storage(report: Any) -> None:
+def test_click_in_the_chart_shows_a_storage(report: Any) -> None:
     box = report.locator("#chart").bounding_box()
     lane = box["y"] + box["height"] - 26 - 26 * 1.5  # copies in
     at = box["x"] + 92 + (box["width"] - 102) * 8 / 13
@@ -136,7 +137,7 @@ def test_a_click_in_the_chart_shows_a_storage(report: Any) -> None:
     assert "copies in: copy-in of conv1 convolution output · 2.00 s from 7.00 s on" in report.inner_text("#reading")
 
 
-def test_keys_do_it_as_well(report: Any) -> None:
+def test_keyboard_navigates_the_chart(report: Any) -> None:
     report.focus("#chart")
     report.keyboard.press("ArrowRight")
     assert "ops: convolution in conv1" in report.inner_text("#reading")
@@ -154,7 +155,7 @@ def test_keys_do_it_as_well(report: Any) -> None:
     assert report.get_attribute("#rows tr:first-child", "aria-selected") == "true"
 
 
-def test_a_wait_is_shown_in_the_chart(report: Any) -> None:
+def test_wait_is_shown_in_the_chart(report: Any) -> None:
     waits = report.locator("#waits button")
     assert waits.count() == 2
     waits.first.click()
@@ -162,14 +163,14 @@ def test_a_wait_is_shown_in_the_chart(report: Any) -> None:
     assert "conv1 convolution output" in report.inner_text("#detail")
 
 
-def test_the_other_timeline_is_a_press_away(report: Any) -> None:
+def test_button_switches_the_timeline(report: Any) -> None:
     predicted = report.locator("#which button >> text=predicted")
     predicted.click()
     assert predicted.get_attribute("aria-pressed") == "true"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_a_phone_by_day_and_night(report: Any, scheme: str) -> None:
+def test_page_fits_a_phone_in_both_colour_schemes(report: Any, scheme: str) -> None:
     report.emulate_media(color_scheme=scheme)
     report.set_viewport_size({"width": 360, "height": 740})
     assert report.evaluate("document.documentElement.scrollWidth") <= 360
@@ -178,7 +179,7 @@ def test_it_fits_a_phone_by_day_and_night(report: Any, scheme: str) -> None:
     )
     light, dark = (sum(map(int, c[4:-1].split(", "))) for c in (paper, ink))
     assert (light > dark) is (scheme == "light")
-    # What a finger has to hit is large enough.
+    # Touch targets are large enough.
     assert (
         report.evaluate("Math.min(...[...document.querySelectorAll('.choice button')].map(b => b.offsetHeight))") >= 36
     )

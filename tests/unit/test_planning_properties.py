@@ -1,4 +1,4 @@
-"""Every plan of every policy on random graphs: valid, within budget, as simulated; and broken ones are caught."""
+"""Tests that every plan of every policy on random graphs is valid, and that broken plans are detected."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from outofcore.planning import POLICIES, QUICK, Planned, bound, lower_bound_seco
 from outofcore.simulator import simulate
 from outofcore.validator import validate
 
-# Those that are made to be compared with ``auto``, as they come and with other values for their fields.
-OTHERS = st.sampled_from(
+# The policies to compare with ``auto``, with default and other fields.
+BASELINES = st.sampled_from(
     [
         *(name for name in POLICIES if name != "auto"),
         "offload-all:strict=true",
@@ -33,15 +33,15 @@ OTHERS = st.sampled_from(
         "window:persist=false",
     ]
 )
-# Half of the examples are about ``auto``.
-ANY = st.one_of(st.just("auto"), OTHERS)
+# Half of the examples use ``auto``.
+ANY = st.one_of(st.just("auto"), BASELINES)
 
 
 def plan_of(task: Task, policy: str) -> Planned | None:
     try:
         return plan_step(*task, policy, params=QUICK)
     except BudgetError:
-        # Only ``auto`` has to find a plan wherever one could be.
+        # Only ``auto`` must find a plan if there is one.
         assert policy != "auto"
         return None
 
@@ -58,19 +58,19 @@ def check(task: Task, policy: str) -> None:
 
 @settings(LIMITS, max_examples=examples(1000))
 @given(tasks())
-def test_every_plan_is_valid_and_within_budget(task: Task) -> None:
+def test_every_auto_plan_is_valid_and_within_budget(task: Task) -> None:
     check(task, "auto")
 
 
 @settings(LIMITS, max_examples=examples(300))
-@given(tasks(st.one_of(graphs(), deep_graphs())), OTHERS)
-def test_so_are_those_of_other_policies(task: Task, policy: str) -> None:
+@given(tasks(st.one_of(graphs(), deep_graphs())), BASELINES)
+def test_every_plan_of_other_policies_is_valid_and_within_budget(task: Task, policy: str) -> None:
     check(task, policy)
 
 
 @settings(LIMITS, max_examples=examples(120))
 @given(tasks(), ANY, st.randoms(use_true_random=False))
-def test_plans_are_right_on_every_schedule(task: Task, policy: str, random: Random) -> None:
+def test_plans_are_correct_on_every_schedule(task: Task, policy: str, random: Random) -> None:
     planned = plan_of(task, policy)
     if planned is not None:
         assert oracle.faults_on_schedule(task[0], planned.program, random) == []
@@ -78,13 +78,13 @@ def test_plans_are_right_on_every_schedule(task: Task, policy: str, random: Rand
 
 @settings(LIMITS, max_examples=examples(120))
 @given(tasks(), ANY)
-def test_the_same_task_gives_the_same_plan(task: Task, policy: str) -> None:
+def test_same_task_gives_the_same_plan(task: Task, policy: str) -> None:
     assert plan_of(task, policy) == plan_of(task, policy)
 
 
 @settings(LIMITS, max_examples=examples(60))
 @given(tasks())
-def test_below_the_smallest_budget_there_is_no_plan(task: Task) -> None:
+def test_budget_below_the_smallest_has_no_plan(task: Task) -> None:
     graph, costs, _ = task
     smallest = smallest_budget(graph, costs)
     assume(smallest > 1)
@@ -96,7 +96,7 @@ def test_below_the_smallest_budget_there_is_no_plan(task: Task) -> None:
 @pytest.mark.parametrize("name", MUTATIONS)
 @settings(LIMITS, max_examples=examples(50))
 @given(task=tasks(), policy=ANY, random=st.randoms(use_true_random=False))
-def test_broken_programs_are_caught(name: str, task: Task, policy: str, random: Random) -> None:
+def test_broken_programs_are_refused(name: str, task: Task, policy: str, random: Random) -> None:
     graph, costs, _ = task
     planned = plan_of(task, policy)
     if planned is not None:
@@ -108,18 +108,22 @@ def test_broken_programs_are_caught(name: str, task: Task, policy: str, random: 
 
 @settings(LIMITS, max_examples=examples(150))
 @given(st.one_of(tasks(), tasks(graphs_with_collectives())), ANY, st.integers(1, 3), st.sampled_from([0.0, 0.3]))
-def test_no_plan_takes_less_than_the_bound(task: Task, policy: str, own: int, slowdown: float) -> None:
+def test_every_plan_takes_at_least_the_bound(task: Task, policy: str, own_ops: int, slowdown: float) -> None:
     graph, costs, budget = task
     homes = tuple(replace(home, contention=slowdown, compute_slowdown=slowdown) for home in costs.homes)
     task = graph, replace(costs, homes=homes), budget
     planned = plan_of(task, policy)
     if planned is None:
         return
-    least = planned.timeline.step_seconds * (1 + 1e-6)
-    told = lower_bound_seconds(*task)
-    assert told is not None and told <= least
+    max_seconds = planned.timeline.step_seconds * (1 + 1e-6)
+    bound_seconds = lower_bound_seconds(*task)
+    assert bound_seconds is not None and bound_seconds <= max_seconds
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bound, "_OWN_SPANS", own)
+        patch.setattr(bound, "_OWN_SPANS", own_ops)
         coarse = lower_bound_seconds(*task)
-    assert coarse is not None and coarse <= least
-    event("above the seconds of the ops" if told > task[1].compute_seconds * (1 + 1e-6) else "the seconds of the ops")
+    assert coarse is not None and coarse <= max_seconds
+    event(
+        "above the seconds of the ops"
+        if bound_seconds > task[1].compute_seconds * (1 + 1e-6)
+        else "the seconds of the ops"
+    )

@@ -1,4 +1,4 @@
-"""How policies are named, written, checked and asked; and policies of users."""
+"""Tests of how policies are named, read, checked and used, and of user-defined policies."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ MIB = 1 << 20
 
 
 def network(layers: int = 6) -> StepGraph:
-    """Maps of one MiB, each made from the one before, looked at again in the opposite order."""
     storages = [Storage(i, MIB, StorageKind.ACTIVATION, f"x{i}") for i in range(layers)]
     ops = [Op(0, "layer", (), (), (0,)), *(Op(i, "layer", (i - 1,), (), (i,)) for i in range(1, layers))]
     ops += [Op(layers + i, "back", (layers - 1 - i,), (), ()) for i in range(layers)]
@@ -84,11 +83,11 @@ def costs(graph: StepGraph, homes: int = 1) -> Costs:
     ],
 )
 @pytest.mark.usefixtures("full_search")
-def test_texts_are_read(text: str, policy: object) -> None:
+def test_policy_texts_are_read(text: str, policy: object) -> None:
     assert policy_of(text) == policy
 
 
-def test_every_name_is_a_policy_with_that_name() -> None:
+def test_policy_names_match_their_policies() -> None:
     assert [policy_of(name).name for name in POLICIES] == list(POLICIES)
 
 
@@ -124,12 +123,12 @@ def test_every_name_is_a_policy_with_that_name() -> None:
         ("window:reach=" + "(" * 500 + "1" + ")" * 500, "cannot read"),
     ],
 )
-def test_what_cannot_be_is_refused(text: str, message: str) -> None:
+def test_invalid_policy_text_is_refused(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         policy_of(text)
 
 
-def test_objects_are_checked_when_they_are_made() -> None:
+def test_fields_are_checked_at_construction() -> None:
     makers: list[Callable[[], object]] = [
         lambda: Window(reach="2"),  # type: ignore[arg-type]
         lambda: Window(reach=float("nan")),
@@ -143,36 +142,36 @@ def test_objects_are_checked_when_they_are_made() -> None:
             make()
 
 
-def test_what_is_no_policy_at_all_is_refused() -> None:
-    for given_one, message in ((3, "must be a name"), (Window, r"give an instance: Window\(\)")):
+def test_non_policy_object_is_refused() -> None:
+    for candidate, message in ((3, "must be a name"), (Window, r"give an instance: Window\(\)")):
         with pytest.raises(InputError, match=message):
-            policy_of(given_one)  # type: ignore[arg-type]
+            policy_of(candidate)  # type: ignore[arg-type]
 
 
 class LongestFirst:
-    """A user's policy."""
-
     name = "longest-first"
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Callable[[int], Plan]]:
         gaps = sorted(movable_gaps(graph), key=lambda gap: gap.start - gap.end)
-        held = Held.of(graph, costs)
-        away = [Decision(gap, Residency.OFFLOAD, gap.start + 1, gap.end) for gap in gaps]
+        residents = Held.of(graph, costs)
+        evictions = [Decision(gap, Residency.OFFLOAD, gap.start + 1, gap.end) for gap in gaps]
 
         def plan(room: int) -> Plan:
-            count = bisect_left(range(len(away)), True, key=lambda count: held.peak(away[:count]) <= room)
-            return Plan("of mine", room, tuple(away[:count]))
+            count = bisect_left(
+                range(len(evictions)), True, key=lambda count: residents.peak(evictions[:count]) <= room
+            )
+            return Plan("of mine", room, tuple(evictions[:count]))
 
         return [plan] if costs.homes else []
 
 
 @LIMITS
 @given(st.data())
-def test_a_policy_of_a_user_is_planned_with_like_any_other(data: st.DataObject) -> None:
+def test_user_policy_is_planned_like_any_other(data: st.DataObject) -> None:
     graph = data.draw(deep_graphs())
     prices = data.draw(costs_for(graph))
-    smallest, everything = smallest_budget(graph, prices), in_core_budget(graph, prices)
-    budget = data.draw(st.integers(smallest, max(smallest, everything - 1)))
+    smallest, in_core = smallest_budget(graph, prices), in_core_budget(graph, prices)
+    budget = data.draw(st.integers(smallest, max(smallest, in_core - 1)))
     try:
         planned = plan_step(graph, prices, budget, LongestFirst())
     except BudgetError as error:
@@ -182,7 +181,7 @@ def test_a_policy_of_a_user_is_planned_with_like_any_other(data: st.DataObject) 
     validate(graph, planned.program, budget, prices)
 
 
-def test_a_function_is_a_policy() -> None:
+def test_function_is_a_policy() -> None:
     graph = network()
 
     def mine(step: StepGraph, prices: Costs, room: int) -> Plan:
@@ -194,7 +193,7 @@ def test_a_function_is_a_policy() -> None:
     assert planned.plan.policy == "mine" and len(planned.plan.decisions) == 1
 
 
-def test_of_several_variants_the_quickest_is_taken() -> None:
+def test_quickest_of_several_variants_is_used() -> None:
     graph = network()
 
     class Two(LongestFirst):
@@ -208,7 +207,7 @@ def test_of_several_variants_the_quickest_is_taken() -> None:
     assert plan_step(graph, costs(graph), 5 * MIB, Two()).timeline.step_seconds < slow
 
 
-def test_faults_of_a_users_policy_are_told_with_its_name() -> None:
+def test_faults_of_a_user_policy_name_the_policy() -> None:
     graph = network()
 
     def late(step: StepGraph, prices: Costs, room: int) -> Plan:
@@ -225,20 +224,20 @@ def test_faults_of_a_users_policy_are_told_with_its_name() -> None:
 
 
 @pytest.mark.parametrize("policy", [Window(), TFLMS(), PoocH()])
-def test_of_two_homes_the_farthest_takes_what_leaves(policy: PolicyLike) -> None:
+def test_policies_evict_to_the_farthest_of_two_homes(policy: PolicyLike) -> None:
     graph = network()
     graph = StepGraph(graph.storages, graph.ops, (1,))
     planned = plan_step(graph, costs(graph, 2), 4 * MIB, policy)
     validate(graph, planned.program, 4 * MIB, costs(graph, 2))
-    away = {d.gap.storage: d.home for d in planned.plan.decisions if d.residency is Residency.OFFLOAD}
-    assert away and all(home == (0 if storage == 1 else 1) for storage, home in away.items())
+    home_of = {d.gap.storage: d.home for d in planned.plan.decisions if d.residency is Residency.OFFLOAD}
+    assert home_of and all(home == (0 if storage == 1 else 1) for storage, home in home_of.items())
 
 
-def test_the_command_line_takes_fields_and_refuses_others() -> None:
+def test_command_line_refuses_wrong_policy_fields() -> None:
     run = CliRunner()
-    told = run.invoke(app, ["plan", "vgg16", "--budget", "1GiB", "--policy", "window:reach=far"])
-    assert told.exit_code == 2
-    assert "reach must be a number" in " ".join(told.output.split())
+    result = run.invoke(app, ["plan", "vgg16", "--budget", "1GiB", "--policy", "window:reach=far"])
+    assert result.exit_code == 2
+    assert "reach must be a number" in " ".join(result.output.split())
 
 
 MODULES = ["outofcore.policies", "outofcore.planning.registry"]
@@ -246,9 +245,9 @@ MODULES += sorted({type(policy_of(name)).__module__ for name in POLICIES})
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_the_examples_run(name: str) -> None:
-    found = doctest.testmod(importlib.import_module(name))
-    assert found.attempted and not found.failed
+def test_doctest_examples_pass(name: str) -> None:
+    results = doctest.testmod(importlib.import_module(name))
+    assert results.attempted and not results.failed
 
 
 def test_every_policy_is_public_and_documented() -> None:
@@ -261,7 +260,7 @@ def test_every_policy_is_public_and_documented() -> None:
 
 
 @pytest.mark.parametrize("near", [0, 3, 100])
-def test_everything_leaves_for_the_nearest_home_that_has_room(near: int) -> None:
+def test_offload_all_fills_the_nearest_home_first(near: int) -> None:
     graph = network()
     prices = costs(graph, 2)
     limited = replace(prices.homes[0], bytes=near * MIB)
@@ -274,25 +273,25 @@ def test_everything_leaves_for_the_nearest_home_that_has_room(near: int) -> None
     assert sum(home == 0 for home in homes.values()) == min(near, len(homes))
 
 
-def test_fit_takes_no_plan_that_exceeds_the_budget_by_a_page() -> None:
+def test_fit_rejects_a_plan_one_page_over_the_budget() -> None:
     graph = network()
-    everything_leaves = plan_step(graph, costs(graph), 4 * MIB, "offload-all")
-    height = everything_leaves.program.arena_bytes
-    found = fit_policy(graph, costs(graph), height, lambda room: everything_leaves.plan)
-    assert found is not None and found.program.arena_bytes == height
-    assert fit_policy(graph, costs(graph), height - PAGE_BYTES, lambda room: everything_leaves.plan) is None
+    offload_all = plan_step(graph, costs(graph), 4 * MIB, "offload-all")
+    height = offload_all.program.arena_bytes
+    fitted = fit_policy(graph, costs(graph), height, lambda room: offload_all.plan)
+    assert fitted is not None and fitted.program.arena_bytes == height
+    assert fit_policy(graph, costs(graph), height - PAGE_BYTES, lambda room: offload_all.plan) is None
 
 
-def test_room_is_found_between_too_much_and_too_little() -> None:
+def test_room_is_searched_between_too_much_and_too_little() -> None:
     graph = network()
-    asked: list[float] = []
+    rooms: list[float] = []
 
     def picky(step: StepGraph, prices: Costs, room: int) -> Plan:
-        asked.append(room / MIB)
+        rooms.append(room / MIB)
         if room < 3.85 * MIB:
             raise BudgetError("too little")
-        return KeepAll().variants(step, prices, room)[0](room) if room > 3.9 * MIB else everything_leaves
+        return KeepAll().variants(step, prices, room)[0](room) if room > 3.9 * MIB else offload_all
 
-    everything_leaves = plan_step(graph, costs(graph), 4 * MIB, "offload-all").plan
+    offload_all = plan_step(graph, costs(graph), 4 * MIB, "offload-all").plan
     assert plan_step(graph, costs(graph), 4 * MIB, picky).plan.policy == "picky"
-    assert [room > 3.9 for room in asked] == [True, False, False] and asked[1] < 3.85 < asked[2]
+    assert [room > 3.9 for room in rooms] == [True, False, False] and rooms[1] < 3.85 < rooms[2]

@@ -1,4 +1,4 @@
-"""Devices that are simulated: presets by name, and devices by the user's own numbers."""
+"""Tests of simulated devices: presets by name, and devices described by numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from outofcore.units import GIB
         ("b200", "b200-180gb-pcie5"),
     ],
 )
-def test_a_device_is_found_by_the_beginning_of_its_name(name: str, key: str) -> None:
+def test_device_is_found_by_a_prefix_of_its_name(name: str, key: str) -> None:
     assert device(name).key == key
     assert simulated(name) == device(name)
 
@@ -45,22 +45,22 @@ def test_each_key_finds_its_own_device() -> None:
         ("x", "numbers of another"),
     ],
 )
-def test_a_name_that_finds_none_or_several_is_refused(name: str, message: str) -> None:
+def test_unknown_or_ambiguous_name_is_refused(name: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         device(name)
 
 
-def test_a_device_by_its_numbers_has_these_numbers() -> None:
-    found = device("24GiB, 80 TFLOPS, 25 GB/s")
-    assert found.memory_bytes == 24 * GIB
-    assert found.flops == {Number.HALF: 80e12, Number.TF32: 40e12, Number.FP32: 20e12}
-    assert found.in_bytes_per_s == found.out_bytes_per_s == 25e9
-    assert found.memory_bytes_per_s == 480e9
-    assert "80 TFLOPS in 16 bits" in found.describe()
-    own = device("80GB,1.2 PFLOPS,50GB/s,3 TB/s memory")
-    assert (own.memory_bytes, own.memory_bytes_per_s) == (80 * 10**9, 3e12)
-    assert own.flops[Number.HALF] == pytest.approx(1.2e15)
-    assert own.home().in_seconds(50 * 10**9) == pytest.approx(1.0, rel=1e-3)
+def test_device_from_numbers_has_these_numbers() -> None:
+    described = device("24GiB, 80 TFLOPS, 25 GB/s")
+    assert described.memory_bytes == 24 * GIB
+    assert described.flops == {Number.HALF: 80e12, Number.TF32: 40e12, Number.FP32: 20e12}
+    assert described.in_bytes_per_s == described.out_bytes_per_s == 25e9
+    assert described.memory_bytes_per_s == 480e9
+    assert "80 TFLOPS in 16 bits" in described.describe()
+    with_memory_rate = device("80GB,1.2 PFLOPS,50GB/s,3 TB/s memory")
+    assert (with_memory_rate.memory_bytes, with_memory_rate.memory_bytes_per_s) == (80 * 10**9, 3e12)
+    assert with_memory_rate.flops[Number.HALF] == pytest.approx(1.2e15)
+    assert with_memory_rate.home().in_seconds(50 * 10**9) == pytest.approx(1.0, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -78,13 +78,13 @@ def test_a_device_by_its_numbers_has_these_numbers() -> None:
         ("24GiB, 80 TFLOPS, 25 GB/s, fast memory", InputError, "cannot read 'fast'"),
     ],
 )
-def test_numbers_that_cannot_be_read_are_named(text: str, error: type[Exception], message: str) -> None:
+def test_unreadable_numbers_are_named(text: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         device(text)
 
 
 @pytest.mark.parametrize("flag", ["--gpu", "--device"])
-def test_the_devices_are_listed_where_asked_for(flag: str) -> None:
+def test_list_option_prints_the_devices(flag: str) -> None:
     result = CliRunner().invoke(app, ["plan", flag, "list"])
     assert result.exit_code == 0
     lines = result.output.splitlines()

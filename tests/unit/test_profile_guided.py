@@ -1,4 +1,4 @@
-"""Addresses by the one rule of best fit: the lowest place, and there what lives longest."""
+"""Tests of best-fit placement: the lowest place, and there the longest lifetime."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = (2, 1, 3, 1)  # of the activations, in units of 64 KiB
 
 
 def step() -> StepGraph:
-    """A parameter; x0 lives over all four ops, x1 over the first three, x2 over two, x3 over the last two."""
+    """Return a step in which x0 lives over all ops, x1 over three, x2 over two, and x3 over the last two."""
     storages = [Storage(i, size * K64, StorageKind.ACTIVATION, f"x{i}") for i, size in enumerate(SIZES)]
     storages.append(Storage(4, K64, StorageKind.PARAMETER, "w"))
     ops = (
@@ -36,26 +36,26 @@ def costs(graph: StepGraph) -> Costs:
     return Costs(tuple(OpCost(1.0) for _ in graph.ops))
 
 
-def test_what_lives_longest_lies_lowest() -> None:
+def test_longest_lifetime_is_placed_lowest() -> None:
     graph = step()
     planned = plan_step(graph, costs(graph), 7 * K64, ProfileGuided())
     validate(graph, planned.program, 7 * K64, costs(graph))
     offsets = {block.storage: block.offset // K64 for block in planned.program.blocks}
-    # The parameter; x0 over all; x1 above it; x2 above that; then x3 on the lowest place, where x2 was.
+    # The parameter; x0 over all ops; x1 above it; x2 above that; then x3 at the lowest free place, where x2 was.
     assert offsets == {4: 0, 0: 1, 1: 3, 2: 4, 3: 4}
     assert planned.plan.policy == "profile-guided" and planned.program.arena_bytes == 7 * K64
 
 
-def test_there_is_no_plan_below_what_the_rule_needs() -> None:
+def test_budget_below_the_placement_has_no_plan() -> None:
     graph = step()
-    # Op 0 needs all but x3 at once, so no placement is lower; one byte less is too little for any.
+    # Op 0 needs all but x3 at once, so this height is optimal and one byte less is infeasible.
     with pytest.raises(BudgetError):
         plan_step(graph, costs(graph), 7 * K64 - 1, "profile-guided")
 
 
 @settings(LIMITS, max_examples=examples(100))
 @given(st.data())
-def test_addresses_are_valid_for_all_steps(data: st.DataObject) -> None:
+def test_placement_is_valid_for_random_steps(data: st.DataObject) -> None:
     graph = data.draw(st.one_of(graphs(), deep_graphs()))
     prices = data.draw(costs_for(graph))
     planned = ProfileGuided().place(graph, prices, 1 << 40)

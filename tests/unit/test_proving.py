@@ -1,4 +1,4 @@
-"""No plan runs that the validator does not pass."""
+"""Tests that only validated plans run."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ from outofcore.planning import Planned, in_core_budget, plans_of_step
 from outofcore.proving import prove_plan
 
 
-def broken(planned: Planned) -> Planned:
-    """Its first op is never run."""
+def break_plan(planned: Planned) -> Planned:
     return replace(planned, program=replace(planned.program, instructions=planned.program.instructions[1:]))
 
 
 @given(st.data())
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_plan_that_breaks_a_promise_is_reported_and_the_next_runs(
+def test_invalid_plan_is_reported_and_the_next_one_runs(
     caplog: pytest.LogCaptureFixture, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     graph = data.draw(graphs())
@@ -42,12 +41,12 @@ def test_a_plan_that_breaks_a_promise_is_reported_and_the_next_runs(
         patch.setattr("tempfile.tempdir", str(folder))
         assert prove_plan(graph, costs, budget, _once(good)) is good
         assert not caplog.records
-        assert prove_plan(graph, costs, budget, [broken(good), good]) is good
+        assert prove_plan(graph, costs, budget, [break_plan(good), good]) is good
     (error,) = (r.getMessage() for r in caplog.records if r.levelno == logging.ERROR)
     assert "bug in outofcore" in error
     (archive,) = folder.glob("outofcore-fault-*.zip")
     assert str(archive) in error
-    _check_readable(archive, folder, graph, costs, broken(good))
+    _check_readable(archive, folder, graph, costs, break_plan(good))
 
 
 def _once(planned: Planned) -> Iterator[Planned]:
@@ -58,23 +57,23 @@ def _once(planned: Planned) -> Iterator[Planned]:
 def _check_readable(archive: Path, folder: Path, graph: StepGraph, costs: Costs, planned: Planned) -> None:
     with zipfile.ZipFile(archive) as file:
         file.extractall(folder)
-    found = read_graph(folder / "graph.json")
-    assert len(found.graph.ops) == len(graph.ops)
-    assert found.costs == costs
-    assert read_plan(folder / "plan.json", found.keys).program == planned.program
+    loaded = read_graph(folder / "graph.json")
+    assert len(loaded.graph.ops) == len(graph.ops)
+    assert loaded.costs == costs
+    assert read_plan(folder / "plan.json", loaded.keys).program == planned.program
 
 
-def test_where_none_passes_an_error_says_so(
+def test_error_is_raised_when_no_plan_is_valid(
     caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     graph, costs = _small()
     good = next(plans_of_step(graph, costs, 1 << 30))
     with pytest.raises(ValidationError, match=r"rejected 2 plans .* bug in outofcore"):
-        prove_plan(graph, costs, 1 << 30, [broken(good), broken(good)])
+        prove_plan(graph, costs, 1 << 30, [break_plan(good), break_plan(good)])
 
     def ends() -> Iterator[Planned]:
-        yield broken(good)
+        yield break_plan(good)
         raise BudgetError("no other plan")
 
     with pytest.raises(ValidationError, match="rejected 1 plans"):
@@ -89,18 +88,18 @@ def test_plan_without_a_needed_workspace_is_not_run(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     graph, costs = _small()
     needy = replace(costs, ops=(replace(costs.ops[0], workspace_bytes=1 << 17), costs.ops[1]))
-    without, good = (next(plans_of_step(graph, given, 1 << 30)) for given in (costs, needy))
-    assert prove_plan(graph, needy, 1 << 30, [without, good]) is good
+    without_workspace, good = (next(plans_of_step(graph, step_costs, 1 << 30)) for step_costs in (costs, needy))
+    assert prove_plan(graph, needy, 1 << 30, [without_workspace, good]) is good
     assert "has a workspace of 0 bytes and needs 131072" in caplog.text
 
 
-def test_a_full_disk_does_not_hide_the_fault(
+def test_full_disk_does_not_hide_the_fault(
     caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
     graph, costs = _small()
     good = next(plans_of_step(graph, costs, 1 << 30))
-    assert prove_plan(graph, costs, 1 << 30, [broken(good), good]) is good
+    assert prove_plan(graph, costs, 1 << 30, [break_plan(good), good]) is good
     assert "could not be written" in caplog.text
 
 

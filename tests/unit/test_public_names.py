@@ -1,4 +1,4 @@
-"""The public names: what ``dir`` and ``help`` show, and that the reference has each of them."""
+"""Tests of the public names, in ``dir``, in ``help`` and in the reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import outofcore
 
 ROOT = Path(__file__).parents[2]
-# Besides ``outofcore`` itself. Of a module with ``__all__`` those names are public, else all without an underscore.
+# In addition to ``outofcore``. Public are the names in ``__all__``, or without it those without an underscore.
 PUBLIC_MODULES = (
     "errors",
     "graphfile",
@@ -27,7 +27,7 @@ PUBLIC_MODULES = (
     "units",
     "zoo",
 )
-# Re-exported for policies of one's own; the page of the vocabulary and that of the errors have them.
+# Re-exported for user policies; the reference documents them on the pages of the vocabulary and of errors.
 ELSEWHERE = {
     "policies.BudgetError": "errors",
     "policies.Decision": "plan",
@@ -52,18 +52,17 @@ def names_of(module: str) -> list[str]:
     return [name for name in defined if not name.startswith("_")]
 
 
-def documented() -> set[str]:
-    """Dotted names in the reference, below ``outofcore``; of a whole module, those that it defines."""
+def documented_names() -> set[str]:
     names: set[str] = set()
     for page in sorted((ROOT / "docs" / "reference").glob("*.md")):
         for name in re.findall(r"^::: outofcore\.([\w.]+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
             names.add(name)
             if name in PUBLIC_MODULES or name == "plan":
-                names |= {f"{name}.{each}" for each in names_of(name)}
+                names |= {f"{name}.{member}" for member in names_of(name)}
     return names
 
 
-def test_dir_shows_public_names_alone() -> None:
+def test_dir_shows_only_public_names() -> None:
     import_module("outofcore.cli.app")  # makes its package an attribute
     assert dir(outofcore) == sorted([*outofcore.__all__, "__version__", "onnx"])
 
@@ -77,10 +76,12 @@ def test_help_opens_with_budget_then_compile() -> None:
 
 @pytest.mark.parametrize("name", outofcore.__all__)
 def test_reference_has_each_public_name(name: str) -> None:
-    assert {name, f"errors.{name}"} & documented()
+    assert {name, f"errors.{name}"} & documented_names()
 
 
 @pytest.mark.parametrize("module", PUBLIC_MODULES)
 def test_reference_has_each_name_of_public_modules(module: str) -> None:
-    missing = {f"{module}.{name}" for name in names_of(module)} - documented()
-    assert {name for name in missing if f"{ELSEWHERE.get(name)}.{name.split('.')[-1]}" not in documented()} == set()
+    missing = {f"{module}.{name}" for name in names_of(module)} - documented_names()
+    assert {
+        name for name in missing if f"{ELSEWHERE.get(name)}.{name.split('.')[-1]}" not in documented_names()
+    } == set()

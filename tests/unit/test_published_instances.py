@@ -1,4 +1,4 @@
-"""Converters of instances that others publish, each on a tiny one made here."""
+"""Tests of the converters of published instances, each on a tiny instance."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from outofcore.validator import validate
 
 @dataclass(frozen=True)
 class _Stored(Clone):
-    """A clone whose files are here, each found by the end of its name."""
-
     path: Path = Path()
     files: dict[str, bytes] = field(default_factory=dict)
 
@@ -33,12 +31,11 @@ class _Stored(Clone):
 
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch) -> type[SimpleNamespace]:
-    """A class of MONeT's, which pickles name as long as a test lasts."""
-    made = type("Node", (SimpleNamespace,), {"__module__": "monet.solver_info"})
-    for name in ("monet", made.__module__):
+    node_class = type("Node", (SimpleNamespace,), {"__module__": "monet.solver_info"})
+    for name in ("monet", node_class.__module__):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setattr(sys.modules[made.__module__], "Node", made, raising=False)
-    return made
+    monkeypatch.setattr(sys.modules[node_class.__module__], "Node", node_class, raising=False)
+    return node_class
 
 
 def test_load_pickle_reads_foreign_classes_as_inert(node: type[SimpleNamespace]) -> None:
@@ -48,7 +45,7 @@ def test_load_pickle_reads_foreign_classes_as_inert(node: type[SimpleNamespace])
 
 
 @pytest.mark.parametrize("function", [os.system, eval, getattr(sys, "exit")])  # noqa: B009
-def test_load_pickle_refuses_what_could_run(function: Any) -> None:
+def test_load_pickle_refuses_callables(function: Any) -> None:
     class Malicious:
         def __reduce__(self) -> tuple[Any, tuple[str]]:
             return function, ("exit 1",)
@@ -71,7 +68,7 @@ def test_checkmate_instance_has_rounded_costs_and_room(node: type[SimpleNamespac
 
 
 def _node(number: int, parent: int, name: str, schema: str, inputs: list[Any], outputs: list[Any]) -> dict[str, Any]:
-    """A node of a trace; tensors are pairs of a storage and a number of floats."""
+    """Return a node of a trace; tensors are pairs of a storage and a number of floats."""
 
     def tensors(values: list[Any]) -> dict[str, Any]:
         def tensor(value: tuple[int, int]) -> list[Any]:
@@ -126,8 +123,8 @@ def test_trace_becomes_graph_of_lowest_calls_and_lifetimes() -> None:
         validate(file.graph, plan_step(file.graph, costs, budget).program, budget, costs)
 
 
-def test_dtr_log_copies_on_write_and_keeps_what_is_referenced() -> None:
-    def made(*names: str, alias: int = -1) -> list[dict[str, Any]]:
+def test_dtr_log_copies_on_write_and_keeps_referenced_storages() -> None:
+    def memory_entries(*names: str, alias: int = -1) -> list[dict[str, Any]]:
         return [
             {"INSTRUCTION": kind, "NAME": name, kind: value}
             for name in names
@@ -140,12 +137,12 @@ def test_dtr_log_copies_on_write_and_keeps_what_is_referenced() -> None:
         {"INSTRUCTION": "CONSTANT", "NAME": "w"},
         {"INSTRUCTION": "MEMORY", "NAME": "w", "MEMORY": "16"},
         {**call, "NAME": "mul", "ARGS": ["w"], "RESULT": ["x"]},
-        *made("x"),
+        *memory_entries("x"),
         {**call, "NAME": "view", "ARGS": ["x"], "RESULT": ["v"]},
-        *made("v", alias=0),
+        *memory_entries("v", alias=0),
         {"INSTRUCTION": "MUTATE", "NAME": "relu_", "ARGS": ["x"], "MUTATE": [0], "TIME": "2000"},
         {**call, "NAME": "sum", "ARGS": ["v", "x"], "RESULT": ["y"]},
-        *made("y"),
+        *memory_entries("y"),
         {"INSTRUCTION": "RELEASE", "NAME": "x"},
         {"INSTRUCTION": "RELEASE", "NAME": "v"},
     ]

@@ -1,4 +1,4 @@
-"""Random plans that recompute, offload and keep: valid, right on every schedule, and broken ones are caught."""
+"""Tests of random plans that recompute, offload and keep."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from outofcore.simulator import recompute_seconds, simulate
 from outofcore.validator import validate
 
 LIMITS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-Made = tuple[StepGraph, Costs, Plan, Program]
+Case = tuple[StepGraph, Costs, Plan, Program]
 
 
 @st.composite
-def planned(draw: st.DrawFn, max_layers: int = 4) -> Made:
+def planned_steps(draw: st.DrawFn, max_layers: int = 4) -> Case:
     graph = draw(graphs(max_layers))
     costs = draw(costs_for(graph))
     plan = draw(plans_for(graph))
@@ -36,45 +36,45 @@ def planned(draw: st.DrawFn, max_layers: int = 4) -> Made:
 
 
 @settings(LIMITS, max_examples=examples(500))
-@given(planned())
-def test_every_plan_is_valid(made: Made) -> None:
-    graph, costs, plan, program = made
-    again = [i for i in program.instructions if isinstance(i, Run) and i.again]
-    event(f"runs again: {min(len(again), 5)}")
+@given(planned_steps())
+def test_every_plan_is_valid(case: Case) -> None:
+    graph, costs, plan, program = case
+    reruns = [i for i in program.instructions if isinstance(i, Run) and i.again]
+    event(f"runs again: {min(len(reruns), 5)}")
     validate(graph, program, program.arena_bytes, costs)
-    assert bool(again) == any(d.residency is Residency.RECOMPUTE for d in plan.decisions)
-    assert recompute_seconds(costs, program) == pytest.approx(sum(costs.ops[run.op].seconds for run in again))
+    assert bool(reruns) == any(d.residency is Residency.RECOMPUTE for d in plan.decisions)
+    assert recompute_seconds(costs, program) == pytest.approx(sum(costs.ops[run.op].seconds for run in reruns))
     ops = costs.compute_seconds + recompute_seconds(costs, program)
     assert simulate(graph, costs, program).step_seconds >= ops * (1 - 1e-9)
 
 
 @settings(LIMITS, max_examples=examples(100))
-@given(planned(), st.randoms(use_true_random=False))
-def test_plans_are_right_on_every_schedule(made: Made, random: Random) -> None:
-    graph, _, _, program = made
+@given(planned_steps(), st.randoms(use_true_random=False))
+def test_plans_are_correct_on_every_schedule(case: Case, random: Random) -> None:
+    graph, _, _, program = case
     assert not oracle.is_broken(graph, program)
     assert oracle.faults_on_schedule(graph, program, random) == []
 
 
 @settings(LIMITS, max_examples=examples(60))
-@given(planned())
-def test_a_chain_runs_once_for_all_that_is_wanted_at_the_same_time(made: Made) -> None:
-    graph, _, _, program = made
-    again: list[int] = []
+@given(planned_steps())
+def test_recomputation_sequence_runs_once_for_one_fetch_time(case: Case) -> None:
+    graph, _, _, program = case
+    reruns: list[int] = []
     for instruction in program.instructions:
         if isinstance(instruction, Run) and instruction.again:
             assert graph.ops[instruction.op].rerunnable
-            again.append(instruction.op)
+            reruns.append(instruction.op)
         elif isinstance(instruction, Run):
-            assert again == sorted(set(again))
-            again = []
+            assert reruns == sorted(set(reruns))
+            reruns = []
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 @settings(LIMITS, max_examples=examples(20))
-@given(made=planned(max_layers=3), random=st.randoms(use_true_random=False))
-def test_broken_programs_are_caught(name: str, made: Made, random: Random) -> None:
-    graph, costs, _, program = made
+@given(case=planned_steps(max_layers=3), random=st.randoms(use_true_random=False))
+def test_broken_programs_are_refused(name: str, case: Case, random: Random) -> None:
+    graph, costs, _, program = case
     for description, broken in islice(MUTATIONS[name](graph, program, random), 2):
         with pytest.raises(ValidationError):
             validate(graph, broken, program.arena_bytes, costs)

@@ -1,4 +1,4 @@
-"""Chains of runs: compiled code finds what a naive version in Python finds, whatever is there."""
+"""Tests that compiled recomputation sequences equal the results of a naive Python version."""
 
 from __future__ import annotations
 
@@ -29,51 +29,50 @@ def steps(draw: st.DrawFn) -> tuple[StepGraph, Costs]:
 
 
 def facts(chain: Chain | None) -> Facts | None:
-    """All there is to a chain."""
     return None if chain is None else (chain.seconds, chain.bytes, chain.target_bytes, chain.contents)
 
 
 @given(steps(), st.randoms(use_true_random=False))
 @LIMITS
-def test_compiled_chains_equal_naive_ones(step: tuple[StepGraph, Costs], draw: random.Random) -> None:
+def test_compiled_sequences_equal_naive_ones(step: tuple[StepGraph, Costs], draw: random.Random) -> None:
     graph, costs = step
-    # Few graphs have scratch memory, and many blocks of one size.
+    # Random graphs rarely have scratch memory, and have many blocks of one size.
     contents = StepContents.of(graph, costs)
     lists = "size", "fresh", "scratch", "workspace"
-    other = {name: [draw.randint(0, 1000) for _ in getattr(contents, name)] for name in lists}
-    choices = Choices(Problem.of(graph, costs, 1 << 40), replace(contents, **other))
+    changed = {name: [draw.randint(0, 1000) for _ in getattr(contents, name)] for name in lists}
+    choices = Choices(Problem.of(graph, costs, 1 << 40), replace(contents, **changed))
     gaps = choices.problem.gaps
     for _ in range(3):
         for g, info in enumerate(gaps):
             choices.kind[g] = draw.choice([RESIDENT, RESIDENT, OFFLOADED, RECOMPUTED])
             choices.fetch[g] = draw.randint(min(info.gap.start + 1, info.gap.end), info.gap.end)
         for _ in range(8):
-            some = draw.sample(range(len(gaps)), min(len(gaps), draw.randint(1, 4))) if gaps else []
+            wanted_gaps = draw.sample(range(len(gaps)), min(len(gaps), draw.randint(1, 4))) if gaps else []
             at = draw.randrange(len(graph.ops))
             limit = draw.choice([float("inf"), draw.uniform(0, sum(choices.contents.seconds))])
             work = choices.work
-            found = choices.chain(at, some, limit)
+            compiled = choices.chain(at, wanted_gaps, limit)
             counted, choices.work = choices.work - work, work
-            assert facts(found) == facts(naive_chains.chain(choices, at, some, limit))
+            assert facts(compiled) == facts(naive_chains.chain(choices, at, wanted_gaps, limit))
             assert choices.work - work == counted
 
 
-def test_plans_are_the_same_with_naive_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_are_the_same_with_naive_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = network(12)
-    found: list[bytes] = []
+    plan_texts: list[bytes] = []
     for chain in (Choices.chain, naive_chains.chain):
         monkeypatch.setattr(Choices, "chain", chain)
         plans = [plan_step(graph, network_costs(graph, copy=copy), 9 << 20, params=QUICK).plan for copy in (None, 4e-3)]
-        found.append(repr(plans).encode())
-    assert found[0] == found[1]
+        plan_texts.append(repr(plans).encode())
+    assert plan_texts[0] == plan_texts[1]
 
 
-def test_a_chain_is_put_together_once() -> None:
+def test_links_of_a_sequence_are_built_once() -> None:
     graph = network(8)
     choices = Choices(Problem.of(graph, network_costs(graph), 1 << 40), StepContents.of(graph, network_costs(graph)))
     g = choices.recomputable[-1]
-    found = choices.chain(choices.end[g], (g,))
-    assert found is not None
-    assert found.contents is found.contents
-    assert choices.content[g] in found.contents.made <= found.contents.seen
-    assert found.contents.ops == tuple(sorted(found.contents.ops))
+    sequence = choices.chain(choices.end[g], (g,))
+    assert sequence is not None
+    assert sequence.contents is sequence.contents
+    assert choices.content[g] in sequence.contents.made <= sequence.contents.seen
+    assert sequence.contents.ops == tuple(sorted(sequence.contents.ops))

@@ -1,4 +1,4 @@
-"""Reports of a small step worked out by hand, and what must hold of the report of any program."""
+"""Tests of reports, on a small step worked out by hand and on random programs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PROGRAM = Program(
         CopyIn(0, 0),  # 1 to 5: the parameter
         Run(1, (2, 3), workspace=4),  # 3 to 4
         CopyOut(3, 1, (Wait(Queue.COMPUTE, 2),)),  # 4 to 5: the output
-        Run(0, (1, 2), again=True),  # 4 to 6: once more
+        Run(0, (1, 2), again=True),  # 4 to 6: again
         Run(2, (0, 2), waits=(Wait(Queue.COPY_IN, 2),)),  # 6 to 9
         CopyOut(0, 1, (Wait(Queue.COMPUTE, 4),)),  # 9 to 12
     ),
@@ -63,7 +63,7 @@ TIMELINE = Timeline((0.0, 1.0, 1.0, 3.0, 4.0, 4.0, 6.0, 9.0), (1.0, 3.0, 5.0, 4.
 REPORT = step_report(GRAPH, Plan("by hand", 300, ()), PROGRAM, TIMELINE, 500)
 
 
-def test_a_report_counts_time_runs_and_bytes() -> None:
+def test_report_counts_time_runs_and_bytes() -> None:
     expected = StepReport(
         policy="by hand",
         budget=500,
@@ -77,7 +77,7 @@ def test_a_report_counts_time_runs_and_bytes() -> None:
     assert expected == REPORT
 
 
-def test_what_crosses_to_the_caller_does_not_count_as_moved() -> None:
+def test_copies_of_the_caller_do_not_count_as_moved() -> None:
     [moved] = REPORT.moved
     assert moved.kind is StorageKind.PARAMETER
     assert (moved.storages, moved.copies_out, moved.copies_in) == (1, 1, 1)
@@ -97,7 +97,7 @@ def test_memory_over_time_by_kind() -> None:
     assert memory.peak_bytes == 352
 
 
-def test_what_wraps_is_held_from_the_start_to_the_end() -> None:
+def test_wrapping_block_is_held_from_start_to_end() -> None:
     blocks = (replace(PROGRAM.blocks[0], wraps=True, born=0, dies=0), *PROGRAM.blocks[1:])
     memory = memory_over_time(GRAPH, replace(PROGRAM, blocks=blocks), TIMELINE)
     assert set(memory.bytes_by_kind["parameter"]) == {128}
@@ -109,10 +109,10 @@ def test_kinds_add_up_to_all_bytes(case: tuple[StepGraph, Costs, Program]) -> No
     graph, costs, program = case
     timeline = simulate(graph, costs, program)
     memory = memory_over_time(graph, program, timeline)
-    at = {time: sum(held[index] for held in memory.bytes_by_kind.values()) for index, time in enumerate(memory.times)}
+    at = {time: sum(level[index] for level in memory.bytes_by_kind.values()) for index, time in enumerate(memory.times)}
     assert list(at) == sorted(at)
-    for time, held in resident_bytes(program, timeline):
-        assert at[time] == held
+    for time, level in resident_bytes(program, timeline):
+        assert at[time] == level
     report = step_report(graph, Plan("naive", 1, ()), program, timeline, 1)
     assert report.peak_bytes == memory.peak_bytes
     assert report.recomputed == sum(isinstance(i, Run) for i in program.instructions) - len(graph.ops)
@@ -126,19 +126,19 @@ def test_text_has_the_numbers() -> None:
     text = copies_text(REPORT)
     assert re.search(r"^ +parameter +1 +1 +100 B +1 +100 B$", text, re.MULTILINE)
     assert re.search(r"^ +total +1 +1 +100 B +1 +100 B$", text, re.MULTILINE)
-    told = step_text(REPORT)
-    assert "400 B of 500 B reserved, peak 352 B (policy by hand)" in told
-    assert "12.0 s: ops 8.00 s, waiting and overhead 4.00 s; ops recomputed: 1" in told
+    text_of_step = step_text(REPORT)
+    assert "400 B of 500 B reserved, peak 352 B (policy by hand)" in text_of_step
+    assert "12.0 s: ops 8.00 s, waiting and overhead 4.00 s; ops recomputed: 1" in text_of_step
     assert "nothing moves" in copies_text(replace(REPORT, moved=()))
 
 
-def test_memory_is_available_as_far_as_control_groups_allow(tmp_path: Path) -> None:
+def test_available_memory_respects_control_groups(tmp_path: Path) -> None:
     inner = tmp_path / "user" / "job"
     inner.mkdir(parents=True)
 
-    def limit(group: Path, most: str, used: int, files: int) -> None:
-        (group / "memory.max").write_text(f"{most}\n")
-        (group / "memory.current").write_text(f"{used}\n")
+    def limit(group: Path, max_bytes: str, current: int, files: int) -> None:
+        (group / "memory.max").write_text(f"{max_bytes}\n")
+        (group / "memory.current").write_text(f"{current}\n")
         (group / "memory.stat").write_text(f"anon 5\nfile 900\ninactive_file {files}\nactive_file 1\n")
 
     assert machine._free_in_group(inner) is None
@@ -152,17 +152,17 @@ def test_memory_is_available_as_far_as_control_groups_allow(tmp_path: Path) -> N
     assert machine._free_in_group(inner) == 0
 
 
-def test_the_machine_has_something_in_it() -> None:
-    found = this_machine()
-    assert found.cpu
-    assert found.cores >= 1
-    assert found.memory_bytes > 1 << 20
+def test_machine_has_cpu_cores_and_memory() -> None:
+    description = this_machine()
+    assert description.cpu
+    assert description.cores >= 1
+    assert description.memory_bytes > 1 << 20
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="this system does not tell")
-def test_the_peak_of_memory_stays_when_memory_goes() -> None:
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="this system has no /proc/self/status")
+def test_peak_memory_remains_after_memory_is_freed() -> None:
     before = resident_memory_bytes()
-    # Mapped for itself: a heap may have as much free already, and keep it.
+    # An own mapping: the heap may have free memory already, and keep it.
     block = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for page in range(0, len(block), mmap.PAGESIZE):
         block[page] = 1

@@ -1,4 +1,4 @@
-"""Gradients that a step leaves: they stay where there is room, those that are used last first."""
+"""Tests of visible gradients: those used last stay on the device while there is room."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ LAYERS = 6
 
 
 def step(layers: int = LAYERS) -> StepGraph:
-    """Each layer's op makes one activation; backward gives one gradient after the other, and updates at once."""
     storages: list[Storage] = []
 
     def storage(kind: StorageKind, count: int, name: str) -> int:
@@ -47,7 +46,7 @@ GRAPH = step()
 COSTS = Costs(tuple(OpCost(0.01) for _ in GRAPH.ops), (Home("disk", None, 1e8, 1e8),))
 
 
-def test_all_stay_where_there_is_room() -> None:
+def test_all_gradients_stay_if_there_is_room() -> None:
     budget = sum(storage.bytes for storage in GRAPH.storages) + K64
     for policy in ("auto", "window"):
         planned = plan_step(GRAPH, COSTS, budget, policy)
@@ -56,7 +55,7 @@ def test_all_stay_where_there_is_room() -> None:
         validate(GRAPH, planned.program, budget, COSTS)
 
 
-def test_tuning_decides_which_stay_and_when_the_others_have_left() -> None:
+def test_tuning_splits_gradients_into_staying_and_evicted() -> None:
     budget = in_core_budget(GRAPH, COSTS) * 9 // 10
     planned = plan_step(GRAPH, COSTS, budget, params=QUICK)
     validate(GRAPH, planned.program, budget, COSTS)
@@ -67,9 +66,9 @@ def test_tuning_decides_which_stay_and_when_the_others_have_left() -> None:
     assert leaving.union(planned.plan.staying) == set(GRAPH.outputs)
 
 
-def test_what_is_used_last_stays_first() -> None:
-    everything = in_core_budget(GRAPH, COSTS)
-    planned = plan_in_core(GRAPH, COSTS, everything)
+def test_gradients_used_last_stay_first() -> None:
+    budget = in_core_budget(GRAPH, COSTS)
+    planned = plan_in_core(GRAPH, COSTS, budget)
     assert planned is not None
     order = undecided_gradients(GRAPH, replace(planned.plan, staying=()))
     assert order == sorted(GRAPH.outputs)  # the first layer's gradient comes last
@@ -80,16 +79,16 @@ def test_what_is_used_last_stays_first() -> None:
 
 
 @pytest.mark.parametrize("part", [0.5, 0.7, 0.9])
-def test_a_plan_is_never_slower_for_it(part: float) -> None:
+def test_staying_gradients_do_not_slow_the_plan(part: float) -> None:
     budget = int(in_core_budget(GRAPH, COSTS) * part)
     planned = plan_step(GRAPH, COSTS, budget)
     validate(GRAPH, planned.program, budget, COSTS)
-    without = replace(GRAPH, outputs=())
-    assert planned.timeline.step_seconds >= plan_step(without, COSTS, budget).timeline.step_seconds * 0.999
+    without_outputs = replace(GRAPH, outputs=())
+    assert planned.timeline.step_seconds >= plan_step(without_outputs, COSTS, budget).timeline.step_seconds * 0.999
     assert planned.plan.staying
 
 
-def test_what_stays_may_make_another_plan_the_best() -> None:
+def test_auto_counts_the_time_of_evicted_gradients() -> None:
     milliseconds = [2, 2, 10, 20, 20, 10, 5, 5, 10, 20, 2, 5, 20, 2, 2]
     graph = step(len(milliseconds) // 3)
     costs = Costs(tuple(OpCost(ms / 1000) for ms in milliseconds), (Home("disk", None, 2e07, 1e08),))
@@ -105,7 +104,7 @@ def test_what_stays_may_make_another_plan_the_best() -> None:
 
 @settings(LIMITS, max_examples=examples(100))
 @given(tasks())
-def test_letting_gradients_stay_keeps_a_plan_valid(task: tuple[StepGraph, Costs, int]) -> None:
+def test_let_stay_keeps_the_plan_valid(task: tuple[StepGraph, Costs, int]) -> None:
     graph, costs, budget = task
     planned = plan_step(graph, costs, budget, params=QUICK)
     longer = keep_fitting_gradients(graph, costs, budget, planned)

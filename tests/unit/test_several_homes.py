@@ -1,4 +1,4 @@
-"""Steps with two homes: exact instructions, capacities, and what must hold of random plans."""
+"""Tests of steps with two homes: exact instructions, capacities, and properties of random plans."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ A, B, W = 0, 1, 2
 
 
 def step() -> StepGraph:
-    """Two activations that are used at both ends, and a parameter that changes in the middle."""
     ops = (
         Op(0, "make a", (), (), (A,)),
         Op(1, "make b", (), (), (B,)),
@@ -56,9 +55,9 @@ def offload(storage: int, start: int, end: int, release: int, fetch: int, home: 
 
 
 def program_of(*decisions: Decision, host: Home = HOST) -> Program:
-    given = costs(host)
-    program = wire(step(), place(lower(step(), given, Plan("test", 0, decisions))), given)
-    validate(step(), program, program.arena_bytes, given)
+    step_costs = costs(host)
+    program = wire(step(), place(lower(step(), step_costs, Plan("test", 0, decisions))), step_costs)
+    validate(step(), program, program.arena_bytes, step_costs)
     return program
 
 
@@ -90,22 +89,22 @@ def _copies(program: Program, kind: type[CopyIn] | type[CopyOut]) -> list[tuple[
     return [(at, i) for at, i in enumerate(program.instructions) if isinstance(i, kind)]
 
 
-def test_what_lies_at_one_home_is_stale_at_the_other() -> None:
-    """A copy out to each, since each holds only what was written there."""
+def test_copy_at_one_home_is_stale_at_the_other() -> None:
+    """Each home has only the versions written there, so both need a copy out."""
     graph = StepGraph(
         (Storage(0, SIZE, StorageKind.ACTIVATION),),
         (Op(0, "make", (), (), (0,)), *(Op(i, "use", (0,) if i % 2 == 0 else (), (), ()) for i in range(1, 7))),
     )
-    given = Costs(tuple(OpCost(1.0) for _ in graph.ops), (HOST, DISK))
+    step_costs = Costs(tuple(OpCost(1.0) for _ in graph.ops), (HOST, DISK))
     for homes, copies in (((0, 1, 0), 2), ((0, 0, 0), 1), ((1, 0, 0), 2)):
         decisions = [offload(0, 2 * i, 2 * i + 2, 2 * i + 1, 2 * i + 2, home) for i, home in enumerate(homes)]
-        program = wire(graph, place(lower(graph, given, Plan("test", 0, tuple(decisions)))), given)
-        validate(graph, program, program.arena_bytes, given)
+        program = wire(graph, place(lower(graph, step_costs, Plan("test", 0, tuple(decisions)))), step_costs)
+        validate(graph, program, program.arena_bytes, step_costs)
         assert len(_copies(program, CopyOut)) == copies
         assert tuple(i.home for _, i in _copies(program, CopyIn)) == homes
 
 
-def test_a_parameter_lodges_where_its_cyclic_gap_says() -> None:
+def test_parameter_is_stored_at_the_home_of_its_cyclic_gap() -> None:
     program = program_of(offload(W, 3, 9, 4, 9, 1))
     assert program.lodgings == (Lodging(W, 1),)
     assert program.results == (W,)
@@ -123,8 +122,8 @@ def test_a_parameter_lodges_where_its_cyclic_gap_says() -> None:
             validate(step(), broken, program.arena_bytes, costs())
 
 
-def test_a_full_home_is_waited_for() -> None:
-    """Host memory holds one storage: the second goes there only when the first has come back."""
+def test_copy_out_waits_for_room_at_a_full_home() -> None:
+    """Host memory holds one storage: the second is copied there only after the first was fetched."""
     graph = StepGraph(
         (Storage(A, SIZE, StorageKind.ACTIVATION), Storage(B, SIZE, StorageKind.ACTIVATION)),
         (
@@ -135,21 +134,21 @@ def test_a_full_home_is_waited_for() -> None:
             Op(4, "use b", (B,), (), ()),
         ),
     )
-    given = Costs(tuple(OpCost(1.0) for _ in graph.ops), (HOST, DISK))
+    step_costs = Costs(tuple(OpCost(1.0) for _ in graph.ops), (HOST, DISK))
     plan = Plan("test", 0, (offload(A, 0, 2, 1, 2, 0), offload(B, 2, 4, 3, 4, 0)))
-    lowered = place(lower(graph, given, plan))
-    assert copies_in_before_room(graph, given, lowered) == {5: 1}
-    program = wire(graph, lowered, given)
-    validate(graph, program, program.arena_bytes, given)
-    # Wired as if the home held anything, the copy waits for the op alone, which implies the copy in.
+    lowered = place(lower(graph, step_costs, plan))
+    assert copies_in_before_room(graph, step_costs, lowered) == {5: 1}
+    program = wire(graph, lowered, step_costs)
+    validate(graph, program, program.arena_bytes, step_costs)
+    # Wired as if the home were unlimited, the copy waits only for the op, which implies the copy in.
     second = _copies(program, CopyOut)[1][0]
     loose = with_instruction(program, second, replace(program.instructions[second], waits=()))
     with pytest.raises(ValidationError, match="may start"):
-        validate(graph, loose, program.arena_bytes, given)
+        validate(graph, loose, program.arena_bytes, step_costs)
 
 
-def test_validator_counts_a_slot_until_a_wait_says_that_it_is_read() -> None:
-    """The first storage comes back early, and no op before the second copy out waits for that."""
+def test_validator_counts_a_slot_until_its_read_is_awaited() -> None:
+    """The first storage is fetched early, and no op before the second copy out waits for that."""
     graph = StepGraph(
         (Storage(A, SIZE, StorageKind.ACTIVATION), Storage(B, SIZE, StorageKind.ACTIVATION)),
         (
@@ -160,20 +159,20 @@ def test_validator_counts_a_slot_until_a_wait_says_that_it_is_read() -> None:
             Op(4, "use a and b", (A, B), (), ()),
         ),
     )
-    given = Costs(tuple(OpCost(1.0) for _ in graph.ops), (HOST,))
+    step_costs = Costs(tuple(OpCost(1.0) for _ in graph.ops), (HOST,))
     plan = Plan("test", 0, (offload(A, 0, 4, 1, 1, 0), offload(B, 2, 4, 3, 4, 0)))
-    lowered = place(lower(graph, given, plan))
-    program = wire(graph, lowered, given)
-    validate(graph, program, program.arena_bytes, given)
+    lowered = place(lower(graph, step_costs, plan))
+    program = wire(graph, lowered, step_costs)
+    validate(graph, program, program.arena_bytes, step_costs)
     second = _copies(program, CopyOut)[1][0]
     assert Wait(Queue.COPY_IN, 1, 0) in program.instructions[second].waits
     roomy = wire(graph, lowered)
     assert roomy.instructions[second].waits == (Wait(Queue.COMPUTE, 3),)
     with pytest.raises(ValidationError, match="has to hold"):
-        validate(graph, roomy, roomy.arena_bytes, given)
+        validate(graph, roomy, roomy.arena_bytes, step_costs)
 
 
-def test_more_than_a_home_holds_is_refused() -> None:
+def test_plan_over_the_capacity_of_a_home_is_refused() -> None:
     decisions = (offload(A, 0, 4, 1, 4, 0), offload(B, 1, 5, 2, 5, 0))
     lowered = place(lower(step(), costs(), Plan("test", 0, decisions)))
     assert copies_in_before_room(step(), costs(), lowered) is None
@@ -185,7 +184,7 @@ def test_more_than_a_home_holds_is_refused() -> None:
     validate(step(), loose, loose.arena_bytes, costs(replace(HOST, bytes=2 * SIZE)))
 
 
-def test_what_lies_at_home_from_step_to_step_takes_room() -> None:
+def test_persistent_state_at_home_uses_its_capacity() -> None:
     decisions = (offload(W, 3, 9, 4, 9, 0), offload(A, 0, 4, 1, 4, 0))
     lowered = place(lower(step(), costs(), Plan("test", 0, decisions)))
     assert copies_in_before_room(step(), costs(), lowered) is None
@@ -202,24 +201,24 @@ def test_what_lies_at_home_from_step_to_step_takes_room() -> None:
     ("decision", "message"),
     [(offload(A, 0, 4, 1, 4, 2), "there is no home 2"), (offload(A, 0, 4, 1, 4, -1), "there is no home -1")],
 )
-def test_a_plan_that_names_no_home_is_refused(decision: Decision, message: str) -> None:
+def test_unknown_home_is_refused(decision: Decision, message: str) -> None:
     with pytest.raises(GraphError, match=message):
         lower(step(), costs(), Plan("test", 0, (decision,)))
 
 
-def test_files_keep_the_homes(tmp_path: Path) -> None:
+def test_plan_file_keeps_the_homes(tmp_path: Path) -> None:
     program = program_of(*TO_BOTH, offload(W, 3, 9, 4, 9, 1))
     written = PlanFile(1, Plan("test", 0, TO_BOTH), program, 1.0)
     write_plan(tmp_path / "plan.json", written, ["a", "b", "w"])
     assert read_plan(tmp_path / "plan.json", ["a", "b", "w"]) == written
 
 
-def test_files_without_homes_mean_the_first(tmp_path: Path) -> None:
+def test_plan_file_without_homes_means_the_first_home(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     for home in (0, 1):
         written = PlanFile(1, Plan("test", 0, ()), program_of(offload(A, 0, 4, 1, 4, home)), 1.0)
         write_plan(path, written, ["a", "b", "w"])
-        assert ('"home":' in path.read_text()) == bool(home)  # the first home is not named
+        assert ('"home":' in path.read_text()) == bool(home)  # the first home is omitted
         assert read_plan(path, ["a", "b", "w"]) == written
 
 
@@ -229,54 +228,53 @@ LIMITS = settings(max_examples=examples(60), deadline=None, suppress_health_chec
 
 @st.composite
 def tasks(draw: st.DrawFn) -> Task:
-    """A graph, costs with one home or two that may be small, and a plan that the homes may hold or not."""
     graph = draw(graphs(max_layers=3))
-    given = draw(costs_for(graph))
-    plan = draw(plans_for(graph, len(given.homes)))
-    everything = sum(s.bytes for s in graph.storages)
-    sizes = st.one_of(st.none(), st.integers(0, everything))
-    return graph, replace(given, homes=tuple(replace(home, bytes=draw(sizes)) for home in given.homes)), plan
+    step_costs = draw(costs_for(graph))
+    plan = draw(plans_for(graph, len(step_costs.homes)))
+    all_bytes = sum(s.bytes for s in graph.storages)
+    sizes = st.one_of(st.none(), st.integers(0, all_bytes))
+    return graph, replace(step_costs, homes=tuple(replace(home, bytes=draw(sizes)) for home in step_costs.homes)), plan
 
 
 def lowered_or_none(task: Task) -> Program | None:
-    graph, given, plan = task
+    graph, step_costs, plan = task
     try:
-        return place(lower(graph, given, plan))
-    except GraphError as error:  # at another home than the one it left for
+        return place(lower(graph, step_costs, plan))
+    except GraphError as error:  # fetched from another home than the one it was evicted to
         assert "before anything was copied out" in str(error)
         return None
 
 
 @LIMITS
 @given(tasks(), st.randoms(use_true_random=False))
-def test_programs_are_right_wherever_the_homes_hold_them(task: Task, random: Random) -> None:
-    graph, given, _ = task
+def test_programs_are_valid_if_the_homes_have_room(task: Task, random: Random) -> None:
+    graph, step_costs, _ = task
     lowered = lowered_or_none(task)
     assume(lowered is not None)
     assert lowered is not None
-    if copies_in_before_room(graph, given, lowered) is None:
+    if copies_in_before_room(graph, step_costs, lowered) is None:
         event("too much")
-        # Slots are whole pages, so what cannot be held may be less than the validator would let pass.
+        # Slots are whole pages, so ``room_at_homes`` may refuse programs that the validator accepts.
         paged = replace(graph, storages=tuple(replace(s, bytes=round_up(s.bytes, PAGE_BYTES)) for s in graph.storages))
-        lowered = place(lower(paged, given, task[2]))
+        lowered = place(lower(paged, step_costs, task[2]))
         with pytest.raises(ValidationError, match=r"has to hold|from step to step"):
-            validate(paged, wire(paged, lowered), lowered.arena_bytes, given)
+            validate(paged, wire(paged, lowered), lowered.arena_bytes, step_costs)
         return
-    program = wire(graph, lowered, given)
-    validate(graph, program, program.arena_bytes, given)
-    assert simulate(graph, given, program).step_seconds >= given.compute_seconds * (1 - 1e-9)
+    program = wire(graph, lowered, step_costs)
+    validate(graph, program, program.arena_bytes, step_costs)
+    assert simulate(graph, step_costs, program).step_seconds >= step_costs.compute_seconds * (1 - 1e-9)
     assert oracle.faults_on_schedule(graph, program, random) == []
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 @settings(LIMITS, max_examples=examples(20))
 @given(task=tasks(), random=st.randoms(use_true_random=False))
-def test_broken_programs_are_caught(name: str, task: Task, random: Random) -> None:
-    graph, given, _ = task
+def test_broken_programs_are_refused(name: str, task: Task, random: Random) -> None:
+    graph, step_costs, _ = task
     lowered = lowered_or_none(task)
     assume(lowered is not None)
     assert lowered is not None
-    roomy = replace(given, homes=tuple(replace(home, bytes=None) for home in given.homes))
+    roomy = replace(step_costs, homes=tuple(replace(home, bytes=None) for home in step_costs.homes))
     program = wire(graph, lowered, roomy)
     for description, broken in islice(MUTATIONS[name](graph, program, random), 2):
         with pytest.raises(ValidationError):

@@ -1,4 +1,4 @@
-"""Pages at homes: no copy overwrites what another still has to read, and a home is filled to its last page."""
+"""Tests of pages at homes: no page is overwritten unread, and homes are used to the last page."""
 
 from __future__ import annotations
 
@@ -24,18 +24,16 @@ from outofcore.validator.step import ExecutionOrder
 
 
 class Fake:
-    """A home that holds so much and nothing more."""
-
     in_memory = True
     edges: Sequence[int] = ()
 
     files = None
 
-    def __init__(self, most: int) -> None:
-        self.most, self.bytes = most, 0
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.bytes = capacity, 0
 
     def ensure(self, count: int) -> None:
-        if count > self.most:
+        if count > self.capacity:
             raise SpillError("full")
         self.bytes = max(self.bytes, count)
 
@@ -44,10 +42,10 @@ class Fake:
 
 
 class Stretched(Fake):
-    """A home of which all that is added at once lies apart; it grows by more than it is asked for."""
+    """A home whose growths are not contiguous; it grows by more than requested."""
 
-    def __init__(self, most: int, more: int) -> None:
-        super().__init__(most)
+    def __init__(self, capacity: int, more: int) -> None:
+        super().__init__(capacity)
         self.more, self.seams = more, list[int]()
 
     @property
@@ -62,7 +60,7 @@ class Stretched(Fake):
 
     def grow(self, count: int) -> None:
         if count > self.bytes:
-            self.ensure(max(count, min(self.bytes + self.more, self.most)))
+            self.ensure(max(count, min(self.bytes + self.more, self.capacity)))
 
 
 Task = tuple[StepGraph, Costs, Program]
@@ -70,18 +68,17 @@ Task = tuple[StepGraph, Costs, Program]
 
 @st.composite
 def tasks(draw: st.DrawFn) -> Task:
-    """A step, and a program that its homes can just hold."""
     graph = draw(graphs(max_layers=3))
     costs = draw(costs_for(graph))
     plan = draw(plans_for(graph, len(costs.homes)))
     roomy = replace(costs, homes=tuple(replace(home, bytes=None) for home in costs.homes))
     try:
         lowered = place(lower(graph, costs, plan))
-    except GraphError:  # at another home than the one it left for
+    except GraphError:  # fetched from another home than the one it was evicted to
         lowered = place(lower(graph, costs, Plan("keep", 0, ())))
     needed = needed_bytes(graph, roomy, lowered)
     costs = replace(costs, homes=tuple(replace(h, bytes=n) for h, n in zip(costs.homes, needed, strict=False)))
-    for home in range(len(costs.homes)):  # as little as waiting allows
+    for home in range(len(costs.homes)):  # the smallest capacity that waiting allows
         for eighths in range(8):
             homes = list(costs.homes)
             homes[home] = replace(homes[home], bytes=needed[home] * eighths // 8 // 4096 * 4096)
@@ -94,12 +91,12 @@ def tasks(draw: st.DrawFn) -> Task:
 
 @settings(max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(tasks())
-def test_pages_change_hands_only_when_nobody_needs_them(task: Task) -> None:
+def test_pages_are_reused_only_after_their_last_read(task: Task) -> None:
     graph, costs, lowered = task
     program = wire(graph, lowered, costs)
     slots = [Slots(Fake(home.bytes or 0)) for home in costs.homes]  # type: ignore[arg-type]
-    settled = permanent_slots(graph, program)
-    for storage, home in settled.items():
+    home_of = permanent_slots(graph, program)
+    for storage, home in home_of.items():
         slots[home].take(slot_bytes(graph.storages[storage].bytes))
     before = [home.allocated_bytes for home in slots]
     layout = allocate_slots(graph, costs, program, slots)
@@ -111,7 +108,7 @@ def test_pages_change_hands_only_when_nobody_needs_them(task: Task) -> None:
         if isinstance(instruction, Run):
             continue
         storage = program.blocks[instruction.block].storage
-        assert (index in layout.pieces) == ((storage, instruction.home) not in settled.items())
+        assert (index in layout.pieces) == ((storage, instruction.home) not in home_of.items())
         if index in layout.pieces:
             pieces = layout.pieces[index]
             assert storage is not None
@@ -119,16 +116,18 @@ def test_pages_change_hands_only_when_nobody_needs_them(task: Task) -> None:
             pages = {page for p in pieces for page in range(p.offset // 4096, (p.offset + p.bytes) // 4096)}
             copies.append((index, instruction, storage, pages))
     shared = False
-    for (first, one, storage, pages), (second, other, another, its) in combinations(copies, 2):
-        if one.home == other.home and isinstance(other, CopyOut) and pages & its:
-            shared = shared or storage != another
+    for (first, first_copy, storage, pages), (second, second_copy, other_storage, other_pages) in combinations(
+        copies, 2
+    ):
+        if first_copy.home == second_copy.home and isinstance(second_copy, CopyOut) and pages & other_pages:
+            shared = shared or storage != other_storage
             assert order.has_ended_before(first, second), (first, second)
     event("pages change hands" if shared else "each has its own")
     layout.free(slots)
     assert [home.allocated_bytes for home in slots] == before
 
 
-def test_slots_that_divide_the_room_of_another_share_no_page() -> None:
+def test_slots_in_a_freed_slot_share_no_page() -> None:
     size = 1 << 20
     graph = StepGraph(
         tuple(Storage(i, count * size, StorageKind.ACTIVATION) for i, count in enumerate((3, 1, 2))),
@@ -146,9 +145,9 @@ def test_slots_that_divide_the_room_of_another_share_no_page() -> None:
     program = wire(graph, place(lower(graph, costs, Plan("test", 0, decisions))), costs)
     layout = allocate_slots(graph, costs, program, [Slots(Fake(3 * size))])  # type: ignore[arg-type]
     copies = [index for index, i in enumerate(program.instructions) if isinstance(i, CopyOut)]
-    large, *others = (layout.pieces[index] for index in copies)
+    large, *small = (layout.pieces[index] for index in copies)
     assert large == (SlotPiece(0, 3 * size),)
-    assert sorted((p.offset, p.bytes) for pieces in others for p in pieces) == [(0, size), (size, 2 * size)]
+    assert sorted((p.offset, p.bytes) for pieces in small for p in pieces) == [(0, size), (size, 2 * size)]
 
 
 PAGE = 4096
@@ -161,34 +160,36 @@ PAGE = 4096
     st.integers(0, 30),
     st.integers(30, 120),
 )
-def test_no_slot_lies_across_an_edge(wants: list[tuple[int, bool, int]], more: int, expected: int, most: int) -> None:
-    home = Stretched(most * PAGE, more * PAGE)
+def test_slot_does_not_cross_an_edge(
+    wants: list[tuple[int, bool, int]], more: int, expected: int, capacity: int
+) -> None:
+    home = Stretched(capacity * PAGE, more * PAGE)
     slots = Slots(home)  # type: ignore[arg-type]
     slots.grow_ahead(expected * PAGE)
-    held: list[list[tuple[int, int]]] = []
-    for pages, in_a_row, gone in wants:
+    held_slots: list[list[tuple[int, int]]] = []
+    for pages, in_a_row, freed_index in wants:
         try:
             if in_a_row:
                 mine = [(slots.take(pages * PAGE), pages * PAGE)]
             else:
                 mine = [(piece.offset, piece.bytes) for piece in slots.take_pieces(pages * PAGE)]
         except SpillError:
-            taken = sum(count for one in held for _, count in one)
-            assert in_a_row or taken + pages * PAGE > most * PAGE
+            used_bytes = sum(count for slot in held_slots for _, count in slot)
+            assert in_a_row or used_bytes + pages * PAGE > capacity * PAGE
             event("full")
         else:
-            held.append(mine)
-        if held and gone < len(held):
-            for offset, count in held.pop(gone):
+            held_slots.append(mine)
+        if held_slots and freed_index < len(held_slots):
+            for offset, count in held_slots.pop(freed_index):
                 slots.free(offset, count)
-        spans = sorted(span for one in held for span in one)
+        spans = sorted(span for slot in held_slots for span in slot)
         assert all(a + count <= b for (a, count), (b, _) in pairwise(spans))
         assert not any(offset < seam < offset + count for offset, count in spans for seam in home.seams)
         assert slots.allocated_bytes == sum(count for _, count in spans)
-        assert slots.end <= home.bytes <= most * PAGE
+        assert slots.end <= home.bytes <= capacity * PAGE
 
 
-def test_what_is_expected_is_made_room_for_at_once() -> None:
+def test_expected_bytes_are_reserved_at_once() -> None:
     home = Stretched(1 << 30, 0)
     slots = Slots(home)  # type: ignore[arg-type]
     slots.grow_ahead(100 * PAGE)

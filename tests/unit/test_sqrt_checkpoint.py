@@ -1,4 +1,4 @@
-"""Checkpoints at the borders of segments: what is kept, what it costs, how memory grows."""
+"""Tests of checkpoints at segment borders: decisions, cost, and growth of memory."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ K64 = 64 * 1024
 
 
 def chain(layers: int) -> StepGraph:
-    """A chain of layers, forward (ops 0 to layers - 1) and backward (the rest); each activation waits for its layer.
+    """Return a chain of layers, forward (ops 0 to layers - 1) and backward.
 
     Storages 0 to layers - 1 are the activations, the first of them made from a parameter.
     """
@@ -36,49 +36,48 @@ def chain(layers: int) -> StepGraph:
 
 
 def costs(graph: StepGraph) -> Costs:
-    """Nothing can be offloaded."""
     return Costs(tuple(OpCost(1.0) for _ in graph.ops))
 
 
-def again(storage: int, start: int, end: int, fetch: int) -> Decision:
+def recompute(storage: int, start: int, end: int, fetch: int) -> Decision:
     return Decision(Gap(storage, start, end), Residency.RECOMPUTE, start + 1, fetch)
 
 
-def test_each_segment_comes_back_as_a_whole() -> None:
-    # Ten activations, of which nine wait (the last is used at once): cut in three, a2 and a5 cross the borders.
+def test_each_segment_is_recomputed_as_a_whole() -> None:
+    # Nine of ten activations are saved (the last is used at once): cut in three, a2 and a5 are at the borders.
     plan = sqrt_checkpoint(chain(10), 0, segments=3)
     assert plan.decisions == (
-        again(0, 1, 19, 18),
-        again(1, 2, 18, 18),
-        again(3, 4, 16, 15),
-        again(4, 5, 15, 15),
+        recompute(0, 1, 19, 18),
+        recompute(1, 2, 18, 18),
+        recompute(3, 4, 16, 15),
+        recompute(4, 5, 15, 15),
     )
 
 
 def test_memory_grows_with_the_root_of_the_depth() -> None:
-    held: dict[int, int] = {}
+    arena_units: dict[int, int] = {}
     for layers in (64, 256):
         graph = chain(layers)
         program = place(lower(graph, costs(graph), sqrt_checkpoint(graph, 0)))
         validate(graph, program, program.arena_bytes)
-        held[layers] = program.arena_bytes // K64
-        # One forward pass more, less the last segment.
+        arena_units[layers] = program.arena_bytes // K64
+        # One more forward pass, without its last segment.
         assert recompute_seconds(costs(graph), program) < layers
-        assert held[layers] < in_core_budget(graph, costs(graph)) // K64
-    assert held[64] <= 3 * 8
-    assert held[256] <= 3 * 16
+        assert arena_units[layers] < in_core_budget(graph, costs(graph)) // K64
+    assert arena_units[64] <= 3 * 8
+    assert arena_units[256] <= 3 * 16
 
 
-def test_what_may_run_once_only_is_kept() -> None:
+def test_results_of_unrepeatable_ops_are_kept() -> None:
     graph = chain(10)
-    once = replace(graph, ops=(*graph.ops[:3], replace(graph.ops[3], rerunnable=False), *graph.ops[4:]))
-    plan = sqrt_checkpoint(once, 0, segments=3)
+    once_only = replace(graph, ops=(*graph.ops[:3], replace(graph.ops[3], rerunnable=False), *graph.ops[4:]))
+    plan = sqrt_checkpoint(once_only, 0, segments=3)
     # a4 is made from a3, which stays.
     assert [d.gap.storage for d in plan.decisions] == [0, 1, 4]
 
 
-def test_what_does_not_wait_makes_no_border() -> None:
-    # Between a_i and a_(i+1) lies a value that nobody needs later: a border there would have to make it again.
+def test_unsaved_activations_are_no_borders() -> None:
+    # Between a_i and a_(i+1) is a temporary value: a border there would recompute it.
     layers = 12
     graph = chain(layers)
     storages = list(graph.storages)
@@ -95,11 +94,11 @@ def test_what_does_not_wait_makes_no_border() -> None:
         plan = sqrt_checkpoint(graph, 0, segments=count)
         program = lower(graph, costs(graph), plan)
         assert plan.decisions
-        # Every op of the forward pass runs twice at most.
+        # Every op of the forward pass runs at most twice.
         assert recompute_seconds(costs(graph), program) <= 2 * layers - 1
 
 
-def test_it_is_a_policy_that_needs_no_home() -> None:
+def test_sqrt_checkpoint_is_a_policy_without_homes() -> None:
     graph = chain(25)
     in_core = in_core_budget(graph, costs(graph))
     planned = plan_step(graph, costs(graph), in_core // 2, "sqrt-checkpoint")
@@ -110,7 +109,7 @@ def test_it_is_a_policy_that_needs_no_home() -> None:
     assert segment_counts(graph)[0] == 4
 
 
-def test_a_step_without_anything_that_waits_is_left_alone() -> None:
+def test_step_without_saved_activations_is_unchanged() -> None:
     graph = StepGraph((Storage(0, K64, StorageKind.PARAMETER, "w"),), (Op(0, "update", (0,), (0,), ()),))
     assert sqrt_checkpoint(graph, 0).decisions == ()
     assert sqrt_checkpoint(StepGraph((), ()), 0).decisions == ()

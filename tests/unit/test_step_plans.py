@@ -1,4 +1,4 @@
-"""Stored plans of compiled steps: found again, proved before they are used, and no more of them than a number."""
+"""Tests of stored plans of compiled steps: loaded, proved before use, and limited in number."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def key_of(plans: StepPlans, graph: StepGraph = GRAPH, policy: Policy = WINDOW, 
     return plans.key(graph, policy, facts)
 
 
-def keep(
+def store(
     plans: StepPlans,
     planned: Planned,
     *,
@@ -42,50 +42,48 @@ def keep(
     plans.keep(choice, GRAPH, costs, BUDGET, planned, is_quick=is_quick)
 
 
-def found(
+def load(
     plans: StepPlans, key: str = "", graph: StepGraph = GRAPH, costs: Costs = COSTS
 ) -> tuple[Planned, VariantChoice, bool] | None:
     key = key or key_of(plans, graph)
     return plans.find(key, lambda stored: (stored.prove(graph, costs, BUDGET), stored.choice, stored.is_quick))
 
 
-def test_a_plan_is_found_again_under_other_times(tmp_path: Path, planned: Planned) -> None:
+def test_plan_is_loaded_under_other_times(tmp_path: Path, planned: Planned) -> None:
     plans = StepPlans(tmp_path)
-    assert found(plans) is None
+    assert load(plans) is None
     variant = split(MIB, 3 * MIB)
-    keep(plans, planned, variant=variant)
+    store(plans, planned, variant=variant)
     choice = VariantChoice(key_of(plans), variant, {"a family": 5})
-    assert found(plans) == (replace(planned, candidates=()), choice, False)
+    assert load(plans) == (replace(planned, candidates=()), choice, False)
     slower = replace(COSTS, ops=(OpCost(0.03),) * 2 * LAYERS)
-    again = found(plans, costs=slower)
-    assert again is not None
-    assert again[0].program == planned.program
-    assert again[0].timeline.step_seconds >= 0.3
-    # The line of the user's that an op stands in may change.
+    loaded = load(plans, costs=slower)
+    assert loaded is not None
+    assert loaded[0].program == planned.program
+    assert loaded[0].timeline.step_seconds >= 0.3
+    # The source line of an op may change.
     moved = replace(GRAPH, ops=tuple(replace(op, source="elsewhere") for op in GRAPH.ops))
-    assert found(plans, graph=moved) is not None
+    assert load(plans, graph=moved) is not None
 
 
-def test_a_plan_of_a_quick_search_is_kept_until_there_is_a_better_one(tmp_path: Path, planned: Planned) -> None:
+def test_quick_plan_is_kept_until_there_is_a_better_one(tmp_path: Path, planned: Planned) -> None:
     plans, choice = StepPlans(tmp_path), VariantChoice(key_of(StepPlans(tmp_path)), LOWEST_MEMORY, {"a family": 5})
-    keep(plans, planned, is_quick=True)
-    assert found(plans) == (replace(planned, candidates=()), choice, True)
-    keep(plans, planned)
-    assert found(plans) == (replace(planned, candidates=()), choice, False)
-    keep(plans, planned, is_quick=True)
-    assert found(plans) == (replace(planned, candidates=()), choice, False)
+    store(plans, planned, is_quick=True)
+    assert load(plans) == (replace(planned, candidates=()), choice, True)
+    store(plans, planned)
+    assert load(plans) == (replace(planned, candidates=()), choice, False)
+    store(plans, planned, is_quick=True)
+    assert load(plans) == (replace(planned, candidates=()), choice, False)
     assert len(list(tmp_path.glob("plan-*.json"))) == 1
-    # One whose ops need other memory is of no use any more.
+    # A plan whose ops need other memory is useless.
     needs = replace(COSTS, ops=(OpCost(0.01, 4096),) * 2 * LAYERS)
-    keep(plans, planned, costs=needs, is_quick=True)
-    assert found(plans) is None
+    store(plans, planned, costs=needs, is_quick=True)
+    assert load(plans) is None
 
 
-def test_the_plan_of_another_step_is_not_found(
-    tmp_path: Path, planned: Planned, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_of_another_step_is_not_loaded(tmp_path: Path, planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = StepPlans(tmp_path)
-    keep(plans, planned)
+    store(plans, planned)
     smaller = replace(GRAPH, storages=tuple(replace(s, bytes=MIB - 64) for s in GRAPH.storages))
     renamed = replace(GRAPH, ops=tuple(replace(op, family=f"{op.family} 2") for op in GRAPH.ops))
     keys = [
@@ -98,46 +96,53 @@ def test_the_plan_of_another_step_is_not_found(
     monkeypatch.setattr("outofcore.plan_store.library_version", lambda: "another")
     keys.append(key_of(plans))
     assert len(set(keys)) == len(keys)
-    assert [key for key in keys if found(plans, key)] == keys[:1]
+    assert [key for key in keys if load(plans, key)] == keys[:1]
 
 
 @pytest.mark.parametrize(
     "damage",
     ["cut", "nonsense", "another step", "an op is left out", "another format", "other scratch memory", "a home less"],
 )
-def test_a_damaged_file_is_ignored(
+def test_damaged_file_is_ignored(
     damage: str, tmp_path: Path, planned: Planned, caplog: pytest.LogCaptureFixture
 ) -> None:
     plans, costs = StepPlans(tmp_path), COSTS
-    keep(plans, planned)
+    store(plans, planned)
     (path,) = tmp_path.glob("plan-*.json")
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:-100])
     elif damage == "nonsense":
         path.write_text('{"format": 1}')
     elif damage == "another step":
-        other, others = chain(3), replace(COSTS, ops=COSTS.ops[:6])
-        budget = in_core_budget(other, others)
-        choice = VariantChoice(key_of(plans, other), LOWEST_MEMORY)
-        plans.keep(choice, other, others, budget, plan_step(other, others, budget, WINDOW), is_quick=False)
-        (wrong,) = set(tmp_path.glob("plan-*.json")) - {path}
-        wrong.replace(path)
+        other_graph, other_costs = chain(3), replace(COSTS, ops=COSTS.ops[:6])
+        budget = in_core_budget(other_graph, other_costs)
+        choice = VariantChoice(key_of(plans, other_graph), LOWEST_MEMORY)
+        plans.keep(
+            choice,
+            other_graph,
+            other_costs,
+            budget,
+            plan_step(other_graph, other_costs, budget, WINDOW),
+            is_quick=False,
+        )
+        (other_path,) = set(tmp_path.glob("plan-*.json")) - {path}
+        other_path.replace(path)
     elif damage == "an op is left out":
         program = replace(planned.program, instructions=planned.program.instructions[1:])
-        keep(plans, replace(planned, program=program))
+        store(plans, replace(planned, program=program))
     elif damage == "another format":
         path.write_text(path.read_text().replace("outofcore-chosen/1", "outofcore-chosen/0"))
     elif damage == "other scratch memory":
         costs = replace(COSTS, ops=(OpCost(0.01, 4096),) * 2 * LAYERS)
     else:
         costs = replace(COSTS, homes=(Home("host", MIB, 1e9, 1e9),))
-    assert found(plans, costs=costs) is None
+    assert load(plans, costs=costs) is None
     assert "a stored plan cannot be used and is made again" in caplog.text
-    keep(plans, planned)
-    assert found(plans) is not None
+    store(plans, planned)
+    assert load(plans) is not None
 
 
-def test_what_was_used_longest_ago_goes_first(
+def test_least_recently_used_plan_is_deleted_first(
     tmp_path: Path, planned: Planned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outofcore.plan_store._MAX_FILES", 2)
@@ -145,27 +150,27 @@ def test_what_was_used_longest_ago_goes_first(
     (tmp_path / "loop-0.json").write_text("of the other door, counted on its own")
     keys = [key_of(plans, facts=number) for number in range(3)]
     for age, key in ((200, keys[0]), (100, keys[1])):
-        keep(plans, planned, key=key)
+        store(plans, planned, key=key)
         for path in tmp_path.glob("*.json"):
             os.utime(path, (path.stat().st_mtime - age,) * 2)
-    assert found(plans, keys[0]) is not None  # used now
-    keep(plans, planned, key=keys[2])
-    assert [found(plans, key) is not None for key in keys] == [True, False, True]
+    assert load(plans, keys[0]) is not None  # used now
+    store(plans, planned, key=keys[2])
+    assert [load(plans, key) is not None for key in keys] == [True, False, True]
     assert (tmp_path / "loop-0.json").exists()
 
 
-def test_the_plans_of_a_users_own_policy_are_not_kept(tmp_path: Path, planned: Planned) -> None:
+def test_plans_of_a_user_policy_are_not_stored(tmp_path: Path, planned: Planned) -> None:
     class Mine(OffloadAll):
-        """Has the name of another."""
+        """Has the name of a built-in policy."""
 
     for policy in (FunctionPolicy("auto", lambda *_: planned.plan), Mine()):
         assert not key_of(StepPlans(tmp_path), policy=policy)
 
 
-def test_a_folder_that_cannot_be_used_costs_nothing_else(tmp_path: Path, planned: Planned) -> None:
+def test_unusable_folder_only_disables_the_store(tmp_path: Path, planned: Planned) -> None:
     (tmp_path / "file").write_text("")
     assert not key_of(StepPlans(None))
     for folder in (None, tmp_path / "file"):
         plans = StepPlans(folder)
-        keep(plans, planned, key="0")
-        assert found(plans, "0") is None
+        store(plans, planned, key="0")
+        assert load(plans, "0") is None

@@ -1,4 +1,4 @@
-"""What SuperNeurons offloads, what it recomputes, and in which mode."""
+"""Tests of the offloads and recomputations of SuperNeurons, in each mode."""
 
 import pytest
 
@@ -17,10 +17,10 @@ ROOMY = 1 << 40
 
 
 def network(layers: int = LAYERS, width: int = 1) -> StepGraph:
-    """Layers of conv, norm and relu, of which the conv's and the relu's results wait for the backward pass.
+    """Return layers of conv, norm and relu; the results of conv and relu are saved for the backward pass.
 
     Layer i has the storages 3 * i (conv), 3 * i + 1 (norm) and 3 * i + 2 (relu, ``width`` times as large), made by the
-    ops of the same numbers; then comes the loss, and the backward pass looks at relu and conv of each layer.
+    ops of the same numbers. Then comes the loss, and the backward pass uses relu and conv of each layer.
     """
     kinds, sizes = ("conv", "norm", "relu"), (K64, K64, K64 * width)
     storages = [Storage(i, sizes[i % 3], StorageKind.ACTIVATION, f"{kinds[i % 3]}{i // 3}") for i in range(3 * layers)]
@@ -50,26 +50,26 @@ def relu(layer: int, fetch: int) -> Decision:
     return Decision(Gap(3 * layer + 2, start, 13 + 2 * (LAYERS - 1 - layer)), Residency.RECOMPUTE, start + 1, fetch)
 
 
-def test_with_room_for_all_checkpoints_only_segments_leave() -> None:
+def test_only_segments_are_dropped_if_all_checkpoints_fit() -> None:
     graph = network()
     assert superneurons(graph, costs(graph), ROOMY).decisions == (relu(0, 19), relu(1, 17), relu(2, 15), relu(3, 13))
     assert superneurons(graph, costs(graph), ROOMY, recompute=False).decisions == ()
 
 
-def test_the_least_recently_used_checkpoint_leaves_first_and_comes_back_one_ahead() -> None:
+def test_least_recently_used_checkpoint_is_evicted_first() -> None:
     graph = network()
-    # What is computed again needs its conv: that of layer 0 is due at op 19, and nothing comes before it.
+    # Recomputation needs the conv of its layer: that of layer 0 is due at op 19, and is prefetched for no earlier op.
     tight = superneurons(graph, costs(graph), 5 * K64)
     assert [d for d in tight.decisions if d.residency is Residency.OFFLOAD] == [conv(0, 3, 19)]
     tighter = superneurons(graph, costs(graph), 4 * K64)
-    away = [d for d in tighter.decisions if d.residency is Residency.OFFLOAD]
-    # Released when the next conv runs; fetched when the one before it in the backward pass is due.
-    assert away == [conv(0, 3, 17), conv(1, 6, 17)]
+    offloads = [d for d in tighter.decisions if d.residency is Residency.OFFLOAD]
+    # Released when the next conv runs; fetched when the previous conv of the backward pass is due.
+    assert offloads == [conv(0, 3, 17), conv(1, 6, 17)]
     with pytest.raises(BudgetError):
         superneurons(graph, costs(graph), K64)
 
 
-def test_without_homes_checkpoints_stay() -> None:
+def test_checkpoints_stay_without_homes() -> None:
     graph = network()
     plan = superneurons(graph, costs(graph, home=False), 6 * K64)
     assert {d.residency for d in plan.decisions} == {Residency.RECOMPUTE}
@@ -77,8 +77,8 @@ def test_without_homes_checkpoints_stay() -> None:
         superneurons(graph, costs(graph, home=False), 4 * K64)
 
 
-def test_a_segment_that_is_larger_than_the_neediest_op_comes_back_piece_by_piece() -> None:
-    # All of it together is larger than what an op reads and makes.
+def test_oversized_segment_is_recomputed_piece_by_piece() -> None:
+    # The whole segment is larger than the storages of any op.
     large, small = 8 * K64, K64
     names = ("conv", "scale", "relu", "tanh", "cos", "sin")
     sizes = (small, small, large, large, large, large)
@@ -98,7 +98,7 @@ def test_joins_and_forks_are_checkpoints_and_dropout_is_not() -> None:
         return Storage(index, K64, StorageKind.ACTIVATION, name)
 
     names = ("fork", "left", "mask", "dropped", "join", "tail")
-    made = (
+    forward = (
         Op(0, "fork", (), (), (0,)),
         Op(1, "left", (0,), (), (1,)),
         Op(2, "mask", (), (), (2,), random=True),
@@ -107,36 +107,36 @@ def test_joins_and_forks_are_checkpoints_and_dropout_is_not() -> None:
         Op(5, "tail", (4,), (), (5,)),
         Op(6, "loss", (), (), ()),
     )
-    ops = (*made, *(Op(7 + i, "look", (5 - i,), (), ()) for i in range(6)))
+    ops = (*forward, *(Op(7 + i, "look", (5 - i,), (), ()) for i in range(6)))
     graph = StepGraph(tuple(storage(i, name) for i, name in enumerate(names)), ops)
     plan = superneurons(graph, Costs(tuple(OpCost(1.0) for _ in ops)), ROOMY)
     assert sorted(d.gap.storage for d in plan.decisions) == [1, 2, 3, 5]
 
 
-def test_it_is_a_policy() -> None:
+def test_superneurons_is_a_policy() -> None:
     graph = network(12, width=2)
-    for given in (costs(graph), costs(graph, home=False)):
-        budget = in_core_budget(graph, given) * 2 // 3
-        planned = plan_step(graph, given, budget, "superneurons")
-        validate(graph, planned.program, budget, given)
+    for step_costs in (costs(graph), costs(graph, home=False)):
+        budget = in_core_budget(graph, step_costs) * 2 // 3
+        planned = plan_step(graph, step_costs, budget, "superneurons")
+        validate(graph, planned.program, budget, step_costs)
         assert planned.plan.policy == "superneurons"
-        # No conv runs twice.
-        assert recompute_seconds(given, planned.program) <= 2 * 12
+        # Convs run once.
+        assert recompute_seconds(step_costs, planned.program) <= 2 * 12
 
 
-def test_segments_stay_where_they_are_not_to_be_computed_again() -> None:
+def test_segments_stay_if_recomputation_is_off() -> None:
     graph = network(12)
-    given = costs(graph)
-    budget = in_core_budget(graph, given) * 3 // 4
-    planned = plan_step(graph, given, budget, "superneurons:recompute=false")
-    validate(graph, planned.program, budget, given)
+    step_costs = costs(graph)
+    budget = in_core_budget(graph, step_costs) * 3 // 4
+    planned = plan_step(graph, step_costs, budget, "superneurons:recompute=false")
+    validate(graph, planned.program, budget, step_costs)
     assert {d.residency for d in planned.plan.decisions} == {Residency.OFFLOAD}
-    # Only results of convolutions leave, and those used longest ago first.
-    away = [d.gap.storage for d in planned.plan.decisions]
-    assert away == [3 * layer for layer in range(len(away))]
+    # Only results of convolutions are evicted, the least recently used first.
+    offloaded = [d.gap.storage for d in planned.plan.decisions]
+    assert offloaded == [3 * layer for layer in range(len(offloaded))]
 
 
-def test_a_checkpoint_that_is_overwritten_comes_back_with_its_last_contents() -> None:
+def test_overwritten_checkpoint_is_restored_with_its_last_contents() -> None:
     graph = network(12)
     # Each conv's result is overwritten as a whole before the norm reads it.
     ops: list[Op] = []
@@ -146,8 +146,8 @@ def test_a_checkpoint_that_is_overwritten_comes_back_with_its_last_contents() ->
             ops.append(Op(len(ops), "idle", (), (), ()))
             ops.append(Op(len(ops), "fill", (), op.creates, ()))
     graph = StepGraph(graph.storages, tuple(ops))
-    given = costs(graph)
-    budget = in_core_budget(graph, given) * 2 // 5
-    planned = plan_step(graph, given, budget, "superneurons")
-    validate(graph, planned.program, budget, given)
+    step_costs = costs(graph)
+    budget = in_core_budget(graph, step_costs) * 2 // 5
+    planned = plan_step(graph, step_costs, budget, "superneurons")
+    validate(graph, planned.program, budget, step_costs)
     assert {d.residency for d in planned.plan.decisions} == {Residency.OFFLOAD, Residency.RECOMPUTE}

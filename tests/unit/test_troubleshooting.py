@@ -1,4 +1,4 @@
-"""Every message that a user can meet has an entry in the troubleshooting, and every entry is of a message there is."""
+"""Tests that messages for users and entries in the troubleshooting page match."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "outofcore"
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-# Where messages come from that users meet; what planning and the validator say of graphs and plans has one entry.
+# Sources of messages for users. Planning and the validator have one common entry.
 SPEAKING = (
     *(
         "api.py",
@@ -42,7 +42,7 @@ SPEAKING = (
     *(f"execution/{name}.py" for name in ("aliases", "opening")),
     *("execution/cuda", "runtime", "follow", "distributed", "logical_workers"),
 )
-# Only a fault of the library can bring these up.
+# Messages that only a bug of the library can raise.
 OUR_FAULTS = re.compile(
     r"please report it|is closed; compile|the disk home is not open|this recorder|is said to be in the "
     r"arena|^§ has no tensor|is not a parameter of the model|before its program was in the arena|^cannot delete|"
@@ -55,7 +55,7 @@ RAISERS = {
 
 
 def text_of(node: ast.expr) -> str | None:
-    """A literal, with "§" for what is put in."""
+    """Return a literal, with "§" for interpolated values."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -74,10 +74,10 @@ def messages() -> Iterator[str]:
             named = getattr(node.func, "id", getattr(node.func, "attr", "")) if isinstance(node, ast.Call) else ""
             if isinstance(node, ast.Call) and named in RAISERS:
                 text = text_of(node.args[0]) if node.args else None
-                # What is made of parts is told by whoever makes the parts.
+                # A message made of parts only is checked where the parts are made.
                 if text and not re.fullmatch(r"[§:;. ]*", text) and not OUR_FAULTS.search(text):
                     yield text
-            # Refusals in tables: what happened, why, and what to do.
+            # Refusals in tables of three parts: the event, the reason, and the remedy.
             if isinstance(node, ast.Dict):
                 for value in node.values:
                     parts = [text_of(part) for part in value.elts] if isinstance(value, ast.Tuple) else []
@@ -86,7 +86,6 @@ def messages() -> Iterator[str]:
 
 
 def warnings() -> Iterator[str]:
-    """What the log warns of, anywhere in the library."""
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "warning":
@@ -114,7 +113,7 @@ def matching(message: str) -> list[str]:
     return [entry for entry in ENTRIES if pattern(entry).match(message)]
 
 
-def test_there_are_messages() -> None:
+def test_messages_are_collected() -> None:
     assert len(all_messages()) > 90
     assert len(set(warnings())) > 8
 
@@ -123,9 +122,9 @@ def test_each_message_has_an_entry() -> None:
     assert [message for message in all_messages() if not matching(message)] == []
 
 
-def test_entries_are_of_messages_that_there_are() -> None:
+def test_entries_match_existing_messages() -> None:
     used = {entry for message in all_messages() for entry in matching(message)}
-    # Put together from lines, and told by another module or by native code.
+    # Messages composed from lines, and raised by another module or by native code.
     used |= {
         "writing … to the home failed",
         "reading … from the home failed",

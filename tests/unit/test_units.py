@@ -1,4 +1,4 @@
-"""Byte counts and durations, read and written."""
+"""Tests of byte counts and durations, read and written."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from outofcore.units import GIB, KIB, MIB, TIB, format_bytes, format_seconds, pa
         (1, 1),
     ],
 )
-def test_reads_byte_counts(text: str | int, count: int) -> None:
+def test_parse_bytes_reads_byte_counts(text: str | int, count: int) -> None:
     assert parse_bytes(text) == count
 
 
@@ -40,13 +40,13 @@ def test_parse_bytes_reads_decimal_and_binary_units(letter: str, power: int) -> 
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "six", "-1", "1e9", "1 GiB extra", "1.2.3", "5 XB", "1,000", "."])
-def test_refuses_what_is_no_byte_count(text: str) -> None:
+def test_parse_bytes_refuses_invalid_text(text: str) -> None:
     with pytest.raises(UnitError, match="write for example '6GiB'"):
         parse_bytes(text)
 
 
 @pytest.mark.parametrize("text", [0, -5, "0", "0.1", "0GiB"])
-def test_refuses_what_is_not_above_zero(text: str | int) -> None:
+def test_parse_bytes_refuses_non_positive_counts(text: str | int) -> None:
     with pytest.raises(UnitError, match="above zero"):
         parse_bytes(text)
 
@@ -54,13 +54,13 @@ def test_refuses_what_is_not_above_zero(text: str | int) -> None:
 @pytest.mark.parametrize(
     "text", [2**60 + 1, 2**70, "99999999999999999999", "9" * 400 + ".5", "9" * 5000, "2000000 TiB"]
 )
-def test_refuses_what_cannot_be_counted(text: str | int) -> None:
+def test_parse_bytes_refuses_too_large_counts(text: str | int) -> None:
     with pytest.raises(UnitError, match="at most 1048576 TiB"):
         parse_bytes(text)
 
 
 @pytest.mark.parametrize("value", [True, 1.5, None, b"1GiB"])
-def test_refuses_other_types(value: object) -> None:
+def test_parse_bytes_refuses_other_types(value: object) -> None:
     with pytest.raises(UnitError, match=type(value).__name__):
         parse_bytes(value)  # type: ignore[arg-type]
 
@@ -78,7 +78,7 @@ def test_refuses_other_types(value: object) -> None:
         (-MIB, "-1.00 MiB"),
     ],
 )
-def test_writes_byte_counts(count: int, text: str) -> None:
+def test_format_bytes_writes_three_digits(count: int, text: str) -> None:
     assert format_bytes(count) == text
 
 
@@ -94,17 +94,17 @@ def test_writes_byte_counts(count: int, text: str) -> None:
         (0.0, "0 ns"),
     ],
 )
-def test_writes_durations(seconds: float, text: str) -> None:
+def test_format_seconds_writes_three_digits(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
 
 
 @given(st.integers(1, 1 << 50))
-def test_what_is_written_reads_back_to_three_digits(count: int) -> None:
+def test_formatted_bytes_are_read_back_to_three_digits(count: int) -> None:
     assert parse_bytes(format_bytes(count)) == pytest.approx(count, rel=0.006)
 
 
 @given(st.integers(0, 1 << 60), st.integers(1, 1 << 20))
-def test_rounds_up_to_the_least_multiple(count: int, multiple: int) -> None:
+def test_round_up_returns_the_next_multiple(count: int, multiple: int) -> None:
     rounded = round_up(count, multiple)
     assert rounded % multiple == 0
     assert count <= rounded < count + multiple

@@ -1,4 +1,4 @@
-"""What the validator refuses, one promise at a time, and what its messages name."""
+"""Tests of the programs that the validator refuses, one rule at a time, and of its messages."""
 
 from __future__ import annotations
 
@@ -55,24 +55,24 @@ def refuses(
         validate(graph, program, budget, costs)
 
 
-def test_accepts_the_small_step() -> None:
+def test_small_step_is_accepted() -> None:
     validate(GRAPH, PROGRAM, 210, COSTS)
     validate(GRAPH, PROGRAM, 210)
 
 
-def test_budget_and_arena() -> None:
+def test_budget_and_arena_bounds_are_checked() -> None:
     refuses(PROGRAM, "the arena has 210 bytes, more than the budget of 209", budget=209)
     refuses(replace(PROGRAM, arena_bytes=209), r"block 2 of storage 2 \(doubled\) ends at byte 210 of an arena of 209")
     refuses(with_block(PROGRAM, replace(PROGRAM.blocks[2], offset=-1)), "is not placed, but other blocks are")
     refuses(with_block(PROGRAM, replace(PROGRAM.blocks[2], offset=-2)), "has offset -2")
 
 
-def test_names_both_blocks_that_overlap() -> None:
+def test_overlap_error_names_both_blocks() -> None:
     broken = with_block(PROGRAM, replace(PROGRAM.blocks[2], offset=149))
     refuses(broken, r"block 2 of storage 2 \(doubled\) at bytes \[149, 209\) overlaps block 1 of storage 1 \(x\)")
 
 
-def test_names_both_instructions_of_a_race() -> None:
+def test_race_error_names_both_instructions() -> None:
     broken = with_instruction(PROGRAM, 2, replace(PROGRAM.instructions[2], waits=()))
     refuses(
         broken,
@@ -82,37 +82,36 @@ def test_names_both_instructions_of_a_race() -> None:
 
 
 def test_reused_bytes_need_a_wait() -> None:
-    """The workspace lies where the input lay; a copy-in in its place would not be ordered after the run."""
+    """The workspace is where the input was; a copy in there is not ordered after the run."""
     graph = replace(GRAPH, ops=(GRAPH.ops[0], GRAPH.ops[1], Op(2, "last", (1,), (), ())))
     second = (*PROGRAM.instructions, CopyIn(4, 0), Run(2, (4,), waits=(Wait(Queue.COPY_IN, 3),)))
-    again = replace(PROGRAM, instructions=second, blocks=(*PROGRAM.blocks, Block(4, 1, 50, 5, 7, offset=150)))
+    reused = replace(PROGRAM, instructions=second, blocks=(*PROGRAM.blocks, Block(4, 1, 50, 5, 7, offset=150)))
     with pytest.raises(ValidationError, match=r"the bytes of block 2 of storage 2 \(doubled\), then of block 4"):
-        validate(graph, again, 210)
-    waits = with_instruction(again, 5, CopyIn(4, 0, (Wait(Queue.COMPUTE, 2),)))
+        validate(graph, reused, 210)
+    waits = with_instruction(reused, 5, CopyIn(4, 0, (Wait(Queue.COMPUTE, 2),)))
     validate(graph, waits, 210)
 
 
 def test_reused_bytes_are_checked_across_partial_overlaps() -> None:
-    """The newcomer covers the ends of two former owners; either may be in use still."""
     graph = replace(GRAPH, ops=(GRAPH.ops[0], GRAPH.ops[1], Op(2, "last", (1,), (), ())))
     second = (
         *PROGRAM.instructions,
         CopyIn(4, 0, (Wait(Queue.COMPUTE, 1),)),
         Run(2, (4,), waits=(Wait(Queue.COPY_IN, 3),)),
     )
-    again = replace(PROGRAM, instructions=second, blocks=(*PROGRAM.blocks, Block(4, 1, 50, 5, 7, offset=129)))
+    reused = replace(PROGRAM, instructions=second, blocks=(*PROGRAM.blocks, Block(4, 1, 50, 5, 7, offset=129)))
     # [129, 130) was the workspace of the second run, [130, 150) free since the first, [150, 179) read by the second.
     with pytest.raises(ValidationError, match="the bytes of block 3 of a workspace, then of block 4"):
-        validate(graph, again, 210)
-    off_workspace = with_block(again, replace(again.blocks[4], offset=130, bytes=50))
+        validate(graph, reused, 210)
+    off_workspace = with_block(reused, replace(reused.blocks[4], offset=130, bytes=50))
     with pytest.raises(ValidationError, match="the bytes of block 2 of storage 2"):
         validate(graph, off_workspace, 210)
-    beside = with_block(off_workspace, replace(off_workspace.blocks[2], offset=180))
-    validate(graph, replace(beside, arena_bytes=240), 240)
+    moved = with_block(off_workspace, replace(off_workspace.blocks[2], offset=180))
+    validate(graph, replace(moved, arena_bytes=240), 240)
 
 
-def test_bytes_left_and_right_of_a_newcomer_keep_their_history() -> None:
-    """A copy-in lands in the middle of what a run used; the bytes beside it are in use until that run is over."""
+def test_bytes_around_a_new_block_keep_their_history() -> None:
+    """A copy in writes the middle of the workspace of a run; the rest is in use until that run is over."""
     graph = StepGraph(
         tuple(Storage(s, 10, StorageKind.INPUT) for s in range(2)),
         (Op(0, "idle", (), (), ()), Op(1, "look", (0, 1), (), ())),
@@ -129,7 +128,7 @@ def test_bytes_left_and_right_of_a_newcomer_keep_their_history() -> None:
         )
         return Program(instructions, blocks, 30)
 
-    # A copy-out reads garbage here; that it touches the bytes too early is found first.
+    # The copy out reads garbage here; the race for its bytes is reported first.
     for begin in (0, 20):
         with pytest.raises(ValidationError, match="the bytes of block 0 of a workspace, then of block 2"):
             validate(graph, program(begin, wait, ()), 30)
@@ -137,8 +136,7 @@ def test_bytes_left_and_right_of_a_newcomer_keep_their_history() -> None:
             validate(graph, program(begin, wait, wait), 30)
 
 
-def test_a_write_waits_for_those_who_read_the_block() -> None:
-    """The parameter stays on the device, and is copied out before an op changes it."""
+def test_write_waits_for_readers_of_the_block() -> None:
     graph = StepGraph(
         (Storage(0, 8, StorageKind.PARAMETER, "weight"),),
         (Op(0, "update", (0,), (0,), ()),),
@@ -149,8 +147,8 @@ def test_a_write_waits_for_those_who_read_the_block() -> None:
     validate(graph, Program((CopyOut(0, 0), Run(0, (0,), waits=(Wait(Queue.COPY_OUT, 1),))), blocks, 8), 8)
 
 
-def test_a_copy_out_waits_for_those_who_read_the_home() -> None:
-    """One copy of the parameter is fetched early and not used; the home must not change under it."""
+def test_copy_out_waits_for_readers_of_the_home() -> None:
+    """A copy of the parameter is fetched early and not used; the home must not change during that fetch."""
     graph = StepGraph(
         (Storage(0, 8, StorageKind.PARAMETER, "weight"),),
         (Op(0, "update", (0,), (0,), ()),),
@@ -166,8 +164,8 @@ def test_a_copy_out_waits_for_those_who_read_the_home() -> None:
     validate(graph, Program((CopyIn(0, 0), CopyIn(1, 0), run, late), blocks, 16, (0,)), 16)
 
 
-def test_only_what_an_op_reads_must_be_there() -> None:
-    """An op that mutates without reading overwrites the storage as a whole, and may find anything in its block."""
+def test_only_the_reads_of_an_op_must_be_present() -> None:
+    """An op that mutates without reading overwrites the whole storage, so its block may hold anything."""
     storages = (Storage(0, 8, StorageKind.PARAMETER, "weight"),)
     program = Program(
         (Run(0, (0,)), CopyOut(0, 1, (Wait(Queue.COMPUTE, 1),))), (Block(0, 0, 8, 0, 2, offset=0),), 8, (0,)
@@ -177,7 +175,7 @@ def test_only_what_an_op_reads_must_be_there() -> None:
         validate(StepGraph(storages, (Op(0, "neg_", (0,), (0,), ()),)), program, 8)
 
 
-def test_an_op_that_names_a_storage_twice_writes_it_once() -> None:
+def test_storage_named_twice_is_written_once() -> None:
     graph = StepGraph((Storage(0, 8, StorageKind.PARAMETER, "weight"),), (Op(0, "update", (), (0, 0), ()),))
     program = Program(
         (Run(0, (0,)), CopyOut(0, 1, (Wait(Queue.COMPUTE, 1),))), (Block(0, 0, 8, 0, 0, True, 0),), 8, (0,)
@@ -186,7 +184,6 @@ def test_an_op_that_names_a_storage_twice_writes_it_once() -> None:
 
 
 def test_home_slots_need_waits_both_ways() -> None:
-    """The parameter goes home, and comes back into another block for another use."""
     graph = replace(GRAPH, ops=(*GRAPH.ops, Op(2, "look", (0,), (), ())))
     instructions = (
         *PROGRAM.instructions,
@@ -206,7 +203,7 @@ def test_home_slots_need_waits_both_ways() -> None:
         validate(graph, with_instruction(good, 4, CopyOut(0, 1)), 310)
 
 
-def test_versions() -> None:
+def test_versions_are_checked() -> None:
     refuses(
         with_instruction(PROGRAM, 1, CopyIn(0, 1)),
         r"needs version 1, but the home of storage 0 \(weight\) holds version 0",
@@ -216,12 +213,12 @@ def test_versions() -> None:
     refuses(replace(PROGRAM, results=()), "storage 0 .* is seen after the step, but is not a result")
 
 
-def test_an_activation_has_no_home_before_it_is_copied_out() -> None:
+def test_activation_has_no_home_before_its_copy_out() -> None:
     broken = replace(PROGRAM, results=(0, 2))
     refuses(broken, r"the home of storage 2 \(doubled\) is a result .* holds undefined bytes")
 
 
-def test_the_blocks_of_a_run() -> None:
+def test_blocks_of_a_run_are_checked() -> None:
     refuses(with_instruction(PROGRAM, 2, replace(PROGRAM.instructions[2], blocks=(2, 1))), "but its blocks are of")
     refuses(with_instruction(PROGRAM, 2, replace(PROGRAM.instructions[2], blocks=(1,))), "but its blocks are of")
     refuses(with_instruction(PROGRAM, 2, replace(PROGRAM.instructions[2], blocks=(1, 9))), "uses block 9")
@@ -234,7 +231,7 @@ def test_the_blocks_of_a_run() -> None:
     refuses(with_block(PROGRAM, replace(PROGRAM.blocks[3], bytes=29)), "a workspace of 29 bytes and needs 30")
 
 
-def test_ids_and_lifetimes_of_blocks() -> None:
+def test_ids_and_lifetimes_of_blocks_are_checked() -> None:
     moved = (PROGRAM.blocks[1], PROGRAM.blocks[0], *PROGRAM.blocks[2:])
     refuses(replace(PROGRAM, blocks=moved), "block at index 0 has id 1")
     refuses(with_block(PROGRAM, replace(PROGRAM.blocks[0], storage=9)), "is of storage 9")
@@ -264,7 +261,7 @@ def test_ops_run_once_in_order() -> None:
     refuses(with_instruction(PROGRAM, 3, recomputation), "comes before the first run of op 1, update")
 
 
-def test_a_rerunnable_op_may_run_again_on_what_it_first_read() -> None:
+def test_rerun_may_read_the_first_inputs() -> None:
     instructions = (*PROGRAM.instructions[:3], Run(0, (1, 4), again=True), *PROGRAM.instructions[3:])
     instructions = (
         *instructions[:4],
@@ -284,7 +281,7 @@ def test_a_rerunnable_op_may_run_again_on_what_it_first_read() -> None:
     refuses(program, "runs again, but the op is not rerunnable", graph=once)
 
 
-def test_a_rerun_must_find_the_versions_of_the_first_run() -> None:
+def test_rerun_must_find_the_versions_of_the_first_run() -> None:
     graph = StepGraph(
         (Storage(0, 8, StorageKind.PARAMETER, "weight"), Storage(1, 8, StorageKind.ACTIVATION, "doubled")),
         (Op(0, "double", (0,), (), (1,)), Op(1, "update", (0, 1), (0,), ()), Op(2, "look", (1,), (), ())),
@@ -307,7 +304,7 @@ WRAPPED = StepGraph(
 )
 
 
-def test_blocks_that_wrap_all_the_time() -> None:
+def test_permanent_wrapping_blocks() -> None:
     blocks = (Block(0, 0, 8, 0, 0, True, 0), Block(1, 1, 8, 0, 0, True, 8))
     program = Program((Run(0, (0, 1)), Run(1, ()), Run(2, (0,))), blocks, 16)
     validate(WRAPPED, program, 16)
@@ -319,8 +316,7 @@ def test_blocks_that_wrap_all_the_time() -> None:
         validate(WRAPPED, replace(program, blocks=(*blocks, Block(2, 0, 8, 0, 0, True, 16)), arena_bytes=24), 24)
 
 
-def test_blocks_that_wrap_part_of_the_time() -> None:
-    """The parameter goes home after its first use, gives its bytes up, and comes back for its last."""
+def test_wrapping_blocks_with_an_eviction() -> None:
     blocks = (Block(0, 0, 8, 3, 2, True, 0), Block(1, 1, 8, 0, 0, True, 8))
     program = Program(
         (
@@ -334,32 +330,34 @@ def test_blocks_that_wrap_part_of_the_time() -> None:
         16,
     )
     validate(WRAPPED, program, 16)
-    # Born again at its last use, it would hold nothing.
+    # Without the fetch, the block is empty at its last use.
     unfetched = without_instruction(program, 3)
     with pytest.raises(ValidationError, match=r"instruction 3 .* needs version 0, but block 0 .* undefined bytes"):
         validate(WRAPPED, unfetched, 16)
-    # Used while it is away.
+    # Used while it is evicted.
     early = with_block(program, replace(program.blocks[0], dies=1))
     with pytest.raises(ValidationError, match=r"instruction 1 .* which is not held then"):
         validate(WRAPPED, early, 16)
-    # The step must end with the last version in it.
+    # The step must end with the last version in the block.
     unwritten = replace(WRAPPED, ops=(*WRAPPED.ops[:2], replace(WRAPPED.ops[2], mutates=())))
     validate(unwritten, program, 16)
-    other = replace(program, instructions=(*program.instructions[:4], Run(2, (2,), waits=(Wait(Queue.COPY_IN, 1),))))
-    other = replace(other, blocks=(*blocks, Block(2, 0, 8, 3, 5, offset=16)), arena_bytes=24)
-    other = with_instruction(other, 3, CopyIn(2, 0, (Wait(Queue.COPY_OUT, 1),)))
+    other_block = replace(
+        program, instructions=(*program.instructions[:4], Run(2, (2,), waits=(Wait(Queue.COPY_IN, 1),)))
+    )
+    other_block = replace(other_block, blocks=(*blocks, Block(2, 0, 8, 3, 5, offset=16)), arena_bytes=24)
+    other_block = with_instruction(other_block, 3, CopyIn(2, 0, (Wait(Queue.COPY_OUT, 1),)))
     with pytest.raises(ValidationError, match=r"block 0 .* starts the next step .* holds undefined bytes"):
-        validate(WRAPPED, other, 24)
+        validate(WRAPPED, other_block, 24)
 
 
-def test_a_block_reborn_where_it_dies_starts_anew() -> None:
+def test_block_reborn_at_its_death_is_empty() -> None:
     blocks = (Block(0, 0, 8, 1, 1, True, 0), Block(1, 1, 8, 0, 0, True, 8))
     program = Program((Run(0, (0, 1)), Run(1, ()), Run(2, (0,))), blocks, 16)
     with pytest.raises(ValidationError, match=r"instruction 2 .* block 0 of storage 0 \(weight\) holds undefined"):
         validate(WRAPPED, program, 16)
 
 
-def test_a_mutated_input_is_a_result() -> None:
+def test_mutated_input_is_a_result() -> None:
     graph = StepGraph((Storage(0, 8, StorageKind.INPUT, "x"),), (Op(0, "scale_", (0,), (0,), ()),))
     program = Program(
         (CopyIn(0, 0), Run(0, (0,), waits=(Wait(Queue.COPY_IN, 1),)), CopyOut(0, 1, (Wait(Queue.COMPUTE, 1),))),
@@ -377,12 +375,12 @@ def test_costs_must_fit_the_graph() -> None:
         validate(GRAPH, PROGRAM, 210, Costs((OpCost(1.0),)))
 
 
-def test_a_graph_that_contradicts_itself_is_refused() -> None:
+def test_contradictory_graph_is_refused() -> None:
     with pytest.raises(GraphError):
         validate(replace(GRAPH, outputs=(9,)), PROGRAM, 210)
 
 
-def test_an_empty_step() -> None:
+def test_empty_step_is_checked() -> None:
     validate(StepGraph((), ()), Program((), ()), 0)
     table = StepGraph((Storage(0, 8, StorageKind.CONSTANT),), ())
     validate(table, Program((), (Block(0, 0, 8, 0, 0, wraps=True),)), 8)
@@ -390,8 +388,8 @@ def test_an_empty_step() -> None:
         validate(table, Program((), (Block(0, 0, 8, 0, 0, wraps=True),)), 7)
 
 
-def test_imports_nothing_that_it_judges() -> None:
-    """Its verdict counts only if no mistake of the planner can be its own."""
+def test_validator_imports_no_planner_code() -> None:
+    """The validator is independent only if it shares no code with the planner."""
     imported: set[str] = set()
     for path in Path(outofcore.validator.__file__).parent.glob("*.py"):
         nodes = list(ast.walk(ast.parse(path.read_text())))
@@ -414,7 +412,7 @@ NORM = StepGraph(
         Op(3, "look", (2,), (), ()),
     ),
 )
-# x, the running mean, the result, and for the second run scratch memory and the result once more.
+# x, the running mean, the result; for the second run scratch memory and the result again.
 NORM_BLOCKS = (
     Block(0, 0, 8, 0, 0, True, 0),
     Block(1, 1, 8, 0, 0, True, 8),
@@ -432,23 +430,23 @@ NORM_RUNS = (
 )
 
 
-def test_a_rerun_works_on_scratch_for_what_it_discards() -> None:
+def test_rerun_writes_scratch_for_discarded_storages() -> None:
     program = Program(NORM_RUNS, NORM_BLOCKS, 32)
     validate(NORM, program, 32)
-    # On the real thing, the running mean would be updated twice.
+    # Without scratch memory, the running mean would be updated twice.
     touching = with_instruction(program, 3, Run(0, (0, 1, 4), again=True))
     refuses(touching, r"block 1 of storage 1 \(running_mean\) starts the next step", 32, NORM, None)
-    kept = replace(NORM, ops=(replace(NORM.ops[0], discards=()), *NORM.ops[1:]))
-    refuses(program, r"instruction 3 .* needs version 0, but block 3 .* undefined bytes", 32, kept, None)
+    without_discards = replace(NORM, ops=(replace(NORM.ops[0], discards=()), *NORM.ops[1:]))
+    refuses(program, r"instruction 3 .* needs version 0, but block 3 .* undefined bytes", 32, without_discards, None)
 
 
-def test_a_rerun_needs_the_whole_chain() -> None:
+def test_rerun_needs_the_whole_sequence() -> None:
     program = Program(NORM_RUNS, NORM_BLOCKS, 32)
     short = without_instruction(program, 4)
     refuses(short, r"instruction 4 \(run of op 3, look\) needs version 2, but block 4 .* version 1", 32, NORM, None)
 
 
-def test_a_rerun_need_not_find_what_it_overwrites() -> None:
+def test_rerun_need_not_find_overwritten_contents() -> None:
     ops = (replace(NORM.ops[0], discards=()), replace(NORM.ops[1], reads=()), *NORM.ops[2:])
     graph = replace(NORM, ops=ops)
     blocks = (*NORM_BLOCKS[:3], Block(3, 2, 8, 3, 5, offset=16))

@@ -1,4 +1,4 @@
-"""The validator agrees with brute force on what is right and what is broken."""
+"""Tests that the validator agrees with brute force on valid and broken programs."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from outofcore.graph import StepGraph
 from outofcore.program import Block, Program
 from outofcore.validator import validate
 
-Made = tuple[StepGraph, Costs, Program]
+Case = tuple[StepGraph, Costs, Program]
 LIMITS = settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @LIMITS
 @given(naive_programs())
-def test_accepts_valid_programs(made: Made) -> None:
-    graph, costs, program = made
+def test_valid_programs_are_accepted(case: Case) -> None:
+    graph, costs, program = case
     assert not oracle.is_broken(graph, program)
     validate(graph, program, program.arena_bytes, costs)
 
 
 @LIMITS
 @given(naive_programs(), st.randoms(use_true_random=False))
-def test_what_it_accepts_is_right_on_every_schedule(made: Made, random: Random) -> None:
-    graph, costs, program = made
+def test_accepted_programs_are_correct_on_every_schedule(case: Case, random: Random) -> None:
+    graph, costs, program = case
     validate(graph, program, program.arena_bytes, costs)
     assert oracle.faults_on_schedule(graph, program, random) == []
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 @settings(LIMITS, max_examples=examples(15))
-@given(made=naive_programs(), random=st.randoms(use_true_random=False))
-def test_refuses_broken_programs(name: str, made: Made, random: Random) -> None:
-    graph, costs, program = made
+@given(case=naive_programs(), random=st.randoms(use_true_random=False))
+def test_broken_programs_are_refused(name: str, case: Case, random: Random) -> None:
+    graph, costs, program = case
     for description, broken in islice(MUTATIONS[name](graph, program, random), 3):
         event(name)
         with pytest.raises(ValidationError):
@@ -54,25 +54,25 @@ def test_refuses_broken_programs(name: str, made: Made, random: Random) -> None:
 
 @LIMITS
 @given(naive_programs(), st.randoms(use_true_random=False))
-def test_a_wait_may_go_exactly_where_brute_force_says_so(made: Made, random: Random) -> None:
-    graph, costs, program = made
+def test_wait_is_redundant_exactly_if_brute_force_agrees(case: Case, random: Random) -> None:
+    graph, costs, program = case
     waits = [(i, w) for i, instruction in enumerate(program.instructions) for w in instruction.waits]
     pairs = oracle.conflicts(graph, program)
     for index, wait in random.sample(waits, min(len(waits), 6)):
         instruction = program.instructions[index]
-        less = replace(instruction, waits=tuple(w for w in instruction.waits if w is not wait))
-        fewer = with_instruction(program, index, less)
-        if oracle.is_racy(graph, fewer, pairs):
+        without_wait = replace(instruction, waits=tuple(w for w in instruction.waits if w is not wait))
+        changed = with_instruction(program, index, without_wait)
+        if oracle.is_racy(graph, changed, pairs):
             with pytest.raises(ValidationError, match="must wait"):
-                validate(graph, fewer, program.arena_bytes, costs)
+                validate(graph, changed, program.arena_bytes, costs)
         else:
-            validate(graph, fewer, program.arena_bytes, costs)
+            validate(graph, changed, program.arena_bytes, costs)
 
 
 @LIMITS
 @given(naive_programs())
-def test_unplaced_programs_are_held_to_the_sum(made: Made) -> None:
-    graph, costs, program = made
+def test_unplaced_programs_are_checked_by_their_sum(case: Case) -> None:
+    graph, costs, program = case
     loose = replace(program, arena_bytes=0, blocks=tuple(replace(b, offset=-1) for b in program.blocks))
     peak = max(
         sum(b.bytes for b in program.blocks if _alive(b, index)) for index in range(-1, len(program.instructions))

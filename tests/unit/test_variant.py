@@ -1,4 +1,4 @@
-"""The chooser of variants, on needs and times that are made up."""
+"""Tests of the choice of a variant, on made-up needs and times."""
 
 from __future__ import annotations
 
@@ -25,41 +25,32 @@ from outofcore.variant import (
 
 @dataclass(frozen=True)
 class Planned:
-    """A planned variant that needs some bytes."""
-
     variant: Variant
     need: int
     seconds: float = 1.0
 
     @property
     def graph(self) -> StepGraph:
-        """One op on one storage of these bytes."""
         storage = Storage(0, self.need, StorageKind.ACTIVATION)
         return StepGraph((storage,), (Op(0, "op", (), (), (0,)),))
 
     @property
     def costs(self) -> Costs:
-        """Half a second of work."""
         return Costs((OpCost(0.5),), (SOMEWHERE,))
 
     @property
     def arena_bytes(self) -> int:
-        """The bytes of its storage."""
         return self.need
 
 
 @dataclass
 class Step:
-    """A step whose ops need half a split's bytes again on top, down to a floor.
+    """A step whose split ops need half of their bytes on top, down to a floor.
 
     Attributes:
-        whole: bytes that each form needs.
-        room: bytes of the arena.
-        floor: bytes below which no split gets it; None: its ops cannot be split.
-        seconds: of a step, whole and split.
-        later: bytes that later calls need in the lowest-memory form, whole and with split ops; None: as much as the
-            first. In other forms they need four times as much.
-        tried: the variants that were planned, in order.
+        floor: bytes that every split needs at least; None: the ops cannot be split.
+        later: bytes that later calls need in the lowest-memory form, whole and with split ops; None: the same as the
+            first call. In other forms they need four times as much.
     """
 
     whole: dict[Form, int]
@@ -73,21 +64,17 @@ class Step:
 
     @property
     def added_bytes(self) -> int:
-        """As many as could make a difference."""
         return self.room if self.later else 0
 
     def has(self, variant: Variant) -> bool:
-        """Return whether there is such a variant."""
         return self.smallest_arena(variant) is not None
 
     def smallest_arena(self, variant: Variant) -> int | None:
-        """Return the bytes that a variant needs."""
         if variant.op_bytes is None:
             return self.whole[variant.form]
         return None if self.floor is None else max(variant.op_bytes * 3 // 2, self.floor)
 
     def plan(self, variant: Variant) -> Planned | None:
-        """Plan a variant."""
         self.tried.append(variant)
         need = self.smallest_arena(variant)
         assert need is not None
@@ -98,7 +85,6 @@ class Step:
         raise BudgetError(f"{variant} needs more", need)
 
     def later_refusal(self, variant: Variant, first: BudgetError | None = None) -> BudgetError | None:
-        """Return the refusal of later calls."""
         need = 0 if self.later is None else self.later[variant.op_bytes is not None]
         need *= 1 if variant.form is Form.LOWEST_MEMORY else 4
         return (
@@ -107,7 +93,6 @@ class Step:
 
 
 def needs(fused: int, low: int, lowest: int) -> dict[Form, int]:
-    """Return the needs of the forms, given in MiB."""
     return {Form.FUSED: fused * MIB, Form.LOW_MEMORY: low * MIB, Form.LOWEST_MEMORY: lowest * MIB}
 
 
@@ -116,46 +101,46 @@ def needs(fused: int, low: int, lowest: int) -> dict[Form, int]:
     [(100, Form.FUSED), (90, Form.LOW_MEMORY), (80, Form.LOWEST_MEMORY)],
     ids=["fused", "low", "lowest"],
 )
-def test_quickest_form_that_fits_is_chosen(room: int, form: Form) -> None:
+def test_quickest_fitting_form_is_chosen(room: int, form: Form) -> None:
     step = Step(needs(100, 90, 80), room * MIB)
     assert choose_variant(step, step.room).variant.form is form
 
 
-def test_policy_that_moves_everything_is_not_left_on_the_device() -> None:
+def test_policy_without_resident_state_does_not_use_the_fused_form() -> None:
     step = Step(needs(100, 90, 80), 100 * MIB, may_stay=False)
     assert choose_variant(step, step.room).variant == Variant(Form.LOW_MEMORY, step.room)
 
 
-def test_coarsest_split_that_fits_is_chosen() -> None:
+def test_coarsest_fitting_split_is_chosen() -> None:
     step = Step(needs(400, 300, 256), 60 * MIB, floor=2 * MIB)
     chosen = choose_variant(step, step.room).variant
     assert chosen == split(32 * MIB, step.room)
     assert [variant.op_bytes for variant in step.tried] == [None, None, None, 32 * MIB]
 
 
-def test_split_stops_one_halving_below_the_least_need() -> None:
+def test_split_stops_one_halving_below_the_smallest_need() -> None:
     step = Step(needs(400, 300, 256), 8 * MIB, floor=20 * MIB)
     with pytest.raises(BudgetError) as refused:
         choose_variant(step, step.room)
     assert refused.value.smallest_budget == 20 * MIB
-    # 4 MiB is the first split, as larger ones leave no room; the finest for any budget, of 8 MiB, comes last.
+    # 4 MiB is the first split, since larger ones leave no room. The finest split of any budget, 8 MiB, comes last.
     assert [variant.op_bytes for variant in step.tried[3:]] == [4 * MIB, 2 * MIB, 8 * MIB]
 
 
-def test_refusal_is_that_of_the_variant_with_the_least_need() -> None:
+def test_refusal_names_the_variant_with_the_smallest_need() -> None:
     step = Step(needs(400, 300, 256), 8 * MIB)
     with pytest.raises(BudgetError, match="lowest memory") as refused:
         choose_variant(step, step.room)
     assert refused.value.smallest_budget == 256 * MIB
 
 
-def test_refusal_names_later_calls_when_they_need_more() -> None:
+def test_refusal_names_later_calls_if_they_need_more() -> None:
     step = Step(needs(400, 300, 256), 8 * MIB, later=(260 * MIB, 260 * MIB))
     with pytest.raises(BudgetError, match="later calls"):
         choose_variant(step, step.room)
 
 
-def test_later_calls_are_not_held_to_the_form_of_the_first() -> None:
+def test_later_calls_may_use_another_form() -> None:
     step = Step(needs(80, 80, 80), 100 * MIB, may_split=False, later=(90 * MIB, 90 * MIB))
     assert choose_variant(step, step.room).variant == FUSED
 
@@ -175,14 +160,14 @@ def test_later_calls_must_fit_whole_or_split(split_needs: int, fits: bool) -> No
     ("room", "whole", "seconds", "is_split"),
     [
         (80, 70, (1.0, 0.9), True),
-        (80, 30, (1.0, 0.9), False),  # ops that need little leave room for copies
+        (80, 30, (1.0, 0.9), False),  # small ops leave room for copies
         (80, 70, (0.6, 0.5), False),  # ops hardly wait
         (80, 70, (1.0, 0.99), False),  # hardly quicker
         (60, 55, (1.0, 0.9), False),  # too small a budget
     ],
     ids=["quicker", "small ops", "no waits", "hardly quicker", "small budget"],
 )
-def test_step_that_fits_is_split_only_for_speed(
+def test_fitting_step_is_split_only_for_speed(
     room: int, whole: int, seconds: tuple[float, float], is_split: bool
 ) -> None:
     step = Step(needs(100, whole, whole), room * MIB, floor=MIB, seconds=seconds)
@@ -191,13 +176,13 @@ def test_step_that_fits_is_split_only_for_speed(
     )
 
 
-def test_finest_split_does_not_depend_on_a_budget() -> None:
-    found = [finest_split(Step(needs(400, 300, 256), room, floor=10 * MIB), 256 * MIB) for room in (8 * MIB, 80 * MIB)]
-    # Of splits at 8 and 4 MiB, which need 12 and 10 MiB, the finer one saves more than 5 %.
-    assert found == [(split(4 * MIB, 4 * MIB), 10 * MIB)] * 2
+def test_finest_split_does_not_depend_on_the_budget() -> None:
+    splits = [finest_split(Step(needs(400, 300, 256), room, floor=10 * MIB), 256 * MIB) for room in (8 * MIB, 80 * MIB)]
+    # Of the splits at 8 and 4 MiB, which need 12 and 10 MiB, the finer one saves more than 5 %.
+    assert splits == [(split(4 * MIB, 4 * MIB), 10 * MIB)] * 2
 
 
-def test_smallest_variant_is_whole_when_no_op_can_be_split() -> None:
+def test_smallest_variant_is_whole_if_ops_cannot_be_split() -> None:
     assert smallest_variant(Step(needs(400, 300, 256), 8 * MIB)) == (LOWEST_MEMORY, 256 * MIB)
 
 

@@ -1,4 +1,4 @@
-"""What ``make verify`` compares: masked output, outcomes of tests, saved files, exit status."""
+"""Tests of the comparisons of ``make verify``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ REPORT = """<testsuites><testsuite>
         ("loss: 0.50232, step 3", "loss: 0.50232, step 3"),
     ],
 )
-def test_mask_replaces_times_and_nothing_else(line: str, masked: str) -> None:
+def test_mask_replaces_only_times(line: str, masked: str) -> None:
     assert mask(line) == masked
 
 
@@ -53,12 +53,12 @@ def test_outcomes_are_read_from_a_report() -> None:
     assert outcomes_of(REPORT) == {"t.A::one": "passed", "t.A::two[x]": "skipped", "t.B::three": "failure"}
 
 
-def test_the_same_runs_have_no_difference() -> None:
+def test_equal_runs_have_no_difference() -> None:
     assert difference(PLAIN, dataclasses.replace(PLAIN, seconds=9.0, peak=5, error="warned")) == ""
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "text"),
     [
         ({"output": ("loss 1.5", "loss 1.26")}, "line 2: 'loss 1.25' became 'loss 1.26'"),
         ({"output": ("loss 1.5",)}, "line 2: 'loss 1.25' became None"),
@@ -70,12 +70,12 @@ def test_the_same_runs_have_no_difference() -> None:
         ({"status": None, "seconds": 60.0}, "no end after 60 s"),
     ],
 )
-def test_difference_names_the_first(changed: dict[str, object], said: str) -> None:
-    assert difference(PLAIN, dataclasses.replace(PLAIN, **changed)) == said  # type: ignore[arg-type]
+def test_difference_names_the_first(changed: dict[str, object], text: str) -> None:
+    assert difference(PLAIN, dataclasses.replace(PLAIN, **changed)) == text  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("program", "changed", "said"),
+    ("program", "changed", "text"),
     [
         (Program("p", ("main.py",), "1MiB"), {}, ""),
         (Program("p", ("main.py",), "1MiB"), {"status": 1}, "plain Python failed with exit status 1"),
@@ -86,14 +86,14 @@ def test_difference_names_the_first(changed: dict[str, object], said: str) -> No
         (Program("p", ("-m", "pytest"), "1MiB"), {"status": 2}, "plain Python failed with exit status 2"),
     ],
 )
-def test_failure_says_why_plain_python_is_no_measure(program: Program, changed: dict[str, object], said: str) -> None:
-    assert failure(program, dataclasses.replace(PLAIN, **changed)) == said  # type: ignore[arg-type]
+def test_failure_explains_an_unusable_plain_run(program: Program, changed: dict[str, object], text: str) -> None:
+    assert failure(program, dataclasses.replace(PLAIN, **changed)) == text  # type: ignore[arg-type]
 
 
 def test_summary_of_a_loop_is_read() -> None:
     stats = pytest.importorskip("outofcore.follow.stats")
-    said = repr(stats.LoopStats(peak_bytes=3 << 20, written_bytes=0, fetched_bytes=5 << 30)).strip("<>")
-    assert summary_of(f"a warning\noutofcore: {said}\n") == (3 << 20, 0, 5 << 30)
+    summary = repr(stats.LoopStats(peak_bytes=3 << 20, written_bytes=0, fetched_bytes=5 << 30)).strip("<>")
+    assert summary_of(f"a warning\noutofcore: {summary}\n") == (3 << 20, 0, 5 << 30)
     assert summary_of("Traceback") == (0, 0, 0)
 
 
@@ -123,7 +123,7 @@ def test_run_ends_at_its_limit(tmp_path: Path) -> None:
     assert run(Program("p", ("sleeps.py",), "1MiB"), tmp_path, None, limit=1).status is None
 
 
-def test_rows_name_what_differs() -> None:
+def test_rows_name_the_difference() -> None:
     row = {
         "command": "main.py", "commit": "abc", "budget": 1 << 20, "in_core_peak": 4 << 20, "peak": 1 << 20,
         "evicted": 0, "fetched": 0, "plain_seconds": 2.0, "ratio": 1.5, "difference": "",
@@ -135,5 +135,5 @@ def test_rows_name_what_differs() -> None:
     assert "| p at abc | `main.py` | 4.00 MiB → 1.00 MiB (1.00 MiB) |" in format_table({"p": row})
 
 
-def test_programs_have_names_of_their_own() -> None:
+def test_program_names_are_unique() -> None:
     assert len({program.name for program in PROGRAMS}) == len(PROGRAMS)

@@ -1,4 +1,4 @@
-"""Graphs, costs and programs as data: what they say of themselves, and what they refuse."""
+"""Tests of graphs, costs and programs as data: derived values and checks."""
 
 from __future__ import annotations
 
@@ -40,29 +40,29 @@ def test_touched_names_each_storage_once_in_order() -> None:
     assert Op(0, "op", (3, 1, 3), (1, 2), (5, 4)).touched == (3, 1, 2, 5, 4)
 
 
-def test_creator() -> None:
+def test_creator_maps_storages_to_ops() -> None:
     assert GRAPH.creator == {2: 0, 3: 1}
 
 
-def test_persistent_leaves_out_what_the_step_creates() -> None:
+def test_persistent_excludes_storages_created_by_the_step() -> None:
     assert GRAPH.persistent == {0, 4}
 
 
-def test_persistent_kinds() -> None:
+def test_persistent_kinds_are_complete() -> None:
     kinds = StorageKind.PARAMETER, StorageKind.GRADIENT, StorageKind.OPTIMIZER_STATE, StorageKind.BUFFER
     assert set(kinds) == PERSISTENT_KINDS
 
 
-def test_uses() -> None:
+def test_uses_list_the_ops_of_each_storage() -> None:
     assert GRAPH.uses == ((0, 3), (0,), (0, 1), (1, 3), (1, 3), (0,))
 
 
-def test_a_sound_graph_passes() -> None:
+def test_sound_graph_passes() -> None:
     GRAPH.check()
     StepGraph((), ()).check()
 
 
-def test_it_cannot_be_changed() -> None:
+def test_graph_is_immutable() -> None:
     with pytest.raises(FrozenInstanceError):
         GRAPH.outputs = ()  # type: ignore[misc]
 
@@ -87,7 +87,7 @@ def with_op(op: Op) -> StepGraph:
         (replace(GRAPH, outputs=(6,)), "output 6 is not a storage of the step"),
     ],
 )
-def test_a_graph_that_contradicts_itself_is_refused(broken: StepGraph, message: str) -> None:
+def test_contradictory_graph_is_refused(broken: StepGraph, message: str) -> None:
     with pytest.raises(GraphError, match=message):
         broken.check()
 
@@ -104,23 +104,23 @@ def test_random_graphs_are_sound(graph: StepGraph) -> None:
 TWO_OPS = StepGraph((), (Op(0, "a", (), (), ()), Op(1, "b", (), (), ())))
 
 
-def test_seconds_of_copies() -> None:
+def test_copy_seconds_include_latency() -> None:
     home = Home("host", None, bytes_per_s_out=100.0, bytes_per_s_in=200.0, latency_s=0.5)
     assert home.out_seconds(400) == 4.5
     assert home.in_seconds(400) == 2.5
     assert home.out_seconds(0) == home.in_seconds(0) == 0.5
 
 
-def test_latency_is_none_unless_given() -> None:
+def test_latency_is_zero_by_default() -> None:
     assert Home("host", None, 100.0, 200.0).out_seconds(100) == 1.0
 
 
-def test_compute_seconds() -> None:
+def test_compute_seconds_add_up() -> None:
     assert Costs((OpCost(1.0), OpCost(2.5))).compute_seconds == 3.5
     assert Costs(()).compute_seconds == 0
 
 
-def test_costs_that_fit() -> None:
+def test_matching_costs_pass() -> None:
     Costs((OpCost(0.0), OpCost(1.0, 4096))).check(TWO_OPS)
 
 
@@ -134,7 +134,7 @@ def test_costs_that_fit() -> None:
         (Costs((OpCost(1.0), OpCost(1.0, -1))), "op 1 has a negative cost"),
     ],
 )
-def test_costs_that_do_not_fit(costs: Costs, message: str) -> None:
+def test_mismatching_costs_are_refused(costs: Costs, message: str) -> None:
     with pytest.raises(GraphError, match=message):
         costs.check(TWO_OPS)
 
@@ -149,14 +149,14 @@ def test_random_costs_and_budgets_fit(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(("contention", "slowdown"), [(1.1, 0.0), (-0.1, 0.0), (0.0, -0.1), (nan, 0.0), (0.0, nan)])
-def test_what_copies_take_from_others_must_be_possible(contention: float, slowdown: float) -> None:
+def test_impossible_contention_is_refused(contention: float, slowdown: float) -> None:
     home = Home("disk", None, 1.0, 1.0, 0.0, contention, slowdown)
     with pytest.raises(GraphError, match="contention"):
         Costs((OpCost(1.0), OpCost(1.0)), (home,)).check(TWO_OPS)
 
 
 @pytest.mark.parametrize("part", [0.0, 1.0, -0.5, nan])
-def test_no_copies_may_be_stopped_by_others(part: float) -> None:
+def test_contention_out_must_leave_both_directions_running(part: float) -> None:
     home = Home("disk", None, 1.0, 1.0, contention=1.0, contention_out=part)
     with pytest.raises(GraphError, match=r"from 0\.05 to 0\.95"):
         Costs((OpCost(1.0), OpCost(1.0)), (home,)).check(TWO_OPS)
@@ -171,7 +171,7 @@ def test_each_instruction_has_its_queue(instruction: Instruction, queue: Queue) 
 
 
 def test_programs_are_values() -> None:
-    """Equal programs are equal and hash alike, so that they can key a cache."""
+    """Equal programs hash alike, so that they can key a cache."""
 
     def make() -> Program:
         waits = (Wait(Queue.COPY_IN, 1),)
@@ -183,5 +183,5 @@ def test_programs_are_values() -> None:
         make().arena_bytes = 9  # type: ignore[misc]
 
 
-def test_a_block_is_not_placed_until_it_is() -> None:
+def test_new_block_is_unplaced() -> None:
     assert Block(0, None, 8, 0, 1).offset == -1

@@ -1,4 +1,4 @@
-"""Windows onto a storage made of others by views: every element comes from its address."""
+"""Tests of windows that are derived from others by views: every element keeps its address."""
 
 from __future__ import annotations
 
@@ -13,35 +13,33 @@ from outofcore.analysis.windows import Derivation, TensorWindow, derive_window
 
 
 def addresses(window: TensorWindow) -> dict[tuple[int, ...], int]:
-    """Where each element lies."""
     return {
         index: window.offset + sum(i * step for i, step in zip(index, window.stride, strict=True))
         for index in product(*map(range, window.shape))
     }
 
 
-def made(given_: TensorWindow, how: Derivation) -> dict[tuple[int, ...], int]:
-    """Where each element of what is made lies, told by its place in the shape that the elements are divided into."""
-    order = [given_.stride[dim] for dim in how.order if given_.shape[dim] > 1]
+def derived_addresses(base: TensorWindow, steps: Derivation) -> dict[tuple[int, ...], int]:
+    order = [base.stride[dim] for dim in steps.order if base.shape[dim] > 1]
     assert order == sorted(order, reverse=True)
-    assert sorted(how.order) == list(range(len(given_.shape)))
-    assert prod(how.factors) == prod(given_.shape)
-    assert sorted(place for place in how.places if place is not None) == sorted(
-        place for place, (_, count) in enumerate(how.ranges) if count > 1
+    assert sorted(steps.order) == list(range(len(base.shape)))
+    assert prod(steps.factors) == prod(base.shape)
+    assert sorted(place for place in steps.places if place is not None) == sorted(
+        place for place, (_, count) in enumerate(steps.ranges) if count > 1
     )
-    found: dict[tuple[int, ...], int] = {}
-    for index in product(*map(range, how.shape)):
-        digits = [first for first, _ in how.ranges]
-        for number, place in zip(index, how.places, strict=True):
+    address_of: dict[tuple[int, ...], int] = {}
+    for index in product(*map(range, steps.shape)):
+        digits = [first for first, _ in steps.ranges]
+        for number, place in zip(index, steps.places, strict=True):
             if place is not None:
-                assert number < how.ranges[place][1]
+                assert number < steps.ranges[place][1]
                 digits[place] += number
         at = 0
-        for digit, factor in zip(digits, how.factors, strict=True):
+        for digit, factor in zip(digits, steps.factors, strict=True):
             assert digit < factor
             at = at * factor + digit
-        found[index] = given_.offset + at
-    return found
+        address_of[index] = base.offset + at
+    return address_of
 
 
 @st.composite
@@ -56,7 +54,7 @@ def dense(draw: st.DrawFn) -> TensorWindow:
 
 @st.composite
 def views(draw: st.DrawFn, of: TensorWindow) -> TensorWindow:
-    """Views as ``narrow``, ``select``, ``permute``, ``unsqueeze`` and ``expand`` make them."""
+    """Draw views as ``narrow``, ``select``, ``permute``, ``unsqueeze`` and ``expand`` make them."""
     dims, offset = list(zip(of.shape, of.stride, strict=True)), of.offset
     for place in reversed(range(len(dims))):
         size, step = dims[place]
@@ -77,36 +75,36 @@ def views(draw: st.DrawFn, of: TensorWindow) -> TensorWindow:
 
 
 @given(st.data())
-def test_views_are_made_of_what_they_are_views_of(data: st.DataObject) -> None:
-    given_ = data.draw(dense())
-    wanted = data.draw(views(given_))
-    how = derive_window(given_, wanted)
-    assert how is not None
-    assert how.shape == wanted.shape
-    assert made(given_, how) == addresses(wanted)
+def test_views_are_derived_from_their_base(data: st.DataObject) -> None:
+    base = data.draw(dense())
+    view = data.draw(views(base))
+    steps = derive_window(base, view)
+    assert steps is not None
+    assert steps.shape == view.shape
+    assert derived_addresses(base, steps) == addresses(view)
 
 
 @given(dense(), dense())
-def test_whatever_is_made_lies_where_it_was_wanted(given_: TensorWindow, wanted: TensorWindow) -> None:
-    how = derive_window(given_, wanted)
-    inside = set(addresses(wanted).values()) <= set(addresses(given_).values())
-    if how is None:
-        # The elements of one that is as large are all there.
-        assert not inside or prod(given_.shape) != prod(wanted.shape)
+def test_derived_windows_have_the_same_addresses(base: TensorWindow, target: TensorWindow) -> None:
+    steps = derive_window(base, target)
+    inside = set(addresses(target).values()) <= set(addresses(base).values())
+    if steps is None:
+        # A base with as many elements as the target contains them all.
+        assert not inside or prod(base.shape) != prod(target.shape)
     else:
-        assert made(given_, how) == addresses(wanted)
+        assert derived_addresses(base, steps) == addresses(target)
 
 
 @pytest.mark.parametrize(
-    ("given_", "wanted"),
+    ("base", "target"),
     [
-        (TensorWindow((4,), (2,)), TensorWindow((2,), (2,))),  # gaps in what is given
+        (TensorWindow((4,), (2,)), TensorWindow((2,), (2,))),  # gaps in the base
         (TensorWindow((6,), (1,)), TensorWindow((3, 3), (1, 1))),  # overlaps
-        (TensorWindow((6,), (1,), 3), TensorWindow((2,), (1,), 2)),  # begins before it
-        (TensorWindow((6,), (1,)), TensorWindow((2,), (1,), 5)),  # ends behind it
-        (TensorWindow((10,), (1,)), TensorWindow((3,), (3,))),  # steps that do not divide it
+        (TensorWindow((6,), (1,), 3), TensorWindow((2,), (1,), 2)),  # begins before the base
+        (TensorWindow((6,), (1,)), TensorWindow((2,), (1,), 5)),  # ends behind the base
+        (TensorWindow((10,), (1,)), TensorWindow((3,), (3,))),  # strides that do not divide the base
         (TensorWindow((0,), (1,)), TensorWindow((0,), (1,))),
     ],
 )
-def test_what_is_no_view_is_not_made(given_: TensorWindow, wanted: TensorWindow) -> None:
-    assert derive_window(given_, wanted) is None
+def test_unviewable_window_is_not_derived(base: TensorWindow, target: TensorWindow) -> None:
+    assert derive_window(base, target) is None

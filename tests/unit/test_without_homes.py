@@ -1,4 +1,4 @@
-"""Plans where nothing can be offloaded: always one from the named smallest budget on, and never slower with more."""
+"""Tests of plans without homes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ from outofcore.planning.remat.chains import Choices
 from outofcore.planning.remat.contents import StepContents
 from outofcore.validator import validate
 
-# Of seconds that are sums of the same numbers in another order.
+# Sums of the same numbers in another order may differ by this factor.
 _ROUNDING = 1 + 1e-9
 
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[StepGraph, Costs]:
-    """Graphs with costs and no home."""
     graph = draw(st.one_of(deep_graphs(max_layers=9), graphs(max_layers=3)))
     return graph, replace(draw(costs_for(graph)), homes=())
 
@@ -39,55 +38,55 @@ def choices_of(graph: StepGraph, costs: Costs, limit: int = 1 << 40) -> Choices:
     return Choices(Problem.of(graph, costs, limit), StepContents.of(graph, costs))
 
 
-def planned(graph: StepGraph, costs: Costs, budget: int, policy: str = "auto") -> Planned | None:
+def valid_plan(graph: StepGraph, costs: Costs, budget: int, policy: str = "auto") -> Planned | None:
     try:
-        found = plan_step(graph, costs, budget, policy, params=QUICK)
+        plan = plan_step(graph, costs, budget, policy, params=QUICK)
     except BudgetError:
         return None
-    validate(graph, found.program, budget, costs)
-    return found
+    validate(graph, plan.program, budget, costs)
+    return plan
 
 
 @settings(LIMITS, max_examples=examples(25))
 @given(steps())
-def test_there_is_a_plan_from_the_smallest_budget_on_and_more_is_never_slower(step: tuple[StepGraph, Costs]) -> None:
+def test_more_memory_has_a_plan_and_is_never_slower(step: tuple[StepGraph, Costs]) -> None:
     graph, costs = step
-    smallest, everything = smallest_budget(graph, costs), in_core_budget(graph, costs)
-    assert smallest <= everything
+    smallest, in_core = smallest_budget(graph, costs), in_core_budget(graph, costs)
+    assert smallest <= in_core
     parts = 7 if is_exhaustive() else 3
-    budgets = [smallest + (everything - smallest) * part // parts for part in range(parts + 1)]
-    found = [planned(graph, costs, budget) for budget in budgets]
-    seconds = [one.timeline.step_seconds for one in found if one is not None]
+    budgets = [smallest + (in_core - smallest) * part // parts for part in range(parts + 1)]
+    plans = [valid_plan(graph, costs, budget) for budget in budgets]
+    seconds = [plan.timeline.step_seconds for plan in plans if plan is not None]
     assert len(seconds) == len(budgets)
     assert all(more <= less * _ROUNDING for less, more in pairwise(seconds))
     for budget, auto in zip(budgets, seconds, strict=True):
-        evicted = planned(graph, costs, budget, "dtr")
+        evicted = valid_plan(graph, costs, budget, "dtr")
         assert evicted is None or auto <= evicted.timeline.step_seconds * _ROUNDING
 
 
 @settings(LIMITS, max_examples=examples(25))
 @given(steps(), st.floats(0.2, 1))
-def test_the_same_step_and_budget_give_the_same_plan(step: tuple[StepGraph, Costs], part: float) -> None:
+def test_same_step_and_budget_give_the_same_plan(step: tuple[StepGraph, Costs], part: float) -> None:
     graph, costs = step
     budget = max(int(in_core_budget(graph, costs) * part), smallest_budget(graph, costs))
-    assert planned(graph, costs, budget) == planned(graph, costs, budget)
+    assert valid_plan(graph, costs, budget) == valid_plan(graph, costs, budget)
 
 
 @pytest.mark.parametrize("policy", some_of(["auto", "dtr"], ["auto"]))
-def test_what_is_too_small_names_a_budget_that_will_do(policy: str) -> None:
+def test_refusal_names_a_sufficient_budget(policy: str) -> None:
     graph = network(16)
     costs = network_costs(graph, copy=None)
     smallest = smallest_budget(graph, costs)
     assert smallest < 6 * MIB
-    assert planned(graph, costs, smallest) is not None
+    assert valid_plan(graph, costs, smallest) is not None
     with pytest.raises(BudgetError, match="smallest budget that would do is") as refused:
         plan_step(graph, costs, smallest - 1, policy)
     assert refused.value.smallest_budget == smallest
     assert "policy='auto'" not in str(refused.value)
 
 
-def test_what_lasts_stays_where_there_is_no_home() -> None:
-    """The neediest op needs 2 MiB, but 8 MiB of parameters that other ops use cannot leave."""
+def test_persistent_state_stays_without_a_home() -> None:
+    """The largest op needs 2 MiB, but 8 MiB of parameters of other ops cannot be evicted."""
     storages = [Storage(i, MIB, StorageKind.PARAMETER, f"w{i}") for i in range(8)]
     storages += [Storage(8 + i, MIB, StorageKind.ACTIVATION, f"x{i}") for i in range(8)]
     ops = [Op(i, "layer", (i,), (), (8 + i,)) for i in range(8)]
@@ -96,33 +95,33 @@ def test_what_lasts_stays_where_there_is_no_home() -> None:
     costs = Costs(tuple(OpCost(1.0) for _ in ops))
     smallest = smallest_budget(graph, costs)
     assert 9 * MIB <= smallest < 10 * MIB
-    found = planned(graph, costs, smallest)
-    assert found is not None and found.timeline.step_seconds == pytest.approx(23.0)  # all but the last run again
+    plan = valid_plan(graph, costs, smallest)
+    assert plan is not None and plan.timeline.step_seconds == pytest.approx(23.0)  # all but the last run again
     needs = r"no home to evict tensors to: persistent state that stays on the device, and recomputation, need 7\.00 MiB"
     with pytest.raises(BudgetError, match=needs):
         plan_step(graph, costs, smallest - 4096)
 
 
-def test_greedy_eviction_takes_what_is_cheapest_for_its_bytes_and_its_age() -> None:
-    """Four maps of one MiB from nothing wait while a fifth is made, and room is for four."""
+def test_greedy_eviction_prefers_cheap_and_old_storages() -> None:
+    """Four activations of 1 MiB wait while a fifth is made, with room for four."""
     storages = tuple(Storage(i, MIB, StorageKind.ACTIVATION, f"x{i}") for i in range(5))
     ops = [Op(i, "layer", (), (), (i,)) for i in range(5)] + [Op(5 + i, "back", (4 - i,), (), ()) for i in range(5)]
     graph = StepGraph(storages, tuple(ops))
 
-    def evicted(seconds: tuple[float, ...]) -> set[int]:
+    def evict(seconds: tuple[float, ...]) -> set[int]:
         costs = Costs(tuple(OpCost(s) for s in (*seconds, 1.0, 1.0, 1.0, 1.0, 1.0)))
         choices = choices_of(graph, costs)
         snapshot = evict_online(choices, 4 * MIB)
         assert snapshot is not None
         return {choices.problem.gaps[g].gap.storage for g, _, _ in snapshot}
 
-    assert evicted((1.0, 1.0, 1.0, 1.0, 1.0)) == {0}  # equally dear: the oldest
-    assert evicted((9.0, 1.0, 9.0, 9.0, 1.0)) == {1}  # nearly as old, and cheaper
-    assert evicted((1.0, 2.0, 0.001, 2.0, 1.0)) == {2}  # cheap enough to make up for its age
+    assert evict((1.0, 1.0, 1.0, 1.0, 1.0)) == {0}  # equal costs: the oldest
+    assert evict((9.0, 1.0, 9.0, 9.0, 1.0)) == {1}  # nearly as old, and cheaper
+    assert evict((1.0, 2.0, 0.001, 2.0, 1.0)) == {2}  # cheap enough to outweigh its age
 
 
-def test_the_heuristic_counts_evicted_neighbours() -> None:
-    """Once x1 is gone, x2, made from it, takes both; so x3, made from nothing, goes next though it is younger."""
+def test_heuristic_counts_evicted_neighbours() -> None:
+    """Once x1 is evicted, recomputing x2 includes x1, so the younger x3 is cheaper."""
     storages = tuple(Storage(i, MIB, StorageKind.ACTIVATION, f"x{i}") for i in range(6))
     made_from = {2: (1,)}
     ops = [Op(i, "layer", made_from.get(i, ()), (), (i,)) for i in range(6)]
@@ -132,25 +131,25 @@ def test_the_heuristic_counts_evicted_neighbours() -> None:
     choices = choices_of(graph, costs)
     snapshot = evict_online(choices, 4 * MIB)
     assert snapshot is not None
-    gone = {choices.problem.gaps[g].gap.storage for g, _, _ in snapshot}
-    assert gone == {1, 3}
+    evicted = {choices.problem.gaps[g].gap.storage for g, _, _ in snapshot}
+    assert evicted == {1, 3}
 
 
-def test_greedy_eviction_has_no_plan_where_an_op_does_not_fit() -> None:
+def test_greedy_eviction_fails_if_an_op_does_not_fit() -> None:
     graph = network(8)
     choices = choices_of(graph, network_costs(graph, copy=None))
     assert evict_online(choices, MIB) is None
     assert evict_online(choices, 64 * MIB) == ()
 
 
-def test_the_policy_works_with_homes_and_only_computes_again() -> None:
+def test_dtr_only_recomputes_even_with_homes() -> None:
     graph = network(24)
     costs = network_costs(graph)
-    found = plan_step(graph, costs, 16 * MIB, DTR())
-    validate(graph, found.program, 16 * MIB, costs)
-    assert found.plan.policy == "dtr"
-    assert {decision.residency for decision in found.plan.decisions} == {Residency.RECOMPUTE}
-    [asked] = DTR().variants(graph, costs, 16 * MIB)
-    assert asked(16 * MIB).decisions == found.plan.decisions
+    planned = plan_step(graph, costs, 16 * MIB, DTR())
+    validate(graph, planned.program, 16 * MIB, costs)
+    assert planned.plan.policy == "dtr"
+    assert {decision.residency for decision in planned.plan.decisions} == {Residency.RECOMPUTE}
+    [variant] = DTR().variants(graph, costs, 16 * MIB)
+    assert variant(16 * MIB).decisions == planned.plan.decisions
     with pytest.raises(BudgetError):
-        asked(MIB)
+        variant(MIB)

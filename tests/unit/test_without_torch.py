@@ -1,4 +1,4 @@
-"""Planning from files, validating and placing where PyTorch is not installed: every import of it fails here."""
+"""Tests of planning, validating and placing without PyTorch: every import of it fails here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outofcore.costs import Costs, Home, OpCost
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.graphfile import GraphFile, write_graph
 
-# Run before anything else: a finder that knows PyTorch only to refuse it.
+# An import finder that refuses PyTorch, installed first.
 _BLOCK = """
 import sys
 
@@ -40,7 +40,7 @@ def outofcore_command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def graph(tmp_path: Path) -> Path:
-    """Two layers, forward and backward; 9 MiB in core, 5 MiB at the least."""
+    """Write a graph of two layers, forward and backward: 9 MiB in core, at least 5 MiB."""
     mib = 1 << 20
     storages = [Storage(i, mib, StorageKind.PARAMETER, f"weight {i}") for i in range(2)]
     storages += [Storage(2 + i, 2 * mib, StorageKind.ACTIVATION, f"activation {i}") for i in range(3)]
@@ -56,78 +56,80 @@ def graph(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_torch_that_is_here_is_out_of_reach() -> None:
-    done = run("import torch")
-    assert done.returncode == 1
-    assert "No module named 'torch'" in done.stderr
+def test_torch_cannot_be_imported_here() -> None:
+    process = run("import torch")
+    assert process.returncode == 1
+    assert "No module named 'torch'" in process.stderr
 
 
-def test_plan_and_validate(graph: Path, tmp_path: Path) -> None:
+def test_plan_and_validate_run(graph: Path, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
-    done = outofcore_command("plan", "--graph", str(graph), "--budget", "6MiB", "--save-plan", str(plan), "--json")
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+    process = outofcore_command("plan", "--graph", str(graph), "--budget", "6MiB", "--save-plan", str(plan), "--json")
+    assert process.returncode == 0, process.stderr
+    answer = json.loads(process.stdout)
     assert answer["feasible"]
     assert answer["peak_bytes"] <= 6 << 20
-    done = outofcore_command("validate", "--graph", str(graph), "--plan", str(plan))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("valid: ")
+    process = outofcore_command("validate", "--graph", str(graph), "--plan", str(plan))
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith("valid: ")
     page = tmp_path / "report.html"
-    done = outofcore_command("report", "--graph", str(graph), "--budget", "6MiB", "-o", str(page), "--no-curve")
-    assert done.returncode == 0, done.stderr
+    process = outofcore_command("report", "--graph", str(graph), "--budget", "6MiB", "-o", str(page), "--no-curve")
+    assert process.returncode == 0, process.stderr
     assert '"name":"predicted"' in page.read_text(encoding="utf-8")
-    done = outofcore_command("plan", "--graph", str(graph), "--compare")
-    assert done.returncode in (0, 1), done.stderr
-    assert "Traceback" not in done.stderr
+    process = outofcore_command("plan", "--graph", str(graph), "--compare")
+    assert process.returncode in (0, 1), process.stderr
+    assert "Traceback" not in process.stderr
 
 
-def test_pack(tmp_path: Path) -> None:
+def test_pack_runs(tmp_path: Path) -> None:
     file = tmp_path / "rectangles.csv"
     file.write_text("id,lower,upper,size\na,0,4,8\nb,2,6,4\nc,4,8,8\n", encoding="utf-8")
-    done = outofcore_command("pack", str(file), "--capacity", "12")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("id,lower,upper,size,offset\n")
+    process = outofcore_command("pack", str(file), "--capacity", "12")
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith("id,lower,upper,size,offset\n")
 
 
-def test_the_kept_measurements_can_be_cleared(tmp_path: Path) -> None:
-    done = outofcore_command("doctor", "--cache", str(tmp_path), "--clear-cache")
-    assert done.returncode == 0, done.stderr
-    assert "0 files deleted" in done.stdout
+def test_measurement_cache_can_be_cleared(tmp_path: Path) -> None:
+    process = outofcore_command("doctor", "--cache", str(tmp_path), "--clear-cache")
+    assert process.returncode == 0, process.stderr
+    assert "0 files deleted" in process.stdout
 
 
-def test_doctor_says_how_to_install_pytorch() -> None:
-    done = outofcore_command("doctor")
-    assert done.returncode == 1
-    assert "ok   CPU " in done.stdout
-    assert re.search(r"^FAIL PyTorch +not installed; install it with: pip install torch, or", done.stdout, re.MULTILINE)
-    assert done.stdout.endswith("\n1 problem: PyTorch\n")
-    assert done.stderr == ""
+def test_doctor_prints_how_to_install_pytorch() -> None:
+    process = outofcore_command("doctor")
+    assert process.returncode == 1
+    assert "ok   CPU " in process.stdout
+    assert re.search(
+        r"^FAIL PyTorch +not installed; install it with: pip install torch, or", process.stdout, re.MULTILINE
+    )
+    assert process.stdout.endswith("\n1 problem: PyTorch\n")
+    assert process.stderr == ""
 
 
 @pytest.mark.parametrize("arguments", [("train", "gpt", "--budget", "1GiB"), ("plan", "gpt")])
-def test_what_needs_pytorch_says_so(arguments: tuple[str, ...]) -> None:
-    done = outofcore_command(*arguments)
-    assert done.returncode == 2
-    assert "needs PyTorch" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_commands_without_pytorch_name_the_missing_package(arguments: tuple[str, ...]) -> None:
+    process = outofcore_command(*arguments)
+    assert process.returncode == 2
+    assert "needs PyTorch" in process.stderr
+    assert "Traceback" not in process.stderr
 
 
-def test_the_library_is_imported_and_compile_says_what_is_missing() -> None:
-    done = run(
+def test_library_imports_and_compile_names_the_missing_package() -> None:
+    process = run(
         "import outofcore\n"
         "assert 'compile' in dir(outofcore)\n"
         "from outofcore import planning, validator, graphfile\n"
         "try: outofcore.compile\n"
         "except ImportError as error: print(error)\n"
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("outofcore.compile needs PyTorch")
-    assert "pip install torch" in done.stdout
-    done = run("from outofcore import compile")
-    assert "outofcore.compile needs PyTorch" in done.stderr
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith("outofcore.compile needs PyTorch")
+    assert "pip install torch" in process.stdout
+    process = run("from outofcore import compile")
+    assert "outofcore.compile needs PyTorch" in process.stderr
 
 
-def test_names_that_are_not_there_are_told_as_such() -> None:
+def test_unknown_attribute_is_refused() -> None:
     with pytest.raises(AttributeError, match="'compyle'"):
         outofcore.compyle  # noqa: B018
     assert set(outofcore.__all__) <= set(dir(outofcore))

@@ -1,4 +1,4 @@
-"""A step whose weights are used in turn, and then once more the other way round."""
+"""A step that uses its weights in order, and then again in reverse order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ WINDOW = policy_of("window")
 
 
 def chain(count: int = LAYERS) -> StepGraph:
-    """Weights, each used in turn and then once more the other way round."""
     storages = tuple(Storage(i, MIB, StorageKind.PARAMETER, f"w{i}") for i in range(count))
     order = [*range(count), *reversed(range(count))]
     return StepGraph(storages, tuple(Op(n, "use", (i,), (i,), (), source=f"{n}") for n, i in enumerate(order)))

@@ -1,4 +1,4 @@
-// cuBLAS, and with STUB_LT cuBLASLt: handles, layouts, and products that take their time and do nothing.
+// cuBLAS, and with STUB_LT cuBLASLt: handles, layouts, and products that take time without computing.
 
 #include "settings.h"
 #include "shared.h"
@@ -70,7 +70,7 @@ API int cublasGetVersion_v2(void*, int* version) {
   return 0;
 }
 
-// Only the leading arguments matter: the caller clears the rest away.
+// Only the leading arguments matter: the caller cleans up the rest.
 #define GEMM(name) \
   API int name(void* handle, int, int, int m, int n, int k) { return product(handle_of(handle)->stream, m, n, k, 1); }
 GEMM(cublasSgemm_v2)

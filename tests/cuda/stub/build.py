@@ -1,9 +1,9 @@
-"""Builds the stub: the libraries that PyTorch's CUDA build loads, and what gives its ops their results.
+"""Build the stub of a GPU: libraries for PyTorch's CUDA build, and the replay of op results.
 
     python build.py [--out FOLDER]
 
-Run by the Python that has PyTorch's CUDA build with its packages of headers and libraries, of which the stub takes the
-names of all that it has to export. What is up to date is left alone. Needs g++ and nm; a minute and a half.
+Run it with the Python that has PyTorch's CUDA build and its packages of headers and libraries, which name the entry
+points to export. Skips up-to-date parts. Needs g++ and nm; takes a minute and a half.
 """
 
 from __future__ import annotations
@@ -23,24 +23,21 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 OUT = ROOT / "build" / "gpu-stub"
-# Headers that the packages of CUDA's runtime lack, and that say nothing to a plain compiler.
+# Headers that the CUDA runtime packages lack, and that a plain compiler does not need.
 SHIM = ROOT / "src" / "outofcore" / "runtime" / "csrc" / "shim"
 
 
 class BuildError(Exception):
-    """What the stub is built from is not here, or does not build."""
+    pass
 
 
 @dataclass(frozen=True)
 class Library:
-    """One that is stood in for.
+    """A library that the stub replaces.
 
     Attributes:
-        source: C++ file of this folder.
-        name: of the library, as PyTorch loads it.
-        like: libraries and headers whose entry points it has to export.
-        versioned: whether its symbols have its name for a version.
-        flags: of the compiler.
+        like: library or header with the entry points to export.
+        versioned: whether its symbols have its name as their version.
     """
 
     source: str
@@ -52,18 +49,11 @@ class Library:
 
 @dataclass(frozen=True)
 class Packages:
-    """Where PyTorch is, and CUDA's packages beside it."""
-
     torch: Path
     cuda: Path  # with include/ and lib/
 
     @staticmethod
     def of_this_python() -> Packages:
-        """Those of the Python that runs.
-
-        Raises:
-            BuildError: its PyTorch is none, or not the CUDA build.
-        """
         spec = importlib.util.find_spec("torch")
         torch = Path(next(iter(spec.submodule_search_locations or ()))) if spec is not None else None
         if torch is None or not (torch / "lib" / "libtorch_cuda.so").is_file():
@@ -71,68 +61,73 @@ class Packages:
                 f"{sys.executable} has no CUDA build of PyTorch; on Linux, `pip install torch` brings one (5 GB with "
                 "its packages)"
             )
-        found = sorted(torch.parent.glob("nvidia/cu*/include/cuda_runtime_api.h"))
-        if not found:
-            raise BuildError(f"CUDA's packages are not beside {torch}; this is written for PyTorch with CUDA 13")
-        return Packages(torch, found[-1].parents[1])
+        headers = sorted(torch.parent.glob("nvidia/cu*/include/cuda_runtime_api.h"))
+        if not headers:
+            raise BuildError(f"CUDA's packages are not in the folder of {torch}; the stub needs PyTorch with CUDA 13")
+        return Packages(torch, headers[-1].parents[1])
 
     def library(self, pattern: str) -> Path:
-        """One of CUDA's libraries."""
-        found = sorted((*self.cuda.glob(f"lib/{pattern}"), *self.cuda.parent.glob(f"*/lib/{pattern}")))
-        if not found:
-            raise BuildError(f"there is no {pattern} beside {self.torch}")
-        return found[0]
+        candidates = sorted((*self.cuda.glob(f"lib/{pattern}"), *self.cuda.parent.glob(f"*/lib/{pattern}")))
+        if not candidates:
+            raise BuildError(f"there is no {pattern} in the folder of {self.torch}")
+        return candidates[0]
 
 
 def run(command: Sequence[object]) -> str:
-    """What a command prints.
-
-    Raises:
-        BuildError: it failed.
-    """
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise BuildError(f"{' '.join(map(str, command))}\n{done.stderr.strip()[-3000:]}")
-    return done.stdout
+    process = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise BuildError(f"{' '.join(map(str, command))}\n{process.stderr.strip()[-3000:]}")
+    return process.stdout
 
 
-def defined(path: Path, *flags: str) -> set[str]:
-    """The names that a library or an object file defines."""
+def defined_names(path: Path, *flags: str) -> set[str]:
     parts = [line.split() for line in run(["nm", *flags, "--defined-only", path]).splitlines()]
     return {part[2].split("@")[0] for part in parts if len(part) == 3 and part[1] in "TWiBDV"}
 
 
-def wanted(like: Path) -> set[str]:
-    """The entry points that a library has, or a header declares."""
+def entry_points(like: Path) -> set[str]:
     if like.suffix == ".h":
         return set(re.findall(r"\b(cu[A-Z]\w+)\s*\(", like.read_text(encoding="utf-8", errors="replace")))
-    return {name for name in defined(like, "-D") if re.match(r"_*cu", name)}
+    return {name for name in defined_names(like, "-D") if re.match(r"_*cu", name)}
 
 
 def build_library(library: Library, packages: Packages, out: Path, runtime: Path) -> None:
-    """Compile it, give every entry point that it does not have a default, and link it."""
-    written, source, rest = (out / f"{library.name}.{end}" for end in ("o", "defaults.c", "defaults.o"))
+    object_file, source, defaults = (out / f"{library.name}.{end}" for end in ("o", "defaults.c", "defaults.o"))
     flags = ["-O2", "-g1", "-fPIC", "-fvisibility=hidden", f"-I{packages.cuda / 'include'}", "-idirafter", SHIM]
-    run(["g++", "-std=c++20", "-Wall", "-Wextra", *flags, *library.flags, "-c", HERE / library.source, "-o", written])
-    own, names = defined(written), wanted(library.like)
+    run(
+        [
+            "g++",
+            "-std=c++20",
+            "-Wall",
+            "-Wextra",
+            *flags,
+            *library.flags,
+            "-c",
+            HERE / library.source,
+            "-o",
+            object_file,
+        ]
+    )
+    own_names, names = defined_names(object_file), entry_points(library.like)
     lines = ["int stub_default(const char*, char*);"]
-    lines += [f'int {n}(void) {{ static char told; return stub_default("{n}", &told); }}' for n in sorted(names - own)]
+    lines += [
+        f'int {n}(void) {{ static char told; return stub_default("{n}", &told); }}' for n in sorted(names - own_names)
+    ]
     source.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    run(["gcc", "-O1", "-fPIC", "-w", "-fno-builtin", "-c", source, "-o", rest])
+    run(["gcc", "-O1", "-fPIC", "-w", "-fno-builtin", "-c", source, "-o", defaults])
     version: list[str] = []
     if library.versioned:
-        public = sorted(names | {name for name in own if re.match(r"_*cu|stub_", name)})
+        public = sorted(names | {name for name in own_names if re.match(r"_*cu|stub_", name)})
         script = out / f"{library.name}.map"
         script.write_text(f"{library.name} {{ global: {'; '.join(public)}; local: *; }};\n", encoding="utf-8")
         version = [f"-Wl,--version-script={script}"]
-    beside = [] if library.name == runtime.name else [runtime, "-Wl,-rpath,$ORIGIN"]
+    runtime_flags = [] if library.name == runtime.name else [runtime, "-Wl,-rpath,$ORIGIN"]
     target = out / library.name
-    parts = [written, rest, *version, *beside]
+    parts = [object_file, defaults, *version, *runtime_flags]
     run(["g++", "-shared", f"-Wl,-soname,{library.name}", *parts, "-o", target, "-ldl", "-lpthread"])
 
 
 def build_replay(packages: Packages, out: Path, runtime: Path) -> None:
-    """What gives ops their results."""
     torch = packages.torch
     folders = [packages.cuda / "include", torch / "include", torch / "include" / "torch" / "csrc" / "api" / "include"]
     # Warnings in PyTorch's own headers are not ours.
@@ -144,7 +139,6 @@ def build_replay(packages: Packages, out: Path, runtime: Path) -> None:
 
 
 def key_of(packages: Packages) -> str:
-    """Says all that goes into a build."""
     hashed = hashlib.sha256(str(packages).encode())
     for path in (*sorted(HERE.glob("*.cpp")), *sorted(HERE.glob("*.h")), Path(__file__), packages.torch / "version.py"):
         hashed.update(path.read_bytes())
@@ -152,11 +146,6 @@ def key_of(packages: Packages) -> str:
 
 
 def build(out: Path = OUT) -> Path:
-    """Build what is not up to date; returns the folder.
-
-    Raises:
-        BuildError: it cannot be built.
-    """
     packages = Packages.of_this_python()
     out.mkdir(parents=True, exist_ok=True)
     stamp, key = out / "built", key_of(packages)
@@ -186,11 +175,11 @@ def build(out: Path = OUT) -> Path:
 
 
 def environment(out: Path = OUT, **settings: object) -> dict[str, str]:
-    """In which a process runs on the stub.
+    """Return the environment of a process on the stub.
 
     Args:
-        out: where it is built.
-        settings: of the stub, by the names in README.md without their ``STUB_``, in small letters.
+        out: folder of the stub.
+        settings: of the stub, by the names in README.md without ``STUB_``, in lower case.
     """
     folders = [HERE / "startup", ROOT / "src", HERE, ROOT / "tests" / "cuda", ROOT / "tests" / "shared", ROOT / "tools"]
     paths = [*map(str, folders), os.environ.get("PYTHONPATH", "")]
@@ -199,27 +188,28 @@ def environment(out: Path = OUT, **settings: object) -> dict[str, str]:
         "LD_PRELOAD": (out / "preload").read_text(encoding="utf-8"),
         "STUB_REPLAY": str(out / "libreplay.so"),
         "TRITON_LIBCUDA_PATH": str(out),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # that kernels are replaced is the purpose
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # replaced kernels are intended here
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        # There are no segments that grow.
+        # The stub has no expandable segments.
         "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:False"),
         **{f"STUB_{name.upper()}": str(value) for name, value in settings.items()},
     }
 
 
 def main() -> int:
-    """Build it, and run a command on it if one is given."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=OUT, help="where to")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="to be run on the stub, such as `python train.py`")
-    given = parser.parse_args()
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of the stub")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, help="command to run on the stub, such as `python train.py`"
+    )
+    arguments = parser.parse_args()
     try:
-        out = build(given.out)
+        out = build(arguments.out)
     except BuildError as error:
         print(f"gpu-stub: {error}", file=sys.stderr)
         return 2
-    if given.command:
-        command = [part for part in given.command if part != "--"]
+    if arguments.command:
+        command = [part for part in arguments.command if part != "--"]
         command[:1] = [sys.executable] if command[0] == "python" else command[:1]
         os.execvpe(command[0], command, environment(out))
     return 0

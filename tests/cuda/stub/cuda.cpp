@@ -1,4 +1,4 @@
-// The driver's API, as far as PyTorch and ctypes ask for it; the rest are defaults, made by build.py.
+// The driver API, as far as PyTorch and ctypes use it; build.py adds defaults for the rest.
 
 #include "shared.h"
 
@@ -13,7 +13,7 @@ namespace {
 char context;
 constexpr int kInvalid = 1, kNotFound = 500;
 
-// A word of memory that others change, and what a stream waits for it to reach, counting round.
+// A word of memory, and the value (modulo 2^32) that a stream waits for.
 struct Awaited {
   const uint32_t* word;
   uint32_t value;
@@ -78,7 +78,7 @@ API int cuLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
   stub_issue(stream, "host function", -1, function, data, nullptr);
   return 0;
 }
-// Of the ways to compare, only "at least" (flags 0).
+// Supports only the comparison "at least" (flags 0).
 API int cuStreamWaitValue32_v2(void* stream, uint64_t address, uint32_t value, unsigned flags) {
   if (flags != 0) return kInvalid;
   if (const int error = stub_failure()) return error;
@@ -95,7 +95,7 @@ API int cuMemGetAllocationGranularity(size_t* bytes, const void*, int) {
   *bytes = 2 << 20;
   return 0;
 }
-// Tools that look for tables of the driver's, or for entry points by name, get none.
+// Requests for driver tables or for entry points by name return not found.
 API int cuGetExportTable(const void** table, const void*) {
   *table = nullptr;
   return kNotFound;

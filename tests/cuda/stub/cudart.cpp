@@ -1,6 +1,6 @@
-// The CUDA runtime of a device that is not there: memory, streams, events, host functions, graphs and copies are real, and
-// kernels are checked for their sizes, take time on a clock of their own, and do nothing (``replay.cpp`` gives ops their
-// results). Entry points that are not here return success and are named once (``stub_default``).
+// The CUDA runtime without a device. Memory, streams, events, host functions, graphs and copies are real. Kernels are
+// checked for their sizes and take simulated time, but compute nothing (``replay.cpp`` gives ops their results).
+// Missing entry points return success and are named once (``stub_default``).
 
 #include "memory.h"
 #include "settings.h"
@@ -27,7 +27,7 @@
 namespace stub {
 namespace {
 
-// Never destroyed: threads of streams and PyTorch's own statics may live longer.
+// Never destroyed: threads of streams and PyTorch's statics may live longer.
 Streams& streams() {
   static Streams* one = new Streams;
   return *one;
@@ -49,7 +49,7 @@ cudaError_t fail(cudaError_t code, const char* what) {
   if (!settings().quiet) std::fprintf(stderr, "stub: %s: error %d\n", what, code);
   return code;
 }
-// Of a device that has failed, whatever it is asked.
+// The result of every call on a failed device.
 cudaError_t failure() {
   if (!failed) return cudaSuccess;
   last_error = cudaErrorLaunchFailure;
@@ -57,7 +57,7 @@ cudaError_t failure() {
 }
 
 struct Event {
-  PointP point;  // as it was recorded last
+  PointP point;  // its last record
   bool timed;
 };
 Event* event_of(cudaEvent_t handle) { return reinterpret_cast<Event*>(handle); }
@@ -75,7 +75,7 @@ bool is_captured(Stream* stream) {
   return stream->captured != nullptr;
 }
 
-// A device that has failed does nothing any more.
+// Tasks of a failed device do not run.
 void put(Stream* stream, Task task) {
   if (task.run)
     task.run = [run = std::move(task.run)] {
@@ -113,8 +113,8 @@ cudaError_t launch(const void* function, dim3 grid, dim3 block, void** arguments
   return cudaSuccess;
 }
 
-// Whether code at this address is PyTorch's own, and so what it issues within an op is part of that op. What others issue
-// meanwhile, to make room for it, is not.
+// Whether code at this address is PyTorch's. Its calls within an op belong to that op; calls of others, for example to
+// free memory for it, do not.
 bool is_pytorchs(const void* code) {
   Dl_info info;
   if (dladdr(code, &info) == 0 || info.dli_fname == nullptr) return false;
@@ -123,11 +123,11 @@ bool is_pytorchs(const void* code) {
   return std::strncmp(name, "libtorch", 8) == 0 || std::strncmp(name, "libc10", 6) == 0;
 }
 
-// Whether a fault that is planted into every n-th of its kind is planted into this one.
+// Whether to plant a fault that hits every n-th of its kind.
 std::atomic<uint64_t> lost{0}, flipped{0};
 bool is_planted(uint64_t n, std::atomic<uint64_t>& count) { return n != 0 && ++count % n == 0; }
 
-// Bytes from anywhere to anywhere, in the order of a stream.
+// Copies bytes between any two places, in stream order.
 cudaError_t copy(void* to, const void* from, size_t bytes, const void* handle, bool part_of_op, bool blocks) {
   if (const cudaError_t error = failure()) return error;
   if (bytes == 0) return cudaSuccess;
@@ -229,7 +229,7 @@ int attribute(int which) {
   }
 }
 
-// A graph is what a stream was given while it was captured, and is done again as often as it is launched.
+// A graph is the list of tasks of a captured stream; each launch issues them again.
 using Graph = std::vector<Task>;
 
 }  // namespace
@@ -237,10 +237,10 @@ using Graph = std::vector<Task>;
 
 using namespace stub;
 
-// A call within an op by PyTorch itself; to be asked in the entry point, whose caller it looks at.
+// Whether the current call is PyTorch's own within an op. Checks the caller of the entry point.
 #define PART_OF_OP (suppressed > 0 && is_pytorchs(__builtin_return_address(0)))
 
-// What the other libraries use
+// For the other libraries
 
 STUB_EXPORT void stub_issue(void* handle, const char* what, double seconds, void (*run)(void*), void* data, void (*drop)(void*)) {
   Task task;
@@ -531,7 +531,7 @@ API cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t 
   return cudaSuccess;
 }
 
-// Graphs of one stream: within it, marks and waits say nothing.
+// Graphs of one stream: marks and waits within it have no effect.
 
 API cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
   const std::lock_guard<std::mutex> guard(streams().mutex());
@@ -714,7 +714,7 @@ API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const
   return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(blocks, function, threads, shared, 0);
 }
 
-// Entry points of the driver, which PyTorch asks for by name
+// Entry points of the driver that PyTorch looks up by name
 
 namespace {
 int unknown() {

@@ -1,5 +1,5 @@
-// cuDNN: handles, descriptors, and work that takes its time and does nothing. Whatever plan is asked for, there is one; with
-// STUB_DNN_MIB, which is read each time, a better one as well, which wants so much scratch memory.
+// cuDNN: handles, descriptors, and work that takes time without computing. Every configuration has a plan. With
+// STUB_DNN_MIB, which is read each time, it also has a better plan that needs so many MiB of scratch memory.
 
 #include "shared.h"
 
@@ -80,7 +80,7 @@ WORK(cudnnConvolutionBackwardData)
 WORK(cudnnConvolutionBackwardFilter)
 WORK(cudnnBackendExecute)
 
-// No work takes scratch memory.
+// Work uses no scratch memory.
 API int cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(void*, int, int, void*, void*, void*, void*, void*, size_t* bytes) {
   *bytes = 0;
   return 0;
@@ -95,7 +95,8 @@ API int cudnnGetBatchNormalizationBackwardExWorkspaceSize(void*, int, int, void*
   return 0;
 }
 
-// Recurrent networks are computed without cuDNN (replay.cpp): no parameters are large enough for its layout of them.
+// Recurrent networks are computed without cuDNN (replay.cpp): with a size above that of any parameters, PyTorch does
+// not use cuDNN's layout.
 API int cudnnGetRNNWeightSpaceSize(void*, void*, size_t* bytes) {
   *bytes = size_t{1} << 50;
   return 0;
@@ -130,7 +131,7 @@ API int cudnnBackendSetAttribute(void* descriptor, int name, int, int64_t, const
 }
 API int cudnnBackendGetAttribute(void* descriptor, int name, int type, int64_t wanted, int64_t* count, void* values) {
   if (const int64_t scratch = scratch_of_first(); name == kConfigurations && scratch != 0) {
-    if (count != nullptr) *count = values == nullptr ? 2 : std::min<int64_t>(wanted, 2);  // how many it has written
+    if (count != nullptr) *count = values == nullptr ? 2 : std::min<int64_t>(wanted, 2);  // the number written
     if (values != nullptr && wanted > 0) std::memcpy(*static_cast<void**>(values), &scratch, sizeof scratch);
     return 0;
   }

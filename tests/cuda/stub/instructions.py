@@ -1,9 +1,9 @@
-"""Counts what the host does for a step of a loop with room for everything: instructions, of plain PyTorch and of ours.
+"""Count the host instructions of an in-core step, of plain PyTorch and of outofcore.
 
     python instructions.py [--stub FOLDER]
 
-A small GPT with autocast and AdamW. Valgrind counts, so the numbers do not depend on the machine's load; the stub's
-kernels compute nothing. Run by the Python that has PyTorch's CUDA build. A row of a table for each way; four minutes.
+A small GPT with autocast and AdamW. Valgrind counts, so the load of the machine does not matter; the kernels of the
+stub compute nothing. Run it with the Python that has PyTorch's CUDA build. Prints one table row per mode; four minutes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from typing import Any
 
 from build import OUT, build, environment
 
-WAYS = ("plain", "on demand", "planned")
+MODES = ("plain", "on demand", "planned")
 WARM_UP, STEPS = 8, 2
 
 
-def take_steps(way: str) -> None:
-    """Take steps, of which the last are counted."""
+def take_steps(mode: str) -> None:
     from unittest import mock
 
     import torch
@@ -41,9 +40,9 @@ def take_steps(way: str) -> None:
     model = work.build().cuda()
     batch = tuple(tensor.cuda() for tensor in next(work.batches()))
     step: Callable[..., Any] = work.make_step(model, work.optimizer(model))
-    options: dict[str, Any] = {} if way == "planned" else {"policy": None}
+    options: dict[str, Any] = {} if mode == "planned" else {"policy": None}
     at_once = mock.patch.object(loop_planner, "BackgroundPlanner", ForegroundPlanner)
-    followed = nullcontext() if way == "plain" else outofcore.budget("2GiB", model, cache=False, **options)
+    followed = nullcontext() if mode == "plain" else outofcore.budget("2GiB", model, cache=False, **options)
     with at_once, followed as run:
         for _ in range(WARM_UP):
             step(*batch)
@@ -63,36 +62,34 @@ def _count(switch: str) -> None:
     subprocess.run(command, env=alone, check=True, stdout=subprocess.DEVNULL)
 
 
-def instructions(way: str, stub: Path) -> tuple[int, str]:
-    """Count those of one step; returns the last line that the process prints as well."""
+def instructions(mode: str, stub: Path) -> tuple[int, str]:
     settings = {"quiet": 1, "numbers": 0, "kernel_us": 0, "tflops": 100000, "h2d_gbs": 50, "d2h_gbs": 50}
     env = environment(stub, **settings) | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(stub / "cache")}
     with tempfile.TemporaryDirectory() as folder:
         counts = Path(folder) / "counts"
         valgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={counts}", "-q"]
-        command = [*valgrind, sys.executable, __file__, "--stub", str(stub), "--way", way]
-        said = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
+        command = [*valgrind, sys.executable, __file__, "--stub", str(stub), "--way", mode]
+        output = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
         total = re.search(r"^totals: (\d+)", counts.read_text(encoding="utf-8"), re.MULTILINE)
     if total is None:
-        raise RuntimeError(f"valgrind counted nothing for {way}")
-    return int(total[1]) // STEPS, said.splitlines()[-1]
+        raise RuntimeError(f"valgrind printed no total for {mode}")
+    return int(total[1]) // STEPS, output.splitlines()[-1]
 
 
 def main() -> None:
-    """Count each way, or take the steps of one."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--stub", type=Path, default=OUT, help="folder in which the stub is built")
-    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.way is not None:
-        take_steps(given.way)
+    parser.add_argument("--way", choices=MODES, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.way is not None:
+        take_steps(arguments.way)
         return
-    stub = build(given.stub)
+    stub = build(arguments.stub)
     plain = 0
-    for way in WAYS:
-        count, said = instructions(way, stub)
+    for mode in MODES:
+        count, output = instructions(mode, stub)
         plain = plain or count
-        print(f"{way:<10} {count / 1e6:6.2f} million, {count / plain:.2f} of plain; {said}", flush=True)
+        print(f"{mode:<10} {count / 1e6:6.2f} million, {count / plain:.2f} of plain; {output}", flush=True)
 
 
 if __name__ == "__main__":

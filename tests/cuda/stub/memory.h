@@ -1,7 +1,7 @@
-// Memory of a device that is not there, and host memory that it may read: with CUDA's limits and rules.
+// Memory of the stub's device, and host memory that it may read, with CUDA's limits and rules.
 //
-// What PyTorch is given as addresses on the device cannot be touched by the host, as a device's memory cannot: host code
-// that does crashes. The same pages are mapped a second time for the copies and kernels of the stub.
+// The host cannot access the device addresses that PyTorch gets: host code that does so crashes, as on a GPU. The same
+// pages are mapped a second time for the copies and kernels of the stub.
 
 #pragma once
 
@@ -21,21 +21,21 @@
 
 namespace stub {
 
-// Whether some bytes of host memory are pinned.
+// Whether a range of host memory is pinned.
 enum class Pinned {
   kNo,
   kYes,
-  kPartly,  // or in two pieces, over whose seam CUDA does not copy
+  kPartly,  // or in two pieces; CUDA does not copy across their seam
 };
 
 class Memory {
  public:
-  // Null where there is no room.
+  // Returns null if there is no room.
   void* allocate(size_t bytes) {
     const std::lock_guard<std::mutex> guard(mutex_);
     open();
     bytes = std::max<size_t>((bytes + kUnit - 1) / kUnit * kUnit, kUnit);
-    const size_t align = bytes >= kLarge ? 2 * kLarge : kUnit;  // as CUDA does it
+    const size_t align = bytes >= kLarge ? 2 * kLarge : kUnit;  // as CUDA aligns
     size_t at = 0;
     for (const auto& [offset, count] : blocks_) {
       at = (at + align - 1) / align * align;
@@ -66,7 +66,7 @@ class Memory {
   bool is_device(const void* address) const {
     return outer_ != nullptr && address >= outer_ && address < outer_ + settings().memory;
   }
-  // Whether all of the bytes lie in one allocation.
+  // Whether all of the bytes are in one allocation.
   bool is_live(const void* address, size_t bytes) {
     const std::lock_guard<std::mutex> guard(mutex_);
     const size_t at = offset_of(address);
@@ -75,7 +75,7 @@ class Memory {
     const auto& [offset, count] = *std::prev(after);
     return at + bytes <= offset + count;
   }
-  // For the host, the memory behind an address: that itself where it is not the device's.
+  // Returns the address for the host of a device address; other addresses are unchanged.
   char* behind(const void* address) const {
     return is_device(address) ? inner_ + offset_of(address) : const_cast<char*>(static_cast<const char*>(address));
   }
@@ -88,7 +88,7 @@ class Memory {
     const std::lock_guard<std::mutex> guard(mutex_);
     return pinned_.size();
   }
-  // Null where the limit is reached.
+  // Returns null if the limit is reached.
   void* allocate_pinned(size_t bytes) {
     const std::lock_guard<std::mutex> guard(mutex_);
     if (pinned_bytes_ + bytes > settings().pinnable) return nullptr;
@@ -106,7 +106,7 @@ class Memory {
     pinned_bytes_ += bytes;
     return true;
   }
-  // False: it begins no piece of this kind.
+  // Returns false if the address begins no piece of this kind.
   bool unpin(void* address, bool allocated) {
     const std::lock_guard<std::mutex> guard(mutex_);
     const auto found = pinned_.find(static_cast<const char*>(address));
@@ -121,7 +121,7 @@ class Memory {
   static constexpr size_t kUnit = 512, kLarge = 1 << 20;
   struct Piece {
     size_t bytes;
-    bool allocated;  // by the runtime, and not by somebody else
+    bool allocated;  // by the runtime, not registered by the program
   };
 
   void open() {
@@ -148,7 +148,7 @@ class Memory {
   }
 
   std::mutex mutex_;
-  char* outer_ = nullptr;  // what PyTorch sees
+  char* outer_ = nullptr;  // the addresses for PyTorch
   char* inner_ = nullptr;  // the same memory, for the stub
   std::map<size_t, size_t> blocks_;  // in use, by offset
   size_t used_ = 0;

@@ -1,4 +1,4 @@
-"""What the cases train: small models of many kinds, each with its optimizer and a step, as ``World`` has it."""
+"""Models of the cases: small, of many kinds, each with an optimizer and a step in a ``World``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class Rotary(nn.Module):
-    """Attention as in Llama: positions turn queries and keys, and several heads of queries share one of keys."""
+    """Llama's attention: rotary positions, and groups of query heads that share a key head."""
 
     def __init__(self, width: int, heads: int, shared: int) -> None:
         super().__init__()
@@ -26,26 +26,24 @@ class Rotary(nn.Module):
         self.q, self.o = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
         self.k, self.v = (nn.Linear(width, shared * self.size, bias=False) for _ in range(2))
 
-    def turned(self, x: Tensor) -> Tensor:
+    def rotate(self, x: Tensor) -> Tensor:
         steps = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)
         rates = 10000.0 ** (-torch.arange(0, self.size, 2, device=x.device, dtype=torch.float32) / self.size)
         angles = torch.outer(steps, rates)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        one, other = x.chunk(2, -1)
-        return torch.cat([one * cos - other * sin, one * sin + other * cos], -1)
+        real, imaginary = x.chunk(2, -1)
+        return torch.cat([real * cos - imaginary * sin, real * sin + imaginary * cos], -1)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
             layer(x).unflatten(-1, (heads, self.size)).transpose(1, 2)
             for layer, heads in ((self.q, self.heads), (self.k, self.shared), (self.v, self.shared))
         )
-        found = F.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True, enable_gqa=True)
-        return self.o(found.transpose(1, 2).flatten(2))
+        attended = F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True, enable_gqa=True)
+        return self.o(attended.transpose(1, 2).flatten(2))
 
 
 class LlamaBlock(nn.Module):
-    """Norms before, gated units behind."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.before, self.after = nn.RMSNorm(width), nn.RMSNorm(width)
@@ -60,8 +58,6 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """The shape of Llama, small."""
-
     def __init__(self, width: int = 128, layers: int = 3) -> None:
         super().__init__()
         self.words = nn.Embedding(VOCABULARY, width)
@@ -76,7 +72,7 @@ class Llama(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A linear layer whose weight is frozen, with a low-rank one beside it (LoRA: Hu et al., 2021)."""
+    """A frozen linear layer with a low-rank adapter (LoRA: Hu et al., 2021)."""
 
     def __init__(self, linear: nn.Linear, rank: int = 4) -> None:
         super().__init__()
@@ -88,8 +84,7 @@ class Adapted(nn.Module):
         return self.frozen(x) + F.linear(F.linear(x, self.a), self.b)
 
 
-def adapted() -> nn.Module:
-    """Llama with all its linear layers frozen and adapted."""
+def adapt_llama() -> nn.Module:
     model = Llama()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -101,12 +96,11 @@ def adapted() -> nn.Module:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and how.
+    """A training job.
 
     Attributes:
         model: a name in ``MODELS``.
         update: "foreach", "fused" or "one", of AdamW; "momentum".
-        amp: under autocast to bfloat16.
     """
 
     model: str
@@ -114,16 +108,16 @@ class Job:
     amp: bool = False
 
     def world(self, device: torch.device) -> World:
-        """It begins alike wherever it lies."""
+        """Return the job on a device, with the same initial state on each."""
         torch.manual_seed(0)
         model, batch = MODELS[self.model]()
         model.to(device)
         chosen = [p for p in model.parameters() if p.requires_grad]
-        ways = {"foreach": {"foreach": True}, "fused": {"fused": True}, "one": {"foreach": False}}
+        options = {"foreach": {"foreach": True}, "fused": {"fused": True}, "one": {"foreach": False}}
         if self.update == "momentum":
             optimizer: torch.optim.Optimizer = torch.optim.SGD(chosen, lr=0.05, momentum=0.9)
         else:
-            optimizer = torch.optim.AdamW(chosen, lr=1e-3, **ways[self.update])
+            optimizer = torch.optim.AdamW(chosen, lr=1e-3, **options[self.update])
 
         def step(x: Tensor, y: Tensor) -> Tensor:
             with torch.autocast("cuda", torch.bfloat16) if self.amp else contextlib.nullcontext():
@@ -170,5 +164,5 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, _Batch]]] = {
     "resnet50": _resnet50,
     "gpt": _gpt,
     "llama": lambda: (Llama(), _sentences),
-    "adapted": lambda: (adapted(), _sentences),
+    "adapted": lambda: (adapt_llama(), _sentences),
 }

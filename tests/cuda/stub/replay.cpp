@@ -1,6 +1,6 @@
-// Gives the ops of the stub their results. Each op on CUDA runs as it does, with its allocations and its launches; then a
-// task goes to the same stream that computes it by PyTorch's CPU kernels, on the memory that stands for the device's, when
-// the stream comes to it. So numbers are right if, and only if, the streams are in the right order.
+// Gives the ops of the stub their results. Each op on CUDA runs unchanged, with its allocations and launches. Then a
+// task in the same stream computes it with PyTorch's CPU kernels on the memory of the stub's device. So numbers are
+// right if, and only if, the streams are in the right order.
 
 #include "settings.h"
 #include "shared.h"
@@ -33,16 +33,16 @@ namespace {
 
 using at::Tensor;
 using torch::jit::Stack;
-// Arguments in, results out.
+// A function of arguments in, results out.
 using Function = std::function<void(Stack&)>;
 
 struct Entry {
   c10::SafeKernelFunction original;
-  std::optional<c10::SafeKernelFunction> cpu;  // empty where there is a twin, or nothing to compute
-  Function twin;         // on the CPU, in place of the op's own kernel there
-  Function stand_in;     // on the device, in place of the original where that finds no way through the stub
-  bool unknown = false;   // neither: its results are whatever lies there
-  bool by_value = false;  // the shapes of its results are in its inputs' values
+  std::optional<c10::SafeKernelFunction> cpu;  // empty if there is a twin or no result to compute
+  Function twin;         // on the CPU, instead of the op's own kernel
+  Function stand_in;     // on the device, instead of a kernel that fails on the stub
+  bool unknown = false;   // neither: its results stay uninitialized
+  bool by_value = false;  // the shapes of its results depend on the values of its inputs
   size_t arguments = 0, returns = 0;
 };
 
@@ -51,7 +51,7 @@ std::map<std::string, std::unique_ptr<Entry>>& entries() {
   return *one;
 }
 
-// What this thread is within.
+// The state of this thread.
 enum class Within { kNothing, kOp, kTask };
 thread_local Within within = Within::kNothing;
 
@@ -79,7 +79,8 @@ std::string full_name(const c10::OperatorName& name) {
 }
 bool begins(const std::string& text, const char* with) { return text.rfind(with, 0) == 0; }
 
-// The same bytes as a tensor on the CPU. What is there already, such as a number, is copied: it may change before its turn.
+// Returns the same bytes as a CPU tensor. Tensors that are on the CPU, such as numbers, are copied: they may change
+// before the task runs.
 Tensor mirror(const Tensor& tensor) {
   if (!tensor.defined()) return tensor;
   if (!tensor.is_cuda()) return tensor.device().is_cpu() ? tensor.clone() : tensor;
@@ -117,8 +118,8 @@ void flatten(const c10::IValue& value, std::vector<Tensor>& into) {
     for (const c10::IValue& each : value.toTupleRef().elements()) flatten(each, into);
 }
 
-// What the thread that computes is in must not matter: autograd, modes written in Python, autocast. Nor is it seen by the
-// fallback that follows loops, whose lock the host may have while it waits for the device.
+// Isolates the computing thread from its state: autograd, Python modes, autocast. It also bypasses the fallback of
+// eager loops, whose lock the host may hold while it waits for the device.
 const c10::DispatchKeySet kAround({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
                                    c10::DispatchKey::PythonDispatcher, c10::DispatchKey::Fake});
 struct Plain {
@@ -133,13 +134,13 @@ struct WithAutograd {
   at::AutoGradMode on{true};
 };
 
-// One run of an op.
+// A run of an op.
 struct Work {
   std::string name;
   c10::OperatorHandle op;
   const Entry* entry;
   Stack arguments;              // on the CPU
-  std::vector<Tensor> results;  // on the CPU: the memory of what it has returned
+  std::vector<Tensor> results;  // on the CPU: the memory of the returned tensors
 };
 
 void compute(const Work& work) {
@@ -153,7 +154,7 @@ void compute(const Work& work) {
   for (size_t i = 0; i < work.results.size() && i < found.size(); ++i) {
     const Tensor& to = work.results[i];
     if (!to.defined() || !found[i].defined() || to.numel() == 0) continue;
-    if (to.const_data_ptr() == found[i].const_data_ptr()) continue;  // it was written in place
+    if (to.const_data_ptr() == found[i].const_data_ptr()) continue;  // written in place
     TORCH_CHECK(to.numel() == found[i].numel(), "result ", i, " has the shape ", found[i].sizes(), " on the CPU and ",
                 to.sizes(), " on the device");
     to.copy_(found[i].reshape(to.sizes()));
@@ -173,7 +174,7 @@ void perform(void* data) {
 }
 void drop(void* data) { delete static_cast<Work*>(data); }
 
-// For the draws of one call: by where the device's generator stands.
+// The seed for the draws of one call, from the state of the device's generator.
 at::Generator drawn(const c10::IValue* given) {
   const bool named = given != nullptr && given->isGenerator() && given->toGenerator().device().is_cuda();
   const at::Generator device = named ? given->toGenerator() : at::cuda::detail::getDefaultCUDAGenerator();
@@ -181,7 +182,7 @@ at::Generator drawn(const c10::IValue* given) {
                                         device.get_offset() * 0x2545f4914f6cdd1dULL + 12345);
 }
 
-// Sizes are known only once the values are, for which the host waits, as it does on a GPU.
+// Such sizes need the values, so the host waits for them, as on a GPU.
 void call_by_value(const c10::OperatorHandle& op, const Entry& entry, void* stream, Stack* stack) {
   stub_synchronize(stream);
   Stack found;
@@ -206,8 +207,8 @@ void call_by_value(const c10::OperatorHandle& op, const Entry& entry, void* stre
   ++computed;
 }
 
-// Products and sums of so many elements, into memory that the caller gives, are what speeds are measured with: nobody reads
-// them, and they would take the host minutes.
+// Large products and sums into given memory only measure speed. Their results are not read, and would take the host
+// minutes.
 constexpr int64_t kMeasured = int64_t{1} << 22;
 bool is_a_measurement(const std::string& name, const c10::FunctionSchema& schema, const Stack& stack) {
   if (name != "aten::mm" && name != "aten::add") return false;
@@ -225,16 +226,16 @@ void boxed(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack
   const Entry& entry = *entries().at(full_name(op.operator_name()));
   const c10::FunctionSchema& schema = op.schema();
   const std::string& name = op.operator_name().name;
-  // What an op is made of is computed with it; but it needs values that its shapes depend on.
+  // Inner ops are computed with their outer op, except where their shapes depend on values.
   if (entry.unknown) {
     if (within == Within::kNothing && ++failed < kMostTold)
-      std::fprintf(stderr, "replay: %s failed: nothing here computes it\n", full_name(op.operator_name()).c_str());
+      std::fprintf(stderr, "replay: %s failed: no CPU kernel computes it\n", full_name(op.operator_name()).c_str());
     return entry.original.callBoxed(op, keys, stack);
   }
   const bool is_part = within == Within::kTask || (within == Within::kOp && !entry.by_value);
   if (is_part || is_a_measurement(name, schema, *stack)) return entry.original.callBoxed(op, keys, stack);
   const Stack arguments(stack->end() - static_cast<ptrdiff_t>(entry.arguments), stack->end());
-  // Copies between device and host are real; what else such an op does comes here by itself.
+  // Copies between device and host are real; the other parts of such an op are replayed by themselves.
   if (copies_to_or_from_the_host(name, arguments)) return entry.original.callBoxed(op, keys, stack);
   std::optional<size_t> generator;
   for (size_t i = 0; i < schema.arguments().size(); ++i)
@@ -258,7 +259,7 @@ void boxed(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack
     }
   }
   if (!stub::settings().numbers || (!entry.twin && !entry.cpu)) return;
-  // The memory of results, and of arguments as they are now: an op may have given those that it writes to another size.
+  // The memory of the results and of the current arguments: an op may resize those that it writes.
   const Plain plain;
   const Entered entered(Within::kOp);
   auto work = std::make_unique<Work>(Work{full_name(op.operator_name()), op, &entry, {}, {}});
@@ -273,7 +274,7 @@ void boxed(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack
   stub_issue(stream, "op", 0, perform, work.release(), drop);
 }
 
-// Twins of ops that the CPU does not have, and stand-ins on the device
+// Twins of ops that the CPU lacks, and device replacements
 
 Tensor tensor(const Stack& stack, size_t i) { return stack[i].isNone() ? Tensor() : stack[i].toTensor(); }
 
@@ -322,13 +323,13 @@ void dropout(Stack& s) {
   s = {x * mask * (p == 1 ? 0.0 : 1 / (1 - p)), mask};
 }
 
-// Attention by its definition, in single precision.
+// Computes attention by its definition, in single precision.
 struct Attention {
   Tensor q, k, v, bias;
   bool causal;
   double scale;
 
-  // Each head of keys and values may serve several of queries.
+  // A key and value head may serve several query heads.
   Tensor for_each_query(const Tensor& x) const {
     return x.size(1) == q.size(1) ? x : x.repeat_interleave(q.size(1) / x.size(1), 1);
   }
@@ -358,7 +359,7 @@ struct Attention {
     return {dq.to(q.scalar_type()), summed(dk, k).to(k.scalar_type()), summed(dv, v).to(v.scalar_type())};
   }
 };
-// The places of what attention takes among the arguments of an op of PyTorch's; -1: it takes none.
+// The positions of attention's inputs among the arguments of a PyTorch op; -1: absent.
 Attention attention(const Stack& s, size_t q, int bias, size_t causal, size_t scale) {
   const double given = s[scale].isNone() ? 1 / std::sqrt(static_cast<double>(tensor(s, q).size(-1))) : s[scale].toDouble();
   return {tensor(s, q),          tensor(s, q + 1), tensor(s, q + 2), bias < 0 ? Tensor() : tensor(s, static_cast<size_t>(bias)),
@@ -394,7 +395,7 @@ void cudnn_backward_stand_in(Stack& s) {
   s = {at::empty_like(tensor(s, 1)), at::empty_like(tensor(s, 2)), at::empty_like(tensor(s, 3))};
 }
 
-// Recurrent networks, without dropout between their layers.
+// Computes recurrent networks, without dropout between layers.
 enum class Cell { kRelu, kTanh, kLstm, kGru };  // as cudnnRNNMode_t
 struct Recurrent {
   Tensor input;
@@ -404,7 +405,7 @@ struct Recurrent {
   int64_t layers;
   bool batch_first, two_ways;
 
-  // Of the arguments from the one that says the kind on.
+  // Reads the arguments from the cell kind on.
   static Recurrent of(const Stack& s, size_t kind) {
     TORCH_CHECK(s[kind + 8].toIntVector().empty(), "packed sequences are not computed");
     return {tensor(s, 0), s[1].toTensorVector(), tensor(s, 4), tensor(s, 5), static_cast<Cell>(s[kind].toInt()),
@@ -469,7 +470,7 @@ void recurrent_backward_stand_in(Stack& s) {
   const Tensor cell = tensor(s, 5);
   s = {at::empty_like(tensor(s, 0)), at::empty_like(tensor(s, 4)), cell.defined() ? at::empty_like(cell) : Tensor(), weights};
 }
-void flattened_stand_in(Stack& s) {  // the parameters stay where they are
+void flattened_stand_in(Stack& s) {  // the parameters are not moved
   int64_t count = 0;
   const std::vector<Tensor> weights = s[0].toTensorVector();
   for (const Tensor& each : weights) count += each.numel();
@@ -498,7 +499,7 @@ const std::map<std::string, Function> kStandIns = {
     {"aten::_cudnn_rnn_backward", recurrent_backward_stand_in},
     {"aten::_cudnn_rnn_flatten_weight", flattened_stand_in},
 };
-// Without a kernel of CUDA's own, and more than the sum of what they call.
+// Ops that have no CUDA kernel of their own and do more than the ops that they call.
 const std::set<std::string> kComposed = {"aten::copy_", "aten::convolution", "aten::convolution_backward",
                                          "aten::_foreach_copy_"};
 const std::set<std::string> kByValue = {"aten::nonzero",
@@ -509,7 +510,7 @@ const std::set<std::string> kByValue = {"aten::nonzero",
                                         "aten::repeat_interleave.Tensor",
                                         "aten::bincount",
                                         "aten::equal"};
-// What they do is done by copies, or is not about contents.
+// Ops that only copy, or do not depend on contents.
 const std::set<std::string> kReal = {"aten::_local_scalar_dense",
                                      "aten::record_stream",
                                      "aten::is_set_to",
@@ -561,7 +562,8 @@ std::unique_ptr<Entry> entry_of(const c10::OperatorHandle& op) {
 
 }  // namespace
 
-// Puts itself before the ops of CUDA; returns how many. Without numbers, only before those that need a stand-in.
+// Registers itself before the CUDA ops; returns their number. Without numbers, only before ops with a device
+// replacement.
 STUB_EXPORT int replay_install() {
   static auto* const library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
   static int count = 0;
@@ -579,7 +581,7 @@ STUB_EXPORT int replay_install() {
   }
   return count;
 }
-// What this thread calls until it is taken back runs as it does, and nothing computes it.
+// While paused, ops of this thread run unchanged and are not computed.
 STUB_EXPORT void replay_pause(int on) { within = on ? Within::kOp : Within::kNothing; }
 STUB_EXPORT uint64_t replay_computed() { return computed; }
 STUB_EXPORT uint64_t replay_failed() { return failed; }

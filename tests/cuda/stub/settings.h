@@ -1,4 +1,4 @@
-// What the stub is told by its environment, read once. README.md has the table.
+// Settings of the stub, read once from the environment. README.md has the table.
 
 #pragma once
 
@@ -9,10 +9,10 @@
 
 namespace stub {
 
-// When a stream does what it was given.
+// When a stream runs its tasks.
 enum class Order {
-  kInline,   // at once, as it is issued
-  kLazy,     // as late, as early or as oddly as marks allow: drawn from a seed, on the thread that waits; repeatable
+  kInline,   // at once
+  kLazy,     // as late, as early or as oddly as marks allow: drawn from a seed, on the waiting thread; repeatable
   kThreads,  // on a thread for each stream, with pauses
 };
 
@@ -32,17 +32,17 @@ struct Settings {
   uint64_t seed = static_cast<uint64_t>(number("STUB_SEED", 0));
   size_t memory = static_cast<size_t>(number("STUB_MEM_MIB", 8192)) << 20;
   size_t pinnable = static_cast<size_t>(number("STUB_PIN_MIB", 1 << 20)) << 20;
-  // Of the device's own clock: bytes per second, seconds.
+  // Of the device's clock: bytes per second, seconds.
   double into = number("STUB_H2D_GBS", 3) * 1e9;
   double out = number("STUB_D2H_GBS", 3) * 1e9;
   double within = number("STUB_D2D_GBS", 2000) * 1e9;
   double flops = number("STUB_TFLOPS", 1) * 1e12;
   double kernel = number("STUB_KERNEL_US", 2) * 1e-6;
-  double pause = number("STUB_DELAY_US", 300) * 1e-6;  // at most, of a thread before a task
+  double pause = number("STUB_DELAY_US", 300) * 1e-6;  // maximum pause of a thread before a task
   bool poison = number("STUB_POISON", 0) != 0;
   bool numbers = number("STUB_NUMBERS", 1) != 0;
   bool quiet = number("STUB_QUIET", 0) != 0;
-  // Faults, each planted into every n-th of its kind; 0: none.
+  // Planted faults: each hits every n-th of its kind; 0: off.
   uint64_t lose_wait = static_cast<uint64_t>(number("STUB_LOSE_WAIT", 0));
   uint64_t flip_bit = static_cast<uint64_t>(number("STUB_FLIP_BIT", 0));
 };

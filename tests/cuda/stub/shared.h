@@ -1,4 +1,4 @@
-// What the libraries of the stub share: made in cudart.cpp, and exported by the stub's libcudart under these names.
+// The interface between the stub's libraries: defined in cudart.cpp, exported by the stub's libcudart.
 
 #pragma once
 
@@ -9,27 +9,27 @@
 
 extern "C" {
 
-// Work for a stream, of so many seconds of the device's time. ``run`` (may be null) is called with ``data`` when its turn
-// has come, in a graph each time; ``drop`` (may be null) when it will not come again.
+// A task for a stream that takes ``seconds`` of device time. ``run`` (may be null) is called with ``data`` on its turn,
+// for a graph at each launch; ``drop`` (may be null) after the last call.
 void stub_issue(void* stream, const char* what, double seconds, void (*run)(void*), void* data, void (*drop)(void*));
-// Where the host finds the memory behind an address that kernels may read and write, on the device or pinned; else null.
+// Returns the host address of memory that kernels may access, on the device or pinned; else null.
 void* stub_memory(const void* address);
 int stub_is_device(const void* address);
-// Waits until a stream has nothing left to do.
+// Waits until a stream is idle.
 void stub_synchronize(void* stream);
-// Called by every entry point that is not written: names it once. Returns 0, success.
+// Called by every entry point that the stub lacks: prints its name once. Returns 0, success.
 int stub_default(const char* name, char* told);
-// While it is on, copies within the device and memsets that PyTorch itself issues on this thread do nothing: they are part
-// of an op whose results are computed as a whole.
+// While it is on, copies within the device and memsets of PyTorch on this thread do not run: they are part of an op
+// that is computed as a whole.
 void stub_suppress(int on);
 // Sets this thread's last error and returns it.
 int stub_error(int code, const char* what);
-// The error of a device that has failed, which nothing gets it out of; else 0.
+// The permanent error of a failed device; else 0.
 int stub_failure();
-// From the kernel on that comes after so many others the device fails, as it comes to that one; below 0: not any more.
+// Lets the device fail at the kernel after ``kernels`` others; below 0: never.
 void stub_fail_after(int64_t kernels);
 
-// What stub_count counts.
+// The counters of stub_count.
 enum StubCount {
   kStubLaunches,
   kStubCopies,
@@ -42,10 +42,10 @@ enum StubCount {
   kStubFrees,
   kStubHostFunctions,
   kStubMemsets,
-  kStubDeviceBytes,   // in use now
-  kStubPinnedPieces,  // now
-  kStubStreams,       // ever made
-  kStubEvents,        // now
+  kStubDeviceBytes,   // currently in use
+  kStubPinnedPieces,  // currently
+  kStubStreams,       // ever created
+  kStubEvents,        // currently
   kStubCounts,
 };
 uint64_t stub_count(int which);

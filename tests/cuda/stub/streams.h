@@ -1,8 +1,8 @@
-// Streams of work without a device: who does what when, and what a clock of the device would say.
+// Streams of work without a device, and the times of a simulated device clock.
 //
-// Each stream is a queue. What is at its head may run if what it waits for is done; among those that may, the order is
-// chosen as badly as CUDA allows (``Order``), so that a wait that is missing shows in the bytes. Times are made up: a task
-// takes so long, begins when its stream, its copy engine and what it waits for are done, and was issued when it was.
+// Each stream is a queue. The task at its head may run when its waits are over. Among the streams that may run, the
+// order is as bad as CUDA allows (``Order``), so that a missing wait changes the bytes. Times are simulated: a task
+// begins when it has been issued and its stream, its copy engine and its waits are ready.
 
 #pragma once
 
@@ -41,12 +41,12 @@ struct Point {
 };
 using PointP = std::shared_ptr<Point>;
 
-// One copy engine each way.
+// One copy engine per direction.
 enum class Engine { kNone, kInto, kOut };
 
 struct Task {
   const char* what = "";
-  double seconds = 0;  // below 0: as long as it really takes
+  double seconds = 0;  // below 0: the measured time
   Engine engine = Engine::kNone;
   std::function<void()> run;  // may be empty
   PointP wait, record;        // may be null
@@ -54,17 +54,17 @@ struct Task {
 };
 
 struct Stream {
-  // How eager a stream is where the order is lazy.
+  // How eager a stream is in lazy order.
   enum Bias { kRandom, kEarly, kLate };
 
   uint64_t id = 0;
   unsigned flags = 0;
   int priority = 0;
   std::deque<Task> queue;
-  std::vector<Task>* captured = nullptr;  // while a graph is made of it
+  std::vector<Task>* captured = nullptr;  // during the capture of a graph
   bool busy = false;
   double clock = 0;
-  std::condition_variable turn;  // of its thread
+  std::condition_variable turn;  // wakes its thread
   Bias bias = kRandom;
   double weight = 1;
 
@@ -76,7 +76,7 @@ class Streams {
  public:
   Streams() : random_(settings().seed * 7919 + 1) { default_ = make(0, 0); }
 
-  // Streams are never freed: others may still have their handle.
+  // Streams are never freed: the program may still have their handles.
   Stream* make(unsigned flags, int priority) {
     const std::lock_guard<std::mutex> guard(mutex_);
     auto* made = new Stream;
@@ -93,7 +93,7 @@ class Streams {
     const std::lock_guard<std::mutex> guard(mutex_);
     return streams_.size();
   }
-  // For what a handle of the runtime keeps under the same lock.
+  // The runtime guards its handles with the same lock.
   std::mutex& mutex() { return mutex_; }
 
   void put(Stream* stream, Task task) {
@@ -126,7 +126,7 @@ class Streams {
     std::unique_lock<std::mutex> lock(mutex_);
     until([&] { return std::all_of(streams_.begin(), streams_.end(), [](Stream* each) { return each->idle(); }); }, lock);
   }
-  // Who asks often enough will see it done: where the order is lazy, each question lets something happen.
+  // In lazy order each query runs a task, so that polling ends.
   bool is_idle(Stream* stream) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (!stream->idle()) nudge(lock);
@@ -139,14 +139,14 @@ class Streams {
   }
 
  private:
-  // So many tasks are done in one temper of the streams: then who was late may be early.
+  // The number of tasks before the streams change their eagerness.
   static constexpr uint64_t kTempered = 192;
 
   void draw(Stream& stream) {
     stream.bias = static_cast<Stream::Bias>(random_() % 3);
     stream.weight = std::pow(10.0, std::uniform_real_distribution<double>(-2, 2)(random_));
   }
-  // Runs the task at the head of a stream, unlocked meanwhile.
+  // Runs the task at the head of a stream, without the lock.
   void step(Stream* stream, std::unique_lock<std::mutex>& lock) {
     Task task = std::move(stream->queue.front());
     stream->queue.pop_front();
@@ -157,7 +157,7 @@ class Streams {
       const double start = now();
       task.run();
       if (task.seconds < 0) task.seconds = now() - start;
-      task.run = nullptr;  // frees what it holds
+      task.run = nullptr;  // frees its captures
       lock.lock();
       stream->busy = false;
       --running_;
@@ -174,7 +174,7 @@ class Streams {
     call();
     changed_.notify_all();
   }
-  // Wakes the threads that have something to do.
+  // Wakes the threads with runnable tasks.
   void call() {
     if (settings().order != Order::kThreads) return;
     for (Stream* each : streams_)
@@ -201,7 +201,7 @@ class Streams {
       step(stream, lock);
     }
   }
-  // Who goes next where the order is lazy: drawn by weight; null where nobody can.
+  // Picks the next stream in lazy order, drawn by weight; null if no stream can run.
   Stream* pick() {
     std::vector<Stream*> ready;
     double sum = 0;
@@ -219,7 +219,7 @@ class Streams {
     if (settings().order != Order::kLazy) return;
     if (Stream* next = pick()) step(next, lock);
   }
-  // Lets those that are early run ahead, and the others now and then.
+  // Lets eager streams run ahead, and the others now and then.
   void eagerly(std::unique_lock<std::mutex>& lock) {
     for (bool any = true; any;) {
       any = false;
@@ -246,7 +246,7 @@ class Streams {
     }
   }
   [[noreturn]] void stuck() {
-    std::fprintf(stderr, "stub: the host waits for what no stream comes to\n");
+    std::fprintf(stderr, "stub: the host waits for a point that no stream can reach\n");
     for (const Stream* each : streams_)
       std::fprintf(stderr, "stub:   stream %lu: %zu tasks, %s, first %s\n", each->id, each->queue.size(),
                    each->busy ? "at work" : "idle", each->queue.empty() ? "none" : each->queue.front().what);

@@ -1,13 +1,13 @@
-"""Takes out the waits between streams one after the other, and tells which of them the stub's numbers show.
+"""Remove the waits between streams one by one, and report which removals change the stub's numbers.
 
     python build.py -- python waits.py compiled|loop [--from NUMBER] [--only NUMBER]
 
-Of compiled steps, whole kinds of waits are taken out: those of a stream within a step, and around it. (The double of
-``tests/cuda/double.py`` sees each single one, whatever the numbers.) Of followed loops, each wait and each mark that
-``device_cuda.h`` writes down: that header is built once with a switch at each of these statements. Some of them back
-each other up: these are taken out together as well.
+For compiled steps, kinds of waits are removed: all waits of a stream within a step, or around it. (The double of
+``tests/cuda/double.py`` detects each single one, independent of the numbers.) For eager loops, each wait and mark in
+``device_cuda.h`` is removed: that header is built once with a switch at each of these statements. Redundant statements
+are also removed together.
 
-A line of JSON for each, with whether it was noticed, and how. The order of the streams is that of the environment.
+Prints a line of JSON for each, with whether and how the removal was noticed. The environment sets the stream order.
 """
 
 from __future__ import annotations
@@ -44,29 +44,26 @@ from outofcore.runtime import native
 from outofcore.runtime.native import CSRC, Flavor
 from outofcore.units import GIB, KIB
 
-STEPS = 14  # the first six are measured, for which the host waits
+STEPS = 14  # the first six are measured, and the host waits for them
 HEADER = "device_cuda.h"
 
 
-def tell(number: int, wait: str, noticed: str) -> None:
-    """Print what came of one."""
+def report(number: int, wait: str, noticed: str) -> None:
     print(f"{MARK}{json.dumps({'number': number, 'wait': wait, 'noticed': noticed})}", flush=True)
 
 
 # Compiled steps
 
 
-class Without:
-    """Leaves waits of a stream out: within steps, at their begin or at their end."""
+class WaitFilter:
+    """A filter of waits of a stream: within steps, at their begin or at their end."""
 
-    def __init__(self, where: str, stream: Stream) -> None:
-        self.where, self.stream, self.now = where, stream, "step"
+    def __init__(self, side: str, stream: Stream) -> None:
+        self.side, self.stream, self.now = side, stream, "step"
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        """As long as this is open."""
-
-        def within(name: str) -> Callable[..., Any]:
+    def active(self) -> Iterator[None]:
+        def track(name: str) -> Callable[..., Any]:
             original = getattr(engine.CudaEngine, f"_{name}")
 
             @functools.wraps(original)
@@ -79,7 +76,7 @@ class Without:
 
             return call
 
-        def filtered(owner: type) -> Callable[..., None]:
+        def filter_waits(owner: type) -> Callable[..., None]:
             original = owner.wait
 
             @functools.wraps(original)
@@ -91,36 +88,36 @@ class Without:
 
         with ExitStack() as stack:
             for name in ("begin", "end"):
-                stack.enter_context(mock.patch.object(engine.CudaEngine, f"_{name}", within(name)))
+                stack.enter_context(mock.patch.object(engine.CudaEngine, f"_{name}", track(name)))
             for owner in (CudaDriver, ActionList):
-                stack.enter_context(mock.patch.object(owner, "wait", filtered(owner)))
+                stack.enter_context(mock.patch.object(owner, "wait", filter_waits(owner)))
             self.ends: dict[int, Stream] = {}
             record = CudaDriver.record
 
-            def recorded(this: CudaDriver, stream: Stream, mark: Any) -> None:
+            def record_end(this: CudaDriver, stream: Stream, mark: Any) -> None:
                 if self.now == "end":
                     self.ends[id(mark)] = stream
                 record(this, stream, mark)
 
-            stack.enter_context(mock.patch.object(CudaDriver, "record", recorded))
-            if self.where != "step":
-                stack.enter_context(unhindered())
+            stack.enter_context(mock.patch.object(CudaDriver, "record", record_end))
+            if self.side != "step":
+                stack.enter_context(without_host_waits())
             yield
 
     def leaves_out(self, owner: type, stream: Stream, mark: Any) -> bool:
-        """At the end of a step it is the ops that wait, for each other stream."""
-        if self.where == "step":
+        """Return whether to leave a wait out. At the end of a step, the ops wait for each other stream."""
+        if self.side == "step":
             return stream is self.stream and (self.now == "step" or owner is ActionList)
-        if self.now != self.where or owner is ActionList:
+        if self.now != self.side or owner is ActionList:
             return False
-        return self.stream is (stream if self.where == "begin" else self.ends.get(id(mark)))
+        return self.stream is (stream if self.side == "begin" else self.ends.get(id(mark)))
 
 
 @contextmanager
-def unhindered() -> Iterator[None]:
-    """Steps follow each other without the host's waiting for one, as where all of a model stays on the device.
+def without_host_waits() -> Iterator[None]:
+    """Let steps follow each other without waits of the host, as if all state stayed on the device.
 
-    Only then does it matter how steps are joined to each other.
+    Only then do the waits between steps matter.
     """
     finish = CudaDriver.finish
     with (
@@ -130,51 +127,51 @@ def unhindered() -> Iterator[None]:
         yield
 
 
-def kinds(home: str) -> list[Without]:
-    """The kinds of waits there are with such a home."""
+def kinds(home: str) -> list[WaitFilter]:
     if home == "host":
         streams = [Stream.COMPUTE, Stream.COPY_OUT, Stream.COPY_IN]
         around = streams[1:]
-        return [Without("step", s) for s in streams] + [Without(side, s) for side in ("begin", "end") for s in around]
+        return [WaitFilter("step", s) for s in streams] + [
+            WaitFilter(side, s) for side in ("begin", "end") for s in around
+        ]
     streams = [Stream.DISK_OUT, Stream.DISK_IN, Stream.WRITE, Stream.READ]
     begin = [Stream.DISK_OUT, Stream.READ]
     end = [Stream.WRITE, Stream.DISK_IN]
     return [
-        *(Without("step", s) for s in streams),
-        *(Without("begin", s) for s in begin),
-        *(Without("end", s) for s in end),
+        *(WaitFilter("step", s) for s in streams),
+        *(WaitFilter("begin", s) for s in begin),
+        *(WaitFilter("end", s) for s in end),
     ]
 
 
 def of_compiled(first: int, only: int | None) -> None:
-    """Train without each kind in turn."""
     job = Job("mlp")
     losses, state = train_eagerly(job.world(CUDA), STEPS)
     cases: list[tuple[str, str, AbstractContextManager[object]]] = []
     for home in ("host", "disk"):
-        cases += [(home, "none", nullcontext()), (home, "unhindered, none", unhindered())]
+        cases += [(home, "none", nullcontext()), (home, "unhindered, none", without_host_waits())]
     for home in ("host", "disk"):
-        cases += [(home, f"{kind.where}, {kind.stream.name}", kind.applied()) for kind in kinds(home)]
-    for number, (home, what, context) in enumerate(cases):
+        cases += [(home, f"{kind.side}, {kind.stream.name}", kind.active()) for kind in kinds(home)]
+    for number, (home, case_name, context) in enumerate(cases):
         if number < first or (only is not None and number != only):
             continue
-        name = f"{home}: {what}"
+        name = f"{home}: {case_name}"
         print(f"--- {number} {name}", flush=True)
         world, step = compile_job(job, "offload-all", home)
         with context:
             try:
                 with step:
                     torch.manual_seed(1)
-                    found = [step(*world.batch(index)).clone() for index in range(STEPS)]
+                    losses_ = [step(*world.batch(index)).clone() for index in range(STEPS)]
                     torch.cuda.synchronize()
-                    found = [loss.cpu() for loss in found]
-                    noticed = describe_differences(found, losses, world.state(), state)
-            except Exception as error:  # however it shows
+                    losses_ = [loss.cpu() for loss in losses_]
+                    noticed = describe_differences(losses_, losses, world.state(), state)
+            except Exception as error:  # any error counts as noticed
                 noticed = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        tell(number, name, noticed[:120])
+        report(number, name, noticed[:120])
 
 
-# Followed loops
+# Eager loops
 
 _STATEMENT = re.compile(
     r"(?:streams_\.wait|fences_\.put|(?:\w+\.)*(?:after|before|home|all|marks|unobserved_)\.add"
@@ -185,9 +182,8 @@ _SWITCH = """
 // A bit for each statement that is left out.
 extern "C" __attribute__((visibility("default"))) inline unsigned long long follow_left_out = 0;
 """
-# Statements, by how they begin, each of which does what another one does as well, in loops of one stream: a stream that
-# shows a storage at its home has waited for the copy there. What is left is for code that nobody sees and for streams
-# beside the loop's.
+# Groups of redundant statements, by their beginnings, in loops of one stream. A stream that shows a storage at its home
+# has waited for the copy there. The other waits are for untracked code and for additional streams.
 _SHOWN = "use_slot: streams_"
 TOGETHER = (
     ("mark_used: order.after", "all_of: all.add(streams_.now(order.stream"),
@@ -200,15 +196,15 @@ TOGETHER = (
 )
 
 
-def switched(header: str) -> tuple[str, list[str]]:
-    """The header with a switch at each statement that puts work in order, and what each is."""
+def add_switches(header: str) -> tuple[str, list[str]]:
+    """Return the header with a switch at each statement that orders work, and the statements."""
     lines: list[str] = []
     names: list[str] = []
     function, inside = "", False
     for line in header.splitlines():
         inside = inside or line.startswith("class Device")
-        if found := _FUNCTION.match(line):
-            function = found[1]
+        if match_ := _FUNCTION.match(line):
+            function = match_[1]
 
         def switch(match: re.Match[str], line: str = line, function: str = function) -> str:
             statement = line[match.start() :].partition(";")[0]
@@ -221,12 +217,11 @@ def switched(header: str) -> tuple[str, list[str]]:
 
 
 @contextmanager
-def switched_paging() -> Iterator[tuple[ctypes.c_ulonglong, list[str]]]:
-    """The native code with those switches in place of that of the package."""
+def load_switched_paging() -> Iterator[tuple[ctypes.c_ulonglong, list[str]]]:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "csrc" / "follow"
         shutil.copytree(CSRC, copy.parent)
-        text, names = switched((copy / HEADER).read_text(encoding="utf-8"))
+        text, names = add_switches((copy / HEADER).read_text(encoding="utf-8"))
         (copy / HEADER).write_text(text, encoding="utf-8")
         with mock.patch.object(native, "CSRC", copy.parent):
             library = load_paging(Flavor.CUDA)
@@ -234,35 +229,35 @@ def switched_paging() -> Iterator[tuple[ctypes.c_ulonglong, list[str]]]:
 
 
 def aside(model: nn.Module, make: MakeOptimizer) -> list[Any]:
-    """Beside the loop, another stream looks at what nobody writes to: nobody waits for it before the end."""
-    optimizer, side, seen = make(model), torch.cuda.Stream(), []
+    """Train while another stream reads a constant, and synchronize only at the end."""
+    optimizer, side, values = make(model), torch.cuda.Stream(), []
     fixed = torch.randn(512, 1024, generator=torch.Generator().manual_seed(3)).cuda()
     side.wait_stream(torch.cuda.current_stream())
     for rows, labels in batches(6, (256, 256)):
         with torch.cuda.stream(side):
-            seen.append((fixed * fixed).sum())
+            values.append((fixed * fixed).sum())
         loss = loss_of(model, rows.cuda(), labels.cuda())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        seen.append(loss.detach())
+        values.append(loss.detach())
     torch.cuda.synchronize()
-    return [value.item() for value in seen]
+    return [value.item() for value in values]
 
 
 def ahead(model: nn.Module, make: MakeOptimizer) -> list[Any]:
-    """A loop that never asks for a value before its end, so that the host runs far ahead."""
-    optimizer, seen = make(model), []
+    """Train without reading a value before the end, so that the host runs far ahead."""
+    optimizer, values = make(model), []
     for rows, labels in batches(6, (256, 256)):
         loss = loss_of(model, rows.cuda(), labels.cuda())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        seen.append(loss.detach())
-    return [value.item() for value in seen]
+        values.append(loss.detach())
+    return [value.item() for value in values]
 
 
-# Which loops, with how much of what they use at the most, and whether everything leaves after each op.
+# The loops, the share of their peak as a budget, and whether to evict all storages after each op.
 TRIED = [
     ("ahead", 0.4, False),
     ("ahead", 0.4, True),
@@ -274,51 +269,49 @@ TRIED = [
 OWN = {"ahead": (ahead, lambda: Dense().cuda()), "aside": (aside, lambda: Dense().cuda())}
 
 
-def followed(name: str, budget: int, *, stress: bool = False) -> tuple[TrainingResult, Any]:
-    """One of the loops, on demand."""
+def run_on_demand(name: str, budget: int, *, stress: bool = False) -> tuple[TrainingResult, Any]:
     with arena_of_the_whole_budget():
         return train_loop(*LOOPS[name], adamw, budget, stress=stress, policy=None, cache=False)
 
 
 def of_loops(first: int, only: int | None) -> None:
-    """Train loops without each statement in turn, until one of them shows that it is gone."""
+    """Train loops without each statement in turn, until a result differs."""
     LOOPS.update(OWN)
-    with switched_paging() as (left_out, names):
+    with load_switched_paging() as (switches, names):
         plain = {name: train_loop(*LOOPS[name])[0] for name in dict.fromkeys(name for name, _, _ in TRIED)}
-        peaks = {name: followed(name, GIB)[1].peak_bytes for name in plain}
+        peaks = {name: run_on_demand(name, GIB)[1].peak_bytes for name in plain}
         rows = [("none", 0), *((name, 1 << number) for number, name in enumerate(names))]
         for beginnings in TOGETHER:
             numbers = [next(n for n, name in enumerate(names) if name.startswith(start)) for start in beginnings]
             rows.append((" and ".join(names[n] for n in numbers), sum(1 << n for n in numbers)))
-        for number, (what, bits) in enumerate(rows):
+        for number, (name_, bits) in enumerate(rows):
             if number < first or (only is not None and number != only):
                 continue
-            print(f"--- {number} {what}", flush=True)
+            print(f"--- {number} {name_}", flush=True)
             noticed = ""
             for name, share, stress in TRIED:
-                left_out.value = bits
+                switches.value = bits
                 try:
-                    found, _ = followed(name, int(share * peaks[name]) + 64 * KIB, stress=stress)
-                    noticed = found.differs_from(plain[name])
-                except Exception as error:  # however it shows
+                    result, _ = run_on_demand(name, int(share * peaks[name]) + 64 * KIB, stress=stress)
+                    noticed = result.differs_from(plain[name])
+                except Exception as error:  # any error counts as noticed
                     noticed = f"{type(error).__name__}: {str(error).splitlines()[0]}"
                 finally:
-                    left_out.value = 0
+                    switches.value = 0
                 if noticed:
                     noticed = f"{name}: {noticed}"
                     break
-            tell(number, what, noticed[:120])
+            report(number, name_, noticed[:120])
 
 
 def main() -> int:
-    """See the module."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kind", choices=["compiled", "loop"])
     parser.add_argument("--from", type=int, default=-1, dest="first", help="number to begin with")
     parser.add_argument("--only", type=int, help="a single one")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.use_deterministic_algorithms(True)
-    {"compiled": of_compiled, "loop": of_loops}[given.kind](given.first, given.only)
+    {"compiled": of_compiled, "loop": of_loops}[arguments.kind](arguments.first, arguments.only)
     return 0
 
 

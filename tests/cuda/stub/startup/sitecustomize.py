@@ -1,4 +1,4 @@
-"""Read by every Python that starts on the stub, whoever starts it: gives the ops of PyTorch their results."""
+"""Start-up code of every Python process on the stub: gives the ops of PyTorch their results."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ HOG_BYTES = int(os.environ.get("STUB_HOG_MIB", "0")) << 20
 
 
 class _AfterImport:
-    """Finds modules as others do, and does what is to be done once one of them is loaded.
+    """A module finder that calls a function after the import of a module.
 
-    So a process that does not use PyTorch, or its compiler, starts as fast as ever.
+    A process that does not import PyTorch or its compiler starts at the usual speed.
     """
 
     def __init__(self, then: dict[str, Callable[[types.ModuleType], None]]) -> None:
         self._then = then
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> object:
-        """As importers do it."""
         then = self._then.pop(name, None)
         if then is None:
             return None
@@ -44,18 +43,17 @@ class _AfterImport:
 
 def _install(torch: types.ModuleType) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # kernels are replaced, which is the purpose
+        warnings.simplefilter("ignore")  # replaced kernels are intended here
         ctypes.CDLL(REPLAY).replay_install()
     if HOG_BYTES:
         _plant_hog(torch)
 
 
 def _plant_hog(torch: types.ModuleType) -> None:
-    """Take memory of the device that nobody planned for, when a measurement of memory begins."""
     begin, hogs = torch.cuda.reset_peak_memory_stats, []
 
-    def reset_peak_memory_stats(*given: object) -> None:
-        begin(*given)
+    def reset_peak_memory_stats(*options: object) -> None:
+        begin(*options)
         if not hogs:
             hogs.append(torch.empty(HOG_BYTES, dtype=torch.uint8, device="cuda"))
 
@@ -63,23 +61,23 @@ def _plant_hog(torch: types.ModuleType) -> None:
 
 
 def _compute_graphs(compile_fx: types.ModuleType) -> None:
-    """Give what Inductor compiles the results of its operators on the CPU, one by one; its kernels do nothing."""
+    """Compute Inductor's graphs op by op on the CPU; the compiled kernels do nothing."""
     import torch  # noqa: PLC0415 - it is loaded already
 
     compile_inner, replay = compile_fx.compile_fx_inner, ctypes.CDLL(REPLAY)
 
-    def compile_fx_inner(graph: Any, given: Any, **options: Any) -> Callable[[list[Any]], Sequence[Any]]:
+    def compile_fx_inner(graph: Any, example_inputs: Any, **options: Any) -> Callable[[list[Any]], Sequence[Any]]:
         host = copy.deepcopy(graph)
         for node in host.graph.nodes:
             if "device" in node.kwargs:
                 node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
         host.recompile()
-        compiled = compile_inner(graph, given, **options)
+        compiled = compile_inner(graph, example_inputs, **options)
 
         def call(args: list[Any]) -> Sequence[Any]:
             tensors, copies = list(args), [arg.cpu() for arg in args]
-            before = [one.clone() for one in copies]
-            # Kernels that do nothing leave indices that no operator among them could take.
+            before = [argument.clone() for argument in copies]
+            # Idle kernels leave indices that would be out of range for ops among them.
             replay.replay_pause(1)
             try:
                 results = compiled(args)
@@ -87,8 +85,8 @@ def _compute_graphs(compile_fx: types.ModuleType) -> None:
                 replay.replay_pause(0)
             with torch.no_grad():
                 computed = host(*copies)
-            for target, found in zip(results, computed, strict=True):
-                target.copy_(found)
+            for target, result in zip(results, computed, strict=True):
+                target.copy_(result)
             for tensor, now, old in zip(tensors, copies, before, strict=True):
                 if not torch.equal(now, old):
                     tensor.copy_(now)
