@@ -1,4 +1,4 @@
-"""Compare every policy on every zoo model at every budget: is ``auto`` ever slower than another policy?
+"""Compare every policy on every zoo model at every budget, to find where another policy beats ``auto``.
 
 Each model is captured once as a graph file, with preset device costs (``--gpu``); no step is run. ``--model`` also
 accepts the models of ``_transformers.py``. The budgets are those of ``outofcore plan --compare``.

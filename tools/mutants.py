@@ -56,9 +56,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Run:
-    """One run of pytest; ``status`` is the exit status, the negative number of a signal, or None after the time
-    limit.
-    """
+    """One run of pytest; ``status`` is its exit status, minus a signal number, or None after the time limit."""
 
     status: int | None
     output: str

@@ -179,9 +179,7 @@ class PairRecorder:
         }
 
     def _compare_bits(self, pair: Pair, bits: Bits, steps: int) -> Entry:
-        """Return the bits, and the run with equal bits: plain PyTorch, or an earlier pair with the same kernels and
-        split.
-        """
+        """Return the bits, and the run with equal bits: plain PyTorch, or an earlier pair of the same kind."""
         if steps not in self._plain_bits:
             training = self.plain()
             torch.manual_seed(SEED)

@@ -33,7 +33,7 @@ def line_of(mark: str) -> str:
 
 @pytest.fixture
 def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """An installed package that runs the user's loop."""
+    """Install a package that runs the user's loop."""
     folder = tmp_path / "site-packages" / "trainer_of_others"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text(TRAINER)

@@ -28,7 +28,7 @@ TIGHT, STRESS = "--share 1.5..2", "--share 2..3 --stress"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[subprocess.Popen[str]]:
-    """A process that has imported PyTorch and runs thread programs."""
+    """Start a process that has imported PyTorch and runs thread programs."""
     command = [sys.executable, str(SCRIPT), "--serve"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield process

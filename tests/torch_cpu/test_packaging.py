@@ -54,7 +54,7 @@ def build(source: Path, kind: str, out: Path, **environment: str) -> Path:
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """An sdist of a copy without git, and the wheel built from it."""
+    """Build an sdist from a copy without git, and a wheel from the sdist."""
     folder = tmp_path_factory.mktemp("packaging")
     copy, out = folder / "copy", folder / "out"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")

@@ -230,7 +230,7 @@ def small_budget(case: Case) -> int:
 
 
 def make_large(make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> Case:
-    """A table of 6 MiB and a layer of 4 MiB."""
+    """Return a case with a table of 6 MiB and a layer of 4 MiB."""
     model = nn.Sequential(nn.Embedding(6144, 256), nn.Linear(256, 4096), nn.ReLU(), nn.Linear(4096, 8))
     optimizer = make(model.parameters())
 

@@ -94,7 +94,7 @@ def square(x: torch.Tensor) -> torch.Tensor:
 
 
 def reuse_input(x: torch.Tensor) -> torch.Tensor:
-    """A later op reads the input of the cast, so a plan can recompute the cast by itself."""
+    """Recompute the cast by itself, since a later op reads its input."""
     early = x * x
     return square(x) + early
 

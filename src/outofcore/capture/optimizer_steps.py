@@ -499,7 +499,7 @@ def _setting_text(value: object) -> str | None:
 
 
 def _placeholder_update(*_: Any) -> None:
-    """Placeholder for an update until its state is known."""
+    """Stand for an update until its state is known."""
 
 
 def check_supported(optimizer: Optimizer) -> None:

@@ -451,7 +451,7 @@ def default_generators(device: torch.device) -> tuple[torch.Generator, ...]:
 
 
 def _do_nothing() -> None:
-    """Replaces a change of a generator where an op is only measured."""
+    """Replace a change of a generator while an op is measured."""
 
 
 def _cuda_device(device: int | str | torch.device) -> torch.device:

@@ -190,7 +190,7 @@ class Sharding:
         self.append_collective(CollectiveKind.ALL_GATHER, row, chunk, shard.name.rpartition(".")[0], creates=(storage,))
 
     def listen(self, fake: torch.Tensor, shard: Shard | None, *, reduce_at_once: bool) -> None:
-        """Hook a parameter's final gradient; ``reduce_at_once`` if other hooks must find it reduced."""
+        """Register a hook on a parameter's final gradient; ``reduce_at_once`` if other hooks must find it reduced."""
         if not fake.requires_grad or not fake.is_leaf:
             return
 
