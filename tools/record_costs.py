@@ -89,7 +89,7 @@ def fixed_costs() -> Iterator[LoopObservations]:
         (links, "measure_link", _fixed_link),
         (DiskHome, "capacity", property(lambda _: DISK_BYTES)),
         (agreement, "group_cost", lambda *_: GROUP),
-        (plan_updates.PlanUpdater, "judge", _judge_prediction(plan_updates.PlanUpdater.record_run)),
+        (plan_updates.PlanUpdater, "record_run", _judge_prediction(plan_updates.PlanUpdater.record_run)),
         (loop_planner, "read_record", _fixed_record),
         (loop_planner, "BackgroundPlanner", _planner_at_once(observed)),
         (planned_step, "quick_policy", lambda policy: policy),

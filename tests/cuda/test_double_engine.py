@@ -120,7 +120,7 @@ def test_device_failure_is_reported_and_later_calls_are_refused(silent: bool) ->
 class Pinning(FakeCuda):
     awaited: int = 0
 
-    def pinned(self, source: torch.Tensor) -> torch.Tensor:
+    def to_pinned(self, source: torch.Tensor) -> torch.Tensor:
         return source
 
     def await_mark(self, mark: object) -> None:

@@ -89,7 +89,7 @@ def assert_training_continues(plain: Sides, ours: Any) -> None:
         theirs = plain[2](batch(k))
         torch.manual_seed(k)
         assert torch.equal(step(batch(k)), theirs)
-        step._session.keeper.check()
+        step._session.keeper.check_invariants()
     assert_same(contents(model, optimizer), contents(plain[0], plain[1]))
 
 
@@ -119,7 +119,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, step: Any, kind: str, number: int, 
     slots = [
         (copies.pieces[copy.first_piece], copies.sources[copy.first_piece])
         for copies in step._session.engine._copies.values()
-        for copy in sorted(copies.parts[2], key=lambda copy: copy.index)
+        for copy in sorted(copies.arrays[2], key=lambda copy: copy.index)
         if copy.writes == (kind == "write") and copies.sources[copy.first_piece] is not None
     ]
     for home in step.homes:
@@ -154,7 +154,7 @@ def misplace(patch: pytest.MonkeyPatch, step: Any, is_chosen: Callable[[BoundCop
     home = step.homes[-1]
     for bound, copies in step._session.engine._copies.items():
         bounds = {copy.index: copy for work in bound.copies for copy in work}
-        for copy in copies.parts[2]:
+        for copy in copies.arrays[2]:
             piece = copies.pieces[copy.first_piece]
             if is_chosen(bounds[copy.index], bool(copy.writes)):
                 offset = home.reserve(piece.bytes)

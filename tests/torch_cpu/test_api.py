@@ -226,7 +226,7 @@ def test_step_has_metadata_repr_warning_and_report(
         assert re.fullmatch(
             r"<outofcore step 'train' within 16.0 MiB: 6 plans by auto, last step [\d.]+ \w+>", repr(step)
         )
-        assert re.fullmatch(r"<step of .* predicted: ops .* off the plan>", repr(step.stats))
+        assert re.fullmatch(r"<step of .* predicted: ops .* off-plan requests>", repr(step.stats))
         monkeypatch.chdir(tmp_path)
         assert step.report(budgets=0).resolve() == tmp_path / "outofcore-report.html"
         assert (tmp_path / "outofcore-report.html").stat().st_size > 1000

@@ -24,7 +24,7 @@ from outofcore.transforms.fusing import fuse_ops
 class _Recipes(kernels.Kernels):
     """Collects recipes without compiling them."""
 
-    def of(
+    def compile_all(
         self, recipes: Iterable[kernels.Recipe], tell: ProgressCallback = ignore_progress
     ) -> Mapping[str, kernels.Kernel]:
         self.collected = list({recipe.text: recipe for recipe in recipes}.values())

@@ -65,7 +65,7 @@ def test_copy_threads_end_with_the_step(smallest: int, tmp_path: Path) -> None:
     with two_homes("offload-all", smallest, tmp_path) as (plain, ours):
         engine = ours[2]._session.engine
         (copies,) = engine._copies.values()
-        assert count_copiers() - before == len(copies.parts[-1])  # type: ignore[arg-type]
+        assert count_copiers() - before == len(copies.arrays[-1])  # type: ignore[arg-type]
         assert_training_continues(plain, ours)
         ours[2].close()
         assert count_copiers() == before
@@ -174,7 +174,7 @@ def test_checksums_of_native_writes_reach_the_home(smallest: int, tmp_path: Path
             offset for (_, offset), checksum in zip(copies.summed, copies.sums, strict=True) if checksum.bytes >= 0
         }
         assert written
-        assert written <= set(home.sums.known)
+        assert written <= set(home.sums.recorded)
 
 
 def test_sample_is_first_last_and_two_pages_picked_by_the_offset() -> None:

@@ -275,7 +275,7 @@ def test_failed_step_leaves_model_and_optimizer_unchanged(monkeypatch: pytest.Mo
             run(batches_of(0))
         before = digest(model, optimizer)
         with monkeypatch.context() as patch:
-            patch.setattr(Context, "now", lambda _: (_ for _ in ()).throw(MemoryError("no more")))
+            patch.setattr(Context, "capture", lambda _: (_ for _ in ()).throw(MemoryError("no more")))
             with pytest.raises(MemoryError):
                 failing(batches_of(1))
         assert digest(model, optimizer) == before

@@ -567,7 +567,7 @@ def test_loop_has_no_recipes_by_default() -> None:
 def test_invalid_recompute_mode_is_refused(run: outofcore.Loop) -> None:
     library = load_paging()
     assert library.follow_recompute(run._space, 7) == -1
-    assert b"no mode 7" in library.follow_failure()
+    assert b"unknown mode 7" in library.follow_failure()
     assert library.follow_recompute_set(run._space, (ctypes.c_int64 * 1)(3), 1) == 0
 
 

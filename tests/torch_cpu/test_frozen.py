@@ -276,7 +276,7 @@ def test_user_changes_of_frozen_weights_take_effect(pair: Any) -> None:
         assert_equal_parameters(pair)
         train(pair, range(10 * number, 10 * number + 2))
         assert_equal_parameters(pair)
-        pair[1].step._session.keeper.check()
+        pair[1].step._session.keeper.check_invariants()
 
 
 @pytest.mark.parametrize(
@@ -289,12 +289,12 @@ def test_user_changes_take_effect_at_home_and_in_the_arena(pair: Any, seed: int)
     for number, act in enumerate(CHANGES + CHANGES):
         if draw.random() < 0.5:
             pair[1].step._session.steps.leave_arena()
-            pair[1].step._session.keeper.check()
+            pair[1].step._session.keeper.check_invariants()
         for side in pair:
             act(side, number % 3 if act is not _thaw else 1)
         train(pair, range(10 * number, 10 * number + 1 + draw.randrange(2)))
         assert_equal_parameters(pair)
-        pair[1].step._session.keeper.check()
+        pair[1].step._session.keeper.check_invariants()
 
 
 def change_at_home_and_in_arena(pair: Any) -> Any:
@@ -322,7 +322,7 @@ def test_changed_weight_is_written_outside_its_file(pair: Any, leaves_arena: boo
         assert_equal_parameters(pair)
     train(pair, range(3, 5))
     assert_equal_parameters(pair)
-    pair[1].step._session.keeper.check()
+    pair[1].step._session.keeper.check_invariants()
     assert state.slot < FIRST_RANGE
 
 
@@ -342,7 +342,7 @@ def test_failed_copy_is_repeated_by_the_next_call(pair: Any, error: Exception, m
     assert_equal_parameters(pair)
     train(pair, range(3, 5))
     assert_equal_parameters(pair)
-    pair[1].step._session.keeper.check()
+    pair[1].step._session.keeper.check_invariants()
 
 
 @pytest.mark.parametrize("pair", ["disk"], indirect=True)
@@ -350,7 +350,7 @@ def test_torn_copy_does_not_count_as_clean(pair: Any, monkeypatch: pytest.Monkey
     train(pair, range(2))
     session = pair[1].step._session
     home, weight = session.keeper.slots[-1].home, pair[1].model[2].base.weight
-    assert session.keeper._by_tensor["model.2.base.weight"].mark is not None
+    assert session.keeper._by_tensor["model.2.base.weight"].home_fingerprint is not None
     write, before = home.write, weight.detach().clone()
 
     def tear(offset: int, source: memoryview) -> None:
@@ -365,7 +365,7 @@ def test_torn_copy_does_not_count_as_clean(pair: Any, monkeypatch: pytest.Monkey
     weight.data.copy_(before)
     train(pair, range(3, 5))
     assert_equal_parameters(pair)
-    session.keeper.check()
+    session.keeper.check_invariants()
 
 
 @pytest.mark.parametrize("pair", ["file"], indirect=True)
@@ -380,7 +380,7 @@ def test_weight_leaves_the_arena_when_no_home_has_room(pair: Any, monkeypatch: p
         patch.setattr(session.keeper.slots[-1], "take", refuse)
         session.steps.leave_arena()
     assert state.place is StatePlace.OWN
-    session.keeper.check()
+    session.keeper.check_invariants()
     assert_equal_parameters(pair)
     train(pair, range(3, 5))
     assert_equal_parameters(pair)
@@ -423,7 +423,7 @@ def test_clean_weights_leave_the_arena_without_a_copy(monkeypatch: pytest.Monkey
         assert any(s.place is StatePlace.ARENA for s in frozen)
         step._session.steps.leave_arena()
         assert all(s.place is StatePlace.HOME for s in frozen)
-        step._session.keeper.check()
+        step._session.keeper.check_invariants()
 
     with step:
         train_and_leave(0)

@@ -69,7 +69,7 @@ def compile_step(
 def run(budget: int, cache: Path, *, rows: int = BATCH, **options: Any) -> tuple[list[float], PlannedStep]:
     with compile_step(budget, cache, **options) as step:
         losses = train(step, rows=rows)
-        return losses, step._session.steps.shown
+        return losses, step._session.steps.last_step
 
 
 def files(cache: Path) -> set[str]:
@@ -218,7 +218,7 @@ def test_stored_plan_is_replaced_when_its_costs_are_off(tmp_path: Path, monkeypa
         patch.setattr("outofcore.plan_updates.BackgroundPlanner", ForegroundPlanner)
         with compile_step(budget, tmp_path, split="off", policy="window") as step:
             assert train(step, 8) == expected
-            shown = step._session.steps.shown
+            shown = step._session.steps.last_step
         assert shown.planned is not before.planned
         assert shown.costs != before.costs
         assert shown.choice == before.choice
@@ -267,7 +267,7 @@ def test_plans_are_not_stored_without_a_cache(monkeypatch: pytest.MonkeyPatch) -
     def never(*_: object) -> Any:
         raise AssertionError("the store was used")
 
-    for name in ("find", "keep"):
+    for name in ("find", "save"):
         monkeypatch.setattr(PlanStore, name, never)
     with compile_step(smallest("off") + MIB, False, split="off") as step:  # type: ignore[arg-type]
         train(step)

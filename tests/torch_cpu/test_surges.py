@@ -307,7 +307,7 @@ def test_surge_is_remembered_for_other_shapes_and_processes(tmp_path: Path, capl
         for rows in (16, 24, 8):
             compiled(torch.ones(rows, ROWS))
         assert requests(compiled) == request_count
-        assert compiled._session.kinds == 3
+        assert compiled._session.signature_count == 3
     with compile_step() as compiled:
         SCRATCH[0] = MIB
         compiled(torch.ones(8, ROWS))

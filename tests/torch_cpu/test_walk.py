@@ -262,6 +262,6 @@ def test_random_actions_are_exact_when_plans_are_exchanged(seed: int, monkeypatc
         keeper._steps.replace_plan(entry, new_step)
         policies.append(new_step.planned.plan.policy)
 
-    monkeypatch.setattr(PlanUpdater, "judge", exchange)
+    monkeypatch.setattr(PlanUpdater, "record_run", exchange)
     wander(seed, 40)
     assert policies, "no tensor leaves the device in this walk"

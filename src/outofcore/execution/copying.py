@@ -310,7 +310,7 @@ class Copying:
         count = self._copies.pieces[piece].bytes
         if code == _CopyFailure.DAMAGED:
             return damage_error(source.home.name, source.offset, count)
-        return source.home.failed(source.offset + done_bytes, count - done_bytes, code, writes=source.writes)
+        return source.home.transfer_error(source.offset + done_bytes, count - done_bytes, code, writes=source.writes)
 
     def finish(self) -> None:
         """Wait until all copies are done, or the step was cancelled and no copy is running."""

@@ -136,7 +136,7 @@ def _build_parts(
         named = dict(arguments_by_name(func, call.args, call.kwargs))
         for (name, place), cut in split.argument_cuts.items():
             item = named[name] if place < 0 else named[name][place]
-            merged = values[item.value].merged(cut.dims)
+            merged = values[item.value].merge_dims(cut.dims)
             if merged is None:
                 raise RuntimeError(f"the split of {op.name} cannot be viewed as slices; please report this")
             part = Ref(number(merged.narrow(cut.dims[0], low, high)))
