@@ -27,9 +27,9 @@ class Placed:
 
 
 def check_packing(placed: Iterable[Placed], capacity: int | None = None) -> int:
-    """Check that rectangles are aligned, within the capacity, and do not overlap when both are held.
+    """Return the height of a packing; raise ``ValidationError`` if it is invalid.
 
-    Returns the end of the highest rectangle. Raises ``ValidationError``.
+    Each rectangle must be aligned and end within the capacity, and no two may overlap while both are held.
     """
     height = 0
     events: list[tuple[int, int, Placed]] = []  # time, 0: end or 1: begin, rectangle

@@ -71,7 +71,7 @@ def _stay_of(block: Block, index: int) -> int:
 
 
 def _check_blocks(step: ValidatedStep) -> None:
-    """Check that blocks are large enough for their storages and have valid lifetimes."""
+    """Check ids, sizes, offsets and lifetimes of blocks; only a persistent storage may wrap, and in one block."""
     graph, end = step.graph, len(step.program.instructions)
     lasting = graph.persistent | {s.id for s in graph.storages if s.kind is StorageKind.CONSTANT}
     wrapping: dict[int | None, int] = {}
@@ -85,7 +85,11 @@ def _check_blocks(step: ValidatedStep) -> None:
         if block.storage is not None and not 0 <= block.storage < len(graph.storages):
             raise ValidationError(f"block {index} is of storage {block.storage}, which the graph does not have")
         if block.bytes < (0 if block.storage is None else graph.storages[block.storage].bytes):
-            raise refusal(block, f"has {block.bytes} bytes, fewer than its storage")
+            raise refusal(
+                block,
+                f"has {block.bytes} bytes, fewer than the "
+                f"{0 if block.storage is None else graph.storages[block.storage].bytes} of its storage",
+            )
         if block.offset < -1:
             raise ValidationError(
                 f"{step.block(block)} has offset {block.offset}; it must be -1 (not placed) or not negative"
@@ -93,24 +97,30 @@ def _check_blocks(step: ValidatedStep) -> None:
         if not block.wraps:
             if not 0 <= block.born < block.dies <= end:
                 raise ValidationError(
-                    f"{step.block(block)} is held over [{block.born}, {block.dies}) of {end} instructions"
+                    f"{step.block(block)} is held over [{block.born}, {block.dies}) of {end} instructions; it must "
+                    "be born before it dies, and die by the end"
                 )
             continue
         if not (block.born == block.dies == 0 or 0 <= block.dies <= block.born < end):
             raise ValidationError(
-                f"{step.block(block)} wraps with born = {block.born}, dies = {block.dies} in {end} instructions"
+                f"{step.block(block)} wraps with born = {block.born}, dies = {block.dies} in {end} instructions; both "
+                "must be 0, or it must die first and be born again before the end"
             )
         if block.storage not in lasting:
-            raise refusal(block, "wraps, but its contents do not persist from step to step")
+            raise refusal(
+                block,
+                "wraps, but is of a storage whose contents do not persist from step to step, or of a workspace",
+            )
         if block.storage in wrapping:
             raise ValidationError(
-                f"{step.block(block)} wraps, and so does block {wrapping[block.storage]} of the same storage"
+                f"{step.block(block)} wraps, and so does block {wrapping[block.storage]} of the same storage; only "
+                "one block of a storage may wrap"
             )
         wrapping[block.storage] = index
 
 
 def _check_instructions(step: ValidatedStep, costs: Costs | None) -> None:
-    """Check that ids exist, used blocks are held, and runs use their op's storages."""
+    """Check that instructions use existing blocks that are held, that runs fit their ops, and copies have a storage."""
     blocks = step.program.blocks
     for index, instruction in enumerate(step.program.instructions):
         used = instruction.blocks if isinstance(instruction, Run) else (instruction.block,)
@@ -122,7 +132,7 @@ def _check_instructions(step: ValidatedStep, costs: Costs | None) -> None:
         if isinstance(instruction, Run):
             _check_run(step, index, instruction, costs)
         elif blocks[instruction.block].storage is None:
-            raise ValidationError(f"{step.instruction(index)} copies a block that has no home")
+            raise ValidationError(f"{step.instruction(index)} copies a block that has no home, since it is a workspace")
         for number in used:
             block = blocks[number]
             if not (block.born <= index < block.dies or (block.wraps and _is_held(block, index))):
@@ -133,11 +143,15 @@ def _check_instructions(step: ValidatedStep, costs: Costs | None) -> None:
 
 
 def _check_run(step: ValidatedStep, index: int, run: Run, costs: Costs | None) -> None:
+    """Check that a run is on the right queue, and that its blocks and workspace are those that its op needs."""
     if not 0 <= run.op < len(step.graph.ops):
         raise ValidationError(f"instruction {index} runs op {run.op}, which the graph does not have")
     if run.communicates != step.graph.ops[run.op].communicates:
         queue = "collectives" if run.communicates else "ops"
-        raise ValidationError(f"{step.instruction(index)} is on the queue of {queue}, which is the wrong one")
+        raise ValidationError(
+            f"{step.instruction(index)} is on the queue of {queue}, but it must be on that of "
+            f"{'ops' if run.communicates else 'collectives'}"
+        )
     touched = step.touched[run.op]
     owners = tuple(step.program.blocks[number].storage for number in run.blocks)
     if owners != touched:
@@ -146,7 +160,10 @@ def _check_run(step: ValidatedStep, index: int, run: Run, costs: Costs | None) -
         )
     scratch = None if run.workspace is None else step.program.blocks[run.workspace]
     if scratch is not None and scratch.storage is not None:
-        raise ValidationError(f"{step.instruction(index)} uses {step.block(scratch)} as its workspace")
+        raise ValidationError(
+            f"{step.instruction(index)} uses {step.block(scratch)} as its workspace; a workspace must be a block "
+            "without a storage"
+        )
     needed, available = costs.ops[run.op].workspace_bytes if costs else 0, scratch.bytes if scratch else 0
     if available < needed:
         raise ValidationError(f"{step.instruction(index)} has a workspace of {available} bytes and needs {needed}")
@@ -161,7 +178,10 @@ def _check_coverage(step: ValidatedStep) -> None:
         if instruction.op == upcoming and not instruction.again:
             upcoming += 1
         elif instruction.op >= upcoming:
-            raise ValidationError(f"{step.instruction(index)} comes before the first run of {step.op(upcoming)}")
+            raise ValidationError(
+                f"{step.instruction(index)} comes before the first run of {step.op(upcoming)}; the first "
+                "runs of ops must be in graph order"
+            )
         elif not instruction.again:
             raise ValidationError(
                 f"{step.instruction(index)} is not the op's first run, but is not marked as a recomputation"
@@ -180,10 +200,12 @@ def _check_room(step: ValidatedStep, budget: int) -> None:
         raise ValidationError(f"the arena has {program.arena_bytes} bytes, more than the budget of {budget}")
     for block in program.blocks:
         if is_placed and block.offset < 0:
-            raise ValidationError(f"{step.block(block)} is not placed, but other blocks are")
+            raise ValidationError(f"{step.block(block)} is not placed, but other blocks are; place all or none")
         if is_placed and block.offset + block.bytes > program.arena_bytes:
             end = block.offset + block.bytes
-            raise ValidationError(f"{step.block(block)} ends at byte {end} of an arena of {program.arena_bytes}")
+            raise ValidationError(
+                f"{step.block(block)} ends at byte {end}, beyond the end of the arena of {program.arena_bytes} bytes"
+            )
     births: list[list[Block]] = [[] for _ in program.instructions]
     deaths: list[list[Block]] = [[] for _ in program.instructions]
     live: list[tuple[int, int, int]] = []  # offset, end and id of the live blocks, by address
@@ -213,6 +235,7 @@ def _check_room(step: ValidatedStep, budget: int) -> None:
 
 
 def _add_live_block(step: ValidatedStep, live: list[tuple[int, int, int]], block: Block, index: int | None) -> None:
+    """Add a block to ``live``; raise ``ValidationError`` if its bytes overlap those of a live block."""
     if block.offset < 0 or block.bytes == 0:
         return
     begin, end = block.offset, block.offset + block.bytes
@@ -229,20 +252,25 @@ def _add_live_block(step: ValidatedStep, live: list[tuple[int, int, int]], block
 
 
 def _staying_blocks(step: ValidatedStep) -> dict[int, Block]:
+    """Return the block that holds each staying gradient when the step ends; check that there is exactly one."""
     graph, program = step.graph, step.program
     blocks: dict[int, Block] = {}
     for storage in program.staying:
         exists = 0 <= storage < len(graph.storages)
         if not exists or storage not in graph.outputs or graph.storages[storage].kind is not StorageKind.GRADIENT:
-            raise ValidationError(f"storage {storage} stays after the step, but is not a gradient output")
+            raise ValidationError(
+                f"storage {storage} stays on the device after the step, but is not a gradient that it outputs"
+            )
         name = step.storage(storage)
         if not any(storage in op.creates for op in graph.ops):
-            raise ValidationError(f"{name} stays after the step, but exists before it")
+            raise ValidationError(f"{name} stays on the device after the step, but the step does not create it")
         if storage in program.results:
-            raise ValidationError(f"{name} stays after the step, but is also a result")
+            raise ValidationError(f"{name} stays on the device after the step, but is also a result, which goes home")
         lasting = [b for b in program.blocks if b.storage == storage and b.dies == len(program.instructions)]
         if len(lasting) != 1:
-            raise ValidationError(f"{name} stays after the step in {len(lasting)} blocks; it must be in one")
+            raise ValidationError(
+                f"{name} stays on the device after the step in {len(lasting)} blocks; it must be in one"
+            )
         blocks[storage] = lasting[0]
     return blocks
 
@@ -296,6 +324,7 @@ class _Replay:
         self.holders: list[_Location] = []
 
     def check(self) -> None:
+        """Replay all instructions in program order, and check the contents at the end of the step."""
         order = self.order
         issued = [0] * len(order.ended[0]) if order.ended else []
         for index, instruction in enumerate(self.program.instructions):
@@ -360,7 +389,7 @@ class _Replay:
         return cell
 
     def _take_over_bytes(self, cell: _Location, begin: int, end: int) -> None:
-        """Let a new stay take its bytes, and check that all former users of these have ended."""
+        """Make a new stay the holder of its bytes, and check that all former users of these have ended."""
         begins, ends, holders = self.begins, self.ends, self.holders
         low, high = bisect_right(ends, begin), bisect_left(begins, end)
         for former in () if self.alone else holders[low:high]:
@@ -391,6 +420,7 @@ class _Replay:
         raise ValidationError(f"{names} has ended, and both touch {bytes_of}; it must wait")
 
     def _read(self, cell: _Location, version: int) -> None:
+        """Check that a location holds this version and that its writer has ended; record the current reader."""
         if cell.version != version:
             name = self.step.instruction(self.index)
             raise ValidationError(f"{name} needs version {version}, but {self._describe_contents(cell)}")
@@ -400,6 +430,7 @@ class _Replay:
         cell.readers[self.queue] = self.index
 
     def _write(self, cell: _Location, version: int | None) -> None:
+        """Check that all earlier accesses of a location have ended; record the current writer and the version."""
         if not self.alone:
             self._check_ordered(cell, cell)
         if cell.readers:
@@ -408,11 +439,14 @@ class _Replay:
         cell.version = version
 
     def _check_end(self) -> None:
+        """Check that everything seen after the step, or by the next step, ends at its last version."""
         mutated = {storage for op in self.graph.ops for storage in op.mutates}
         due = (set(self.graph.outputs) - self.staying.keys()) | (self.graph.persistent - self.wrapping.keys())
         due |= {s.id for s in self.graph.storages if s.arrives and s.id in mutated}
         for storage in sorted(due - set(self.program.results)):
-            raise ValidationError(f"{self.step.storage(storage)} is seen after the step, but is not a result")
+            raise ValidationError(
+                f"{self.step.storage(storage)} is seen after the step, but is not a result; list it in ``results``"
+            )
         if not set(self.program.results) <= set(range(len(self.final))):
             raise ValidationError(f"the results {self.program.results} name storages that the graph does not have")
         ends = [
