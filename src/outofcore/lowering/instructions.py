@@ -173,7 +173,7 @@ class _Lowering:
         return self._program()
 
     def _decisions(self) -> list[Decision]:
-        """Check the plan; return its decisions to offload or recompute, and one for each input that has none."""
+        """Check the plan; return its decisions to offload or recompute, and a default one for each other input."""
         n = len(self.graph.ops)
         decisions: list[Decision] = []
         arriving: set[int] = set()
@@ -386,9 +386,5 @@ def _last_reads(history: History, runs: Sequence[int], targets: Set[Content]) ->
 
 
 def lower(graph: StepGraph, costs: Costs, plan: Plan) -> Program:
-    """Lower a plan to instructions on blocks without addresses.
-
-    Raises ``GraphError`` if a decision has times out of order, an unknown gap or home, or a storage that cannot be
-    recomputed, or if a storage cannot stay.
-    """
+    """Lower a plan to instructions on blocks without addresses; raise ``GraphError`` if it contradicts the step."""
     return _Lowering(graph, costs, plan).run()

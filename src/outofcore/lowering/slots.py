@@ -80,10 +80,7 @@ class SlotReuse:
 
 
 def assign_slots(graph: StepGraph, costs: Costs, program: Program) -> list[SlotReuse] | None:
-    """Return the temporary slots in order of their copies out, each with the earlier slots whose bytes it reuses.
-
-    Return None if the program exceeds a home's capacity even with waits.
-    """
+    """Return the temporary slots by copy out, each with the slots that it replaces; None if a home is too small."""
     size = [slot_bytes(storage.bytes) for storage in graph.storages]
     capacity = [home.bytes for home in costs.homes]
     home_bytes = [0] * len(capacity)

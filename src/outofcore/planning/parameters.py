@@ -1,7 +1,4 @@
-"""The switches of the search for a plan, one for each technique.
-
-``benchmarks/ablate.py`` prints the step time that each saves and the planning time that it costs.
-"""
+"""The switches of the search for a plan, one for each technique; ``benchmarks/ablate.py`` measures them."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ def check_homes(step: ValidatedStep, costs: Costs | None) -> dict[int, int]:
     for index, instruction in enumerate(program.instructions):
         if not isinstance(instruction, Run) and not exists(instruction.home):
             raise ValidationError(
-                f"{step.instruction(index)} names home {instruction.home}, which does not exist; homes are numbered from 0"
-                f"{'' if count is None else f' to {count - 1}'}"
+                f"{step.instruction(index)} names home {instruction.home}, which does not exist; homes are numbered "
+                f"from 0{'' if count is None else f' to {count - 1}'}"
             )
     homes: dict[int, int] = {}
     for lodging in program.lodgings:
@@ -35,8 +35,8 @@ def check_homes(step: ValidatedStep, costs: Costs | None) -> dict[int, int]:
         name = step.storage(lodging.storage)
         if not exists(lodging.home):
             raise ValidationError(
-                f"{name} is kept at home {lodging.home} between steps, which does not exist; homes are numbered from 0"
-                f"{'' if count is None else f' to {count - 1}'}"
+                f"{name} is kept at home {lodging.home} between steps, which does not exist; homes are numbered "
+                f"from 0{'' if count is None else f' to {count - 1}'}"
             )
         if lodging.storage in homes:
             raise ValidationError(
@@ -103,7 +103,7 @@ def check_capacity(step: ValidatedStep, order: ExecutionOrder, costs: Costs, lod
 
 
 def _last_reads(copies: Sequence[_HomeCopy]) -> dict[int, int]:
-    """Map each copy out to the last copy in before its storage is copied out again, or to itself if there is none."""
+    """Map each copy out to the last copy in before the next copy out of its storage, or else to itself."""
     ends: dict[int, int] = {}
     last: dict[int, int] = {}
     for index, storage, instruction in reversed(copies):

@@ -27,10 +27,7 @@ class Placed:
 
 
 def check_packing(placed: Iterable[Placed], capacity: int | None = None) -> int:
-    """Return the height of a packing; raise ``ValidationError`` if it is invalid.
-
-    Each rectangle must be aligned and end within the capacity, and no two may overlap while both are held.
-    """
+    """Check alignments, capacity and overlaps; return the end of the highest rectangle. Raises ``ValidationError``."""
     height = 0
     events: list[tuple[int, int, Placed]] = []  # time, 0: end or 1: begin, rectangle
     for rectangle in placed:

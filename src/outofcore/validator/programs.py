@@ -109,7 +109,7 @@ def _check_blocks(step: ValidatedStep) -> None:
         if block.storage not in lasting:
             raise refusal(
                 block,
-                "wraps, but is of a storage whose contents do not persist from step to step, or of a workspace",
+                "wraps, but its contents do not persist: it must be of a persistent storage or a constant",
             )
         if block.storage in wrapping:
             raise ValidationError(
@@ -143,7 +143,7 @@ def _check_instructions(step: ValidatedStep, costs: Costs | None) -> None:
 
 
 def _check_run(step: ValidatedStep, index: int, run: Run, costs: Costs | None) -> None:
-    """Check that a run is on the right queue, and that its blocks and workspace are those that its op needs."""
+    """Check that a run is on the right queue and uses blocks of its op's storages, and a large enough workspace."""
     if not 0 <= run.op < len(step.graph.ops):
         raise ValidationError(f"instruction {index} runs op {run.op}, which the graph does not have")
     if run.communicates != step.graph.ops[run.op].communicates:
@@ -200,7 +200,9 @@ def _check_room(step: ValidatedStep, budget: int) -> None:
         raise ValidationError(f"the arena has {program.arena_bytes} bytes, more than the budget of {budget}")
     for block in program.blocks:
         if is_placed and block.offset < 0:
-            raise ValidationError(f"{step.block(block)} is not placed, but other blocks are; place all or none")
+            raise ValidationError(
+                f"{step.block(block)} is not placed, but other blocks are; place every block, or leave all at -1"
+            )
         if is_placed and block.offset + block.bytes > program.arena_bytes:
             end = block.offset + block.bytes
             raise ValidationError(
@@ -235,7 +237,7 @@ def _check_room(step: ValidatedStep, budget: int) -> None:
 
 
 def _add_live_block(step: ValidatedStep, live: list[tuple[int, int, int]], block: Block, index: int | None) -> None:
-    """Add a block to ``live``; raise ``ValidationError`` if its bytes overlap those of a live block."""
+    """Add a block to ``live``; raise ``ValidationError`` if it overlaps a live block."""
     if block.offset < 0 or block.bytes == 0:
         return
     begin, end = block.offset, block.offset + block.bytes

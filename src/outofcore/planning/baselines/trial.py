@@ -26,8 +26,6 @@ from outofcore.planning.problem import Ints
 
 
 class MapClass(Enum):
-    """The class of a feature map."""
-
     KEEP = "keep"  # resident
     SWAP = "swap"  # offloaded and fetched
     RECOMPUTE = "recompute"  # dropped and recomputed
@@ -52,7 +50,7 @@ class _Chain:
 
 @dataclass(frozen=True)
 class StepSimulator:
-    """The simulator of classifications of one step; ``maps`` are the gaps of the feature maps, by storage."""
+    """A simulator of a step with kept, swapped and recomputed feature maps; ``maps`` are their gaps, by storage."""
 
     graph: StepGraph
     costs: Costs
@@ -88,7 +86,7 @@ class StepSimulator:
         return self.out_seconds[m] + self.in_seconds[m]
 
     def chain_seconds(self, m: int, classes: list[MapClass]) -> float:
-        """Return the seconds of recomputing a map by itself."""
+        """Return the seconds of the chain that recomputes a map."""
         trial = list(classes)
         trial[m] = MapClass.RECOMPUTE
         return next((chain.seconds for chain in self._chains(trial).values() if m in chain.maps), 0.0)
@@ -101,6 +99,7 @@ class StepSimulator:
         return replace(self, out_seconds=out, in_seconds=back)
 
     def compute_seconds(self, classes: list[MapClass]) -> float:
+        """Return the seconds of all ops and of recomputation, without stalls."""
         recompute_seconds = sum(chain.seconds for chain in self._chains(classes).values())
         return sum(cost.seconds for cost in self.costs.ops) + recompute_seconds
 
@@ -190,6 +189,7 @@ class StepSimulator:
         return chains
 
     def _chain(self, op: int, maps: tuple[int, ...], runs: tuple[int, ...]) -> _Chain:
+        """Return the chain that runs before an op: the maps that it makes, its seconds, and the bytes that it adds."""
         graph = self.graph
         returned = {self.maps[m].storage for m in maps}
         alive = {s for s in returned if s in graph.ops[op].touched}
@@ -209,7 +209,7 @@ class StepSimulator:
         return placed_bytes(count) if is_large(count) else 0
 
     def _releases(self, swapped: list[int], room: Ints, times: tuple[float, ...]) -> dict[int, int]:
-        """Return when each copy-out's room counts as free: when the copy ends, or when others need the room."""
+        """Return, by map, the op from which its room is free: when its copy-out ends, or when the room is needed."""
         releases: dict[int, int] = {}
         link_free = 0.0
         for m in sorted(swapped, key=lambda m: self.maps[m].start):
@@ -225,7 +225,7 @@ class StepSimulator:
     def _fetches(
         self, swapped: list[int], room: Ints, times: tuple[float, ...], releases: dict[int, int], delayed: bool
     ) -> dict[int, int]:
-        """Run step 3: the earliest op with room from there on; if ``delayed``, as late as hides the copy."""
+        """Return the op at which each copy-in gets its room; if ``delayed``, as late as its copy stays hidden."""
         latest: dict[int, float] = {}
         due = float("inf")
         for m in sorted(swapped, key=lambda m: -self.maps[m].end):

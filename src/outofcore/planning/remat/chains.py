@@ -183,7 +183,7 @@ def recompute_decisions(choices: Choices) -> tuple[Decision, ...]:
 
 
 def arrival_decisions(choices: Choices) -> tuple[Decision, ...]:
-    """Return decisions to fetch inputs that have no room at the start of the step, as early as possible."""
+    """Return decisions to fetch, as early as possible, those inputs that have no room at the start of the step."""
     room = choices.limit - (choices.held + choices.need)
     decisions: list[Decision] = []
     for info in choices.problem.gaps:

@@ -100,7 +100,7 @@ class CompiledChains:
     def find_chain(
         self, at: int, targets: Sequence[int], limit: float, kind: array[int], fetch: array[int]
     ) -> tuple[float, int, int, ChainLists] | None:
-        """Return seconds, bytes, bytes held and lists of the chain that makes ``targets`` (in order), or None."""
+        """Return the seconds, most bytes, bytes left and lists of the chain that makes ``targets``, or None."""
         target_array = (_COUNT * len(targets))(*targets)
         if not self._chain(
             self._handle,
@@ -194,12 +194,12 @@ class CompiledSearch:
         return self._read_fitting()
 
     def drop(self, limit: int, need_limit: int, patience: int) -> BestState | None:
-        """Drop gaps greedily from the present state; return None if the state does not fit in the end."""
+        """Drop gaps greedily until the state fits (see ``remat.selection``); return None if it never does."""
         self._library.outofcore_drop(self._handle, limit, need_limit, patience, ctypes.byref(self._best))
         return self._read_fitting()
 
     def settle(self, limit: int, need_limit: int, patience: int) -> BestState:
-        """Recompute gaps of the present state elsewhere if that saves seconds and adds no overload."""
+        """Fetch recomputed gaps earlier, or keep them, if that saves seconds and adds no overload; return the state."""
         self._library.outofcore_settle(self._handle, limit, need_limit, patience, ctypes.byref(self._best))
         return self._read()
 
