@@ -195,12 +195,14 @@ class _Lowering:
                 )
             is_recompute = decision.residency is Residency.RECOMPUTE
             if (is_recompute or decision.home) and gap == final_gap(self.graph, gap.storage):
-                raise GraphError(f"outputs and changed inputs must go to the first home: {decision}")
+                raise GraphError(
+                    f"outputs and changed inputs must go to the first home after their last use: {decision}"
+                )
             if is_recompute:
                 self._check_recompute(decision)
             if not 0 <= decision.home < max(len(self.costs.homes), 1):
                 raise GraphError(
-                    f"there is no home {decision.home}; the costs have {len(self.costs.homes)}: {decision}"
+                    f"there is no home {decision.home}; the costs have {len(self.costs.homes)}, from 0: {decision}"
                 )
             if gap.start < 0:
                 if decision.home:
@@ -227,11 +229,11 @@ class _Lowering:
             if storage in decided:
                 raise GraphError(f"storage {storage} cannot stay on the device: a decision evicts it")
 
-    def _new_stay(self, storage: int | None, count: int = 0, *, wraps: bool = False) -> int:
+    def _new_stay(self, storage: int | None, byte_count: int = 0, *, wraps: bool = False) -> int:
         """Start a stay before the next instruction, or before the step if it wraps; return its index, the block."""
         if storage is not None:
-            count = self.placed[storage]
-        self.stays.append(_Stay(storage, count, 0 if wraps else len(self.instructions), wraps=wraps))
+            byte_count = self.placed[storage]
+        self.stays.append(_Stay(storage, byte_count, 0 if wraps else len(self.instructions), wraps=wraps))
         return len(self.stays) - 1
 
     def _begin_stay(self, storage: int, *, is_last: bool) -> None:
@@ -252,7 +254,10 @@ class _Lowering:
         if gap.start < 0 or gap.storage in self.graph.persistent:
             raise GraphError(f"{name} cannot be recomputed: it exists before the step; keep or offload it")
         if decision.release_by != gap.start + 1:
-            raise GraphError(f"a recomputed storage must be dropped right after its last use: {decision}")
+            raise GraphError(
+                f"a recomputed storage must be dropped right after its last use, so release_by must be "
+                f"{gap.start + 1}: {decision}"
+            )
 
     def _fetch(self, decision: Decision, last_stay: dict[int, int]) -> None:
         """Append the copy in of a decision to a new block; raise ``GraphError`` if its home has no copy."""
@@ -260,7 +265,10 @@ class _Lowering:
         self._begin_stay(storage, is_last=decision.gap.end == last_stay.get(storage))
         version = self.homes[storage].get(decision.home)
         if version is None:
-            raise GraphError(f"the plan fetches storage {storage} before anything was copied out: {decision}")
+            raise GraphError(
+                f"the plan fetches storage {storage} from home {decision.home} before anything was copied "
+                f"out to it: {decision}"
+            )
         self.instructions.append(CopyIn(self.block_of[storage], version, home=decision.home))
 
     def _recomputation_sequence(self, storages: list[int], coming: Set[int]) -> Sequence[int]:

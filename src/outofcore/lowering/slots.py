@@ -34,8 +34,8 @@ class Slot:
         return self.copies[-1]
 
 
-def slot_bytes(count: int) -> int:
-    return round_up(count, PAGE_BYTES)
+def slot_bytes(storage_bytes: int) -> int:
+    return round_up(storage_bytes, PAGE_BYTES)
 
 
 def permanent_slots(graph: StepGraph, program: Program) -> dict[int, int]:

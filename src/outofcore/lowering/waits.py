@@ -84,7 +84,7 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
     lanes = _lanes(program)
     numbers = {lane: number for number, lane in enumerate(lanes)}
     at_start: _Clock = (0,) * len(lanes)
-    ground = _FreeTimes(at_start)
+    free_times = _FreeTimes(at_start)
     counts = [0] * len(lanes)
     collectives = numbers.get((Queue.COMMUNICATE, 0))
     clocks: dict[tuple[int, int], _Clock] = {}  # after the count-th instruction of a queue has ended
@@ -104,7 +104,7 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
         while next_death < len(pending) and pending[next_death] <= index:
             for block in deaths[pending[next_death]]:
                 if block.bytes:
-                    ground.set_free_time(block.offset, block.offset + block.bytes, touched.get(block.id, at_start))
+                    free_times.set_free_time(block.offset, block.offset + block.bytes, touched.get(block.id, at_start))
                     # A wrapping block that is born again later in the step has new users.
                     written.pop(block.id, None)
                     touched.pop(block.id, None)
@@ -135,7 +135,7 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
         for block_id, writes_it in accesses:
             block = program.blocks[block_id]
             if block_id not in touched and block.bytes and not (block.wraps and index < block.dies):
-                needed = _later(needed, ground.free_time(block.offset, block.offset + block.bytes))
+                needed = _later(needed, free_times.free_time(block.offset, block.offset + block.bytes))
             needed = _later(needed, (touched if writes_it else written).get(block_id, at_start))
         counts[queue] += 1
         reached = clocks.get((queue, counts[queue] - 1), at_start)
@@ -167,7 +167,7 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
 
 
 def _is_final(graph: StepGraph, program: Program, instruction: Instruction) -> bool:
-    """Return whether an instruction updates the model or releases a gradient, so that the step cannot be undone."""
+    """Return whether an instruction changes the model or sends a gradient home: then no undo is possible."""
     if isinstance(instruction, Run):
         changed = graph.ops[instruction.op].mutates
         kinds = {graph.storages[s].kind for s in changed if s in graph.persistent or graph.storages[s].arrives}

@@ -123,7 +123,7 @@ class LowerBound(Relaxation):
         self.program.add_row(back, low=low)
 
     def _add_flow_out(self, home: int) -> None:
-        """Add the bytes at each moment that wait for, or are in, a copy to a home (``queue`` and ``left``)."""
+        """Add rows for the bytes that are not yet copied out to a home at each moment (``queue`` and ``left``)."""
         program, rate = self.program, self.problem.homes[home].bytes_per_s_out / UNIT
         written: list[dict[int, float]] = [{} for _ in self.passing]
         used: list[tuple[int, float, tuple[tuple[int, int], ...]]] = []
@@ -145,7 +145,7 @@ class LowerBound(Relaxation):
             self.flows[m].append(pending)
 
     def _add_flow_in(self, home: int) -> None:
-        """Add the bytes at each moment that were fetched from a home before their use (``early``)."""
+        """Add rows for the bytes that are fetched from a home before their use, at each moment (``early``)."""
         program, rate, n = self.program, self.problem.homes[home].bytes_per_s_in / UNIT, len(self.spans)
         due: list[dict[int, float]] = [{} for _ in self.passing]
         due_always, there = [0.0] * len(self.passing), [0.0] * len(self.passing)

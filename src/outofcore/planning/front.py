@@ -88,11 +88,13 @@ class Front:
         self._states_up: list[FrontState] = []  # the best state on each limit, from the lowest state's limit upward
         self._placed: dict[int, tuple[Plan, Program]] = {}
 
-    def _anneal(self, walk: str, k: int, changes_each: int, effort: int = 1, hot: float = _WARM) -> FrontState | None:
+    def _anneal(
+        self, walk: str, k: int, changes_each: int, effort: int = 1, temperature: float = _WARM
+    ) -> FrontState | None:
         """Anneal within the ``k``-th limit from the present state; return None if no visited state fits."""
         changes = effort * min(changes_each * len(self.choices.recomputable), _MAX_CHANGES)
         return self._state(
-            walk, k, self.search.anneal(self.limits[k], changes, effort * _WORK // len(self.limits), hot, k)
+            walk, k, self.search.anneal(self.limits[k], changes, effort * _WORK // len(self.limits), temperature, k)
         )
 
     def _search_greedily(self, k: int) -> FrontState | None:

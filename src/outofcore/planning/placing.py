@@ -65,7 +65,7 @@ class Planned:
 
 
 def place(program: Program, capacity: int | None = None, effort: int = EFFORT) -> Program:
-    """Return the program with an offset for each block; the search stops at ``capacity``, which may be exceeded."""
+    """Return the program with an offset for each block; the arena exceeds ``capacity`` if no placement is found."""
     small = [block for block in program.blocks if not is_large(block.bytes)]
     large = [block for block in program.blocks if is_large(block.bytes)]
     end = len(program.instructions)
@@ -179,7 +179,7 @@ def fit_policy(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[in
     """Search for a room in which the policy's plan can be placed within the budget; None if no attempt succeeds."""
     room = room_for_large(graph, costs, budget)
     too_large, too_small = room, 0  # the smallest room whose plan does not fit; the largest room without a plan
-    before, over = None, 0
+    previous_decisions, excess_bytes = None, 0
     for attempt in range(ATTEMPTS):
         if room <= too_small:  # the policy has no plan for so little
             room = (too_large + too_small) // 2
@@ -192,17 +192,17 @@ def fit_policy(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[in
                 return None
             too_small = room
             continue
-        if plan.decisions != before:
-            before = plan.decisions
+        if plan.decisions != previous_decisions:
+            previous_decisions = plan.decisions
             lowered = lower(graph, costs, plan)
             if copies_in_before_room(graph, costs, lowered) is None:
                 return None
             program = place(lowered, budget)
             if program.arena_bytes <= budget:
                 return wire_and_simulate(graph, costs, plan, program)
-            over = program.arena_bytes - budget
+            excess_bytes = program.arena_bytes - budget
         too_large = room
-        room -= max(min(over, room // 16), room // 64, PAGE_BYTES)
+        room -= max(min(excess_bytes, room // 16), room // 64, PAGE_BYTES)
     return None
 
 

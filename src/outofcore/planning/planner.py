@@ -56,7 +56,7 @@ def explain_too_small(
     describe: Callable[[int], str] | None = None,
     smallest: int | None = None,
 ) -> BudgetError:
-    """Return the error for a too small budget: the neediest op, its storages (by ``describe``), smallest budget."""
+    """Return the error for a too small budget; it names the neediest op, its storages and the smallest budget."""
     needs = large_needs(graph, costs)
     smallest = smallest_budget(graph, costs) if smallest is None else smallest
     worst = max(range(len(needs)), key=needs.__getitem__) if needs else None
@@ -129,7 +129,7 @@ def plans_of_step(
     *,
     params: SearchParams | None = None,
 ) -> Iterator[Planned]:
-    """Yield plans like ``plan_step``, the best first; the last one offloads everything and is made only on demand."""
+    """Yield the plans of ``plan_step``, the best first, and then one that offloads everything, if needed."""
     policy = policy_of(policy)
     whole = lower(graph, costs, keep_all(budget))
     if budget < _min_feasible_bytes(graph, costs, whole):

@@ -133,9 +133,9 @@ class _CandidateSearch:
     def _is_good_enough(self) -> bool:
         return self._is_good(_NEARLY_GOOD if self._is_long else _GOOD)
 
-    def _is_good(self, times: float) -> bool:
+    def _is_good(self, ratio: float) -> bool:
         """Return whether a candidate takes at most ``ratio`` times the seconds of all ops."""
-        return any(candidate.value <= self.costs.compute_seconds * times for candidate in self.candidates)
+        return any(candidate.value <= self.costs.compute_seconds * ratio for candidate in self.candidates)
 
     def _add_candidates(self, origin: str, choices: Choices) -> float:
         """Tune these choices and add new candidates; return the best value, or infinity if the choices do not fit."""

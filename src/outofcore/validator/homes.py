@@ -13,7 +13,7 @@ _HomeCopy = tuple[int, int, CopyOut | CopyIn]  # index of the instruction, stora
 
 
 def check_homes(step: ValidatedStep, costs: Costs | None) -> dict[int, int]:
-    """Check that the homes of copies, persistent and clean storages are valid; return the homes of ``lodgings``."""
+    """Check the homes of copies, ``program.lodgings`` and clean storages; return the lodgings as home by storage."""
     graph, program = step.graph, step.program
     count = None if costs is None else max(len(costs.homes), 1)
 

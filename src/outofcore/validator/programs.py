@@ -71,7 +71,7 @@ def _stay_of(block: Block, index: int) -> int:
 
 
 def _check_blocks(step: ValidatedStep) -> None:
-    """Check ids, sizes, offsets and lifetimes of blocks; only a persistent storage may wrap, and in one block."""
+    """Check ids, sizes, offsets and lifetimes of blocks; a persistent storage or constant may wrap in one block."""
     graph, end = step.graph, len(step.program.instructions)
     lasting = graph.persistent | {s.id for s in graph.storages if s.kind is StorageKind.CONSTANT}
     wrapping: dict[int | None, int] = {}
@@ -120,7 +120,7 @@ def _check_blocks(step: ValidatedStep) -> None:
 
 
 def _check_instructions(step: ValidatedStep, costs: Costs | None) -> None:
-    """Check that instructions use existing blocks that are held, that runs fit their ops, and copies have a storage."""
+    """Check that instructions use existing, held blocks, that runs fit their ops, and that no workspace is copied."""
     blocks = step.program.blocks
     for index, instruction in enumerate(step.program.instructions):
         used = instruction.blocks if isinstance(instruction, Run) else (instruction.block,)
@@ -337,108 +337,109 @@ class _Replay:
             if isinstance(instruction, Run):
                 self._run(instruction)
                 continue
-            cell = self._cell(instruction.block)
+            location = self._cell(instruction.block)
             home = self._home(self.program.blocks[instruction.block].storage or 0, instruction.home)
-            source, target = (cell, home) if isinstance(instruction, CopyOut) else (home, cell)
+            source, target = (location, home) if isinstance(instruction, CopyOut) else (home, location)
             self._read(source, instruction.version)
             self._write(target, instruction.version)
         self._check_end()
 
     def _home(self, storage: int, home: int) -> _Location:
-        cell = self.homes.get((storage, home))
-        if cell is None:
-            cell = self.homes[storage, home] = _Location((storage, home), None)
-        return cell
+        location = self.homes.get((storage, home))
+        if location is None:
+            location = self.homes[storage, home] = _Location((storage, home), None)
+        return location
 
-    def _name(self, cell: _Location) -> str:
-        if isinstance(cell.of, Block):
-            return self.step.block(cell.of)
-        storage, home = cell.of
+    def _name(self, location: _Location) -> str:
+        if isinstance(location.of, Block):
+            return self.step.block(location.of)
+        storage, home = location.of
         name = self.step.storage(storage)
         return f"the home of {name}" if home == 0 else f"{name} at home {home}"
 
-    def _describe_contents(self, cell: _Location) -> str:
-        content = "undefined bytes" if cell.version is None else f"version {cell.version}"
-        return f"{self._name(cell)} holds {content}"
+    def _describe_contents(self, location: _Location) -> str:
+        content = "undefined bytes" if location.version is None else f"version {location.version}"
+        return f"{self._name(location)} holds {content}"
 
     def _run(self, run: Run) -> None:
         op = self.graph.ops[run.op]
-        cells = {s: self._cell(b) for s, b in zip(self.step.touched[run.op], run.blocks, strict=True)}
+        locations = {s: self._cell(b) for s, b in zip(self.step.touched[run.op], run.blocks, strict=True)}
         garbage = op.discards if run.again else ()
         for storage, version in zip(op.reads, self.before[run.op], strict=True):
             if storage not in garbage:
-                self._read(cells[storage], version)
+                self._read(locations[storage], version)
         for storage, version in self.after[run.op]:
-            self._write(cells[storage], None if storage in garbage else version)
+            self._write(locations[storage], None if storage in garbage else version)
         if run.workspace is not None:
             self._write(self._cell(run.workspace), None)
 
     def _cell(self, number: int) -> _Location:
-        cell, block = self.stays[number], self.program.blocks[number]
+        """Return the location of a block's present stay; a new stay takes over its bytes."""
+        location, block = self.stays[number], self.program.blocks[number]
         later = block.wraps and _stay_of(block, self.index) == 1
         if later:
-            cell = self.later_stays.get(number)
-        if cell is None:
-            cell = _Location(block, 0 if block.wraps and not later else None)
+            location = self.later_stays.get(number)
+        if location is None:
+            location = _Location(block, 0 if block.wraps and not later else None)
             if later:
-                self.later_stays[number] = cell
+                self.later_stays[number] = location
             else:
-                self.stays[number] = cell
+                self.stays[number] = location
             if block.offset >= 0 and block.bytes > 0:
-                self._take_over_bytes(cell, block.offset, block.offset + block.bytes)
+                self._take_over_bytes(location, block.offset, block.offset + block.bytes)
             elif later and (former := self.stays[number]) is not None and not self.alone:
-                self._check_ordered(former, cell)  # without addresses, the former stay is not found by its bytes
-        return cell
+                self._check_ordered(former, location)  # without addresses, the former stay is not found by its bytes
+        return location
 
-    def _take_over_bytes(self, cell: _Location, begin: int, end: int) -> None:
+    def _take_over_bytes(self, location: _Location, begin: int, end: int) -> None:
         """Make a new stay the holder of its bytes, and check that all former users of these have ended."""
         begins, ends, holders = self.begins, self.ends, self.holders
         low, high = bisect_right(ends, begin), bisect_left(begins, end)
         for former in () if self.alone else holders[low:high]:
             if former.writer is not None or former.readers:
-                self._check_ordered(former, cell)
+                self._check_ordered(former, location)
         if high == low + 1 and begins[low] == begin and ends[low] == end:
-            holders[low] = cell
+            holders[low] = location
             return
-        news = [(begin, end, cell)]
+        news = [(begin, end, location)]
         if low < high and begins[low] < begin:
             news.insert(0, (begins[low], begin, holders[low]))
         if low < high and ends[high - 1] > end:
             news.append((end, ends[high - 1], holders[high - 1]))
         begins[low:high], ends[low:high], holders[low:high] = zip(*news, strict=True)
 
-    def _check_ordered(self, former: _Location, cell: _Location) -> None:
+    def _check_ordered(self, former: _Location, location: _Location) -> None:
         """Check that the users of ``former``, whose bytes ``cell`` reuses, have ended before this instruction."""
         ended, order = self.ended, self.order
         for earlier in (former.writer, *former.readers.values()):
             if earlier is not None and ended[order.queue[earlier]] < order.position[earlier]:
-                place = self._name(cell)
+                place = self._name(location)
                 self._refuse(
-                    earlier, place if former is cell else f"the bytes of {self._name(former)}, then of {place}"
+                    earlier, place if former is location else f"the bytes of {self._name(former)}, then of {place}"
                 )
 
     def _refuse(self, earlier: int, bytes_of: str) -> NoReturn:
         names = f"{self.step.instruction(self.index)} may start before {self.step.instruction(earlier)}"
         raise ValidationError(f"{names} has ended, and both touch {bytes_of}; it must wait")
 
-    def _read(self, cell: _Location, version: int) -> None:
+    def _read(self, location: _Location, version: int) -> None:
         """Check that a location holds this version and that its writer has ended; record the current reader."""
-        if cell.version != version:
+        if location.version != version:
             name = self.step.instruction(self.index)
-            raise ValidationError(f"{name} needs version {version}, but {self._describe_contents(cell)}")
-        writer = None if self.alone else cell.writer
+            raise ValidationError(f"{name} needs version {version}, but {self._describe_contents(location)}")
+        writer = None if self.alone else location.writer
         if writer is not None and self.ended[self.order.queue[writer]] < self.order.position[writer]:
-            self._refuse(writer, self._name(cell))
-        cell.readers[self.queue] = self.index
+            self._refuse(writer, self._name(location))
+        location.readers[self.queue] = self.index
 
-    def _write(self, cell: _Location, version: int | None) -> None:
+    def _write(self, location: _Location, version: int | None) -> None:
         """Check that all earlier accesses of a location have ended; record the current writer and the version."""
         if not self.alone:
-            self._check_ordered(cell, cell)
-        if cell.readers:
-            cell.readers.clear()
-        cell.writer = self.index
-        cell.version = version
+            self._check_ordered(location, location)
+        if location.readers:
+            location.readers.clear()
+        location.writer = self.index
+        location.version = version
 
     def _check_end(self) -> None:
         """Check that everything seen after the step, or by the next step, ends at its last version."""
@@ -465,9 +466,9 @@ class _Replay:
         for storage, block in self.staying.items():
             last = self.stays[block.id] or _Location(block, None)
             ends.append((last, self.final[storage], "is seen after the step"))
-        for cell, version, reason in ends:
-            if cell.version != version:
+        for location, version, reason in ends:
+            if location.version != version:
                 raise ValidationError(
-                    f"{self._name(cell)} {reason} and must end at version {version}, but "
-                    f"{self._describe_contents(cell)}"
+                    f"{self._name(location)} {reason} and must end at version {version}, but "
+                    f"{self._describe_contents(location)}"
                 )

@@ -83,7 +83,7 @@ _COLLECTIVES = -1  # the number of the queue of collectives
 
 
 def _lane(item: Instruction | Wait) -> int:
-    """Return a number for a queue of one home: hashing enums would double the time."""
+    """Return a number for the queue of an instruction or a wait; enums would take twice the time to hash."""
     if isinstance(item, Run):
         return _COLLECTIVES if item.communicates else 0
     if isinstance(item, Wait):

@@ -267,8 +267,8 @@ class _GreedyEviction:
         contents = self.template.contents
         content = self.state.content[g]
         maker_seconds = contents.seconds[contents.maker[content]]
-        for child in self.dependencies.pop(g, ()):
-            self.dependent_seconds[child] -= maker_seconds
+        for dependency in self.dependencies.pop(g, ()):
+            self.dependent_seconds[dependency] -= maker_seconds
 
     def _bring_back(self, op: int, chain: Chain) -> None:
         """Mark contents as resident that a chain has made and a later op needs."""

@@ -157,7 +157,7 @@ class _Checkpoints:
 
 
 def _crossing_bytes(graph: StepGraph, waiting: set[int], turn: int) -> Sequence[tuple[int, int]]:
-    """Return for a border before each op the crossing bytes of storages that do not wait over the turn, and of all."""
+    """Return by op the bytes that cross a border before it: of storages that do not wait over the turn, and of all."""
     writes = History.of(graph).writes
     lost = [0] * (turn + 2)
     whole = [0] * (turn + 2)

@@ -33,7 +33,7 @@ class MapClass(Enum):
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """The result of simulating a classification."""
+    """The result of simulating a step with a class for each feature map."""
 
     decisions: tuple[Decision, ...]
     seconds: float
@@ -92,7 +92,7 @@ class StepSimulator:
         return next((chain.seconds for chain in self._chains(trial).values() if m in chain.maps), 0.0)
 
     def without_copies(self, maps: Iterable[int]) -> StepSimulator:
-        """Return the simulator with free copies of these maps."""
+        """Return a simulator in which copies of these maps take no time."""
         free_maps = set(maps)
         out = tuple(0.0 if m in free_maps else seconds for m, seconds in enumerate(self.out_seconds))
         back = tuple(0.0 if m in free_maps else seconds for m, seconds in enumerate(self.in_seconds))
@@ -118,7 +118,7 @@ class StepSimulator:
         return True
 
     def run(self, classes: list[MapClass]) -> SimulatedStep | None:
-        """Simulate a classification; return None if it does not fit."""
+        """Simulate the step with a class for each map; return None if it does not fit."""
         chains = self._chains(classes)
         room = self.least_room(classes)
         extra = [0.0] * self.ops
@@ -145,7 +145,7 @@ class StepSimulator:
         return best
 
     def _chains(self, classes: list[MapClass]) -> dict[int, _Chain]:
-        """Return the chains by op. A map that a chain passes through is resident from then on."""
+        """Return, by op, the chains that make the recomputed maps; each keeps all such maps that it passes through."""
         graph, history = self.graph, self.history
         recomputed = {gap.storage: m for m, gap in enumerate(self.maps) if classes[m] is MapClass.RECOMPUTE}
         back: dict[int, int] = {}
@@ -225,7 +225,7 @@ class StepSimulator:
     def _fetches(
         self, swapped: list[int], room: Ints, times: tuple[float, ...], releases: dict[int, int], delayed: bool
     ) -> dict[int, int]:
-        """Return the op at which each copy-in gets its room; if ``delayed``, as late as its copy stays hidden."""
+        """Return, by map, the op at which its copy-in starts: the first with room or, if ``delayed``, a later one."""
         latest: dict[int, float] = {}
         due = float("inf")
         for m in sorted(swapped, key=lambda m: -self.maps[m].end):

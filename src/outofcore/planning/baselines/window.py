@@ -174,7 +174,7 @@ class _WindowReplay:
         return tuple(map(self._final_decision, sorted(self.state.decided)))
 
     def _final_decision(self, gap: Gap) -> Decision:
-        """Return a recorded decision; if only one step is replayed, the wait at its end sets the last releases."""
+        """Return the decision about a gap; after a single step, its last evictions end when they were waited for."""
         decision, n = self.state.decided[gap], len(self.graph.ops)
         if gap.end < n or self.steps > 1:
             return decision

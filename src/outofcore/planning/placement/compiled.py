@@ -83,7 +83,7 @@ def eject(rectangles: Rectangles, offsets: Ints, goal: int, effort: int, watch: 
 def canonical_run(
     rectangles: Rectangles, capacity: int, order: Ints, techniques: int, nodes: int, effort: int, watch: Deadline
 ) -> tuple[CanonicalResult, Ints, int]:
-    """Run the canonical search once, with nodes in this order; return its result, offsets if found, and effort left."""
+    """Run the canonical search once, over at most ``nodes`` nodes; return its result, offsets and the effort left."""
     offsets = np.zeros(len(rectangles), np.int64)
     order = np.ascontiguousarray(order, np.int64)
     effort_left = _COUNT(effort)

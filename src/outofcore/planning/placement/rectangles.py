@@ -49,7 +49,9 @@ class Rectangle:
                 f"rectangle {self.id} has size {self.size} and alignment {self.alignment}; use at least 0 and 1"
             )
         if self.gap is not None and not self.lower <= self.gap[0] <= self.gap[1] <= self.upper:
-            raise InputError(f"the gap {self.gap} of rectangle {self.id} is outside [{self.lower}, {self.upper})")
+            raise InputError(
+                f"the gap {self.gap} of rectangle {self.id} must be in order and within [{self.lower}, {self.upper})"
+            )
 
     @property
     def segments(self) -> tuple[tuple[int, int], ...]:

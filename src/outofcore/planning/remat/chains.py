@@ -147,10 +147,10 @@ class Choices:
             before=self.contents.before,
         )
 
-    def chain(self, at: int, gaps: Sequence[int], limit: float = float("inf")) -> Chain | None:
+    def chain(self, at: int, gaps: Sequence[int], max_seconds: float = float("inf")) -> Chain | None:
         """Return the chain before op ``at`` that makes these gaps in at most ``limit`` seconds, or None."""
         targets = sorted({self.content[g] for g in gaps})
-        result = self.compiled.find_chain(at, targets, limit, self.kind, self.fetch)
+        result = self.compiled.find_chain(at, targets, max_seconds, self.kind, self.fetch)
         if result is None:
             return None
         seconds, max_bytes, target_bytes, lists = result
