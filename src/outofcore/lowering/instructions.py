@@ -248,6 +248,7 @@ class _Lowering:
         self.stays[block].dies = len(self.instructions)
 
     def _check_recompute(self, decision: Decision) -> None:
+        """Raise ``GraphError`` if the storage exists before the step, or is not dropped right after its last use."""
         gap = decision.gap
         data = self.graph.storages[gap.storage]
         name = f"storage {gap.storage} ({data.name or data.kind.value})"
@@ -349,6 +350,7 @@ class _Lowering:
         self._append_run(op, self.block_of)
 
     def _append_run(self, op: Op, blocks: dict[int, int], *, recompute: bool = False) -> None:
+        """Append a run of an op on these blocks, with a workspace block if the op needs one."""
         scratch = placed_bytes(self.costs.ops[op.id].workspace_bytes)
         workspace = self._new_stay(None, scratch) if scratch else None
         used = tuple(blocks[s] for s in op.touched)

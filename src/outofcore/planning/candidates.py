@@ -32,7 +32,6 @@ class Candidate:
 
     @property
     def value(self) -> float:
-        """Seconds by which candidates are compared: of the step, and a small share of copying."""
         return self.tuned_state.value
 
     @property

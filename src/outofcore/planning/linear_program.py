@@ -78,7 +78,6 @@ class LinearProgram:
         return np.array(solver.getSolution().col_value)
 
     def objective(self) -> float:
-        """Return the minimum that ``minimise`` found."""
         return 0.0 if self._solver is None else float(self._solver.getInfo().objective_function_value)
 
     def dual_values(self) -> tuple[list[float], list[float]]:

@@ -60,6 +60,7 @@ def validate(graph: StepGraph, program: Program, budget: int, costs: Costs | Non
 
 
 def _is_held(block: Block, index: int) -> bool:
+    """Return whether a block is held when an instruction runs."""
     if block.wraps:
         return block.born == block.dies == 0 or index >= block.born or index < block.dies
     return block.born <= index < block.dies
@@ -320,7 +321,7 @@ class _Replay:
         # By block: its stay, and in ``later_stays`` that of a wrapping block after it is born again.
         self.stays: list[_Location | None] = [None] * len(program.blocks)
         self.later_stays: dict[int, _Location] = {}
-        # The latest cells of the arena's bytes, over disjoint spans in order of address.
+        # The latest locations that hold the arena's bytes, over disjoint spans in order of address.
         self.begins: list[int] = []
         self.ends: list[int] = []
         self.holders: list[_Location] = []
@@ -409,7 +410,7 @@ class _Replay:
         begins[low:high], ends[low:high], holders[low:high] = zip(*news, strict=True)
 
     def _check_ordered(self, former: _Location, location: _Location) -> None:
-        """Check that the users of ``former``, whose bytes ``cell`` reuses, have ended before this instruction."""
+        """Check that the users of ``former`` have ended before this instruction, where ``location`` reuses its bytes."""
         ended, order = self.ended, self.order
         for earlier in (former.writer, *former.readers.values()):
             if earlier is not None and ended[order.queue[earlier]] < order.position[earlier]:

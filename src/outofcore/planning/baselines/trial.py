@@ -77,6 +77,7 @@ class StepSimulator:
 
     @property
     def ops(self) -> int:
+        """The number of ops."""
         return len(self.graph.ops)
 
     def can_recompute(self, m: int) -> bool:

@@ -81,6 +81,7 @@ class _UseOrder:
 
     @staticmethod
     def of(graph: StepGraph, steps: int) -> _UseOrder:
+        """Return the uses in a number of consecutive steps."""
         n = len(graph.ops)
         moves = [is_large(s.bytes) and s.kind is not StorageKind.CONSTANT for s in graph.storages]
         renewed = {

@@ -50,7 +50,7 @@ class Rectangle:
             )
         if self.gap is not None and not self.lower <= self.gap[0] <= self.gap[1] <= self.upper:
             raise InputError(
-                f"the gap {self.gap} of rectangle {self.id} must be in order and within [{self.lower}, {self.upper})"
+                f"the gap {self.gap} of rectangle {self.id} is outside [{self.lower}, {self.upper}), or reversed"
             )
 
     @property

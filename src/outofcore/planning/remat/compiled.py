@@ -129,6 +129,7 @@ class ChainLists:
 
     @property
     def ops(self) -> int:
+        """The number of ops."""
         return self._counts[0]
 
     def unpack(self) -> tuple[list[int], list[int], list[int], list[int]]:
@@ -204,6 +205,7 @@ class CompiledSearch:
         return self._read()
 
     def _read_fitting(self) -> BestState | None:
+        """Return the best state that the last search found, or None if no state fitted."""
         return None if isinf(self._best.seconds) else self._read()
 
     def _read(self) -> BestState:
