@@ -183,7 +183,7 @@ class _Lowering:
                 continue
             if gap not in gaps_of(self.graph, gap.storage) and gap != final_gap(self.graph, gap.storage):
                 raise GraphError(
-                    f"the plan decides about a gap that the graph does not have: {gap}; use the gaps of ``gaps_of``"
+                    f"the plan decides about a gap that the graph does not have: {gap}; use a gap of ``movable_gaps``"
                 )
             latest_release = min(decision.fetch_at, n) if gap.end >= n else decision.fetch_at
             if not gap.start < decision.release_by <= latest_release <= decision.fetch_at <= gap.end or (

@@ -35,7 +35,7 @@ def check_homes(step: ValidatedStep, costs: Costs | None) -> dict[int, int]:
         name = step.storage(lodging.storage)
         if not exists(lodging.home):
             raise ValidationError(
-                f"{name} is kept at home {lodging.home} between steps, which does not exist; homes are numbered "
+                f"{name} is kept between steps at home {lodging.home}, which does not exist; homes are numbered "
                 f"from 0{'' if count is None else f' to {count - 1}'}"
             )
         if lodging.storage in homes:

@@ -262,7 +262,7 @@ def _staying_blocks(step: ValidatedStep) -> dict[int, Block]:
         exists = 0 <= storage < len(graph.storages)
         if not exists or storage not in graph.outputs or graph.storages[storage].kind is not StorageKind.GRADIENT:
             raise ValidationError(
-                f"storage {storage} stays on the device after the step, but is not a gradient that it outputs"
+                f"storage {storage} stays on the device after the step, but is not a gradient that the step outputs"
             )
         name = step.storage(storage)
         if not any(storage in op.creates for op in graph.ops):
@@ -410,7 +410,7 @@ class _Replay:
         begins[low:high], ends[low:high], holders[low:high] = zip(*news, strict=True)
 
     def _check_ordered(self, former: _Location, location: _Location) -> None:
-        """Check that the users of ``former`` have ended before this instruction, where ``location`` reuses its bytes."""
+        """Check that the users of ``former`` have ended before this instruction: ``location`` reuses its bytes."""
         ended, order = self.ended, self.order
         for earlier in (former.writer, *former.readers.values()):
             if earlier is not None and ended[order.queue[earlier]] < order.position[earlier]:

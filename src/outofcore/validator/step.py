@@ -62,7 +62,7 @@ class ExecutionOrder:
                 if not 1 <= wait.count <= len(waited_line):
                     raise ValidationError(
                         f"instruction {index} waits for {wait.count} instructions of {wait.queue.value}, of which "
-                        f"{len(waited_line)} come before it; a wait can be for 1 of these up to all of them"
+                        f"{len(waited_line)} come before it; it can wait for 1 or more of these, but for no others"
                     )
                 # If it is already known to have ended, its clock has been merged, too.
                 if ended[of] < wait.count:
