@@ -115,7 +115,7 @@ def test_parameter_is_stored_at_the_home_of_its_cyclic_gap() -> None:
     for lodging, message in (
         (Lodging(A, 1), "is not persistent"),
         (Lodging(W, 2), "does not exist"),
-        (Lodging(W, 0), "has lodgings at home"),
+        (Lodging(W, 0), "is kept at home 1 and at home 0 between steps"),
     ):
         broken = replace(program, lodgings=(*program.lodgings, lodging) if lodging.home == 0 else (lodging,))
         with pytest.raises(ValidationError, match=message):

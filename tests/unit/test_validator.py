@@ -62,7 +62,10 @@ def test_small_step_is_accepted() -> None:
 
 def test_budget_and_arena_bounds_are_checked() -> None:
     refuses(PROGRAM, "the arena has 210 bytes, more than the budget of 209", budget=209)
-    refuses(replace(PROGRAM, arena_bytes=209), r"block 2 of storage 2 \(doubled\) ends at byte 210 of an arena of 209")
+    refuses(
+        replace(PROGRAM, arena_bytes=209),
+        r"block 2 of storage 2 \(doubled\) ends at byte 210, beyond the end of the arena of 209 bytes",
+    )
     refuses(with_block(PROGRAM, replace(PROGRAM.blocks[2], offset=-1)), "is not placed, but other blocks are")
     refuses(with_block(PROGRAM, replace(PROGRAM.blocks[2], offset=-2)), "has offset -2")
 

@@ -18,6 +18,8 @@ from outofcore.units import PAGE_BYTES
 
 @dataclass(slots=True)
 class _Stay:
+    """A range of instructions over which a storage or a workspace (None) has a block."""
+
     storage: int | None
     bytes: int
     born: int
@@ -49,6 +51,7 @@ class _Lowering:
         self.history = History.of(self.graph) if recomputes else None
 
     def run(self) -> Program:
+        """Return the program: before each op its fetches and recomputation, after it the evictions."""
         graph, n = self.graph, len(self.graph.ops)
         version, homes, staying = self.version, self.homes, set(self.plan.staying)
         releases: dict[int, list[Decision]] = defaultdict(list)
@@ -170,7 +173,7 @@ class _Lowering:
         return self._program()
 
     def _decisions(self) -> list[Decision]:
-        """Check the decisions; return those other than KEEP, plus default arrivals of inputs."""
+        """Check the plan; return its decisions to offload or recompute, and a default one for each other input."""
         n = len(self.graph.ops)
         decisions: list[Decision] = []
         arriving: set[int] = set()
@@ -179,20 +182,27 @@ class _Lowering:
             if decision.residency is Residency.KEEP:
                 continue
             if gap not in gaps_of(self.graph, gap.storage) and gap != final_gap(self.graph, gap.storage):
-                raise GraphError(f"the plan decides about a gap that the graph does not have: {gap}")
+                raise GraphError(
+                    f"the plan decides about a gap that the graph does not have: {gap}; use a gap of ``movable_gaps``"
+                )
             latest_release = min(decision.fetch_at, n) if gap.end >= n else decision.fetch_at
             if not gap.start < decision.release_by <= latest_release <= decision.fetch_at <= gap.end or (
                 gap.end >= n > decision.fetch_at
             ):
-                raise GraphError(f"the times of a decision are out of order: {decision}")
+                raise GraphError(
+                    f"the times of a decision are out of order: {decision}; release_by must come after the gap "
+                    "starts, and fetch_at not before release_by or after the gap ends"
+                )
             is_recompute = decision.residency is Residency.RECOMPUTE
             if (is_recompute or decision.home) and gap == final_gap(self.graph, gap.storage):
-                raise GraphError(f"outputs and changed inputs must go to the first home: {decision}")
+                raise GraphError(
+                    f"outputs and changed inputs must go to the first home after their last use: {decision}"
+                )
             if is_recompute:
                 self._check_recompute(decision)
             if not 0 <= decision.home < max(len(self.costs.homes), 1):
                 raise GraphError(
-                    f"there is no home {decision.home}; the costs have {len(self.costs.homes)}: {decision}"
+                    f"there is no home {decision.home}; the costs have {len(self.costs.homes)}, from 0: {decision}"
                 )
             if gap.start < 0:
                 if decision.home:
@@ -208,23 +218,26 @@ class _Lowering:
         return decisions
 
     def _check_staying(self) -> None:
+        """Raise ``GraphError`` if a staying storage is not a gradient of the step, or has a decision."""
         decided = {decision.gap.storage for decision in self.plan.decisions}
         for storage in self.plan.staying:
             if storage not in self.graph.gradients_left:
                 raise GraphError(
-                    f"storage {storage} cannot stay: it is not a gradient that the step creates and outputs"
+                    f"storage {storage} cannot stay on the device after the step: it is not a gradient that "
+                    "the step creates and outputs"
                 )
             if storage in decided:
                 raise GraphError(f"storage {storage} cannot stay on the device: a decision evicts it")
 
-    def _new_stay(self, storage: int | None, count: int = 0, *, wraps: bool = False) -> int:
+    def _new_stay(self, storage: int | None, byte_count: int = 0, *, wraps: bool = False) -> int:
+        """Start a stay before the next instruction, or before the step if it wraps; return its index, the block."""
         if storage is not None:
-            count = self.placed[storage]
-        self.stays.append(_Stay(storage, count, 0 if wraps else len(self.instructions), wraps=wraps))
+            byte_count = self.placed[storage]
+        self.stays.append(_Stay(storage, byte_count, 0 if wraps else len(self.instructions), wraps=wraps))
         return len(self.stays) - 1
 
     def _begin_stay(self, storage: int, *, is_last: bool) -> None:
-        """Begin a stay of a storage; the last stay of a wrapping storage uses its wrapping block."""
+        """Give a storage a new block; on the last stay of a wrapping storage, give it its wrapping block."""
         if is_last and storage in self.wrapping:
             self.block_of[storage] = block = self.wrapping[storage]
             self.stays[block].born = len(self.instructions)
@@ -235,24 +248,32 @@ class _Lowering:
         self.stays[block].dies = len(self.instructions)
 
     def _check_recompute(self, decision: Decision) -> None:
+        """Raise ``GraphError`` if the storage exists before the step, or is not dropped right after its last use."""
         gap = decision.gap
         data = self.graph.storages[gap.storage]
         name = f"storage {gap.storage} ({data.name or data.kind.value})"
         if gap.start < 0 or gap.storage in self.graph.persistent:
             raise GraphError(f"{name} cannot be recomputed: it exists before the step; keep or offload it")
         if decision.release_by != gap.start + 1:
-            raise GraphError(f"a recomputed storage must be dropped right after its last use: {decision}")
+            raise GraphError(
+                f"a recomputed storage must be dropped right after its last use, so release_by must be "
+                f"{gap.start + 1}: {decision}"
+            )
 
     def _fetch(self, decision: Decision, last_stay: dict[int, int]) -> None:
+        """Append the copy in of a decision to a new block; raise ``GraphError`` if its home has no copy."""
         storage = decision.gap.storage
         self._begin_stay(storage, is_last=decision.gap.end == last_stay.get(storage))
         version = self.homes[storage].get(decision.home)
         if version is None:
-            raise GraphError(f"the plan fetches storage {storage} before anything was copied out: {decision}")
+            raise GraphError(
+                f"the plan fetches storage {storage} from home {decision.home} before anything was copied "
+                f"out to it: {decision}"
+            )
         self.instructions.append(CopyIn(self.block_of[storage], version, home=decision.home))
 
     def _recomputation_sequence(self, storages: list[int], coming: Set[int]) -> Sequence[int]:
-        """Return the ops that recompute storages, in order; storages in ``coming`` are fetched before."""
+        """Return the ops that recompute storages, in order; storages in ``coming`` are fetched before them."""
         if self.history is None:
             return ()
         version, homes = self.version, self.homes
@@ -266,6 +287,7 @@ class _Lowering:
         return replay(self.history, {(storage, version[storage]) for storage in storages}, is_there)
 
     def _is_read(self, storage: int, chain: Sequence[int]) -> bool:
+        """Return whether an op of the chain reads a storage at its current version."""
         content = (storage, self.version[storage])
         return self.history is not None and any(content in self.history.needs(self.graph.ops[index]) for index in chain)
 
@@ -316,7 +338,7 @@ class _Lowering:
             self.block_of[storage] = blocks[storage, version[storage]]
 
     def _fetch_intermediate(self, storage: int, version: int) -> int:
-        """Copy in an intermediate from the first home that holds it; return its block."""
+        """Copy in an input of a recomputation from the first home that holds this version; return its block."""
         home = min(home for home, held_version in self.homes[storage].items() if held_version == version)
         block = self._new_stay(storage)
         self.instructions.append(CopyIn(block, version, home=home))
@@ -328,6 +350,7 @@ class _Lowering:
         self._append_run(op, self.block_of)
 
     def _append_run(self, op: Op, blocks: dict[int, int], *, recompute: bool = False) -> None:
+        """Append a run of an op on these blocks, with a workspace block if the op needs one."""
         scratch = placed_bytes(self.costs.ops[op.id].workspace_bytes)
         workspace = self._new_stay(None, scratch) if scratch else None
         used = tuple(blocks[s] for s in op.touched)
@@ -360,7 +383,7 @@ class _Lowering:
 
 
 def _last_reads(history: History, runs: Sequence[int], targets: Set[Content]) -> list[list[Content]]:
-    """Return for each run the contents that no later run reads before they are recomputed."""
+    """Return, for each run, the contents that can be freed after it: no later run reads them, no target is one."""
     ops = history.graph.ops
     read_next = set(targets)  # contents whose next event is a run that reads them, or the end
     released: list[list[Content]] = []
@@ -373,9 +396,5 @@ def _last_reads(history: History, runs: Sequence[int], targets: Set[Content]) ->
 
 
 def lower(graph: StepGraph, costs: Costs, plan: Plan) -> Program:
-    """Lower a plan to instructions on blocks without addresses.
-
-    Before each op come its planned copies in and then its recomputation; after it come copies out. Raises
-    ``GraphError`` if a decision has times out of order, an unknown gap, or a storage that cannot be recomputed.
-    """
+    """Lower a plan to instructions on blocks without addresses; raise ``GraphError`` if it contradicts the step."""
     return _Lowering(graph, costs, plan).run()

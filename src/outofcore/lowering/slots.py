@@ -34,12 +34,12 @@ class Slot:
         return self.copies[-1]
 
 
-def slot_bytes(count: int) -> int:
-    return round_up(count, PAGE_BYTES)
+def slot_bytes(storage_bytes: int) -> int:
+    return round_up(storage_bytes, PAGE_BYTES)
 
 
 def permanent_slots(graph: StepGraph, program: Program) -> dict[int, int]:
-    """Return the homes of the storages with permanent slots."""
+    """Map each storage with a permanent slot to the home of the slot."""
     moving = {program.blocks[i.block].storage for i in program.instructions if not isinstance(i, Run)}
     wrapping = {block.storage for block in program.blocks if block.wraps}
     homes = {s: 0 for s in graph.outputs if s in moving}
@@ -50,6 +50,7 @@ def permanent_slots(graph: StepGraph, program: Program) -> dict[int, int]:
 
 
 def slots_of(graph: StepGraph, program: Program) -> Iterator[Slot]:
+    """Return the temporary slots of a program, in the order in which they become free."""
     permanent = set(permanent_slots(graph, program).items())
     last: dict[tuple[int, int], list[int]] = {}  # the copies of the latest stay, by storage and home
     stays: list[tuple[int, int, list[int]]] = []
@@ -79,10 +80,7 @@ class SlotReuse:
 
 
 def assign_slots(graph: StepGraph, costs: Costs, program: Program) -> list[SlotReuse] | None:
-    """Assign to each temporary slot, by copy out, the earlier slots whose bytes it reuses.
-
-    Return None if the program exceeds a home's capacity even with waits.
-    """
+    """Return the temporary slots by copy out, each with the slots that it replaces; None if a home is too small."""
     size = [slot_bytes(storage.bytes) for storage in graph.storages]
     capacity = [home.bytes for home in costs.homes]
     home_bytes = [0] * len(capacity)
@@ -132,7 +130,7 @@ def assign_slots(graph: StepGraph, costs: Costs, program: Program) -> list[SlotR
 
 
 def copies_in_before_room(graph: StepGraph, costs: Costs, program: Program) -> dict[int, int] | None:
-    """Return the number of copies in that copies out must wait for; None if a home is too small."""
+    """Return, by copy out that waits for room, how many copies in must end first; None if a home is too small."""
     if all(home.bytes is None for home in costs.homes):
         return {}
     reuses = assign_slots(graph, costs, program)

@@ -17,6 +17,7 @@ _Clock = tuple[int, ...]
 
 
 def _later(a: _Clock, b: _Clock) -> _Clock:
+    """Return the elementwise maximum of two clocks: when both have been reached."""
     return a if a is b else tuple(map(max, a, b))
 
 
@@ -33,7 +34,7 @@ class _FreeTimes:
         self._pieces: list[tuple[int, _Clock]] = []  # the end of each interval, and when it is free
 
     def free_time(self, start: int, end: int) -> _Clock:
-        """Return the clock at which all of [start, end) is free."""
+        """Return the clock from which on all of [start, end) is free."""
         needed = self._initial
         at = max(bisect_right(self._starts, start) - 1, 0)
         while at < len(self._starts) and self._starts[at] < end:
@@ -70,10 +71,9 @@ class _FreeTimes:
 def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Program:
     """Give each instruction of a placed program its necessary waits.
 
-    It waits for the last accesses of the bytes that it uses, in blocks and home slots, unless its queue or another wait
-    implies this. Updates of the model wait for all collectives before them, which may fail: then the step is undone.
-
-    Raises ``GraphError`` if the program exceeds the capacity of a home, or if a workspace is copied.
+    An instruction waits for the last accesses of the bytes that it uses, in blocks and home slots, unless its queue or
+    another wait implies this. Updates of the model also wait for all earlier collectives: if one fails, the step is
+    undone. Raises ``GraphError`` if the program exceeds the capacity of a home, or if a workspace is copied.
     """
     room = copies_in_before_room(graph, costs, program) if costs is not None else {}
     if room is None:
@@ -84,7 +84,7 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
     lanes = _lanes(program)
     numbers = {lane: number for number, lane in enumerate(lanes)}
     at_start: _Clock = (0,) * len(lanes)
-    ground = _FreeTimes(at_start)
+    free_times = _FreeTimes(at_start)
     counts = [0] * len(lanes)
     collectives = numbers.get((Queue.COMMUNICATE, 0))
     clocks: dict[tuple[int, int], _Clock] = {}  # after the count-th instruction of a queue has ended
@@ -104,7 +104,7 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
         while next_death < len(pending) and pending[next_death] <= index:
             for block in deaths[pending[next_death]]:
                 if block.bytes:
-                    ground.set_free_time(block.offset, block.offset + block.bytes, touched.get(block.id, at_start))
+                    free_times.set_free_time(block.offset, block.offset + block.bytes, touched.get(block.id, at_start))
                     # A wrapping block that is born again later in the step has new users.
                     written.pop(block.id, None)
                     touched.pop(block.id, None)
@@ -123,7 +123,9 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
             accesses = [(instruction.block, isinstance(instruction, CopyIn))]
             storage = program.blocks[instruction.block].storage
             if storage is None:
-                raise GraphError(f"instruction {index} copies a workspace")
+                raise GraphError(
+                    f"instruction {index} copies block {instruction.block}, a workspace; only storages have homes"
+                )
             needed = _later(needed, slot_written.get((storage, instruction.home), at_start))
             if isinstance(instruction, CopyOut):
                 needed = _later(needed, slot_read.get((storage, instruction.home), at_start))
@@ -133,7 +135,7 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
         for block_id, writes_it in accesses:
             block = program.blocks[block_id]
             if block_id not in touched and block.bytes and not (block.wraps and index < block.dies):
-                needed = _later(needed, ground.free_time(block.offset, block.offset + block.bytes))
+                needed = _later(needed, free_times.free_time(block.offset, block.offset + block.bytes))
             needed = _later(needed, (touched if writes_it else written).get(block_id, at_start))
         counts[queue] += 1
         reached = clocks.get((queue, counts[queue] - 1), at_start)
@@ -165,7 +167,7 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
 
 
 def _is_final(graph: StepGraph, program: Program, instruction: Instruction) -> bool:
-    """Return whether the step cannot be undone after an instruction."""
+    """Return whether an instruction changes the model or sends a gradient home: then no undo is possible."""
     if isinstance(instruction, Run):
         changed = graph.ops[instruction.op].mutates
         kinds = {graph.storages[s].kind for s in changed if s in graph.persistent or graph.storages[s].arrives}
@@ -181,6 +183,7 @@ def _with_waits(instruction: Instruction, waits: tuple[Wait, ...]) -> Instructio
 
 
 def _lanes(program: Program) -> list[tuple[Queue, int]]:
+    """Return the queues of a program, each with its home, in the order of the entries of a clock."""
     homes = {i.home for i in program.instructions if not isinstance(i, Run)} | {0}
     copies = [(queue, home) for home in sorted(homes) for queue in (Queue.COPY_OUT, Queue.COPY_IN)]
     has_collectives = any(isinstance(i, Run) and i.communicates for i in program.instructions)

@@ -52,8 +52,6 @@ def lower_bound_seconds(graph: StepGraph, costs: Costs, budget: int) -> float | 
 
 
 class LowerBound(Relaxation):
-    """The linear program of the lower bound."""
-
     def __init__(self, problem: Problem) -> None:
         ops, costs = problem.graph.ops, problem.costs
         history = History.of(problem.graph)
@@ -88,12 +86,13 @@ class LowerBound(Relaxation):
         self.limit_homes()
 
     def solve(self) -> float | None:
+        """Return the bound in seconds; None if no plan is possible."""
         if self.program.minimise() is None:
             return None
         return max(*self.queue_seconds, (self.queue_seconds[0] + self.program.objective()) * (1 - _TOLERANCE))
 
     def _require_recomputation(self, runs: Mapping[int, tuple[int, ...]]) -> None:
-        """Require time for recomputation: one run of an op serves all storages, but one gap of each."""
+        """Require time for recomputation; one run of an op can serve one gap of each storage."""
         ops, costs = self.problem.graph.ops, self.problem.costs
         served: dict[int, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
         for g, needed in runs.items():
@@ -109,7 +108,7 @@ class LowerBound(Relaxation):
             self.program.add_row(self.waiting | terms, low=seconds - self.queue_seconds[0])
 
     def _require_copies(self, home: int) -> None:
-        """Require that the step takes at least the seconds of all copies of a link."""
+        """Require that the step takes at least the seconds of all copies to a home, and of all copies from it."""
         place = self.problem.homes[home]
         out, back, low = dict(self.waiting), dict(self.waiting), -self.queue_seconds[0]
         for g, info in enumerate(self.problem.gaps):
@@ -124,6 +123,7 @@ class LowerBound(Relaxation):
         self.program.add_row(back, low=low)
 
     def _add_flow_out(self, home: int) -> None:
+        """Add rows for the bytes that are not yet copied out to a home at each moment (``queue`` and ``left``)."""
         program, rate = self.program, self.problem.homes[home].bytes_per_s_out / UNIT
         written: list[dict[int, float]] = [{} for _ in self.passing]
         used: list[tuple[int, float, tuple[tuple[int, int], ...]]] = []
@@ -145,6 +145,7 @@ class LowerBound(Relaxation):
             self.flows[m].append(pending)
 
     def _add_flow_in(self, home: int) -> None:
+        """Add rows for the bytes that are fetched from a home before their use, at each moment (``early``)."""
         program, rate, n = self.program, self.problem.homes[home].bytes_per_s_in / UNIT, len(self.spans)
         due: list[dict[int, float]] = [{} for _ in self.passing]
         due_always, there = [0.0] * len(self.passing), [0.0] * len(self.passing)
@@ -186,13 +187,13 @@ class LowerBound(Relaxation):
 
 
 def _writers(problem: Problem, history: History) -> dict[int, int]:
-    """Return the op of this step that has written the contents of a gap, by gap."""
+    """Map each gap to the op of this step that wrote its contents; leave out gaps with older contents."""
     gaps = {g: problem.gaps[g] for g in problem.movable}
     return {g: history.writes[info.gap.storage][info.segment - 1] for g, info in gaps.items() if info.segment}
 
 
 def _runs(problem: Problem, history: History) -> dict[int, tuple[int, ...]]:
-    """Return for each gap that may be recomputed the ops that this must run at least."""
+    """Map each gap that may be recomputed to the ops that its recomputation must at least run."""
     graph = problem.graph
     last_use: dict[Content, int] = {}
     for storage, uses in enumerate(graph.uses):

@@ -32,7 +32,6 @@ class Candidate:
 
     @property
     def value(self) -> float:
-        """Seconds by which candidates are compared: of the step, and a small share of copying."""
         return self.tuned_state.value
 
     @property
@@ -65,10 +64,7 @@ class CandidateTuner:
         leaving: Set[int] = frozenset(),
         seed: int = 0,
     ) -> Candidate | None:
-        """Return a candidate after random changes that did not slow it; None if it does not fit.
-
-        See ``Tuner.begin`` for ``spared`` and ``leaving``.
-        """
+        """Return a candidate after random changes that did not slow it; None if it cannot fit (see ``Tuner.begin``)."""
         start = self._tuner.begin(candidate.tuned_state.state, candidate.slack, _PASSES, spared, leaving)
         if start is None:
             return None

@@ -88,14 +88,17 @@ class Front:
         self._states_up: list[FrontState] = []  # the best state on each limit, from the lowest state's limit upward
         self._placed: dict[int, tuple[Plan, Program]] = {}
 
-    def _anneal(self, walk: str, k: int, changes_each: int, effort: int = 1, hot: float = _WARM) -> FrontState | None:
-        """Anneal within limit k from the present state; return None if no visited state fits."""
+    def _anneal(
+        self, walk: str, k: int, changes_each: int, effort: int = 1, temperature: float = _WARM
+    ) -> FrontState | None:
+        """Anneal within the ``k``-th limit from the present state; return None if no visited state fits."""
         changes = effort * min(changes_each * len(self.choices.recomputable), _MAX_CHANGES)
         return self._state(
-            walk, k, self.search.anneal(self.limits[k], changes, effort * _WORK // len(self.limits), hot, k)
+            walk, k, self.search.anneal(self.limits[k], changes, effort * _WORK // len(self.limits), temperature, k)
         )
 
     def _search_greedily(self, k: int) -> FrontState | None:
+        """Return a state within the ``k``-th limit by greedy search from the in-core state; None without success."""
         limit = self.limits[k]
         self.search.restore(_KEEP_ALL)
         return self._state("greedy search", k, self.search.drop(limit, limit, max_chain_runs(self.choices)))
@@ -133,7 +136,7 @@ class Front:
         return states
 
     def _climb(self, last: int) -> list[FrontState]:
-        """Continue the walk up to a limit; return the best states by limit."""
+        """Continue the walk up to the limit of index ``last``; return the best states by limit, up to that one."""
         changes_each, first = self.params.annealing, bisect_left(self.limits, self._states_down[-1].bytes)
         for k in range(first + len(self._states_up), last + 1) if changes_each else ():
             fitting = [state for state in (*self._states_down, *self._states_up[-1:]) if state.bytes <= self.limits[k]]
@@ -171,7 +174,7 @@ class Front:
         return smallest
 
     def plan(self, budget: int) -> Planned | None:
-        """Return the best plan for a budget, with the candidates that were placed, or None."""
+        """Return the best plan for a budget, with the outcomes of placing states; None if the budget is too small."""
         if budget < self.smallest:
             return None
         outcomes: list[CandidateOutcome] = []

@@ -43,7 +43,7 @@ class GapShares:
     in_flight: Floats  # shape (ops,), bytes in flight
 
     def round_to_choice(self, problem: Problem) -> Ints | None:
-        """Return a choice: whole resident gaps, then the largest fractions that fit; None if homes overflow."""
+        """Return a choice that keeps the gaps with the largest resident shares that fit; None if homes overflow."""
         choice = np.where(self.resident >= _WHOLE, ON_DEVICE, self.offloaded.argmax(axis=1))
         room: Ints = (
             problem.free_bytes - np.ceil(self.in_flight).astype(np.int64) - problem.resident_bytes(choice == ON_DEVICE)
@@ -59,11 +59,7 @@ class GapShares:
 def solve(
     problem: Problem, recompute_seconds: Mapping[int, float], margin: float = 0.0, *, weight: float
 ) -> GapShares | None:
-    """Solve the linear program; return None if it has no solution.
-
-    ``margin`` is the share of the limit to leave free, ``weight`` the cost of a second of copying in seconds of the
-    step.
-    """
+    """Solve the linear program with a share ``margin`` of the limit left free; return None if it has no solution."""
     if not problem.homes or not problem.is_feasible:
         return None
     return _Guide(problem, recompute_seconds, margin, weight).solve()
@@ -72,7 +68,7 @@ def solve(
 class _Guide(Relaxation):
     def __init__(self, problem: Problem, recompute_seconds: Mapping[int, float], margin: float, weight: float) -> None:
         super().__init__(problem, recompute_seconds, _spans([cost.seconds for cost in problem.costs.ops]))
-        self.weight = weight
+        self.weight = weight  # the cost of a second of copying, in seconds of the step
         # Time that passes before each span, and after the last: waits and recomputation.
         self.passing: list[dict[int, float]] = [{wait: 1.0} for wait in self.waits]
         for g, column in self.recomputed.items():
@@ -101,7 +97,7 @@ class _Guide(Relaxation):
         return GapShares(np.clip(resident, 0, 1), np.clip(offloaded, 0, 1), np.clip(recomputed, 0, 1), flowing)
 
     def _link_units(self, info: GapInfo, home: int, *, arriving: bool) -> float:
-        """Return the bytes, in units, that the link could move in the time of a copy with its latency."""
+        """Return the bytes, in ``UNIT``, that a link moves in the seconds of one copy, its latency included."""
         place = self.problem.homes[home]
         if arriving:
             return place.in_seconds(info.copied_bytes) * place.bytes_per_s_in / UNIT
@@ -170,6 +166,7 @@ class _Guide(Relaxation):
 
 
 def _spans(seconds: Sequence[float]) -> list[int]:
+    """Return the number of each op's span; in long steps spans have about equal seconds."""
     if len(seconds) <= 3 * _SPANS:
         return list(range(len(seconds)))
     longest, max_ops = sum(seconds) / _SPANS, -(-len(seconds) // _SPANS)

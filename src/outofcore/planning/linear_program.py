@@ -33,10 +33,7 @@ class _SilentHighs(highspy.Highs):
 
 
 class LinearProgram:
-    """A linear program to minimise.
-
-    ``interior`` selects an interior-point method with crossover, faster if very many vertices are equally good.
-    """
+    """A linear program to minimise; ``interior`` is an interior-point method, faster with many optimal vertices."""
 
     def __init__(self, *, interior: bool = False) -> None:
         self._method = "ipm" if interior else "simplex"
@@ -111,9 +108,9 @@ class LinearProgram:
 def add_levels(
     program: LinearProgram, moments: Sequence[int], stays: Iterable[tuple[int, float, Iterable[tuple[int, int]]]]
 ) -> list[int | None]:
-    """Add variables for the bytes held at some moments, each equal to the one before plus the changes.
+    """Add variables for the bytes held at some moments, and return them; None while no bytes are held.
 
-    ``stays`` are variables with factors and half-open ranges of moments. The result has None while no bytes are held.
+    Each equals the one before plus the changes. ``stays`` are variables with factors and half-open ranges of moments.
     """
     changes: list[dict[int, float]] = [{} for _ in range(len(moments) + 1)]
     for column, factor, ranges in stays:
@@ -136,7 +133,7 @@ def add_levels(
 
 
 def binding_ops(free: Sequence[int], stays: Iterable[HeldRanges], spans: Sequence[int] | None = None) -> list[int]:
-    """Return the ops of each span with memory rows that imply the rows of all other ops, in order.
+    """Return ops, in order: the memory rows of these ops imply the rows of all other ops in their spans.
 
     Each byte held over op p is held over op i as well, or is in a range around p and not around i. If p has at least
     the bytes of such ranges more room than i, the row of i implies that of p.

@@ -1,8 +1,4 @@
-"""Everything is offloaded between any two uses: the smallest budget, and a baseline.
-
-Each op waits for its own copies in, and for the copies out that free its room. Between two consecutive ops a storage
-stays on the device unless ``strict``; that saves copies, but may obstruct a tight placement.
-"""
+"""Everything is offloaded between any two uses: the smallest budget, and a baseline."""
 
 from __future__ import annotations
 
@@ -16,8 +12,8 @@ from outofcore.planning.problem import Problem
 def offload_all(graph: StepGraph, budget: int, *, strict: bool = False, costs: Costs | None = None) -> Plan:
     """Offload each gap of each large storage as early as possible, and fetch it as late as possible.
 
-    ``budget`` is only recorded in the plan. ``strict`` offloads between two consecutive ops, too. The nearest homes of
-    ``costs`` are filled first; None stands for one home without limit.
+    ``budget`` is only recorded in the plan. ``strict`` offloads between two consecutive ops, too: more copies, but
+    tighter placements. The nearest homes of ``costs`` are filled first; None stands for one home without limit.
     """
     n = len(graph.ops)
     homes = {} if costs is None else _homes(graph, costs)
@@ -37,7 +33,7 @@ def offload_all(graph: StepGraph, budget: int, *, strict: bool = False, costs: C
 
 
 def _homes(graph: StepGraph, costs: Costs) -> dict[int, int]:
-    """Return the nearest home with room for each storage that has ops between its uses."""
+    """Map each storage with ops between its uses to its nearest home with room; empty if the homes are too small."""
     problem = Problem.of(graph, costs, 0)
     choice = problem.fit_homes(0 * problem.all_resident())
     if choice is None:

@@ -1,7 +1,4 @@
-"""The switches of the search for a plan, one for each technique.
-
-``benchmarks/ablate.py`` prints the step time that each saves and the planning time that it costs.
-"""
+"""The switches of the search for a plan, one for each technique; ``benchmarks/ablate.py`` measures them."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ class SearchParams:
     annealing: int = 20
 
     def in_a_hurry(self) -> SearchParams:
-        """Return the same techniques with the least effort: a fraction of a second for a few hundred ops."""
+        """Return parameters with the least effort: a few hundred ops then take a fraction of a second."""
         return replace(
             self,
             relaxations=0 if self.shares else min(self.relaxations, 1),

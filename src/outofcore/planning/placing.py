@@ -65,7 +65,7 @@ class Planned:
 
 
 def place(program: Program, capacity: int | None = None, effort: int = EFFORT) -> Program:
-    """Give each block an offset; ``arena_bytes`` may exceed ``capacity``, at which the search stops."""
+    """Return the program with an offset for each block; the arena exceeds ``capacity`` if no placement is found."""
     small = [block for block in program.blocks if not is_large(block.bytes)]
     large = [block for block in program.blocks if is_large(block.bytes)]
     end = len(program.instructions)
@@ -98,7 +98,7 @@ def _live_bytes(blocks: Sequence[Block], end: int) -> NDArray[np.int64]:
 
 
 def _liftable_blocks(program: Program, small: Sequence[Block], is_full: NDArray[np.bool_]) -> set[int]:
-    """Return the small blocks that only recomputation touches, and only at instructions that are not full."""
+    """Return the ids of small blocks that only recomputation touches, while the arena is not full."""
     recomputation, elsewhere = set[int](), set[int]()
     for instruction in program.instructions:
         if isinstance(instruction, Run):
@@ -125,7 +125,7 @@ def rectangle_of(block: Block, end: int) -> Rectangle:
 
 
 def small_region_bytes(whole: Program) -> int:
-    """Return the arena bytes below the large blocks, for the small blocks of an in-core program."""
+    """Return the arena bytes below the large blocks, which the small blocks of an in-core program take."""
     small = [block for block in whole.blocks if not is_large(block.bytes)]
     return round_up(_pack(small, len(whole.instructions), None, EFFORT).height, PAGE_BYTES)
 
@@ -176,10 +176,10 @@ def resimulate(graph: StepGraph, costs: Costs, planned: Planned) -> Planned:
 
 
 def fit_policy(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Plan]) -> Planned | None:
-    """Ask a policy for plans with less and less room until one can be placed, or return None."""
+    """Search for a room in which the policy's plan can be placed within the budget; None if no attempt succeeds."""
     room = room_for_large(graph, costs, budget)
     too_large, too_small = room, 0  # the smallest room whose plan does not fit; the largest room without a plan
-    before, over = None, 0
+    previous_decisions, excess_bytes = None, 0
     for attempt in range(ATTEMPTS):
         if room <= too_small:  # the policy has no plan for so little
             room = (too_large + too_small) // 2
@@ -192,17 +192,17 @@ def fit_policy(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[in
                 return None
             too_small = room
             continue
-        if plan.decisions != before:
-            before = plan.decisions
+        if plan.decisions != previous_decisions:
+            previous_decisions = plan.decisions
             lowered = lower(graph, costs, plan)
             if copies_in_before_room(graph, costs, lowered) is None:
                 return None
             program = place(lowered, budget)
             if program.arena_bytes <= budget:
                 return wire_and_simulate(graph, costs, plan, program)
-            over = program.arena_bytes - budget
+            excess_bytes = program.arena_bytes - budget
         too_large = room
-        room -= max(min(over, room // 16), room // 64, PAGE_BYTES)
+        room -= max(min(excess_bytes, room // 16), room // 64, PAGE_BYTES)
     return None
 
 

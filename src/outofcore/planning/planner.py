@@ -56,7 +56,7 @@ def explain_too_small(
     describe: Callable[[int], str] | None = None,
     smallest: int | None = None,
 ) -> BudgetError:
-    """Return the error for a too small budget: the op that needs the most, and the smallest budget."""
+    """Return the error for a too small budget; it names the neediest op, its storages and the smallest budget."""
     needs = large_needs(graph, costs)
     smallest = smallest_budget(graph, costs) if smallest is None else smallest
     worst = max(range(len(needs)), key=needs.__getitem__) if needs else None
@@ -129,7 +129,7 @@ def plans_of_step(
     *,
     params: SearchParams | None = None,
 ) -> Iterator[Planned]:
-    """Yield the plans for a step like ``plan_step``, the best first; each is placed only when requested."""
+    """Yield the plans of ``plan_step``, the best first, and then one that offloads everything, if needed."""
     policy = policy_of(policy)
     whole = lower(graph, costs, keep_all(budget))
     if budget < _min_feasible_bytes(graph, costs, whole):
@@ -183,7 +183,7 @@ def plan_in_core(graph: StepGraph, costs: Costs, budget: int) -> Planned | None:
 
 
 def _published_policy_plans(graph: StepGraph, costs: Costs, budget: int, policy: Policy) -> list[Planned]:
-    """Return the plans of a published policy within the budget, the best first."""
+    """Return the plans of any policy but ``auto`` that fit the budget, the best first."""
     if isinstance(policy, ProfileGuided):
         planned = policy.place(graph, costs, budget)
         return [] if planned is None else [planned]
@@ -191,6 +191,7 @@ def _published_policy_plans(graph: StepGraph, costs: Costs, budget: int, policy:
 
 
 def _check_first_home(graph: StepGraph, costs: Costs) -> None:
+    """Raise ``BudgetError`` if the first of several homes is too small for the inputs and outputs of the step."""
     if len(costs.homes) < 2:
         return
     home = costs.homes[0]

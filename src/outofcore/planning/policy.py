@@ -144,11 +144,12 @@ class Auto(CheckedPolicy):
     params: SearchParams = field(default_factory=SearchParams)
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
+        """Return an empty sequence, since the planner runs the search itself."""
         return ()
 
 
 def quick_policy(policy: _Policy) -> _Policy | Auto:
-    """Return a policy that plans in the same way with less search, or the policy itself if it is quick."""
+    """Return ``auto`` with the least search effort instead of ``auto``; return any other policy unchanged."""
     return Auto(policy.params.in_a_hurry()) if isinstance(policy, Auto) else policy
 
 
@@ -192,8 +193,6 @@ class OffloadAll(CheckedPolicy):
 
 @dataclass(frozen=True)
 class FunctionPolicy:
-    """A policy made from a function."""
-
     name: str
     # From graph, costs and bytes of room to a plan; may raise ``BudgetError``.
     plan: Callable[[StepGraph, Costs, int], Plan]
@@ -218,6 +217,8 @@ def first_fitting_plan(policy: Policy, graph: StepGraph, costs: Costs, budget: i
 
 
 def _fit_variant(policy: Policy, graph: StepGraph, costs: Costs, budget: int, variant: Asked) -> Planned | None:
+    """Return a variant's plan that fits the budget, or None; raise if the policy returns an invalid plan."""
+
     def named_plan(room: int) -> Plan:
         plan = variant(room)
         if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance] - it may be a user's

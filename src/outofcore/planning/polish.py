@@ -65,6 +65,8 @@ def polish_plan(
 
 @dataclass
 class _Polisher:
+    """A local search for a faster plan; plans that it has placed are cached."""
+
     problem: Problem
     budget: int
     goal: float  # seconds of a step that are good enough
@@ -92,7 +94,7 @@ class _Polisher:
         return comparison_seconds(self.costs, planned) * (1 + _OVER * over)
 
     def improve(self, start: Plan, tries: int, seed: int) -> Planned | None:
-        """Return the best plan after ``tries`` changes; it may exceed the budget."""
+        """Return the best plan after ``tries`` changes; it may exceed the budget. None: the homes are too small."""
         draw, staying = random.Random(seed), start.staying
         best = self._place({d.gap: d for d in start.decisions}, staying, inf)
         if best is None:
@@ -127,6 +129,7 @@ class _Polisher:
         return self.placed_plans[plan]
 
     def _change_randomly(self, decisions: _Decisions, draw: random.Random) -> _Decisions:
+        """Make one to three random changes, in place; return the decisions."""
         for _ in range(draw.choice(_AT_ONCE)):
             kind = draw.random()
             decided = [decisions[gap] for gap in sorted(decisions) if gap not in self.final]
@@ -150,6 +153,7 @@ class _Polisher:
             decisions[partner] = self._new_decision(partner, draw)
 
     def _change_decision(self, decisions: _Decisions, decision: Decision, draw: random.Random) -> None:
+        """Change a decision at random, in place: its times, home or residency; or delete it, to keep the gap."""
         gap, kind, shift = decision.gap, draw.random(), draw.choice(_SHIFTS)
         homes = self.homes.get(gap, tuple(range(len(self.costs.homes))))
         if decision.residency is Residency.RECOMPUTE:
@@ -179,6 +183,7 @@ class _Polisher:
             decisions[gap] = Decision(gap, Residency.RECOMPUTE, gap.start + 1, gap.end)
 
     def _new_decision(self, gap: Gap, draw: random.Random) -> Decision:
+        """Return a decision to recompute or offload a gap, at random."""
         homes = self.homes[gap]
         if gap in self.recomputable and (not homes or draw.random() >= _OFFLOADS):
             return Decision(gap, Residency.RECOMPUTE, gap.start + 1, gap.end)

@@ -27,7 +27,7 @@ ON_DEVICE = -1
 
 @dataclass(frozen=True, slots=True)
 class GapInfo:
-    """A gap of a large storage that has ops inside."""
+    """A gap of a large storage that has ops inside, or that follows the storage's last use."""
 
     gap: Gap  # the use interval, in op indices
     bytes: int  # size in the arena
@@ -98,11 +98,12 @@ class Problem:
 
     @property
     def is_feasible(self) -> bool:
+        """Whether each op by itself stays within the limit."""
         return not len(self.free_bytes) or int(self.free_bytes.min()) >= 0
 
     @cached_property
     def movable(self) -> tuple[int, ...]:
-        """The gaps that may be resident: all but the gaps before an input's first use."""
+        """The indices of all gaps but those before an input's first use."""
         return tuple(g for g, info in enumerate(self.gaps) if not info.arriving)
 
     def all_resident(self) -> Ints:
@@ -166,8 +167,8 @@ class Problem:
     def fit_homes(self, choice: Ints, shares: NDArray[np.float64] | None = None) -> Ints | None:
         """Return the choice with storages moved where a home would overflow; None if the homes are too small.
 
-        Storages with the largest share at a home stay there; among equals, those with the most copies per op of
-        residence.
+        Storages with the largest share at a home (``shares``, by gap and home) stay, then storages with the most copies
+        per op of residence.
         """
         if all(home.bytes is None for home in self.homes):
             return choice
@@ -207,7 +208,7 @@ class Problem:
         return choice
 
     def _ops_at_home(self, gaps: Iterable[int]) -> tuple[int, int]:
-        """Return the ops over which a storage needs a slot at the home of these gaps."""
+        """Return the half-open range of ops over which a storage needs a slot at the home of these gaps."""
         infos = [self.gaps[g] for g in gaps]
         # A frozen storage keeps its slot from step to step.
         if any(info.cyclic or info.gap.storage in self.graph.frozen for info in infos):

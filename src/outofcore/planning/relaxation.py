@@ -15,10 +15,7 @@ from outofcore.planning.problem import Problem
 
 
 class Relaxation:
-    """A linear program of which every plan is a feasible point, as far as shares, copies and homes go.
-
-    ``recomputable`` are gaps that may be recomputed, and ``spans`` the number of each op's span of time.
-    """
+    """A linear program in which every plan is feasible; ``spans`` has the number of each op's span of time."""
 
     def __init__(
         self, problem: Problem, recomputable: Iterable[int], spans: Sequence[int], *, interior: bool = False
@@ -51,11 +48,12 @@ class Relaxation:
         self._require_copies_out()
 
     def _share_variables(self, g: int) -> list[int]:
+        """Return the variables of a gap's shares: resident, recomputed, and at each home but the last."""
         sent = [self._offloaded[g, home] for home in self.problem.gaps[g].homes[:-1]]
         return [self.resident[g], *([self.recomputed[g]] if g in self.recomputed else []), *sent]
 
     def share_at_home(self, g: int, home: int) -> tuple[float, dict[int, float]]:
-        """Return the share of a gap at a home, as a constant and terms; the last home has the remainder."""
+        """Return the share of a gap at a home, as a constant plus terms; the last home has the remainder."""
         info = self.problem.gaps[g]
         if (g, home) in self._offloaded:
             return 0.0, {self._offloaded[g, home]: 1.0}

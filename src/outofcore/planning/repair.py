@@ -52,7 +52,7 @@ class Attempts:
         self._lowest, self._stale = float("inf"), 0
 
     def place(self, plan: Plan) -> Planned | None:
-        """Place a plan; return None, and raise ``spared_bytes``, if its blocks exceed the budget."""
+        """Place a plan; if its blocks exceed the budget, increase ``spared_bytes`` and return None."""
         graph, costs, n = self.graph, self.costs, len(self.graph.ops)
         self.is_repeat = self._last is not None and self._last[0] == plan
         if self._last is not None and self.is_repeat:
@@ -91,19 +91,19 @@ class Attempts:
         return None
 
 
-def _find_excesses(program: Program, budget: int, n: int) -> _Excesses:
+def _find_excesses(program: Program, budget: int, op_count: int) -> _Excesses:
     """Return, for each block that ends above the budget, its ops, the bytes above the budget, and its storage.
 
     The storage is -1 unless the block is large and sticks out by most of its own size.
     """
     op_at: list[int] = []  # for each instruction, the op that runs first at it or after it
-    upcoming = n
+    upcoming = op_count
     for instruction in reversed(program.instructions):
         if isinstance(instruction, Run) and not instruction.again:
             upcoming = instruction.op
         op_at.append(upcoming)
     op_at.reverse()
-    op_at.append(n)
+    op_at.append(op_count)
     excesses: _Excesses = []
     for block in program.blocks:
         over = block.offset + block.bytes - budget

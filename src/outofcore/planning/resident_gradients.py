@@ -25,6 +25,7 @@ def undecided_gradients(graph: StepGraph, plan: Plan) -> list[int]:
 
 
 def keep_all_gradients(graph: StepGraph, plan: Plan) -> Plan:
+    """Return the plan in which all gradients without a decision stay."""
     return replace(plan, staying=tuple(sorted(undecided_gradients(graph, plan))))
 
 

@@ -66,6 +66,8 @@ def search(graph: StepGraph, costs: Costs, budget: int, params: SearchParams, wh
 
 @dataclass
 class _CandidateSearch:
+    """One search for plans of a step: candidates are states with schedules, plans are placed candidates."""
+
     graph: StepGraph
     costs: Costs
     budget: int
@@ -112,6 +114,7 @@ class _CandidateSearch:
             self._offload_everything()
 
     def _tune_further(self, seed: int) -> list[Candidate]:
+        """Return the best candidates of each slack, tuned further; empty if one is good already."""
         if not self.params.further or self._is_good(_GOOD):
             return []
         best = [
@@ -130,11 +133,12 @@ class _CandidateSearch:
     def _is_good_enough(self) -> bool:
         return self._is_good(_NEARLY_GOOD if self._is_long else _GOOD)
 
-    def _is_good(self, times: float) -> bool:
-        return any(candidate.value <= self.costs.compute_seconds * times for candidate in self.candidates)
+    def _is_good(self, ratio: float) -> bool:
+        """Return whether a candidate takes at most ``ratio`` times the seconds of all ops."""
+        return any(candidate.value <= self.costs.compute_seconds * ratio for candidate in self.candidates)
 
     def _add_candidates(self, origin: str, choices: Choices) -> float:
-        """Add the candidates that recompute these choices; return the best value."""
+        """Tune these choices and add new candidates; return the best value, or infinity if the choices do not fit."""
         candidates = self.candidate_tuner.create(origin, choices, self.home_choice)
         if not candidates:
             _log.debug("%s: does not fit", origin)
@@ -145,7 +149,7 @@ class _CandidateSearch:
         return min((candidate.value for candidate in candidates), default=inf)
 
     def _solve_relaxation(self, choices: Choices) -> None:
-        """Solve the linear program, with the cost of recomputation under these choices."""
+        """Solve the linear program with the seconds of these choices' chains; set ``shares`` and ``home_choice``."""
         self.shares = solve(self.problem, _chain_seconds(choices), _MARGIN, weight=copy_weight(self.costs))
         homes = None if self.shares is None else self.shares.round_to_choice(self.problem)
         self.home_choice = self.problem.all_resident() if homes is None else homes
@@ -177,13 +181,14 @@ class _CandidateSearch:
                     values[share] = self._try_share(excess, share)
 
     def _try_share(self, excess: int, share: float) -> float:
+        """Add candidates that offload this share of ``excess`` bytes; return the best value, or infinity."""
         choices = self.selection.drop(self.problem.limit + int(excess * share))
         return inf if choices is None else self._add_candidates(f"{share:.1%} of the excess offloaded", choices)
 
     # Placing
 
     def _tune_to_fit(self, candidate: Candidate, attempts: Attempts) -> Candidate | None:
-        """Return the candidate tuned to leave the bytes free that placing it lacked; None if it does not fit."""
+        """Return the candidate, tuned to leave free the bytes that its placements lacked; None if it cannot."""
         if not attempts.spared_bytes.any() and not attempts.forced_offloads:
             return candidate
         return self.candidate_tuner.tune(
@@ -191,6 +196,7 @@ class _CandidateSearch:
         )
 
     def _place(self, origin: str, plan: Plan, attempts: Attempts) -> Planned | None:
+        """Place a plan and record the outcome; return None if it does not fit."""
         planned = attempts.place(plan)
         if planned is not None:
             self._record(origin, planned)
@@ -211,7 +217,7 @@ class _CandidateSearch:
         )
 
     def _place_best(self, candidates: list[Candidate]) -> None:
-        """Place candidates, the best first; each leaves more bytes free until it fits or another is better."""
+        """Place candidates, the best first; one that does not fit is tuned to leave more bytes free."""
         for candidate in sorted(candidates, key=lambda candidate: candidate.value):
             attempts = Attempts(self.graph, self.costs, self.budget)
             trial: Candidate | None = candidate
@@ -226,7 +232,7 @@ class _CandidateSearch:
                 trial = self._tune_to_fit(candidate, attempts)
 
     def _offload_everything(self) -> None:
-        """Offload everything between two uses, since no candidate fits."""
+        """Record the plan that offloads everything between two uses, if it fits."""
         for strict in (False, True):
 
             def everything_leaves(room: int, strict: bool = strict) -> Plan:
@@ -238,6 +244,7 @@ class _CandidateSearch:
                 return
 
     def _polish(self) -> None:
+        """Record a better plan if the local search over placed plans finds one."""
         ranked = sorted(
             (planned for _, planned in self.planned), key=lambda planned: comparison_seconds(self.costs, planned)
         )
@@ -256,6 +263,7 @@ class _CandidateSearch:
             self._record("polished", better)
 
     def ranked_plans(self) -> list[Planned]:
+        """Return the placed plans, the fastest first and with all outcomes; in small steps polish them before."""
         if self.params.polish_ops and len(self.graph.ops) <= MAX_OPS:
             self._polish()
         ranked = sorted(
@@ -272,6 +280,6 @@ class _CandidateSearch:
 
 
 def _chain_seconds(choices: Choices) -> Mapping[int, float]:
-    """Return the seconds of recomputing each gap that may be, with the other choices unchanged."""
+    """Return the seconds of recomputing each recomputable gap, with the other choices unchanged."""
     chains = {g: choices.chain(choices.end[g], (g,)) for g in choices.recomputable}
     return {g: chain.seconds for g, chain in chains.items() if chain is not None}

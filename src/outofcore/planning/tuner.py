@@ -146,11 +146,12 @@ class Tuner:
         return self.read() if self._library.outofcore_tuner_begin(self._handle, *lists, slack, passes) else None
 
     def tune(self, tries: int, recompute_share: float = 0.5, seed: int = 0) -> TunedState:
-        """Try random changes to the present state, and keep those that do not slow the step."""
+        """Try random changes, a share of them to recomputation, and keep changes that do not slow the step."""
         self._library.outofcore_tuner_tune(self._handle, tries, recompute_share, seed)
         return self.read()
 
     def read(self) -> TunedState:
+        """Return the present state with the schedule of its copies."""
         view, count = self._read_view(), len(self._problem.graph.ops)
         waited = _doubles(view.waited, len(self._problem.gaps))
         state, decisions = self._state(view), self._decisions(view)

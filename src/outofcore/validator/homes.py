@@ -13,7 +13,7 @@ _HomeCopy = tuple[int, int, CopyOut | CopyIn]  # index of the instruction, stora
 
 
 def check_homes(step: ValidatedStep, costs: Costs | None) -> dict[int, int]:
-    """Check homes, lodgings and clean storages; return the home of each lodging."""
+    """Check the homes of copies, ``program.lodgings`` and clean storages; return the lodgings as home by storage."""
     graph, program = step.graph, step.program
     count = None if costs is None else max(len(costs.homes), 1)
 
@@ -22,31 +22,42 @@ def check_homes(step: ValidatedStep, costs: Costs | None) -> dict[int, int]:
 
     for index, instruction in enumerate(program.instructions):
         if not isinstance(instruction, Run) and not exists(instruction.home):
-            raise ValidationError(f"{step.instruction(index)} names home {instruction.home}, which does not exist")
+            raise ValidationError(
+                f"{step.instruction(index)} names home {instruction.home}, which does not exist; homes are numbered "
+                f"from 0{'' if count is None else f' to {count - 1}'}"
+            )
     homes: dict[int, int] = {}
     for lodging in program.lodgings:
         if lodging.storage not in graph.persistent:
             raise ValidationError(
-                f"storage {lodging.storage} has a lodging at home {lodging.home}, but is not persistent"
+                f"storage {lodging.storage} is kept at home {lodging.home} between steps, but is not persistent"
             )
         name = step.storage(lodging.storage)
         if not exists(lodging.home):
-            raise ValidationError(f"{name} has a lodging at home {lodging.home}, which does not exist")
+            raise ValidationError(
+                f"{name} is kept between steps at home {lodging.home}, which does not exist; homes are numbered "
+                f"from 0{'' if count is None else f' to {count - 1}'}"
+            )
         if lodging.storage in homes:
-            raise ValidationError(f"{name} has lodgings at home {lodging.home} and at home {homes[lodging.storage]}")
+            raise ValidationError(
+                f"{name} is kept at home {homes[lodging.storage]} and at home {lodging.home} between steps; a storage "
+                "may be kept at one home only"
+            )
         homes[lodging.storage] = lodging.home
     wrapping = {block.storage for block in program.blocks if block.wraps}
     written = {storage for op in graph.ops for storage in op.mutates + op.creates}
     for storage in program.clean:
         if not 0 <= storage < len(graph.storages) or storage not in graph.persistent:
-            raise ValidationError(f"storage {storage} is marked clean, but is not persistent")
+            raise ValidationError(f"storage {storage} is marked clean, but only persistent storages may be")
         name = step.storage(storage)
         if storage not in wrapping:
-            raise ValidationError(f"{name} is marked clean, but no block holds it between two steps")
+            raise ValidationError(f"{name} is marked clean, but no block holds it between two steps; one must wrap")
         if storage in written:
-            raise ValidationError(f"{name} is marked clean, but an op writes it")
+            raise ValidationError(
+                f"{name} is marked clean, but an op writes it, which makes its copy at home out of date"
+            )
         if not graph.storages[storage].watched:
-            raise ValidationError(f"{name} is marked clean, but writes of the user to it are not detected")
+            raise ValidationError(f"{name} is marked clean, but is not watched: a user could write to it unnoticed")
     return homes
 
 
@@ -92,7 +103,7 @@ def check_capacity(step: ValidatedStep, order: ExecutionOrder, costs: Costs, lod
 
 
 def _last_reads(copies: Sequence[_HomeCopy]) -> dict[int, int]:
-    """Return the last copy in of each copy out to one home; itself if it is not read back."""
+    """Map each copy out to the last copy in before the next copy out of its storage, or else to itself."""
     ends: dict[int, int] = {}
     last: dict[int, int] = {}
     for index, storage, instruction in reversed(copies):

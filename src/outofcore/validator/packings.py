@@ -27,10 +27,7 @@ class Placed:
 
 
 def check_packing(placed: Iterable[Placed], capacity: int | None = None) -> int:
-    """Check that rectangles are aligned, within the capacity, and do not overlap when both are held.
-
-    Returns the end of the highest rectangle. Raises ``ValidationError``.
-    """
+    """Check alignments, capacity and overlaps; return the end of the highest rectangle. Raises ``ValidationError``."""
     height = 0
     events: list[tuple[int, int, Placed]] = []  # time, 0: end or 1: begin, rectangle
     for rectangle in placed:

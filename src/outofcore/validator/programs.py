@@ -60,6 +60,7 @@ def validate(graph: StepGraph, program: Program, budget: int, costs: Costs | Non
 
 
 def _is_held(block: Block, index: int) -> bool:
+    """Return whether a block is held when an instruction runs."""
     if block.wraps:
         return block.born == block.dies == 0 or index >= block.born or index < block.dies
     return block.born <= index < block.dies
@@ -71,7 +72,7 @@ def _stay_of(block: Block, index: int) -> int:
 
 
 def _check_blocks(step: ValidatedStep) -> None:
-    """Check that blocks are large enough for their storages and have valid lifetimes."""
+    """Check ids, sizes, offsets and lifetimes of blocks; a persistent storage or constant may wrap in one block."""
     graph, end = step.graph, len(step.program.instructions)
     lasting = graph.persistent | {s.id for s in graph.storages if s.kind is StorageKind.CONSTANT}
     wrapping: dict[int | None, int] = {}
@@ -85,7 +86,11 @@ def _check_blocks(step: ValidatedStep) -> None:
         if block.storage is not None and not 0 <= block.storage < len(graph.storages):
             raise ValidationError(f"block {index} is of storage {block.storage}, which the graph does not have")
         if block.bytes < (0 if block.storage is None else graph.storages[block.storage].bytes):
-            raise refusal(block, f"has {block.bytes} bytes, fewer than its storage")
+            raise refusal(
+                block,
+                f"has {block.bytes} bytes, fewer than the "
+                f"{0 if block.storage is None else graph.storages[block.storage].bytes} of its storage",
+            )
         if block.offset < -1:
             raise ValidationError(
                 f"{step.block(block)} has offset {block.offset}; it must be -1 (not placed) or not negative"
@@ -93,24 +98,30 @@ def _check_blocks(step: ValidatedStep) -> None:
         if not block.wraps:
             if not 0 <= block.born < block.dies <= end:
                 raise ValidationError(
-                    f"{step.block(block)} is held over [{block.born}, {block.dies}) of {end} instructions"
+                    f"{step.block(block)} is held over [{block.born}, {block.dies}) of {end} instructions; it must "
+                    "be born before it dies, and die by the end"
                 )
             continue
         if not (block.born == block.dies == 0 or 0 <= block.dies <= block.born < end):
             raise ValidationError(
-                f"{step.block(block)} wraps with born = {block.born}, dies = {block.dies} in {end} instructions"
+                f"{step.block(block)} wraps with born = {block.born}, dies = {block.dies} in {end} instructions; both "
+                "must be 0, or it must die first and be born again before the end"
             )
         if block.storage not in lasting:
-            raise refusal(block, "wraps, but its contents do not persist from step to step")
+            raise refusal(
+                block,
+                "wraps, but its contents do not persist: it must be of a persistent storage or a constant",
+            )
         if block.storage in wrapping:
             raise ValidationError(
-                f"{step.block(block)} wraps, and so does block {wrapping[block.storage]} of the same storage"
+                f"{step.block(block)} wraps, and so does block {wrapping[block.storage]} of the same storage; only "
+                "one block of a storage may wrap"
             )
         wrapping[block.storage] = index
 
 
 def _check_instructions(step: ValidatedStep, costs: Costs | None) -> None:
-    """Check that ids exist, used blocks are held, and runs use their op's storages."""
+    """Check that instructions use existing, held blocks, that runs fit their ops, and that no workspace is copied."""
     blocks = step.program.blocks
     for index, instruction in enumerate(step.program.instructions):
         used = instruction.blocks if isinstance(instruction, Run) else (instruction.block,)
@@ -122,7 +133,7 @@ def _check_instructions(step: ValidatedStep, costs: Costs | None) -> None:
         if isinstance(instruction, Run):
             _check_run(step, index, instruction, costs)
         elif blocks[instruction.block].storage is None:
-            raise ValidationError(f"{step.instruction(index)} copies a block that has no home")
+            raise ValidationError(f"{step.instruction(index)} copies a block that has no home, since it is a workspace")
         for number in used:
             block = blocks[number]
             if not (block.born <= index < block.dies or (block.wraps and _is_held(block, index))):
@@ -133,11 +144,15 @@ def _check_instructions(step: ValidatedStep, costs: Costs | None) -> None:
 
 
 def _check_run(step: ValidatedStep, index: int, run: Run, costs: Costs | None) -> None:
+    """Check that a run is on the right queue and uses blocks of its op's storages, and a large enough workspace."""
     if not 0 <= run.op < len(step.graph.ops):
         raise ValidationError(f"instruction {index} runs op {run.op}, which the graph does not have")
     if run.communicates != step.graph.ops[run.op].communicates:
         queue = "collectives" if run.communicates else "ops"
-        raise ValidationError(f"{step.instruction(index)} is on the queue of {queue}, which is the wrong one")
+        raise ValidationError(
+            f"{step.instruction(index)} is on the queue of {queue}, but it must be on that of "
+            f"{'ops' if run.communicates else 'collectives'}"
+        )
     touched = step.touched[run.op]
     owners = tuple(step.program.blocks[number].storage for number in run.blocks)
     if owners != touched:
@@ -146,7 +161,10 @@ def _check_run(step: ValidatedStep, index: int, run: Run, costs: Costs | None) -
         )
     scratch = None if run.workspace is None else step.program.blocks[run.workspace]
     if scratch is not None and scratch.storage is not None:
-        raise ValidationError(f"{step.instruction(index)} uses {step.block(scratch)} as its workspace")
+        raise ValidationError(
+            f"{step.instruction(index)} uses {step.block(scratch)} as its workspace; a workspace must be a block "
+            "without a storage"
+        )
     needed, available = costs.ops[run.op].workspace_bytes if costs else 0, scratch.bytes if scratch else 0
     if available < needed:
         raise ValidationError(f"{step.instruction(index)} has a workspace of {available} bytes and needs {needed}")
@@ -161,7 +179,10 @@ def _check_coverage(step: ValidatedStep) -> None:
         if instruction.op == upcoming and not instruction.again:
             upcoming += 1
         elif instruction.op >= upcoming:
-            raise ValidationError(f"{step.instruction(index)} comes before the first run of {step.op(upcoming)}")
+            raise ValidationError(
+                f"{step.instruction(index)} comes before the first run of {step.op(upcoming)}; the first "
+                "runs of ops must be in graph order"
+            )
         elif not instruction.again:
             raise ValidationError(
                 f"{step.instruction(index)} is not the op's first run, but is not marked as a recomputation"
@@ -180,10 +201,14 @@ def _check_room(step: ValidatedStep, budget: int) -> None:
         raise ValidationError(f"the arena has {program.arena_bytes} bytes, more than the budget of {budget}")
     for block in program.blocks:
         if is_placed and block.offset < 0:
-            raise ValidationError(f"{step.block(block)} is not placed, but other blocks are")
+            raise ValidationError(
+                f"{step.block(block)} is not placed, but other blocks are; place every block, or leave all at -1"
+            )
         if is_placed and block.offset + block.bytes > program.arena_bytes:
             end = block.offset + block.bytes
-            raise ValidationError(f"{step.block(block)} ends at byte {end} of an arena of {program.arena_bytes}")
+            raise ValidationError(
+                f"{step.block(block)} ends at byte {end}, beyond the end of the arena of {program.arena_bytes} bytes"
+            )
     births: list[list[Block]] = [[] for _ in program.instructions]
     deaths: list[list[Block]] = [[] for _ in program.instructions]
     live: list[tuple[int, int, int]] = []  # offset, end and id of the live blocks, by address
@@ -213,6 +238,7 @@ def _check_room(step: ValidatedStep, budget: int) -> None:
 
 
 def _add_live_block(step: ValidatedStep, live: list[tuple[int, int, int]], block: Block, index: int | None) -> None:
+    """Add a block to ``live``; raise ``ValidationError`` if it overlaps a live block."""
     if block.offset < 0 or block.bytes == 0:
         return
     begin, end = block.offset, block.offset + block.bytes
@@ -229,20 +255,25 @@ def _add_live_block(step: ValidatedStep, live: list[tuple[int, int, int]], block
 
 
 def _staying_blocks(step: ValidatedStep) -> dict[int, Block]:
+    """Return the block that holds each staying gradient when the step ends; check that there is exactly one."""
     graph, program = step.graph, step.program
     blocks: dict[int, Block] = {}
     for storage in program.staying:
         exists = 0 <= storage < len(graph.storages)
         if not exists or storage not in graph.outputs or graph.storages[storage].kind is not StorageKind.GRADIENT:
-            raise ValidationError(f"storage {storage} stays after the step, but is not a gradient output")
+            raise ValidationError(
+                f"storage {storage} stays on the device after the step, but is not a gradient that the step outputs"
+            )
         name = step.storage(storage)
         if not any(storage in op.creates for op in graph.ops):
-            raise ValidationError(f"{name} stays after the step, but exists before it")
+            raise ValidationError(f"{name} stays on the device after the step, but the step does not create it")
         if storage in program.results:
-            raise ValidationError(f"{name} stays after the step, but is also a result")
+            raise ValidationError(f"{name} stays on the device after the step, but is also a result, which goes home")
         lasting = [b for b in program.blocks if b.storage == storage and b.dies == len(program.instructions)]
         if len(lasting) != 1:
-            raise ValidationError(f"{name} stays after the step in {len(lasting)} blocks; it must be in one")
+            raise ValidationError(
+                f"{name} stays on the device after the step in {len(lasting)} blocks; it must be in one"
+            )
         blocks[storage] = lasting[0]
     return blocks
 
@@ -290,12 +321,13 @@ class _Replay:
         # By block: its stay, and in ``later_stays`` that of a wrapping block after it is born again.
         self.stays: list[_Location | None] = [None] * len(program.blocks)
         self.later_stays: dict[int, _Location] = {}
-        # The latest cells of the arena's bytes, over disjoint spans in order of address.
+        # The latest locations that hold the arena's bytes, over disjoint spans in order of address.
         self.begins: list[int] = []
         self.ends: list[int] = []
         self.holders: list[_Location] = []
 
     def check(self) -> None:
+        """Replay all instructions in program order, and check the contents at the end of the step."""
         order = self.order
         issued = [0] * len(order.ended[0]) if order.ended else []
         for index, instruction in enumerate(self.program.instructions):
@@ -306,113 +338,119 @@ class _Replay:
             if isinstance(instruction, Run):
                 self._run(instruction)
                 continue
-            cell = self._cell(instruction.block)
+            location = self._cell(instruction.block)
             home = self._home(self.program.blocks[instruction.block].storage or 0, instruction.home)
-            source, target = (cell, home) if isinstance(instruction, CopyOut) else (home, cell)
+            source, target = (location, home) if isinstance(instruction, CopyOut) else (home, location)
             self._read(source, instruction.version)
             self._write(target, instruction.version)
         self._check_end()
 
     def _home(self, storage: int, home: int) -> _Location:
-        cell = self.homes.get((storage, home))
-        if cell is None:
-            cell = self.homes[storage, home] = _Location((storage, home), None)
-        return cell
+        location = self.homes.get((storage, home))
+        if location is None:
+            location = self.homes[storage, home] = _Location((storage, home), None)
+        return location
 
-    def _name(self, cell: _Location) -> str:
-        if isinstance(cell.of, Block):
-            return self.step.block(cell.of)
-        storage, home = cell.of
+    def _name(self, location: _Location) -> str:
+        if isinstance(location.of, Block):
+            return self.step.block(location.of)
+        storage, home = location.of
         name = self.step.storage(storage)
         return f"the home of {name}" if home == 0 else f"{name} at home {home}"
 
-    def _describe_contents(self, cell: _Location) -> str:
-        content = "undefined bytes" if cell.version is None else f"version {cell.version}"
-        return f"{self._name(cell)} holds {content}"
+    def _describe_contents(self, location: _Location) -> str:
+        content = "undefined bytes" if location.version is None else f"version {location.version}"
+        return f"{self._name(location)} holds {content}"
 
     def _run(self, run: Run) -> None:
         op = self.graph.ops[run.op]
-        cells = {s: self._cell(b) for s, b in zip(self.step.touched[run.op], run.blocks, strict=True)}
+        locations = {s: self._cell(b) for s, b in zip(self.step.touched[run.op], run.blocks, strict=True)}
         garbage = op.discards if run.again else ()
         for storage, version in zip(op.reads, self.before[run.op], strict=True):
             if storage not in garbage:
-                self._read(cells[storage], version)
+                self._read(locations[storage], version)
         for storage, version in self.after[run.op]:
-            self._write(cells[storage], None if storage in garbage else version)
+            self._write(locations[storage], None if storage in garbage else version)
         if run.workspace is not None:
             self._write(self._cell(run.workspace), None)
 
     def _cell(self, number: int) -> _Location:
-        cell, block = self.stays[number], self.program.blocks[number]
+        """Return the location of a block's present stay; a new stay takes over its bytes."""
+        location, block = self.stays[number], self.program.blocks[number]
         later = block.wraps and _stay_of(block, self.index) == 1
         if later:
-            cell = self.later_stays.get(number)
-        if cell is None:
-            cell = _Location(block, 0 if block.wraps and not later else None)
+            location = self.later_stays.get(number)
+        if location is None:
+            location = _Location(block, 0 if block.wraps and not later else None)
             if later:
-                self.later_stays[number] = cell
+                self.later_stays[number] = location
             else:
-                self.stays[number] = cell
+                self.stays[number] = location
             if block.offset >= 0 and block.bytes > 0:
-                self._take_over_bytes(cell, block.offset, block.offset + block.bytes)
+                self._take_over_bytes(location, block.offset, block.offset + block.bytes)
             elif later and (former := self.stays[number]) is not None and not self.alone:
-                self._check_ordered(former, cell)  # without addresses, the former stay is not found by its bytes
-        return cell
+                self._check_ordered(former, location)  # without addresses, the former stay is not found by its bytes
+        return location
 
-    def _take_over_bytes(self, cell: _Location, begin: int, end: int) -> None:
-        """Let a new stay take its bytes, and check that all former users of these have ended."""
+    def _take_over_bytes(self, location: _Location, begin: int, end: int) -> None:
+        """Make a new stay the holder of its bytes, and check that all former users of these have ended."""
         begins, ends, holders = self.begins, self.ends, self.holders
         low, high = bisect_right(ends, begin), bisect_left(begins, end)
         for former in () if self.alone else holders[low:high]:
             if former.writer is not None or former.readers:
-                self._check_ordered(former, cell)
+                self._check_ordered(former, location)
         if high == low + 1 and begins[low] == begin and ends[low] == end:
-            holders[low] = cell
+            holders[low] = location
             return
-        news = [(begin, end, cell)]
+        news = [(begin, end, location)]
         if low < high and begins[low] < begin:
             news.insert(0, (begins[low], begin, holders[low]))
         if low < high and ends[high - 1] > end:
             news.append((end, ends[high - 1], holders[high - 1]))
         begins[low:high], ends[low:high], holders[low:high] = zip(*news, strict=True)
 
-    def _check_ordered(self, former: _Location, cell: _Location) -> None:
-        """Check that the users of ``former``, whose bytes ``cell`` reuses, have ended before this instruction."""
+    def _check_ordered(self, former: _Location, location: _Location) -> None:
+        """Check that the users of ``former`` have ended before this instruction: ``location`` reuses its bytes."""
         ended, order = self.ended, self.order
         for earlier in (former.writer, *former.readers.values()):
             if earlier is not None and ended[order.queue[earlier]] < order.position[earlier]:
-                place = self._name(cell)
+                place = self._name(location)
                 self._refuse(
-                    earlier, place if former is cell else f"the bytes of {self._name(former)}, then of {place}"
+                    earlier, place if former is location else f"the bytes of {self._name(former)}, then of {place}"
                 )
 
     def _refuse(self, earlier: int, bytes_of: str) -> NoReturn:
         names = f"{self.step.instruction(self.index)} may start before {self.step.instruction(earlier)}"
         raise ValidationError(f"{names} has ended, and both touch {bytes_of}; it must wait")
 
-    def _read(self, cell: _Location, version: int) -> None:
-        if cell.version != version:
+    def _read(self, location: _Location, version: int) -> None:
+        """Check that a location holds this version and that its writer has ended; record the current reader."""
+        if location.version != version:
             name = self.step.instruction(self.index)
-            raise ValidationError(f"{name} needs version {version}, but {self._describe_contents(cell)}")
-        writer = None if self.alone else cell.writer
+            raise ValidationError(f"{name} needs version {version}, but {self._describe_contents(location)}")
+        writer = None if self.alone else location.writer
         if writer is not None and self.ended[self.order.queue[writer]] < self.order.position[writer]:
-            self._refuse(writer, self._name(cell))
-        cell.readers[self.queue] = self.index
+            self._refuse(writer, self._name(location))
+        location.readers[self.queue] = self.index
 
-    def _write(self, cell: _Location, version: int | None) -> None:
+    def _write(self, location: _Location, version: int | None) -> None:
+        """Check that all earlier accesses of a location have ended; record the current writer and the version."""
         if not self.alone:
-            self._check_ordered(cell, cell)
-        if cell.readers:
-            cell.readers.clear()
-        cell.writer = self.index
-        cell.version = version
+            self._check_ordered(location, location)
+        if location.readers:
+            location.readers.clear()
+        location.writer = self.index
+        location.version = version
 
     def _check_end(self) -> None:
+        """Check that everything seen after the step, or by the next step, ends at its last version."""
         mutated = {storage for op in self.graph.ops for storage in op.mutates}
         due = (set(self.graph.outputs) - self.staying.keys()) | (self.graph.persistent - self.wrapping.keys())
         due |= {s.id for s in self.graph.storages if s.arrives and s.id in mutated}
         for storage in sorted(due - set(self.program.results)):
-            raise ValidationError(f"{self.step.storage(storage)} is seen after the step, but is not a result")
+            raise ValidationError(
+                f"{self.step.storage(storage)} is seen after the step, but is not a result; list it in ``results``"
+            )
         if not set(self.program.results) <= set(range(len(self.final))):
             raise ValidationError(f"the results {self.program.results} name storages that the graph does not have")
         ends = [
@@ -429,9 +467,9 @@ class _Replay:
         for storage, block in self.staying.items():
             last = self.stays[block.id] or _Location(block, None)
             ends.append((last, self.final[storage], "is seen after the step"))
-        for cell, version, reason in ends:
-            if cell.version != version:
+        for location, version, reason in ends:
+            if location.version != version:
                 raise ValidationError(
-                    f"{self._name(cell)} {reason} and must end at version {version}, but "
-                    f"{self._describe_contents(cell)}"
+                    f"{self._name(location)} {reason} and must end at version {version}, but "
+                    f"{self._describe_contents(location)}"
                 )

@@ -12,6 +12,8 @@ from outofcore.program import Block, CopyOut, Instruction, Program, Queue, Run, 
 
 @dataclass(frozen=True)
 class ValidatedStep:
+    """A graph with its program, and names of their parts for error messages."""
+
     graph: StepGraph
     program: Program
 
@@ -60,7 +62,7 @@ class ExecutionOrder:
                 if not 1 <= wait.count <= len(waited_line):
                     raise ValidationError(
                         f"instruction {index} waits for {wait.count} instructions of {wait.queue.value}, of which "
-                        f"{len(waited_line)} come before it; a wait must name one of them"
+                        f"{len(waited_line)} come before it; it can wait for 1 or more of these, but for no others"
                     )
                 # If it is already known to have ended, its clock has been merged, too.
                 if ended[of] < wait.count:
@@ -81,7 +83,7 @@ _COLLECTIVES = -1  # the number of the queue of collectives
 
 
 def _lane(item: Instruction | Wait) -> int:
-    """Return a number for a queue: hashing enums would double the time."""
+    """Return a number for the queue of an instruction or a wait; enums would take twice the time to hash."""
     if isinstance(item, Run):
         return _COLLECTIVES if item.communicates else 0
     if isinstance(item, Wait):

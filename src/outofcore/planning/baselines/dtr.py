@@ -82,9 +82,9 @@ def evict_online(choices: Choices, limit: int) -> Snapshot | None:
     """Simulate greedy eviction, and return the gaps that are then recomputed; None if an op cannot fit.
 
     A plan drops a storage right after the use before its eviction, and keeps only the last fetch before the next use.
-    So it may take more bytes and seconds than the simulation. If an evicted storage cannot be recomputed for lack of
-    room, the simulation starts again with it and similar storages pinned. ``choices`` must have every gap resident.
+    So it may take more bytes and seconds than the simulation. ``choices`` must have every gap resident.
     """
+    # Gaps that could not be recomputed for lack of room, and similar gaps: the next simulation keeps them resident.
     pinned: frozenset[int] = frozenset()
     work = 0
     for _ in range(_TRIES):
@@ -107,6 +107,8 @@ def _similarity_key(choices: Choices, g: int) -> tuple[object, ...]:
 
 @dataclass
 class _GreedyEviction:
+    """One simulation of greedy eviction over a step, in which ``pinned`` gaps stay resident."""
+
     template: Choices
     limit: int
     pinned: frozenset[int] = frozenset()
@@ -147,7 +149,7 @@ class _GreedyEviction:
             self.dying.setdefault(op, []).append(content)
 
     def run(self) -> Snapshot | None:
-        """Simulate the step; None, with the gaps in ``missed``, if an op does not fit."""
+        """Simulate the step; return None, with the gaps in ``unrecomputable``, if an op does not fit."""
         state, contents = self.state, self.template.contents
         self.held = state.held.copy()  # without evicted gaps
         for op, seconds in enumerate(contents.seconds):
@@ -190,7 +192,7 @@ class _GreedyEviction:
         return max(op_bytes, self.template.contents.before[op] - chain.target_bytes + chain.bytes), chain.contents.seen
 
     def _evict_one(self, op: int, among: frozenset[int]) -> bool:
-        """Evict the cheapest of these contents by the heuristic; return False if there is no such gap."""
+        """Evict the cheapest gap of these contents by the heuristic; return False if they have no gap."""
         allowed = self.resident & np.isin(self.content, list(among))
         return self._evict_first(op, allowed)
 
@@ -209,7 +211,7 @@ class _GreedyEviction:
         return True
 
     def _evict_first(self, op: int, allowed: NDArray[np.bool_]) -> bool:
-        """Evict the allowed gap with the smallest heuristic and disallow it; return False without one."""
+        """Evict the allowed gap that is cheapest by the heuristic, and disallow it; return False if no gap is left."""
         min_age = _MIN_AGE * (self.clock + 1e-12)
         open_now = np.flatnonzero(allowed)
         if not len(open_now):
@@ -225,6 +227,7 @@ class _GreedyEviction:
         return True
 
     def _update_cost(self, op: int, g: int) -> None:
+        """Find the chain of a resident gap before an op, and set its cost: infinity if it cannot be recomputed."""
         state = self.state
         self.stale[g] = False
         chain = state.chain(op, (g,))
@@ -243,6 +246,7 @@ class _GreedyEviction:
         self.cost[g] = chain.seconds + self.dependent_seconds[content]
 
     def _evict(self, op: int, g: int) -> None:
+        """Mark a gap as recomputed from an op on, and count its seconds for each content that it needs."""
         state, contents = self.state, self.template.contents
         content = state.content[g]
         state.kind[g], state.fetch[g] = RECOMPUTED, state.end[g]
@@ -259,11 +263,12 @@ class _GreedyEviction:
         self._mark_stale(content)
 
     def _forget_children(self, g: int) -> None:
+        """Stop counting the seconds of a gap, resident again, for the contents that its chain needed."""
         contents = self.template.contents
         content = self.state.content[g]
         maker_seconds = contents.seconds[contents.maker[content]]
-        for child in self.dependencies.pop(g, ()):
-            self.dependent_seconds[child] -= maker_seconds
+        for dependency in self.dependencies.pop(g, ()):
+            self.dependent_seconds[dependency] -= maker_seconds
 
     def _bring_back(self, op: int, chain: Chain) -> None:
         """Mark contents as resident that a chain has made and a later op needs."""

@@ -1,7 +1,4 @@
-"""Bytes held at each op under some decisions, counted from the graph alone.
-
-Room counts as taken from ``fetch_at`` and as free from ``release_by``. Temporaries of recomputation are not counted.
-"""
+"""Bytes held at each op under some decisions, from the graph alone; temporaries of recomputation are not counted."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ class Held:
         return placed_bytes(self.graph.storages[gap.storage].bytes)
 
     def under(self, decisions: Iterable[Decision]) -> Ints:
-        """Return for each op the bytes held under decisions, each about another gap."""
+        """Return for each op the bytes held under decisions, at most one about each gap."""
         n = len(self.kept)
         change = np.zeros(n + 1, dtype=np.int64)
         for decision in decisions:
@@ -52,12 +49,12 @@ class Held:
         return self.kept + np.cumsum(change)[:-1]
 
     def peak(self, decisions: Iterable[Decision]) -> int:
-        """Return the most bytes held under decisions."""
+        """Return the most bytes that an op holds under decisions."""
         return int(self.under(decisions).max(initial=0))
 
 
 def _add(change: Ints, n: int, first: int, last: int, count: int) -> None:
-    """Add ``count`` bytes over [first, last), in indices that run on into the next step."""
+    """Record a change of ``count`` bytes over ops [first, last), where ``n`` is the first op of the next step."""
     for begin, end in ((first, min(last, n)), (max(first - n, 0), last - n)):
         if begin < end:
             change[begin] += count

@@ -12,11 +12,7 @@ from outofcore.planning.policy import Asked
 
 
 def use_farthest_home(graph: StepGraph, costs: Costs, plan: Callable[[Costs, int], Plan]) -> Asked:
-    """Return a variant for a step with any number of homes from a function that plans for one.
-
-    ``plan`` is called with costs with at most one home. Offloaded gaps go to the farthest home, but inputs and outputs
-    to the first.
-    """
+    """Adapt a function that plans with one home: gaps go to the farthest home, inputs and outputs to the first."""
     far_costs, last = replace(costs, homes=costs.homes[-1:]), len(costs.homes) - 1
 
     def at_home(decision: Decision) -> Decision:

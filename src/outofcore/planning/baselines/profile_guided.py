@@ -59,6 +59,7 @@ class ProfileGuided(CheckedPolicy):
 
 
 def _place_by_rule(program: Program) -> Program:
+    """Return the program with offsets by best fit, small blocks below the large ones."""
     small = [block for block in program.blocks if not is_large(block.bytes)]
     large = [block for block in program.blocks if is_large(block.bytes)]
     offsets: dict[int, int] = {}

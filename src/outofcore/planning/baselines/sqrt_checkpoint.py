@@ -87,6 +87,7 @@ class _Checkpoints:
 
     @staticmethod
     def of(graph: StepGraph, waiting: tuple[Gap, ...], count: int) -> _Checkpoints:
+        """Choose the borders of ``count`` segments that have about equal waiting bytes and few crossing bytes."""
         turn = min((gap.end for gap in waiting), default=0)
         crossing = _crossing_bytes(graph, {gap.storage for gap in waiting}, turn)
         created = sorted(
@@ -104,7 +105,7 @@ class _Checkpoints:
         return _Checkpoints(graph, History.of(graph), waiting, turn, tuple(borders))
 
     def decisions(self) -> Iterator[Decision]:
-        """Yield the gaps to recompute: all of one segment when the first of them ends."""
+        """Yield the decisions to recompute gaps; all gaps of a segment are recomputed when the first of them ends."""
         graph, history = self.graph, self.history
         checkpoints: set[int] = set()
         for border in self.borders:
@@ -156,7 +157,7 @@ class _Checkpoints:
 
 
 def _crossing_bytes(graph: StepGraph, waiting: set[int], turn: int) -> Sequence[tuple[int, int]]:
-    """For a border before each op, return the crossing bytes that do not wait over the turn, and all."""
+    """Return by op the bytes that cross a border before it: of storages that do not wait over the turn, and of all."""
     writes = History.of(graph).writes
     lost = [0] * (turn + 2)
     whole = [0] * (turn + 2)

@@ -67,11 +67,7 @@ class SuperNeurons(CheckedPolicy):
 
 
 def superneurons(graph: StepGraph, costs: Costs, budget: int, *, recompute: bool = True) -> Plan:
-    """Plan a step by offloaded checkpoints and recomputed segments (see ``SuperNeurons``).
-
-    Raises:
-        BudgetError: the step does not fit even with every checkpoint offloaded.
-    """
+    """Plan a step (see ``SuperNeurons``); raise ``BudgetError`` if offloading all checkpoints is not enough."""
     parts = _Segments.of(graph, costs)
     max_count = len(parts.checkpoints) if costs.homes else 0
     for ahead in (True, False):
@@ -87,6 +83,8 @@ def superneurons(graph: StepGraph, costs: Costs, budget: int, *, recompute: bool
 
 @dataclass(frozen=True)
 class _Segments:
+    """The checkpoints of a step and the gaps between them, which may be recomputed."""
+
     graph: StepGraph
     checkpoints: tuple[Gap, ...]  # the least recently used first
     makers: tuple[int, ...]  # the ops that make them, in order
@@ -146,7 +144,7 @@ class _Segments:
 
 
 def _branching_storages(graph: StepGraph, costs: Costs, waiting: tuple[Gap, ...]) -> set[int]:
-    """Return the storages made by heavy ops or joins, and the forks."""
+    """Return the checkpoints: storages made by heavy ops or joins, and forks (see ``SuperNeurons``)."""
     turn = min((gap.end for gap in waiting), default=0)
     random_storages = {s for op in graph.ops if op.random for s in op.mutates + op.creates}
     forward = [op for op in graph.ops[:turn] if any(_is_made(graph, s) for s in op.creates)]

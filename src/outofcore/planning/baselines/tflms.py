@@ -83,11 +83,7 @@ class TFLMS(CheckedPolicy):
 
 
 def tflms(graph: StepGraph, costs: Costs, budget: int, options: TFLMS | None = None) -> Plan:
-    """Plan a step by the three distances (see ``TFLMS``); ``options`` has the fields that are not tuned.
-
-    Raises:
-        BudgetError: the step does not fit in any allowed mode with the given distances.
-    """
+    """Plan a step (see ``TFLMS``); unset fields of ``options`` are tuned. Raise ``BudgetError`` if no mode fits."""
     options = options or TFLMS()
     rewriting, n = Rewriting.of(graph, costs), len(graph.ops)
     if rewriting.occupancy.peak(()) <= budget:
@@ -139,7 +135,7 @@ class Rewriting:
         return Rewriting(graph, costs, Held.of(graph, costs), tuple(gaps), times)
 
     def decisions(self, threshold: int, ahead: int, group: int, mode: Mode) -> tuple[Decision, ...]:
-        """Return the gaps that end with a swap-in, by storage."""
+        """Return the decisions to offload gaps, by storage, under the distances and the mode of ``TFLMS``."""
         swapped: dict[Gap, int] = {}
         for gap, written in self.gaps:
             is_far = gap.end - written > threshold and gap.end > gap.start + 1

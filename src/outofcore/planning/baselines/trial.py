@@ -26,8 +26,6 @@ from outofcore.planning.problem import Ints
 
 
 class MapClass(Enum):
-    """The class of a feature map."""
-
     KEEP = "keep"  # resident
     SWAP = "swap"  # offloaded and fetched
     RECOMPUTE = "recompute"  # dropped and recomputed
@@ -35,7 +33,7 @@ class MapClass(Enum):
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """The result of simulating a classification."""
+    """The result of simulating a step with a class for each feature map."""
 
     decisions: tuple[Decision, ...]
     seconds: float
@@ -52,7 +50,7 @@ class _Chain:
 
 @dataclass(frozen=True)
 class StepSimulator:
-    """The simulator of classifications of one step; ``maps`` are the gaps of the feature maps, by storage."""
+    """A simulator of a step with kept, swapped and recomputed feature maps; ``maps`` are their gaps, by storage."""
 
     graph: StepGraph
     costs: Costs
@@ -79,6 +77,7 @@ class StepSimulator:
 
     @property
     def ops(self) -> int:
+        """The number of ops."""
         return len(self.graph.ops)
 
     def can_recompute(self, m: int) -> bool:
@@ -88,19 +87,20 @@ class StepSimulator:
         return self.out_seconds[m] + self.in_seconds[m]
 
     def chain_seconds(self, m: int, classes: list[MapClass]) -> float:
-        """Return the seconds of recomputing a map by itself."""
+        """Return the seconds of the chain that recomputes a map."""
         trial = list(classes)
         trial[m] = MapClass.RECOMPUTE
         return next((chain.seconds for chain in self._chains(trial).values() if m in chain.maps), 0.0)
 
     def without_copies(self, maps: Iterable[int]) -> StepSimulator:
-        """Return the simulator with free copies of these maps."""
+        """Return a simulator in which copies of these maps take no time."""
         free_maps = set(maps)
         out = tuple(0.0 if m in free_maps else seconds for m, seconds in enumerate(self.out_seconds))
         back = tuple(0.0 if m in free_maps else seconds for m, seconds in enumerate(self.in_seconds))
         return replace(self, out_seconds=out, in_seconds=back)
 
     def compute_seconds(self, classes: list[MapClass]) -> float:
+        """Return the seconds of all ops and of recomputation, without stalls."""
         recompute_seconds = sum(chain.seconds for chain in self._chains(classes).values())
         return sum(cost.seconds for cost in self.costs.ops) + recompute_seconds
 
@@ -119,7 +119,7 @@ class StepSimulator:
         return True
 
     def run(self, classes: list[MapClass]) -> SimulatedStep | None:
-        """Simulate a classification; return None if it does not fit."""
+        """Simulate the step with a class for each map; return None if it does not fit."""
         chains = self._chains(classes)
         room = self.least_room(classes)
         extra = [0.0] * self.ops
@@ -146,7 +146,7 @@ class StepSimulator:
         return best
 
     def _chains(self, classes: list[MapClass]) -> dict[int, _Chain]:
-        """Return the chains by op. A map that a chain passes through is resident from then on."""
+        """Return, by op, the chains that make the recomputed maps; each keeps all such maps that it passes through."""
         graph, history = self.graph, self.history
         recomputed = {gap.storage: m for m, gap in enumerate(self.maps) if classes[m] is MapClass.RECOMPUTE}
         back: dict[int, int] = {}
@@ -190,6 +190,7 @@ class StepSimulator:
         return chains
 
     def _chain(self, op: int, maps: tuple[int, ...], runs: tuple[int, ...]) -> _Chain:
+        """Return the chain that runs before an op: the maps that it makes, its seconds, and the bytes that it adds."""
         graph = self.graph
         returned = {self.maps[m].storage for m in maps}
         alive = {s for s in returned if s in graph.ops[op].touched}
@@ -209,7 +210,7 @@ class StepSimulator:
         return placed_bytes(count) if is_large(count) else 0
 
     def _releases(self, swapped: list[int], room: Ints, times: tuple[float, ...]) -> dict[int, int]:
-        """Return when each copy-out's room counts as free: when the copy ends, or when others need the room."""
+        """Return, by map, the op from which its room is free: when its copy-out ends, or when the room is needed."""
         releases: dict[int, int] = {}
         link_free = 0.0
         for m in sorted(swapped, key=lambda m: self.maps[m].start):
@@ -225,7 +226,7 @@ class StepSimulator:
     def _fetches(
         self, swapped: list[int], room: Ints, times: tuple[float, ...], releases: dict[int, int], delayed: bool
     ) -> dict[int, int]:
-        """Run step 3: the earliest op with room from there on; if ``delayed``, as late as hides the copy."""
+        """Return, by map, the op at which its copy-in starts: the first with room or, if ``delayed``, a later one."""
         latest: dict[int, float] = {}
         due = float("inf")
         for m in sorted(swapped, key=lambda m: -self.maps[m].end):

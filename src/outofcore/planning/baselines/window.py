@@ -81,6 +81,7 @@ class _UseOrder:
 
     @staticmethod
     def of(graph: StepGraph, steps: int) -> _UseOrder:
+        """Return the uses in a number of consecutive steps."""
         n = len(graph.ops)
         moves = [is_large(s.bytes) and s.kind is not StorageKind.CONSTANT for s in graph.storages]
         renewed = {
@@ -147,7 +148,7 @@ class _ReplayState:
 
 
 class _WindowReplay:
-    """The replay of several steps, of which the last is the plan."""
+    """Replays a step several times in a row; the decisions of the last repetition become the plan."""
 
     def __init__(self, graph: StepGraph, costs: Costs, limit: int, reach: int, steps: int) -> None:
         self.graph, self.costs, self.limit, self.reach, self.steps = graph, costs, limit, reach, steps
@@ -157,6 +158,7 @@ class _WindowReplay:
         self.state = _ReplayState()
 
     def run(self) -> tuple[Decision, ...]:
+        """Replay all steps; return the decisions of the last one."""
         total = len(self.order.at)
         stride = total // _SNAPSHOTS + 1
         snapshots: dict[int, _ReplayState] = {}
@@ -173,7 +175,7 @@ class _WindowReplay:
         return tuple(map(self._final_decision, sorted(self.state.decided)))
 
     def _final_decision(self, gap: Gap) -> Decision:
-        """Return a decision; an eviction at the end of the only step ends when its copy was waited for."""
+        """Return the decision about a gap; after a single step, its last evictions end when they were waited for."""
         decision, n = self.state.decided[gap], len(self.graph.ops)
         if gap.end < n or self.steps > 1:
             return decision
@@ -223,6 +225,7 @@ class _WindowReplay:
             state.entered.append(now)
 
     def _wait_for_oldest(self, now: int) -> bool:
+        """Wait for the oldest pending copy-out, which frees its bytes; return whether there was one."""
         state = self.state
         if not state.pending:
             return False
@@ -309,10 +312,6 @@ class _WindowReplay:
 
 
 def window(graph: StepGraph, costs: Costs, budget: int, *, reach: float = 1.5, persist: bool = True) -> Plan:
-    """Plan a step by the adaptive window (see ``Window``).
-
-    Raises:
-        BudgetError: an op by itself exceeds the budget.
-    """
+    """Plan a step (see ``Window``); raise ``BudgetError`` if an op by itself exceeds the budget."""
     replay = _WindowReplay(graph, costs, budget, int(budget * reach), _CYCLES if persist else 1)
     return Plan("window", budget, replay.run())

@@ -43,7 +43,7 @@ _NOISE = 0.3
 def search(
     rectangles: Rectangles, capacity: int, params: PlacementParams, watch: Deadline
 ) -> tuple[CanonicalResult, Ints]:
-    """Search for a placement within a capacity; return the answer, and the offsets if found."""
+    """Search for a placement within a capacity; return the result, and the offsets if one is found."""
     offsets, effort = np.zeros(len(rectangles), np.int64), params.effort
     techniques = sum(
         bit
@@ -79,7 +79,7 @@ def components(rectangles: Rectangles) -> list[Ints]:
 
 
 def _runs(rectangles: Rectangles, restarts: bool) -> Iterator[tuple[Ints, int]]:
-    """Yield ranks, as the rectangles in order, and the number of nodes to search with each."""
+    """Yield, without end, an order of the rectangles and the number of nodes to search with it."""
     width = rectangles.lifetimes.astype(np.float64)
     total = _peak_during(rectangles).astype(np.float64)
     run = 0

@@ -24,8 +24,6 @@ _FUNCTIONS = {
 
 
 class CanonicalResult(Enum):
-    """The result of the canonical search."""
-
     NONE = 0  # no placement within the capacity exists
     FOUND = 1
     STOPPED = 2  # the limits of effort or time were reached
@@ -76,7 +74,7 @@ def first_fit(rectangles: Rectangles, order: Ints) -> Ints:
 
 
 def eject(rectangles: Rectangles, offsets: Ints, goal: int, effort: int, watch: Deadline) -> Ints:
-    """Return a lower placement by ejection, or the same offsets; stop at height ``goal``."""
+    """Return a lower placement by ejection, or the same offsets without success; stop at height ``goal``."""
     offsets = offsets.copy()
     load_library().outofcore_eject(_layout(rectangles), goal, effort, watch.callback, offsets.ctypes.data)
     return offsets
@@ -85,7 +83,7 @@ def eject(rectangles: Rectangles, offsets: Ints, goal: int, effort: int, watch: 
 def canonical_run(
     rectangles: Rectangles, capacity: int, order: Ints, techniques: int, nodes: int, effort: int, watch: Deadline
 ) -> tuple[CanonicalResult, Ints, int]:
-    """Run the canonical search once; return its answer, the offsets if found, and the effort left."""
+    """Run the canonical search once, over at most ``nodes`` nodes; return its result, offsets and the effort left."""
     offsets = np.zeros(len(rectangles), np.int64)
     order = np.ascontiguousarray(order, np.int64)
     effort_left = _COUNT(effort)

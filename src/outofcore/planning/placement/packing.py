@@ -81,7 +81,7 @@ def best_fit(rectangles: Sequence[Rectangle]) -> Packing:
 
 
 def _pack_with(rectangles: Sequence[Rectangle], place: Callable[[Rectangles, int], tuple[Ints, int] | Ints]) -> Packing:
-    """Pack all rectangles, using a rule for those that are not empty or always held."""
+    """Place all rectangles; ``place`` returns offsets for rectangles that are neither empty nor always held."""
     _check(rectangles)
     offsets = [0] * len(rectangles)
     segments = [r.segments for r in rectangles]
@@ -109,6 +109,7 @@ def _pack_with(rectangles: Sequence[Rectangle], place: Callable[[Rectangles, int
 
 
 def _check(rectangles: Sequence[Rectangle]) -> None:
+    """Raise ``InputError`` if a rectangle is invalid, ids repeat, or there are more bytes than addresses."""
     ids: set[int | str] = set()
     total = 0
     for rectangle in rectangles:
@@ -122,7 +123,7 @@ def _check(rectangles: Sequence[Rectangle]) -> None:
 
 
 def _place(layout: Rectangles, bound: int, capacity: int | None, params: PlacementParams) -> tuple[Ints, int]:
-    """Return offsets, and the lower bound after the search."""
+    """Return the offsets of the lowest placement found, and a lower bound of its height."""
     watch = Deadline(params.seconds)
     goal = bound if capacity is None else max(bound, capacity)
     # If even the bound exceeds the capacity, the height matters little.
@@ -156,7 +157,7 @@ def _place(layout: Rectangles, bound: int, capacity: int | None, params: Placeme
 
 
 def _rules(layout: Rectangles, params: PlacementParams) -> Iterator[Callable[[], Ints]]:
-    """Yield the quick rules, the most promising first."""
+    """Yield functions that return offsets by a quick rule, the most promising first."""
     lifetime, size = _normalize(layout.lifetimes), _normalize(layout.sizes)
     area = _normalize(layout.lifetimes * layout.sizes.astype(np.float64))
     yield lambda: compiled.best_fit(layout, area)

@@ -49,7 +49,9 @@ class Rectangle:
                 f"rectangle {self.id} has size {self.size} and alignment {self.alignment}; use at least 0 and 1"
             )
         if self.gap is not None and not self.lower <= self.gap[0] <= self.gap[1] <= self.upper:
-            raise InputError(f"the gap {self.gap} of rectangle {self.id} is outside [{self.lower}, {self.upper})")
+            raise InputError(
+                f"the gap {self.gap} of rectangle {self.id} is outside [{self.lower}, {self.upper}), or reversed"
+            )
 
     @property
     def segments(self) -> tuple[tuple[int, int], ...]:
@@ -105,12 +107,12 @@ class Rectangles:
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:
-        """The memory addresses of sizes, alignments, begin, end, again and over."""
+        """The memory addresses of the first six arrays, in the order of the native structure."""
         arrays = (self.sizes, self.alignments, self.begin, self.end, self.second_begin, self.second_end)
         return tuple(array.ctypes.data for array in arrays)
 
     def subset(self, indices: Ints) -> Rectangles:
-        """Return some of them, over the same slots of time."""
+        """Return the rectangles with these indices, over the same slots of time."""
         arrays = (self.sizes, self.alignments, self.begin, self.end, self.second_begin, self.second_end, self.lifetimes)
         sizes, alignments, begin, end, second_begin, second_end, lifetimes = (a[indices] for a in arrays)
         wrapping = np.flatnonzero(second_end <= self.slots)

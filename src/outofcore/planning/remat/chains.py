@@ -37,17 +37,15 @@ class ChainContents:
 
 
 class Chain:
-    """The ops that run again right before one op.
-
-    ``bytes`` is the most that it holds in addition to resident contents, ``target_bytes`` the bytes that stay after it.
-    """
+    """The ops that run again right before one op."""
 
     __slots__ = ("_links", "bytes", "seconds", "target_bytes")
 
     def __init__(
-        self, seconds: float, count: int, target_bytes: int, links: ChainContents | Callable[[], ChainContents]
+        self, seconds: float, max_bytes: int, target_bytes: int, links: ChainContents | Callable[[], ChainContents]
     ) -> None:
-        self.seconds, self.bytes, self.target_bytes = seconds, count, target_bytes
+        # The most bytes that it holds in addition to resident contents, and the bytes that stay after it.
+        self.seconds, self.bytes, self.target_bytes = seconds, max_bytes, target_bytes
         self._links = links
 
     @property
@@ -111,7 +109,6 @@ class Choices:
         self.recomputable: list[int] = [g for g, can in enumerate(self.can_recompute) if can]
 
     def snapshot(self) -> Snapshot:
-        """Return the recomputed gaps, each with its kind and the op before which it is fetched."""
         return tuple((g, self.kind[g], self.fetch[g]) for g in self.recomputable if self.kind[g] == RECOMPUTED)
 
     def apply_snapshot(self, snapshot: Snapshot) -> bool:
@@ -147,10 +144,10 @@ class Choices:
             before=self.contents.before,
         )
 
-    def chain(self, at: int, gaps: Sequence[int], limit: float = float("inf")) -> Chain | None:
+    def chain(self, at: int, gaps: Sequence[int], max_seconds: float = float("inf")) -> Chain | None:
         """Return the chain before op ``at`` that makes these gaps in at most ``limit`` seconds, or None."""
         targets = sorted({self.content[g] for g in gaps})
-        result = self.compiled.find_chain(at, targets, limit, self.kind, self.fetch)
+        result = self.compiled.find_chain(at, targets, max_seconds, self.kind, self.fetch)
         if result is None:
             return None
         seconds, max_bytes, target_bytes, lists = result
@@ -183,7 +180,7 @@ def recompute_decisions(choices: Choices) -> tuple[Decision, ...]:
 
 
 def arrival_decisions(choices: Choices) -> tuple[Decision, ...]:
-    """Return decisions to fetch inputs that have no room at the start of the step, as early as possible."""
+    """Return decisions to fetch, as early as possible, those inputs that have no room at the start of the step."""
     room = choices.limit - (choices.held + choices.need)
     decisions: list[Decision] = []
     for info in choices.problem.gaps:

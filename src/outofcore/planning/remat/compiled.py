@@ -98,16 +98,16 @@ class CompiledChains:
         self._out = ctypes.byref(self._found)
 
     def find_chain(
-        self, at: int, targets: Sequence[int], limit: float, kind: array[int], fetch: array[int]
+        self, at: int, targets: Sequence[int], max_seconds: float, kind: array[int], fetch: array[int]
     ) -> tuple[float, int, int, ChainLists] | None:
-        """Return seconds, bytes, bytes held and lists of the chain that makes ``targets`` (in order), or None."""
+        """Return the seconds, most bytes, bytes left and lists of the chain that makes ``targets``, or None."""
         target_array = (_COUNT * len(targets))(*targets)
         if not self._chain(
             self._handle,
             at,
             len(targets),
             target_array,
-            limit,
+            max_seconds,
             kind.buffer_info()[0],
             fetch.buffer_info()[0],
             self._out,
@@ -129,6 +129,7 @@ class ChainLists:
 
     @property
     def ops(self) -> int:
+        """The number of ops."""
         return self._counts[0]
 
     def unpack(self) -> tuple[list[int], list[int], list[int], list[int]]:
@@ -184,26 +185,27 @@ class CompiledSearch:
         weakref.finalize(self, library.outofcore_search_close, self._handle)
         self._best = _Best()
 
-    def anneal(self, limit: int, changes: int, work: int, hot: float, seed: int) -> BestState | None:
+    def anneal(self, limit: int, changes: int, work: int, temperature: float, seed: int) -> BestState | None:
         """Anneal from the present state, and change it; return the best state within the limit, or None.
 
-        At most ``changes`` are tried and ``work`` ops inspected. ``hot`` is the initial temperature, in mean seconds of
+        At most ``changes`` are tried and ``work`` ops inspected. ``temperature`` is the initial one, in mean seconds of
         an op that may run again.
         """
-        self._anneal(self._handle, limit, changes, work, hot, seed, ctypes.byref(self._best))
+        self._anneal(self._handle, limit, changes, work, temperature, seed, ctypes.byref(self._best))
         return self._read_fitting()
 
-    def drop(self, limit: int, need_limit: int, patience: int) -> BestState | None:
-        """Drop gaps greedily from the present state; return None if the state does not fit in the end."""
-        self._library.outofcore_drop(self._handle, limit, need_limit, patience, ctypes.byref(self._best))
+    def drop(self, limit: int, need_limit: int, max_runs: int) -> BestState | None:
+        """Drop gaps greedily until the state fits (see ``remat.selection``); return None if it never does."""
+        self._library.outofcore_drop(self._handle, limit, need_limit, max_runs, ctypes.byref(self._best))
         return self._read_fitting()
 
-    def settle(self, limit: int, need_limit: int, patience: int) -> BestState:
-        """Recompute gaps of the present state elsewhere if that saves seconds and adds no overload."""
-        self._library.outofcore_settle(self._handle, limit, need_limit, patience, ctypes.byref(self._best))
+    def settle(self, limit: int, need_limit: int, max_runs: int) -> BestState:
+        """Fetch recomputed gaps earlier, or keep them, if that saves seconds and adds no overload; return the state."""
+        self._library.outofcore_settle(self._handle, limit, need_limit, max_runs, ctypes.byref(self._best))
         return self._read()
 
     def _read_fitting(self) -> BestState | None:
+        """Return the best state that the last search found, or None if no state fitted."""
         return None if isinf(self._best.seconds) else self._read()
 
     def _read(self) -> BestState:

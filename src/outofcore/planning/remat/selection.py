@@ -27,7 +27,7 @@ class Selection:
         self._patience = max_chain_runs(choices)
 
     def drop(self, limit: int) -> Choices | None:
-        """Return choices in which large blocks take at most ``limit`` bytes, or None."""
+        """Return choices in which large blocks take at most ``limit`` bytes, or None if the search fails."""
         self._search.restore(array("q"))
         # An op with its chain must stay within the problem's limit, which may be lower.
         best = self._search.drop(limit, min(limit, self.choices.problem.limit), self._patience)
