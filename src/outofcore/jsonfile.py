@@ -69,13 +69,14 @@ def convert_json(value: object, kind: type[T], file: str | Path, place: str = "$
 
 
 class _InvalidValue:
-    """A placeholder for an invalid value."""
+    """A placeholder for an invalid value in parsed JSON, until its place in the file is known."""
 
     def __init__(self, problem: str) -> None:
         self.problem = problem
 
 
 def _parse(path: Path, read_float: Callable[[str], float]) -> object:
+    """Parse a JSON file, plain or gzip; refuse infinite and NaN numbers, and objects with a key twice."""
     try:
         content = path.read_bytes()
         if content.startswith(_GZIP_MAGIC):

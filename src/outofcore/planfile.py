@@ -140,11 +140,7 @@ def write_plan(path: Path, file: PlanFile, keys: Sequence[int | str]) -> None:
 
 
 def document_of(file: PlanFile, keys: Sequence[int | str]) -> PlanDocument:
-    """Return the JSON document of a plan; ``keys`` are the names of its storages.
-
-    >>> document_of(PlanFile(4096, Plan("auto", 4096, ()), Program((), ()), 0.5), keys=()).budget
-    4096
-    """
+    """Return the JSON document of a plan; ``keys`` are the graph file's ids of storages."""
     plan, program = file.plan, file.program
 
     def names_of(storages: Sequence[int]) -> tuple[int | str, ...]:
@@ -204,12 +200,7 @@ def read_plan(path: Path, keys: Sequence[int | str]) -> PlanFile:
 
 
 def plan_of(file: PlanDocument, keys: Sequence[int | str], path: Path) -> PlanFile:
-    """Return the plan of a document read from ``path``; raises ``GraphError`` like ``read_plan``.
-
-    >>> file = PlanFile(4096, Plan("auto", 4096, ()), Program((), ()), 0.5)
-    >>> plan_of(document_of(file, keys=()), (), Path("plan.json")) == file
-    True
-    """
+    """Return the plan of a document read from ``path``; raise ``GraphError`` like ``read_plan``."""
     numbers = {key: number for number, key in enumerate(keys)}
     plan, program = file.plan, file.program
 

@@ -102,11 +102,7 @@ def _device(
 
 
 def devices() -> tuple[Device, ...]:
-    """Return all presets.
-
-    >>> devices()[0].key
-    'k40c-12gb'
-    """
+    """Return all presets."""
     return (
         _device("k40c-12gb", "NVIDIA Tesla K40c 12 GB, PCIe 3", 12, 288, 10.0, fp32=4.29),
         _device("t4-16gb", "NVIDIA T4 16 GB, PCIe 3", 15, 320, 12.0, fp32=8.1, half=65),
@@ -198,7 +194,7 @@ def _parse_quantity(text: str, part: str, units: dict[str, float], expected: str
 
 
 def simulated(name: str | None) -> Device | None:
-    """Return the device that a name or numbers describe; None for a real device such as "cuda:0".
+    """Return the device that a name or numbers describe; None for None and a real device such as "cuda:0".
 
     Raises:
         InputError: the name is not a device.

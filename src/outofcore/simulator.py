@@ -50,6 +50,7 @@ class _ForwardWaitError(Exception):
 
 
 def _times(graph: StepGraph, costs: Costs, program: Program, order: Iterable[int]) -> Timeline:
+    """Return the timeline without contention, for instructions in an ``order`` that their waits allow."""
     # Planners spend most of their time in this loop: it uses locals and identity tests, and hashes no enums.
     instructions, blocks, storages, homes = program.instructions, program.blocks, graph.storages, costs.homes
     op_costs = costs.ops
@@ -132,7 +133,7 @@ def _missing_home_error(index: int, instruction: Instruction, storage: int | Non
         return ValidationError(f"instruction {index} copies {direction} a workspace block, which belongs to no storage")
     return ValidationError(
         f"instruction {index} copies {direction} a block of storage {storage}, but the costs name no home for it; "
-        "add one to Costs.homes or keep everything on the device"
+        "add the instruction's home to Costs.homes, or keep the storage on the device"
     )
 
 
@@ -234,7 +235,7 @@ def resident_bytes(program: Program, timeline: Timeline) -> list[tuple[float, in
 
 
 def _stays(program: Program, timeline: Timeline) -> list[list[tuple[float, float]]]:
-    """Return the time spans in which each block holds its bytes; infinity: beyond the end of the step."""
+    """Return the time spans (at most two) in which each block holds bytes; infinity: beyond the step's end."""
     infinity = float("inf")
     # Two stays (begin, end) for each block; the first stay of a wrapping block is the one that starts the step.
     begins = [[infinity, infinity] for _ in program.blocks]
@@ -256,5 +257,5 @@ def _stays(program: Program, timeline: Timeline) -> list[list[tuple[float, float
 
 
 def _stay_of(block: Block, index: int) -> int:
-    """Return 1 if a wrapping block has been born again in this step before an instruction, else 0."""
+    """Return 1 if an instruction uses the second stay of a wrapping block, which wraps to the next step; else 0."""
     return int(block.wraps and index >= block.born and not block.born == block.dies == 0)

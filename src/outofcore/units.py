@@ -118,9 +118,5 @@ def format_seconds(seconds: float) -> str:
 
 
 def round_up(count: int, multiple: int) -> int:
-    """Round ``count`` up to a multiple of ``multiple``.
-
-    >>> round_up(5000, 4096)
-    8192
-    """
+    """Round ``count`` up to a multiple of ``multiple``."""
     return -(-count // multiple) * multiple
