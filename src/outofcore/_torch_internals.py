@@ -1,7 +1,4 @@
-"""Wrap every private name of PyTorch that outofcore uses.
-
-``require`` raises for a feature that needs a name which this PyTorch release lacks.
-"""
+"""Wrap every private name of PyTorch that outofcore uses; ``require`` refuses a release that lacks some."""
 
 from __future__ import annotations
 

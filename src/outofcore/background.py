@@ -115,7 +115,7 @@ class BackgroundPlanner(Generic[_Subject]):
         self._niceness = niceness
 
     def poll(self) -> tuple[_Subject, PlanResult] | None:
-        """Return the subject and the result of the current job, once; None if there is none or it is not finished."""
+        """Return the subject and the result of the current job, once; None without a finished job."""
         if self._process is None or self._channel is None or self._answer is None or self._subject is None:
             return None
         try:

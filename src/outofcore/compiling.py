@@ -47,9 +47,9 @@ def private_folder(path: Path) -> Path:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{path} belongs to another user, or others can write to it")
+        raise PermissionError(f"{path} belongs to another user, or others can write to it; use a folder of your own")
     if not os.access(path, os.W_OK | os.X_OK):
-        raise PermissionError(f"{path} cannot be written to")
+        raise PermissionError(f"{path} cannot be written to; use another folder or change its permissions")
     return path
 
 

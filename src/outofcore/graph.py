@@ -153,7 +153,7 @@ class StepGraph:
 
     @cached_property
     def unseen(self) -> frozenset[int]:
-        """Storages that no op but their creator uses, and that are not outputs."""
+        """Storages that only their creator uses, and that are not outputs."""
         outputs = frozenset(self.outputs)
         return frozenset(s for s in self.creator if s not in outputs and len(self.uses[s]) == 1)
 
@@ -191,7 +191,9 @@ class StepGraph:
                 raise GraphError(f"op at index {index} has id {op.id}; ids must be the indices")
             for storage in op.reads + op.mutates:
                 if storage not in exists:
-                    raise GraphError(f"op {index} ({op.name}) uses storage {storage} before any op creates it")
+                    raise GraphError(
+                        f"op {index} ({op.name}) uses storage {storage} before any op creates it; list ops as they run"
+                    )
             for storage in op.discards:
                 if storage not in op.mutates:
                     raise GraphError(f"op {index} ({op.name}) discards storage {storage}, which it does not mutate")

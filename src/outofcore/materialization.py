@@ -81,7 +81,7 @@ def build(make: Callable[[], Built], *, home: OpenHome) -> Built:
 
 @contextlib.contextmanager
 def _registrations_moving_home(faces: Faces) -> Iterator[None]:
-    """Move tensors home when this thread registers them in modules; those that share storage, at the end."""
+    """Move tensors home when this thread registers them in modules; tensors that share storage, at the end."""
     thread = threading.get_ident()
     # Not the tensors: some are replaced, and references would keep their memory.
     modules: dict[tuple[int, str], weakref.ref[nn.Module]] = {}
@@ -242,7 +242,7 @@ def allocate(
     """Allocate every meta tensor of a model, uninitialized; return the tensors by each of their names.
 
     Parameters stay the same objects unless they have weak references; shared memory stays shared. ``in_place`` has the
-    file and entry of tensors whose bytes stay in files. Raises ``StateError`` if a reference prevents the change of a
+    file and entry of tensors with bytes in files. Raises ``StateError`` if a reference prevents the change of a
     parameter, ``SpillError`` if the home is full.
     """
     named = _meta_tensors(model)
@@ -376,7 +376,7 @@ class _InitializationMode(TorchDispatchMode):
         self._bytes = 0
 
     def restore(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Discard all later writes to these tensors, whose values are in files."""
+        """Discard all later writes to these tensors, which have their values in files."""
         self._restored.update({storage_key(tensor): tensor for tensor in tensors})
 
     def watch(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -124,18 +124,7 @@ class PlanDocument(Struct):
 
 
 def write_plan(path: Path, file: PlanFile, keys: Sequence[int | str]) -> None:
-    """Write a plan file, by gzip if its name ends in ``.gz``; ``keys`` are the graph file's ids.
-
-    Raises:
-        InputError: the file cannot be written.
-
-    >>> import tempfile
-    >>> file = PlanFile(4096, Plan("auto", 4096, ()), Program((), ()), 0.5)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_plan(Path(folder) / "plan.json", file, keys=())
-    ...     read_plan(Path(folder) / "plan.json", keys=()) == file
-    True
-    """
+    """Write a plan file, by gzip for ``.gz``; ``keys``: the graph file's ids. ``InputError`` if that fails."""
     write_json(path, document_of(file, keys))
 
 

@@ -132,7 +132,7 @@ def plan(
 
 
 def _plan_quickly(captured: Captured, costs: Costs, budget: int, policy: Policy) -> Planned | None:
-    """Return the plan of a quick search; None if the policy has none, or it finds no valid plan."""
+    """Return the plan of a quick search; None if the policy is quick itself, there is no home, or no plan is valid."""
     quick = quick_policy(policy)
     if quick is policy or not costs.homes:
         return None
@@ -158,7 +158,7 @@ def job_of(step: PlannedStep, policy: Policy, measured: Sequence[Timeline]) -> P
 def with_answer(
     step: PlannedStep, answer: PlanResult, seconds: float, stores: Sequence[HomeStore]
 ) -> PlannedStep | None:
-    """Return the step with the answer's plan; None if it has none, or a home is full. ``seconds``: a measured step."""
+    """Return the step with the answer's plan; None without one, or if a home is full. ``seconds``: a measured step."""
     reason = answer.reason
     if answer.planned is not None and answer.costs is not None:
         try:

@@ -194,14 +194,5 @@ def _parse_quantity(text: str, part: str, units: dict[str, float], expected: str
 
 
 def simulated(name: str | None) -> Device | None:
-    """Return the device that a name or numbers describe; None for None and a real device such as "cuda:0".
-
-    Raises:
-        InputError: the name is not a device.
-
-    >>> simulated("cuda:1") is None
-    True
-    >>> simulated("k40c").home().name
-    'host'
-    """
+    """Return the device of a name or numbers; None for a real one such as "cuda:0". ``InputError`` if it is neither."""
     return None if name is None or name.partition(":")[0] in ("cpu", "cuda") else device(name)

@@ -180,7 +180,7 @@ class Session:
     ) -> KnownStep:
         """Return the planned step for a call, planned now if this or another process lacks it.
 
-        ``change`` describes the read value whose change requires a new capture; empty: the inputs are new.
+        ``change`` describes a read value that has changed and so requires a new capture; empty: the inputs are new.
         """
         # Tensors that the user sees later must not be inference tensors.
         with torch.inference_mode(mode=False), DeferredSignals("the check for changes between steps"):

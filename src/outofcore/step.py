@@ -227,7 +227,7 @@ class Step(Generic[P, R]):
         return measure_step(self.captured, self.planned, self.timeline, session.steps.off_plan)
 
     def _no_plan_message(self, otherwise: str) -> str:
-        """Return why there is no plan: calls ran as an eager loop, or there was none (then ``otherwise``)."""
+        """Return why there is no plan: calls ran as an eager loop, or the first call is still to come (``otherwise``)."""
         followed = self._session.eager_calls
         if followed is None or followed.last is None:
             return f"the step was not called yet: {otherwise}"

@@ -73,7 +73,7 @@ class StoredPlan:
 
 
 class StepPlans:
-    """Plans of compiled steps, stored in a folder; without a folder (None), none is stored or found."""
+    """Plans of compiled steps, stored in a folder; if the folder is None, they are not stored."""
 
     def __init__(self, folder: Path | None) -> None:
         self._store = PlanStore(folder, "plan", _FORMAT, _PlanRecord)

@@ -148,7 +148,7 @@ class StepVariants:
             refused |= mismatched
 
     def _mismatches(self, split: SplitStep, room: int) -> frozenset[str]:
-        """Return the splits whose results are not bit-identical to those of whole ops."""
+        """Return the splits with results that are not bit-identical to the results of whole ops."""
         if self.backend is None:
             return frozenset()
         if self.backend.driver is None:

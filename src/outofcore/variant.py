@@ -262,6 +262,6 @@ def _refuse_later_calls(step: VariantPlanner[P], planned: P, room: int) -> Budge
 
 
 def _smallest_refusal(refusals: Refusals) -> tuple[Variant, BudgetError]:
-    """Return the variant of the lowest-memory form whose refusal has the smallest budget, with that refusal."""
+    """Return the refused variant of the lowest-memory form with the smallest budget in its error, and that error."""
     lowest = [refusal for refusal in refusals if refusal[0].form is Form.LOWEST_MEMORY]
     return min(lowest, key=lambda refusal: refusal[1].smallest_budget or 0)
