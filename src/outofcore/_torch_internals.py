@@ -429,7 +429,7 @@ _address: Any = _private("torch._C.TensorBase.data_ptr", default=torch.Tensor.da
 
 
 def is_aligned(tensor: torch.Tensor, bytes_: int) -> bool:
-    """Return whether the address of a CPU tensor is a multiple of ``bytes_``; True without an address."""
+    """Return whether the address of a CPU tensor is a multiple of ``bytes_``; True in a capture, without an address."""
     # The address is read without modes: recorded ops later run with other tensors.
     if _modes_of_this_thread() > 0 or isinstance(tensor, FakeTensor):
         return True
@@ -519,7 +519,7 @@ def saved_tensors_of(node: Any | None) -> Iterator[SavedTensor]:
 
 @functools.lru_cache(maxsize=1024)
 def _names_of_saved(node_type: type) -> tuple[tuple[str, str], ...]:
-    """Return pairs of the attributes for raw and unpacked saved tensors."""
+    """Return the attributes of saved tensors of a node type, as pairs: of the raw and of the unpacked tensor."""
     names = dir(node_type)
     attributes: list[tuple[str, str]] = []
     for name in names:

@@ -85,6 +85,7 @@ def _user_step(step: Callable[P, R], model: Any, optimizer: Any) -> UserStep[P, 
 
 
 def _as_list(value: Any, kind: type, argument: str) -> list[Any]:
+    """Return None, one value or several as a list; ``InputError`` if one is not of type ``kind``."""
     if value is None:
         return []
     items = list(value) if isinstance(value, Iterable) and not isinstance(value, kind) else [value]
@@ -119,6 +120,7 @@ def _check_name(check: str) -> None:
 def _open_home(
     home: str | os.PathLike[str] | None, host_budget: int | str | None, check: CheckName, *, stays_open: bool
 ) -> OpenHome:
+    """Open a home in host memory or on a disk; ``stays_open``: after the last step over it is closed."""
     _check_name(check)
     return OpenHome(
         [enable_checks(store, Check(check)) for store in open_homes(home, host_budget)], stays_open=stays_open
@@ -292,7 +294,7 @@ def compile(
 
 
 def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:
-    """Return the kernel compiler of a step, or None for PyTorch's own kernels; not ``compiles``: only to plan."""
+    """Return the kernel compiler of a step; None for PyTorch's own kernels. ``compiles=False``: only to plan."""
     if name not in ("eager", "inductor"):
         raise InputError(f"there are no kernels {name!r}; choose 'eager' or 'inductor'")
     if name == "eager":
@@ -322,7 +324,7 @@ def _sharing_group(shard: ProcessGroup | bool | None, dynamic: bool | None, kern
 
 
 def _check_followable(device: torch.device, home: object, policy: Policy, kernels: str, splits: Split) -> None:
-    """Refuse ``dynamic=True`` with options with which calls cannot run as an eager loop; load its native code."""
+    """Refuse options that ``dynamic=True`` does not support, and load the native code of eager loops."""
     if device.type != "cpu":
         raise InputError(f"dynamic=True works on the CPU only, and the step is for {device}; leave 'dynamic' out")
     if isinstance(home, OpenHome):

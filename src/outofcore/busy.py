@@ -72,7 +72,7 @@ class DiskCounters:
 
 
 def was_busy(counted: Counters, *, computes: bool = True) -> bool:
-    """Return whether other processes delayed the measured work; ``computes``: its thread never had to wait."""
+    """Return whether other processes delayed the measured work; ``computes``: its thread had no reason to sleep."""
     others_seconds = counted.others_seconds
     if others_seconds is not None and others_seconds <= max(_OTHERS_CORES * counted.seconds, _TICKS_SECONDS):
         return False  # threads waited for other threads of this process
@@ -92,7 +92,7 @@ def was_disk_busy(before: DiskCounters | None, after: DiskCounters | None) -> bo
 
 
 def is_due(busy: int, age: float) -> bool:
-    """Return whether to repeat a measurement of ``age`` seconds that was made on a busy machine ``busy`` times.
+    """Return whether to repeat a measurement, ``age`` seconds old, after ``busy`` attempts on a busy machine.
 
     >>> is_due(0, 1e9), is_due(1, 0.0), is_due(3, 60.0), is_due(4, 60.0), is_due(4, 90_000.0)
     (False, True, True, False, True)

@@ -56,7 +56,7 @@ def start_process(
 
 
 def run(main: str, niceness: str) -> None:
-    """Call ``main`` in the child process: it is killed with its parent, and runs at this ``niceness``."""
+    """Call ``main`` in this child process, at this ``niceness``; the kernel kills it when its parent ends."""
     signal_on_death = 1  # PR_SET_PDEATHSIG
     ctypes.CDLL(None).prctl(signal_on_death, signal.SIGKILL)
     if os.getppid() == 1:

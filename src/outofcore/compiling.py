@@ -43,7 +43,7 @@ def user_cache_folder() -> Path:
 
 
 def private_folder(path: Path) -> Path:
-    """Create a folder; raise ``OSError`` if other users own it or may write to it, or this one may not."""
+    """Create a folder and return it; ``OSError`` if another user owns it or may write to it, or this one may not."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:

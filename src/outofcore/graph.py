@@ -168,7 +168,7 @@ class StepGraph:
         return frozenset(s for _, s in self.overwrites if self.storages[s].kind is not StorageKind.CONSTANT)
 
     def content(self, *, families: bool = True) -> tuple[object, ...]:
-        """Return values that identify it, without source lines, module classes or (if not ``families``) families."""
+        """Return values that identify the graph, without source lines, module classes and, on request, families."""
         left_out = {"source", "module_class"} if families else {"source", "module_class", "family"}
         values_of = attrgetter(*(item.name for item in fields(Op) if item.name not in left_out))
         storages = [(s.id, s.bytes, s.kind.value, s.name, s.watched) for s in self.storages]
@@ -192,7 +192,8 @@ class StepGraph:
             for storage in op.reads + op.mutates:
                 if storage not in exists:
                     raise GraphError(
-                        f"op {index} ({op.name}) uses storage {storage} before any op creates it; list ops as they run"
+                        f"op {index} ({op.name}) uses storage {storage} before any op creates it; "
+                        "list ops in the order in which they run"
                     )
             for storage in op.discards:
                 if storage not in op.mutates:

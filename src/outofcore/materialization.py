@@ -202,7 +202,7 @@ def _fill(model: nn.Module, faces: Faces, files: Weights | None, init: Init | No
 
 
 def _find_in_files(model: nn.Module, files: Weights, faces: Faces) -> dict[str, tuple[ReadFile, Entry]]:
-    """Return by name the file and entry of each meta tensor that stays there: large, in the final layout and dtype.
+    """Return by name the file and entry of each meta tensor that stays in its file: large, in its final form.
 
     Raises ``InputError`` if a file was changed since its header was read.
     """

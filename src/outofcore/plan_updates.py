@@ -51,7 +51,7 @@ class TooSmallError(Exception):
 
 
 class PlanUpdater:
-    """An observer of a session's steps that replaces their plans if measured times or requests differ from them."""
+    """An observer of a session's steps that replaces their plans if times or memory requests differ."""
 
     def __init__(self, steps: KnownSteps, planner: StepPlanner, peers: Peers | None) -> None:
         self._steps, self._peers = steps, peers

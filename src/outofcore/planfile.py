@@ -200,7 +200,7 @@ def plan_of(file: PlanDocument, keys: Sequence[int | str], path: Path) -> PlanFi
             )
         return numbers[key]
 
-    def all_of(named: Sequence[int | str], place: str) -> tuple[int, ...]:
+    def numbers_of(named: Sequence[int | str], place: str) -> tuple[int, ...]:
         return tuple(number(key, f"{place}[{index}]") for index, key in enumerate(named))
 
     return PlanFile(
@@ -218,7 +218,7 @@ def plan_of(file: PlanDocument, keys: Sequence[int | str], path: Path) -> PlanFi
                 )
                 for index, d in enumerate(plan.decisions)
             ),
-            all_of(plan.staying, "$.plan.staying"),
+            numbers_of(plan.staying, "$.plan.staying"),
         ),
         Program(
             tuple(
@@ -238,13 +238,13 @@ def plan_of(file: PlanDocument, keys: Sequence[int | str], path: Path) -> PlanFi
                 for index, b in enumerate(program.blocks)
             ),
             program.arena_bytes,
-            all_of(program.results, "$.program.results"),
+            numbers_of(program.results, "$.program.results"),
             tuple(
                 Lodging(number(lodging.storage, f"$.program.lodgings[{index}].storage"), lodging.home)
                 for index, lodging in enumerate(program.lodgings)
             ),
-            all_of(program.staying, "$.program.staying"),
-            all_of(program.clean, "$.program.clean"),
+            numbers_of(program.staying, "$.program.staying"),
+            numbers_of(program.clean, "$.program.clean"),
         ),
         file.predicted_step_seconds,
     )

@@ -156,7 +156,7 @@ def job_of(step: PlannedStep, policy: Policy, measured: Sequence[Timeline]) -> P
 
 
 def with_answer(
-    step: PlannedStep, answer: PlanResult, seconds: float, stores: Sequence[HomeStore]
+    step: PlannedStep, answer: PlanResult, measured_seconds: float, stores: Sequence[HomeStore]
 ) -> PlannedStep | None:
     """Return the step with the answer's plan; None without one, or if a home is full. ``seconds``: a measured step."""
     reason = answer.reason
@@ -167,7 +167,7 @@ def with_answer(
             reason = str(error)
         else:
             new_step = with_plan(step, answer.costs, answer.planned)
-            _log_times(step, new_step, seconds)
+            _log_times(step, new_step, measured_seconds)
             return new_step
     _log.warning("the plan is kept, although a new one was requested: %s", reason)
     return None

@@ -184,6 +184,7 @@ def _parse_device(text: str) -> Device:
 
 
 def _parse_quantity(text: str, part: str, units: dict[str, float], expected: str) -> float:
+    """Parse a number with one of the ``units``, such as "25 GB/s"; ``expected`` and ``text`` are for the error."""
     match = _QUANTITY.fullmatch(part)
     unit = None if match is None else units.get(match[2].upper())
     if match is None or unit is None or not 0 < float(match[1]) < 1e6:

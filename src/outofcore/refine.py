@@ -52,7 +52,7 @@ def refine_costs(
 ) -> Costs:
     """Return the plan's costs with measured seconds of ops and measured bandwidth of copies.
 
-    ``moved`` are storages that were copied to a home and not to the caller's memory; ``families`` has that of each op.
+    ``moved`` are storages that were copied to a home and not to the caller's memory; ``families``: of each op.
     """
     quiet_timelines = find_quiet_steps(costs, program, timelines)
     names = [families[op] if families and families[op] else f"#{op}" for op in range(len(costs.ops))]
@@ -114,7 +114,7 @@ def _op_seconds(costs: Costs, program: Program, times: Sequence[StepTimes], name
 def _derive_slowdown(
     homes: tuple[Home, ...], program: Program, times: Sequence[StepTimes], names: Sequence[str]
 ) -> tuple[Home, ...]:
-    """Return the homes with ``compute_slowdown`` from steps with enough concurrent copies, all to one home."""
+    """Return the homes, with measured ``compute_slowdown`` if enough copies ran with ops, all at one home."""
     used = {i.home for i in program.instructions if isinstance(i, CopyOut | CopyIn)}
     if len(used) != 1 or not times:
         return homes
@@ -147,6 +147,7 @@ def _derive_slowdown(
 
 
 def _weighted_median(weighted: Sequence[tuple[float, float]]) -> float:
+    """Return the median of values, given as pairs with their weights; 0 without values."""
     half, below = sum(weight for _, weight in weighted) / 2, 0.0
     for value, weight in sorted(weighted):
         below += weight

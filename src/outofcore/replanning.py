@@ -46,6 +46,8 @@ _DRIFT_INTERVAL, _MAX_DRIFT = 12, 0.1
 
 
 class WatchPhase(Enum):
+    """The phase of a plan that is compared with its steps; see the table above."""
+
     MEASURING = "measuring"
     WAITING = "waiting"
     STEADY = "settled"
@@ -108,7 +110,7 @@ class PlanWatch:
     # Events
 
     def record_step(self, program: Program, timeline: Timeline) -> PlanWatch:
-        """Record a step other than the first of its program; want a better plan if one is likely."""
+        """Record a step other than the first of its program; decide whether a better plan is wanted."""
         seconds = timeline.step_seconds
         now = replace(self, steps=self.steps + 1)
         if self.phase is WatchPhase.STEADY:

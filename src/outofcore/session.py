@@ -180,7 +180,7 @@ class Session:
     ) -> KnownStep:
         """Return the planned step for a call, planned now if this or another process lacks it.
 
-        ``change`` describes a read value that has changed and so requires a new capture; empty: the inputs are new.
+        ``change`` describes a Python value, read by the step, that has changed; empty: only inputs may have changed.
         """
         # Tensors that the user sees later must not be inference tensors.
         with torch.inference_mode(mode=False), DeferredSignals("the check for changes between steps"):

@@ -227,7 +227,7 @@ class Step(Generic[P, R]):
         return measure_step(self.captured, self.planned, self.timeline, session.steps.off_plan)
 
     def _no_plan_message(self, otherwise: str) -> str:
-        """Return why there is no plan: calls ran as an eager loop, or the first call is still to come (``otherwise``)."""
+        """Return why there is no plan: calls ran as an eager loop, or the first call is yet to come (``otherwise``)."""
         followed = self._session.eager_calls
         if followed is None or followed.last is None:
             return f"the step was not called yet: {otherwise}"
@@ -371,7 +371,7 @@ class _Access:
             self._running.release()
 
     def check(self, torn: str = "") -> None:
-        """Raise ``StateError`` in a fork, after ``closed``, or if a call has ``torn`` the model (the reason)."""
+        """Raise ``StateError`` in a fork, if the step is closed, or if ``torn`` says why its model is half changed."""
         if not self.is_compiling_process:
             raise StateError(
                 f"this step belongs to process {self._process}, and this process ({os.getpid()}) is a fork of it, "

@@ -92,7 +92,7 @@ class StepPlanner:
     ) -> PlannedStep:
         """Load the stored plan of a step, or measure and plan it.
 
-        ``groups`` are the costs of collectives by size of their process group; None: no process shares the plan.
+        ``groups`` are the costs of collectives by size of their process group; None: no other process shares the plan.
         """
         self.on_progress("capture the step", 1, 1)
         room = self.make_room(traced)
@@ -140,8 +140,8 @@ class StepPlanner:
         if not key:
             return step
         # Workspaces matter only if ops are split.
-        whole = step.variant.op_bytes is None
-        workspaces = {family: count for family, count in variants.workspaces.items() if count and not whole}
+        is_whole = step.variant.op_bytes is None
+        workspaces = {family: count for family, count in variants.workspaces.items() if count and not is_whole}
         choice = VariantChoice(key, step.variant, workspaces)
         self.plans.keep(choice, step.graph, step.costs, room, step.planned, is_quick=step.is_quick)
         return replace(step, choice=choice)

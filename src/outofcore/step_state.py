@@ -94,7 +94,7 @@ class StepState:
 
     @contextmanager
     def _forget_plans_if_state_is_lost(self) -> Generator[None]:
-        """Forget all plans if an optimizer loses its state, which only the plan of a first step can create."""
+        """Forget all plans if an optimizer loses its state in this block: later plans have no room to create it."""
         optimizers = self._user.optimizers
         had_state = [bool(optimizer.state) for optimizer in optimizers]
         yield
