@@ -161,6 +161,7 @@ class BackgroundPlanner(Generic[_Subject]):
 
 
 def _send_files(channel: socket.socket, *files: IO[bytes]) -> None:
+    """Send open files to the process at the other end of a socket."""
     numbers = array("i", [file.fileno() for file in files])
     # Without SIGPIPE, which ends programs that do not handle it.
     channel.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)], socket.MSG_NOSIGNAL)

@@ -52,6 +52,8 @@ class Counters:
         return self._combine(other, -1)
 
     def _combine(self, counters: Counters, sign: int) -> Counters:
+        """Return the sum with other counters, or the difference from them (``sign`` = -1)."""
+
         def combine(first: float | None, second: float | None) -> float | None:
             return None if first is None or second is None else first + sign * second
 

@@ -184,7 +184,7 @@ def compile_library(
                     ]
                 except RuntimeError as error:
                     raise BuildError(
-                        f"no thread could be started for the compiler ({error}); end other programs"
+                        f"the system gives no thread for the compiler ({error}); end other programs"
                     ) from error
                 failure = next((text for future in compiled if (text := future.result()) is not None), None)
                 output = Path(temporary, target.name)

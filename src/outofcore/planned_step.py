@@ -288,6 +288,7 @@ def check_spill(graph: StepGraph, costs: Costs, planned: Planned, stores: Sequen
 
 
 def _offload_all_plans(graph: StepGraph, costs: Costs, budget: int) -> Iterator[Planned]:
+    """Yield the plan of ``offload-all``; raise its errors only when it is requested."""
     yield from planning.plans_of_step(graph, costs, budget, "offload-all")
 
 

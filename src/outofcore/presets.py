@@ -136,8 +136,6 @@ def device(name: str) -> Device:
 
     >>> device("h100").name
     'NVIDIA H100 SXM 80 GB, PCIe 5'
-    >>> device("4090").key
-    'rtx4090-24gb'
     >>> device("24GiB, 80 TFLOPS, 25 GB/s").memory_bytes_per_s
     480000000000.0
     >>> device("24GiB, 80 TFLOPS, 25 GB/s, 1 TB/s memory").memory_bytes_per_s

@@ -86,6 +86,7 @@ _PAUSE_S = 0.25
 
 
 def _notebook_display() -> Callable[..., Any] | None:
+    """Return the display function of a notebook; None outside of a notebook."""
     # A running notebook has imported IPython already; importing it here would be slow.
     ipython: Any = sys.modules.get("IPython")
     shell: Any = None if ipython is None else getattr(ipython, "get_ipython", lambda: None)()

@@ -339,10 +339,7 @@ class Session:
             self.forget_plans()
 
     def refresh(self, *, leaving: bool = False) -> None:
-        """Adopt tensors that the user has assigned, or forget all plans if their layout or sharing differs.
-
-        With ``leaving``, the tensors stay where they are.
-        """
+        """Adopt tensors that the user has assigned (``leaving``: in place), or forget all plans if they do not fit."""
         changed = self.keeper.adopt_replacements(leaving=leaving)
         if changed is None:
             self._discard_captures()
@@ -383,6 +380,7 @@ class Session:
             self._peers.gather()
 
     def _close(self) -> None:
+        """Move the model of this process to where it stays, and free all else even if that fails."""
         self.updates.background.close()
         self.engine.close()
         try:

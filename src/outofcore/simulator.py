@@ -163,6 +163,7 @@ def _runnable_order(program: Program) -> list[int]:
 
 
 def _lanes(program: Program) -> dict[tuple[Queue, int], list[int]]:
+    """Return the indices of the instructions of each lane: a queue, or for copies, a queue of one home."""
     lanes: dict[tuple[Queue, int], list[int]] = {(queue, 0): [] for queue in Queue}
     for index, instruction in enumerate(program.instructions):
         lanes.setdefault(lane_of(instruction), []).append(index)

@@ -196,6 +196,7 @@ class Step(Generic[P, R]):
         return self._last_planned_step("profiled").costs
 
     def _last_planned_step(self, stage: str) -> PlannedStep:
+        """Return the step of the last planned call; ``StateError`` without one, with ``stage`` as a word of its text."""
         if self._session.steps.last_step is None:
             raise StateError(self._no_plan_message(f"it is {stage} at its first call"))
         return self._session.steps.last_step
@@ -371,7 +372,7 @@ class _Access:
             self._running.release()
 
     def check(self, torn: str = "") -> None:
-        """Raise ``StateError`` in a fork, if the step is closed, or if ``torn`` says why its model is half changed."""
+        """Raise ``StateError`` in a fork, if the step is closed, or if its model is half changed (``torn``: why)."""
         if not self.is_compiling_process:
             raise StateError(
                 f"this step belongs to process {self._process}, and this process ({os.getpid()}) is a fork of it, "

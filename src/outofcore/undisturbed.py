@@ -67,6 +67,7 @@ def step_times(program: Program, timeline: Timeline, homes: Sequence[Home]) -> S
 
 
 def is_quiet(copies: float) -> bool:
+    """Return whether concurrent copies of an op, on average, are at most 2 % of one copy."""
     return copies <= _QUIET_COPIES
 
 
@@ -127,6 +128,7 @@ class _Spans:
 
 
 def _intersect_spans(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the spans that two lists of disjoint, ascending spans share."""
     shared: list[tuple[float, float]] = []
     i = j = 0
     while i < len(first) and j < len(second):
