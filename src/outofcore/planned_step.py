@@ -158,7 +158,7 @@ def job_of(step: PlannedStep, policy: Policy, measured: Sequence[Timeline]) -> P
 def with_answer(
     step: PlannedStep, answer: PlanResult, measured_seconds: float, stores: Sequence[HomeStore]
 ) -> PlannedStep | None:
-    """Return the step with the answer's plan; None without one, or if a home is full. ``seconds``: a measured step."""
+    """Return the step with the answer's plan; None without one, or if a home is full. The seconds are for the log."""
     reason = answer.reason
     if answer.planned is not None and answer.costs is not None:
         try:
