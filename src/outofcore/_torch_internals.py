@@ -1,7 +1,4 @@
-"""Wrap every private name of PyTorch that outofcore uses.
-
-``require`` raises for a feature that needs a name which this PyTorch release lacks.
-"""
+"""Wrap every private name of PyTorch that outofcore uses; ``require`` refuses a release that lacks some."""
 
 from __future__ import annotations
 
@@ -57,7 +54,10 @@ class _Substitute(type):
 
 
 def _private(name: str, *features: Feature, default: Any = None) -> Any:
-    """Return a private PyTorch object, else ``default``, else a placeholder that raises when called."""
+    """Return a private PyTorch object by its name; record a missing one for ``features``, and return a substitute.
+
+    The substitute is ``default``, or else a placeholder that raises ``VersionError`` when called.
+    """
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError):
@@ -172,6 +172,7 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def is_differentiating_forward() -> bool:
+    """Return whether forward-mode differentiation (``torch.autograd.forward_ad``) is active."""
     return getattr(forward_ad, "_current_level", -1) >= 0
 
 
@@ -202,7 +203,7 @@ _private("torch._subclasses.FakeTensor", Feature.COMPILE)
 
 @contextlib.contextmanager
 def override_fake_check(is_fake: Callable[[object], bool]) -> Iterator[None]:
-    """Answer ``isinstance(x, FakeTensor)`` in libraries other than PyTorch by ``is_fake(x)``."""
+    """Let ``isinstance(x, FakeTensor)`` return ``is_fake(x)`` in modules of other libraries than PyTorch."""
     kind = FakeTensor
 
     class Asked(type):
@@ -280,7 +281,7 @@ def has_global_optimizer_hooks() -> bool:
 
 
 def without_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return attributes that remove the step hooks when put into an optimizer copy's ``__dict__``."""
+    """Return empty attributes for step hooks, which replace the hooks of an optimizer copy in its ``__dict__``."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     return {name: type(optimizer.__dict__[name])() for name in names if name in optimizer.__dict__}
 
@@ -297,6 +298,7 @@ _ATTENTION_FLAGS: tuple[Any, ...] = tuple(
 
 
 def sdp_backends_enabled() -> tuple[bool, ...]:
+    """Return whether each backend of scaled dot-product attention is enabled, in a fixed order."""
     return tuple(flag() for flag in _ATTENTION_FLAGS)
 
 
@@ -394,6 +396,7 @@ _without_dispatch_modes: Any = _private("torch.utils._python_dispatch._disable_c
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
+    """Run code without the active function modes and dispatch modes."""
     with DisableTorchFunction(), _without_dispatch_modes():
         yield
 
@@ -404,7 +407,7 @@ def let_device_idle(cycles: int) -> None:
 
 
 def cublas_workspaces() -> tuple[int, int]:
-    """Return the bytes of the cuBLAS and cuBLASLt workspaces of each thread and stream."""
+    """Return the bytes of the cuBLAS and cuBLASLt workspaces of a thread and stream; if unknown, the usual ones."""
     names = ("_ZN2at4cuda22getChosenWorkspaceSizeEv", "_ZN2at4cuda26getCUDABlasLtWorkspaceSizeEv")
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"))
@@ -426,7 +429,7 @@ _address: Any = _private("torch._C.TensorBase.data_ptr", default=torch.Tensor.da
 
 
 def is_aligned(tensor: torch.Tensor, bytes_: int) -> bool:
-    """Return whether the address of a CPU tensor is a multiple of ``bytes_``; True without an address."""
+    """Return whether the address of a CPU tensor is a multiple of ``bytes_``; True in a capture, without an address."""
     # The address is read without modes: recorded ops later run with other tensors.
     if _modes_of_this_thread() > 0 or isinstance(tensor, FakeTensor):
         return True
@@ -449,6 +452,7 @@ _uses_of_storage: Any = _private("torch._C._storage_Use_Count", Feature.COMPILE)
 
 
 def shares_storage(tensor: torch.Tensor) -> bool:
+    """Return whether more tensor objects than this one refer to its storage."""
     # The tensor and the temporary storage object count as two.
     return _uses_of_storage(tensor.untyped_storage()._cdata) > 2
 
@@ -491,7 +495,7 @@ class SavedTensor:
         return True
 
     def replace(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
-        """Register ``pack`` and ``unpack`` as saved-tensor hooks; ``pack`` runs at once."""
+        """Let the node save ``pack(tensor)``, computed now, and restore it by ``unpack`` in backward."""
         self._raw.register_hooks(pack, unpack)
 
 
@@ -515,7 +519,7 @@ def saved_tensors_of(node: Any | None) -> Iterator[SavedTensor]:
 
 @functools.lru_cache(maxsize=1024)
 def _names_of_saved(node_type: type) -> tuple[tuple[str, str], ...]:
-    """Return pairs of the attributes for raw and unpacked saved tensors."""
+    """Return the attributes of saved tensors of a node type, as pairs: of the raw and of the unpacked tensor."""
     names = dir(node_type)
     attributes: list[tuple[str, str]] = []
     for name in names:
@@ -589,6 +593,7 @@ def parallel_parameters(model: Any) -> tuple[list[torch.nn.Parameter], list[bool
 
 
 def parallel_buffers(model: Any) -> list[torch.Tensor]:
+    """Return the buffers that a ``DistributedDataParallel`` broadcasts."""
     model._assign_modules_buffers()
     return list(model.modules_buffers)
 
@@ -605,7 +610,7 @@ def bucket_limits(model: Any) -> tuple[list[int], list[int]]:
 def bucket_assignment(
     parameters: list[torch.nn.Parameter], limits: list[int], order: list[int] | None = None
 ) -> list[list[int]]:
-    """Return the parameter indices of each DDP bucket; ``order`` is that in which gradients become ready."""
+    """Return the parameter indices of each DDP bucket; ``order``: indices in the order of ready gradients."""
     ordered = parameters if order is None else [parameters[index] for index in order]
     return _buckets_by_size(ordered, limits, [False] * len(parameters), order or [])[0]
 
@@ -649,7 +654,7 @@ _dispatch_key: Any = _private("torch._C._parse_dispatch_key", Feature.HIGHER_ORD
 
 @contextlib.contextmanager
 def without_python_dispatch(name: str) -> Iterator[None]:
-    """Let higher-order operators such as ``torch.cond`` skip a dispatch key such as "Fake".
+    """Let higher-order operators such as ``torch.cond`` skip a dispatch key, given by its ``name``, such as "Fake".
 
     They ignore kernels that are registered with the dispatcher for all operators.
     """
@@ -733,7 +738,7 @@ _KERNEL_OPTIONS: dict[str, Any] = {
 
 @functools.cache
 def _compiler() -> dict[str, Any]:
-    """Load Inductor on first use: importing it takes seconds."""
+    """Return the objects of Inductor that kernels need, by name; imported on first use, which takes seconds."""
     names = (
         "torch._guards.TracingContext",
         "torch._guards.tracing",
@@ -799,6 +804,7 @@ def _empty_at_offset(
 
 
 def _check_compiler(devices: set[str], compiler: dict[str, Any]) -> None:
+    """Raise ``CompilerMissingError`` if Inductor lacks a working compiler for a device."""
     if "cpu" in devices:
         try:
             compiler["get_cpp_compiler"]()

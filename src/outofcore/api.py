@@ -85,6 +85,7 @@ def _user_step(step: Callable[P, R], model: Any, optimizer: Any) -> UserStep[P, 
 
 
 def _as_list(value: Any, kind: type, argument: str) -> list[Any]:
+    """Return None, one value or several as a list; ``InputError`` if one is not of type ``kind``."""
     if value is None:
         return []
     items = list(value) if isinstance(value, Iterable) and not isinstance(value, kind) else [value]
@@ -100,12 +101,14 @@ def _as_list(value: Any, kind: type, argument: str) -> list[Any]:
 def _open_pinned_home(
     backend: CudaBackend, home: str | os.PathLike[str] | OpenHome | None, host_budget: int | str | None, check: str
 ) -> OpenHome:
-    """Open the homes of a step on a GPU."""
-    if isinstance(home, OpenHome) or check == Check.FULL.value:
+    """Open the homes of a step on a GPU: pinned host memory, and a disk if ``home`` names one."""
+    if isinstance(home, OpenHome):
         raise InputError(
-            f"a step on {backend.device} opens its own homes, in pinned host memory and on a disk, and does not check "
-            "copies: pass 'host', 'disk' or a folder as 'home', and leave 'check' out"
+            f"a step on {backend.device} opens its own homes, in pinned host memory and on a disk, and cannot use an "
+            "open home: pass 'host', 'disk' or a folder as 'home', or leave it out"
         )
+    if check == Check.FULL.value:
+        raise InputError(f"copies of a step on {backend.device} are not checked; leave 'check' out")
     return OpenHome(open_device_homes(backend, home, host_budget), stays_open=False)
 
 
@@ -117,6 +120,7 @@ def _check_name(check: str) -> None:
 def _open_home(
     home: str | os.PathLike[str] | None, host_budget: int | str | None, check: CheckName, *, stays_open: bool
 ) -> OpenHome:
+    """Open a home in host memory or on a disk; ``stays_open``: after the last step over it is closed."""
     _check_name(check)
     return OpenHome(
         [enable_checks(store, Check(check)) for store in open_homes(home, host_budget)], stays_open=stays_open
@@ -151,6 +155,7 @@ def open_home(
 
 
 def _check_devices(models: Sequence[nn.Module], device: torch.device) -> None:
+    """Refuse models with tensors on the device meta, or on another device than the CPU or ``device``."""
     for number, model in enumerate(models):
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             # CPU tensors are fine for a GPU step: the plan fetches them, so the model need not fit on the device.
@@ -289,7 +294,7 @@ def compile(
 
 
 def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:
-    """Return the kernel compiler of a step; None for PyTorch's own kernels."""
+    """Return the kernel compiler of a step; None for PyTorch's own kernels. ``compiles=False``: only to plan."""
     if name not in ("eager", "inductor"):
         raise InputError(f"there are no kernels {name!r}; choose 'eager' or 'inductor'")
     if name == "eager":
@@ -299,7 +304,7 @@ def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:
 
 
 def _sharing_group(shard: ProcessGroup | bool | None, dynamic: bool | None, kernels: str) -> ProcessGroup | None:
-    """Return the processes that share a model; None for a single process."""
+    """Return the processes that share a model; None for a single process. Refuse unsuitable arguments."""
     if shard is None or shard is False:
         return None
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
@@ -319,7 +324,7 @@ def _sharing_group(shard: ProcessGroup | bool | None, dynamic: bool | None, kern
 
 
 def _check_followable(device: torch.device, home: object, policy: Policy, kernels: str, splits: Split) -> None:
-    """Refuse ``dynamic=True`` where calls cannot run as an eager loop."""
+    """Refuse options that ``dynamic=True`` does not support, and load the native code of eager loops."""
     if device.type != "cpu":
         raise InputError(f"dynamic=True works on the CPU only, and the step is for {device}; leave 'dynamic' out")
     if isinstance(home, OpenHome):
@@ -442,7 +447,7 @@ _within = budget
 
 
 def _budget_of(limit: int | str | None, device: torch.device, models: Sequence[nn.Module]) -> int:
-    """Return a budget in bytes; log it if it was not given in bytes."""
+    """Return a budget in bytes; log it if it is a share of memory or the default."""
     count, text = resolve_budget(limit, device, models)
     if text:
         _log.warning("outofcore: budget %s", text)

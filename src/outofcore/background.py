@@ -46,7 +46,7 @@ class RunningPlan:
 
 @dataclass(frozen=True)
 class PlanJob:
-    """A step to plan; steps of the ``running`` plan are used to correct the costs."""
+    """A step to plan; the measured steps of its ``running`` plan, if any, correct the costs."""
 
     graph: StepGraph
     costs: Costs
@@ -115,7 +115,7 @@ class BackgroundPlanner(Generic[_Subject]):
         self._niceness = niceness
 
     def poll(self) -> tuple[_Subject, PlanResult] | None:
-        """Return the subject and the result of the current job; None if it has not finished."""
+        """Return the subject and the result of the current job, once; None without a finished job."""
         if self._process is None or self._channel is None or self._answer is None or self._subject is None:
             return None
         try:
@@ -143,12 +143,14 @@ class BackgroundPlanner(Generic[_Subject]):
         return subject, answer
 
     def wait(self) -> None:
+        """Wait until the current job, if any, has finished."""
         if self._channel is not None and self.is_busy:
             waiting = select.poll()
             waiting.register(self._channel, select.POLLIN)
             waiting.poll()
 
     def close(self) -> None:
+        """End the process and drop the current job."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -159,13 +161,14 @@ class BackgroundPlanner(Generic[_Subject]):
 
 
 def _send_files(channel: socket.socket, *files: IO[bytes]) -> None:
+    """Send open files to the process at the other end of a socket."""
     numbers = array("i", [file.fileno() for file in files])
     # Without SIGPIPE, which ends programs that do not handle it.
     channel.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)], socket.MSG_NOSIGNAL)
 
 
 def plan_job(job: PlanJob) -> PlanResult:
-    """Return the best valid plan; the running one if no other is faster by ``_CLEARLY``."""
+    """Plan a step, with costs corrected by measured steps; keep the running plan if no other is 1 % faster."""
     start = time.perf_counter()
     costs, running = job.costs, job.running
     if running is not None:
@@ -185,6 +188,7 @@ def plan_job(job: PlanJob) -> PlanResult:
 
 
 def main() -> None:
+    """Serve planning jobs from the socket that is the standard input of this process."""
     with socket.socket(fileno=os.dup(0)) as channel:
         serve(channel, _IDLE_SECONDS)
 

@@ -52,6 +52,8 @@ class Counters:
         return self._combine(other, -1)
 
     def _combine(self, counters: Counters, sign: int) -> Counters:
+        """Return the sum with other counters, or the difference from them (``sign`` = -1)."""
+
         def combine(first: float | None, second: float | None) -> float | None:
             return None if first is None or second is None else first + sign * second
 
@@ -72,7 +74,7 @@ class DiskCounters:
 
 
 def was_busy(counted: Counters, *, computes: bool = True) -> bool:
-    """Return whether other processes delayed the measured work; if not ``computes``, its thread may wait."""
+    """Return whether other processes delayed the measured work; ``computes``: its thread had no reason to sleep."""
     others_seconds = counted.others_seconds
     if others_seconds is not None and others_seconds <= max(_OTHERS_CORES * counted.seconds, _TICKS_SECONDS):
         return False  # threads waited for other threads of this process
@@ -83,6 +85,7 @@ def was_busy(counted: Counters, *, computes: bool = True) -> bool:
 
 
 def was_disk_busy(before: DiskCounters | None, after: DiskCounters | None) -> bool:
+    """Return whether other processes used a disk much between two readings; False if one is missing."""
     if before is None or after is None:
         return False
     own_bytes = after.own_bytes - before.own_bytes
@@ -91,7 +94,7 @@ def was_disk_busy(before: DiskCounters | None, after: DiskCounters | None) -> bo
 
 
 def is_due(busy: int, age: float) -> bool:
-    """Return whether to repeat a measurement of this age in seconds, busy ``busy`` times in a row.
+    """Return whether to repeat a measurement, ``age`` seconds old, after ``busy`` attempts on a busy machine.
 
     >>> is_due(0, 1e9), is_due(1, 0.0), is_due(3, 60.0), is_due(4, 60.0), is_due(4, 90_000.0)
     (False, True, True, False, True)
@@ -100,12 +103,13 @@ def is_due(busy: int, age: float) -> bool:
 
 
 def typical_seconds(runs: Sequence[tuple[float, float]]) -> float:
-    """Return the median elapsed time of undelayed runs, given pairs of elapsed and CPU seconds."""
+    """Return the median elapsed time of undelayed runs (pairs of elapsed and CPU seconds), else the minimum."""
     quiet = [wall for wall, cpu in runs if wall - cpu <= max(_REPETITION_DELAYED_SHARE * wall, _CLOCKS_SECONDS)]
     return statistics.median(quiet) if quiet else min(wall for wall, _ in runs)
 
 
 def read_counters(proc: Path = _PROC) -> Counters:
+    """Read the clocks, and the waits of this process's threads for a core."""
     try:
         tasks = [*(proc / "self" / "task").iterdir()]
     except OSError:
@@ -114,7 +118,7 @@ def read_counters(proc: Path = _PROC) -> Counters:
 
 
 def read_loop_counters(proc: Path = _PROC) -> Counters:
-    """Read the clocks, the core waits of the calling thread, and the CPU time of other processes."""
+    """Read the clocks, the calling thread's waits for a core, and the CPU time of other processes."""
     try:
         user, nice, system, *_ = map(int, (proc / "stat").read_text().splitlines()[0].split()[1:])
         others_seconds = (user + nice + system) / os.sysconf("SC_CLK_TCK") - process_time()
@@ -124,6 +128,7 @@ def read_loop_counters(proc: Path = _PROC) -> Counters:
 
 
 def _delayed_seconds(tasks: Sequence[Path]) -> float | None:
+    """Return the seconds that threads have waited for a core; None if the system does not count them."""
     nanos = slices = 0
     for task in tasks:
         # The thread may have ended, or a container may hide the file.

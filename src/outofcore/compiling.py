@@ -43,13 +43,13 @@ def user_cache_folder() -> Path:
 
 
 def private_folder(path: Path) -> Path:
-    """Create a folder; raise ``OSError`` if another user owns it or may write to it."""
+    """Create a folder and return it; ``OSError`` if another user owns it or may write to it, or this one may not."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{path} belongs to another user, or others can write to it")
+        raise PermissionError(f"{path} belongs to another user, or others can write to it; use a folder of your own")
     if not os.access(path, os.W_OK | os.X_OK):
-        raise PermissionError(f"{path} cannot be written to")
+        raise PermissionError(f"{path} cannot be written to; use another folder or change its permissions")
     return path
 
 
@@ -93,6 +93,7 @@ def load_or_build(
 
 
 def is_built(wheel_path: Path) -> bool:
+    """Return whether a library is in the wheel or in the cache."""
     return wheel_path.is_file() or (user_cache_folder() / wheel_path.stem / wheel_path.name).is_file()
 
 
@@ -146,7 +147,7 @@ def native_callback(function: Callable[..., int], *arguments: Any, failed: int) 
 
 @contextlib.contextmanager
 def _build_lock(folder: Path) -> Generator[None]:
-    """Let only one process at a time build in a folder: all ranks of a job start at once."""
+    """Let only one process at a time build in a folder, since all processes of a job start at once."""
     with (folder / "lock").open("w") as lock:
         with contextlib.suppress(OSError):  # without file locks, each process builds its own
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -182,7 +183,9 @@ def compile_library(
                         for source, name in objects.items()
                     ]
                 except RuntimeError as error:
-                    raise BuildError(f"the system gives no thread for the compiler ({error})") from error
+                    raise BuildError(
+                        f"the system gives no thread for the compiler ({error}); end other programs"
+                    ) from error
                 failure = next((text for future in compiled if (text := future.result()) is not None), None)
                 output = Path(temporary, target.name)
                 if failure is None:
@@ -196,7 +199,7 @@ def compile_library(
 
 
 def _run(command: Sequence[str]) -> str | None:
-    """Run a compiler; return the error lines of its output if it failed."""
+    """Run a compiler; return None, or the error lines of its output if it failed."""
     try:
         process = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False

@@ -34,13 +34,15 @@ class Home:
     busy: int = field(default=0, repr=False)
 
     def lost(self, *, out: bool) -> float:
-        """Return the share of their speed that copies lose while copies run in the other direction."""
+        """Return the share of their speed that copies ``out`` (or else in) lose while others run the other way."""
         return self.contention * (self.contention_out if out else 1 - self.contention_out)
 
     def out_seconds(self, count: int) -> float:
+        """Return the seconds of a copy of ``count`` bytes from the device to this home."""
         return self.latency_s + count / self.bytes_per_s_out
 
     def in_seconds(self, count: int) -> float:
+        """Return the seconds of a copy of ``count`` bytes from this home to the device."""
         return self.latency_s + count / self.bytes_per_s_in
 
 
@@ -67,10 +69,12 @@ class Costs:
     def check(self, graph: StepGraph) -> None:
         """Raise ``GraphError`` if the costs do not fit the graph or a value is out of range."""
         if len(self.ops) != len(graph.ops):
-            raise GraphError(f"{len(self.ops)} op costs for a graph of {len(graph.ops)} ops")
+            raise GraphError(
+                f"{len(self.ops)} op costs for a graph of {len(graph.ops)} ops; there must be one for each op"
+            )
         for index, cost in enumerate(self.ops):
             if not cost.seconds >= 0 or cost.workspace_bytes < 0:
-                raise GraphError(f"op {index} has a negative cost: {cost}")
+                raise GraphError(f"op {index} has a negative cost: {cost}; seconds and bytes must be 0 or more")
         for home in self.homes:
             if not 0 <= home.contention <= 1 or not 0 <= home.compute_slowdown < inf:
                 raise GraphError(

@@ -32,6 +32,7 @@ def _wait_for_threads() -> None:
 
 
 def count_running_threads() -> int:
+    """Return the number of other threads of this process that run now; 0 without ``/proc``."""
     count = 0
     own_name = str(threading.get_native_id())
     try:

@@ -35,7 +35,7 @@ PERSISTENT_KINDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Bytes shared by aliasing tensors."""
+    """The bytes behind one tensor, or behind several that alias each other."""
 
     id: int  # its index in ``StepGraph.storages``
     bytes: int
@@ -134,7 +134,7 @@ class StepGraph:
 
     @cached_property
     def changed_inputs(self) -> frozenset[int]:
-        """Inputs that the step writes; they are copied home at its end."""
+        """Inputs and state ranges that the step writes; they are copied home at its end."""
         return frozenset(s for op in self.ops for s in op.mutates if self.storages[s].arrives)
 
     @cached_property
@@ -144,6 +144,7 @@ class StepGraph:
 
     @cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:
+        """The ids of the ops that use each storage, in ascending order."""
         users: list[list[int]] = [[] for _ in self.storages]
         for op in self.ops:
             for storage in op.touched:
@@ -152,7 +153,7 @@ class StepGraph:
 
     @cached_property
     def unseen(self) -> frozenset[int]:
-        """Created storages that are not outputs and that no other op uses."""
+        """Storages that only their creator uses, and that are not outputs."""
         outputs = frozenset(self.outputs)
         return frozenset(s for s in self.creator if s not in outputs and len(self.uses[s]) == 1)
 
@@ -167,7 +168,7 @@ class StepGraph:
         return frozenset(s for _, s in self.overwrites if self.storages[s].kind is not StorageKind.CONSTANT)
 
     def content(self, *, families: bool = True) -> tuple[object, ...]:
-        """Return plain values that identify the step; source lines and module classes are not among them."""
+        """Return values that identify the graph, without source lines, module classes and, on request, families."""
         left_out = {"source", "module_class"} if families else {"source", "module_class", "family"}
         values_of = attrgetter(*(item.name for item in fields(Op) if item.name not in left_out))
         storages = [(s.id, s.bytes, s.kind.value, s.name, s.watched) for s in self.storages]
@@ -178,25 +179,30 @@ class StepGraph:
         return replace(self, storages=tuple(replace(storage, watched=False) for storage in self.storages))
 
     def check(self) -> None:
-        """Raise ``GraphError`` if ids, sizes, or the order of creations and uses are wrong."""
+        """Raise ``GraphError`` if the graph contradicts itself, as when an op uses a storage before it is created."""
         for index, storage in enumerate(self.storages):
             if storage.id != index:
                 raise GraphError(f"storage at index {index} has id {storage.id}; ids must be the indices")
             if storage.bytes < 0:
-                raise GraphError(f"storage {index} ({storage.name}) has {storage.bytes} bytes")
+                raise GraphError(f"storage {index} ({storage.name}) has {storage.bytes} bytes; it must have at least 0")
         exists = {s.id for s in self.storages} - set(self.creator)
         for index, op in enumerate(self.ops):
             if op.id != index:
                 raise GraphError(f"op at index {index} has id {op.id}; ids must be the indices")
             for storage in op.reads + op.mutates:
                 if storage not in exists:
-                    raise GraphError(f"op {index} ({op.name}) uses storage {storage} before any op creates it")
+                    raise GraphError(
+                        f"op {index} ({op.name}) uses storage {storage} before any op creates it; "
+                        "list ops in the order in which they run"
+                    )
             for storage in op.discards:
                 if storage not in op.mutates:
                     raise GraphError(f"op {index} ({op.name}) discards storage {storage}, which it does not mutate")
             for storage in op.creates:
                 if storage in exists or not 0 <= storage < len(self.storages):
-                    raise GraphError(f"op {index} ({op.name}) creates storage {storage}, which exists already")
+                    raise GraphError(
+                        f"op {index} ({op.name}) creates storage {storage}, which exists already or is not listed"
+                    )
                 exists.add(storage)
         for storage in self.outputs:
             if storage not in exists:

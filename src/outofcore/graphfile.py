@@ -37,14 +37,7 @@ class GraphFile:
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs) -> GraphFile:
-        """Return a graph file in which the ids of storages are their numbers.
-
-        >>> from outofcore.costs import Costs
-        >>> from outofcore.graph import StepGraph, Storage, StorageKind
-        >>> graph = StepGraph((Storage(0, 4096, StorageKind.PARAMETER), Storage(1, 64, StorageKind.INPUT)), ())
-        >>> GraphFile.of(graph, Costs(())).keys
-        (0, 1)
-        """
+        """Return a graph file in which the ids of storages are their numbers."""
         return GraphFile(graph, costs, tuple(range(len(graph.storages))))
 
 
@@ -147,6 +140,7 @@ def read_graph(path: Path) -> GraphFile:
 
 
 def _storage(path: Path, number: int, storage: _StorageEntry, created: bool) -> Storage:
+    """Return a storage of a file; its kind depends on whether an op creates it (see ``read_graph``)."""
     kind = storage.kind
     if created and kind is StorageKind.CONSTANT:
         refuse(path, f"$.storages[{number}]", "is a constant that an op creates: a constant must exist before the step")
@@ -184,6 +178,7 @@ def _op(path: Path, number: int, op: _OpEntry, keys: Mapping[int | str, int]) ->
 
 
 def _numbers(path: Path, place: str, named: Sequence[int | str], keys: Mapping[int | str, int]) -> tuple[int, ...]:
+    """Return the numbers of storages, without duplicates, by their ids in the file; refuse unknown ids."""
     for index, key in enumerate(named):
         if key not in keys:
             refuse(path, f"{place}[{index}]", f"is {key!r}, and no storage has that id")
@@ -191,19 +186,7 @@ def _numbers(path: Path, place: str, named: Sequence[int | str], keys: Mapping[i
 
 
 def write_graph(path: Path, file: GraphFile) -> None:
-    """Write a graph file, compressed by gzip if its name ends in ``.gz``.
-
-    Raises:
-        InputError: the file cannot be written.
-
-    >>> import tempfile
-    >>> from outofcore.costs import Costs
-    >>> from outofcore.graph import StepGraph
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_graph(Path(folder) / "graph.json", GraphFile.of(StepGraph((), ()), Costs(())))
-    ...     (Path(folder) / "graph.json").read_text()
-    '{"format":"outofcore-graph/1","storages":[],"ops":[],"outputs":[],"homes":[]}\\n'
-    """
+    """Write a graph file, by gzip if its name ends in ``.gz``; ``InputError`` if it cannot be written."""
     graph, costs, keys = file.graph, file.costs, file.keys
 
     def keys_of(storages: Sequence[int]) -> tuple[int | str, ...]:

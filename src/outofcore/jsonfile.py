@@ -69,13 +69,14 @@ def convert_json(value: object, kind: type[T], file: str | Path, place: str = "$
 
 
 class _InvalidValue:
-    """A placeholder for an invalid value."""
+    """A placeholder for an invalid value in parsed JSON, until its place in the file is known."""
 
     def __init__(self, problem: str) -> None:
         self.problem = problem
 
 
 def _parse(path: Path, read_float: Callable[[str], float]) -> object:
+    """Parse a JSON file, plain or gzip; refuse infinite and NaN numbers, and objects with a key twice."""
     try:
         content = path.read_bytes()
         if content.startswith(_GZIP_MAGIC):
@@ -84,23 +85,23 @@ def _parse(path: Path, read_float: Callable[[str], float]) -> object:
         raise InputError(f"cannot read {path}: {error}") from error
     wrong: list[_InvalidValue] = []
 
-    def instead(problem: str) -> _InvalidValue:
+    def mark_invalid(problem: str) -> _InvalidValue:
         wrong.append(_InvalidValue(problem))
         return wrong[-1]
 
     def number(text: str) -> float | _InvalidValue:
         value = read_float(text)
-        return value if math.isfinite(value) else instead(f"{text} is not a finite number")
+        return value if math.isfinite(value) else mark_invalid(f"{text} is not a finite number")
 
-    def mapping(pairs: list[tuple[str, object]]) -> dict[str, object] | _InvalidValue:
+    def object_of(pairs: list[tuple[str, object]]) -> dict[str, object] | _InvalidValue:
         unique = dict(pairs)
         if len(unique) == len(pairs):
             return unique
         names = [name for name, _ in pairs]
-        return instead(f"has the key {next(name for name in names if names.count(name) > 1)!r} twice")
+        return mark_invalid(f"has the key {next(name for name in names if names.count(name) > 1)!r} twice")
 
     try:
-        value = json.loads(content, object_pairs_hook=mapping, parse_float=number, parse_constant=number)
+        value = json.loads(content, object_pairs_hook=object_of, parse_float=number, parse_constant=number)
         if b"\\u" in content:
             json.dumps(value, ensure_ascii=False, default=str).encode()  # lone surrogates cannot be encoded
     except (ValueError, RecursionError) as error:
@@ -113,6 +114,7 @@ def _parse(path: Path, read_float: Callable[[str], float]) -> object:
 
 
 def _invalid_values(value: object, place: str) -> Iterator[tuple[str, str]]:
+    """Yield the place and the problem of each invalid value."""
     if isinstance(value, _InvalidValue):
         yield place, value.problem
     elif isinstance(value, dict):

@@ -27,12 +27,12 @@ class KnownStep:
     """A planned step with the record of its runs.
 
     Attributes:
-        runs: of this plan, since its program entered the arena.
+        runs: the number of runs of this plan.
         measured: timelines to compare with the prediction, if all processes follow one plan.
-        is_judged: whether they were compared.
-        covered_surges: the number of the session's surges that the plan covers.
+        is_judged: whether ``measured`` was compared with the prediction.
+        covered_surges: the number of the session's surges (see ``plan_updates``) that the plan covers; -1: not its own.
         unplanned_step: the step with surges added to its costs, until it has a plan; None: it is ``step``.
-        refusal: the error of the last attempt to plan that.
+        refusal: why ``unplanned_step`` could not be planned.
         has_overflowed: whether a home has served an allocation beyond the budget under this plan.
     """
 
@@ -54,7 +54,7 @@ class KnownStep:
         return self.step.budget if self.step.is_quick else self.step.planned.program.arena_bytes
 
     def is_current(self) -> bool:
-        """Return whether the user's tensors have the memory layout of the capture, or the runner is current."""
+        """Return whether the plan still fits the memory layout of the user's tensors."""
         return (self.runner is not None and self.runner.is_current()) or matches_capture(self.step.captured)
 
     def leave_arena(self) -> None:
@@ -119,7 +119,7 @@ class KnownSteps:
             self.active = entry
 
     def replace_plan(self, entry: KnownStep, new_step: PlannedStep) -> None:
-        """Replace the plan of a step."""
+        """Replace the plan of a step, which is not active then."""
         if entry is self.active:
             self.deactivate()
         states = None
@@ -130,6 +130,7 @@ class KnownSteps:
         entry.runner = make_runner(new_step, self._keeper, states)
 
     def forget(self, signature: Signature) -> None:
+        """Forget the plan for an input signature, if there is one; its step leaves the arena."""
         entry = self.by_signature.pop(signature, None)
         if entry is not None:
             if entry is self.active:
@@ -155,7 +156,7 @@ class KnownSteps:
                 self._keeper.moves.leave_arena(self.arena)
 
     def deactivate(self) -> None:
-        """Deactivate the active step; its tensors stay in the arena for the next program."""
+        """Make no step active; the tensors of the active one stay in the arena for the next program."""
         runner, self.active = self.runner, None
         if runner is not None:
             runner.yield_arena()
@@ -172,7 +173,7 @@ class KnownSteps:
 
 
 def make_runner(step: PlannedStep, keeper: StateKeeper, states: dict[int, PersistentState] | None = None) -> Runner:
-    """Make the runner of a planned step; ``states`` are user tensors recorded by its previous runner."""
+    """Make the runner of a planned step; ``states`` are the persistent states of its previous runner, if any."""
     requests = [profile.requests for profile in step.profiles]
     first = {i: p.first_requests for i, p in enumerate(step.profiles) if p.first_requests is not None}
     return Runner(step.captured, step.planned.program, step.costs, requests, first, keeper, states, step.budget)

@@ -81,7 +81,7 @@ def build(make: Callable[[], Built], *, home: OpenHome) -> Built:
 
 @contextlib.contextmanager
 def _registrations_moving_home(faces: Faces) -> Iterator[None]:
-    """Move home the tensors that modules register in this thread; if they share storage, at the end."""
+    """Move tensors home when this thread registers them in modules; tensors that share storage, at the end."""
     thread = threading.get_ident()
     # Not the tensors: some are replaced, and references would keep their memory.
     modules: dict[tuple[int, str], weakref.ref[nn.Module]] = {}
@@ -172,6 +172,7 @@ def materialize(
 
 
 def _fill(model: nn.Module, faces: Faces, files: Weights | None, init: Init | None) -> None:
+    """Allocate the meta tensors of a model and initialize or load them; refuse those without contents."""
     if files is not None:
         check_weights(model, files)
     in_place = {} if files is None else _find_in_files(model, files, faces)
@@ -201,7 +202,7 @@ def _fill(model: nn.Module, faces: Faces, files: Weights | None, init: Init | No
 
 
 def _find_in_files(model: nn.Module, files: Weights, faces: Faces) -> dict[str, tuple[ReadFile, Entry]]:
-    """Return by name the meta tensors that stay in the files: large, with final layout and dtype.
+    """Return by name the file and entry of each meta tensor that stays in its file: large, in its final form.
 
     Raises ``InputError`` if a file was changed since its header was read.
     """
@@ -240,9 +241,9 @@ def allocate(
 ) -> dict[str, torch.Tensor]:
     """Allocate every meta tensor of a model, uninitialized; return the tensors by each of their names.
 
-    Parameters stay the same objects unless they have weak references; shared memory stays shared. ``in_place`` are
-    tensors with bytes in files. Raises ``StateError`` if a reference prevents the change of a parameter, ``SpillError``
-    if the home is full.
+    Parameters stay the same objects unless they have weak references; shared memory stays shared. ``in_place`` has the
+    file and entry of tensors with bytes in files. Raises ``StateError`` if a reference prevents the change of a
+    parameter, ``SpillError`` if the home is full.
     """
     named = _meta_tensors(model)
     files = {id(named[name]): source for name, source in (in_place or {}).items()}
@@ -265,7 +266,7 @@ def allocate(
 
 
 def _allocate_tensor(model: nn.Module, name: str, tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """Allocate a tensor; return the same object, or a replacement."""
+    """Give a meta tensor the bytes of ``base``; return the same object, or a replacement if it has weak references."""
     if tensor.grad is not None:
         raise StateError(f"{name} cannot be allocated: it has a gradient; materialize the model before it is used")
     real = view_like(tensor, base)
@@ -303,13 +304,13 @@ def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _is_in_files(module: nn.Module, tensors: dict[str, torch.Tensor], in_files: set[int]) -> bool:
-    """Return whether the files have all tensors that a module itself needs."""
+    """Return whether the files have all of ``tensors`` that belong to a module itself."""
     ids = {id(tensor) for tensor in tensors.values()}
     return all(id(tensor) in in_files for tensor in _own_tensors(module) if id(tensor) in ids)
 
 
 def _reset(module: nn.Module) -> None:
-    """Initialize a module as its constructor would; PyTorch's constructors call the private method.
+    """Initialize a module by ``reset_parameters``, or the private method that some constructors of PyTorch call.
 
     A module without tensors skips the public method, which would initialize inner modules again.
     """
@@ -353,6 +354,7 @@ class _InitializationMode(TorchDispatchMode):
         return out
 
     def _note(self, tensor: torch.Tensor) -> None:
+        """Record the use of a tensor at home, and drop caches if used tensors exceed 16 MiB."""
         if self._faces is None or self._faces.find(tensor) is None:
             return
         key = storage_key(tensor)
@@ -374,7 +376,7 @@ class _InitializationMode(TorchDispatchMode):
         self._bytes = 0
 
     def restore(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Discard all later writes to these tensors, which show their files."""
+        """Discard all later writes to these tensors, which have their values in files."""
         self._restored.update({storage_key(tensor): tensor for tensor in tensors})
 
     def watch(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -40,7 +40,7 @@ class StepFacts:
 
     Attributes:
         states: the key of each parameter and buffer, with its dtype and shape as text.
-        collectives: as text.
+        collectives: the collectives of the step, as text.
         orders: for each ``DistributedDataParallel``, its parameter numbers in the order of their gradients.
         graph: a digest of the captured step.
         is_new: whether the process has no plan for this call.
@@ -92,6 +92,7 @@ class Peers:
         return self._shards is not None
 
     def check(self) -> None:
+        """Raise ``StateError`` if an earlier failure left this process out of step with the others."""
         if self.failure:
             raise StateError(
                 f"an earlier call of this step failed while other processes ran it ({self.failure}), so this process "
@@ -129,11 +130,11 @@ class Peers:
     # Plans
 
     def rendezvous(self, facts: StepFacts | None) -> bool:
-        """Return whether all processes have a plan for the current call; ``facts`` are None without one here."""
+        """Wait for the others; return whether all have a plan for this call. ``facts``: None without one here."""
         return self._ranks.rendezvous(facts, self._planner.backend.device)
 
     def join_planning(self, step: PlannedStep, facts: StepFacts) -> None:
-        """Take part in the planning of the other processes with a step that is planned here."""
+        """Take part while other processes plan a step that this process has planned already."""
         _, leader, _ = self._compare(replace(facts, is_new=False), step.captured)
         self._ranks.from_leader(leader, lambda: None)
         with self._ranks.synchronized():
@@ -162,7 +163,7 @@ class Peers:
     def _compare(
         self, facts: StepFacts, captured: Captured
     ) -> tuple[tuple[StepFacts, ...], int, Mapping[int, GroupCost]]:
-        """Return the facts of all by rank, the rank that plans for all, and the costs of groups."""
+        """Exchange facts, which must match; return them by rank, the rank that plans, and the costs of groups."""
         everyone = self._ranks.compare_facts(facts)
         groups = self._ranks.costs(collectives_of(captured), self._planner.backend.device)
         return everyone, next(rank for rank, facts_of_rank in enumerate(everyone) if facts_of_rank.is_new), groups
@@ -170,7 +171,10 @@ class Peers:
     def _plan_by_leader(
         self, leader: int, traced: Captured, recapture: Recapture, groups: Mapping[int, GroupCost], is_alike: bool
     ) -> PlannedStep:
-        """Return the step as the leader plans it for all; without ``is_alike``, this process plans for itself."""
+        """Return the step with the leader's plan; if that does not fit the capture here, with a plan of its own.
+
+        ``is_alike``: whether the leader has captured the same graph.
+        """
         planned_here: list[PlannedStep] = []
 
         def make() -> Any:
@@ -224,7 +228,7 @@ class Peers:
         surprises: Mapping[int, Requests],
         keep: Callable[[PlannedStep, bool], None],
     ) -> PlannedStep | None:
-        """Replan a step for all with the measurements of rank 0; return None if the plan stays.
+        """Replan a step for all processes with the measurements of rank 0; return None if the plan stays.
 
         ``keep`` is called in rank 0 with the new step, and whether the predicted times were wrong.
         """
@@ -265,7 +269,7 @@ def _is_valid_plan(captured: Captured, room: int, costs: Costs, planned: Planned
 
 
 def _shorter_updates(captured: Captured, shards: Shards | None) -> list[int]:
-    """Return the updates of ranges that are shorter than in rank 0, and so need less memory."""
+    """Return the ids of updates of shards that are shorter than in rank 0, and so need less memory."""
     short = (
         {id(shard.parameter) for shard in shards.entries if shard.count < shard.chunks.count(0)} if shards else set()
     )
@@ -285,6 +289,7 @@ def _with_own_requests(profiles: Sequence[OpProfile], local: Mapping[int, OpProf
 
 
 def _facts_of(traced: Captured, shards: Shards | None) -> dict[str, Any]:
+    """Return the fields of ``StepFacts`` that describe a captured step."""
     values = traced.values
     sharded = {} if shards is None else {shard.key: shard for shard in shards.entries}
 

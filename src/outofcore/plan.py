@@ -18,7 +18,8 @@ class Residency(Enum):
 class Gap:
     """The half-open interval from one use of a storage to its next, in op indices.
 
-    In a graph of n ops, a cyclic gap ends at n + the first use. The first gap of an input starts at -1.
+    In a graph of n ops, the gap from the last use of a persistent storage to its first use in the next step ends at n +
+    that use; it is *cyclic*. The first gap of an input starts at -1.
     """
 
     storage: int

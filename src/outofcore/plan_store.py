@@ -39,7 +39,7 @@ _Plan = TypeVar("_Plan")
 
 @dataclass(frozen=True)
 class PlanStore(Generic[_Document]):
-    """A folder with documents of one type; without a folder it is empty."""
+    """Documents of one type, stored in a folder; if the folder is None, they are not stored."""
 
     folder: Path | None
     name: str
@@ -47,7 +47,7 @@ class PlanStore(Generic[_Document]):
     kind: type[_Document]
 
     def find(self, key: str, check: Callable[[_Document, Path], _Plan]) -> _Plan | None:
-        """Return the result of ``check`` for the stored document; None if there is no usable document."""
+        """Return the result of ``check`` for the stored document; None without one. Delete it if unusable."""
         if self.folder is None:
             return None
         path = self._path(self.folder, key)

@@ -51,7 +51,7 @@ class TooSmallError(Exception):
 
 
 class PlanUpdater:
-    """The replacement of plans by measured times and requests."""
+    """An observer of a session's steps that replaces their plans if times or memory requests differ."""
 
     def __init__(self, steps: KnownSteps, planner: StepPlanner, peers: Peers | None) -> None:
         self._steps, self._peers = steps, peers
@@ -90,7 +90,7 @@ class PlanUpdater:
         self._adopt_finished_plan()
 
     def _plan_for_times(self, entry: KnownStep, watch: PlanWatch) -> None:
-        """Plan with measured times in another process, or here if that is quick."""
+        """Plan with measured times in another process, or here if that is quick; else keep the plan."""
         # Peers would wait for this process, and each process would search concurrently with its steps.
         if self._peers is not None and self._peers.joined:
             entry.watch = watch.keep_plan()
@@ -122,6 +122,7 @@ class PlanUpdater:
             self._adopt_plan(entry, entry.watch, answer)
 
     def _adopt_plan(self, entry: KnownStep, watch: PlanWatch, answer: PlanResult) -> None:
+        """Adopt the answer to a planning job: run its plan, correct the prediction, or keep the plan."""
         before, begin = entry.step, self._clock()
         new_step = with_answer(before, answer, watch.step_seconds, self._stores)
         if new_step is None:
@@ -163,7 +164,7 @@ class PlanUpdater:
             self._steps.replace_plan(entry, new_step)
 
     def _store_measurements(self, before: PlannedStep, after: PlannedStep, ops: Collection[int] | None) -> None:
-        """Store measurements for later processes; with ``ops`` only theirs, else also links and the plan."""
+        """Store the measurements of ``ops`` (None: of all) and links, and a thoroughly searched plan, in the cache."""
         if self._cache is None:
             return
         facts = self._backend.facts()
@@ -180,7 +181,7 @@ class PlanUpdater:
     # Requests beyond the plan
 
     def record_surges(self, entry: KnownStep) -> bool:
-        """Record the requests of the last run beyond its plan; return whether there were any."""
+        """Record the requests of the last run that its plan has no room for; return whether there were any."""
         runner = entry.runner
         if runner is None or (self._peers is not None and self._peers.must_share_plan):
             return False
@@ -230,6 +231,7 @@ class PlanUpdater:
             raise TooSmallError(entry.refusal)
 
     def _plan_again(self, entry: KnownStep, step: PlannedStep) -> None:
+        """Plan a step with surges by a quick search; if that fails, keep its plan and the ``refusal``."""
         before = entry.step
         if before.has_evictions:
             self._steps.leave_arena()  # frees memory for planning
@@ -250,12 +252,13 @@ class PlanUpdater:
         self._steps.replace_plan(entry, replace(new_step, variant=before.variant, choice=before.choice))
 
     def _refusal_for_user(self, step: PlannedStep, error: Exception) -> BudgetError:
+        """Return the reason why planning failed, as an error about the budget that the user named."""
         if isinstance(error, BudgetError):
             return restate_for_budget(error, self._budget, step.budget)
         return BudgetError(f"no plan has room for an op that requests more memory than measured: {error}")
 
     def explain_refusal(self, entry: KnownStep, error: ArenaError) -> Exception:
-        """Return the refusal of a request as an error for the user."""
+        """Return the error that explains to the user why a memory request was refused."""
         runner = entry.runner
         if runner is None or runner.refused_request is None:
             return error

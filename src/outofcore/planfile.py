@@ -124,27 +124,12 @@ class PlanDocument(Struct):
 
 
 def write_plan(path: Path, file: PlanFile, keys: Sequence[int | str]) -> None:
-    """Write a plan file, by gzip if its name ends in ``.gz``; ``keys`` are the graph file's ids.
-
-    Raises:
-        InputError: the file cannot be written.
-
-    >>> import tempfile
-    >>> file = PlanFile(4096, Plan("auto", 4096, ()), Program((), ()), 0.5)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_plan(Path(folder) / "plan.json", file, keys=())
-    ...     read_plan(Path(folder) / "plan.json", keys=()) == file
-    True
-    """
+    """Write a plan file, by gzip for ``.gz``; ``keys``: the graph file's ids. ``InputError`` if that fails."""
     write_json(path, document_of(file, keys))
 
 
 def document_of(file: PlanFile, keys: Sequence[int | str]) -> PlanDocument:
-    """Return the JSON document of a plan; ``keys`` are the names of its storages.
-
-    >>> document_of(PlanFile(4096, Plan("auto", 4096, ()), Program((), ()), 0.5), keys=()).budget
-    4096
-    """
+    """Return the JSON document of a plan; ``keys`` are the graph file's ids of storages."""
     plan, program = file.plan, file.program
 
     def names_of(storages: Sequence[int]) -> tuple[int | str, ...]:
@@ -204,12 +189,7 @@ def read_plan(path: Path, keys: Sequence[int | str]) -> PlanFile:
 
 
 def plan_of(file: PlanDocument, keys: Sequence[int | str], path: Path) -> PlanFile:
-    """Return the plan of a document read from ``path``; raises ``GraphError`` like ``read_plan``.
-
-    >>> file = PlanFile(4096, Plan("auto", 4096, ()), Program((), ()), 0.5)
-    >>> plan_of(document_of(file, keys=()), (), Path("plan.json")) == file
-    True
-    """
+    """Return the plan of a document read from ``path``; raise ``GraphError`` like ``read_plan``."""
     numbers = {key: number for number, key in enumerate(keys)}
     plan, program = file.plan, file.program
 
@@ -220,7 +200,7 @@ def plan_of(file: PlanDocument, keys: Sequence[int | str], path: Path) -> PlanFi
             )
         return numbers[key]
 
-    def all_of(named: Sequence[int | str], place: str) -> tuple[int, ...]:
+    def numbers_of(named: Sequence[int | str], place: str) -> tuple[int, ...]:
         return tuple(number(key, f"{place}[{index}]") for index, key in enumerate(named))
 
     return PlanFile(
@@ -238,7 +218,7 @@ def plan_of(file: PlanDocument, keys: Sequence[int | str], path: Path) -> PlanFi
                 )
                 for index, d in enumerate(plan.decisions)
             ),
-            all_of(plan.staying, "$.plan.staying"),
+            numbers_of(plan.staying, "$.plan.staying"),
         ),
         Program(
             tuple(
@@ -258,13 +238,13 @@ def plan_of(file: PlanDocument, keys: Sequence[int | str], path: Path) -> PlanFi
                 for index, b in enumerate(program.blocks)
             ),
             program.arena_bytes,
-            all_of(program.results, "$.program.results"),
+            numbers_of(program.results, "$.program.results"),
             tuple(
                 Lodging(number(lodging.storage, f"$.program.lodgings[{index}].storage"), lodging.home)
                 for index, lodging in enumerate(program.lodgings)
             ),
-            all_of(program.staying, "$.program.staying"),
-            all_of(program.clean, "$.program.clean"),
+            numbers_of(program.staying, "$.program.staying"),
+            numbers_of(program.clean, "$.program.clean"),
         ),
         file.predicted_step_seconds,
     )

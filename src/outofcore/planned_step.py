@@ -132,7 +132,7 @@ def plan(
 
 
 def _plan_quickly(captured: Captured, costs: Costs, budget: int, policy: Policy) -> Planned | None:
-    """Return the plan of a quick search; None without one."""
+    """Return the plan of a quick search; None if the policy is quick itself, there is no home, or no plan is valid."""
     quick = quick_policy(policy)
     if quick is policy or not costs.homes:
         return None
@@ -143,21 +143,22 @@ def _plan_quickly(captured: Captured, costs: Costs, budget: int, policy: Policy)
 
 
 def _plan_fully(captured: Captured, costs: Costs, budget: int, policy: Policy) -> Planned:
+    """Return the first valid plan of a full search, or else of ``offload-all``."""
     graph = captured.graph
     plans = planning.plans_of_step(graph, costs, budget, policy, storage_describer(captured))
     return prove_plan(graph, costs, budget, chain(plans, _offload_all_plans(graph, costs, budget)))
 
 
 def job_of(step: PlannedStep, policy: Policy, measured: Sequence[Timeline]) -> PlanJob:
-    """Return the job of planning the step again with ``measured`` timelines of its plan."""
+    """Return the job of planning the step again, corrected by ``measured`` timelines of its plan."""
     running = RunningPlan(step.planned, tuple(measured), step.home_storages)
     return PlanJob(step.graph, step.costs, step.budget, policy, running)
 
 
 def with_answer(
-    step: PlannedStep, answer: PlanResult, seconds: float, stores: Sequence[HomeStore]
+    step: PlannedStep, answer: PlanResult, measured_seconds: float, stores: Sequence[HomeStore]
 ) -> PlannedStep | None:
-    """Return the step with the plan from the answer to its job; None without one, or if a home is full."""
+    """Return the step with the answer's plan; None without one, or if a home is full. The seconds are for the log."""
     reason = answer.reason
     if answer.planned is not None and answer.costs is not None:
         try:
@@ -166,14 +167,14 @@ def with_answer(
             reason = str(error)
         else:
             new_step = with_plan(step, answer.costs, answer.planned)
-            _log_times(step, new_step, seconds)
+            _log_times(step, new_step, measured_seconds)
             return new_step
     _log.warning("the plan is kept, although a new one was requested: %s", reason)
     return None
 
 
 def with_plan(step: PlannedStep, costs: Costs, planned: Planned) -> PlannedStep:
-    """Return the step with a new plan and new costs."""
+    """Return the step with a new, thoroughly searched plan, and the costs that it was made with."""
     profiles = tuple(replace(p, cost=cost) for p, cost in zip(step.profiles, costs.ops, strict=True))
     return replace(step, costs=costs, planned=planned, profiles=profiles, is_quick=False)
 
@@ -184,7 +185,7 @@ def plan_with_times(
     policy: Policy,
     stores: Sequence[HomeStore],
 ) -> PlannedStep | None:
-    """Return the step planned with the measured times of ops and copies; None without a plan."""
+    """Plan the step again with measured times of ops and copies; None if no plan is found, so the old one stays."""
     families = [op.family for op in step.graph.ops]
     costs = refine_costs(step.costs, step.planned.program, measured, step.home_storages, families)
     profiles = tuple(replace(p, cost=cost) for p, cost in zip(step.profiles, costs.ops, strict=True))
@@ -208,10 +209,7 @@ def _log_times(before: PlannedStep, after: PlannedStep, seconds: float) -> None:
 
 
 def select_grown_requests(step: PlannedStep, observed: Mapping[int, Requests]) -> dict[int, Requests]:
-    """Return the requests, by op, that need more scratch memory than planned.
-
-    The others fit into the op's workspace in another order. Needs only grow, so planning again comes to an end.
-    """
+    """Return the observed requests, by op, that need more scratch memory than the step's costs have."""
     ops = step.costs.ops
     return {op: requests for op, requests in observed.items() if requests.workspace_bytes > ops[op].workspace_bytes}
 
@@ -219,7 +217,7 @@ def select_grown_requests(step: PlannedStep, observed: Mapping[int, Requests]) -
 def with_new_requests(
     step: PlannedStep, requests: Mapping[int, Requests], first: Set[int] = frozenset()
 ) -> PlannedStep:
-    """Return the step with new requests in its costs; ops in ``first`` make them in the first run only."""
+    """Return the step with new requests, by op, in its costs; ops in ``first`` make them in the first run only."""
     profiles, ops = list(step.profiles), list(step.costs.ops)
     for index, observed in requests.items():
         cost, op = ops[index], step.graph.ops[index]
@@ -247,7 +245,7 @@ def plan_with_requests(
     policy: Policy,
     stores: Sequence[HomeStore],
 ) -> PlannedStep | None:
-    """Return the step planned with the observed requests of ops; None without a plan."""
+    """Plan the step again with the memory that ops requested, by op; None if no plan is found: the old one stays."""
     updated = with_new_requests(step, surprises)
     try:
         new_step = plan(updated.captured, updated.costs, updated.profiles, step.budget, policy, stores)
@@ -264,7 +262,7 @@ def plan_with_requests(
 
 
 def is_prediction_wrong(step: PlannedStep, measured: Sequence[Timeline]) -> bool:
-    """Return whether measured times differ enough from the prediction to plan again."""
+    """Return whether the plan evicts, and measured times differ from its prediction by more than 10 %."""
     return step.has_evictions and is_off(step.planned.timeline.step_seconds, measured)
 
 
@@ -290,11 +288,12 @@ def check_spill(graph: StepGraph, costs: Costs, planned: Planned, stores: Sequen
 
 
 def _offload_all_plans(graph: StepGraph, costs: Costs, budget: int) -> Iterator[Planned]:
+    """Yield the plan of ``offload-all``; raise its errors only when it is requested."""
     yield from planning.plans_of_step(graph, costs, budget, "offload-all")
 
 
 def _check_last_home(graph: StepGraph, costs: Costs, budget: int, policy: Policy, stores: Sequence[HomeStore]) -> None:
-    """Raise ``SpillError`` if only the last home is too small, for example because the disk is full."""
+    """Raise ``SpillError`` if a larger last home is all that a plan would need, as when the disk is full."""
     if not costs.homes or costs.homes[-1].bytes is None:
         return
     unlimited = replace(costs, homes=(*costs.homes[:-1], replace(costs.homes[-1], bytes=None)))

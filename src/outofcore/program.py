@@ -21,7 +21,7 @@ class Queue(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Start only after ``count`` instructions of a queue, or of a home's copy queue, have ended."""
+    """A condition to start: ``count`` instructions of a queue have ended; for copies, of the queue of one home."""
 
     queue: Queue
     count: int

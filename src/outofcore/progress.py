@@ -18,10 +18,7 @@ ProgressCallback = Callable[[str, int, int], None]
 
 
 def ignore_progress(stage: str, done: int, total: int) -> None:
-    """Ignore progress.
-
-    >>> silent("plan", 1, 4)
-    """
+    """Ignore progress."""
 
 
 @contextmanager
@@ -31,10 +28,6 @@ def show_progress(tell: ProgressCallback | None = None, *, show: bool | None = N
     Args:
         tell: user callback ``(stage, done, total)``; replaces the progress bar.
         show: whether to draw a bar on standard error. None: only on a terminal or in a notebook.
-
-    >>> with following(lambda stage, done, total: print(f"{stage}: {done} of {total}")) as tell:
-    ...     tell("plan", 1, 4)
-    plan: 1 of 4
     """
     if tell is not None:
         yield tell
@@ -93,6 +86,7 @@ _PAUSE_S = 0.25
 
 
 def _notebook_display() -> Callable[..., Any] | None:
+    """Return the display function of a notebook; None outside of a notebook."""
     # A running notebook has imported IPython already; importing it here would be slow.
     ipython: Any = sys.modules.get("IPython")
     shell: Any = None if ipython is None else getattr(ipython, "get_ipython", lambda: None)()

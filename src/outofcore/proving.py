@@ -21,9 +21,9 @@ _log = logging.getLogger("outofcore")
 
 
 def prove_plan(graph: StepGraph, costs: Costs, budget: int, candidates: Iterable[Planned]) -> Planned:
-    """Return the first valid candidate; ``budget`` is in bytes of the arena.
+    """Return the first plan that the validator accepts; ``budget`` is in bytes of the arena.
 
-    Raises ``BudgetError`` without candidates, ``ValidationError`` if all are invalid.
+    Raises ``ValidationError`` if all are invalid, ``BudgetError`` if ``candidates`` raises it first.
     """
     failures: list[str] = []
     plans = iter(candidates)
@@ -58,7 +58,7 @@ def prove_plan(graph: StepGraph, costs: Costs, budget: int, candidates: Iterable
 
 
 def _write_evidence(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> str:
-    """Write the graph and the plan to a file; return its name, or the reason for its absence."""
+    """Write the graph and the plan to a file; return its name, or text with the reason why that failed."""
     keys = GraphFile.of(graph, costs).keys
     try:
         with tempfile.TemporaryDirectory() as folder:

@@ -38,7 +38,7 @@ def is_off(predicted: float, timelines: Sequence[Timeline]) -> bool:
 
 
 def find_quiet_steps(costs: Costs, program: Program, timelines: Sequence[Timeline]) -> list[Timeline]:
-    """Return the quiet steps among consecutive whole steps; only the ratios of the op costs matter."""
+    """Return the quiet steps among consecutive whole steps; all op costs may be wrong by one factor."""
     paces = [pace(program, step_times(program, timeline, ()), costs.ops) for timeline in timelines]
     return [timeline for timeline, quiet in zip(timelines, mark_quiet_steps(paces), strict=True) if quiet]
 
@@ -52,7 +52,7 @@ def refine_costs(
 ) -> Costs:
     """Return the plan's costs with measured seconds of ops and measured bandwidth of copies.
 
-    ``moved`` are storages that were copied to a home and not to the caller's memory.
+    ``moved`` are storages that were copied to a home and not to the caller's memory; ``families``: of each op.
     """
     quiet_timelines = find_quiet_steps(costs, program, timelines)
     names = [families[op] if families and families[op] else f"#{op}" for op in range(len(costs.ops))]
@@ -92,6 +92,7 @@ class _Family:
 
 
 def _op_seconds(costs: Costs, program: Program, times: Sequence[StepTimes], names: Sequence[str]) -> list[float]:
+    """Return the seconds of each op: the median of its family, or its own if that clearly differs."""
     families: dict[str, _Family] = {}
     by_op: dict[int, list[float]] = {}  # by op, including its recomputations
     for index, instruction in enumerate(program.instructions):
@@ -113,7 +114,7 @@ def _op_seconds(costs: Costs, program: Program, times: Sequence[StepTimes], name
 def _derive_slowdown(
     homes: tuple[Home, ...], program: Program, times: Sequence[StepTimes], names: Sequence[str]
 ) -> tuple[Home, ...]:
-    """Derive ``compute_slowdown`` from steps with enough concurrent copies, all to one home."""
+    """Return the homes, with measured ``compute_slowdown`` if enough copies ran with ops, all at one home."""
     used = {i.home for i in program.instructions if isinstance(i, CopyOut | CopyIn)}
     if len(used) != 1 or not times:
         return homes
@@ -146,6 +147,7 @@ def _derive_slowdown(
 
 
 def _weighted_median(weighted: Sequence[tuple[float, float]]) -> float:
+    """Return the median of values, given as pairs with their weights; 0 without values."""
     half, below = sum(weight for _, weight in weighted) / 2, 0.0
     for value, weight in sorted(weighted):
         below += weight
@@ -162,6 +164,7 @@ class _Traffic:
 
 
 def _rate(home: Home, traffic: _Traffic | None, fallback: float) -> float:
+    """Return the measured bytes per second of copies; ``fallback`` if they copied too little."""
     if traffic is None or traffic.bytes < _MIN_TRAFFIC_BYTES:
         return fallback
     # At least half of the time counts as transfer, since the measured latency may be too high.

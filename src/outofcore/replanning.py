@@ -46,6 +46,8 @@ _DRIFT_INTERVAL, _MAX_DRIFT = 12, 0.1
 
 
 class WatchPhase(Enum):
+    """The phase of a plan that is compared with its steps; see the table above."""
+
     MEASURING = "measuring"
     WAITING = "waiting"
     STEADY = "settled"
@@ -108,7 +110,7 @@ class PlanWatch:
     # Events
 
     def record_step(self, program: Program, timeline: Timeline) -> PlanWatch:
-        """Record a step other than the first of its program."""
+        """Record a step other than the first of its program; decide whether a better plan is wanted."""
         seconds = timeline.step_seconds
         now = replace(self, steps=self.steps + 1)
         if self.phase is WatchPhase.STEADY:
@@ -140,13 +142,13 @@ class PlanWatch:
         )
 
     def keep_plan(self, predicted: float | None = None) -> PlanWatch:
-        """Record that no plan is better; ``predicted`` is a new prediction of the current one."""
+        """Record that the plan stays; ``predicted``: its new predicted seconds, if they are corrected."""
         return replace(
             self, predicted_seconds=self.predicted_seconds if predicted is None else predicted
         )._enter_steady()
 
     def record_exchange(self, predicted: float, seconds: float) -> PlanWatch:
-        """Record that another plan has replaced this one, for which training stood still for ``seconds``."""
+        """Record that a plan of ``predicted`` seconds replaced this one, which stopped training for ``seconds``."""
         now = replace(
             self,
             predicted_seconds=predicted,
@@ -160,6 +162,7 @@ class PlanWatch:
         return replace(self, phase=WatchPhase.STEADY, is_quick=False, is_plan_wanted=False, measured=(), recent=())
 
     def _check_drift(self, seconds: float) -> PlanWatch:
+        """Record a step time; after twelve, return to MEASURING if they have drifted and planning is affordable."""
         recent = (*self.recent, seconds)
         if len(recent) < _DRIFT_INTERVAL:
             return replace(self, recent=recent)

@@ -118,7 +118,7 @@ class Session:
         return len({signature._replace(capture=0) for signature in self.steps.by_signature})
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], on_progress: ProgressCallback | None) -> Any:
-        """Run one step; ``outcome`` is always up to date for an exception that may come."""
+        """Run one call by a plan or as an eager loop; ``outcome`` describes the model if it raises."""
         self.outcome = CallOutcome.UNCHANGED
         if self._peers is not None:
             self._peers.check()
@@ -178,7 +178,10 @@ class Session:
         on_progress: ProgressCallback | None,
         change: str,
     ) -> KnownStep:
-        """Return the planned step for a call, planned now if this or another process lacks it."""
+        """Return the planned step for a call, planned now if this or another process lacks it.
+
+        ``change`` describes a Python value, read by the step, that has changed; empty: only inputs may have changed.
+        """
         # Tensors that the user sees later must not be inference tensors.
         with torch.inference_mode(mode=False), DeferredSignals("the check for changes between steps"):
             self._adopt_changes(signature)
@@ -209,7 +212,7 @@ class Session:
         return entry
 
     def _record_reads(self, signature: Signature, entry: KnownStep) -> None:
-        """Record the values that a capture has read, and drop the references kept for that."""
+        """Record the Python values that a capture has read, to notice changes; forget the oldest captures."""
         reads = entry.step.captured.reads
         user = self._user
         roots = [("step", user.function)]
@@ -220,6 +223,7 @@ class Session:
         reads.clear()
 
     def _run_planned(self, entry: KnownStep, signature: Signature, leaves: Sequence[Any]) -> Any:
+        """Run a call by its plan; if an op needs more memory, undo the call, plan again and run it."""
         must_grow = entry.has_overflowed
         while True:
             self.updates.plan_for_surges(entry, must_grow=must_grow)
@@ -242,7 +246,7 @@ class Session:
             return result
 
     def _call_without_plan(self, refusal: BudgetError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call that fits no plan any more as an eager loop, or raise ``refusal``."""
+        """Run a call that fits no plan any more as an eager loop; raise ``refusal`` if that is impossible."""
         alone = not self.home.shared and self._joined_peers is None
         if self._loop is None or not alone or self._dynamic is False:
             raise refusal
@@ -261,6 +265,7 @@ class Session:
 
     @property
     def _may_run_eagerly(self) -> bool:
+        """Whether calls may switch to an eager loop that the user has not asked for."""
         return (
             self._dynamic is None
             and self._loop is not None
@@ -279,7 +284,7 @@ class Session:
         )
 
     def _call_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
-        """Run a call as an eager loop for this ``reason``; ``_NoEagerLoopError`` if that is impossible."""
+        """Run a call as an eager loop for ``reason`` (empty: as before); ``_NoEagerLoopError`` if impossible."""
         self.why_followed = reason or self.why_followed
         try:
             eager_calls = self._switch_to_eager()
@@ -295,7 +300,7 @@ class Session:
         return result
 
     def _switch_to_eager(self) -> BudgetedCalls:
-        """Move from the arena to the eager loop, tensor by tensor so that memory stays within the budget."""
+        """Return the eager loop, made at the first call; move tensors to it one by one, within the budget."""
         if self.eager_calls is None:
             if self._loop is None:
                 raise RuntimeError("a step without an eager loop switched to it; please report it")
@@ -320,7 +325,7 @@ class Session:
     # Between steps
 
     def _adopt_changes(self, signature: Signature) -> None:
-        """Adopt changes by other steps and the user since the last call, before tensors move."""
+        """Adopt tensors that other steps and the user have replaced since the last call; forget outdated plans."""
         if self.home.occupy(self, self._on_release) and not self.keeper.reclaim():
             self._discard_captures()
         is_other_structure = self._signature is not None and signature.structure != self._signature.structure
@@ -334,7 +339,7 @@ class Session:
             self.forget_plans()
 
     def refresh(self, *, leaving: bool = False) -> None:
-        """Adopt tensors that the user has assigned; with ``leaving``, leave them where they are."""
+        """Adopt tensors that the user has assigned (``leaving``: in place), or forget all plans if they do not fit."""
         changed = self.keeper.adopt_replacements(leaving=leaving)
         if changed is None:
             self._discard_captures()
@@ -342,11 +347,12 @@ class Session:
             _log.info("new tensors adopted for %s", ", ".join(changed))
 
     def _discard_captures(self) -> None:
+        """Forget all plans, since the memory layout or the sharing of tensors has changed."""
         _log.info("all plans are forgotten: the memory layout or sharing of tensors has changed")
         self.forget_plans()
 
     def forget_plans(self) -> None:
-        """Capture and plan again at the next call."""
+        """Forget all plans and all records of tensors; the next call captures and plans again."""
         self.keeper.release_replacements()
         self.steps.leave_program()
         self.keeper.forget_all()
@@ -368,15 +374,13 @@ class Session:
             self.keeper.release_slots()
 
     def close(self, *, whole: bool = True) -> None:
-        """Move the model to ordinary memory, or leave it at a shared home; free all else.
-
-        With ``whole``, a sharded model is gathered.
-        """
+        """Move the model to ordinary memory, or leave it at a shared home; with ``whole``, gather its shards."""
         self._close()
         if whole and self._peers is not None:
             self._peers.gather()
 
     def _close(self) -> None:
+        """Move the model of this process to where it stays, and free all else even if that fails."""
         self.updates.background.close()
         self.engine.close()
         try:
@@ -433,7 +437,7 @@ class Session:
             )
 
     def _run(self, entry: KnownStep, leaves: Sequence[Any]) -> Any:
-        """Run a planned step; if it raises, restore the model if possible, else mark the session torn."""
+        """Run a planned step; if it raises, undo it, else stop it like plain PyTorch, else mark the session torn."""
         runner = entry.runner
         if runner is None:
             raise RuntimeError("a step without a runner was activated; please report it")
@@ -457,9 +461,11 @@ class Session:
         return result
 
     def _may_stop(self, entry: KnownStep) -> bool:
+        """Return whether an interrupt may stop the running step: no update has begun."""
         return entry.runner is None or entry.runner.may_stop(self.engine)
 
     def _recover(self, action: str, recover: Callable[[Engine], bool], error: BaseException) -> bool:
+        """Return whether ``recover`` restored the model; note a failed copy in ``error``."""
         try:
             return recover(self.engine)
         except TransferError as another:
@@ -468,6 +474,6 @@ class Session:
 
 
 def versions() -> str:
-    """Return the versions and the thread count that measurements depend on."""
+    """Return the versions and the thread count that measurements depend on, as text."""
     library = library_version() or "(not installed)"
     return f"outofcore {library}, PyTorch {torch.__version__} with {torch.get_num_threads()} threads"

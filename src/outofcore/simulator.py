@@ -50,6 +50,7 @@ class _ForwardWaitError(Exception):
 
 
 def _times(graph: StepGraph, costs: Costs, program: Program, order: Iterable[int]) -> Timeline:
+    """Return the timeline without contention, for instructions in an ``order`` that their waits allow."""
     # Planners spend most of their time in this loop: it uses locals and identity tests, and hashes no enums.
     instructions, blocks, storages, homes = program.instructions, program.blocks, graph.storages, costs.homes
     op_costs = costs.ops
@@ -127,83 +128,85 @@ def _caller_storages(graph: StepGraph) -> frozenset[int]:
 
 
 def _missing_home_error(index: int, instruction: Instruction, storage: int | None) -> ValidationError:
+    """Return the error of a copy from or to a workspace, or of a storage without a home."""
     direction = "out of" if isinstance(instruction, CopyOut) else "into"
     if storage is None:
         return ValidationError(f"instruction {index} copies {direction} a workspace block, which belongs to no storage")
     return ValidationError(
         f"instruction {index} copies {direction} a block of storage {storage}, but the costs name no home for it; "
-        "add one to Costs.homes or keep everything on the device"
+        "add the instruction's home to Costs.homes, or keep the storage on the device"
     )
 
 
 def _runnable_order(program: Program) -> list[int]:
     """Return an order in which each instruction follows its waits and its predecessors on its queue."""
-    lines = _lanes(program)
-    done_counts = dict.fromkeys(lines, 0)
+    lanes = _lanes(program)
+    done_counts = dict.fromkeys(lanes, 0)
     order: list[int] = []
     moved = True
     while moved:
         moved = False
-        for queue, line in lines.items():
-            while done_counts[queue] < len(line):
-                index = line[done_counts[queue]]
+        for lane, indices in lanes.items():
+            while done_counts[lane] < len(indices):
+                index = indices[done_counts[lane]]
                 if any(
                     wait.count > done_counts.get((wait.queue, wait.home), 0)
                     for wait in program.instructions[index].waits
                 ):
                     break
                 order.append(index)
-                done_counts[queue] += 1
+                done_counts[lane] += 1
                 moved = True
     if len(order) < len(program.instructions):
-        raise ValidationError(f"the program deadlocks: {_blockers(program, lines, done_counts)}")
+        raise ValidationError(f"the program deadlocks: {_blockers(program, lanes, done_counts)}")
     return order
 
 
 def _lanes(program: Program) -> dict[tuple[Queue, int], list[int]]:
-    lines: dict[tuple[Queue, int], list[int]] = {(queue, 0): [] for queue in Queue}
+    """Return the indices of the instructions of each lane: a queue, or for copies, a queue of one home."""
+    lanes: dict[tuple[Queue, int], list[int]] = {(queue, 0): [] for queue in Queue}
     for index, instruction in enumerate(program.instructions):
-        lines.setdefault(lane_of(instruction), []).append(index)
-    return lines
+        lanes.setdefault(lane_of(instruction), []).append(index)
+    return lanes
 
 
 def _blockers(
-    program: Program, lines: dict[tuple[Queue, int], list[int]], done_counts: dict[tuple[Queue, int], int]
+    program: Program, lanes: dict[tuple[Queue, int], list[int]], done_counts: dict[tuple[Queue, int], int]
 ) -> str:
     """Describe the instruction at the head of each blocked queue and the instruction that it waits for."""
     parts: list[str] = []
-    for queue, line in lines.items():
-        if done_counts[queue] == len(line):
+    for lane, indices in lanes.items():
+        if done_counts[lane] == len(indices):
             continue
-        head = line[done_counts[queue]]
+        head = indices[done_counts[lane]]
         for wait in program.instructions[head].waits:
-            waited_line = lines.get((wait.queue, wait.home), [])
-            if wait.count > len(waited_line):
+            waited_indices = lanes.get((wait.queue, wait.home), [])
+            if wait.count > len(waited_indices):
                 parts.append(
-                    f"instruction {head} ({queue[0].value}) waits for {wait.count} instructions of {wait.queue.value}, "
-                    f"which has {len(waited_line)}"
+                    f"instruction {head} ({lane[0].value}) waits for {wait.count} instructions of {wait.queue.value}, "
+                    f"which has {len(waited_indices)}"
                 )
             elif wait.count > done_counts[wait.queue, wait.home]:
-                target = waited_line[wait.count - 1]
+                target = waited_indices[wait.count - 1]
                 parts.append(
-                    f"instruction {head} ({queue[0].value}) waits for instruction {target} ({wait.queue.value})"
+                    f"instruction {head} ({lane[0].value}) waits for instruction {target} ({wait.queue.value})"
                 )
     return "; ".join(parts)
 
 
 def stalls(program: Program, timeline: Timeline) -> list[Stall]:
     """Return the idle periods of the compute queue, attributed to the waits that ended last."""
-    lines = _lanes(program)
+    lanes = _lanes(program)
     result: list[Stall] = []
     free = 0.0
-    for index in lines[Queue.COMPUTE, 0]:
+    for index in lanes[Queue.COMPUTE, 0]:
         late = timeline.starts[index] - free
         if late > 0:
             cause, latest = None, free
             for wait in program.instructions[index].waits:
-                waited_line = lines.get((wait.queue, wait.home), [])
-                if 0 < wait.count <= len(waited_line):
-                    target = waited_line[wait.count - 1]
+                waited_indices = lanes.get((wait.queue, wait.home), [])
+                if 0 < wait.count <= len(waited_indices):
+                    target = waited_indices[wait.count - 1]
                     if timeline.ends[target] > latest:
                         cause, latest = target, timeline.ends[target]
             result.append(Stall(index, late, cause))
@@ -234,7 +237,7 @@ def resident_bytes(program: Program, timeline: Timeline) -> list[tuple[float, in
 
 
 def _stays(program: Program, timeline: Timeline) -> list[list[tuple[float, float]]]:
-    """Return the time spans in which each block holds its bytes; infinity: beyond the end of the step."""
+    """Return the time spans (at most two) in which each block holds bytes; infinity: beyond the step's end."""
     infinity = float("inf")
     # Two stays (begin, end) for each block; the first stay of a wrapping block is the one that starts the step.
     begins = [[infinity, infinity] for _ in program.blocks]
@@ -256,5 +259,5 @@ def _stays(program: Program, timeline: Timeline) -> list[list[tuple[float, float
 
 
 def _stay_of(block: Block, index: int) -> int:
-    """Return 1 if a wrapping block has been born again in this step before an instruction, else 0."""
+    """Return 1 if an instruction uses the second stay of a wrapping block, which wraps to the next step; else 0."""
     return int(block.wraps and index >= block.born and not block.born == block.dies == 0)

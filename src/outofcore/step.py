@@ -182,7 +182,7 @@ class Step(Generic[P, R]):
 
     @property
     def planned(self) -> Planned:
-        """The plan of the last planned call, with program and timeline; ``StateError`` before that."""
+        """The plan of the last planned call, with program and timeline; ``StateError`` before the first one."""
         return self._last_planned_step("planned").planned
 
     @property
@@ -196,6 +196,7 @@ class Step(Generic[P, R]):
         return self._last_planned_step("profiled").costs
 
     def _last_planned_step(self, stage: str) -> PlannedStep:
+        """Return the step of the last planned call; ``StateError`` without one (``stage`` is part of its text)."""
         if self._session.steps.last_step is None:
             raise StateError(self._no_plan_message(f"it is {stage} at its first call"))
         return self._session.steps.last_step
@@ -227,6 +228,7 @@ class Step(Generic[P, R]):
         return measure_step(self.captured, self.planned, self.timeline, session.steps.off_plan)
 
     def _no_plan_message(self, otherwise: str) -> str:
+        """Return why there is no plan: calls ran as an eager loop, or the first call is yet to come (``otherwise``)."""
         followed = self._session.eager_calls
         if followed is None or followed.last is None:
             return f"the step was not called yet: {otherwise}"
@@ -359,7 +361,7 @@ class _Access:
 
     @contextlib.contextmanager
     def exclusive(self) -> Generator[None]:
-        """Hold the step for this thread; refuse other threads."""
+        """Hold the step for this thread and start its home; ``StateError`` if a thread holds the step already."""
         if not self._running.acquire(blocking=False):
             raise StateError("this step is running already; call it from one thread at a time")
         try:
@@ -370,6 +372,7 @@ class _Access:
             self._running.release()
 
     def check(self, torn: str = "") -> None:
+        """Raise ``StateError`` in a fork, if the step is closed, or if its model is half changed (``torn``: why)."""
         if not self.is_compiling_process:
             raise StateError(
                 f"this step belongs to process {self._process}, and this process ({os.getpid()}) is a fork of it, "

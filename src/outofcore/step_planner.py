@@ -36,10 +36,10 @@ Recapture = Callable[..., Captured]
 
 
 class StepPlanner:
-    """The planner of one user's step; it changes no tensor of the user.
+    """The planner of a user's step: captures, measures and plans it. It changes no tensor of the user.
 
     Attributes:
-        links: the measured homes.
+        links: the homes with their measured links; empty: not measured yet.
         is_ahead: whether no call waits for the plan, so that a full search is affordable.
     """
 
@@ -79,7 +79,7 @@ class StepPlanner:
         return traced, capture_and_split_sums(capture_and_fuse(capture, kernels), is_on=is_close)
 
     def plan_alone(self, traced: Captured, recapture: Recapture, alternatives: Sequence[PlannedStep]) -> PlannedStep:
-        """Plan a step that this process runs alone; reuse the plan of an alternative if only numbers differ."""
+        """Plan a step that this process runs alone; reuse an alternative's plan if only Python numbers differ."""
         for similar in alternatives:
             captured = self.variants_of(traced).find_variant(similar.variant)
             if captured is not None and captured.can_share_plan(similar.captured):
@@ -90,7 +90,10 @@ class StepPlanner:
     def plan(
         self, traced: Captured, recapture: Recapture, groups: Mapping[int, GroupCost] | None = None
     ) -> PlannedStep:
-        """Measure and plan a step; ``groups`` are the costs of process groups that share the plan, by size."""
+        """Load the stored plan of a step, or measure and plan it.
+
+        ``groups`` are the costs of collectives by size of their process group; None: no other process shares the plan.
+        """
         self.on_progress("capture the step", 1, 1)
         room = self.make_room(traced)
         # Processes replace a shared plan only once, so it gets a full search.
@@ -137,14 +140,14 @@ class StepPlanner:
         if not key:
             return step
         # Workspaces matter only if ops are split.
-        whole = step.variant.op_bytes is None
-        workspaces = {family: count for family, count in variants.workspaces.items() if count and not whole}
+        is_whole = step.variant.op_bytes is None
+        workspaces = {family: count for family, count in variants.workspaces.items() if count and not is_whole}
         choice = VariantChoice(key, step.variant, workspaces)
         self.plans.keep(choice, step.graph, step.costs, room, step.planned, is_quick=step.is_quick)
         return replace(step, choice=choice)
 
     def _load_stored_plan(self, key: str, variants: StepVariants, room: int, *, quickly: bool) -> PlannedStep | None:
-        """Return a step with its stored plan, proved; None without one, or if it is quick and not ``quickly``."""
+        """Return a step with its stored plan, proved; None without one. If not ``quickly``, refuse a quick one."""
 
         def use(stored: StoredPlan) -> PlannedStep | None:
             if stored.is_quick and not quickly:
@@ -193,7 +196,7 @@ class StepPlanner:
         return room_for_arena(traced, self.backend, self.budget)
 
     def variants_of(self, traced: Captured, recapture: Recapture | None = None) -> StepVariants:
-        """Return the variants of a step; without ``recapture``, of this call only."""
+        """Return the variants of a step; without ``recapture``, ``StepVariants.later`` may not be used."""
         capture_again = recapture or _refuse_recapture
         return StepVariants(traced, capture_again, self.backend, self.cache, self._split, self.stores[0].capacity)
 

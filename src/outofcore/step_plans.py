@@ -73,13 +73,13 @@ class StoredPlan:
 
 
 class StepPlans:
-    """A store of plans of compiled steps in a folder; None: no store."""
+    """Plans of compiled steps, stored in a folder; if the folder is None, they are not stored."""
 
     def __init__(self, folder: Path | None) -> None:
         self._store = PlanStore(folder, "plan", _FORMAT, _PlanRecord)
 
     def key(self, graph: StepGraph, policy: Policy, *facts: object) -> str:
-        """Return the key of a captured step; empty if its plan cannot be stored.
+        """Return the key under which a step's plan is stored; empty if it cannot be stored.
 
         ``facts`` are all other inputs of planning except costs, distinguished by ``repr``. The user's source lines are
         not part of the key.
@@ -92,7 +92,7 @@ class StepPlans:
         return key_of(_FORMAT, PLAN_FORMAT, graph.content(), policy, facts)
 
     def find(self, key: str, use: Callable[[StoredPlan], _Step]) -> _Step | None:
-        """Return the result of ``use`` for the stored plan; None without one, or if ``use`` refuses it."""
+        """Return the result of ``use`` for the stored plan; None without one. If ``use`` raises, delete the plan."""
 
         def check(file: _PlanRecord, path: Path) -> _Step:
             choice = VariantChoice(key, file.variant, file.workspaces)

@@ -52,7 +52,7 @@ class StepState:
             self._user.shards.raise_any_error(error, "load the checkpoint")
 
     def _mark_torn(self, _: object, error: BaseException | None, __: object) -> None:
-        """Mark the session torn after a load that failed in any process, unless it was refused beforehand."""
+        """Mark the session torn if a load failed in any process after it may have changed tensors."""
         if error is not None and not isinstance(error, InputError):
             self._session.torn = f"{type(error).__name__}: {error}"
 
@@ -65,11 +65,12 @@ class StepState:
         }
 
     def check_counts(self, state: dict[str, Any]) -> None:
+        """Raise ``InputError`` if a state has other numbers of models or optimizers than the step."""
         models, optimizers = self._user.models, self._user.optimizers
         if (len(state["models"]), len(state["optimizers"])) != (len(models), len(optimizers)):
             raise InputError(
                 f"the state has {len(state['models'])} models and {len(state['optimizers'])} optimizers, but the "
-                f"step has {len(models)} and {len(optimizers)}"
+                f"step has {len(models)} and {len(optimizers)}; pass the state_dict() of the same step"
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -83,6 +84,7 @@ class StepState:
         self._session.torn = ""
 
     def _check_whole(self, call: str) -> None:
+        """Raise ``StateError`` if the model is sharded."""
         shards = self._user.shards
         if shards is not None and shards.is_sharded:
             raise StateError(
@@ -92,7 +94,7 @@ class StepState:
 
     @contextmanager
     def _forget_plans_if_state_is_lost(self) -> Generator[None]:
-        """Forget all plans if an optimizer loses its state: only a first step has memory to create it."""
+        """Forget all plans if an optimizer loses its state in this block: later plans have no room to create it."""
         optimizers = self._user.optimizers
         had_state = [bool(optimizer.state) for optimizer in optimizers]
         yield

@@ -116,6 +116,7 @@ class StepVariants:
         return captured
 
     def _make(self, variant: Variant) -> Captured | None:
+        """Return the step rewritten as a variant; None if no op can be split so."""
         if variant.op_bytes is not None:
             split = self._split(variant.op_bytes, variant.room)
             captured = None if split is None else rewrite_for_lowest_memory(split)
@@ -128,7 +129,7 @@ class StepVariants:
         return captured if captured is None or self.backend is None else captured.align_to(self.backend.alignment)
 
     def _split(self, op_bytes: int, room: int) -> Captured | None:
-        """Split ops, and exclude splits that fail the exactness check."""
+        """Return the step with split ops, without splits that fail the exactness check; None if no split is left."""
         refused: frozenset[str] = frozenset()
         while True:
             split = split_step(
@@ -147,6 +148,7 @@ class StepVariants:
             refused |= mismatched
 
     def _mismatches(self, split: SplitStep, room: int) -> frozenset[str]:
+        """Return the splits with results that are not bit-identical to the results of whole ops."""
         if self.backend is None:
             return frozenset()
         if self.backend.driver is None:
@@ -154,7 +156,7 @@ class StepVariants:
         return find_mismatches(split.checks, split.values, self.backend, room, self.cache)
 
     def profiles(self, variant: Variant, *, timed: bool, advance: Advance | None = None) -> tuple[OpProfile, ...]:
-        """Return the profiles of a variant's ops, each family measured once; with ``timed``, also in seconds."""
+        """Return the profiles of a variant's ops, each family measured once; ``timed``: with seconds."""
         captured = self.get_variant(variant)
         keys = [
             (op.family, call.rehearse_first is not None)
@@ -172,7 +174,7 @@ class StepVariants:
         return profiles
 
     def costs(self, variant: Variant, *, timed: bool = False, advance: Advance | None = None) -> Costs:
-        """Return the costs of a variant's ops, with a home of unknown kind; see ``profiles``."""
+        """Return the costs of a variant's ops, measured where needed (``timed``: with seconds), and a dummy home."""
         if self.backend is None:
             return Costs((OpCost(0.0),) * len(self.get_variant(variant).calls), (SOMEWHERE,))
         profiles = self.profiles(variant, timed=timed, advance=advance)
@@ -230,7 +232,7 @@ class VariantPlans:
         return None if planned is None else replace(planned, variant=variant)
 
     def later_refusal(self, variant: Variant, first: BudgetError | None = None) -> BudgetError | None:
-        """Return the refusal of later calls in a variant, or ``first`` if that needs more; None if they fit."""
+        """Return the error of later calls that do not fit in a variant, else ``first``, that of the first call."""
         later = self.step.later if self.repeats else None
         if later is None:
             return first

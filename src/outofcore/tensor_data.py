@@ -32,4 +32,5 @@ def swap(first: torch.Tensor, second: torch.Tensor) -> None:
 
 
 def is_in_host_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is on the CPU, with strides (not sparse)."""
     return tensor.device.type == "cpu" and tensor.layout is torch.strided

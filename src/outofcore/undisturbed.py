@@ -67,11 +67,12 @@ def step_times(program: Program, timeline: Timeline, homes: Sequence[Home]) -> S
 
 
 def is_quiet(copies: float) -> bool:
+    """Return whether concurrent copies of an op, on average, are at most 2 % of one copy."""
     return copies <= _QUIET_COPIES
 
 
 def pace(program: Program, times: StepTimes, ops: Sequence[OpCost]) -> float:
-    """Return the ratio of the seconds that the ops of a step took to the seconds of their costs."""
+    """Return the ratio of the measured seconds of a step's ops to the seconds of their costs; 1 without ops."""
     took = expected = 0.0
     for index, instruction in enumerate(program.instructions):
         if isinstance(instruction, Run) and not instruction.communicates:
@@ -81,7 +82,7 @@ def pace(program: Program, times: StepTimes, ops: Sequence[OpCost]) -> float:
 
 
 def mark_quiet_steps(paces: Sequence[float]) -> list[bool]:
-    """Return for each of some consecutive steps of one program whether it is quiet."""
+    """Return whether each step of one program, given by its pace, is quiet: within 6 % of the lowest pace."""
     lowest = min(paces, default=0.0)
     return [value <= lowest * DISTURBED for value in paces]
 
@@ -114,9 +115,11 @@ class _Spans:
             self._before.append(self._before[-1] + end - begin)
 
     def within(self, start: float, end: float) -> float:
+        """Return the seconds of these spans between two times."""
         return self._until(end) - self._until(start)
 
     def _until(self, time: float) -> float:
+        """Return the seconds of these spans up to a time."""
         at = bisect_right(self._starts, time) - 1
         if at < 0:
             return 0.0
@@ -125,6 +128,7 @@ class _Spans:
 
 
 def _intersect_spans(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the spans that two lists of disjoint, ascending spans share."""
     shared: list[tuple[float, float]] = []
     i = j = 0
     while i < len(first) and j < len(second):

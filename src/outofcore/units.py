@@ -70,10 +70,9 @@ def parse_bytes(text: object) -> int:
 
 
 def share_of(text: object) -> float | None:
-    """Parse a share of the available memory, such as ``"70%"``; return None for other values.
+    """Parse a share of the available memory, such as ``"70%"``; return None for values that are no percentage.
 
-    Raises:
-        UnitError: the share is not above 0 % and at most 100 %.
+    Raises ``UnitError`` for shares outside of 0 % to 100 %, and for 0 %.
 
     >>> share_of("70%"), share_of("6GiB")
     (0.7, None)
@@ -104,11 +103,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a duration with three significant digits in a suitable unit.
-
-    >>> format_seconds(0.0012), format_seconds(90)
-    ('1.20 ms', '90.0 s')
-    """
+    """Format a duration with three significant digits in a suitable unit, such as "1.20 ms"."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= factor:
             value = seconds / factor
@@ -118,9 +113,5 @@ def format_seconds(seconds: float) -> str:
 
 
 def round_up(count: int, multiple: int) -> int:
-    """Round ``count`` up to a multiple of ``multiple``.
-
-    >>> round_up(5000, 4096)
-    8192
-    """
+    """Round ``count`` up to a multiple of ``multiple``."""
     return -(-count // multiple) * multiple

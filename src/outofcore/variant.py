@@ -122,7 +122,7 @@ class VariantPlanner(VariantSizes, Protocol[P_co]):
 
     @property
     def added_bytes(self) -> int:
-        """The bytes at the start of later calls but not of the first."""
+        """The bytes of gradients at the start of later calls but not of the first."""
         ...
 
     def has(self, variant: Variant) -> bool:
@@ -134,7 +134,7 @@ class VariantPlanner(VariantSizes, Protocol[P_co]):
         ...
 
     def later_refusal(self, variant: Variant, first: BudgetError | None = None) -> BudgetError | None:
-        """Return the refusal of later calls in a variant, or ``first`` if that needs more; None if they fit."""
+        """Return the error of later calls that do not fit in a variant, else ``first``, that of the first call."""
         ...
 
 
@@ -212,7 +212,7 @@ def finest_split(step: VariantSizes, whole_bytes: int) -> tuple[Variant, int] | 
 
 
 def op_sizes(need: int) -> Iterator[int]:
-    """Yield the op sizes above which ops are split: halvings of the need of the largest op."""
+    """Yield the sizes above which ops are split: halvings of ``need`` bytes, down to 1 MiB."""
     for halving in range(1, _MAX_HALVINGS + 1):
         op_bytes = need >> halving
         if op_bytes < MIN_OP_BYTES:
@@ -221,7 +221,7 @@ def op_sizes(need: int) -> Iterator[int]:
 
 
 def _split_for_speed(step: VariantPlanner[P], planned: P, room: int) -> P:
-    """Return the step with split ops if it waits much for copies and is predicted to be faster split."""
+    """Return the step planned with split ops if it is predicted to be clearly faster so, else ``planned``."""
     variant = planned.variant
     slowdown = planned.seconds / max(planned.costs.compute_seconds, 1e-9)
     if not step.may_split or variant.op_bytes is not None or variant.form is Form.FUSED:
@@ -242,7 +242,7 @@ def _split_for_speed(step: VariantPlanner[P], planned: P, room: int) -> P:
 
 
 def _refuse_later_calls(step: VariantPlanner[P], planned: P, room: int) -> BudgetError | None:
-    """Return why later calls will not fit into ``room``; None if they fit.
+    """Return the error of later calls that do not fit into ``room``; None if they fit.
 
     They keep the split of this plan. Without one they may use the lowest-memory variant or any split.
     """
@@ -262,6 +262,6 @@ def _refuse_later_calls(step: VariantPlanner[P], planned: P, room: int) -> Budge
 
 
 def _smallest_refusal(refusals: Refusals) -> tuple[Variant, BudgetError]:
-    """Return the refusal with the smallest budget among the lowest-memory forms."""
+    """Return the refused variant of the lowest-memory form with the smallest budget in its error, and that error."""
     lowest = [refusal for refusal in refusals if refusal[0].form is Form.LOWEST_MEMORY]
     return min(lowest, key=lambda refusal: refusal[1].smallest_budget or 0)
