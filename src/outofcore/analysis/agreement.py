@@ -19,11 +19,9 @@ _PASSES = 3
 
 @dataclass(frozen=True, slots=True)
 class SplitUses:
-    """The storages that an op accesses under one of its splits.
+    """The storages that an op accesses under one of its splits."""
 
-    ``cells`` has a storage, an axis or ``WHOLE``, and the bytes that are copied if its cells are along another axis.
-    """
-
+    # Each: a storage, an axis or ``WHOLE``, and the bytes that are copied if the storage's cells are along another axis.
     cells: tuple[tuple[int, int, int], ...]
     copied: int = 0  # bytes that are always copied
 
@@ -31,18 +29,13 @@ class SplitUses:
 def choose_splits(
     uses: Mapping[int, Sequence[SplitUses]], unsplit_bytes: Mapping[int, int], flexible: Set[int], single: Set[int]
 ) -> dict[int, int]:
-    """Choose a split for each op so that few bytes are copied; return its index by op.
+    """Choose a split for each op so that few bytes are copied; return by op the index of its split in ``uses``.
 
     Args:
-        uses: the accesses of each split by op; of equal splits the first is chosen.
+        uses: by op, the accesses of each of its splits; of equally good splits the first is chosen.
         unsplit_bytes: by storage, the bytes that unsplit ops access.
         flexible: ops that can be split along most axes; neighbours among them are also changed together.
-        single: storages with cells along one axis only; others have cells along every axis in use.
-
-    >>> rows = Uses(((7, 0, 100),))
-    >>> either = [Uses(((7, 1, 100), (8, 1, 100))), Uses(((7, 0, 100), (8, 0, 100)))]
-    >>> agreed({1: [rows], 2: either}, {}, set(), {7, 8})
-    {1: 0, 2: 1}
+        single: storages that get cells along one axis only; others get cells along every axis in use.
     """
     agreement = _SplitSearch(uses, unsplit_bytes, single)
     groups = [*agreement.group_neighbours(flexible), *agreement.group_neighbours(uses.keys())]
@@ -54,7 +47,7 @@ def choose_splits(
 
 
 class _SplitSearch:
-    """The chosen splits, with the bytes that are accessed along each axis of each storage."""
+    """A search for splits: the chosen ones, and the bytes accessed along each axis of each storage."""
 
     def __init__(
         self, uses: Mapping[int, Sequence[SplitUses]], unsplit_bytes: Mapping[int, int], single: Set[int]
@@ -85,6 +78,7 @@ class _SplitSearch:
             self._count(op, self.chosen.pop(op), -1)
 
     def _count(self, op: int, place: int, sign: int) -> None:
+        """Add (``sign`` 1) or subtract (-1) the bytes that an op accesses under a split."""
         for storage, axis, count in self._uses[op][place].cells:
             looked = self._accessed[storage]
             looked[axis] = looked.get(axis, 0) + sign * count
@@ -103,6 +97,7 @@ class _SplitSearch:
         return sum(self._uses[op][self.chosen[op]].copied for op in ops) + sum(map(self._copied_bytes, storages))
 
     def _best_split(self, op: int) -> int:
+        """Return the index of the split with which the fewest bytes are copied; leave the op without a split."""
         costs: list[int] = []
         for place in range(len(self._uses[op])):
             self._assign(op, place)
@@ -111,7 +106,7 @@ class _SplitSearch:
         return costs.index(min(costs))
 
     def _improve(self, ops: Iterable[int]) -> dict[int, int]:
-        """Change ops and their neighbours one at a time while this saves bytes; return the former splits."""
+        """Change ops and their neighbours one by one while this saves bytes; return the former splits of changed ones."""
         before: dict[int, int] = {}
         queue = deque(ops)
         waiting = set(queue)
@@ -133,6 +128,7 @@ class _SplitSearch:
         return {neighbour for storage in self._touched[op] for neighbour in self._users[storage]} - {op}
 
     def group_neighbours(self, ops: Iterable[int]) -> list[list[int]]:
+        """Return the groups of ops that are connected by common storages."""
         remaining = set(ops)
         groups: list[list[int]] = []
         while remaining:
@@ -146,12 +142,13 @@ class _SplitSearch:
         return groups
 
     def change_group(self, group: Sequence[int]) -> bool:
-        """Change a group together to each axis that saves bytes; return whether any did."""
+        """Split a whole group along each axis for which this saves bytes, in turn; return whether any did."""
         axes = sorted({axis for op in group for split in self._uses[op] for _, axis, _ in split.cells if axis != WHOLE})
         changed = [axis for axis in axes if self._change_group_to(axis, group)]
         return bool(changed)
 
     def _change_group_to(self, axis: int, group: Sequence[int]) -> bool:
+        """Split a group along an axis and adapt its neighbours, or change nothing unless this saves bytes."""
         changed: dict[int, int] = {}
         for op in group:
             along = [place for place, split in enumerate(self._uses[op]) if any(a == axis for _, a, _ in split.cells)]

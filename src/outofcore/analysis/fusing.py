@@ -46,7 +46,7 @@ def ops_to_fuse(
     Args:
         graph: the step.
         fusible: ops that a compiler can fuse: without random numbers, collectives and side effects.
-        alone: fusible ops that are compiled even without others.
+        alone: fusible ops that are compiled even without others, if they touch a storage of ``min_bytes`` or more.
         scratch: known scratch bytes by op.
         min_bytes: minimum size of a storage for which its writer and reader are fused.
         max_ops: maximum number of ops in a group.
@@ -76,6 +76,7 @@ class _FusionSearch:
                 self.writes[storage].append(op.id)
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Return all groups, also of single ops, in the order of their last ops."""
         of: dict[int, _Group] = {}  # by op
         last_write: dict[int, int] = {}
         since: dict[int, list[int]] = {}  # ops that read a storage since its last write
@@ -127,7 +128,7 @@ class _FusionSearch:
         return sum(storages[s].bytes for s in shared)
 
     def _is_held(self, storage: int, op: Op) -> bool:
-        """Return whether a storage's contents after an op before the peak are used beyond the peak."""
+        """Return whether contents of a large storage, live at an op before the peak, are used beyond the peak."""
         graph = self.graph
         if op.id > self.peak or graph.storages[storage].bytes < self.min_bytes or storage in op.mutates:
             return False

@@ -5,15 +5,11 @@ on random numbers, whole against parts, and the verdict is cached.
 
 A whole op beyond the budget is tried in a separate process, if the machine has twice the memory free. Otherwise two
 ranges within the budget are tried, one at each end of the axis. That proves less: of 234 splits without a mismatch on
-half of an op, 8 had one on the whole op (convolutions of a ResNet-50). If not even a quarter of the op fits, the split
-is dropped.
+half of an op, 8 had one on the whole op. If not even a quarter of the op fits, the split is dropped.
 
 Vectorized elementwise kernels may round the last elements of a range differently, and elements with gaps in memory. So
-all elements are also computed in small pieces. An affected operator is split only where no elements remain and no gaps
-occur.
-
-Limits: a kernel that rounds differently only for rare numbers is not detected. Separate trial processes have not run on
-a GPU yet.
+such operators are also tried on small pieces. Limits: a kernel that rounds differently only for rare numbers is not
+detected. Separate trial processes have not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -126,7 +122,7 @@ def find_mismatches(
 
 @dataclass
 class _Verdicts:
-    """Verdicts: ``cached`` and ``new`` by cache key, ``holds`` by the keys of completed checks."""
+    """Verdicts, True without a mismatch: ``cached`` and ``new`` by cache key, ``holds`` by key of a completed check."""
 
     values: Sequence[Value]
     device: torch.device
@@ -138,7 +134,7 @@ class _Verdicts:
         return isinstance(self.cached.get(_key(check, (_whole_range(check),))), bool)
 
     def run_here(self, check: ExactnessCheck, ranges: Sequence[TrialRange]) -> None:
-        """Run a check in this process unless there is a verdict on these ranges."""
+        """Run a check in this process unless its verdict is cached; if memory runs out, count it as a mismatch."""
         key = _key(check, ranges)
         verdict = self.cached.get(key)
         if not isinstance(verdict, bool):
@@ -193,6 +189,7 @@ def _run_in_process(checks: Sequence[ExactnessCheck], values: Sequence[Value], d
 
 
 def _run_trial_process(work: bytes) -> tuple[list[bytes], int]:
+    """Run ``serve`` in a process; return its verdicts so far and its exit status."""
     with tempfile.TemporaryFile() as output:
         helper = start_process(f"{__name__}:serve", work, output)
         try:
@@ -273,7 +270,7 @@ def _bounds(parts: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def _needed_bytes(check: ExactnessCheck, values: Sequence[Value], low: int, high: int, part: int) -> int:
-    """Return the bytes of a range, a copy of its in-place arguments, and a part of length ``part``."""
+    """Return the bytes that a trial needs: a range, a copy of its in-place arguments, and the longest part."""
     func, names = _operator(check.call), _argument_values(check.call, values)
     written = written_arguments(func, arguments_by_name(func, check.call.args, check.call.kwargs))
     changed = {name for name in names if name[0] in written}
@@ -319,7 +316,7 @@ def _operator(call: Call) -> Any:
 def _run_check(
     check: ExactnessCheck, values: Sequence[Value], device: torch.device, ranges: Sequence[TrialRange]
 ) -> bool | None:
-    """Return whether the parts match the whole on the given ranges; None if memory ran out."""
+    """Return whether the parts match the whole on all ranges; False if the op fails, None if memory runs out."""
     if not ranges:
         return False
     with CAPTURE_LOCK, internals.below_autograd():
@@ -386,7 +383,7 @@ Rounds = Callable[[Call, Mapping[ArgumentName, Value], torch.device], bool]
 def _rounds_unevenly(
     check: ExactnessCheck, tensors: Mapping[ArgumentName, Value], device: torch.device, rounds: Rounds
 ) -> bool:
-    """Return whether an elementwise operator rounds some elements differently, by the test ``rounds``."""
+    """Return whether ``rounds`` finds elements that an elementwise operator rounds differently; remember it."""
     call, func = check.call, _operator(check.call)
     kinds = ", ".join(f"{name}: {value.dtype} {prod(value.shape) > 1}" for name, value in tensors.items())
     constants = [item for item in (*call.args, *call.kwargs.values()) if not isinstance(item, Ref | list | tuple)]
@@ -400,12 +397,14 @@ _uneven: dict[str, bool] = {}
 
 
 def _rounds_gaps_differently(call: Call, tensors: Mapping[ArgumentName, Value], device: torch.device) -> bool:
+    """Return whether an operator rounds elements differently if there are gaps between them."""
     long, run = _make_long_arguments(call, tensors, device)
     gaps = {n: torch.stack([t, t], dim=-1)[:, 0] if t.numel() > 1 else t.clone() for n, t in long.items()}
     return not _have_same_bits(run({name: tensor.clone() for name, tensor in long.items()}), run(gaps))
 
 
 def _rounds_scraps_differently(call: Call, tensors: Mapping[ArgumentName, Value], device: torch.device) -> bool:
+    """Return whether an operator rounds elements differently in small pieces."""
     long, run = _make_long_arguments(call, tensors, device)
     whole = run({name: tensor.clone() for name, tensor in long.items()})
     for start in range(0, _ALL_SCRAP_ELEMENTS, _SCRAP_ELEMENTS):
@@ -463,6 +462,7 @@ class ExactnessTrial:
         )
 
     def _make_argument(self, name: ArgumentName, value: Value) -> torch.Tensor:
+        """Make a random argument with the layout of a value, or of its slice that belongs to the range."""
         cut = self.split.argument_cuts.get(name)
         shape, stride = value.shape, value.stride
         if cut is not None and not self.is_whole:
@@ -489,6 +489,7 @@ class ExactnessTrial:
         settle: bool = True,
         call: Call | None = None,
     ) -> dict[str, Any]:
+        """Return the arguments by name; with ``settle`` adjust constants to the part ``low:high``."""
         call = call or self.claim.call
         named = with_tensors(arguments_by_name(self.func, call.args, call.kwargs), tensors)
         if settle and self.split.adjust is not None and not (self.is_whole and (low, high) == (self.low, self.high)):
@@ -498,7 +499,7 @@ class ExactnessTrial:
     def _run(
         self, tensors: Mapping[ArgumentName, torch.Tensor], low: int, high: int, call: Call | None = None
     ) -> tuple[list[Any], dict[ArgumentName, torch.Tensor]]:
-        """Run a part; return its results, and the arguments that it wrote in place."""
+        """Run the op on the part ``low:high``; return its results, and the arguments that it wrote in place."""
         named = self._named_arguments(tensors, low, high, call=call)
         args, kwargs = arrange_arguments(self.func, self.claim.call, named)
         written = written_arguments(self.func, named)
@@ -506,6 +507,7 @@ class ExactnessTrial:
         return internals.result_leaves(out), {name: t for name, t in tensors.items() if name[0] in written}
 
     def _part(self, name: ArgumentName, low: int, high: int) -> torch.Tensor:
+        """Copy an argument's slice for a part, with gathered strides if any; return unwritten whole arguments."""
         tensor, cut = self.arguments[name], self.split.argument_cuts.get(name)
         if name in self.claim.gathered_strides:
             return torch.empty_strided(
@@ -532,7 +534,7 @@ class ExactnessTrial:
         return result
 
     def is_equal(self, same: Same | None = None) -> bool:
-        """Return whether the parts equal the range, by ``same`` or to the bit."""
+        """Return whether the parts' results and written arguments equal the range's, by ``same`` or to the bit."""
         same = same or _have_same_bits
         written = written_arguments(self.func, self._named_arguments(self.arguments, self.low, self.high))
         # Only written arguments need a copy.
@@ -555,7 +557,7 @@ class ExactnessTrial:
         return True
 
     def _parts(self, low: int, high: int) -> Iterator[dict[ArgumentName, torch.Tensor]]:
-        """Yield the arguments of a part: in memory of their own, or in place, where the layout differs."""
+        """Yield the same arguments several times, each that may be misaligned or have gaps as a copy and as a view."""
         written = written_arguments(self.func, self._named_arguments(self.arguments, low, high))
         views: dict[ArgumentName, torch.Tensor] = {}
         for name, tensor in self.arguments.items():
@@ -577,6 +579,7 @@ class ExactnessTrial:
         return tensor.flatten(cut.dims[0], cut.dims[1] - 1) if self.is_whole else tensor
 
     def _slice(self, tensor: torch.Tensor, cut: Cut | None, low: int, high: int) -> torch.Tensor:
+        """Return the slice of an argument or result of the range that belongs to the part ``low:high``."""
         if cut is None:
             return tensor
         base = cut.ends(self.low, self.high)[0] if not self.is_whole else 0

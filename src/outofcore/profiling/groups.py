@@ -110,7 +110,7 @@ def collectives_of(captured: Captured) -> tuple[Collective, ...]:
 def add_collective_costs(
     captured: Captured, profiles: tuple[OpProfile, ...], costs: Mapping[int, GroupCost]
 ) -> tuple[OpProfile, ...]:
-    """Add the costs of collectives to the profiles; ``costs`` is by group size."""
+    """Return profiles in which collectives cost what ``costs``, by group size, says, where it has their group."""
     updated = list(profiles)
     for index, call in enumerate(captured.calls):
         if isinstance(call.func, Collective) and call.func.group.size() in costs:

@@ -64,7 +64,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """A measured link; ``busy`` is as for ``costs.OpCost``."""
+    """A measured link; ``busy`` is as for ``costs.OpCost``, and the properties are as for ``costs.Home``."""
 
     name: str
     capacity: int | None
@@ -125,7 +125,7 @@ _HOST_WORK, _DEVICE_WORK = ComputeLoad(512, 4, 32 * MIB), ComputeLoad(2048, 1, 6
 def measure_homes(
     stores: Sequence[HomeStore], cache: Cache | None, backend: Backend, buffer_bytes: int
 ) -> tuple[Home, ...]:
-    """Return the costs of a step's homes, each measured on a sibling; raises as ``measure_link``."""
+    """Return the costs of a step's homes, each measured on a sibling of its store; raises as ``measure_link``."""
     homes: list[Home] = []
     for store in stores:
         sibling = store.sibling(2 * max(buffer_bytes, PAGE_BYTES))
@@ -227,8 +227,6 @@ def measure_link(
         driver: the device; None: the memory of the process.
         compute: the concurrent work; by default ops bound by arithmetic and by memory in turn.
 
-    Limits: the speed is that of this half second. A drive may slow down once its write cache is full.
-
     Raises:
         ArenaError: the device has no room for two buffers and 192 MiB for ops.
         SpillError: the home has no room for the measurement.
@@ -272,6 +270,7 @@ class _LinkBench:
 
 
 def _measure(home: HomeStore, size: int, part: float, bench: _LinkBench) -> LinkReport:
+    """Measure a link with copies of ``size`` bytes, each of 14 series for about ``part`` seconds."""
     work, copy_out, copy_in, pages = (
         bench.work,
         bench.copy_out,
@@ -337,6 +336,7 @@ def _make_ops(
 
 
 def _host_bench(home: HomeStore, slots: tuple[int, int], size: int, compute: Callable[[], object] | None) -> _LinkBench:
+    """Return the actions to time for a link between process memory and two slots of a home."""
     region = Region(map_anonymous(2 * size), 2 * size)
     outgoing, incoming = region.memory(0, size), region.memory(size, size)
     random = torch.Generator().manual_seed(0)  # separate, to keep the user's random numbers
@@ -427,6 +427,7 @@ def measure_memory_bandwidth(*, buffer_bytes: int = 64 * MIB) -> float:
 def _device_bench(
     driver: Driver, home: HomeStore, slots: tuple[int, int], size: int, compute: Callable[[], object] | None
 ) -> Iterator[_LinkBench]:
+    """Yield the actions to time for a link between a device and two slots of a home."""
     rows, products, pass_bytes = _DEVICE_WORK.rows, _DEVICE_WORK.products, _DEVICE_WORK.pass_bytes
     square = rows * rows * 4
     arena = driver.open_arena(2 * (size + pass_bytes + square), 1 << 62)
@@ -456,6 +457,7 @@ def _device_bench(
 def _memory_copies(
     driver: Driver, home: HomeStore, arena: DeviceArena, slots: tuple[int, int], size: int
 ) -> tuple[_TimedAction, ...]:
+    """Return copies of ``size`` bytes out and in, and of a page out and in, for a home in host memory."""
     host = [home.face(slot, size) for slot in slots]
     device = arena.view(0, size), arena.view(size, size)
     host[1].fill_(1)
@@ -514,7 +516,7 @@ class _DeviceTimes:
         return times
 
     def _issue(self, actions: Sequence[_TimedAction], counts: Sequence[int]) -> list[list[float]]:
-        """Return the seconds of each repetition that began before another stream ran dry."""
+        """Issue actions in turn; return the seconds of repetitions that began before another action had ended."""
         driver = self._driver
         begin = driver.create_mark(timed=True)
         driver.record(Stream.COMPUTE, begin)

@@ -66,8 +66,6 @@ _Bytes = Annotated[int, Meta(ge=0, le=1 << 44)]
 
 @dataclass(frozen=True)
 class OpProfile:
-    """The cost of an op, and its requests to the allocator."""
-
     cost: OpCost
     requests: Requests
     first_requests: Requests | None = None  # of its first run, where they differ
@@ -135,7 +133,7 @@ def _preserve_generators(backend: Backend) -> Iterator[None]:
 
 
 class _OpBench:
-    """Scratch memory for one op at a time."""
+    """Measures one op at a time in scratch memory."""
 
     def __init__(self, captured: Captured, backend: Backend) -> None:
         self._captured = captured
@@ -171,6 +169,7 @@ class _OpBench:
         return self._arena
 
     def profile(self, index: int, measure_time: bool, profile_cache: ProfileCache) -> OpProfile:
+        """Return an op's cached profile or measure it; ops that cannot run alone have no cost."""
         captured = self._captured
         op, call = captured.graph.ops[index], captured.calls[index]
         if not op.touched or op.communicates or (not op.rerunnable and call.rehearse is None):
@@ -182,6 +181,7 @@ class _OpBench:
         return profile_cache.add(op, self._measure(op, call, measure_time), timed=measure_time)
 
     def _measure(self, op: Op, call: Call, measure_time: bool) -> OpProfile:
+        """Measure an op on the first scratch contents on which it runs; refuse it if it runs on none."""
         failed: Exception | None = None
         try:
             for contents in contents_to_try(self._captured.device):
@@ -205,7 +205,7 @@ class _OpBench:
             del failed  # its traceback refers to this frame, and so to the op's tensors
 
     def _lay_out(self, op: Op, workspace: int) -> tuple[Program, int, int]:
-        """Return a program of this op alone, the end of its arguments and the end of all blocks."""
+        """Return a program of this op alone, the offset where existing storages end, and where all blocks end."""
         storages = self._captured.graph.storages
         blocks: list[Block] = []
         offset = 0
@@ -235,6 +235,7 @@ class _OpBench:
     def _bind(
         self, op: Op, requests: Requests, contents: ScratchContents | None
     ) -> tuple[BoundRun, DeviceArena, list[list[tuple[int, int | None]]], int]:
+        """Return the bound op, its arena, its planned requests, and the offset where existing storages end."""
         program, arguments_end, end = self._lay_out(op, requests.workspace_bytes)
         arena = self._open_arena(end)
         bound = bind(self._captured, program, arena)
@@ -258,6 +259,7 @@ class _OpBench:
         contents.fill_bytes(target, self._dtypes[storage])
 
     def _record(self, op: Op, func: Callable[..., object], contents: ScratchContents) -> Requests:
+        """Run an op and return its requests to the allocator."""
         captured = self._captured
         if self._backend.warms_up:
             # Libraries choose kernels at an op's first run, with memory that no later run needs.
@@ -300,6 +302,7 @@ class _OpBench:
             )
 
     def _time(self, op: Op, requests: Requests, contents: ScratchContents) -> float:
+        """Return the typical seconds of an op whose requests get their planned places."""
         # The recording left the arguments in the arena, unless a larger one is needed.
         grown = self._arena is None or self._lay_out(op, requests.workspace_bytes)[2] > self._arena.bytes
         run, arena, planned, _ = self._bind(op, requests, contents if grown else None)
@@ -382,7 +385,7 @@ def is_cacheable(op: Op) -> bool:
 
 
 class ProfileCache:
-    """The cached profiles of ops, and new ones to be saved; empty without a cache."""
+    """The cached profiles of ops, and new ones to be saved; without a cache nothing is found or saved."""
 
     def __init__(self, cache: Cache | None, device: Mapping[str, object] | None = None) -> None:
         self._shelf = None if cache is None else op_shelf(cache, device)
@@ -439,10 +442,7 @@ def update_cached_profiles(
     only: Collection[int] | None = None,
     device: Mapping[str, object] | None = None,
 ) -> None:
-    """Replace measured costs of ops in the cache by costs observed in steps.
-
-    A family gets the median of its ops' seconds, and the requests of the op with the most scratch memory.
-    """
+    """Replace the cached costs of families, or only those of the ops in ``only``, by costs observed in steps."""
     families_to_save = None if only is None else {graph.ops[index].family for index in only}
     families: dict[str, list[int]] = {}
     for op in graph.ops:
@@ -470,7 +470,7 @@ class _CachedRequest(Struct, array_like=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if (self.position is None) != (self.kind == "elsewhere"):
-            raise ValueError("must have bytes, a kind, and a place unless the kind is 'elsewhere'")
+            raise ValueError("must have bytes, a kind, and a position unless the kind is 'elsewhere'")
 
     @staticmethod
     def of(request: Request) -> _CachedRequest:

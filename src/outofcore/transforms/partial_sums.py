@@ -38,8 +38,6 @@ _PRECISE = frozenset({torch.float32, torch.float64, torch.complex64, torch.compl
 
 @dataclass(frozen=True)
 class SumSplit:
-    """A split of an op's sum."""
-
     extent: int  # of the summed axis
     argument_cuts: Mapping[ArgumentName, Cut]  # the arguments that have this axis
     adjust: Adjust | None = None  # adjusts constants to a part
@@ -47,6 +45,7 @@ class SumSplit:
 
 
 def capture_and_split_sums(capture: Callable[..., Captured], *, is_on: bool) -> Callable[..., Captured]:
+    """Return a capture function that also splits large sums; ``capture`` itself unless ``is_on``."""
     return (lambda **arguments: split_sums(capture(**arguments))) if is_on else capture
 
 
@@ -121,7 +120,7 @@ def _find_split(
 def _build_parts(
     op: Op, call: Call, split: SumSplit, ends: tuple[int, ...], values: list[Value], storages: list[Storage]
 ) -> list[tuple[Op, Call]]:
-    """Build an op for each part of a sum, and after each but the first an op that adds it to the sum."""
+    """Build an op per part of a sum, and ops that add the parts up; extend ``values`` and ``storages``."""
     func: Any = call.func
     pairs: list[tuple[Op, Call]] = []
     numbers: dict[Value, int] = {}
@@ -172,6 +171,7 @@ def _replace_ref(own_results: Mapping[int | None, int | None], ref: Ref) -> Ref:
 
 
 def _add_value_like(value: Value, op: Op, values: list[Value], storages: list[Storage]) -> int:
+    """Append a value of the same layout with a new storage; return its index."""
     old = storages[value.storage]
     storages.append(Storage(len(storages), old.bytes, StorageKind.ACTIVATION, f"{old.name} part".strip()))
     values.append(replace(value, storage=len(storages) - 1))
@@ -201,7 +201,7 @@ def _split_sum(view: CallView) -> SumSplit | None:
 
 
 def _split_weight_gradients(*arguments: str, sized: str = "") -> Callable[[CallView], SumSplit | None]:
-    """Return a rule that splits the gradients of weights by samples."""
+    """Return a rule that splits gradients of weights by samples; ``sized`` is the argument with their number."""
 
     def settle(named: dict[str, Any], low: int, high: int) -> None:
         if sized:

@@ -33,6 +33,7 @@ class ExactnessCheck:
 
 
 def make_check(captured: Captured, cell_map: CellMap, op: int, choice: ChosenSplit) -> ExactnessCheck:
+    """Return the check that the parts of a split op give the bits of the whole op."""
     strides = _gathered_strides(captured, cell_map, op, choice.split)
     layout = _layout_key(captured, op, strides)
     name = f"{captured.graph.ops[op].family} by {choice.split.name} at {list(choice.ends)}{layout}"

@@ -43,6 +43,7 @@ class SplitNeeds:
         }
 
     def _cuttable(self) -> dict[int, Lines]:
+        """Return the arrays of storages that may be cut, in which all values on them are boxes."""
         graph = self.graph
         used: dict[int, list[Value]] = {}
         for index in dict.fromkeys(index for call in self.captured.calls for index in values_of(call)):
@@ -67,7 +68,7 @@ class SplitNeeds:
         return lines_by_storage
 
     def splits(self, op: int) -> list[OpSplit]:
-        """Return the splits of an op without a known mismatch."""
+        """Return the splits of an op that its tensors allow, without those with a known mismatch."""
         if op not in self._splits:
             graph_op, call = self.graph.ops[op], self.captured.calls[op]
             splits = [] if graph_op.communicates or graph_op.random else splits_of(call, self.values)
@@ -122,7 +123,7 @@ class SplitNeeds:
         return self._workspaces.get(self.graph.ops[op].family, 0)
 
     def part_bytes(self, op: int, split: OpSplit, parts: int) -> int:
-        """Return the bytes that the largest part of an op needs."""
+        """Return the bytes that the largest part needs if an op is split into ``parts`` parts."""
         storages = self.graph.storages
         width = max(high - low for low, high in itertools.pairwise(split.ends(parts)))
         accessed: dict[int, int] = {}

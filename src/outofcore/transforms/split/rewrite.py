@@ -40,8 +40,6 @@ _aten = torch.ops.aten
 
 @dataclass
 class _Arguments:
-    """The arguments of a part."""
-
     parts: dict[ArgumentName, Value] = field(default_factory=dict[ArgumentName, Value])
     # Arguments of which only the shape matters; their values have no storage.
     shapes: list[ArgumentName] = field(default_factory=list[ArgumentName])
@@ -52,8 +50,6 @@ class _Arguments:
 
 
 class StepBuilder:
-    """Builds the ops of the split step."""
-
     def __init__(
         self, captured: Captured, cell_map: CellMap, chosen: Mapping[int, ChosenSplit], limit: int | None
     ) -> None:
@@ -92,6 +88,7 @@ class StepBuilder:
         )
 
     def _build_whole(self, op: Op) -> OpPiece:
+        """Build an op that stays whole, with the ops that gather its arguments from cells and copy its results."""
         piece = self.writer.begin(op)
         call, cuts = self.captured.calls[op.id], self.cell_map.cuts
         if not any(s in cuts for s in op.touched):
@@ -258,7 +255,7 @@ class StepBuilder:
         return piece
 
     def _build_lookup_part(self, op: Op, choice: ChosenSplit, number: int) -> OpPiece:
-        """Look up rows in a slice of a table; the first and last part refuse indices out of range."""
+        """Build ops that look up rows in a slice of a table; outer parts still refuse indices out of range."""
         piece = self.writer.begin(op)
         call, (low, high) = self.captured.calls[op.id], choice.ends[number : number + 2]
         func: Any = call.func
@@ -294,6 +291,7 @@ class StepBuilder:
         return piece
 
     def _rebase_indices(self, op: Op, index: int, low: int, high: int, left_out: int = -1) -> Value:
+        """Add ops that count table indices from row ``low``; return the new indices."""
         places = self.writer.argument(op, index, None, 0, 0)
 
         def run(func: OpOverload, args: tuple[Any, ...]) -> Value:
@@ -305,6 +303,7 @@ class StepBuilder:
     def _run(
         self, like: Op, func: OpOverload, args: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype
     ) -> Value:
+        """Add an op with one contiguous result of this shape and data type; return the result."""
         result = Value(
             self.writer.new_storage(prod(shape) * dtype.itemsize, f"{like.module} part".strip()),
             dtype,

@@ -115,10 +115,9 @@ def _independent_dims_rule(
     whole: Sequence[str] = (),
     adjust: Callable[[tuple[int, int]], Adjust | None] = lambda run: None,
 ) -> Rule:
-    """Return a rule for operators with independent dimensions.
+    """Return a rule for operators with independent dimensions, which all ``arguments`` and results share.
 
-    ``dims`` returns those dimensions, which all ``arguments`` and results share. ``adjust`` returns the adjustment of
-    constants for a run of merged dimensions.
+    ``dims`` returns those dimensions. ``adjust`` returns the adjustment of constants for a run of merged dimensions.
     """
 
     def rule(view: CallView) -> list[OpSplit]:
@@ -143,7 +142,7 @@ def _independent_dims_rule(
 
 
 def _all_dims_but(argument: str) -> Callable[[CallView], list[tuple[int, int]]]:
-    """Return all dimensions of an argument but ``dim``, the leading ones merged and first."""
+    """Return a function that lists all dimensions of an argument but ``dim``, the leading ones merged and first."""
 
     def dims(view: CallView) -> list[tuple[int, int]]:
         value = view.value(argument)
@@ -159,6 +158,8 @@ def _all_dims_but(argument: str) -> Callable[[CallView], list[tuple[int, int]]]:
 
 
 def _dims_before_spatial(argument: str, spatial: int) -> Callable[[CallView], list[tuple[int, int]]]:
+    """Return a function that lists the dimensions of an argument before its ``spatial`` last ones."""
+
     def dims(view: CallView) -> list[tuple[int, int]]:
         value = view.value(argument)
         return [] if value is None else [(d, d + 1) for d in range(len(value.shape) - spatial)]
@@ -167,7 +168,7 @@ def _dims_before_spatial(argument: str, spatial: int) -> Callable[[CallView], li
 
 
 def _resizing(name: str, dim: str = "") -> Callable[[tuple[int, int]], Adjust]:
-    """Adjust size arguments to the part, and a dimension number if dimensions before it are merged."""
+    """Return a function from merged dimensions to an adjustment of size arguments, and of ``dim`` if named."""
     return lambda run: partial(_resize, name=name, dim=dim, run=run)
 
 
@@ -181,12 +182,13 @@ def _resize(named: dict[str, Any], low: int, high: int, *, name: str, dim: str, 
 
 
 def _renumber(named: dict[str, Any], low: int, high: int, *, dim: str, run: tuple[int, int]) -> None:
+    """Count a dimension number without the dimensions before it that were merged."""
     if named[dim] >= run[1]:
         named[dim] -= run[1] - run[0] - 1
 
 
 def _renumbering(run: tuple[int, int]) -> Adjust | None:
-    """Adjust a non-negative dimension number if dimensions before it are merged."""
+    """Return the adjustment of ``dim`` for a run of merged dimensions; None if the run is a single one."""
     return None if run[1] - run[0] == 1 else partial(_renumber, dim="dim", run=run)
 
 
@@ -224,7 +226,7 @@ def _split_reduction(view: CallView) -> list[OpSplit]:
 
 
 def _layer_norm_rule(argument: str, other_arguments: Sequence[str], whole: Sequence[str]) -> Rule:
-    """Split layer norms along their leading dimensions, merged or one by one."""
+    """Return a rule that splits layer norms along their leading dimensions, merged or one by one."""
 
     def rule(view: CallView) -> list[OpSplit]:
         value = view.value(argument)
@@ -261,6 +263,8 @@ def _split_scale_gradients(view: CallView, value: Value, arguments: Sequence[str
 
 
 def _product_rule(first_name: str, second_name: str, added: str = "") -> Rule:
+    """Return a rule that splits a matrix product by batch, rows and columns; ``added`` names its addend."""
+
     def rule(view: CallView) -> list[OpSplit]:
         first, second, result, addend = (
             view.value(first_name),
@@ -312,6 +316,8 @@ def _split_linear(view: CallView) -> list[OpSplit]:
 
 @dataclass(frozen=True)
 class _Plane:
+    """A convolution along its first spatial dimension."""
+
     kernel: int
     stride: int
     padding: int
@@ -323,7 +329,6 @@ class _Plane:
 
     @property
     def has_disjoint_blocks(self) -> bool:
-        """Whether its input blocks do not overlap."""
         return self.kernel == self.stride and not self.padding and self.dilation == 1
 
 
@@ -338,6 +343,7 @@ def _set_padding(named: dict[str, Any], low: int, high: int, *, padding: int) ->
 
 
 def _is_known_convolution(view: CallView, argument: str) -> bool:
+    """Return whether a convolution has a batch and its options have a number per spatial dimension."""
     value, weight = view.value(argument), view.value("weight")
     lists = (view.named.get(name) for name in ("stride", "padding", "dilation", "output_padding"))
     spatial = 0 if weight is None else len(weight.shape) - 2

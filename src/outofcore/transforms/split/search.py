@@ -34,6 +34,8 @@ _NEGLIGIBLE = 32
 
 
 class SplitSearch:
+    """A search for splits of ops that need more than ``max_bytes``, or with ``parts`` of all ops."""
+
     def __init__(self, needs: SplitNeeds, max_bytes: int, refused: frozenset[str], parts: int | None) -> None:
         self.captured, self.graph, self.values = needs.captured, needs.graph, needs.values
         self.needs, self.max_bytes, self.refused, self.parts = needs, max_bytes, refused, parts
@@ -62,7 +64,7 @@ class SplitSearch:
         return self.parts is not None or self.needs.whole_bytes(op) > self.max_bytes
 
     def _region(self, dropped: set[int], whole: set[int]) -> tuple[list[int], set[int]]:
-        """Return the ops to try to split, and the storages that may have cells."""
+        """Return the ops to try to split, none in ``dropped``, and storages that may get cells, none in ``whole``."""
         graph = self.graph
         ops = {
             op.id for op in graph.ops if op.id not in dropped and self._must_split(op.id) and self.needs.splits(op.id)
@@ -155,7 +157,7 @@ class SplitSearch:
     def _place_cuts(
         self, splits: Mapping[int, OpSplit], parts: Mapping[int, int], storages: set[int], whole: set[int]
     ) -> set[int] | None:
-        """Set axes, ends and cuts; or return ops that cannot be cut, and add uncuttable storages to ``whole``."""
+        """Place cuts and return None; or add storages to ``whole`` and return ops to drop, before another search."""
         starts: dict[int, set[int]] = {}
         for op, split in splits.items():
             for index, cut in self.needs.cut_values(op, split):
@@ -263,6 +265,7 @@ class SplitSearch:
         return True
 
     def _set_cuts(self, splits: Mapping[int, OpSplit]) -> None:
+        """Cut storages at the edges of the boxes that parts and whole ops access."""
         ends_by_storage: dict[int, list[set[int]]] = {
             s: [{0, size} for size in axes.sizes] for s, axes in self.axes.items()
         }

@@ -89,7 +89,7 @@ def splits_of_update(captured: Captured, op: int) -> list[OpSplit]:
 
 
 def page_aligned_ends(ends: Sequence[int], size: int) -> list[int]:
-    """Return the ends that are page ends and far enough apart, for elements of ``size`` bytes."""
+    """Return the first and last end, and page ends far enough apart, for elements of ``size`` bytes."""
     page_aligned = [0]
     for end in ends[1:-1]:
         far = min(end - page_aligned[-1], ends[-1] - end) * size >= LARGE_BYTES

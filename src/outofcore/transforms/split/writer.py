@@ -39,6 +39,7 @@ class UnfitError(Exception):
 
 
 def require(item: T | None, op: Op) -> T:
+    """Return an item; raise ``UnfitError`` for the op if it is None."""
     if item is None:
         raise UnfitError(op.id)
     return item
@@ -71,6 +72,7 @@ class StepWriter:
         self._emitted = 0
 
     def begin(self, op: Op) -> OpPiece:
+        """Begin a piece, to which the next ops are added."""
         self._piece = OpPiece(op.id)
         return self._piece
 
@@ -85,6 +87,7 @@ class StepWriter:
         return len(self.storages) - 1
 
     def _cell(self, storage: int, box: Box) -> int:
+        """Return the storage of a cell, made at the first call."""
         if (storage, box) not in self._cells:
             old = self.storages[storage]
             size = old.bytes // prod(self.cell_map.axes[storage].sizes)
@@ -140,17 +143,14 @@ class StepWriter:
         self.emit(like, call, (), [value.storage])
 
     def copy(self, like: Op, target: Value, source: Value) -> None:
-        """Copy a value to one of the same shape; other bytes of the target's storage keep their contents."""
+        """Add a copy to a value of the same shape; other bytes of the target's storage keep their contents."""
         whole = covers(target, self.storages[target.storage].bytes)
         reads = [source.storage] if whole else [source.storage, target.storage]
         args = (Ref(self.index_of(target)), Ref(self.index_of(source)))
         self.emit(like, Call(_aten.copy_.default, args, {}, (None,)), reads, [target.storage])
 
     def _gather(self, like: Op, storage: int, dtype: torch.dtype, box: Box, *, reusable: bool) -> int:
-        """Return a storage with a box of a cut storage: a cell, or a copy that is zero beyond the edges.
-
-        With ``again`` other parts of the same op reuse the copy.
-        """
+        """Return a storage with a box of a cut storage: a cell, or a copy, which later parts use if ``reusable``."""
         axes = self.cell_map.axes[storage]
         inside = clip_box(box, axes.whole())
         overlapping = list(cells(self.cell_map.cuts[storage], inside)) if inside else []
@@ -176,7 +176,7 @@ class StepWriter:
         return gathered
 
     def scatter(self, like: Op, storage: int, dtype: torch.dtype, box: Box, source: int) -> None:
-        """Copy a storage that contains a box into the cells."""
+        """Add copies of a box, which the storage ``source`` holds, to the cells that it intersects."""
         written: set[int] = set()
         for cell in cells(self.cell_map.cuts[storage], box):
             part = clip_box(cell, box)
@@ -195,6 +195,7 @@ class StepWriter:
             )
 
     def _mark_existing(self, storage: int) -> bool:
+        """Return whether a storage exists already, and note that it exists from now on."""
         if storage in self._existing or storage in self.ranges:
             return True
         self._existing.add(storage)
@@ -244,7 +245,7 @@ class StepWriter:
         high: int,
         unplaced: list[tuple[int, Cut | None, Value]],
     ) -> int:
-        """Return the index of a part's result, in its cell if the cell has its layout, else in new memory."""
+        """Return the index of a part's result, in its cell if layouts match; else in new memory, for ``unplaced``."""
         old, (value, count) = self.captured.values[index], shape
         cell_map = self.cell_map
         if cut is None and old.storage not in cell_map.cuts:
