@@ -21,7 +21,7 @@ _PASSES = 3
 class SplitUses:
     """The storages that an op accesses under one of its splits."""
 
-    # Each: a storage, an axis or ``WHOLE``, and the bytes that are copied if the storage's cells are along another axis.
+    # Each: a storage, an axis or ``WHOLE``, and the bytes that are copied if its cells are along another axis.
     cells: tuple[tuple[int, int, int], ...]
     copied: int = 0  # bytes that are always copied
 
@@ -37,13 +37,13 @@ def choose_splits(
         flexible: ops that can be split along most axes; neighbours among them are also changed together.
         single: storages that get cells along one axis only; others get cells along every axis in use.
     """
-    agreement = _SplitSearch(uses, unsplit_bytes, single)
-    groups = [*agreement.group_neighbours(flexible), *agreement.group_neighbours(uses.keys())]
+    search = _SplitSearch(uses, unsplit_bytes, single)
+    groups = [*search.group_neighbours(flexible), *search.group_neighbours(uses.keys())]
     for _ in range(_PASSES):
-        changed = [group for group in groups if agreement.change_group(group)]
+        changed = [group for group in groups if search.change_group(group)]
         if not changed:
             break
-    return {op: agreement.chosen[op] for op in uses}
+    return {op: search.chosen[op] for op in uses}
 
 
 class _SplitSearch:
@@ -68,28 +68,28 @@ class _SplitSearch:
             self._assign(op, self._best_split(op))
         self._improve(sorted(uses))
 
-    def _assign(self, op: int, place: int) -> None:
+    def _assign(self, op: int, split_index: int) -> None:
         self._unassign(op)
-        self.chosen[op] = place
-        self._count(op, place, 1)
+        self.chosen[op] = split_index
+        self._count(op, split_index, 1)
 
     def _unassign(self, op: int) -> None:
         if op in self.chosen:
             self._count(op, self.chosen.pop(op), -1)
 
-    def _count(self, op: int, place: int, sign: int) -> None:
+    def _count(self, op: int, split_index: int, sign: int) -> None:
         """Add (``sign`` 1) or subtract (-1) the bytes that an op accesses under a split."""
-        for storage, axis, count in self._uses[op][place].cells:
-            looked = self._accessed[storage]
-            looked[axis] = looked.get(axis, 0) + sign * count
+        for storage, axis, accessed_bytes in self._uses[op][split_index].cells:
+            accessed = self._accessed[storage]
+            accessed[axis] = accessed.get(axis, 0) + sign * accessed_bytes
 
     def _copied_bytes(self, storage: int) -> int:
-        looked = self._accessed[storage]
-        along = [count for axis, count in looked.items() if axis != WHOLE and count]
+        accessed = self._accessed[storage]
+        along = [count for axis, count in accessed.items() if axis != WHOLE and count]
         if not along:
             return 0
-        saved = max(along) if storage in self._single or len(along) == 1 else 0
-        return looked[WHOLE] + sum(along) - saved
+        uncopied_bytes = max(along) if storage in self._single or len(along) == 1 else 0
+        return accessed[WHOLE] + sum(along) - uncopied_bytes
 
     def _bytes_copied_by(self, ops: Iterable[int]) -> int:
         """Return the bytes that these ops, and all others on their storages, copy."""
@@ -99,14 +99,14 @@ class _SplitSearch:
     def _best_split(self, op: int) -> int:
         """Return the index of the split with which the fewest bytes are copied; leave the op without a split."""
         costs: list[int] = []
-        for place in range(len(self._uses[op])):
-            self._assign(op, place)
+        for split_index in range(len(self._uses[op])):
+            self._assign(op, split_index)
             costs.append(self._bytes_copied_by((op,)))
         self._unassign(op)
         return costs.index(min(costs))
 
     def _improve(self, ops: Iterable[int]) -> dict[int, int]:
-        """Change ops and their neighbours one by one while this saves bytes; return the former splits of changed ones."""
+        """Change ops and their neighbours one by one while this saves bytes; return the former splits of these ops."""
         before: dict[int, int] = {}
         queue = deque(ops)
         waiting = set(queue)
@@ -119,9 +119,9 @@ class _SplitSearch:
             self._assign(op, best)
             if best != old:
                 before.setdefault(op, old)
-                near = sorted(self._neighbours_of(op) - waiting)
-                queue.extend(near)
-                waiting.update(near)
+                neighbours = sorted(self._neighbours_of(op) - waiting)
+                queue.extend(neighbours)
+                waiting.update(neighbours)
         return before
 
     def _neighbours_of(self, op: int) -> set[int]:
@@ -135,9 +135,9 @@ class _SplitSearch:
             group = [min(remaining)]
             remaining.remove(group[0])
             for op in group:  # grows while iterating
-                near = sorted(self._neighbours_of(op) & remaining)
-                group += near
-                remaining.difference_update(near)
+                neighbours = sorted(self._neighbours_of(op) & remaining)
+                group += neighbours
+                remaining.difference_update(neighbours)
             groups.append(group)
         return groups
 
@@ -151,18 +151,24 @@ class _SplitSearch:
         """Split a group along an axis and adapt its neighbours, or change nothing unless this saves bytes."""
         changed: dict[int, int] = {}
         for op in group:
-            along = [place for place, split in enumerate(self._uses[op]) if any(a == axis for _, a, _ in split.cells)]
-            if along and self.chosen[op] not in along:
-                changed[op] = along[0]
+            splits_along_axis = [
+                split_index
+                for split_index, split in enumerate(self._uses[op])
+                if any(a == axis for _, a, _ in split.cells)
+            ]
+            if splits_along_axis and self.chosen[op] not in splits_along_axis:
+                changed[op] = splits_along_axis[0]
         before = {op: self.chosen[op] for op in changed}
         all_ops = list(self._uses)
         cost = self._bytes_copied_by(all_ops)
-        for op, place in changed.items():
-            self._assign(op, place)
-        followed = self._improve(sorted({neighbour for op in changed for neighbour in self._neighbours_of(op)}))
+        for op, split_index in changed.items():
+            self._assign(op, split_index)
+        changed_neighbours = self._improve(
+            sorted({neighbour for op in changed for neighbour in self._neighbours_of(op)})
+        )
         if self._bytes_copied_by(all_ops) < cost:
             self._improve(sorted(changed))  # single ops may improve further
             return True
-        for op, place in (followed | before).items():
-            self._assign(op, place)
+        for op, split_index in (changed_neighbours | before).items():
+            self._assign(op, split_index)
         return False

@@ -45,11 +45,11 @@ def lines_of(elements: int, windows: Iterable[TensorWindow]) -> Lines | None:
         steps.update(s for size, s in zip(window.shape, window.stride, strict=True) if size > 1)
     if 0 in steps or elements < 1:
         return None
-    chain = sorted(steps, reverse=True)
-    if chain[0] != elements or any(outer % inner for outer, inner in pairwise(chain)):
+    descending = sorted(steps, reverse=True)
+    if descending[0] != elements or any(outer % inner for outer, inner in pairwise(descending)):
         return None
-    strides = tuple(chain[1:])
-    return Lines(tuple(outer // inner for outer, inner in pairwise(chain)), strides)
+    strides = tuple(descending[1:])
+    return Lines(tuple(outer // inner for outer, inner in pairwise(descending)), strides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +120,14 @@ class Axes:
         """Convert a box with an interval for each line to one with an interval for each axis, or return None."""
         joined: list[Interval] = []
         for first, end in self._spans():
-            start, length, whole = 0, 1, False
+            start, length, is_rest_whole = 0, 1, False
             for line in range(first, end):
                 size, (low, high) = self.lines.sizes[line], box[line]
-                if whole and (low, high) != (0, size):
+                if is_rest_whole and (low, high) != (0, size):
                     return None
                 start = start * size + low
                 length *= high - low
-                whole = whole or high - low > 1
+                is_rest_whole = is_rest_whole or high - low > 1
             joined.append((start, start + length))
         return tuple(joined)
 
@@ -223,6 +223,6 @@ def cells(cuts: Sequence[Sequence[int]], box: Box) -> Iterator[Box]:
 def window_within(outer: Box, inner: Box) -> TensorWindow:
     """Return the window of the inner box in contiguous memory that holds the outer box."""
     widths = [high - low for low, high in outer]
-    steps = tuple(prod(widths[axis + 1 :]) for axis in range(len(widths)))
-    offset = sum((low - start) * step for (low, _), (start, _), step in zip(inner, outer, steps, strict=True))
-    return TensorWindow(tuple(high - low for low, high in inner), steps, offset)
+    strides = tuple(prod(widths[axis + 1 :]) for axis in range(len(widths)))
+    offset = sum((low - start) * step for (low, _), (start, _), step in zip(inner, outer, strides, strict=True))
+    return TensorWindow(tuple(high - low for low, high in inner), strides, offset)

@@ -53,8 +53,8 @@ def ops_to_fuse(
         reach: maximum distance of an op from the last op of a group that it joins.
     """
     groups = _FusionSearch(graph, frozenset(fusible), scratch or {}, min_bytes, max_ops, reach).groups()
-    long = {op for op in alone if any(graph.storages[s].bytes >= min_bytes for s in graph.ops[op].touched)}
-    return tuple(ops for ops in groups if len(ops) > 1 or long.issuperset(ops))
+    alone_ops = {op for op in alone if any(graph.storages[s].bytes >= min_bytes for s in graph.ops[op].touched)}
+    return tuple(ops for ops in groups if len(ops) > 1 or alone_ops.issuperset(ops))
 
 
 class _FusionSearch:
@@ -63,11 +63,11 @@ class _FusionSearch:
         graph: StepGraph,
         fusible: frozenset[int],
         scratch: Mapping[int, int],
-        least: int,
-        most: int,
+        min_bytes: int,
+        max_ops: int,
         reach: int,
     ) -> None:
-        self.graph, self.fusible, self.min_bytes, self.max_ops, self.reach = graph, fusible, least, most, reach
+        self.graph, self.fusible, self.min_bytes, self.max_ops, self.reach = graph, fusible, min_bytes, max_ops, reach
         self.peak = _peak_op(graph)
         self.room = max((self._needed_bytes([op.id]) + scratch.get(op.id, 0) for op in graph.ops), default=0)
         self.writes: list[list[int]] = [[] for _ in graph.storages]
@@ -77,29 +77,31 @@ class _FusionSearch:
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Return all groups, also of single ops, in the order of their last ops."""
-        of: dict[int, _Group] = {}  # by op
+        group_of: dict[int, _Group] = {}  # by op
         last_write: dict[int, int] = {}
-        since: dict[int, list[int]] = {}  # ops that read a storage since its last write
+        readers: dict[int, list[int]] = {}  # ops that read a storage since its last write
         for op in self.graph.ops:
             writes = set(op.mutates + op.creates)
-            before = {last_write[s] for s in op.touched if s in last_write}
-            before |= {reader for s in writes for reader in since.get(s, ())}
-            joined = self._join(op, [of[earlier] for earlier in sorted(before) if earlier in of])
+            predecessors = {last_write[s] for s in op.touched if s in last_write}
+            predecessors |= {reader for s in writes for reader in readers.get(s, ())}
+            joined = self._join(
+                op, [group_of[predecessor] for predecessor in sorted(predecessors) if predecessor in group_of]
+            )
             if joined is not None:
                 joined = _Group([*joined.ops, op.id], joined.written | writes)
-                of.update(dict.fromkeys(joined.ops, joined))
+                group_of.update(dict.fromkeys(joined.ops, joined))
             elif op.id in self.fusible:
-                of[op.id] = _Group([op.id], set(writes))
-            for earlier in before:
-                if earlier in of and of[earlier] is not of.get(op.id):
-                    of[earlier].open = False
+                group_of[op.id] = _Group([op.id], set(writes))
+            for predecessor in predecessors:
+                if predecessor in group_of and group_of[predecessor] is not group_of.get(op.id):
+                    group_of[predecessor].open = False
             for storage in op.touched:
                 if storage in writes:
                     last_write[storage] = op.id
-                    since[storage] = []
+                    readers[storage] = []
                 else:
-                    since.setdefault(storage, []).append(op.id)
-        groups = {tuple(group.ops) for group in of.values()}
+                    readers.setdefault(storage, []).append(op.id)
+        groups = {tuple(group.ops) for group in group_of.values()}
         return tuple(sorted(groups, key=lambda ops: ops[-1]))
 
     def _join(self, op: Op, groups: list[_Group]) -> _Group | None:

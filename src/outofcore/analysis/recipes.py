@@ -57,10 +57,10 @@ class History:
                 deadlines[storage, before.get(storage, 0) + 1] = -1 if storage in op.discards else last
         return deadlines
 
-    def _recomputable_until(self, content: Content, chances: Mapping[Content, int]) -> int:
+    def _recomputable_until(self, content: Content, deadlines: Mapping[Content, int]) -> int:
         """Return the last op before which a content is always available or can be recomputed."""
         storage, _ = content
-        recomputable_until = chances.get(content, -1)
+        recomputable_until = deadlines.get(content, -1)
         if storage not in self.graph.persistent and self.graph.storages[storage].kind not in _PREEXISTING_KINDS:
             return recomputable_until
         return max(self.last_op_with(content, _ALWAYS), recomputable_until)
@@ -103,7 +103,7 @@ class History:
 
 
 def replay(history: History, targets: Iterable[Content], is_available: Callable[[Content], bool]) -> tuple[int, ...]:
-    """Return in graph order the ops that recompute targets, even available ones; raise ``GraphError`` if none can."""
+    """Return in graph order the ops that recompute targets, also available targets; may raise ``GraphError``."""
     unique_targets = dict.fromkeys(targets)
     pending = list(unique_targets)
     visited = set(pending)

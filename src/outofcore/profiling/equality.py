@@ -269,7 +269,7 @@ def _bounds(parts: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return min(low for low, _ in parts), max(high for _, high in parts)
 
 
-def _needed_bytes(check: ExactnessCheck, values: Sequence[Value], low: int, high: int, part: int) -> int:
+def _needed_bytes(check: ExactnessCheck, values: Sequence[Value], low: int, high: int, part_length: int) -> int:
     """Return the bytes that a trial needs: a range, a copy of its in-place arguments, and the longest part."""
     func, names = _operator(check.call), _argument_values(check.call, values)
     written = written_arguments(func, arguments_by_name(func, check.call.args, check.call.kwargs))
@@ -278,8 +278,8 @@ def _needed_bytes(check: ExactnessCheck, values: Sequence[Value], low: int, high
     whole = _argument_bytes(check, values, low, high) + _result_bytes(
         check, values, low, high, check.reference or check.call
     )
-    part_bytes = _argument_bytes(check, values, low, low + part, copied) + _result_bytes(
-        check, values, low, low + part, check.call
+    part_bytes = _argument_bytes(check, values, low, low + part_length, copied) + _result_bytes(
+        check, values, low, low + part_length, check.call
     )
     return whole + _argument_bytes(check, values, low, high, changed) + part_bytes
 
@@ -399,8 +399,8 @@ _uneven: dict[str, bool] = {}
 def _rounds_gaps_differently(call: Call, tensors: Mapping[ArgumentName, Value], device: torch.device) -> bool:
     """Return whether an operator rounds elements differently if there are gaps between them."""
     long, run = _make_long_arguments(call, tensors, device)
-    gaps = {n: torch.stack([t, t], dim=-1)[:, 0] if t.numel() > 1 else t.clone() for n, t in long.items()}
-    return not _have_same_bits(run({name: tensor.clone() for name, tensor in long.items()}), run(gaps))
+    with_gaps = {n: torch.stack([t, t], dim=-1)[:, 0] if t.numel() > 1 else t.clone() for n, t in long.items()}
+    return not _have_same_bits(run({name: tensor.clone() for name, tensor in long.items()}), run(with_gaps))
 
 
 def _rounds_scraps_differently(call: Call, tensors: Mapping[ArgumentName, Value], device: torch.device) -> bool:
@@ -447,10 +447,15 @@ class ExactnessTrial:
     """Runs a range of an op as a whole and in parts, on equal random inputs; each draw makes new ones."""
 
     def __init__(
-        self, check: ExactnessCheck, values: Sequence[Value], device: torch.device, stretch: TrialRange, draw: int = 0
+        self,
+        check: ExactnessCheck,
+        values: Sequence[Value],
+        device: torch.device,
+        trial_range: TrialRange,
+        draw: int = 0,
     ) -> None:
         self.claim, self.split, self.func = check, check.split, _operator(check.call)
-        self.low, self.high, self.parts, self.device = stretch.low, stretch.high, stretch.parts, device
+        self.low, self.high, self.parts, self.device = trial_range.low, trial_range.high, trial_range.parts, device
         self.is_whole = (self.low, self.high) == (0, self.split.extent)
         self.generator = torch.Generator(device).manual_seed(_SEED + draw)
         self.arguments = {
@@ -572,8 +577,8 @@ class ExactnessTrial:
             if not is_copied and (gaps or view.data_ptr() % SMALL_ALIGNMENT):
                 views[name] = view
         for number in range(min(1 << len(views), _EFFORT.max_placings)):
-            there = {name for place, name in enumerate(views) if number >> place & 1}
-            yield {name: views[name] if name in there else self._part(name, low, high) for name in self.arguments}
+            views_used = {name for place, name in enumerate(views) if number >> place & 1}
+            yield {name: views[name] if name in views_used else self._part(name, low, high) for name in self.arguments}
 
     def _merge_cut(self, tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
         return tensor.flatten(cut.dims[0], cut.dims[1] - 1) if self.is_whole else tensor

@@ -269,8 +269,8 @@ class _LinkBench:
     copy_page_in: _TimedAction
 
 
-def _measure(home: HomeStore, size: int, part: float, bench: _LinkBench) -> LinkReport:
-    """Measure a link with copies of ``size`` bytes, each of 14 series for about ``part`` seconds."""
+def _measure(home: HomeStore, size: int, seconds_per_series: float, bench: _LinkBench) -> LinkReport:
+    """Measure a link with copies of ``size`` bytes, in 14 series of about ``seconds_per_series`` each."""
     work, copy_out, copy_in, pages = (
         bench.work,
         bench.copy_out,
@@ -288,9 +288,11 @@ def _measure(home: HomeStore, size: int, part: float, bench: _LinkBench) -> Link
     for _ in range(_ROUNDS):
         # Not during copies, when the process's own threads may need more cores than the machine has.
         with watch:
-            alone = bench.time_actions(series[0], part, 1)
-        rounds.append([alone, *(bench.time_actions(actions, part, 1) for actions in series[1:])])
-    out_s, in_s = (statistics.median(bench.time_actions((copy,), part, _ROUNDS)[0]) for copy in (copy_out, copy_in))
+            alone = bench.time_actions(series[0], seconds_per_series, 1)
+        rounds.append([alone, *(bench.time_actions(actions, seconds_per_series, 1) for actions in series[1:])])
+    out_s, in_s = (
+        statistics.median(bench.time_actions((copy,), seconds_per_series, _ROUNDS)[0]) for copy in (copy_out, copy_in)
+    )
 
     def copying(series_index: int, action: int) -> float:
         return statistics.median(t for series_times in rounds for t in series_times[series_index][action])

@@ -105,8 +105,8 @@ def profile_selected(
     # The first update of a parameter also allocates its state.
     families: dict[tuple[str, bool], list[int]] = {}
     for op in (captured.graph.ops[index] for index in ops):
-        first = captured.calls[op.id].rehearse_first is not None
-        families.setdefault((op.family or f"#{op.id}", first), []).append(op.id)
+        first_differs = captured.calls[op.id].rehearse_first is not None
+        families.setdefault((op.family or f"#{op.id}", first_differs), []).append(op.id)
     profiles: dict[int, OpProfile] = {}
     with CAPTURE_LOCK, _preserve_generators(backend), _OpBench(captured, backend) as bench:
         try:
@@ -181,7 +181,7 @@ class _OpBench:
         return profile_cache.add(op, self._measure(op, call, measure_time), timed=measure_time)
 
     def _measure(self, op: Op, call: Call, measure_time: bool) -> OpProfile:
-        """Measure an op on the first scratch contents on which it runs; refuse it if it runs on none."""
+        """Measure an op on the first scratch contents with which it runs; refuse an op that always fails."""
         failed: Exception | None = None
         try:
             for contents in contents_to_try(self._captured.device):
@@ -302,24 +302,24 @@ class _OpBench:
             )
 
     def _time(self, op: Op, requests: Requests, contents: ScratchContents) -> float:
-        """Return the typical seconds of an op whose requests get their planned places."""
+        """Return the typical seconds of an op, with its requests at their planned places."""
         # The recording left the arguments in the arena, unless a larger one is needed.
         grown = self._arena is None or self._lay_out(op, requests.workspace_bytes)[2] > self._arena.bytes
         run, arena, planned, _ = self._bind(op, requests, contents if grown else None)
         func = self._captured.calls[op.id].rehearse or run.func
-        table = ScopeTable(arena, planned)
+        scope_table = ScopeTable(arena, planned)
 
         def call() -> tuple[float, float]:
             # The thread must leave the scope even after an error, because the table is freed.
             try:
-                table.begin(0)
+                scope_table.begin(0)
                 cpu, start = thread_time(), perf_counter()
                 out = func(*run.args, **run.kwargs)
                 times = perf_counter() - start, thread_time() - cpu
                 del out
                 return times
             finally:
-                table.end()
+                scope_table.end()
 
         if self._backend.timer is not None:
             with internals.below_autograd():
@@ -385,7 +385,7 @@ def is_cacheable(op: Op) -> bool:
 
 
 class ProfileCache:
-    """The cached profiles of ops, and new ones to be saved; without a cache nothing is found or saved."""
+    """The cached profiles of ops, and new ones to be saved; without a cache it finds and saves no profiles."""
 
     def __init__(self, cache: Cache | None, device: Mapping[str, object] | None = None) -> None:
         self._shelf = None if cache is None else op_shelf(cache, device)
@@ -442,7 +442,7 @@ def update_cached_profiles(
     only: Collection[int] | None = None,
     device: Mapping[str, object] | None = None,
 ) -> None:
-    """Replace the cached costs of families, or only those of the ops in ``only``, by costs observed in steps."""
+    """Replace cached costs of families by costs observed in steps; ``only`` limits this to some ops."""
     families_to_save = None if only is None else {graph.ops[index].family for index in only}
     families: dict[str, list[int]] = {}
     for op in graph.ops:

@@ -190,7 +190,7 @@ def _covers_storage(captured: Captured, value: Value) -> bool:
 
 
 class _Fusion:
-    """A group of ops, the recipe of its kernel, and the op that replaces the group, whose family is set later."""
+    """A group of ops, the recipe of its kernel, and the op that replaces the group, as yet without a family."""
 
     def __init__(self, captured: Captured, ops: Sequence[int], min_bytes: int) -> None:
         self._captured = captured

@@ -57,7 +57,7 @@ _CACHED_SECONDS = 0.5  # upper bound for loading a kernel from Inductor's cache
 
 
 def describe_recipe(recipe: Recipe) -> str:
-    """Return a text that says all that a recipe computes; equal recipes have equal texts."""
+    """Return a text that identifies the computation of a recipe."""
     values = [
         f"%{index}=s{value.storage}+{value.offset}:{value_text(value)}" for index, value in enumerate(recipe.values)
     ]

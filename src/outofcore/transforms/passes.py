@@ -225,7 +225,7 @@ def reuse(captured: Captured, *, min_bytes: int = LARGE_BYTES) -> Captured:
     return drop_unused(with_ops(captured, pairs), reused) if reused else captured
 
 
-def _find_overwriting(captured: Captured, op: Op, call: Call, least: int) -> OverwritingOverload | None:
+def _find_overwriting(captured: Captured, op: Op, call: Call, min_bytes: int) -> OverwritingOverload | None:
     """Return an overload that writes a large result over an argument at its last use, or None."""
     graph, values = captured.graph, captured.values
     func = call.func
@@ -236,7 +236,7 @@ def _find_overwriting(captured: Captured, op: Op, call: Call, least: int) -> Ove
     overloads = _overwriting_overloads(func)
     result = values[call.results[0]]
     result_storage = op.creates[0]
-    if not overloads or result_storage in graph.outputs or graph.storages[result_storage].bytes < least:
+    if not overloads or result_storage in graph.outputs or graph.storages[result_storage].bytes < min_bytes:
         return None
     refs = [item for item in (*call.args, *call.kwargs.values()) if isinstance(item, Ref)]
     for place, item in enumerate(call.args):

@@ -58,7 +58,9 @@ def _layout_key(captured: Captured, op: int, strides: Mapping[ArgumentName, tupl
     """Return the part of a key for argument layouts that the op's family does not determine."""
     named = named_refs(captured.calls[op])
     shifts = {name: shift for name, index in named if (shift := _misalignment(captured.values[index]))}
-    return "".join(f" {title} {sorted(d.items())}" for title, d in (("shifted", shifts), ("laid", strides)) if d)
+    return "".join(
+        f" {title} {sorted(entries.items())}" for title, entries in (("shifted", shifts), ("laid", strides)) if entries
+    )
 
 
 def _gathered_strides(

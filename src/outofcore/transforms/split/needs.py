@@ -68,7 +68,7 @@ class SplitNeeds:
         return lines_by_storage
 
     def splits(self, op: int) -> list[OpSplit]:
-        """Return the splits of an op that its tensors allow, without those with a known mismatch."""
+        """Return the splits that the tensors of an op allow, except splits with a known mismatch."""
         if op not in self._splits:
             graph_op, call = self.graph.ops[op], self.captured.calls[op]
             splits = [] if graph_op.communicates or graph_op.random else splits_of(call, self.values)

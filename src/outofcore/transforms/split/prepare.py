@@ -28,7 +28,7 @@ def split_norms(captured: Captured, max_bytes: int, refused: Set[str]) -> tuple[
     """Split the large backward passes of norms into two ops; return the step and its exactness checks."""
     graph = captured.graph
     pairs: list[tuple[Op, Call]] = []
-    claims: list[ExactnessCheck] = []
+    kept_checks: list[ExactnessCheck] = []
     for op, call in zip(graph.ops, captured.calls, strict=True):
         need = sum(graph.storages[s].bytes for s in op.touched)
         halves = halves_of_norm(captured, op, call) if need > max_bytes else [(op, call)]
@@ -39,8 +39,8 @@ def split_norms(captured: Captured, max_bytes: int, refused: Set[str]) -> tuple[
             pairs.append((op, call))
         else:
             pairs += halves
-            claims += checks
-    return (with_ops(captured, pairs), claims) if claims else (captured, [])
+            kept_checks += checks
+    return (with_ops(captured, pairs), kept_checks) if kept_checks else (captured, [])
 
 
 def shrink_losses(captured: Captured, max_bytes: int) -> Captured:

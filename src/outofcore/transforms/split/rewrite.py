@@ -280,8 +280,8 @@ class StepBuilder:
             self.writer.make_empty(op, target)
             self.writer.copy(op, target, rows)
         else:
-            here = self._run(op, _aten.eq.Tensor, (counted, inside), places.shape, torch.bool)
-            column = replace(here, shape=(*here.shape, 1), stride=(*here.stride, 1))
+            is_in_slice = self._run(op, _aten.eq.Tensor, (counted, inside), places.shape, torch.bool)
+            column = replace(is_in_slice, shape=(*is_in_slice.shape, 1), stride=(*is_in_slice.stride, 1))
             chosen = self._run(op, _aten.where.self, (column, rows, target), whole.shape, whole.dtype)
             self.writer.copy(op, target, chosen)
         if last and target.storage != whole.storage:
@@ -295,8 +295,8 @@ class StepBuilder:
         places = self.writer.argument(op, index, None, 0, 0)
 
         def run(func: OpOverload, args: tuple[Any, ...]) -> Value:
-            is_question = func in (_aten.ne.Tensor, _aten.eq.Scalar)
-            return self._run(op, func, args, places.shape, torch.bool if is_question else places.dtype)
+            is_comparison = func in (_aten.ne.Tensor, _aten.eq.Scalar)
+            return self._run(op, func, args, places.shape, torch.bool if is_comparison else places.dtype)
 
         return rebase_indices(places, low, high, left_out, run)
 
@@ -362,16 +362,16 @@ def _order_depth_first(pieces: Sequence[OpPiece]) -> list[OpPiece]:
     """Order pieces by dependencies; among runnable pieces, one of the latest op runs first."""
     last_write: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
-    after: list[list[int]] = [[] for _ in pieces]
+    successors: list[list[int]] = [[] for _ in pieces]
     waits = [0] * len(pieces)
     for number, piece in enumerate(pieces):
         touched = {s for op, _ in piece.ops for s in op.touched}
         writes = {s for op, _ in piece.ops for s in op.mutates + op.creates}
-        before = {last_write[s] for s in touched if s in last_write}
-        before |= {reader for s in writes for reader in readers.get(s, ())}
-        for successor in before:
-            after[successor].append(number)
-        waits[number] = len(before)
+        predecessors = {last_write[s] for s in touched if s in last_write}
+        predecessors |= {reader for s in writes for reader in readers.get(s, ())}
+        for neighbour in predecessors:
+            successors[neighbour].append(number)
+        waits[number] = len(predecessors)
         for storage in touched:
             if storage in writes:
                 last_write[storage] = number
@@ -386,10 +386,10 @@ def _order_depth_first(pieces: Sequence[OpPiece]) -> list[OpPiece]:
     while ready:
         _, number = heappop(ready)
         ordered.append(pieces[number])
-        for successor in after[number]:
-            waits[successor] -= 1
-            if not waits[successor]:
-                heappush(ready, (-pieces[successor].op, successor))
+        for neighbour in successors[number]:
+            waits[neighbour] -= 1
+            if not waits[neighbour]:
+                heappush(ready, (-pieces[neighbour].op, neighbour))
     return ordered
 
 

@@ -255,8 +255,8 @@ def _split_scale_gradients(view: CallView, value: Value, arguments: Sequence[str
         elif tensor.shape == value.shape[-1:]:
             cuts[name] = _single_dim(0)
     result_cuts = dict.fromkeys(view.results(), _single_dim(0))
-    settle = partial(_set_length, name="normalized_shape")
-    return [OpSplit("columns", value.shape[last], cuts, result_cuts, settle, grain=ROWS)]
+    adjust = partial(_set_length, name="normalized_shape")
+    return [OpSplit("columns", value.shape[last], cuts, result_cuts, adjust, grain=ROWS)]
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -396,9 +396,9 @@ def _split_input_gradient(view: CallView) -> list[OpSplit]:
     named, plane, transposed = view.named, _plane(view, weight), view.named["transposed"]
     unread = frozenset({"input"})
 
-    def make_split(name: str, extent: int, gradients: Cut, inputs: Cut, settle: Adjust | None = None) -> OpSplit:
+    def make_split(name: str, extent: int, gradients: Cut, inputs: Cut, adjust: Adjust | None = None) -> OpSplit:
         cuts = {("grad_output", -1): gradients, ("input", -1): inputs}
-        return OpSplit(name, extent, cuts, {0: inputs}, settle, unread)
+        return OpSplit(name, extent, cuts, {0: inputs}, adjust, unread)
 
     splits = [make_split("batch", first.shape[0], _single_dim(0), _single_dim(0))]
     if plane.has_disjoint_blocks and not named["output_padding"][0]:
@@ -537,9 +537,9 @@ def _split_attention(view: CallView) -> list[OpSplit]:
 
         for item, value in view.tensors().items():
             if item[0] == "attn_mask":
-                there = dim - (4 - len(value.shape))
-                if there >= 0 and value.shape[there] > 1:
-                    cuts[item] = _single_dim(there)
+                mask_dim = dim - (4 - len(value.shape))
+                if mask_dim >= 0 and value.shape[mask_dim] > 1:
+                    cuts[item] = _single_dim(mask_dim)
                 continue
             part = cut(value)
             if part is not None:
@@ -587,8 +587,8 @@ _EXCLUDED = -1  # an excluded index
 def rebase_indices(places: T, low: int, high: int, left_out: int, run: Callable[[OpOverload, tuple[Any, ...]], T]) -> T:
     """Count table indices from row ``low``; ``left_out`` and indices outside of ``low:high`` become -1."""
     counted = run(_aten.sub.Scalar, (places, low))
-    elsewhere = run(_aten.ne.Tensor, (counted, run(_aten.clamp.default, (counted, 0, high - low - 1))))
-    rebased_indices = run(_aten.masked_fill.Scalar, (counted, elsewhere, _EXCLUDED))
+    is_outside = run(_aten.ne.Tensor, (counted, run(_aten.clamp.default, (counted, 0, high - low - 1))))
+    rebased_indices = run(_aten.masked_fill.Scalar, (counted, is_outside, _EXCLUDED))
     if low <= left_out < high:
         rebased_indices = run(
             _aten.masked_fill.Scalar, (rebased_indices, run(_aten.eq.Scalar, (places, left_out)), _EXCLUDED)

@@ -64,7 +64,7 @@ class SplitSearch:
         return self.parts is not None or self.needs.whole_bytes(op) > self.max_bytes
 
     def _region(self, dropped: set[int], whole: set[int]) -> tuple[list[int], set[int]]:
-        """Return the ops to try to split, none in ``dropped``, and storages that may get cells, none in ``whole``."""
+        """Return the ops to try to split, except ``dropped``, and storages that may get cells, except ``whole``."""
         graph = self.graph
         ops = {
             op.id for op in graph.ops if op.id not in dropped and self._must_split(op.id) and self.needs.splits(op.id)
@@ -149,9 +149,9 @@ class SplitSearch:
                     max_counts.get((self.values[index].storage, self.needs.axis(index, cut)), 1)
                     for index, cut in self.needs.cut_values(op, split)
                 ]
-                more = min(max(neighbour_counts, default=1), split.extent)
-                if more > counts[op]:
-                    counts[op], changed = more, True
+                needed_count = min(max(neighbour_counts, default=1), split.extent)
+                if needed_count > counts[op]:
+                    counts[op], changed = needed_count, True
         return counts
 
     def _place_cuts(

@@ -55,7 +55,7 @@ def ref_at(call: Call, name: ArgumentName) -> Ref:
 
 
 def dense_like(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a tensor without gaps whose dimensions have the order of ``stride`` in memory."""
+    """Return strides without gaps for ``shape``, with the dimensions in the memory order of ``stride``."""
     strides = [0] * len(shape)
     step = 1
     for dim in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):

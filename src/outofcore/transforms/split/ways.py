@@ -67,7 +67,7 @@ class OpSplit:
         return self.is_lookup or self.is_update
 
     def ends(self, parts: int, unit: int = 1) -> tuple[int, ...]:
-        """Return the ends of at most ``parts`` parts, multiples of ``unit``, which include those of half as many."""
+        """Return the ends of at most ``parts`` parts, multiples of ``unit``; half as many parts end at some of them."""
         parts = min(parts, self.extent // self.min_length)
         count = self.extent // unit
         if self.extent % unit or count < 2 or parts < 2:

@@ -240,13 +240,13 @@ class StepWriter:
         op: Op,
         index: int,
         cut: Cut | None,
-        shape: tuple[Value, int],
+        layout_and_bytes: tuple[Value, int],
         low: int,
         high: int,
         unplaced: list[tuple[int, Cut | None, Value]],
     ) -> int:
         """Return the index of a part's result, in its cell if layouts match; else in new memory, for ``unplaced``."""
-        old, (value, count) = self.captured.values[index], shape
+        old, (value, count) = self.captured.values[index], layout_and_bytes
         cell_map = self.cell_map
         if cut is None and old.storage not in cell_map.cuts:
             return index
@@ -284,8 +284,8 @@ class StepWriter:
         stride = require(axes.strides(place, result.shape, box, dims), op)
         source = result
         if result.stride != stride or not covers(result, self.storages[result.storage].bytes):
-            laid = self.new_storage(count_elements(box) * result.dtype.itemsize, self.storages[storage].name)
-            source = Value(laid, result.dtype, result.shape, stride)
+            laid_out = self.new_storage(count_elements(box) * result.dtype.itemsize, self.storages[storage].name)
+            source = Value(laid_out, result.dtype, result.shape, stride)
             self.make_empty(op, source)
             self.copy(op, source, result)
         self.scatter(op, storage, result.dtype, box, source.storage)
