@@ -148,7 +148,7 @@ class _SplitSearch:
         return bool(changed)
 
     def _change_group_to(self, axis: int, group: Sequence[int]) -> bool:
-        """Split a group along an axis and adapt its neighbours, or change nothing unless this saves bytes."""
+        """Split a group along an axis and adapt its neighbours if this saves bytes; return whether it did."""
         changed: dict[int, int] = {}
         for op in group:
             splits_along_axis = [

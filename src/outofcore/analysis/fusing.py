@@ -141,7 +141,7 @@ class _FusionSearch:
         return lasts or any(self.peak < use <= end for use in graph.uses[storage])
 
     def _needed_bytes(self, ops: list[int]) -> int:
-        """Return the bytes that fused ops need at once; results reuse the memory of dead arguments."""
+        """Return the bytes of large storages that fused ops need at once; results reuse memory of dead arguments."""
         graph, members = self.graph, set(ops)
         created = {s for op in ops for s in graph.ops[op].creates}
         count, results, dying = 0, Counter[int](), Counter[int]()

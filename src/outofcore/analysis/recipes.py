@@ -81,7 +81,7 @@ class History:
         return bisect_left(self.writes[storage], op)
 
     def needs(self, op: Op) -> tuple[Content, ...]:
-        """Return the contents that a recomputation of an op needs: those that it reads but does not discard."""
+        """Return the contents that an op needs to run again: its reads, except from storages that it discards."""
         versions = self.before[op.id]
         return tuple((s, versions[s]) for s in op.reads if s not in op.discards)
 

@@ -512,7 +512,7 @@ class ExactnessTrial:
         return internals.result_leaves(out), {name: t for name, t in tensors.items() if name[0] in written}
 
     def _part(self, name: ArgumentName, low: int, high: int) -> torch.Tensor:
-        """Copy an argument's slice for a part, with gathered strides if any; return unwritten whole arguments."""
+        """Return a copy of an argument's slice for a part; copy an argument passed whole only if need be."""
         tensor, cut = self.arguments[name], self.split.argument_cuts.get(name)
         if name in self.claim.gathered_strides:
             return torch.empty_strided(
@@ -562,7 +562,7 @@ class ExactnessTrial:
         return True
 
     def _parts(self, low: int, high: int) -> Iterator[dict[ArgumentName, torch.Tensor]]:
-        """Yield the same arguments several times, each that may be misaligned or have gaps as a copy and as a view."""
+        """Yield a part's arguments several times, with misaligned or gapped slices as copies and as views."""
         written = written_arguments(self.func, self._named_arguments(self.arguments, low, high))
         views: dict[ArgumentName, torch.Tensor] = {}
         for name, tensor in self.arguments.items():

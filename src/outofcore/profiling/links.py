@@ -518,7 +518,7 @@ class _DeviceTimes:
         return times
 
     def _issue(self, actions: Sequence[_TimedAction], counts: Sequence[int]) -> list[list[float]]:
-        """Issue actions in turn; return the seconds of repetitions that began before another action had ended."""
+        """Issue actions in turn; return the seconds of repetitions that began while all actions were running."""
         driver = self._driver
         begin = driver.create_mark(timed=True)
         driver.record(Stream.COMPUTE, begin)

@@ -259,7 +259,7 @@ class _OpBench:
         contents.fill_bytes(target, self._dtypes[storage])
 
     def _record(self, op: Op, func: Callable[..., object], contents: ScratchContents) -> Requests:
-        """Run an op and return its requests to the allocator."""
+        """Run an op on scratch contents, check its results, and return its requests to the allocator."""
         captured = self._captured
         if self._backend.warms_up:
             # Libraries choose kernels at an op's first run, with memory that no later run needs.
@@ -394,7 +394,7 @@ class ProfileCache:
         self._stale_costs: dict[str, OpCost] = {}  # costs to be measured again
 
     def find(self, op: Op, *, timed: bool, first: bool, results: int | None = None) -> OpProfile | None:
-        """Return an op's cached profile, or None if it must be measured; ``first``: its first run differs."""
+        """Return an op's cached profile or None; ``first``: its first run differs; ``results``: their number."""
         value = self._cached.get(_key(op)) if is_cacheable(op) else None
         if value is None or self._shelf is None:
             return None

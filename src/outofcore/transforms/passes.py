@@ -342,7 +342,7 @@ def delay_updates(captured: Captured, max_bytes: int) -> Captured:
 
 
 def join_updates(captured: Captured, max_bytes: int | None = None) -> Captured:
-    """Join consecutive updates up to ``max_bytes`` of parameters per op; None chooses a limit by the live bytes."""
+    """Join consecutive updates up to ``max_bytes`` of parameters per op; None chooses a limit for the device."""
     device = traits_of(captured.device)
     at_once, sizes = device.updates_all_at_once, device.update_bytes
     if max_bytes is None:

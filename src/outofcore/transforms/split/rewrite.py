@@ -212,7 +212,7 @@ class StepBuilder:
         return arguments
 
     def _shape_argument(self, op: Op, shape_value: Value, results: Sequence[int | None], reads: list[int]) -> Value:
-        """Return a value of a wanted shape: a result of that layout, or else uninitialized memory."""
+        """Return a value of this shape: a result with its layout, or new uninitialized memory, added to ``reads``."""
         for index in results:
             if index is not None and self.writer.values[index].has_same_layout(shape_value):
                 return self.writer.values[index]

@@ -111,7 +111,7 @@ class StepWriter:
         discards: Iterable[int] = (),
         name: str = "",
     ) -> None:
-        """Add an op: a part if ``name`` is given, else a copy."""
+        """Add an op modelled on ``like``: a part of it if ``name`` is given, else a copy that may run again."""
         creates = dict.fromkeys(self.values[v].storage for v in call.results if v is not None)
         op = Op(
             -1,
@@ -150,7 +150,7 @@ class StepWriter:
         self.emit(like, Call(_aten.copy_.default, args, {}, (None,)), reads, [target.storage])
 
     def _gather(self, like: Op, storage: int, dtype: torch.dtype, box: Box, *, reusable: bool) -> int:
-        """Return a storage with a box of a cut storage: a cell, or a copy, which later parts use if ``reusable``."""
+        """Return a storage with a box of a cut storage, zero beyond its edges; reuse a copy later if ``reusable``."""
         axes = self.cell_map.axes[storage]
         inside = clip_box(box, axes.whole())
         overlapping = list(cells(self.cell_map.cuts[storage], inside)) if inside else []
@@ -206,7 +206,7 @@ class StepWriter:
         self.whole_boxes = {key: entry for key, entry in self.whole_boxes.items() if key[0] != storage}
 
     def argument(self, op: Op, index: int, cut: Cut | None, low: int, high: int) -> Value:
-        """Return a value, or its slice for a part of an op, gathered if needed."""
+        """Return a value, or its slice for a part of an op; add ops that gather or copy it if needed."""
         value, cell_map = self.captured.values[index], self.cell_map
         storage = value.storage
         if storage in cell_map.cuts:
@@ -245,7 +245,7 @@ class StepWriter:
         high: int,
         unplaced: list[tuple[int, Cut | None, Value]],
     ) -> int:
-        """Return the index of a part's result, in its cell if layouts match; else in new memory, for ``unplaced``."""
+        """Return the index of a part's result: in its cell if that fits, else in new memory, added to ``unplaced``."""
         old, (value, count) = self.captured.values[index], layout_and_bytes
         cell_map = self.cell_map
         if cut is None and old.storage not in cell_map.cuts:
