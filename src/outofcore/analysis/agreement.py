@@ -106,7 +106,7 @@ class _SplitSearch:
         return costs.index(min(costs))
 
     def _improve(self, ops: Iterable[int]) -> dict[int, int]:
-        """Change ops and their neighbours one by one while this saves bytes; return the former splits of these ops."""
+        """Change ops and neighbours one by one while this saves bytes; return the former splits of changed ops."""
         before: dict[int, int] = {}
         queue = deque(ops)
         waiting = set(queue)

@@ -189,7 +189,7 @@ def _run_in_process(checks: Sequence[ExactnessCheck], values: Sequence[Value], d
 
 
 def _run_trial_process(work: bytes) -> tuple[list[bytes], int]:
-    """Run ``serve`` in a process; return its verdicts so far and its exit status."""
+    """Run ``serve`` in a process; return the verdicts that it printed and its exit status."""
     with tempfile.TemporaryFile() as output:
         helper = start_process(f"{__name__}:serve", work, output)
         try:
@@ -339,8 +339,8 @@ def _count_draws(check: ExactnessCheck, values: Sequence[Value], trial_range: Tr
     written = written_arguments(func, arguments_by_name(func, check.call.args, check.call.kwargs))
     sizes = [prod(values[v].shape) for v in check.call.results if v is not None]
     sizes += [prod(value.shape) for (name, _), value in _argument_values(check.call, values).items() if name in written]
-    share = (trial_range.high - trial_range.low) / check.split.extent
-    draws = ceil(_EFFORT.elements / max(min(sizes, default=1) * share, 1))
+    fraction = (trial_range.high - trial_range.low) / check.split.extent
+    draws = ceil(_EFFORT.elements / max(min(sizes, default=1) * fraction, 1))
     low, high = trial_range.low, trial_range.high
     bytes_per_trial = _argument_bytes(check, values, low, high) + _result_bytes(check, values, low, high, check.call)
     affordable = _EFFORT.bytes // max(bytes_per_trial, 1)
@@ -351,8 +351,8 @@ def _rounds_uniformly(check: ExactnessCheck, values: Sequence[Value], device: to
     """Return whether an elementwise operator rounds all elements alike, with and without the split."""
     tensors = _argument_values(check.call, values)
     # Parts may be contiguous although the whole is not.
-    apart = any(prod(v.shape) > 1 and not is_dense(v.shape, v.stride) for v in tensors.values())
-    if (apart or check.gathered_strides) and _rounds_unevenly(check, tensors, device, _rounds_gaps_differently):
+    has_gaps = any(prod(v.shape) > 1 and not is_dense(v.shape, v.stride) for v in tensors.values())
+    if (has_gaps or check.gathered_strides) and _rounds_unevenly(check, tensors, device, _rounds_gaps_differently):
         return False
     return _has_no_remainder(check, tensors) or not _rounds_unevenly(check, tensors, device, _rounds_scraps_differently)
 
@@ -364,8 +364,8 @@ def _has_no_remainder(check: ExactnessCheck, tensors: Mapping[ArgumentName, Valu
     threads = torch.get_num_threads()
 
     def is_even(count: int) -> bool:
-        stretches = min(threads, -(-count // _THREAD_ELEMENTS))
-        return stretches < 2 or not -(-count // stretches) % _MAX_VECTOR_LENGTH
+        chunk_count = min(threads, -(-count // _THREAD_ELEMENTS))
+        return chunk_count < 2 or not -(-count // chunk_count) % _MAX_VECTOR_LENGTH
 
     inner = elements // check.split.extent
     same_shape = all(value.shape == next(iter(tensors.values())).shape for value in tensors.values() if value.shape)
@@ -528,14 +528,14 @@ class ExactnessTrial:
         tensor = self._merge_cut(tensor, cut)
         base = cut.ends(self.low, self.high)[0] if not self.is_whole else 0
         first, last = (end - base for end in cut.ends(low, high))
-        inside = max(first, 0), min(last, tensor.shape[dim])
-        part = tensor.narrow(dim, inside[0], max(inside[1] - inside[0], 0))
+        inside_ends = max(first, 0), min(last, tensor.shape[dim])
+        part = tensor.narrow(dim, inside_ends[0], max(inside_ends[1] - inside_ends[0], 0))
         shape = [*tensor.shape]
         shape[dim] = last - first
         result = torch.empty_strided(shape, dense_like(shape, tensor.stride()), dtype=tensor.dtype, device=self.device)
-        if inside != (first, last):
+        if inside_ends != (first, last):
             result.zero_()
-        result.narrow(dim, inside[0] - first, part.shape[dim]).copy_(part)
+        result.narrow(dim, inside_ends[0] - first, part.shape[dim]).copy_(part)
         return result
 
     def is_equal(self, same: Same | None = None) -> bool:

@@ -359,12 +359,12 @@ def _host_bench(home: HomeStore, slots: tuple[int, int], size: int, compute: Cal
 def time_concurrently(actions: Sequence[_TimedAction], seconds: float, min_runs: int) -> list[list[float]]:
     """Time actions as ``_TimeActions``: the first in this thread, the others in threads that end first."""
     times: list[list[float]] = [[] for _ in actions]
-    enough = [threading.Event() for _ in actions]
+    has_enough = [threading.Event() for _ in actions]
     start = threading.Barrier(len(actions))
 
     def stop() -> None:
         start.abort()
-        for event in enough:
+        for event in has_enough:
             event.set()
 
     def run(index: int) -> None:
@@ -372,13 +372,13 @@ def time_concurrently(actions: Sequence[_TimedAction], seconds: float, min_runs:
             start.wait()
             total = 0.0
             # Go on until all actions have enough runs, as each must run concurrently with all others.
-            while not all(event.is_set() for event in enough):
+            while not all(event.is_set() for event in has_enough):
                 begin = time.perf_counter()
                 actions[index].call()
                 times[index].append(time.perf_counter() - begin)
                 total += times[index][-1]
                 if len(times[index]) >= min_runs and total >= seconds:
-                    enough[index].set()
+                    has_enough[index].set()
         finally:
             stop()  # all have enough runs, or this action failed
 
@@ -465,12 +465,12 @@ def _memory_copies(
     host[1].fill_(1)
 
     def copy_out(count: int) -> _TimedAction:
-        to, of = host[0][:count], device[0][:count]
-        return _TimedAction(lambda: driver.copy(Stream.COPY_OUT, -1, to, of), Stream.COPY_OUT)
+        target, source = host[0][:count], device[0][:count]
+        return _TimedAction(lambda: driver.copy(Stream.COPY_OUT, -1, target, source), Stream.COPY_OUT)
 
     def copy_in(count: int) -> _TimedAction:
-        to, of = device[1][:count], host[1][:count]
-        return _TimedAction(lambda: driver.copy(Stream.COPY_IN, -1, to, of), Stream.COPY_IN)
+        target, source = device[1][:count], host[1][:count]
+        return _TimedAction(lambda: driver.copy(Stream.COPY_IN, -1, target, source), Stream.COPY_IN)
 
     return copy_out(size), copy_in(size), copy_out(PAGE_BYTES), copy_in(PAGE_BYTES)
 
@@ -525,18 +525,19 @@ class _DeviceTimes:
         for action in actions:
             if action.stream is not Stream.COMPUTE:
                 driver.wait(first_stream(action.stream), begin)
-        stamps: list[list[tuple[Mark, Mark]]] = [[] for _ in actions]
+        marks: list[list[tuple[Mark, Mark]]] = [[] for _ in actions]
         turns = zip_longest(*([index] * count for index, count in enumerate(counts)))
         for index in (index for turn in turns for index in turn if index is not None):
             start, end = driver.create_mark(timed=True), driver.create_mark(timed=True)
             driver.record(first_stream(actions[index].stream), start)
             actions[index].call()
             driver.record(last_stream(actions[index].stream), end)
-            stamps[index].append((start, end))
+            marks[index].append((start, end))
         driver.synchronize()
-        spans = [[(driver.seconds(begin, start), driver.seconds(begin, end)) for start, end in s] for s in stamps]
-        until = min(action_spans[-1][1] for action_spans in spans)
+        spans = [[(driver.seconds(begin, start), driver.seconds(begin, end)) for start, end in s] for s in marks]
+        first_end = min(action_spans[-1][1] for action_spans in spans)
         return [
-            [end - start for start, end in action_spans if start < until] or [action_spans[0][1] - action_spans[0][0]]
+            [end - start for start, end in action_spans if start < first_end]
+            or [action_spans[0][1] - action_spans[0][0]]
             for action_spans in spans
         ]

@@ -169,7 +169,7 @@ class _OpBench:
         return self._arena
 
     def profile(self, index: int, measure_time: bool, profile_cache: ProfileCache) -> OpProfile:
-        """Return an op's cached profile or measure it; ops that cannot run alone have no cost."""
+        """Return an op's cached profile or measure it; an op that cannot run alone gets a cost of zero."""
         captured = self._captured
         op, call = captured.graph.ops[index], captured.calls[index]
         if not op.touched or op.communicates or (not op.rerunnable and call.rehearse is None):

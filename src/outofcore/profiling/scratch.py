@@ -117,9 +117,9 @@ def _balance_segments(named: NamedArguments) -> None:
     lengths = named.get("lengths")
     if lengths is not None and lengths.numel():
         data, axis = named["data"], named.get("axis", 0)
-        share = lengths.shape[-1]
-        lengths.fill_(data.shape[axis] // share)
-        lengths[..., : data.shape[axis] % share].add_(1)
+        segments = lengths.shape[-1]
+        lengths.fill_(data.shape[axis] // segments)
+        lengths[..., : data.shape[axis] % segments].add_(1)
 
 
 def _use_longest_sequences(named: NamedArguments) -> None:

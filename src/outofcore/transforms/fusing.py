@@ -154,8 +154,8 @@ def _is_faster_fused(captured: Captured, call: Call) -> bool:
     first = next((captured.values[item.value] for item in named.values() if isinstance(item, Ref)), None)
     if first is None:
         return True
-    long = [dim for dim, size in enumerate(first.shape) if size > 1]
-    innermost = min(long, key=first.stride.__getitem__, default=0)
+    long_dims = [dim for dim, size in enumerate(first.shape) if size > 1]
+    innermost = min(long_dims, key=first.stride.__getitem__, default=0)
     if name == BATCH_NORM:
         return innermost != 1  # 1 means channels last
     if torch.Tag.reduction in func.tags:
@@ -181,8 +181,8 @@ def _values_of(captured: Captured, call: Call) -> Iterator[Value]:
 
 def _is_plain(value: Value) -> bool:
     """Return whether a value is a non-empty tensor on the device with a data type that kernels support."""
-    odd = value.foreign or value.conjugate or value.negated
-    return not odd and value.dtype in _DTYPES and prod(value.shape) > 0
+    is_special = value.foreign or value.conjugate or value.negated
+    return not is_special and value.dtype in _DTYPES and prod(value.shape) > 0
 
 
 def _covers_storage(captured: Captured, value: Value) -> bool:
@@ -255,7 +255,7 @@ class _Fusion:
         return storage in graph.outputs or not set(self.ops).issuperset(graph.uses[storage])
 
     def _choose_reused_inputs(self, outputs: Sequence[int], mutated: dict[int, None], min_bytes: int) -> dict[int, int]:
-        """Map large created storages to inputs of the same layout, last used in the group, to write them over."""
+        """Map large created storages to input storages of the same layout, last used here, to write over."""
         graph, values = self._captured.graph, self._captured.values
         values_by_storage: dict[int, list[int]] = {}
         for index in self.inputs:

@@ -66,8 +66,8 @@ def describe_recipe(recipe: Recipe) -> str:
         f"->{list(call.results)}"
         for call in recipe.calls
     ]
-    ends = f"given {list(recipe.inputs)}, written {list(recipe.written)}, returned {list(recipe.results)}"
-    return f"{recipe.device}: {' '.join(values)}; {'; '.join(calls)}; {ends}"
+    summary = f"given {list(recipe.inputs)}, written {list(recipe.written)}, returned {list(recipe.results)}"
+    return f"{recipe.device}: {' '.join(values)}; {'; '.join(calls)}; {summary}"
 
 
 def _argument_text(item: Any) -> str:
@@ -181,8 +181,10 @@ class _TracedRecipe:
             result = self._read(index)
             stride = recipe.values[index].stride
             returned.append(result if result.stride() == stride else force_strides(result, stride))
-        ends = [(place, self._contents_as(storage, recipe.inputs[place])) for place, storage in recipe.written]
-        for place, contents in ends:
+        final_contents = [
+            (place, self._contents_as(storage, recipe.inputs[place])) for place, storage in recipe.written
+        ]
+        for place, contents in final_contents:
             _aten.copy_.default(inputs[place], contents)
         return tuple(returned)
 
@@ -234,10 +236,10 @@ def derive_view(tensor: torch.Tensor, view: Derivation) -> torch.Tensor:
     for dim, (first, count) in enumerate(view.ranges):
         if count != view.factors[dim]:
             tensor = tensor.narrow(dim, first, count)
-    shown = [place for place in view.places if place is not None]
-    hidden = [place for place in range(len(view.factors)) if place not in shown]  # of size 1
-    tensor = tensor.permute([*shown, *hidden])
-    for _ in hidden:
+    target_factors = [place for place in view.places if place is not None]
+    other_factors = [place for place in range(len(view.factors)) if place not in target_factors]  # of size 1
+    tensor = tensor.permute([*target_factors, *other_factors])
+    for _ in other_factors:
         tensor = tensor.squeeze(-1)
     for dim, place in enumerate(view.places):
         if place is None:

@@ -51,14 +51,14 @@ def capture_and_split_sums(capture: Callable[..., Captured], *, is_on: bool) -> 
 
 def split_sums(captured: Captured, *, part_bytes: int = PART_BYTES) -> Captured:
     """Split large sums over rows and samples into parts that each add up at least ``part_bytes``."""
-    fixed = _batch_independent_storages(captured)
+    batch_independent = _batch_independent_storages(captured)
     values, storages = list(captured.values), list(captured.graph.storages)
     pairs: list[tuple[Op, Call]] = []
     for op, call in zip(captured.graph.ops, captured.calls, strict=True):
         halves = [
             part for half in halves_of_convolution(captured, op, call) for part in halves_of_norm(captured, *half)
         ]
-        splits = [_find_split(captured, *half, fixed, part_bytes) for half in halves]
+        splits = [_find_split(captured, *half, batch_independent, part_bytes) for half in halves]
         if not any(splits):  # then the backward pass stays one op, too
             pairs.append((op, call))
             continue
@@ -76,15 +76,15 @@ def split_sums(captured: Captured, *, part_bytes: int = PART_BYTES) -> Captured:
 def _batch_independent_storages(captured: Captured) -> frozenset[int]:
     """Return persistent storages and storages computed from them alone: they do not depend on the batch."""
     graph = captured.graph
-    fixed = {s.id for s in graph.storages if s.id not in graph.creator and s.kind is not StorageKind.INPUT}
+    independent = {s.id for s in graph.storages if s.id not in graph.creator and s.kind is not StorageKind.INPUT}
     for op in graph.ops:
-        if op.reads and fixed.issuperset(op.reads):
-            fixed.update(op.creates)
-    return frozenset(fixed)
+        if op.reads and independent.issuperset(op.reads):
+            independent.update(op.creates)
+    return frozenset(independent)
 
 
 def _find_split(
-    captured: Captured, op: Op, call: Call, fixed: frozenset[int], part_bytes: int
+    captured: Captured, op: Op, call: Call, batch_independent: frozenset[int], part_bytes: int
 ) -> tuple[SumSplit, tuple[int, ...]] | None:
     """Return the split of an op's sum and the ends of its parts, or None if the sum stays whole."""
     func = call.func
@@ -103,14 +103,14 @@ def _find_split(
     split = rule(view)
     if split is None or split.extent < 2:
         return None
-    count = 0
+    summed_bytes = 0
     for name, cut in split.argument_cuts.items():
         value = view.value(*name)
-        if value is None or value.merge_dims(cut.dims) is None or value.storage in fixed:
+        if value is None or value.merge_dims(cut.dims) is None or value.storage in batch_independent:
             return None
-        count += prod(value.shape) * value.dtype.itemsize
+        summed_bytes += prod(value.shape) * value.dtype.itemsize
     parts = 1
-    while 2 * parts <= min(_MAX_PARTS, split.extent // split.grain) and count >= 2 * parts * part_bytes:
+    while 2 * parts <= min(_MAX_PARTS, split.extent // split.grain) and summed_bytes >= 2 * parts * part_bytes:
         parts *= 2
     if parts == 1:
         return None

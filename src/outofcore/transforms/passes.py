@@ -319,7 +319,7 @@ SHARE_OF_UPDATES = 16
 def delay_updates(captured: Captured, max_bytes: int) -> Captured:
     """Move each update to the next one that it can join, up to ``max_bytes`` of parameters in a row."""
     # The ops that run in the place of each op: a row of updates runs in the place of its last one.
-    places: list[list[int]] = [[op.id] for op in captured.graph.ops]
+    ops_by_place: list[list[int]] = [[op.id] for op in captured.graph.ops]
     row: list[tuple[Op, Call]] = []
     waiting: set[int] = set()
     at_once = traits_of(captured.device).updates_all_at_once
@@ -331,14 +331,14 @@ def delay_updates(captured: Captured, max_bytes: int) -> Captured:
                 row, waiting = [], set()
             continue
         if row and _can_join(row, pair, max_bytes, at_once=at_once):
-            before = places[row[-1][0].id]
-            places[op.id] = [*before, op.id]
+            before = ops_by_place[row[-1][0].id]
+            ops_by_place[op.id] = [*before, op.id]
             before.clear()
         else:
             row, waiting = [], set()
         row.append(pair)
         waiting.update(op.touched)
-    return reorder(captured, [op for place in places for op in place])
+    return reorder(captured, [op for place in ops_by_place for op in place])
 
 
 def join_updates(captured: Captured, max_bytes: int | None = None) -> Captured:
@@ -387,15 +387,15 @@ def _can_join(row: Sequence[tuple[Op, Call]], pair: tuple[Op, Call], max_bytes: 
 def _join(row: Sequence[tuple[Op, Call]]) -> tuple[Op, Call]:
     if len(row) == 1:
         return row[0]
-    parts, calls = [op for op, _ in row], [call for _, call in row]
+    ops, calls = [op for op, _ in row], [call for _, call in row]
     update = OptimizerUpdate.join([call.func for call in calls if isinstance(call.func, OptimizerUpdate)])
     params, grads, states = ([item for call in calls for item in call.args[place]] for place in range(3))
     args = (params, grads, states)
     op = replace(
-        parts[0],
-        reads=tuple(dict.fromkeys(s for part in parts for s in part.reads)),
-        mutates=tuple(dict.fromkeys(s for part in parts for s in part.mutates)),
-        family=" ".join(part.family for part in parts),
+        ops[0],
+        reads=tuple(dict.fromkeys(s for part in ops for s in part.reads)),
+        mutates=tuple(dict.fromkeys(s for part in ops for s in part.mutates)),
+        family=" ".join(part.family for part in ops),
     )
     return op, call_of_update(update, args)
 

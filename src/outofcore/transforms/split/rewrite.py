@@ -261,14 +261,14 @@ class StepBuilder:
         func: Any = call.func
         named = arguments_by_name(func, call.args, call.kwargs)
         table = self.writer.argument(op, named["weight"].value, choice.split.argument_cuts["weight", -1], low, high)
-        places = self.writer.argument(op, named["indices"].value, None, 0, 0)
-        counted = self._run(op, _aten.sub.Scalar, (places, low), places.shape, places.dtype)
+        indices = self.writer.argument(op, named["indices"].value, None, 0, 0)
+        from_low = self._run(op, _aten.sub.Scalar, (indices, low), indices.shape, indices.dtype)
         last = number == len(choice.ends) - 2
         bounds = (0 if number else None, None if last else high - low - 1)
-        inside = self._run(op, _aten.clamp.default, (counted, *bounds), places.shape, places.dtype)
+        clamped = self._run(op, _aten.clamp.default, (from_low, *bounds), indices.shape, indices.dtype)
         index: Any = call.results[0]
         whole = self.captured.values[index]
-        rows = self._run(op, _aten.embedding.default, (table, inside), whole.shape, whole.dtype)
+        rows = self._run(op, _aten.embedding.default, (table, clamped), whole.shape, whole.dtype)
         target = self._looked_up.get(op.id)
         if target is None:
             target = whole
@@ -280,7 +280,7 @@ class StepBuilder:
             self.writer.make_empty(op, target)
             self.writer.copy(op, target, rows)
         else:
-            is_in_slice = self._run(op, _aten.eq.Tensor, (counted, inside), places.shape, torch.bool)
+            is_in_slice = self._run(op, _aten.eq.Tensor, (from_low, clamped), indices.shape, torch.bool)
             column = replace(is_in_slice, shape=(*is_in_slice.shape, 1), stride=(*is_in_slice.stride, 1))
             chosen = self._run(op, _aten.where.self, (column, rows, target), whole.shape, whole.dtype)
             self.writer.copy(op, target, chosen)
@@ -292,13 +292,13 @@ class StepBuilder:
 
     def _rebase_indices(self, op: Op, index: int, low: int, high: int, left_out: int = -1) -> Value:
         """Add ops that count table indices from row ``low``; return the new indices."""
-        places = self.writer.argument(op, index, None, 0, 0)
+        indices = self.writer.argument(op, index, None, 0, 0)
 
         def run(func: OpOverload, args: tuple[Any, ...]) -> Value:
             is_comparison = func in (_aten.ne.Tensor, _aten.eq.Scalar)
-            return self._run(op, func, args, places.shape, torch.bool if is_comparison else places.dtype)
+            return self._run(op, func, args, indices.shape, torch.bool if is_comparison else indices.dtype)
 
-        return rebase_indices(places, low, high, left_out, run)
+        return rebase_indices(indices, low, high, left_out, run)
 
     def _run(
         self, like: Op, func: OpOverload, args: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype
@@ -326,7 +326,7 @@ class StepBuilder:
         return Value(-1, value.dtype, shape, stride)
 
     def _fake_results(self, func: Any, call: Call, named: dict[str, Any]) -> list[tuple[Value, int] | None]:
-        """Return a part's results as its kernel lays them out, without storages, and their storages' bytes."""
+        """Return for each result of a part its layout as the kernel makes it, and its storage's bytes."""
         args, kwargs = self._place_arguments(func, call, named, refs=False)
         texts: tuple[Any, dict[str, Any]] = _layout_texts((args, kwargs))
         key = family_text(str(func), texts[0], texts[1], [])

@@ -76,21 +76,21 @@ def _split_elementwise(view: CallView) -> list[OpSplit]:
     written = written_arguments(view.func, view.named)
     results = view.results()
     tensors = view.tensors()
-    models = list(results.values()) or [v for (name, _), v in tensors.items() if name in written]
-    if not models or any(v.shape != models[0].shape for v in models):
+    shape_models = list(results.values()) or [v for (name, _), v in tensors.items() if name in written]
+    if not shape_models or any(v.shape != shape_models[0].shape for v in shape_models):
         return []
-    shape = models[0].shape
+    shape = shape_models[0].shape
     full = [name for name, value in tensors.items() if value.shape == shape]
     splits: list[OpSplit] = []
     # A memory format requires its number of dimensions, so they cannot be merged.
-    formed = view.named.get("memory_format") in (torch.channels_last, torch.channels_last_3d)
-    runs = [] if formed else [(0, end) for end in range(len(shape), 1, -1)]
+    has_memory_format = view.named.get("memory_format") in (torch.channels_last, torch.channels_last_3d)
+    runs = [] if has_memory_format else [(0, end) for end in range(len(shape), 1, -1)]
     for first, end in [*runs, *((d, d + 1) for d in range(len(shape)))]:
         cuts: dict[ArgumentName, Cut] = {}
         fits = True
         for name, value in tensors.items():
-            lead = len(shape) - len(value.shape)
-            dims = [d - lead for d in range(first, end)]
+            missing_dims = len(shape) - len(value.shape)
+            dims = [d - missing_dims for d in range(first, end)]
             sizes = [value.shape[d] if d >= 0 else 1 for d in dims]
             if name in full or (len(dims) == 1 and dims[0] >= 0 and sizes[0] == shape[first] > 1):
                 cuts[name] = Cut((dims[0], dims[0] + len(dims)))
@@ -149,10 +149,10 @@ def _all_dims_but(argument: str) -> Callable[[CallView], list[tuple[int, int]]]:
         if value is None or not value.shape:
             return []
         count = len(value.shape)
-        mixed = view.named["dim"]
-        mixed = {d % count for d in (mixed if isinstance(mixed, list | tuple) else [mixed])}
-        lead = min(mixed, default=count)
-        return [*([(0, lead)] if lead > 1 else []), *((d, d + 1) for d in range(count) if d not in mixed)]
+        joined_dims = view.named["dim"]
+        joined_dims = {d % count for d in (joined_dims if isinstance(joined_dims, list | tuple) else [joined_dims])}
+        lead = min(joined_dims, default=count)
+        return [*([(0, lead)] if lead > 1 else []), *((d, d + 1) for d in range(count) if d not in joined_dims)]
 
     return dims
 
@@ -188,7 +188,7 @@ def _renumber(named: dict[str, Any], low: int, high: int, *, dim: str, run: tupl
 
 
 def _renumbering(run: tuple[int, int]) -> Adjust | None:
-    """Return the adjustment of ``dim`` for a run of merged dimensions; None if the run is a single one."""
+    """Return the adjustment of ``dim`` for a run of merged dimensions; None for a single dimension."""
     return None if run[1] - run[0] == 1 else partial(_renumber, dim="dim", run=run)
 
 
@@ -210,14 +210,14 @@ def _split_reduction(view: CallView) -> list[OpSplit]:
     if not count:
         return []
     dims = view.named.get("dim")
-    mixed = {d % count for d in (dims if isinstance(dims, list | tuple) else [] if dims is None else [dims])}
-    if not mixed:
+    reduced_dims = {d % count for d in (dims if isinstance(dims, list | tuple) else [] if dims is None else [dims])}
+    if not reduced_dims:
         return []
     splits: list[OpSplit] = []
-    keep = bool(view.named.get("keepdim", False))
+    keeps_dims = bool(view.named.get("keepdim", False))
     for dim in range(count):
-        if dim not in mixed:
-            result_dim = dim if keep else dim - sum(d < dim for d in mixed)
+        if dim not in reduced_dims:
+            result_dim = dim if keeps_dims else dim - sum(d < dim for d in reduced_dims)
             cuts = {("self", -1): _single_dim(dim)}
             splits.append(
                 OpSplit(f"dimension {dim}", value.shape[dim], cuts, {0: _single_dim(result_dim)}, grain=GRAIN)
@@ -426,13 +426,13 @@ def _split_weight_gradient(view: CallView) -> list[OpSplit]:
         return []
     transposed = view.named["transposed"]
     outputs, inputs = (_single_dim(1), _single_dim(0)) if transposed else (_single_dim(0), _single_dim(1))
-    fewer = None if view.named.get("bias_sizes") is None else partial(_set_length, name="bias_sizes")
+    shorten_bias = None if view.named.get("bias_sizes") is None else partial(_set_length, name="bias_sizes")
     unread = frozenset({"weight"})
     result_cuts = {1: outputs} | ({2: _single_dim(0)} if view.result(2) is not None else {})
     by_output: dict[ArgumentName, Cut] = {("grad_output", -1): _single_dim(1), ("weight", -1): outputs}
     by_input: dict[ArgumentName, Cut] = {("input", -1): _single_dim(1), ("weight", -1): inputs}
     return [
-        OpSplit("output channels", gradient.shape[1], by_output, result_cuts, fewer, unread),
+        OpSplit("output channels", gradient.shape[1], by_output, result_cuts, shorten_bias, unread),
         OpSplit("input channels", first.shape[1], by_input, {1: inputs}, _compute_bias_once, unread),
     ]
 
@@ -473,8 +473,8 @@ def _group_norm_rule(arguments: Sequence[str], whole: Sequence[str]) -> Rule:
         mask = view.named.get("output_mask", [True])
         by_samples: list[OpSplit] = []
         if mask[0] and not any(mask[1:]):
-            fewer = partial(_scale_numbers, sizes={"N": 1})
-            by_samples = _independent_dims_rule(lambda _: [(0, 1)], arguments, whole, lambda _: fewer)(view)
+            set_samples = partial(_scale_numbers, sizes={"N": 1})
+            by_samples = _independent_dims_rule(lambda _: [(0, 1)], arguments, whole, lambda _: set_samples)(view)
         return [*by_samples, *_split_by_groups(view)]
 
     return rule
@@ -552,11 +552,11 @@ def _split_attention(view: CallView) -> list[OpSplit]:
 
 
 def _split_embedding(view: CallView) -> list[OpSplit]:
-    places = view.value("indices")
-    if places is None or not places.shape:
+    indices = view.value("indices")
+    if indices is None or not indices.shape:
         return []
-    cut = Cut((0, len(places.shape)))
-    rows = OpSplit("rows", prod(places.shape), {("indices", -1): cut}, {0: cut})
+    cut = Cut((0, len(indices.shape)))
+    rows = OpSplit("rows", prod(indices.shape), {("indices", -1): cut}, {0: cut})
     table = view.value("weight")
     if table is None:
         return [rows]
@@ -584,22 +584,24 @@ def _split_embedding_backward(view: CallView) -> list[OpSplit]:
 _EXCLUDED = -1  # an excluded index
 
 
-def rebase_indices(places: T, low: int, high: int, left_out: int, run: Callable[[OpOverload, tuple[Any, ...]], T]) -> T:
+def rebase_indices(
+    indices: T, low: int, high: int, left_out: int, run: Callable[[OpOverload, tuple[Any, ...]], T]
+) -> T:
     """Count table indices from row ``low``; ``left_out`` and indices outside of ``low:high`` become -1."""
-    counted = run(_aten.sub.Scalar, (places, low))
-    is_outside = run(_aten.ne.Tensor, (counted, run(_aten.clamp.default, (counted, 0, high - low - 1))))
-    rebased_indices = run(_aten.masked_fill.Scalar, (counted, is_outside, _EXCLUDED))
+    from_low = run(_aten.sub.Scalar, (indices, low))
+    is_outside = run(_aten.ne.Tensor, (from_low, run(_aten.clamp.default, (from_low, 0, high - low - 1))))
+    rebased_indices = run(_aten.masked_fill.Scalar, (from_low, is_outside, _EXCLUDED))
     if low <= left_out < high:
         rebased_indices = run(
-            _aten.masked_fill.Scalar, (rebased_indices, run(_aten.eq.Scalar, (places, left_out)), _EXCLUDED)
+            _aten.masked_fill.Scalar, (rebased_indices, run(_aten.eq.Scalar, (indices, left_out)), _EXCLUDED)
         )
     return rebased_indices
 
 
 def _rebase_arguments(named: dict[str, Any], low: int, high: int) -> None:
-    places = named["indices"]
-    if isinstance(places, torch.Tensor):
-        named["indices"] = rebase_indices(places, low, high, named["padding_idx"], lambda func, args: func(*args))
+    indices = named["indices"]
+    if isinstance(indices, torch.Tensor):
+        named["indices"] = rebase_indices(indices, low, high, named["padding_idx"], lambda func, args: func(*args))
     named["num_weights"], named["padding_idx"] = high - low, _EXCLUDED
 
 

@@ -230,9 +230,9 @@ class SplitSearch:
         grains: dict[int, Fraction] = {}  # as fractions of the axis
         for op, split in splits.items():
             grain = Fraction(lcm(split.grain, units[op]), split.extent)
-            common = grains.get(root(op), grain)
+            group_grain = grains.get(root(op), grain)
             grains[root(op)] = Fraction(
-                lcm(grain.numerator, common.numerator), gcd(grain.denominator, common.denominator)
+                lcm(grain.numerator, group_grain.numerator), gcd(grain.denominator, group_grain.denominator)
             )
         return {
             op: replace(split, grain=int(grains[root(op)] * split.extent))

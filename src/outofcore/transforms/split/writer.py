@@ -221,18 +221,18 @@ class StepWriter:
         first, last = cut.ends(low, high)
         whole = require(value.merge_dims(cut.dims), op)
         dim = cut.dims[0]
-        inside = max(first, 0), min(last, whole.shape[dim])
-        part = whole.narrow(dim, *inside)
-        dense = is_dense(part.shape, part.stride) or not is_dense(whole.shape, whole.stride)
-        if inside == (first, last) and dense:
+        inside_ends = max(first, 0), min(last, whole.shape[dim])
+        part = whole.narrow(dim, *inside_ends)
+        is_usable = is_dense(part.shape, part.stride) or not is_dense(whole.shape, whole.stride)
+        if inside_ends == (first, last) and is_usable:
             return part
         shape = (*part.shape[:dim], last - first, *part.shape[dim + 1 :])
         gathered = self.new_storage(prod(shape) * value.dtype.itemsize, f"{self.storages[storage].name} part".strip())
         copy = Value(gathered, value.dtype, shape, dense_like(shape, whole.stride))
-        make = self.make_empty if inside == (first, last) else self.make_zero
+        make = self.make_empty if inside_ends == (first, last) else self.make_zero
         make(op, copy)
-        if inside[1] > inside[0]:
-            self.copy(op, copy.narrow(dim, inside[0] - first, inside[1] - first), part)
+        if inside_ends[1] > inside_ends[0]:
+            self.copy(op, copy.narrow(dim, inside_ends[0] - first, inside_ends[1] - first), part)
         return copy
 
     def result_of(
