@@ -65,8 +65,8 @@ MUTANTS = (
     Mutant(
         "kernel-fused-across-a-write",
         "analysis/fusing.py",
-        "before |= {reader for s in writes for reader in since.get(s, ())}",
-        "before |= {reader for s in op.creates for reader in since.get(s, ())}",
+        "predecessors |= {reader for s in writes for reader in readers.get(s, ())}",
+        "predecessors |= {reader for s in op.creates for reader in readers.get(s, ())}",
         "An op joins a group although another op overwrites an input of that group.",
         ("tests/unit/test_fusing.py",),
     ),

@@ -19,11 +19,9 @@ _PASSES = 3
 
 @dataclass(frozen=True, slots=True)
 class SplitUses:
-    """The storages that an op accesses under one of its splits.
+    """The storages that an op accesses under one of its splits."""
 
-    ``cells`` has a storage, an axis or ``WHOLE``, and the bytes that are copied if its cells are along another axis.
-    """
-
+    # Each: a storage, an axis or ``WHOLE``, and the bytes that are copied if its cells are along another axis.
     cells: tuple[tuple[int, int, int], ...]
     copied: int = 0  # bytes that are always copied
 
@@ -31,30 +29,25 @@ class SplitUses:
 def choose_splits(
     uses: Mapping[int, Sequence[SplitUses]], unsplit_bytes: Mapping[int, int], flexible: Set[int], single: Set[int]
 ) -> dict[int, int]:
-    """Choose a split for each op so that few bytes are copied; return its index by op.
+    """Choose a split for each op so that few bytes are copied; return by op the index of its split in ``uses``.
 
     Args:
-        uses: the accesses of each split by op; of equal splits the first is chosen.
+        uses: by op, the accesses of each of its splits; of equally good splits the first is chosen.
         unsplit_bytes: by storage, the bytes that unsplit ops access.
         flexible: ops that can be split along most axes; neighbours among them are also changed together.
-        single: storages with cells along one axis only; others have cells along every axis in use.
-
-    >>> rows = Uses(((7, 0, 100),))
-    >>> either = [Uses(((7, 1, 100), (8, 1, 100))), Uses(((7, 0, 100), (8, 0, 100)))]
-    >>> agreed({1: [rows], 2: either}, {}, set(), {7, 8})
-    {1: 0, 2: 1}
+        single: storages that get cells along one axis only; others get cells along every axis in use.
     """
-    agreement = _SplitSearch(uses, unsplit_bytes, single)
-    groups = [*agreement.group_neighbours(flexible), *agreement.group_neighbours(uses.keys())]
+    search = _SplitSearch(uses, unsplit_bytes, single)
+    groups = [*search.group_neighbours(flexible), *search.group_neighbours(uses.keys())]
     for _ in range(_PASSES):
-        changed = [group for group in groups if agreement.change_group(group)]
+        changed = [group for group in groups if search.change_group(group)]
         if not changed:
             break
-    return {op: agreement.chosen[op] for op in uses}
+    return {op: search.chosen[op] for op in uses}
 
 
 class _SplitSearch:
-    """The chosen splits, with the bytes that are accessed along each axis of each storage."""
+    """A search for splits: the chosen ones, and the bytes accessed along each axis of each storage."""
 
     def __init__(
         self, uses: Mapping[int, Sequence[SplitUses]], unsplit_bytes: Mapping[int, int], single: Set[int]
@@ -75,27 +68,28 @@ class _SplitSearch:
             self._assign(op, self._best_split(op))
         self._improve(sorted(uses))
 
-    def _assign(self, op: int, place: int) -> None:
+    def _assign(self, op: int, split_index: int) -> None:
         self._unassign(op)
-        self.chosen[op] = place
-        self._count(op, place, 1)
+        self.chosen[op] = split_index
+        self._count(op, split_index, 1)
 
     def _unassign(self, op: int) -> None:
         if op in self.chosen:
             self._count(op, self.chosen.pop(op), -1)
 
-    def _count(self, op: int, place: int, sign: int) -> None:
-        for storage, axis, count in self._uses[op][place].cells:
-            looked = self._accessed[storage]
-            looked[axis] = looked.get(axis, 0) + sign * count
+    def _count(self, op: int, split_index: int, sign: int) -> None:
+        """Add (``sign`` 1) or subtract (-1) the bytes that an op accesses under a split."""
+        for storage, axis, accessed_bytes in self._uses[op][split_index].cells:
+            accessed = self._accessed[storage]
+            accessed[axis] = accessed.get(axis, 0) + sign * accessed_bytes
 
     def _copied_bytes(self, storage: int) -> int:
-        looked = self._accessed[storage]
-        along = [count for axis, count in looked.items() if axis != WHOLE and count]
+        accessed = self._accessed[storage]
+        along = [count for axis, count in accessed.items() if axis != WHOLE and count]
         if not along:
             return 0
-        saved = max(along) if storage in self._single or len(along) == 1 else 0
-        return looked[WHOLE] + sum(along) - saved
+        uncopied_bytes = max(along) if storage in self._single or len(along) == 1 else 0
+        return accessed[WHOLE] + sum(along) - uncopied_bytes
 
     def _bytes_copied_by(self, ops: Iterable[int]) -> int:
         """Return the bytes that these ops, and all others on their storages, copy."""
@@ -103,15 +97,16 @@ class _SplitSearch:
         return sum(self._uses[op][self.chosen[op]].copied for op in ops) + sum(map(self._copied_bytes, storages))
 
     def _best_split(self, op: int) -> int:
+        """Return the index of the split with which the fewest bytes are copied; leave the op without a split."""
         costs: list[int] = []
-        for place in range(len(self._uses[op])):
-            self._assign(op, place)
+        for split_index in range(len(self._uses[op])):
+            self._assign(op, split_index)
             costs.append(self._bytes_copied_by((op,)))
         self._unassign(op)
         return costs.index(min(costs))
 
     def _improve(self, ops: Iterable[int]) -> dict[int, int]:
-        """Change ops and their neighbours one at a time while this saves bytes; return the former splits."""
+        """Change ops and neighbours one by one while this saves bytes; return the former splits of changed ops."""
         before: dict[int, int] = {}
         queue = deque(ops)
         waiting = set(queue)
@@ -124,48 +119,56 @@ class _SplitSearch:
             self._assign(op, best)
             if best != old:
                 before.setdefault(op, old)
-                near = sorted(self._neighbours_of(op) - waiting)
-                queue.extend(near)
-                waiting.update(near)
+                neighbours = sorted(self._neighbours_of(op) - waiting)
+                queue.extend(neighbours)
+                waiting.update(neighbours)
         return before
 
     def _neighbours_of(self, op: int) -> set[int]:
         return {neighbour for storage in self._touched[op] for neighbour in self._users[storage]} - {op}
 
     def group_neighbours(self, ops: Iterable[int]) -> list[list[int]]:
+        """Return the groups of ops that are connected by common storages."""
         remaining = set(ops)
         groups: list[list[int]] = []
         while remaining:
             group = [min(remaining)]
             remaining.remove(group[0])
             for op in group:  # grows while iterating
-                near = sorted(self._neighbours_of(op) & remaining)
-                group += near
-                remaining.difference_update(near)
+                neighbours = sorted(self._neighbours_of(op) & remaining)
+                group += neighbours
+                remaining.difference_update(neighbours)
             groups.append(group)
         return groups
 
     def change_group(self, group: Sequence[int]) -> bool:
-        """Change a group together to each axis that saves bytes; return whether any did."""
+        """Split a whole group along each axis for which this saves bytes, in turn; return whether any did."""
         axes = sorted({axis for op in group for split in self._uses[op] for _, axis, _ in split.cells if axis != WHOLE})
         changed = [axis for axis in axes if self._change_group_to(axis, group)]
         return bool(changed)
 
     def _change_group_to(self, axis: int, group: Sequence[int]) -> bool:
+        """Split a group along an axis and adapt its neighbours if this saves bytes; return whether it did."""
         changed: dict[int, int] = {}
         for op in group:
-            along = [place for place, split in enumerate(self._uses[op]) if any(a == axis for _, a, _ in split.cells)]
-            if along and self.chosen[op] not in along:
-                changed[op] = along[0]
+            splits_along_axis = [
+                split_index
+                for split_index, split in enumerate(self._uses[op])
+                if any(a == axis for _, a, _ in split.cells)
+            ]
+            if splits_along_axis and self.chosen[op] not in splits_along_axis:
+                changed[op] = splits_along_axis[0]
         before = {op: self.chosen[op] for op in changed}
         all_ops = list(self._uses)
         cost = self._bytes_copied_by(all_ops)
-        for op, place in changed.items():
-            self._assign(op, place)
-        followed = self._improve(sorted({neighbour for op in changed for neighbour in self._neighbours_of(op)}))
+        for op, split_index in changed.items():
+            self._assign(op, split_index)
+        changed_neighbours = self._improve(
+            sorted({neighbour for op in changed for neighbour in self._neighbours_of(op)})
+        )
         if self._bytes_copied_by(all_ops) < cost:
             self._improve(sorted(changed))  # single ops may improve further
             return True
-        for op, place in (followed | before).items():
-            self._assign(op, place)
+        for op, split_index in (changed_neighbours | before).items():
+            self._assign(op, split_index)
         return False

@@ -28,16 +28,16 @@ class TensorWindow:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """A storage as a dense array with all dimensions of the tensors on it, outermost first."""
+    """A storage as a dense array with the dimensions of all tensors on it, called lines, outermost first."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
 
 
 def lines_of(elements: int, windows: Iterable[TensorWindow]) -> Lines | None:
-    """Return the array of ``elements`` in which all windows are boxes; None if there is none.
+    """Return the dense array of ``elements`` elements in which all windows are boxes; None if there is none.
 
-    >>> lines_of(24, [Window((4, 6), (6, 1)), Window((2, 3), (6, 1), 9)])
+    >>> lines_of(24, [TensorWindow((4, 6), (6, 1)), TensorWindow((2, 3), (6, 1), 9)])
     Lines(sizes=(4, 6), strides=(6, 1))
     """
     steps = {1, elements}
@@ -45,11 +45,11 @@ def lines_of(elements: int, windows: Iterable[TensorWindow]) -> Lines | None:
         steps.update(s for size, s in zip(window.shape, window.stride, strict=True) if size > 1)
     if 0 in steps or elements < 1:
         return None
-    chain = sorted(steps, reverse=True)
-    if chain[0] != elements or any(outer % inner for outer, inner in pairwise(chain)):
+    descending = sorted(steps, reverse=True)
+    if descending[0] != elements or any(outer % inner for outer, inner in pairwise(descending)):
         return None
-    strides = tuple(chain[1:])
-    return Lines(tuple(outer // inner for outer, inner in pairwise(chain)), strides)
+    strides = tuple(descending[1:])
+    return Lines(tuple(outer // inner for outer, inner in pairwise(descending)), strides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,7 @@ class PlacedWindow:
 
 
 def place_window(lines: Lines, window: TensorWindow) -> PlacedWindow | None:
-    """Return the place of a window in the lines; None if it is not a box.
-
-    >>> placed(Lines((4, 6), (6, 1)), Window((2, 3), (6, 1), 9))
-    Placed(box=((1, 3), (3, 6)), runs=((0, 1), (1, 2)))
-    """
+    """Return a window as a box in the array ``lines``; None if it is not a box there."""
     starts: list[int] = []
     remainder = window.offset
     for stride in lines.strides:
@@ -100,7 +96,7 @@ def place_window(lines: Lines, window: TensorWindow) -> PlacedWindow | None:
 
 @dataclass(frozen=True)
 class Axes:
-    """The lines of a storage, joined to axes; ``starts`` has the first line of each axis."""
+    """The axes of a storage, each a range of consecutive lines; ``starts`` has the first line of each axis."""
 
     lines: Lines
     starts: tuple[int, ...]
@@ -110,6 +106,7 @@ class Axes:
         return tuple(prod(self.lines.sizes[first:end]) for first, end in self._spans())
 
     def _spans(self) -> list[Interval]:
+        """Return the range of lines of each axis."""
         return list(pairwise((*self.starts, len(self.lines.sizes))))
 
     def whole(self) -> Box:
@@ -120,21 +117,22 @@ class Axes:
         return self._join_box(place.box)
 
     def _join_box(self, box: Box) -> Box | None:
+        """Convert a box with an interval for each line to one with an interval for each axis, or return None."""
         joined: list[Interval] = []
         for first, end in self._spans():
-            start, length, whole = 0, 1, False
+            start, length, is_rest_whole = 0, 1, False
             for line in range(first, end):
                 size, (low, high) = self.lines.sizes[line], box[line]
-                if whole and (low, high) != (0, size):
+                if is_rest_whole and (low, high) != (0, size):
                     return None
                 start = start * size + low
                 length *= high - low
-                whole = whole or high - low > 1
+                is_rest_whole = is_rest_whole or high - low > 1
             joined.append((start, start + length))
         return tuple(joined)
 
     def grain(self, place: PlacedWindow, dims: Interval) -> int | None:
-        """Return the number that must divide the ends of parts along the joined ``dims``, if any."""
+        """Return the number that must divide the ends of parts of the merged ``dims``; None if they begin no axis."""
         run = self.run(place, dims)
         if run is None:
             return None
@@ -153,7 +151,7 @@ class Axes:
         return runs[0][0], runs[-1][1]
 
     def part(self, place: PlacedWindow, dims: Interval, low: int, high: int) -> Box | None:
-        """Return the box of the part ``low:high`` along the joined ``dims``, which may exceed the storage."""
+        """Return the box of part ``low:high`` of the merged ``dims``, even beyond the storage; None if it is no box."""
         run, box = self.run(place, dims), self.box_of(place)
         if run is None or box is None:
             return None
@@ -173,7 +171,7 @@ class Axes:
     def strides(
         self, place: PlacedWindow, sizes: Sequence[int], box: Box, dims: Interval | None = None
     ) -> tuple[int, ...] | None:
-        """Return the strides of a part of shape ``sizes`` in dense memory of its box; None if irregular."""
+        """Return the strides of a part of shape ``sizes`` in contiguous memory of its box; None if no strides fit."""
         widths = [high - low for low, high in box]
         steps = [prod(widths[axis + 1 :]) for axis in range(len(widths))]
         runs = list(place.runs)
@@ -208,23 +206,13 @@ def count_elements(box: Box) -> int:
 
 
 def clip_box(box: Box, bounds: Box) -> Box | None:
-    """Return the intersection of two boxes, or None.
-
-    >>> clipped(((0, 4), (2, 5)), ((3, 9), (0, 9)))
-    ((3, 4), (2, 5))
-    """
+    """Return the intersection of two boxes, or None if it is empty."""
     shared = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(box, bounds, strict=True))
     return None if any(high <= low for low, high in shared) else shared
 
 
 def cells(cuts: Sequence[Sequence[int]], box: Box) -> Iterator[Box]:
-    """Yield the boxes between cuts that intersect a box, in memory order.
-
-    The ``cuts`` of each axis ascend from 0 to its length.
-
-    >>> list(cells([(0, 4, 8), (0, 3)], ((3, 5), (0, 1))))
-    [((0, 4), (0, 3)), ((4, 8), (0, 3))]
-    """
+    """Yield the cells, the boxes between the ascending ``cuts`` of each axis, that intersect a box, in memory order."""
     intervals: list[list[Interval]] = []
     for ends, (low, high) in zip(cuts, box, strict=True):
         first = max(bisect_left(ends, low + 1) - 1, 0)
@@ -233,8 +221,8 @@ def cells(cuts: Sequence[Sequence[int]], box: Box) -> Iterator[Box]:
 
 
 def window_within(outer: Box, inner: Box) -> TensorWindow:
-    """Return a box as a window onto dense memory of an outer box."""
+    """Return the window of the inner box in contiguous memory that holds the outer box."""
     widths = [high - low for low, high in outer]
-    steps = tuple(prod(widths[axis + 1 :]) for axis in range(len(widths)))
-    offset = sum((low - start) * step for (low, _), (start, _), step in zip(inner, outer, steps, strict=True))
-    return TensorWindow(tuple(high - low for low, high in inner), steps, offset)
+    strides = tuple(prod(widths[axis + 1 :]) for axis in range(len(widths)))
+    offset = sum((low - start) * step for (low, _), (start, _), step in zip(inner, outer, strides, strict=True))
+    return TensorWindow(tuple(high - low for low, high in inner), strides, offset)

@@ -32,7 +32,10 @@ class Chunks:
 
     def __post_init__(self) -> None:
         if self.elements < 0 or self.ranks < 1:
-            raise InputError(f"cannot distribute {self.elements} elements among {self.ranks} processes")
+            raise InputError(
+                f"cannot distribute {self.elements} elements among {self.ranks} processes: pass at least 0 elements "
+                "and 1 process"
+            )
 
     @property
     def chunk_elements(self) -> int:

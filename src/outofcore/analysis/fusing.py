@@ -46,15 +46,15 @@ def ops_to_fuse(
     Args:
         graph: the step.
         fusible: ops that a compiler can fuse: without random numbers, collectives and side effects.
-        alone: fusible ops that are compiled even without others.
+        alone: fusible ops that are compiled even without others, if they touch a storage of ``min_bytes`` or more.
         scratch: known scratch bytes by op.
         min_bytes: minimum size of a storage for which its writer and reader are fused.
         max_ops: maximum number of ops in a group.
         reach: maximum distance of an op from the last op of a group that it joins.
     """
     groups = _FusionSearch(graph, frozenset(fusible), scratch or {}, min_bytes, max_ops, reach).groups()
-    long = {op for op in alone if any(graph.storages[s].bytes >= min_bytes for s in graph.ops[op].touched)}
-    return tuple(ops for ops in groups if len(ops) > 1 or long.issuperset(ops))
+    alone_ops = {op for op in alone if any(graph.storages[s].bytes >= min_bytes for s in graph.ops[op].touched)}
+    return tuple(ops for ops in groups if len(ops) > 1 or alone_ops.issuperset(ops))
 
 
 class _FusionSearch:
@@ -63,11 +63,11 @@ class _FusionSearch:
         graph: StepGraph,
         fusible: frozenset[int],
         scratch: Mapping[int, int],
-        least: int,
-        most: int,
+        min_bytes: int,
+        max_ops: int,
         reach: int,
     ) -> None:
-        self.graph, self.fusible, self.min_bytes, self.max_ops, self.reach = graph, fusible, least, most, reach
+        self.graph, self.fusible, self.min_bytes, self.max_ops, self.reach = graph, fusible, min_bytes, max_ops, reach
         self.peak = _peak_op(graph)
         self.room = max((self._needed_bytes([op.id]) + scratch.get(op.id, 0) for op in graph.ops), default=0)
         self.writes: list[list[int]] = [[] for _ in graph.storages]
@@ -76,29 +76,32 @@ class _FusionSearch:
                 self.writes[storage].append(op.id)
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        of: dict[int, _Group] = {}  # by op
+        """Return all groups, also of single ops, in the order of their last ops."""
+        group_of: dict[int, _Group] = {}  # by op
         last_write: dict[int, int] = {}
-        since: dict[int, list[int]] = {}  # ops that read a storage since its last write
+        readers: dict[int, list[int]] = {}  # ops that read a storage since its last write
         for op in self.graph.ops:
             writes = set(op.mutates + op.creates)
-            before = {last_write[s] for s in op.touched if s in last_write}
-            before |= {reader for s in writes for reader in since.get(s, ())}
-            joined = self._join(op, [of[earlier] for earlier in sorted(before) if earlier in of])
+            predecessors = {last_write[s] for s in op.touched if s in last_write}
+            predecessors |= {reader for s in writes for reader in readers.get(s, ())}
+            joined = self._join(
+                op, [group_of[predecessor] for predecessor in sorted(predecessors) if predecessor in group_of]
+            )
             if joined is not None:
                 joined = _Group([*joined.ops, op.id], joined.written | writes)
-                of.update(dict.fromkeys(joined.ops, joined))
+                group_of.update(dict.fromkeys(joined.ops, joined))
             elif op.id in self.fusible:
-                of[op.id] = _Group([op.id], set(writes))
-            for earlier in before:
-                if earlier in of and of[earlier] is not of.get(op.id):
-                    of[earlier].open = False
+                group_of[op.id] = _Group([op.id], set(writes))
+            for predecessor in predecessors:
+                if predecessor in group_of and group_of[predecessor] is not group_of.get(op.id):
+                    group_of[predecessor].open = False
             for storage in op.touched:
                 if storage in writes:
                     last_write[storage] = op.id
-                    since[storage] = []
+                    readers[storage] = []
                 else:
-                    since.setdefault(storage, []).append(op.id)
-        groups = {tuple(group.ops) for group in of.values()}
+                    readers.setdefault(storage, []).append(op.id)
+        groups = {tuple(group.ops) for group in group_of.values()}
         return tuple(sorted(groups, key=lambda ops: ops[-1]))
 
     def _join(self, op: Op, groups: list[_Group]) -> _Group | None:
@@ -127,7 +130,7 @@ class _FusionSearch:
         return sum(storages[s].bytes for s in shared)
 
     def _is_held(self, storage: int, op: Op) -> bool:
-        """Return whether a storage's contents after an op before the peak are used beyond the peak."""
+        """Return whether contents of a large storage, live at an op before the peak, are used beyond the peak."""
         graph = self.graph
         if op.id > self.peak or graph.storages[storage].bytes < self.min_bytes or storage in op.mutates:
             return False
@@ -138,7 +141,7 @@ class _FusionSearch:
         return lasts or any(self.peak < use <= end for use in graph.uses[storage])
 
     def _needed_bytes(self, ops: list[int]) -> int:
-        """Return the bytes that fused ops need at once; results reuse the memory of dead arguments."""
+        """Return the bytes of large storages that fused ops need at once; results reuse memory of dead arguments."""
         graph, members = self.graph, set(ops)
         created = {s for op in ops for s in graph.ops[op].creates}
         count, results, dying = 0, Counter[int](), Counter[int]()

@@ -26,7 +26,7 @@ def is_large(count: int) -> bool:
 
 
 def gaps_of(graph: StepGraph, storage: int) -> tuple[Gap, ...]:
-    """Return the gaps between uses of one storage, ascending, the cyclic one last; constants have none.
+    """Return the gaps of a storage in order, last the one across the end of the step; constants have none.
 
     There is no gap before an op that overwrites a large storage as a whole, except across the end of the step.
     """
@@ -43,7 +43,7 @@ def gaps_of(graph: StepGraph, storage: int) -> tuple[Gap, ...]:
 
 
 def final_gap(graph: StepGraph, storage: int) -> Gap | None:
-    """Return the gap from the last use of an output or changed input to the end of the step, if any."""
+    """Return the gap from the last use of an output or changed input to the step's end; None for other storages."""
     uses = graph.uses[storage]
     if not uses or storage not in graph.seen_after:
         return None
@@ -89,7 +89,7 @@ def constant_bytes(graph: StepGraph) -> int:
 
 
 def live_bytes(graph: StepGraph) -> int:
-    """Return the maximum bytes of live storages without eviction, a lower bound of the arena for it."""
+    """Return the most bytes that are live at once without eviction, a lower bound of the arena for it."""
     return max(_live(graph, graph.storages))
 
 
@@ -100,6 +100,7 @@ def peak_activation_op(graph: StepGraph) -> int:
 
 
 def _live(graph: StepGraph, storages: Iterable[Storage]) -> list[int]:
+    """Return for each op the bytes of these storages that are live while it runs."""
     n = len(graph.ops)
     change = [0] * (n + 1)
     for storage in storages:

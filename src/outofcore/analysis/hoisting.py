@@ -21,17 +21,17 @@ def hoisted_order(graph: StepGraph, movable: Collection[int], failing: Collectio
     start = (-1, 0)
     written: dict[int, tuple[int, int]] = {}
     touched: dict[int, tuple[int, int]] = {}
-    met = start  # the place of the last op so far that may fail
+    last_failing = start  # the place of the last op so far that may fail
     for op in graph.ops:
         writes = set(op.mutates) | set(op.creates)
         key = (op.id, 0)
         if op.id in may_move:
             after = max(((touched if s in writes else written).get(s, start) for s in op.touched), default=start)
             if not graph.persistent.isdisjoint(op.mutates):
-                after = max(after, met)
+                after = max(after, last_failing)
             key = (after[0], op.id)
         if op.communicates or op.id in failing:
-            met = max(met, key)
+            last_failing = max(last_failing, key)
         keys.append(key)
         for storage in op.touched:
             touched[storage] = max(touched.get(storage, start), key)

@@ -33,6 +33,7 @@ class History:
 
     @staticmethod
     def of(graph: StepGraph) -> History:
+        """Find the versions of storages before and after each op of a step."""
         writes: list[list[int]] = [[] for _ in graph.storages]
         before: list[dict[int, int]] = []
         for op in graph.ops:
@@ -56,15 +57,16 @@ class History:
                 deadlines[storage, before.get(storage, 0) + 1] = -1 if storage in op.discards else last
         return deadlines
 
-    def _recomputable_until(self, content: Content, chances: Mapping[Content, int]) -> int:
+    def _recomputable_until(self, content: Content, deadlines: Mapping[Content, int]) -> int:
+        """Return the last op before which a content is always available or can be recomputed."""
         storage, _ = content
-        recomputable_until = chances.get(content, -1)
+        recomputable_until = deadlines.get(content, -1)
         if storage not in self.graph.persistent and self.graph.storages[storage].kind not in _PREEXISTING_KINDS:
             return recomputable_until
         return max(self.last_op_with(content, _ALWAYS), recomputable_until)
 
     def last_op_with(self, content: Content, end: int) -> int:
-        """Return the last op before which a content exists without eviction; ``end`` if it persists."""
+        """Return the last op before which a content exists without eviction; ``end`` if no op overwrites it."""
         storage, version = content
         writes = self.writes[storage]
         if version >= len(writes):
@@ -75,14 +77,16 @@ class History:
         return max((use for use in uses if use < writes[version]), default=-1)
 
     def version_at(self, storage: int, op: int) -> int:
+        """Return the version of a storage right before an op."""
         return bisect_left(self.writes[storage], op)
 
     def needs(self, op: Op) -> tuple[Content, ...]:
-        """Return the contents that a recomputation of an op needs: those that it reads but does not discard."""
+        """Return the contents that an op needs to run again: its reads, except from storages that it discards."""
         versions = self.before[op.id]
         return tuple((s, versions[s]) for s in op.reads if s not in op.discards)
 
     def makes(self, op: Op) -> tuple[Content, ...]:
+        """Return the contents that an op writes and does not discard."""
         versions = self.before[op.id]
         return tuple((s, versions.get(s, 0) + 1) for s in op.mutates + op.creates if s not in op.discards)
 
@@ -99,10 +103,7 @@ class History:
 
 
 def replay(history: History, targets: Iterable[Content], is_available: Callable[[Content], bool]) -> tuple[int, ...]:
-    """Return the ops that recompute the targets, in graph order, each once, even if targets are available.
-
-    Raises ``GraphError`` if a needed content cannot be recomputed.
-    """
+    """Return in graph order the ops that recompute targets, also available targets; may raise ``GraphError``."""
     unique_targets = dict.fromkeys(targets)
     pending = list(unique_targets)
     visited = set(pending)
@@ -119,7 +120,7 @@ def replay(history: History, targets: Iterable[Content], is_available: Callable[
 
 
 def can_recompute(history: History, storage: int, fetch_at: int) -> bool:
-    """Return whether a storage can be recomputed right before an op under any plan."""
+    """Return whether a storage can be recomputed right before op ``fetch_at`` under any plan."""
     # The home of a storage that exists before the step must stay valid: the user reads it if the step fails.
     if storage in history.graph.persistent or history.graph.storages[storage].arrives:
         return False
@@ -127,6 +128,7 @@ def can_recompute(history: History, storage: int, fetch_at: int) -> bool:
 
 
 def _op_writing(history: History, content: Content) -> Op:
+    """Return the op that writes a content; raise ``GraphError`` if it cannot run again."""
     storage, version = content
     graph = history.graph
     if version < 1:

@@ -26,7 +26,7 @@ def derive_window(base: TensorWindow, target: TensorWindow) -> Derivation | None
     The elements of ``base`` must be contiguous in some order of its dimensions. The elements of ``target`` must be at
     regular steps among them without overlap.
 
-    >>> derivation(Window((2, 3), (3, 1)), Window((3, 2), (1, 3)))
+    >>> derive_window(TensorWindow((2, 3), (3, 1)), TensorWindow((3, 2), (1, 3)))
     Derivation(order=(0, 1), factors=(2, 3), ranges=((0, 2), (0, 3)), places=(1, 0), shape=(3, 2))
     """
     count, start = prod(base.shape), target.offset - base.offset

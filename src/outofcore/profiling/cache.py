@@ -63,7 +63,7 @@ class Cache:
     folder: Path
 
     def shelf(self, kind: str, facts: Mapping[str, object]) -> Shelf:
-        """Return the measurements of one kind, such as "ops", that depend on these facts (JSON values)."""
+        """Return the file for measurements of a kind, such as "ops", that depend on these facts (JSON values)."""
         facts_text = json.dumps(facts, sort_keys=True, default=str)
         digest = hashlib.sha256(f"{FORMAT}\0{facts_text}".encode()).hexdigest()
         return Shelf(self.folder / f"{kind}-{digest[:16]}.json", json.loads(facts_text))
@@ -100,7 +100,7 @@ def _read(path: Path, *_: int) -> _CacheFile:
 
 @dataclass(frozen=True)
 class Shelf:
-    """One file of a cache."""
+    """A file of a cache: the measurements of one kind that depend on the same facts."""
 
     path: Path
     facts: Mapping[str, object]

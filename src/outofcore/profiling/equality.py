@@ -5,15 +5,11 @@ on random numbers, whole against parts, and the verdict is cached.
 
 A whole op beyond the budget is tried in a separate process, if the machine has twice the memory free. Otherwise two
 ranges within the budget are tried, one at each end of the axis. That proves less: of 234 splits without a mismatch on
-half of an op, 8 had one on the whole op (convolutions of a ResNet-50). If not even a quarter of the op fits, the split
-is dropped.
+half of an op, 8 had one on the whole op. If not even a quarter of the op fits, the split is dropped.
 
 Vectorized elementwise kernels may round the last elements of a range differently, and elements with gaps in memory. So
-all elements are also computed in small pieces. An affected operator is split only where no elements remain and no gaps
-occur.
-
-Limits: a kernel that rounds differently only for rare numbers is not detected. Separate trial processes have not run on
-a GPU yet.
+such operators are also tried on small pieces. Limits: a kernel that rounds differently only for rare numbers is not
+detected. Separate trial processes have not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -126,7 +122,7 @@ def find_mismatches(
 
 @dataclass
 class _Verdicts:
-    """Verdicts: ``cached`` and ``new`` by cache key, ``holds`` by the keys of completed checks."""
+    """Verdicts, True without a mismatch: ``cached`` and ``new`` by cache key, ``holds`` by key of a completed check."""
 
     values: Sequence[Value]
     device: torch.device
@@ -138,7 +134,7 @@ class _Verdicts:
         return isinstance(self.cached.get(_key(check, (_whole_range(check),))), bool)
 
     def run_here(self, check: ExactnessCheck, ranges: Sequence[TrialRange]) -> None:
-        """Run a check in this process unless there is a verdict on these ranges."""
+        """Run a check in this process unless its verdict is cached; if memory runs out, count it as a mismatch."""
         key = _key(check, ranges)
         verdict = self.cached.get(key)
         if not isinstance(verdict, bool):
@@ -193,6 +189,7 @@ def _run_in_process(checks: Sequence[ExactnessCheck], values: Sequence[Value], d
 
 
 def _run_trial_process(work: bytes) -> tuple[list[bytes], int]:
+    """Run ``serve`` in a process; return the verdicts that it printed and its exit status."""
     with tempfile.TemporaryFile() as output:
         helper = start_process(f"{__name__}:serve", work, output)
         try:
@@ -272,8 +269,8 @@ def _bounds(parts: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return min(low for low, _ in parts), max(high for _, high in parts)
 
 
-def _needed_bytes(check: ExactnessCheck, values: Sequence[Value], low: int, high: int, part: int) -> int:
-    """Return the bytes of a range, a copy of its in-place arguments, and a part of length ``part``."""
+def _needed_bytes(check: ExactnessCheck, values: Sequence[Value], low: int, high: int, part_length: int) -> int:
+    """Return the bytes that a trial needs: a range, a copy of its in-place arguments, and the longest part."""
     func, names = _operator(check.call), _argument_values(check.call, values)
     written = written_arguments(func, arguments_by_name(func, check.call.args, check.call.kwargs))
     changed = {name for name in names if name[0] in written}
@@ -281,8 +278,8 @@ def _needed_bytes(check: ExactnessCheck, values: Sequence[Value], low: int, high
     whole = _argument_bytes(check, values, low, high) + _result_bytes(
         check, values, low, high, check.reference or check.call
     )
-    part_bytes = _argument_bytes(check, values, low, low + part, copied) + _result_bytes(
-        check, values, low, low + part, check.call
+    part_bytes = _argument_bytes(check, values, low, low + part_length, copied) + _result_bytes(
+        check, values, low, low + part_length, check.call
     )
     return whole + _argument_bytes(check, values, low, high, changed) + part_bytes
 
@@ -319,7 +316,7 @@ def _operator(call: Call) -> Any:
 def _run_check(
     check: ExactnessCheck, values: Sequence[Value], device: torch.device, ranges: Sequence[TrialRange]
 ) -> bool | None:
-    """Return whether the parts match the whole on the given ranges; None if memory ran out."""
+    """Return whether the parts match the whole on all ranges; False if the op fails, None if memory runs out."""
     if not ranges:
         return False
     with CAPTURE_LOCK, internals.below_autograd():
@@ -342,8 +339,8 @@ def _count_draws(check: ExactnessCheck, values: Sequence[Value], trial_range: Tr
     written = written_arguments(func, arguments_by_name(func, check.call.args, check.call.kwargs))
     sizes = [prod(values[v].shape) for v in check.call.results if v is not None]
     sizes += [prod(value.shape) for (name, _), value in _argument_values(check.call, values).items() if name in written]
-    share = (trial_range.high - trial_range.low) / check.split.extent
-    draws = ceil(_EFFORT.elements / max(min(sizes, default=1) * share, 1))
+    fraction = (trial_range.high - trial_range.low) / check.split.extent
+    draws = ceil(_EFFORT.elements / max(min(sizes, default=1) * fraction, 1))
     low, high = trial_range.low, trial_range.high
     bytes_per_trial = _argument_bytes(check, values, low, high) + _result_bytes(check, values, low, high, check.call)
     affordable = _EFFORT.bytes // max(bytes_per_trial, 1)
@@ -354,8 +351,8 @@ def _rounds_uniformly(check: ExactnessCheck, values: Sequence[Value], device: to
     """Return whether an elementwise operator rounds all elements alike, with and without the split."""
     tensors = _argument_values(check.call, values)
     # Parts may be contiguous although the whole is not.
-    apart = any(prod(v.shape) > 1 and not is_dense(v.shape, v.stride) for v in tensors.values())
-    if (apart or check.gathered_strides) and _rounds_unevenly(check, tensors, device, _rounds_gaps_differently):
+    has_gaps = any(prod(v.shape) > 1 and not is_dense(v.shape, v.stride) for v in tensors.values())
+    if (has_gaps or check.gathered_strides) and _rounds_unevenly(check, tensors, device, _rounds_gaps_differently):
         return False
     return _has_no_remainder(check, tensors) or not _rounds_unevenly(check, tensors, device, _rounds_scraps_differently)
 
@@ -367,8 +364,8 @@ def _has_no_remainder(check: ExactnessCheck, tensors: Mapping[ArgumentName, Valu
     threads = torch.get_num_threads()
 
     def is_even(count: int) -> bool:
-        stretches = min(threads, -(-count // _THREAD_ELEMENTS))
-        return stretches < 2 or not -(-count // stretches) % _MAX_VECTOR_LENGTH
+        chunk_count = min(threads, -(-count // _THREAD_ELEMENTS))
+        return chunk_count < 2 or not -(-count // chunk_count) % _MAX_VECTOR_LENGTH
 
     inner = elements // check.split.extent
     same_shape = all(value.shape == next(iter(tensors.values())).shape for value in tensors.values() if value.shape)
@@ -386,7 +383,7 @@ Rounds = Callable[[Call, Mapping[ArgumentName, Value], torch.device], bool]
 def _rounds_unevenly(
     check: ExactnessCheck, tensors: Mapping[ArgumentName, Value], device: torch.device, rounds: Rounds
 ) -> bool:
-    """Return whether an elementwise operator rounds some elements differently, by the test ``rounds``."""
+    """Return whether ``rounds`` finds elements that an elementwise operator rounds differently; remember it."""
     call, func = check.call, _operator(check.call)
     kinds = ", ".join(f"{name}: {value.dtype} {prod(value.shape) > 1}" for name, value in tensors.items())
     constants = [item for item in (*call.args, *call.kwargs.values()) if not isinstance(item, Ref | list | tuple)]
@@ -400,12 +397,14 @@ _uneven: dict[str, bool] = {}
 
 
 def _rounds_gaps_differently(call: Call, tensors: Mapping[ArgumentName, Value], device: torch.device) -> bool:
+    """Return whether an operator rounds elements differently if there are gaps between them."""
     long, run = _make_long_arguments(call, tensors, device)
-    gaps = {n: torch.stack([t, t], dim=-1)[:, 0] if t.numel() > 1 else t.clone() for n, t in long.items()}
-    return not _have_same_bits(run({name: tensor.clone() for name, tensor in long.items()}), run(gaps))
+    with_gaps = {n: torch.stack([t, t], dim=-1)[:, 0] if t.numel() > 1 else t.clone() for n, t in long.items()}
+    return not _have_same_bits(run({name: tensor.clone() for name, tensor in long.items()}), run(with_gaps))
 
 
 def _rounds_scraps_differently(call: Call, tensors: Mapping[ArgumentName, Value], device: torch.device) -> bool:
+    """Return whether an operator rounds elements differently in small pieces."""
     long, run = _make_long_arguments(call, tensors, device)
     whole = run({name: tensor.clone() for name, tensor in long.items()})
     for start in range(0, _ALL_SCRAP_ELEMENTS, _SCRAP_ELEMENTS):
@@ -448,10 +447,15 @@ class ExactnessTrial:
     """Runs a range of an op as a whole and in parts, on equal random inputs; each draw makes new ones."""
 
     def __init__(
-        self, check: ExactnessCheck, values: Sequence[Value], device: torch.device, stretch: TrialRange, draw: int = 0
+        self,
+        check: ExactnessCheck,
+        values: Sequence[Value],
+        device: torch.device,
+        trial_range: TrialRange,
+        draw: int = 0,
     ) -> None:
         self.claim, self.split, self.func = check, check.split, _operator(check.call)
-        self.low, self.high, self.parts, self.device = stretch.low, stretch.high, stretch.parts, device
+        self.low, self.high, self.parts, self.device = trial_range.low, trial_range.high, trial_range.parts, device
         self.is_whole = (self.low, self.high) == (0, self.split.extent)
         self.generator = torch.Generator(device).manual_seed(_SEED + draw)
         self.arguments = {
@@ -463,6 +467,7 @@ class ExactnessTrial:
         )
 
     def _make_argument(self, name: ArgumentName, value: Value) -> torch.Tensor:
+        """Make a random argument with the layout of a value, or of its slice that belongs to the range."""
         cut = self.split.argument_cuts.get(name)
         shape, stride = value.shape, value.stride
         if cut is not None and not self.is_whole:
@@ -489,6 +494,7 @@ class ExactnessTrial:
         settle: bool = True,
         call: Call | None = None,
     ) -> dict[str, Any]:
+        """Return the arguments by name; with ``settle`` adjust constants to the part ``low:high``."""
         call = call or self.claim.call
         named = with_tensors(arguments_by_name(self.func, call.args, call.kwargs), tensors)
         if settle and self.split.adjust is not None and not (self.is_whole and (low, high) == (self.low, self.high)):
@@ -498,7 +504,7 @@ class ExactnessTrial:
     def _run(
         self, tensors: Mapping[ArgumentName, torch.Tensor], low: int, high: int, call: Call | None = None
     ) -> tuple[list[Any], dict[ArgumentName, torch.Tensor]]:
-        """Run a part; return its results, and the arguments that it wrote in place."""
+        """Run the op on the part ``low:high``; return its results, and the arguments that it wrote in place."""
         named = self._named_arguments(tensors, low, high, call=call)
         args, kwargs = arrange_arguments(self.func, self.claim.call, named)
         written = written_arguments(self.func, named)
@@ -506,6 +512,7 @@ class ExactnessTrial:
         return internals.result_leaves(out), {name: t for name, t in tensors.items() if name[0] in written}
 
     def _part(self, name: ArgumentName, low: int, high: int) -> torch.Tensor:
+        """Return a copy of an argument's slice for a part; copy an argument passed whole only if need be."""
         tensor, cut = self.arguments[name], self.split.argument_cuts.get(name)
         if name in self.claim.gathered_strides:
             return torch.empty_strided(
@@ -521,18 +528,18 @@ class ExactnessTrial:
         tensor = self._merge_cut(tensor, cut)
         base = cut.ends(self.low, self.high)[0] if not self.is_whole else 0
         first, last = (end - base for end in cut.ends(low, high))
-        inside = max(first, 0), min(last, tensor.shape[dim])
-        part = tensor.narrow(dim, inside[0], max(inside[1] - inside[0], 0))
+        inside_ends = max(first, 0), min(last, tensor.shape[dim])
+        part = tensor.narrow(dim, inside_ends[0], max(inside_ends[1] - inside_ends[0], 0))
         shape = [*tensor.shape]
         shape[dim] = last - first
         result = torch.empty_strided(shape, dense_like(shape, tensor.stride()), dtype=tensor.dtype, device=self.device)
-        if inside != (first, last):
+        if inside_ends != (first, last):
             result.zero_()
-        result.narrow(dim, inside[0] - first, part.shape[dim]).copy_(part)
+        result.narrow(dim, inside_ends[0] - first, part.shape[dim]).copy_(part)
         return result
 
     def is_equal(self, same: Same | None = None) -> bool:
-        """Return whether the parts equal the range, by ``same`` or to the bit."""
+        """Return whether the parts' results and written arguments equal the range's, by ``same`` or to the bit."""
         same = same or _have_same_bits
         written = written_arguments(self.func, self._named_arguments(self.arguments, self.low, self.high))
         # Only written arguments need a copy.
@@ -555,7 +562,7 @@ class ExactnessTrial:
         return True
 
     def _parts(self, low: int, high: int) -> Iterator[dict[ArgumentName, torch.Tensor]]:
-        """Yield the arguments of a part: in memory of their own, or in place, where the layout differs."""
+        """Yield a part's arguments several times, with misaligned or gapped slices as copies and as views."""
         written = written_arguments(self.func, self._named_arguments(self.arguments, low, high))
         views: dict[ArgumentName, torch.Tensor] = {}
         for name, tensor in self.arguments.items():
@@ -570,13 +577,14 @@ class ExactnessTrial:
             if not is_copied and (gaps or view.data_ptr() % SMALL_ALIGNMENT):
                 views[name] = view
         for number in range(min(1 << len(views), _EFFORT.max_placings)):
-            there = {name for place, name in enumerate(views) if number >> place & 1}
-            yield {name: views[name] if name in there else self._part(name, low, high) for name in self.arguments}
+            views_used = {name for place, name in enumerate(views) if number >> place & 1}
+            yield {name: views[name] if name in views_used else self._part(name, low, high) for name in self.arguments}
 
     def _merge_cut(self, tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
         return tensor.flatten(cut.dims[0], cut.dims[1] - 1) if self.is_whole else tensor
 
     def _slice(self, tensor: torch.Tensor, cut: Cut | None, low: int, high: int) -> torch.Tensor:
+        """Return the slice of an argument or result of the range that belongs to the part ``low:high``."""
         if cut is None:
             return tensor
         base = cut.ends(self.low, self.high)[0] if not self.is_whole else 0

@@ -25,7 +25,7 @@ class Difference:
 
 
 def find_differences(captured: Captured, op: Op, leaves: Sequence[object]) -> list[Difference]:
-    """Return the gravest difference of each flattened result of an op from the capture."""
+    """Return the gravest difference of each flattened result that differs from the captured one."""
     unseen = captured.graph.unseen
     all_differences: list[Difference] = []
     for leaf, index in enumerate(captured.calls[op.id].results):
@@ -44,6 +44,7 @@ def find_differences(captured: Captured, op: Op, leaves: Sequence[object]) -> li
 
 
 def _compare(captured: Captured, leaf: int, value: Value, result: object) -> Iterator[Difference]:
+    """Yield the differences of a result from its captured value, the gravest first."""
     expected = _describe(value.dtype, value.shape)
     if not isinstance(result, torch.Tensor):
         yield Difference(leaf, "kind", "undefined" if result is None else f"a {type(result).__name__}", expected)

@@ -66,8 +66,8 @@ def group_cost(group: ProcessGroup, device: torch.device, cache: Cache | None) -
     if group.rank() == 0 and shelf is not None and (entry := shelf.read().get(key)) is not None:
         try:
             entry_cost = convert_json(entry, GroupCost, shelf.path, f"$.entries.{key}")
-            is_wanted = is_due(entry_cost.busy, time.time() - entry_cost.measured_at)
-            cached, busy = [None if is_wanted else entry_cost], entry_cost.busy
+            must_measure = is_due(entry_cost.busy, time.time() - entry_cost.measured_at)
+            cached, busy = [None if must_measure else entry_cost], entry_cost.busy
         except GraphError:
             cached = [None]
     torch.distributed.broadcast_object_list(cached, group=group, group_src=0)
@@ -110,7 +110,7 @@ def collectives_of(captured: Captured) -> tuple[Collective, ...]:
 def add_collective_costs(
     captured: Captured, profiles: tuple[OpProfile, ...], costs: Mapping[int, GroupCost]
 ) -> tuple[OpProfile, ...]:
-    """Add the costs of collectives to the profiles; ``costs`` is by group size."""
+    """Return profiles with the costs of collectives, by group size; a group without costs keeps its profile."""
     updated = list(profiles)
     for index, call in enumerate(captured.calls):
         if isinstance(call.func, Collective) and call.func.group.size() in costs:

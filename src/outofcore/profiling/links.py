@@ -64,7 +64,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """A measured link; ``busy`` is as for ``costs.OpCost``."""
+    """A measured link; ``busy`` is as for ``costs.OpCost``, and the properties are as for ``costs.Home``."""
 
     name: str
     capacity: int | None
@@ -125,7 +125,7 @@ _HOST_WORK, _DEVICE_WORK = ComputeLoad(512, 4, 32 * MIB), ComputeLoad(2048, 1, 6
 def measure_homes(
     stores: Sequence[HomeStore], cache: Cache | None, backend: Backend, buffer_bytes: int
 ) -> tuple[Home, ...]:
-    """Return the costs of a step's homes, each measured on a sibling; raises as ``measure_link``."""
+    """Return the costs of a step's homes, each measured on a sibling of its store; raises as ``measure_link``."""
     homes: list[Home] = []
     for store in stores:
         sibling = store.sibling(2 * max(buffer_bytes, PAGE_BYTES))
@@ -227,8 +227,6 @@ def measure_link(
         driver: the device; None: the memory of the process.
         compute: the concurrent work; by default ops bound by arithmetic and by memory in turn.
 
-    Limits: the speed is that of this half second. A drive may slow down once its write cache is full.
-
     Raises:
         ArenaError: the device has no room for two buffers and 192 MiB for ops.
         SpillError: the home has no room for the measurement.
@@ -271,7 +269,8 @@ class _LinkBench:
     copy_page_in: _TimedAction
 
 
-def _measure(home: HomeStore, size: int, part: float, bench: _LinkBench) -> LinkReport:
+def _measure(home: HomeStore, size: int, seconds_per_series: float, bench: _LinkBench) -> LinkReport:
+    """Measure a link with copies of ``size`` bytes, in 14 series of about ``seconds_per_series`` each."""
     work, copy_out, copy_in, pages = (
         bench.work,
         bench.copy_out,
@@ -289,9 +288,11 @@ def _measure(home: HomeStore, size: int, part: float, bench: _LinkBench) -> Link
     for _ in range(_ROUNDS):
         # Not during copies, when the process's own threads may need more cores than the machine has.
         with watch:
-            alone = bench.time_actions(series[0], part, 1)
-        rounds.append([alone, *(bench.time_actions(actions, part, 1) for actions in series[1:])])
-    out_s, in_s = (statistics.median(bench.time_actions((copy,), part, _ROUNDS)[0]) for copy in (copy_out, copy_in))
+            alone = bench.time_actions(series[0], seconds_per_series, 1)
+        rounds.append([alone, *(bench.time_actions(actions, seconds_per_series, 1) for actions in series[1:])])
+    out_s, in_s = (
+        statistics.median(bench.time_actions((copy,), seconds_per_series, _ROUNDS)[0]) for copy in (copy_out, copy_in)
+    )
 
     def copying(series_index: int, action: int) -> float:
         return statistics.median(t for series_times in rounds for t in series_times[series_index][action])
@@ -337,6 +338,7 @@ def _make_ops(
 
 
 def _host_bench(home: HomeStore, slots: tuple[int, int], size: int, compute: Callable[[], object] | None) -> _LinkBench:
+    """Return the actions to time for a link between process memory and two slots of a home."""
     region = Region(map_anonymous(2 * size), 2 * size)
     outgoing, incoming = region.memory(0, size), region.memory(size, size)
     random = torch.Generator().manual_seed(0)  # separate, to keep the user's random numbers
@@ -357,12 +359,12 @@ def _host_bench(home: HomeStore, slots: tuple[int, int], size: int, compute: Cal
 def time_concurrently(actions: Sequence[_TimedAction], seconds: float, min_runs: int) -> list[list[float]]:
     """Time actions as ``_TimeActions``: the first in this thread, the others in threads that end first."""
     times: list[list[float]] = [[] for _ in actions]
-    enough = [threading.Event() for _ in actions]
+    has_enough = [threading.Event() for _ in actions]
     start = threading.Barrier(len(actions))
 
     def stop() -> None:
         start.abort()
-        for event in enough:
+        for event in has_enough:
             event.set()
 
     def run(index: int) -> None:
@@ -370,13 +372,13 @@ def time_concurrently(actions: Sequence[_TimedAction], seconds: float, min_runs:
             start.wait()
             total = 0.0
             # Go on until all actions have enough runs, as each must run concurrently with all others.
-            while not all(event.is_set() for event in enough):
+            while not all(event.is_set() for event in has_enough):
                 begin = time.perf_counter()
                 actions[index].call()
                 times[index].append(time.perf_counter() - begin)
                 total += times[index][-1]
                 if len(times[index]) >= min_runs and total >= seconds:
-                    enough[index].set()
+                    has_enough[index].set()
         finally:
             stop()  # all have enough runs, or this action failed
 
@@ -427,6 +429,7 @@ def measure_memory_bandwidth(*, buffer_bytes: int = 64 * MIB) -> float:
 def _device_bench(
     driver: Driver, home: HomeStore, slots: tuple[int, int], size: int, compute: Callable[[], object] | None
 ) -> Iterator[_LinkBench]:
+    """Yield the actions to time for a link between a device and two slots of a home."""
     rows, products, pass_bytes = _DEVICE_WORK.rows, _DEVICE_WORK.products, _DEVICE_WORK.pass_bytes
     square = rows * rows * 4
     arena = driver.open_arena(2 * (size + pass_bytes + square), 1 << 62)
@@ -456,17 +459,18 @@ def _device_bench(
 def _memory_copies(
     driver: Driver, home: HomeStore, arena: DeviceArena, slots: tuple[int, int], size: int
 ) -> tuple[_TimedAction, ...]:
+    """Return copies of ``size`` bytes out and in, and of a page out and in, for a home in host memory."""
     host = [home.face(slot, size) for slot in slots]
     device = arena.view(0, size), arena.view(size, size)
     host[1].fill_(1)
 
     def copy_out(count: int) -> _TimedAction:
-        to, of = host[0][:count], device[0][:count]
-        return _TimedAction(lambda: driver.copy(Stream.COPY_OUT, -1, to, of), Stream.COPY_OUT)
+        target, source = host[0][:count], device[0][:count]
+        return _TimedAction(lambda: driver.copy(Stream.COPY_OUT, -1, target, source), Stream.COPY_OUT)
 
     def copy_in(count: int) -> _TimedAction:
-        to, of = device[1][:count], host[1][:count]
-        return _TimedAction(lambda: driver.copy(Stream.COPY_IN, -1, to, of), Stream.COPY_IN)
+        target, source = device[1][:count], host[1][:count]
+        return _TimedAction(lambda: driver.copy(Stream.COPY_IN, -1, target, source), Stream.COPY_IN)
 
     return copy_out(size), copy_in(size), copy_out(PAGE_BYTES), copy_in(PAGE_BYTES)
 
@@ -514,25 +518,26 @@ class _DeviceTimes:
         return times
 
     def _issue(self, actions: Sequence[_TimedAction], counts: Sequence[int]) -> list[list[float]]:
-        """Return the seconds of each repetition that began before another stream ran dry."""
+        """Issue actions in turn; return the seconds of repetitions that began while all actions were running."""
         driver = self._driver
         begin = driver.create_mark(timed=True)
         driver.record(Stream.COMPUTE, begin)
         for action in actions:
             if action.stream is not Stream.COMPUTE:
                 driver.wait(first_stream(action.stream), begin)
-        stamps: list[list[tuple[Mark, Mark]]] = [[] for _ in actions]
+        marks: list[list[tuple[Mark, Mark]]] = [[] for _ in actions]
         turns = zip_longest(*([index] * count for index, count in enumerate(counts)))
         for index in (index for turn in turns for index in turn if index is not None):
             start, end = driver.create_mark(timed=True), driver.create_mark(timed=True)
             driver.record(first_stream(actions[index].stream), start)
             actions[index].call()
             driver.record(last_stream(actions[index].stream), end)
-            stamps[index].append((start, end))
+            marks[index].append((start, end))
         driver.synchronize()
-        spans = [[(driver.seconds(begin, start), driver.seconds(begin, end)) for start, end in s] for s in stamps]
-        until = min(action_spans[-1][1] for action_spans in spans)
+        spans = [[(driver.seconds(begin, start), driver.seconds(begin, end)) for start, end in s] for s in marks]
+        first_end = min(action_spans[-1][1] for action_spans in spans)
         return [
-            [end - start for start, end in action_spans if start < until] or [action_spans[0][1] - action_spans[0][0]]
+            [end - start for start, end in action_spans if start < first_end]
+            or [action_spans[0][1] - action_spans[0][0]]
             for action_spans in spans
         ]

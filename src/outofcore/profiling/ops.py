@@ -66,8 +66,6 @@ _Bytes = Annotated[int, Meta(ge=0, le=1 << 44)]
 
 @dataclass(frozen=True)
 class OpProfile:
-    """The cost of an op, and its requests to the allocator."""
-
     cost: OpCost
     requests: Requests
     first_requests: Requests | None = None  # of its first run, where they differ
@@ -107,8 +105,8 @@ def profile_selected(
     # The first update of a parameter also allocates its state.
     families: dict[tuple[str, bool], list[int]] = {}
     for op in (captured.graph.ops[index] for index in ops):
-        first = captured.calls[op.id].rehearse_first is not None
-        families.setdefault((op.family or f"#{op.id}", first), []).append(op.id)
+        first_differs = captured.calls[op.id].rehearse_first is not None
+        families.setdefault((op.family or f"#{op.id}", first_differs), []).append(op.id)
     profiles: dict[int, OpProfile] = {}
     with CAPTURE_LOCK, _preserve_generators(backend), _OpBench(captured, backend) as bench:
         try:
@@ -135,7 +133,7 @@ def _preserve_generators(backend: Backend) -> Iterator[None]:
 
 
 class _OpBench:
-    """Scratch memory for one op at a time."""
+    """Measures one op at a time in scratch memory."""
 
     def __init__(self, captured: Captured, backend: Backend) -> None:
         self._captured = captured
@@ -171,6 +169,7 @@ class _OpBench:
         return self._arena
 
     def profile(self, index: int, measure_time: bool, profile_cache: ProfileCache) -> OpProfile:
+        """Return an op's cached profile or measure it; an op that cannot run alone gets a cost of zero."""
         captured = self._captured
         op, call = captured.graph.ops[index], captured.calls[index]
         if not op.touched or op.communicates or (not op.rerunnable and call.rehearse is None):
@@ -182,6 +181,7 @@ class _OpBench:
         return profile_cache.add(op, self._measure(op, call, measure_time), timed=measure_time)
 
     def _measure(self, op: Op, call: Call, measure_time: bool) -> OpProfile:
+        """Measure an op on the first scratch contents with which it runs; refuse an op that always fails."""
         failed: Exception | None = None
         try:
             for contents in contents_to_try(self._captured.device):
@@ -205,7 +205,7 @@ class _OpBench:
             del failed  # its traceback refers to this frame, and so to the op's tensors
 
     def _lay_out(self, op: Op, workspace: int) -> tuple[Program, int, int]:
-        """Return a program of this op alone, the end of its arguments and the end of all blocks."""
+        """Return a program of this op alone, the offset where existing storages end, and where all blocks end."""
         storages = self._captured.graph.storages
         blocks: list[Block] = []
         offset = 0
@@ -235,6 +235,7 @@ class _OpBench:
     def _bind(
         self, op: Op, requests: Requests, contents: ScratchContents | None
     ) -> tuple[BoundRun, DeviceArena, list[list[tuple[int, int | None]]], int]:
+        """Return the bound op, its arena, its planned requests, and the offset where existing storages end."""
         program, arguments_end, end = self._lay_out(op, requests.workspace_bytes)
         arena = self._open_arena(end)
         bound = bind(self._captured, program, arena)
@@ -258,6 +259,7 @@ class _OpBench:
         contents.fill_bytes(target, self._dtypes[storage])
 
     def _record(self, op: Op, func: Callable[..., object], contents: ScratchContents) -> Requests:
+        """Run an op on scratch contents, check its results, and return its requests to the allocator."""
         captured = self._captured
         if self._backend.warms_up:
             # Libraries choose kernels at an op's first run, with memory that no later run needs.
@@ -300,23 +302,24 @@ class _OpBench:
             )
 
     def _time(self, op: Op, requests: Requests, contents: ScratchContents) -> float:
+        """Return the typical seconds of an op, with its requests at their planned places."""
         # The recording left the arguments in the arena, unless a larger one is needed.
         grown = self._arena is None or self._lay_out(op, requests.workspace_bytes)[2] > self._arena.bytes
         run, arena, planned, _ = self._bind(op, requests, contents if grown else None)
         func = self._captured.calls[op.id].rehearse or run.func
-        table = ScopeTable(arena, planned)
+        scope_table = ScopeTable(arena, planned)
 
         def call() -> tuple[float, float]:
             # The thread must leave the scope even after an error, because the table is freed.
             try:
-                table.begin(0)
+                scope_table.begin(0)
                 cpu, start = thread_time(), perf_counter()
                 out = func(*run.args, **run.kwargs)
                 times = perf_counter() - start, thread_time() - cpu
                 del out
                 return times
             finally:
-                table.end()
+                scope_table.end()
 
         if self._backend.timer is not None:
             with internals.below_autograd():
@@ -382,7 +385,7 @@ def is_cacheable(op: Op) -> bool:
 
 
 class ProfileCache:
-    """The cached profiles of ops, and new ones to be saved; empty without a cache."""
+    """The cached profiles of ops, and new ones to be saved; without a cache it finds and saves no profiles."""
 
     def __init__(self, cache: Cache | None, device: Mapping[str, object] | None = None) -> None:
         self._shelf = None if cache is None else op_shelf(cache, device)
@@ -391,7 +394,7 @@ class ProfileCache:
         self._stale_costs: dict[str, OpCost] = {}  # costs to be measured again
 
     def find(self, op: Op, *, timed: bool, first: bool, results: int | None = None) -> OpProfile | None:
-        """Return an op's cached profile, or None if it must be measured; ``first``: its first run differs."""
+        """Return an op's cached profile or None; ``first``: its first run differs; ``results``: their number."""
         value = self._cached.get(_key(op)) if is_cacheable(op) else None
         if value is None or self._shelf is None:
             return None
@@ -439,10 +442,7 @@ def update_cached_profiles(
     only: Collection[int] | None = None,
     device: Mapping[str, object] | None = None,
 ) -> None:
-    """Replace measured costs of ops in the cache by costs observed in steps.
-
-    A family gets the median of its ops' seconds, and the requests of the op with the most scratch memory.
-    """
+    """Replace cached costs of families by costs observed in steps; ``only`` limits this to some ops."""
     families_to_save = None if only is None else {graph.ops[index].family for index in only}
     families: dict[str, list[int]] = {}
     for op in graph.ops:
@@ -470,7 +470,7 @@ class _CachedRequest(Struct, array_like=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if (self.position is None) != (self.kind == "elsewhere"):
-            raise ValueError("must have bytes, a kind, and a place unless the kind is 'elsewhere'")
+            raise ValueError("must have bytes, a kind, and a position unless the kind is 'elsewhere'")
 
     @staticmethod
     def of(request: Request) -> _CachedRequest:

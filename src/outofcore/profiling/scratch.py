@@ -77,6 +77,7 @@ _RANDOM_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.
 
 
 def contents_to_try(device: torch.device) -> tuple[ScratchContents, ...]:
+    """Return the scratch contents to try in order, until an op runs on one."""
     if traits_of(device).survives_bad_indices:
         return (
             HALVES,
@@ -104,6 +105,7 @@ def _fill_bags(named: NamedArguments) -> None:
 
 
 def _balance_repeats(named: NamedArguments) -> None:
+    """Set repeat counts that are as equal as possible and add up to the output size."""
     repeats, size = named["repeats"], named.get("output_size")
     if size is not None and repeats.numel():
         repeats.fill_(size // repeats.numel())
@@ -111,12 +113,13 @@ def _balance_repeats(named: NamedArguments) -> None:
 
 
 def _balance_segments(named: NamedArguments) -> None:
+    """Set segment lengths that are as equal as possible and add up to the size of the axis."""
     lengths = named.get("lengths")
     if lengths is not None and lengths.numel():
         data, axis = named["data"], named.get("axis", 0)
-        share = lengths.shape[-1]
-        lengths.fill_(data.shape[axis] // share)
-        lengths[..., : data.shape[axis] % share].add_(1)
+        segments = lengths.shape[-1]
+        lengths.fill_(data.shape[axis] // segments)
+        lengths[..., : data.shape[axis] % segments].add_(1)
 
 
 def _use_longest_sequences(named: NamedArguments) -> None:

@@ -71,7 +71,7 @@ _TAGS = (torch.Tag.pointwise, torch.Tag.reduction)
 def fuse_ops(
     captured: Captured, kernels: Kernels, tell: ProgressCallback = ignore_progress, *, min_bytes: int = LARGE_BYTES
 ) -> Captured:
-    """Fuse ops, two only over a storage of at least ``min_bytes``; adds new kernels to ``kernels``."""
+    """Fuse groups of ops that share storages of at least ``min_bytes``; add the new kernels to ``kernels``."""
     pairs = list(zip(captured.graph.ops, captured.calls, strict=True))
     fusible, alone, scratch = [op.id for op, call in pairs if _is_fusible(captured, op, call)], list[int](), {}
     if traits_of(captured.device).has_kernel_measurements:
@@ -110,7 +110,7 @@ def capture_and_fuse(
 
 
 def _scratch_bounds(captured: Captured) -> dict[int, int]:
-    """Return lower bounds of the scratch bytes of ops, by op id."""
+    """Return lower bounds of the scratch bytes of convolutions and batch norm gradients, by op id."""
     # oneDNN copies convolution arguments to another layout; batch norm's gradient needs a similar copy.
     storages = captured.graph.storages
     return {
@@ -121,6 +121,7 @@ def _scratch_bounds(captured: Captured) -> dict[int, int]:
 
 
 def _is_fusible(captured: Captured, op: Op, call: Call) -> bool:
+    """Return whether an op is one of PyTorch's own that a kernel can compute, as the module describes."""
     func: Any = call.func
     if not isinstance(func, OpOverload) or func.namespace != "aten" or call.rehearse is not None:
         return False
@@ -153,8 +154,8 @@ def _is_faster_fused(captured: Captured, call: Call) -> bool:
     first = next((captured.values[item.value] for item in named.values() if isinstance(item, Ref)), None)
     if first is None:
         return True
-    long = [dim for dim, size in enumerate(first.shape) if size > 1]
-    innermost = min(long, key=first.stride.__getitem__, default=0)
+    long_dims = [dim for dim, size in enumerate(first.shape) if size > 1]
+    innermost = min(long_dims, key=first.stride.__getitem__, default=0)
     if name == BATCH_NORM:
         return innermost != 1  # 1 means channels last
     if torch.Tag.reduction in func.tags:
@@ -179,8 +180,9 @@ def _values_of(captured: Captured, call: Call) -> Iterator[Value]:
 
 
 def _is_plain(value: Value) -> bool:
-    odd = value.foreign or value.conjugate or value.negated
-    return not odd and value.dtype in _DTYPES and prod(value.shape) > 0
+    """Return whether a value is a non-empty tensor on the device with a data type that kernels support."""
+    is_special = value.foreign or value.conjugate or value.negated
+    return not is_special and value.dtype in _DTYPES and prod(value.shape) > 0
 
 
 def _covers_storage(captured: Captured, value: Value) -> bool:
@@ -188,7 +190,7 @@ def _covers_storage(captured: Captured, value: Value) -> bool:
 
 
 class _Fusion:
-    """A group of ops and the op that replaces them (without a family)."""
+    """A group of ops, the recipe of its kernel, and the op that replaces the group, as yet without a family."""
 
     def __init__(self, captured: Captured, ops: Sequence[int], min_bytes: int) -> None:
         self._captured = captured
@@ -221,14 +223,14 @@ class _Fusion:
         )
 
     def _read_first(self, members: Sequence[Op]) -> Iterator[int]:
-        """Yield outside storages that the group reads before it overwrites them."""
+        """Yield storages from outside of the group that it reads before it overwrites them."""
         overwritten: set[int] = set()
         for op in members:
             yield from (s for s in op.reads if s not in self._created and s not in overwritten)
             overwritten.update(s for s in op.mutates if s not in op.reads)
 
     def _find_inputs(self, calls: Sequence[Call], mutated: dict[int, None]) -> tuple[int, ...]:
-        """Return the input values; of a storage that is written, only the value written."""
+        """Return the values that the kernel takes; for a storage that it writes, only the value written."""
         values = self._captured.values
         bases: dict[int, int] = {}
         inputs: dict[int, None] = {}
@@ -253,6 +255,7 @@ class _Fusion:
         return storage in graph.outputs or not set(self.ops).issuperset(graph.uses[storage])
 
     def _choose_reused_inputs(self, outputs: Sequence[int], mutated: dict[int, None], min_bytes: int) -> dict[int, int]:
+        """Map large created storages to input storages of the same layout, last used here, to write over."""
         graph, values = self._captured.graph, self._captured.values
         values_by_storage: dict[int, list[int]] = {}
         for index in self.inputs:

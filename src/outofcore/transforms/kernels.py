@@ -57,6 +57,7 @@ _CACHED_SECONDS = 0.5  # upper bound for loading a kernel from Inductor's cache
 
 
 def describe_recipe(recipe: Recipe) -> str:
+    """Return a text that identifies the computation of a recipe."""
     values = [
         f"%{index}=s{value.storage}+{value.offset}:{value_text(value)}" for index, value in enumerate(recipe.values)
     ]
@@ -65,8 +66,8 @@ def describe_recipe(recipe: Recipe) -> str:
         f"->{list(call.results)}"
         for call in recipe.calls
     ]
-    ends = f"given {list(recipe.inputs)}, written {list(recipe.written)}, returned {list(recipe.results)}"
-    return f"{recipe.device}: {' '.join(values)}; {'; '.join(calls)}; {ends}"
+    summary = f"given {list(recipe.inputs)}, written {list(recipe.written)}, returned {list(recipe.results)}"
+    return f"{recipe.device}: {' '.join(values)}; {'; '.join(calls)}; {summary}"
 
 
 def _argument_text(item: Any) -> str:
@@ -122,6 +123,7 @@ class Kernels:
         return {text: kernel for text, kernel in kernels.items() if kernel is not None}
 
     def _compile(self, recipe: Recipe, threads: int) -> Kernel | None:
+        """Compile a recipe; log a failure and return None."""
         if not self.compiles:
             return Kernel(recipe, threads, _refuse_to_run)
         try:
@@ -179,12 +181,15 @@ class _TracedRecipe:
             result = self._read(index)
             stride = recipe.values[index].stride
             returned.append(result if result.stride() == stride else force_strides(result, stride))
-        ends = [(place, self._contents_as(storage, recipe.inputs[place])) for place, storage in recipe.written]
-        for place, contents in ends:
+        final_contents = [
+            (place, self._contents_as(storage, recipe.inputs[place])) for place, storage in recipe.written
+        ]
+        for place, contents in final_contents:
             _aten.copy_.default(inputs[place], contents)
         return tuple(returned)
 
     def _contents_as(self, storage: int, index: int) -> torch.Tensor:
+        """Return the current contents of a storage, viewed as the value with this index."""
         tensor, value = self.contents[storage]
         return _view_as(tensor, value, self.recipe.values[index])
 
@@ -208,6 +213,7 @@ class _TracedRecipe:
                 self._write(ref.value, written[name])
 
     def _write(self, index: int, tensor: torch.Tensor) -> None:
+        """Record a tensor as the new contents of a value's storage; refuse another shape or data type."""
         value = self.recipe.values[index]
         if tuple(tensor.shape) != value.shape or tensor.dtype != value.dtype:
             raise NotFusibleError(f"expected {value_text(value)}, got {tensor.dtype} {tuple(tensor.shape)}")
@@ -215,6 +221,7 @@ class _TracedRecipe:
 
 
 def _view_as(tensor: torch.Tensor, value: Value, target: Value) -> torch.Tensor:
+    """View a tensor with the layout of ``value`` as ``target``; raise ``NotFusibleError`` if that is impossible."""
     if value.layout() == target.layout() and value.dtype == target.dtype:
         return tensor
     view = None if value.dtype != target.dtype else derive_window(value.window(), target.window())
@@ -224,14 +231,15 @@ def _view_as(tensor: torch.Tensor, value: Value, target: Value) -> torch.Tensor:
 
 
 def derive_view(tensor: torch.Tensor, view: Derivation) -> torch.Tensor:
+    """Apply the views of a derivation to a tensor."""
     tensor = tensor.permute(view.order).reshape(view.factors)
     for dim, (first, count) in enumerate(view.ranges):
         if count != view.factors[dim]:
             tensor = tensor.narrow(dim, first, count)
-    shown = [place for place in view.places if place is not None]
-    hidden = [place for place in range(len(view.factors)) if place not in shown]  # of size 1
-    tensor = tensor.permute([*shown, *hidden])
-    for _ in hidden:
+    target_factors = [place for place in view.places if place is not None]
+    other_factors = [place for place in range(len(view.factors)) if place not in target_factors]  # of size 1
+    tensor = tensor.permute([*target_factors, *other_factors])
+    for _ in other_factors:
         tensor = tensor.squeeze(-1)
     for dim, place in enumerate(view.places):
         if place is None:
@@ -257,7 +265,7 @@ def functional_counterpart(func: OpOverload) -> OpOverload | None:
 def _run_functional(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], named: dict[str, Any]
 ) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """Return an operator's results, and the tensors that it would have written, by argument name."""
+    """Run an operator out of place; return its results, and the tensors to be written by argument name."""
     name = func._schema.name
     if name == BATCH_NORM:
         return _run_batch_norm(named)

@@ -38,8 +38,6 @@ _PRECISE = frozenset({torch.float32, torch.float64, torch.complex64, torch.compl
 
 @dataclass(frozen=True)
 class SumSplit:
-    """A split of an op's sum."""
-
     extent: int  # of the summed axis
     argument_cuts: Mapping[ArgumentName, Cut]  # the arguments that have this axis
     adjust: Adjust | None = None  # adjusts constants to a part
@@ -47,19 +45,20 @@ class SumSplit:
 
 
 def capture_and_split_sums(capture: Callable[..., Captured], *, is_on: bool) -> Callable[..., Captured]:
+    """Return a capture function that also splits large sums; ``capture`` itself unless ``is_on``."""
     return (lambda **arguments: split_sums(capture(**arguments))) if is_on else capture
 
 
 def split_sums(captured: Captured, *, part_bytes: int = PART_BYTES) -> Captured:
     """Split large sums over rows and samples into parts that each add up at least ``part_bytes``."""
-    fixed = _batch_independent_storages(captured)
+    batch_independent = _batch_independent_storages(captured)
     values, storages = list(captured.values), list(captured.graph.storages)
     pairs: list[tuple[Op, Call]] = []
     for op, call in zip(captured.graph.ops, captured.calls, strict=True):
         halves = [
             part for half in halves_of_convolution(captured, op, call) for part in halves_of_norm(captured, *half)
         ]
-        splits = [_find_split(captured, *half, fixed, part_bytes) for half in halves]
+        splits = [_find_split(captured, *half, batch_independent, part_bytes) for half in halves]
         if not any(splits):  # then the backward pass stays one op, too
             pairs.append((op, call))
             continue
@@ -77,15 +76,15 @@ def split_sums(captured: Captured, *, part_bytes: int = PART_BYTES) -> Captured:
 def _batch_independent_storages(captured: Captured) -> frozenset[int]:
     """Return persistent storages and storages computed from them alone: they do not depend on the batch."""
     graph = captured.graph
-    fixed = {s.id for s in graph.storages if s.id not in graph.creator and s.kind is not StorageKind.INPUT}
+    independent = {s.id for s in graph.storages if s.id not in graph.creator and s.kind is not StorageKind.INPUT}
     for op in graph.ops:
-        if op.reads and fixed.issuperset(op.reads):
-            fixed.update(op.creates)
-    return frozenset(fixed)
+        if op.reads and independent.issuperset(op.reads):
+            independent.update(op.creates)
+    return frozenset(independent)
 
 
 def _find_split(
-    captured: Captured, op: Op, call: Call, fixed: frozenset[int], part_bytes: int
+    captured: Captured, op: Op, call: Call, batch_independent: frozenset[int], part_bytes: int
 ) -> tuple[SumSplit, tuple[int, ...]] | None:
     """Return the split of an op's sum and the ends of its parts, or None if the sum stays whole."""
     func = call.func
@@ -104,14 +103,14 @@ def _find_split(
     split = rule(view)
     if split is None or split.extent < 2:
         return None
-    count = 0
+    summed_bytes = 0
     for name, cut in split.argument_cuts.items():
         value = view.value(*name)
-        if value is None or value.merge_dims(cut.dims) is None or value.storage in fixed:
+        if value is None or value.merge_dims(cut.dims) is None or value.storage in batch_independent:
             return None
-        count += prod(value.shape) * value.dtype.itemsize
+        summed_bytes += prod(value.shape) * value.dtype.itemsize
     parts = 1
-    while 2 * parts <= min(_MAX_PARTS, split.extent // split.grain) and count >= 2 * parts * part_bytes:
+    while 2 * parts <= min(_MAX_PARTS, split.extent // split.grain) and summed_bytes >= 2 * parts * part_bytes:
         parts *= 2
     if parts == 1:
         return None
@@ -121,7 +120,7 @@ def _find_split(
 def _build_parts(
     op: Op, call: Call, split: SumSplit, ends: tuple[int, ...], values: list[Value], storages: list[Storage]
 ) -> list[tuple[Op, Call]]:
-    """Build an op for each part of a sum, and after each but the first an op that adds it to the sum."""
+    """Build an op per part of a sum, and ops that add the parts up; extend ``values`` and ``storages``."""
     func: Any = call.func
     pairs: list[tuple[Op, Call]] = []
     numbers: dict[Value, int] = {}
@@ -172,6 +171,7 @@ def _replace_ref(own_results: Mapping[int | None, int | None], ref: Ref) -> Ref:
 
 
 def _add_value_like(value: Value, op: Op, values: list[Value], storages: list[Storage]) -> int:
+    """Append a value of the same layout with a new storage; return its index."""
     old = storages[value.storage]
     storages.append(Storage(len(storages), old.bytes, StorageKind.ACTIVATION, f"{old.name} part".strip()))
     values.append(replace(value, storage=len(storages) - 1))
@@ -201,7 +201,7 @@ def _split_sum(view: CallView) -> SumSplit | None:
 
 
 def _split_weight_gradients(*arguments: str, sized: str = "") -> Callable[[CallView], SumSplit | None]:
-    """Return a rule that splits the gradients of weights by samples."""
+    """Return a rule that splits gradients of weights by samples; ``sized`` is the argument with their number."""
 
     def settle(named: dict[str, Any], low: int, high: int) -> None:
         if sized:

@@ -94,7 +94,6 @@ _FILL_VALUES: dict[Any, int | None] = {
 
 
 def drop_shape_only_arguments(captured: Captured) -> Captured:
-    """Drop arguments of which an op needs only the shape."""
     pairs = zip(captured.graph.ops, captured.calls, strict=True)
     return with_ops(captured, [_drop_shape_only_argument(captured, op, call) for op, call in pairs])
 
@@ -130,11 +129,7 @@ def may_be_overwritten(graph: StepGraph, storage: int) -> bool:
 
 
 def recompute_casts(captured: Captured) -> Captured:
-    """Recompute widening casts in the backward pass; the bits stay the same.
-
-    Norms of a bfloat16 model cast their input to float32. Plain PyTorch saves the copy; this pass saves the input, in
-    half the bytes. A plan can then recompute a transformer block from its input, too.
-    """
+    """Recompute widening casts in the backward pass, so that their narrow inputs are saved; bits stay the same."""
     graph = captured.graph
     turn = peak_activation_op(graph)
     storages, values = list(graph.storages), list(captured.values)
@@ -174,7 +169,7 @@ def recompute_casts(captured: Captured) -> Captured:
 
 
 def _is_worth_recomputing(captured: Captured, op: Op, call: Call, turn: int) -> bool:
-    """Return whether an op is a widening cast that can run again after the turn, with a short-lived input."""
+    """Return whether an op is a widening cast of a short-lived input that can run again after op ``turn``."""
     graph = captured.graph
     if call.func is not _aten._to_copy.default or len(op.reads) != 1 or len(op.creates) != 1 or op.mutates:
         return False
@@ -208,14 +203,12 @@ class OverwritingOverload:
         return self.run(*args, **self.complete_kwargs(args, kwargs))
 
     def complete_kwargs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return ``kwargs`` with the overwritten argument as out argument, if the overload takes one."""
         return kwargs if self.out is None else {**kwargs, self.out: args[self.place]}
 
 
 def reuse(captured: Captured, *, min_bytes: int = LARGE_BYTES) -> Captured:
-    """Write large elementwise results, of at least ``min_bytes``, over an argument.
-
-    The op must be the argument's last use, the step must have created it, and its layout must be the result's.
-    """
+    """Write elementwise results of at least ``min_bytes`` over arguments of the same layout at their last use."""
     graph = captured.graph
     reused: dict[int, int] = {}  # replaced storage -> reused storage
     pairs: list[tuple[Op, Call]] = []
@@ -232,7 +225,8 @@ def reuse(captured: Captured, *, min_bytes: int = LARGE_BYTES) -> Captured:
     return drop_unused(with_ops(captured, pairs), reused) if reused else captured
 
 
-def _find_overwriting(captured: Captured, op: Op, call: Call, least: int) -> OverwritingOverload | None:
+def _find_overwriting(captured: Captured, op: Op, call: Call, min_bytes: int) -> OverwritingOverload | None:
+    """Return an overload that writes a large result over an argument at its last use, or None."""
     graph, values = captured.graph, captured.values
     func = call.func
     if not isinstance(func, OpOverload) or torch.Tag.pointwise not in func.tags:
@@ -242,7 +236,7 @@ def _find_overwriting(captured: Captured, op: Op, call: Call, least: int) -> Ove
     overloads = _overwriting_overloads(func)
     result = values[call.results[0]]
     result_storage = op.creates[0]
-    if not overloads or result_storage in graph.outputs or graph.storages[result_storage].bytes < least:
+    if not overloads or result_storage in graph.outputs or graph.storages[result_storage].bytes < min_bytes:
         return None
     refs = [item for item in (*call.args, *call.kwargs.values()) if isinstance(item, Ref)]
     for place, item in enumerate(call.args):
@@ -323,9 +317,9 @@ SHARE_OF_UPDATES = 16
 
 
 def delay_updates(captured: Captured, max_bytes: int) -> Captured:
-    """Move each update to the last one it can join; at most ``max_bytes`` of parameters wait for it."""
+    """Move each update to the next one that it can join, up to ``max_bytes`` of parameters in a row."""
     # The ops that run in the place of each op: a row of updates runs in the place of its last one.
-    places: list[list[int]] = [[op.id] for op in captured.graph.ops]
+    ops_by_place: list[list[int]] = [[op.id] for op in captured.graph.ops]
     row: list[tuple[Op, Call]] = []
     waiting: set[int] = set()
     at_once = traits_of(captured.device).updates_all_at_once
@@ -337,22 +331,18 @@ def delay_updates(captured: Captured, max_bytes: int) -> Captured:
                 row, waiting = [], set()
             continue
         if row and _can_join(row, pair, max_bytes, at_once=at_once):
-            before = places[row[-1][0].id]
-            places[op.id] = [*before, op.id]
+            before = ops_by_place[row[-1][0].id]
+            ops_by_place[op.id] = [*before, op.id]
             before.clear()
         else:
             row, waiting = [], set()
         row.append(pair)
         waiting.update(op.touched)
-    return reorder(captured, [op for place in places for op in place])
+    return reorder(captured, [op for place in ops_by_place for op in place])
 
 
 def join_updates(captured: Captured, max_bytes: int | None = None) -> Captured:
-    """Join consecutive updates.
-
-    ``max_bytes`` limits the bytes of parameters per op; None chooses a limit that needs little more memory. Updates of
-    all parameters at once need scratch memory for all; they are joined on devices only.
-    """
+    """Join consecutive updates up to ``max_bytes`` of parameters per op; None chooses a limit for the device."""
     device = traits_of(captured.device)
     at_once, sizes = device.updates_all_at_once, device.update_bytes
     if max_bytes is None:
@@ -397,15 +387,15 @@ def _can_join(row: Sequence[tuple[Op, Call]], pair: tuple[Op, Call], max_bytes: 
 def _join(row: Sequence[tuple[Op, Call]]) -> tuple[Op, Call]:
     if len(row) == 1:
         return row[0]
-    parts, calls = [op for op, _ in row], [call for _, call in row]
+    ops, calls = [op for op, _ in row], [call for _, call in row]
     update = OptimizerUpdate.join([call.func for call in calls if isinstance(call.func, OptimizerUpdate)])
     params, grads, states = ([item for call in calls for item in call.args[place]] for place in range(3))
     args = (params, grads, states)
     op = replace(
-        parts[0],
-        reads=tuple(dict.fromkeys(s for part in parts for s in part.reads)),
-        mutates=tuple(dict.fromkeys(s for part in parts for s in part.mutates)),
-        family=" ".join(part.family for part in parts),
+        ops[0],
+        reads=tuple(dict.fromkeys(s for part in ops for s in part.reads)),
+        mutates=tuple(dict.fromkeys(s for part in ops for s in part.mutates)),
+        family=" ".join(part.family for part in ops),
     )
     return op, call_of_update(update, args)
 
@@ -422,10 +412,7 @@ def rewrite_for_lowest_memory(traced: Captured) -> Captured:
 
 
 def rewrite_for_low_memory(traced: Captured, room: int) -> Captured:
-    """Rewrite a trace for low memory, with updates joined as far as ``room`` bytes allow it.
-
-    Each update costs some hundred microseconds, and a single one misses the processor's caches.
-    """
+    """Rewrite a trace for low memory, with updates joined as far as ``room`` bytes allow it."""
     captured = rewrite_for_lowest_memory(traced)
     max_bytes = min(room // SHARE_OF_UPDATES, traits_of(captured.device).update_bytes.delayed)
     return join_updates(delay_updates(captured, max_bytes), max_bytes)

@@ -33,6 +33,7 @@ class ExactnessCheck:
 
 
 def make_check(captured: Captured, cell_map: CellMap, op: int, choice: ChosenSplit) -> ExactnessCheck:
+    """Return the check that the parts of a split op give the bits of the whole op."""
     strides = _gathered_strides(captured, cell_map, op, choice.split)
     layout = _layout_key(captured, op, strides)
     name = f"{captured.graph.ops[op].family} by {choice.split.name} at {list(choice.ends)}{layout}"
@@ -40,12 +41,12 @@ def make_check(captured: Captured, cell_map: CellMap, op: int, choice: ChosenSpl
 
 
 def checks_of_gathered(
-    captured: Captured, cell_map: CellMap, chosen: Iterable[int]
+    captured: Captured, cell_map: CellMap, split_ops: Iterable[int]
 ) -> Iterator[tuple[Op, ExactnessCheck]]:
     """Yield checks of unsplit ops that read arguments gathered into another layout."""
-    cut = set(chosen)
+    split_op_ids = set(split_ops)
     for op in captured.graph.ops:
-        if op.id in cut or cell_map.cuts.keys().isdisjoint(op.touched):
+        if op.id in split_op_ids or cell_map.cuts.keys().isdisjoint(op.touched):
             continue
         gathered_strides = _gathered_strides(captured, cell_map, op.id, None)
         if gathered_strides:
@@ -57,7 +58,9 @@ def _layout_key(captured: Captured, op: int, strides: Mapping[ArgumentName, tupl
     """Return the part of a key for argument layouts that the op's family does not determine."""
     named = named_refs(captured.calls[op])
     shifts = {name: shift for name, index in named if (shift := _misalignment(captured.values[index]))}
-    return "".join(f" {title} {sorted(d.items())}" for title, d in (("shifted", shifts), ("laid", strides)) if d)
+    return "".join(
+        f" {title} {sorted(entries.items())}" for title, entries in (("shifted", shifts), ("laid", strides)) if entries
+    )
 
 
 def _gathered_strides(
@@ -84,8 +87,8 @@ def _gathered_strides(
 
 def is_triable(op: Op, call: Call) -> bool:
     """Return whether a trial can run an op: it is PyTorch's own, local, and draws no random numbers."""
-    plain = isinstance(call.func, OpOverload) and call.func.namespace == "aten" and call.rehearse is None
-    return plain and not op.random and not op.communicates
+    is_plain = isinstance(call.func, OpOverload) and call.func.namespace == "aten" and call.rehearse is None
+    return is_plain and not op.random and not op.communicates
 
 
 def _misalignment(value: Value) -> int:

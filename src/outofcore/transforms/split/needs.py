@@ -43,14 +43,15 @@ class SplitNeeds:
         }
 
     def _cuttable(self) -> dict[int, Lines]:
+        """Return the arrays of storages that may be cut, in which all values on them are boxes."""
         graph = self.graph
-        used: dict[int, list[Value]] = {}
+        values_by_storage: dict[int, list[Value]] = {}
         for index in dict.fromkeys(index for call in self.captured.calls for index in values_of(call)):
             value = self.values[index]
-            used.setdefault(value.storage, []).append(value)
+            values_by_storage.setdefault(value.storage, []).append(value)
         lines_by_storage: dict[int, Lines] = {}
         for storage in graph.storages:
-            values = used.get(storage.id, [])
+            values = values_by_storage.get(storage.id, [])
             if (
                 not (may_be_overwritten(graph, storage.id) or storage.id in self.ranged)
                 or storage.bytes < self._min_bytes
@@ -67,7 +68,7 @@ class SplitNeeds:
         return lines_by_storage
 
     def splits(self, op: int) -> list[OpSplit]:
-        """Return the splits of an op without a known mismatch."""
+        """Return the splits that the tensors of an op allow, except splits with a known mismatch."""
         if op not in self._splits:
             graph_op, call = self.graph.ops[op], self.captured.calls[op]
             splits = [] if graph_op.communicates or graph_op.random else splits_of(call, self.values)
@@ -122,12 +123,12 @@ class SplitNeeds:
         return self._workspaces.get(self.graph.ops[op].family, 0)
 
     def part_bytes(self, op: int, split: OpSplit, parts: int) -> int:
-        """Return the bytes that the largest part of an op needs."""
+        """Return the bytes that the largest part needs if an op is split into ``parts`` parts."""
         storages = self.graph.storages
-        width = max(high - low for low, high in itertools.pairwise(split.ends(parts)))
+        part_length = max(high - low for low, high in itertools.pairwise(split.ends(parts)))
         accessed: dict[int, int] = {}
         # A kernel's scratch memory grows mostly in proportion to its tensors.
-        counted = self._workspace(op) * width / split.extent
+        cut_bytes = self._workspace(op) * part_length / split.extent
         for index, cut in self.accesses(op, split):
             value = self.values[index]
             storage = storages[value.storage]
@@ -139,8 +140,10 @@ class SplitNeeds:
                 accessed[storage.id] = max(accessed.get(storage.id, 0), self.value_bytes(index))
             else:
                 extent = prod(value.shape[cut.dims[0] : cut.dims[1]])
-                counted += self.value_bytes(index) * min(1.0, (width * cut.scale + cut.before + cut.after) / extent)
-        return int(counted + sum(accessed.values()))
+                cut_bytes += self.value_bytes(index) * min(
+                    1.0, (part_length * cut.scale + cut.before + cut.after) / extent
+                )
+        return int(cut_bytes + sum(accessed.values()))
 
     def accesses(self, op: int, split: OpSplit) -> Iterator[tuple[int, Cut | None]]:
         """Yield the values that an op's parts access, each with its cut, or None for the whole value."""

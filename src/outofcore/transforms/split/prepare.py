@@ -28,7 +28,7 @@ def split_norms(captured: Captured, max_bytes: int, refused: Set[str]) -> tuple[
     """Split the large backward passes of norms into two ops; return the step and its exactness checks."""
     graph = captured.graph
     pairs: list[tuple[Op, Call]] = []
-    claims: list[ExactnessCheck] = []
+    kept_checks: list[ExactnessCheck] = []
     for op, call in zip(graph.ops, captured.calls, strict=True):
         need = sum(graph.storages[s].bytes for s in op.touched)
         halves = halves_of_norm(captured, op, call) if need > max_bytes else [(op, call)]
@@ -39,15 +39,12 @@ def split_norms(captured: Captured, max_bytes: int, refused: Set[str]) -> tuple[
             pairs.append((op, call))
         else:
             pairs += halves
-            claims += checks
-    return (with_ops(captured, pairs), claims) if claims else (captured, [])
+            kept_checks += checks
+    return (with_ops(captured, pairs), kept_checks) if kept_checks else (captured, [])
 
 
 def shrink_losses(captured: Captured, max_bytes: int) -> Captured:
-    """Let losses over large log-probabilities read only the targets' ones, without changing a bit.
-
-    ``nll_loss`` adds up one number per row or pixel; so it does on a tensor with one class that has these numbers.
-    """
+    """Let large losses read only the log-probabilities of the targets, gathered first; the bits stay the same."""
     graph, values = captured.graph, list(captured.values)
     storages = list(graph.storages)
     pairs: list[tuple[Op, Call]] = []
@@ -61,6 +58,7 @@ def shrink_losses(captured: Captured, max_bytes: int) -> Captured:
 
 
 def _shrink_loss(op: Op, call: Call, storages: list[Storage], values: list[Value]) -> list[tuple[Op, Call]] | None:
+    """Return the ops that replace a loss, or None; extend ``storages`` and ``values``."""
     rank = _LOSSES.get(call.func) if isinstance(call.func, OpOverload) else None
     if rank is None or call.kwargs:
         return None

@@ -40,8 +40,6 @@ _aten = torch.ops.aten
 
 @dataclass
 class _Arguments:
-    """The arguments of a part."""
-
     parts: dict[ArgumentName, Value] = field(default_factory=dict[ArgumentName, Value])
     # Arguments of which only the shape matters; their values have no storage.
     shapes: list[ArgumentName] = field(default_factory=list[ArgumentName])
@@ -52,8 +50,6 @@ class _Arguments:
 
 
 class StepBuilder:
-    """Builds the ops of the split step."""
-
     def __init__(
         self, captured: Captured, cell_map: CellMap, chosen: Mapping[int, ChosenSplit], limit: int | None
     ) -> None:
@@ -92,6 +88,7 @@ class StepBuilder:
         )
 
     def _build_whole(self, op: Op) -> OpPiece:
+        """Build an op that stays whole, with the ops that gather its arguments from cells and copy its results."""
         piece = self.writer.begin(op)
         call, cuts = self.captured.calls[op.id], self.cell_map.cuts
         if not any(s in cuts for s in op.touched):
@@ -215,7 +212,7 @@ class StepBuilder:
         return arguments
 
     def _shape_argument(self, op: Op, shape_value: Value, results: Sequence[int | None], reads: list[int]) -> Value:
-        """Return a value of a wanted shape: a result of that layout, or else uninitialized memory."""
+        """Return a value of this shape: a result with its layout, or new uninitialized memory, added to ``reads``."""
         for index in results:
             if index is not None and self.writer.values[index].has_same_layout(shape_value):
                 return self.writer.values[index]
@@ -258,20 +255,20 @@ class StepBuilder:
         return piece
 
     def _build_lookup_part(self, op: Op, choice: ChosenSplit, number: int) -> OpPiece:
-        """Look up rows in a slice of a table; the first and last part refuse indices out of range."""
+        """Build ops that look up rows in a slice of a table; outer parts still refuse indices out of range."""
         piece = self.writer.begin(op)
         call, (low, high) = self.captured.calls[op.id], choice.ends[number : number + 2]
         func: Any = call.func
         named = arguments_by_name(func, call.args, call.kwargs)
         table = self.writer.argument(op, named["weight"].value, choice.split.argument_cuts["weight", -1], low, high)
-        places = self.writer.argument(op, named["indices"].value, None, 0, 0)
-        counted = self._run(op, _aten.sub.Scalar, (places, low), places.shape, places.dtype)
+        indices = self.writer.argument(op, named["indices"].value, None, 0, 0)
+        from_low = self._run(op, _aten.sub.Scalar, (indices, low), indices.shape, indices.dtype)
         last = number == len(choice.ends) - 2
         bounds = (0 if number else None, None if last else high - low - 1)
-        inside = self._run(op, _aten.clamp.default, (counted, *bounds), places.shape, places.dtype)
+        clamped = self._run(op, _aten.clamp.default, (from_low, *bounds), indices.shape, indices.dtype)
         index: Any = call.results[0]
         whole = self.captured.values[index]
-        rows = self._run(op, _aten.embedding.default, (table, inside), whole.shape, whole.dtype)
+        rows = self._run(op, _aten.embedding.default, (table, clamped), whole.shape, whole.dtype)
         target = self._looked_up.get(op.id)
         if target is None:
             target = whole
@@ -283,8 +280,8 @@ class StepBuilder:
             self.writer.make_empty(op, target)
             self.writer.copy(op, target, rows)
         else:
-            here = self._run(op, _aten.eq.Tensor, (counted, inside), places.shape, torch.bool)
-            column = replace(here, shape=(*here.shape, 1), stride=(*here.stride, 1))
+            is_in_slice = self._run(op, _aten.eq.Tensor, (from_low, clamped), indices.shape, torch.bool)
+            column = replace(is_in_slice, shape=(*is_in_slice.shape, 1), stride=(*is_in_slice.stride, 1))
             chosen = self._run(op, _aten.where.self, (column, rows, target), whole.shape, whole.dtype)
             self.writer.copy(op, target, chosen)
         if last and target.storage != whole.storage:
@@ -294,17 +291,19 @@ class StepBuilder:
         return piece
 
     def _rebase_indices(self, op: Op, index: int, low: int, high: int, left_out: int = -1) -> Value:
-        places = self.writer.argument(op, index, None, 0, 0)
+        """Add ops that count table indices from row ``low``; return the new indices."""
+        indices = self.writer.argument(op, index, None, 0, 0)
 
         def run(func: OpOverload, args: tuple[Any, ...]) -> Value:
-            is_question = func in (_aten.ne.Tensor, _aten.eq.Scalar)
-            return self._run(op, func, args, places.shape, torch.bool if is_question else places.dtype)
+            is_comparison = func in (_aten.ne.Tensor, _aten.eq.Scalar)
+            return self._run(op, func, args, indices.shape, torch.bool if is_comparison else indices.dtype)
 
-        return rebase_indices(places, low, high, left_out, run)
+        return rebase_indices(indices, low, high, left_out, run)
 
     def _run(
         self, like: Op, func: OpOverload, args: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype
     ) -> Value:
+        """Add an op with one contiguous result of this shape and data type; return the result."""
         result = Value(
             self.writer.new_storage(prod(shape) * dtype.itemsize, f"{like.module} part".strip()),
             dtype,
@@ -327,7 +326,7 @@ class StepBuilder:
         return Value(-1, value.dtype, shape, stride)
 
     def _fake_results(self, func: Any, call: Call, named: dict[str, Any]) -> list[tuple[Value, int] | None]:
-        """Return a part's results as its kernel lays them out, without storages, and their storages' bytes."""
+        """Return for each result of a part its layout as the kernel makes it, and its storage's bytes."""
         args, kwargs = self._place_arguments(func, call, named, refs=False)
         texts: tuple[Any, dict[str, Any]] = _layout_texts((args, kwargs))
         key = family_text(str(func), texts[0], texts[1], [])
@@ -363,16 +362,16 @@ def _order_depth_first(pieces: Sequence[OpPiece]) -> list[OpPiece]:
     """Order pieces by dependencies; among runnable pieces, one of the latest op runs first."""
     last_write: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
-    after: list[list[int]] = [[] for _ in pieces]
+    successors: list[list[int]] = [[] for _ in pieces]
     waits = [0] * len(pieces)
     for number, piece in enumerate(pieces):
         touched = {s for op, _ in piece.ops for s in op.touched}
         writes = {s for op, _ in piece.ops for s in op.mutates + op.creates}
-        before = {last_write[s] for s in touched if s in last_write}
-        before |= {reader for s in writes for reader in readers.get(s, ())}
-        for successor in before:
-            after[successor].append(number)
-        waits[number] = len(before)
+        predecessors = {last_write[s] for s in touched if s in last_write}
+        predecessors |= {reader for s in writes for reader in readers.get(s, ())}
+        for neighbour in predecessors:
+            successors[neighbour].append(number)
+        waits[number] = len(predecessors)
         for storage in touched:
             if storage in writes:
                 last_write[storage] = number
@@ -387,10 +386,10 @@ def _order_depth_first(pieces: Sequence[OpPiece]) -> list[OpPiece]:
     while ready:
         _, number = heappop(ready)
         ordered.append(pieces[number])
-        for successor in after[number]:
-            waits[successor] -= 1
-            if not waits[successor]:
-                heappush(ready, (-pieces[successor].op, successor))
+        for neighbour in successors[number]:
+            waits[neighbour] -= 1
+            if not waits[neighbour]:
+                heappush(ready, (-pieces[neighbour].op, neighbour))
     return ordered
 
 

@@ -76,21 +76,21 @@ def _split_elementwise(view: CallView) -> list[OpSplit]:
     written = written_arguments(view.func, view.named)
     results = view.results()
     tensors = view.tensors()
-    models = list(results.values()) or [v for (name, _), v in tensors.items() if name in written]
-    if not models or any(v.shape != models[0].shape for v in models):
+    shape_models = list(results.values()) or [v for (name, _), v in tensors.items() if name in written]
+    if not shape_models or any(v.shape != shape_models[0].shape for v in shape_models):
         return []
-    shape = models[0].shape
+    shape = shape_models[0].shape
     full = [name for name, value in tensors.items() if value.shape == shape]
     splits: list[OpSplit] = []
     # A memory format requires its number of dimensions, so they cannot be merged.
-    formed = view.named.get("memory_format") in (torch.channels_last, torch.channels_last_3d)
-    runs = [] if formed else [(0, end) for end in range(len(shape), 1, -1)]
+    has_memory_format = view.named.get("memory_format") in (torch.channels_last, torch.channels_last_3d)
+    runs = [] if has_memory_format else [(0, end) for end in range(len(shape), 1, -1)]
     for first, end in [*runs, *((d, d + 1) for d in range(len(shape)))]:
         cuts: dict[ArgumentName, Cut] = {}
         fits = True
         for name, value in tensors.items():
-            lead = len(shape) - len(value.shape)
-            dims = [d - lead for d in range(first, end)]
+            missing_dims = len(shape) - len(value.shape)
+            dims = [d - missing_dims for d in range(first, end)]
             sizes = [value.shape[d] if d >= 0 else 1 for d in dims]
             if name in full or (len(dims) == 1 and dims[0] >= 0 and sizes[0] == shape[first] > 1):
                 cuts[name] = Cut((dims[0], dims[0] + len(dims)))
@@ -115,10 +115,9 @@ def _independent_dims_rule(
     whole: Sequence[str] = (),
     adjust: Callable[[tuple[int, int]], Adjust | None] = lambda run: None,
 ) -> Rule:
-    """Return a rule for operators with independent dimensions.
+    """Return a rule for operators with independent dimensions, which all ``arguments`` and results share.
 
-    ``dims`` returns those dimensions, which all ``arguments`` and results share. ``adjust`` returns the adjustment of
-    constants for a run of merged dimensions.
+    ``dims`` returns those dimensions. ``adjust`` returns the adjustment of constants for a run of merged dimensions.
     """
 
     def rule(view: CallView) -> list[OpSplit]:
@@ -143,22 +142,24 @@ def _independent_dims_rule(
 
 
 def _all_dims_but(argument: str) -> Callable[[CallView], list[tuple[int, int]]]:
-    """Return all dimensions of an argument but ``dim``, the leading ones merged and first."""
+    """Return a function that lists all dimensions of an argument but ``dim``, the leading ones merged and first."""
 
     def dims(view: CallView) -> list[tuple[int, int]]:
         value = view.value(argument)
         if value is None or not value.shape:
             return []
         count = len(value.shape)
-        mixed = view.named["dim"]
-        mixed = {d % count for d in (mixed if isinstance(mixed, list | tuple) else [mixed])}
-        lead = min(mixed, default=count)
-        return [*([(0, lead)] if lead > 1 else []), *((d, d + 1) for d in range(count) if d not in mixed)]
+        joined_dims = view.named["dim"]
+        joined_dims = {d % count for d in (joined_dims if isinstance(joined_dims, list | tuple) else [joined_dims])}
+        lead = min(joined_dims, default=count)
+        return [*([(0, lead)] if lead > 1 else []), *((d, d + 1) for d in range(count) if d not in joined_dims)]
 
     return dims
 
 
 def _dims_before_spatial(argument: str, spatial: int) -> Callable[[CallView], list[tuple[int, int]]]:
+    """Return a function that lists the dimensions of an argument before its ``spatial`` last ones."""
+
     def dims(view: CallView) -> list[tuple[int, int]]:
         value = view.value(argument)
         return [] if value is None else [(d, d + 1) for d in range(len(value.shape) - spatial)]
@@ -167,7 +168,7 @@ def _dims_before_spatial(argument: str, spatial: int) -> Callable[[CallView], li
 
 
 def _resizing(name: str, dim: str = "") -> Callable[[tuple[int, int]], Adjust]:
-    """Adjust size arguments to the part, and a dimension number if dimensions before it are merged."""
+    """Return a function from merged dimensions to an adjustment of size arguments, and of ``dim`` if named."""
     return lambda run: partial(_resize, name=name, dim=dim, run=run)
 
 
@@ -181,12 +182,13 @@ def _resize(named: dict[str, Any], low: int, high: int, *, name: str, dim: str, 
 
 
 def _renumber(named: dict[str, Any], low: int, high: int, *, dim: str, run: tuple[int, int]) -> None:
+    """Count a dimension number without the dimensions before it that were merged."""
     if named[dim] >= run[1]:
         named[dim] -= run[1] - run[0] - 1
 
 
 def _renumbering(run: tuple[int, int]) -> Adjust | None:
-    """Adjust a non-negative dimension number if dimensions before it are merged."""
+    """Return the adjustment of ``dim`` for a run of merged dimensions; None for a single dimension."""
     return None if run[1] - run[0] == 1 else partial(_renumber, dim="dim", run=run)
 
 
@@ -208,14 +210,14 @@ def _split_reduction(view: CallView) -> list[OpSplit]:
     if not count:
         return []
     dims = view.named.get("dim")
-    mixed = {d % count for d in (dims if isinstance(dims, list | tuple) else [] if dims is None else [dims])}
-    if not mixed:
+    reduced_dims = {d % count for d in (dims if isinstance(dims, list | tuple) else [] if dims is None else [dims])}
+    if not reduced_dims:
         return []
     splits: list[OpSplit] = []
-    keep = bool(view.named.get("keepdim", False))
+    keeps_dims = bool(view.named.get("keepdim", False))
     for dim in range(count):
-        if dim not in mixed:
-            result_dim = dim if keep else dim - sum(d < dim for d in mixed)
+        if dim not in reduced_dims:
+            result_dim = dim if keeps_dims else dim - sum(d < dim for d in reduced_dims)
             cuts = {("self", -1): _single_dim(dim)}
             splits.append(
                 OpSplit(f"dimension {dim}", value.shape[dim], cuts, {0: _single_dim(result_dim)}, grain=GRAIN)
@@ -224,7 +226,7 @@ def _split_reduction(view: CallView) -> list[OpSplit]:
 
 
 def _layer_norm_rule(argument: str, other_arguments: Sequence[str], whole: Sequence[str]) -> Rule:
-    """Split layer norms along their leading dimensions, merged or one by one."""
+    """Return a rule that splits layer norms along their leading dimensions, merged or one by one."""
 
     def rule(view: CallView) -> list[OpSplit]:
         value = view.value(argument)
@@ -253,14 +255,16 @@ def _split_scale_gradients(view: CallView, value: Value, arguments: Sequence[str
         elif tensor.shape == value.shape[-1:]:
             cuts[name] = _single_dim(0)
     result_cuts = dict.fromkeys(view.results(), _single_dim(0))
-    settle = partial(_set_length, name="normalized_shape")
-    return [OpSplit("columns", value.shape[last], cuts, result_cuts, settle, grain=ROWS)]
+    adjust = partial(_set_length, name="normalized_shape")
+    return [OpSplit("columns", value.shape[last], cuts, result_cuts, adjust, grain=ROWS)]
 
 
 # --- products --------------------------------------------------------------------------------------------------------
 
 
 def _product_rule(first_name: str, second_name: str, added: str = "") -> Rule:
+    """Return a rule that splits a matrix product by batch, rows and columns; ``added`` names its addend."""
+
     def rule(view: CallView) -> list[OpSplit]:
         first, second, result, addend = (
             view.value(first_name),
@@ -312,6 +316,8 @@ def _split_linear(view: CallView) -> list[OpSplit]:
 
 @dataclass(frozen=True)
 class _Plane:
+    """A convolution along its first spatial dimension."""
+
     kernel: int
     stride: int
     padding: int
@@ -323,7 +329,6 @@ class _Plane:
 
     @property
     def has_disjoint_blocks(self) -> bool:
-        """Whether its input blocks do not overlap."""
         return self.kernel == self.stride and not self.padding and self.dilation == 1
 
 
@@ -338,6 +343,7 @@ def _set_padding(named: dict[str, Any], low: int, high: int, *, padding: int) ->
 
 
 def _is_known_convolution(view: CallView, argument: str) -> bool:
+    """Return whether a convolution has a batch and its options have a number per spatial dimension."""
     value, weight = view.value(argument), view.value("weight")
     lists = (view.named.get(name) for name in ("stride", "padding", "dilation", "output_padding"))
     spatial = 0 if weight is None else len(weight.shape) - 2
@@ -390,9 +396,9 @@ def _split_input_gradient(view: CallView) -> list[OpSplit]:
     named, plane, transposed = view.named, _plane(view, weight), view.named["transposed"]
     unread = frozenset({"input"})
 
-    def make_split(name: str, extent: int, gradients: Cut, inputs: Cut, settle: Adjust | None = None) -> OpSplit:
+    def make_split(name: str, extent: int, gradients: Cut, inputs: Cut, adjust: Adjust | None = None) -> OpSplit:
         cuts = {("grad_output", -1): gradients, ("input", -1): inputs}
-        return OpSplit(name, extent, cuts, {0: inputs}, settle, unread)
+        return OpSplit(name, extent, cuts, {0: inputs}, adjust, unread)
 
     splits = [make_split("batch", first.shape[0], _single_dim(0), _single_dim(0))]
     if plane.has_disjoint_blocks and not named["output_padding"][0]:
@@ -420,13 +426,13 @@ def _split_weight_gradient(view: CallView) -> list[OpSplit]:
         return []
     transposed = view.named["transposed"]
     outputs, inputs = (_single_dim(1), _single_dim(0)) if transposed else (_single_dim(0), _single_dim(1))
-    fewer = None if view.named.get("bias_sizes") is None else partial(_set_length, name="bias_sizes")
+    shorten_bias = None if view.named.get("bias_sizes") is None else partial(_set_length, name="bias_sizes")
     unread = frozenset({"weight"})
     result_cuts = {1: outputs} | ({2: _single_dim(0)} if view.result(2) is not None else {})
     by_output: dict[ArgumentName, Cut] = {("grad_output", -1): _single_dim(1), ("weight", -1): outputs}
     by_input: dict[ArgumentName, Cut] = {("input", -1): _single_dim(1), ("weight", -1): inputs}
     return [
-        OpSplit("output channels", gradient.shape[1], by_output, result_cuts, fewer, unread),
+        OpSplit("output channels", gradient.shape[1], by_output, result_cuts, shorten_bias, unread),
         OpSplit("input channels", first.shape[1], by_input, {1: inputs}, _compute_bias_once, unread),
     ]
 
@@ -467,8 +473,8 @@ def _group_norm_rule(arguments: Sequence[str], whole: Sequence[str]) -> Rule:
         mask = view.named.get("output_mask", [True])
         by_samples: list[OpSplit] = []
         if mask[0] and not any(mask[1:]):
-            fewer = partial(_scale_numbers, sizes={"N": 1})
-            by_samples = _independent_dims_rule(lambda _: [(0, 1)], arguments, whole, lambda _: fewer)(view)
+            set_samples = partial(_scale_numbers, sizes={"N": 1})
+            by_samples = _independent_dims_rule(lambda _: [(0, 1)], arguments, whole, lambda _: set_samples)(view)
         return [*by_samples, *_split_by_groups(view)]
 
     return rule
@@ -531,9 +537,9 @@ def _split_attention(view: CallView) -> list[OpSplit]:
 
         for item, value in view.tensors().items():
             if item[0] == "attn_mask":
-                there = dim - (4 - len(value.shape))
-                if there >= 0 and value.shape[there] > 1:
-                    cuts[item] = _single_dim(there)
+                mask_dim = dim - (4 - len(value.shape))
+                if mask_dim >= 0 and value.shape[mask_dim] > 1:
+                    cuts[item] = _single_dim(mask_dim)
                 continue
             part = cut(value)
             if part is not None:
@@ -546,11 +552,11 @@ def _split_attention(view: CallView) -> list[OpSplit]:
 
 
 def _split_embedding(view: CallView) -> list[OpSplit]:
-    places = view.value("indices")
-    if places is None or not places.shape:
+    indices = view.value("indices")
+    if indices is None or not indices.shape:
         return []
-    cut = Cut((0, len(places.shape)))
-    rows = OpSplit("rows", prod(places.shape), {("indices", -1): cut}, {0: cut})
+    cut = Cut((0, len(indices.shape)))
+    rows = OpSplit("rows", prod(indices.shape), {("indices", -1): cut}, {0: cut})
     table = view.value("weight")
     if table is None:
         return [rows]
@@ -578,22 +584,24 @@ def _split_embedding_backward(view: CallView) -> list[OpSplit]:
 _EXCLUDED = -1  # an excluded index
 
 
-def rebase_indices(places: T, low: int, high: int, left_out: int, run: Callable[[OpOverload, tuple[Any, ...]], T]) -> T:
+def rebase_indices(
+    indices: T, low: int, high: int, left_out: int, run: Callable[[OpOverload, tuple[Any, ...]], T]
+) -> T:
     """Count table indices from row ``low``; ``left_out`` and indices outside of ``low:high`` become -1."""
-    counted = run(_aten.sub.Scalar, (places, low))
-    elsewhere = run(_aten.ne.Tensor, (counted, run(_aten.clamp.default, (counted, 0, high - low - 1))))
-    rebased_indices = run(_aten.masked_fill.Scalar, (counted, elsewhere, _EXCLUDED))
+    from_low = run(_aten.sub.Scalar, (indices, low))
+    is_outside = run(_aten.ne.Tensor, (from_low, run(_aten.clamp.default, (from_low, 0, high - low - 1))))
+    rebased_indices = run(_aten.masked_fill.Scalar, (from_low, is_outside, _EXCLUDED))
     if low <= left_out < high:
         rebased_indices = run(
-            _aten.masked_fill.Scalar, (rebased_indices, run(_aten.eq.Scalar, (places, left_out)), _EXCLUDED)
+            _aten.masked_fill.Scalar, (rebased_indices, run(_aten.eq.Scalar, (indices, left_out)), _EXCLUDED)
         )
     return rebased_indices
 
 
 def _rebase_arguments(named: dict[str, Any], low: int, high: int) -> None:
-    places = named["indices"]
-    if isinstance(places, torch.Tensor):
-        named["indices"] = rebase_indices(places, low, high, named["padding_idx"], lambda func, args: func(*args))
+    indices = named["indices"]
+    if isinstance(indices, torch.Tensor):
+        named["indices"] = rebase_indices(indices, low, high, named["padding_idx"], lambda func, args: func(*args))
     named["num_weights"], named["padding_idx"] = high - low, _EXCLUDED
 
 

@@ -34,6 +34,8 @@ _NEGLIGIBLE = 32
 
 
 class SplitSearch:
+    """A search for splits of ops that need more than ``max_bytes``, or with ``parts`` of all ops."""
+
     def __init__(self, needs: SplitNeeds, max_bytes: int, refused: frozenset[str], parts: int | None) -> None:
         self.captured, self.graph, self.values = needs.captured, needs.graph, needs.values
         self.needs, self.max_bytes, self.refused, self.parts = needs, max_bytes, refused, parts
@@ -62,7 +64,7 @@ class SplitSearch:
         return self.parts is not None or self.needs.whole_bytes(op) > self.max_bytes
 
     def _region(self, dropped: set[int], whole: set[int]) -> tuple[list[int], set[int]]:
-        """Return the ops to try to split, and the storages that may have cells."""
+        """Return the ops to try to split, except ``dropped``, and storages that may get cells, except ``whole``."""
         graph = self.graph
         ops = {
             op.id for op in graph.ops if op.id not in dropped and self._must_split(op.id) and self.needs.splits(op.id)
@@ -147,15 +149,15 @@ class SplitSearch:
                     max_counts.get((self.values[index].storage, self.needs.axis(index, cut)), 1)
                     for index, cut in self.needs.cut_values(op, split)
                 ]
-                more = min(max(neighbour_counts, default=1), split.extent)
-                if more > counts[op]:
-                    counts[op], changed = more, True
+                needed_count = min(max(neighbour_counts, default=1), split.extent)
+                if needed_count > counts[op]:
+                    counts[op], changed = needed_count, True
         return counts
 
     def _place_cuts(
         self, splits: Mapping[int, OpSplit], parts: Mapping[int, int], storages: set[int], whole: set[int]
     ) -> set[int] | None:
-        """Set axes, ends and cuts; or return ops that cannot be cut, and add uncuttable storages to ``whole``."""
+        """Place cuts and return None; or add storages to ``whole`` and return ops to drop, before another search."""
         starts: dict[int, set[int]] = {}
         for op, split in splits.items():
             for index, cut in self.needs.cut_values(op, split):
@@ -228,9 +230,9 @@ class SplitSearch:
         grains: dict[int, Fraction] = {}  # as fractions of the axis
         for op, split in splits.items():
             grain = Fraction(lcm(split.grain, units[op]), split.extent)
-            common = grains.get(root(op), grain)
+            group_grain = grains.get(root(op), grain)
             grains[root(op)] = Fraction(
-                lcm(grain.numerator, common.numerator), gcd(grain.denominator, common.denominator)
+                lcm(grain.numerator, group_grain.numerator), gcd(grain.denominator, group_grain.denominator)
             )
         return {
             op: replace(split, grain=int(grains[root(op)] * split.extent))
@@ -263,6 +265,7 @@ class SplitSearch:
         return True
 
     def _set_cuts(self, splits: Mapping[int, OpSplit]) -> None:
+        """Cut storages at the edges of the boxes that parts and whole ops access."""
         ends_by_storage: dict[int, list[set[int]]] = {
             s: [{0, size} for size in axes.sizes] for s, axes in self.axes.items()
         }

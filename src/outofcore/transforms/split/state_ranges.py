@@ -24,7 +24,7 @@ from outofcore.units import PAGE_BYTES
 
 
 def find_ranged_storages(captured: Captured, max_bytes: int, parts: int | None, home: int | None) -> frozenset[int]:
-    """Return storages to fetch range by range: optimizer state, and parameters beyond the op budget."""
+    """Return storages to fetch range by range, within ``home`` bytes: optimizer state and very large parameters."""
     graph = captured.graph
     bound: dict[int, list[StateBinding]] = {}
     for binding in captured.states:
@@ -44,10 +44,12 @@ def find_ranged_storages(captured: Captured, max_bytes: int, parts: int | None, 
             or any(graph.ops[op].communicates for op in uses)
         ):
             continue
-        updated = len(uses) == 1 and is_update(captured, uses[0], home)
-        needed = parts is not None or count + count // WORTH_FRACTION > max_bytes
+        is_updated_once = len(uses) == 1 and is_update(captured, uses[0], home)
+        is_too_large = parts is not None or count + count // WORTH_FRACTION > max_bytes
         kind = bindings[0].kind
-        if (kind is StorageKind.OPTIMIZER_STATE and updated) or (kind is StorageKind.PARAMETER and needed):
+        if (kind is StorageKind.OPTIMIZER_STATE and is_updated_once) or (
+            kind is StorageKind.PARAMETER and is_too_large
+        ):
             ranged.add(storage)
             free_bytes -= slot_bytes(count)
     return frozenset(ranged)
@@ -89,11 +91,11 @@ def splits_of_update(captured: Captured, op: int) -> list[OpSplit]:
 
 
 def page_aligned_ends(ends: Sequence[int], size: int) -> list[int]:
-    """Return the ends that are page ends and far enough apart, for elements of ``size`` bytes."""
+    """Return the first and last end, and page ends far enough apart, for elements of ``size`` bytes."""
     page_aligned = [0]
     for end in ends[1:-1]:
-        far = min(end - page_aligned[-1], ends[-1] - end) * size >= LARGE_BYTES
-        if far and not end * size % PAGE_BYTES:
+        is_far = min(end - page_aligned[-1], ends[-1] - end) * size >= LARGE_BYTES
+        if is_far and not end * size % PAGE_BYTES:
             page_aligned.append(end)
     return [*page_aligned, ends[-1]]
 

@@ -19,8 +19,6 @@ from outofcore.transforms.split.writer import LimitError, UnfitError
 
 @dataclass(frozen=True)
 class SplitStep:
-    """A step with split ops."""
-
     captured: Captured
     checks: tuple[ExactnessCheck, ...]
     values: tuple[Value, ...]  # that the calls of the checks refer to

@@ -22,6 +22,7 @@ def values_of(call: Call) -> list[int]:
 
 
 def named_refs(call: Call) -> list[tuple[ArgumentName, int]]:
+    """Return the tensor arguments of a call, each with the index of its value."""
     func = call.func
     if not isinstance(func, OpOverload):
         return [(("", place), ref.value) for place, ref in enumerate(refs_of(call))]
@@ -54,7 +55,7 @@ def ref_at(call: Call, name: ArgumentName) -> Ref:
 
 
 def dense_like(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Return strides without gaps, in the order of the given strides."""
+    """Return strides without gaps for ``shape``, with the dimensions in the memory order of ``stride``."""
     strides = [0] * len(shape)
     step = 1
     for dim in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):

@@ -36,7 +36,6 @@ class Cut:
 
     @property
     def is_adjacent(self) -> bool:
-        """Whether slices are adjacent, without overlap."""
         return (self.scale, self.before, self.after) == (1, 0, 0)
 
 
@@ -68,7 +67,7 @@ class OpSplit:
         return self.is_lookup or self.is_update
 
     def ends(self, parts: int, unit: int = 1) -> tuple[int, ...]:
-        """Return the ends of at most ``parts`` parts at multiples of ``unit``; half as many end among them."""
+        """Return the ends of at most ``parts`` parts, multiples of ``unit``; half as many parts end at some of them."""
         parts = min(parts, self.extent // self.min_length)
         count = self.extent // unit
         if self.extent % unit or count < 2 or parts < 2:
@@ -88,8 +87,6 @@ UNSPLIT = OpSplit("as one", 1, {}, {})
 
 @dataclass(frozen=True)
 class ChosenSplit:
-    """A split and the ends of its parts."""
-
     split: OpSplit
     ends: tuple[int, ...] = ()
 

@@ -39,6 +39,7 @@ class UnfitError(Exception):
 
 
 def require(item: T | None, op: Op) -> T:
+    """Return an item; raise ``UnfitError`` for the op if it is None."""
     if item is None:
         raise UnfitError(op.id)
     return item
@@ -71,6 +72,7 @@ class StepWriter:
         self._emitted = 0
 
     def begin(self, op: Op) -> OpPiece:
+        """Begin a piece, to which the next ops are added."""
         self._piece = OpPiece(op.id)
         return self._piece
 
@@ -85,6 +87,7 @@ class StepWriter:
         return len(self.storages) - 1
 
     def _cell(self, storage: int, box: Box) -> int:
+        """Return the storage of a cell, made at the first call."""
         if (storage, box) not in self._cells:
             old = self.storages[storage]
             size = old.bytes // prod(self.cell_map.axes[storage].sizes)
@@ -108,7 +111,7 @@ class StepWriter:
         discards: Iterable[int] = (),
         name: str = "",
     ) -> None:
-        """Add an op: a part if ``name`` is given, else a copy."""
+        """Add an op modelled on ``like``: a part of it if ``name`` is given, else a copy that may run again."""
         creates = dict.fromkeys(self.values[v].storage for v in call.results if v is not None)
         op = Op(
             -1,
@@ -140,17 +143,14 @@ class StepWriter:
         self.emit(like, call, (), [value.storage])
 
     def copy(self, like: Op, target: Value, source: Value) -> None:
-        """Copy a value to one of the same shape; other bytes of the target's storage keep their contents."""
+        """Add a copy to a value of the same shape; other bytes of the target's storage keep their contents."""
         whole = covers(target, self.storages[target.storage].bytes)
         reads = [source.storage] if whole else [source.storage, target.storage]
         args = (Ref(self.index_of(target)), Ref(self.index_of(source)))
         self.emit(like, Call(_aten.copy_.default, args, {}, (None,)), reads, [target.storage])
 
     def _gather(self, like: Op, storage: int, dtype: torch.dtype, box: Box, *, reusable: bool) -> int:
-        """Return a storage with a box of a cut storage: a cell, or a copy that is zero beyond the edges.
-
-        With ``again`` other parts of the same op reuse the copy.
-        """
+        """Return a storage with a box of a cut storage, zero beyond its edges; reuse a copy later if ``reusable``."""
         axes = self.cell_map.axes[storage]
         inside = clip_box(box, axes.whole())
         overlapping = list(cells(self.cell_map.cuts[storage], inside)) if inside else []
@@ -176,7 +176,7 @@ class StepWriter:
         return gathered
 
     def scatter(self, like: Op, storage: int, dtype: torch.dtype, box: Box, source: int) -> None:
-        """Copy a storage that contains a box into the cells."""
+        """Add copies of a box, which the storage ``source`` holds, to the cells that it intersects."""
         written: set[int] = set()
         for cell in cells(self.cell_map.cuts[storage], box):
             part = clip_box(cell, box)
@@ -195,6 +195,7 @@ class StepWriter:
             )
 
     def _mark_existing(self, storage: int) -> bool:
+        """Return whether a storage exists already, and note that it exists from now on."""
         if storage in self._existing or storage in self.ranges:
             return True
         self._existing.add(storage)
@@ -205,7 +206,7 @@ class StepWriter:
         self.whole_boxes = {key: entry for key, entry in self.whole_boxes.items() if key[0] != storage}
 
     def argument(self, op: Op, index: int, cut: Cut | None, low: int, high: int) -> Value:
-        """Return a value, or its slice for a part of an op, gathered if needed."""
+        """Return a value, or its slice for a part of an op; add ops that gather or copy it if needed."""
         value, cell_map = self.captured.values[index], self.cell_map
         storage = value.storage
         if storage in cell_map.cuts:
@@ -220,18 +221,18 @@ class StepWriter:
         first, last = cut.ends(low, high)
         whole = require(value.merge_dims(cut.dims), op)
         dim = cut.dims[0]
-        inside = max(first, 0), min(last, whole.shape[dim])
-        part = whole.narrow(dim, *inside)
-        dense = is_dense(part.shape, part.stride) or not is_dense(whole.shape, whole.stride)
-        if inside == (first, last) and dense:
+        inside_ends = max(first, 0), min(last, whole.shape[dim])
+        part = whole.narrow(dim, *inside_ends)
+        is_usable = is_dense(part.shape, part.stride) or not is_dense(whole.shape, whole.stride)
+        if inside_ends == (first, last) and is_usable:
             return part
         shape = (*part.shape[:dim], last - first, *part.shape[dim + 1 :])
         gathered = self.new_storage(prod(shape) * value.dtype.itemsize, f"{self.storages[storage].name} part".strip())
         copy = Value(gathered, value.dtype, shape, dense_like(shape, whole.stride))
-        make = self.make_empty if inside == (first, last) else self.make_zero
+        make = self.make_empty if inside_ends == (first, last) else self.make_zero
         make(op, copy)
-        if inside[1] > inside[0]:
-            self.copy(op, copy.narrow(dim, inside[0] - first, inside[1] - first), part)
+        if inside_ends[1] > inside_ends[0]:
+            self.copy(op, copy.narrow(dim, inside_ends[0] - first, inside_ends[1] - first), part)
         return copy
 
     def result_of(
@@ -239,13 +240,13 @@ class StepWriter:
         op: Op,
         index: int,
         cut: Cut | None,
-        shape: tuple[Value, int],
+        layout_and_bytes: tuple[Value, int],
         low: int,
         high: int,
         unplaced: list[tuple[int, Cut | None, Value]],
     ) -> int:
-        """Return the index of a part's result, in its cell if the cell has its layout, else in new memory."""
-        old, (value, count) = self.captured.values[index], shape
+        """Return the index of a part's result: in its cell if that fits, else in new memory, added to ``unplaced``."""
+        old, (value, count) = self.captured.values[index], layout_and_bytes
         cell_map = self.cell_map
         if cut is None and old.storage not in cell_map.cuts:
             return index
@@ -283,8 +284,8 @@ class StepWriter:
         stride = require(axes.strides(place, result.shape, box, dims), op)
         source = result
         if result.stride != stride or not covers(result, self.storages[result.storage].bytes):
-            laid = self.new_storage(count_elements(box) * result.dtype.itemsize, self.storages[storage].name)
-            source = Value(laid, result.dtype, result.shape, stride)
+            laid_out = self.new_storage(count_elements(box) * result.dtype.itemsize, self.storages[storage].name)
+            source = Value(laid_out, result.dtype, result.shape, stride)
             self.make_empty(op, source)
             self.copy(op, source, result)
         self.scatter(op, storage, result.dtype, box, source.storage)
