@@ -25,7 +25,7 @@ class CapturesByReads:
         self._count = 0
 
     def find(self, signature: Signature) -> tuple[Signature, str]:
-        """Return the signature of a capture that fits, or a new signature and the change that requires it."""
+        """Return the signature of a capture that fits, else a new signature and the change that requires it."""
         snapshots = self._snapshots.get(signature)
         if not snapshots:
             return signature, ""
@@ -42,7 +42,7 @@ class CapturesByReads:
         return signature._replace(capture=self._count), first_change
 
     def add(self, signature: Signature, snapshot: Snapshot) -> Iterator[Signature]:
-        """Add a capture, and yield the signatures of captures to forget."""
+        """Add a capture, and yield the signatures of those dropped for it; nothing happens until iterated."""
         of_inputs = signature._replace(capture=0)
         snapshots = self._snapshots.setdefault(of_inputs, {})
         self._changes.setdefault(of_inputs, deque(maxlen=_RECENT_CALLS))

@@ -16,6 +16,7 @@ from outofcore._torch_internals import OpOverload
 
 
 class _Pickler(pickle.Pickler):
+    """Pickles operators by their names."""
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, OpOverload):
             return _operator, (obj._schema.name, obj._overloadname)
@@ -67,6 +68,7 @@ def _apply_settings(settings: Mapping[str, Any]) -> None:
 
 
 def _precisions() -> list[tuple[Any, str]]:
+    """List the backends and operators with a float32 precision setting."""
     backends = torch.backends
     return [
         *((backends.mkldnn, op) for op in ("matmul", "conv")),

@@ -59,7 +59,7 @@ class MirroredState:
 
 @dataclass
 class MirroredInput:
-    leaf: int
+    leaf: int  # index among the flattened arguments
     name: str
     real: torch.Tensor
     fake: torch.Tensor
@@ -161,6 +161,7 @@ class Mirror:
             return torch.empty_strided(model.shape, stride, dtype=model.dtype, device=self._tables.device)
 
     def _add_state(self, key: str, name: str, kind: StorageKind, real: torch.Tensor) -> None:
+        """Register a tensor of the user's with its existing fake, hooks and gradient."""
         fake = self.fakes[id(real)]
         shard = None if self.sharding is None else self.sharding.shard_of(real)
         if self.sharding is not None and shard is not None:
@@ -185,6 +186,7 @@ class Mirror:
     def _add_shard(
         self, key: str, name: str, kind: StorageKind, real: torch.Tensor, sharding: Sharding, shard: Shard
     ) -> None:
+        """Register a sharded parameter and its gradient, and record ops that gather both."""
         fake = self.fakes[id(real)]
         traced = sharding.begin(shard, self._rows[id(real)])
         state = self._mirror_state(key, name, kind, real, fake)
@@ -211,6 +213,7 @@ class Mirror:
     def _mirror_state(
         self, key: str, name: str, kind: StorageKind, real: torch.Tensor, fake: torch.Tensor
     ) -> MirroredState:
+        """Return the entry of a tensor, and register the storage of its fake if that is new."""
         if self._tables.find_storage(fake) is None:
             self._tables.add(fake, kind, name)
         with torch.no_grad():
@@ -227,6 +230,7 @@ class Mirror:
         return tree_unflatten([self._mirror_argument(i, names[i], leaf) for i, leaf in enumerate(leaves)], spec)
 
     def _mirror_argument(self, index: int, name: str, leaf: Any) -> Any:
+        """Return the fake of a leaf, or the leaf itself if it is a plain constant; refuse others."""
         if not isinstance(leaf, torch.Tensor):
             if not is_plain_leaf(leaf):
                 raise CaptureError(
@@ -264,7 +268,7 @@ class Mirror:
 def states_of(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> Iterator[tuple[str, str, StorageKind, torch.Tensor]]:
-    """Yield key, name, kind and tensor of every parameter and buffer; tied ones repeatedly."""
+    """Yield key, name, kind and tensor of all parameters and buffers, also of optimizers; tied ones repeatedly."""
     starts = [prefix(index, len(models)) for index in range(len(models))]
     for start, model in zip(starts, models, strict=True):
         for path, parameter in model.named_parameters():
@@ -309,6 +313,7 @@ def check_argument(name: str, tensor: torch.Tensor, device: torch.device) -> Non
 
 
 def _check_kind(name: str, tensor: torch.Tensor) -> None:
+    """Raise ``CaptureError`` for a tensor subclass, or a tensor whose bytes alone do not define its values."""
     if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
         raise CaptureError(
             f"{name} is a {type(tensor).__name__}: tensor subclasses may hold more than bytes of one storage; "

@@ -46,6 +46,7 @@ def patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _restrict_to_thread(value: Any, original: Any) -> Any:
+    """Return a function that calls ``value`` in this thread and in the engine's, ``original`` in others."""
     if not callable(value):
         return value
     is_capturing = capturing_thread()

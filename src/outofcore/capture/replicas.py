@@ -134,6 +134,7 @@ class Replicas:
 
 
 class _Replica:
+    """One wrapper in a capture; its hooks reduce gradients in buckets as ``DistributedDataParallel`` would."""
     def __init__(
         self, model: DistributedDataParallel, fakes: Mapping[int, torch.Tensor], order: tuple[int, ...]
     ) -> None:
@@ -175,6 +176,7 @@ class _Replica:
         return result
 
     def _receive_buffers(self) -> None:
+        """Record the broadcast of process 0's buffers, which overwrite those of other processes."""
         buffers = [self._fakes.get(id(buffer), buffer) for buffer in parallel_buffers(self._model)]
         group = self._model.process_group
         with torch.no_grad(), without_version_bumps(buffers):
@@ -186,6 +188,7 @@ class _Replica:
                     tensor.copy_(part.view(tensor.shape))
 
     def _prepare(self) -> None:
+        """Assign the parameters to buckets for the next backward pass."""
         first, later = bucket_limits(self._model)
         parameters = self._parameters
         if phase(self._model)[2]:
@@ -217,7 +220,7 @@ class _Replica:
                 self._launched += 1
 
     def _finish(self) -> None:
-        """Set the gradients to the sums at the end of the backward pass."""
+        """Set the gradients to the reduced ones; raise ``CaptureError`` if a parameter got none."""
         missing = [index for bucket in self._buckets for index in bucket.missing]
         if missing:
             names = {id(parameter): name for name, parameter in self._model.module.named_parameters()}

@@ -81,6 +81,7 @@ class TracedShard:
         return run(self._end_gradient, gradient)  # type: ignore[return-value]
 
     def _end_gradient(self, gradient: torch.Tensor) -> int | None:
+        """Return the value of a new gradient's range; copy it into the persistent one, if any, and return None."""
         if self.gradient is not None and self._is_reduced(gradient):
             chunk = self.gradient
         else:
@@ -131,6 +132,7 @@ class TracedShard:
 
 
 class Sharding:
+    """All sharded parameters of one capture: gathers them, and reduces gradients by hooks."""
     def __init__(self, shards: Shards, mode: FakeTensorMode, tables: Tables) -> None:
         self._shards = shards
         self._mode = mode
@@ -153,6 +155,7 @@ class Sharding:
             return nn.Parameter(shard.whole_of(row), requires_grad=shard.parameter.requires_grad), row
 
     def begin(self, shard: Shard, row: torch.Tensor) -> TracedShard:
+        """Register this process's chunk of a parameter, and record the gather that fills ``row``."""
         chunk, value = self._add_persistent_chunk(shard, StorageKind.PARAMETER, shard.name)
         self._gather_first(shard, row, chunk, shard.name)
         traced = self._traced[id(shard.parameter)] = TracedShard(self, shard, row, chunk, value, len(self.tables.ops))
@@ -190,7 +193,7 @@ class Sharding:
         self.append_collective(CollectiveKind.ALL_GATHER, row, chunk, shard.name.rpartition(".")[0], creates=(storage,))
 
     def listen(self, fake: torch.Tensor, shard: Shard | None, *, reduce_at_once: bool) -> None:
-        """Register a hook on a parameter's final gradient; ``reduce_at_once`` if other hooks must find it reduced."""
+        """Reduce a parameter's final gradient by a hook; ``reduce_at_once`` if other hooks must find it reduced."""
         if not fake.requires_grad or not fake.is_leaf:
             return
 
@@ -242,7 +245,7 @@ class Sharding:
         return total
 
     def _queue(self, fake: torch.Tensor) -> None:
-        """Queue a small gradient for a common reduction."""
+        """Queue a small gradient; reduce the queue if it is long, else at the end of the backward pass."""
         if not self._armed:
             self._armed = True
             call_after_backward(self._finish)
@@ -261,6 +264,7 @@ class Sharding:
                 self._reduce_together(row)
 
     def _reduce_together(self, fakes: Sequence[torch.Tensor]) -> None:
+        """Reduce several gradients in one row, and copy the sums back into them."""
         gradients = [_gradient_of(fake, "a parameter") for fake in fakes]
         chunks = Chunks(sum(gradient.numel() for gradient in gradients), self._count)
         first = gradients[0]
@@ -313,6 +317,7 @@ class Sharding:
 
 
 def _gradient_of(fake: torch.Tensor, name: str) -> torch.Tensor:
+    """Return the dense gradient of a fake; raise ``CaptureError`` if it has none."""
     gradient = fake.grad
     if gradient is None:
         raise CaptureError(f"the gradient of {name} is gone before its reduction: keep it in .grad")
@@ -325,11 +330,7 @@ def _gradient_of(fake: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def delay_gathers(captured: Captured) -> Captured:
-    """Move gathers of sharded parameters from the step's beginning to their uses.
-
-    Each gather starts when the previous one is needed, so it overlaps with ops, and at most two gathered parameters
-    wait.
-    """
+    """Move gathers of sharded parameters from the step's beginning to shortly before their uses."""
     graph = captured.graph
     first = [op for op in graph.ops if op.communicates and op.creates and graph.persistent.issuperset(op.reads)]
     if not first:

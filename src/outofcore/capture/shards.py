@@ -91,7 +91,7 @@ class Shard:
         self.accept_writes()
 
     def accept_writes(self) -> None:
-        """Accept the writes so far."""
+        """Let ``check`` accept the writes to the parameter and its gradient so far."""
         self.versions = self.parameter._version, 0 if self.meta_gradient is None else self.meta_gradient._version
 
     def check(self) -> None:
@@ -113,10 +113,7 @@ class Shard:
 
 
 class Shards:
-    """All parameters of some models that are sharded over the processes of a group.
-
-    The constructor raises ``InputError`` if a model cannot be sharded, or an optimizer cannot update ranges.
-    """
+    """All sharded parameters of some models; raises ``InputError`` for an unsuitable model or optimizer."""
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], group: Any) -> None:
         self.group = group
@@ -177,7 +174,7 @@ class Shards:
     # All processes at once
 
     def shard(self) -> None:
-        """Reduce each process to its range of process 0's contents; all processes must call it at once.
+        """Replace the parameters by this process's ranges of process 0's contents; all processes must call it at once.
 
         Raises ``InputError`` if models differ, and ``StateError`` if a parameter cannot release its contents in some
         process.
@@ -290,6 +287,7 @@ class Shards:
             tensor.copy_(sent)
 
     def _detach_contents(self) -> None:
+        """Move each parameter's contents to ``Shard.original``, and leave it on the device meta."""
         for shard in self.entries:
             parameter = shard.parameter
             empty = torch.empty_strided(shard.shape, shard.stride, dtype=shard.dtype, device="meta")
@@ -317,6 +315,7 @@ class Shards:
         return facts
 
     def _keep_own_range(self, shard: Shard) -> None:
+        """Broadcast a parameter and its state from process 0, and keep only this process's range."""
         aside = shard.original
         if aside is None:
             raise StateError(f"{shard.name} was spread before its contents were detached: please report it")
@@ -339,6 +338,7 @@ class Shards:
         set_data(aside, torch.empty(0, dtype=shard.dtype))
 
     def _make_whole(self, shard: Shard, aside: nn.Parameter) -> None:
+        """Give a parameter its whole contents, gradient and optimizer state again."""
         parameter = shard.parameter
         gradient = None if shard.own_range.grad is None else self.assemble(shard, shard.own_range.grad.detach())
         whole = self.assemble(shard, shard.own_range.detach())
@@ -356,6 +356,7 @@ class Shards:
 
 
 class _SharedOutcome:
+    """Context that sends its error to all processes when it ends."""
     def __init__(self, shards: Shards, action: str) -> None:
         self._shards, self._what = shards, action
 
@@ -369,7 +370,7 @@ class _SharedOutcome:
 
 
 def _can_shard(tensor: torch.Tensor) -> bool:
-    """Return whether a parameter is large and dense, and shares its memory with no other tensor."""
+    """Return whether a tensor is a large, dense floating-point or complex parameter that fills its storage."""
     count = tensor.numel() * tensor.element_size()
     return (
         type(tensor) is nn.Parameter
@@ -382,6 +383,7 @@ def _can_shard(tensor: torch.Tensor) -> bool:
 
 
 def _difference(here: list[tuple[str, str]], reference: list[tuple[str, str]]) -> str:
+    """Describe the first difference between another process's facts and rank 0's."""
     for (key, value), (name, expected) in zip(here, reference, strict=False):
         if key != name:
             return f"{key} there is {name} on rank 0"

@@ -103,10 +103,7 @@ class Substitute(TorchFunctionMode):
         return self._functions[-1][0] if self._functions else ""
 
     def current_autocast(self) -> tuple[str, torch.dtype] | None:
-        """Return autocast's device type and dtype where the user's code called a PyTorch function.
-
-        None if it was off. PyTorch turns autocast off before it dispatches an operator.
-        """
+        """Return autocast's device type and dtype where the user called a PyTorch function; None if off."""
         return self._functions[-1][1] if self._functions else None
 
     def swap(self, tree: Any) -> Any:
@@ -165,6 +162,7 @@ class Substitute(TorchFunctionMode):
             raise self._record_refusal(answer) from error
 
     def _read_value(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a read of a known tensor's value; refuse others."""
         value = None if name == "data_ptr" or args[0].requires_grad else self.known.value(args[0])
         if value is None:
             raise value_read(name)
@@ -173,7 +171,7 @@ class Substitute(TorchFunctionMode):
         return result if isinstance(result, str) else self.known.lend(args[0], result)
 
     def _answer_count(self, name: str, args: tuple[Any, ...]) -> bool | None:
-        """Return whether a count is zero, and track its changes; None for other questions."""
+        """Answer the comparison of a count with zero, and track additions to it; None for other functions."""
         key, number = id(args[0]), args[1] if len(args) > 1 else None
         if name in _ADDITIONS and type(number) is int:
             self._counts[key] += number
@@ -189,11 +187,7 @@ class Substitute(TorchFunctionMode):
 
     @contextlib.contextmanager
     def cover_entry_points(self, provenance: Provenance) -> Iterator[None]:
-        """Cover entries into PyTorch that a function mode does not see.
-
-        The autograd engine disables the mode for hooks, custom backwards and recomputed forwards; ``Function.apply``,
-        ``from_numpy`` and ``tolist`` are not overridable.
-        """
+        """Replace entries into PyTorch that a function mode does not see: they swap tensors or refuse reads."""
         self._module = lambda: provenance.locate_op()[0]
         is_capturing = capturing_thread()
 
