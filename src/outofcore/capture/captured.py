@@ -55,7 +55,6 @@ class Value:
         return replace(self, shape=shape, stride=(*self.stride[:first], self.stride[long_dims[-1]], *self.stride[end:]))
 
     def narrow(self, dim: int, low: int, high: int) -> Value:
-        """Return the value of the elements ``low`` to ``high - 1`` along a dimension."""
         shape = (*self.shape[:dim], high - low, *self.shape[dim + 1 :])
         return replace(self, shape=shape, offset=self.offset + low * self.stride[dim])
 

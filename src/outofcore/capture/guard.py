@@ -250,8 +250,8 @@ class Guard:
             return
         source_line = next((line for tensor in leaves_in(new) if (line := self._source(tensor))), "")
         raise self._refusal(
-            f"the step leaves something behind in {label}, a tensor that the step stores: it would be out of date "
-            "after the next step; register it as a buffer of the model, or return it from the step",
+            f"the step stores a tensor in {label}: it would be out of date after the next step; register it as a "
+            "buffer of the model, or return it from the step",
             label.rpartition(".")[2],
             module,
             source_line,

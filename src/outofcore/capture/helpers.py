@@ -16,7 +16,6 @@ from outofcore._torch_internals import OpOverload
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles operators by their names."""
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, OpOverload):
             return _operator, (obj._schema.name, obj._overloadname)

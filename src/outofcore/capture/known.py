@@ -39,6 +39,7 @@ _CHANGES_MEMORY = ("aten::resize", "aten::set_")
 @dataclass(frozen=True, slots=True)
 class _ShapeOnly:
     """Placeholder for an unknown tensor in the arguments of an operator that uses only its shape."""
+
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -76,6 +77,7 @@ class _KnownRef:
 @dataclass(frozen=True, slots=True)
 class _LentArray:
     """A NumPy array that the step got for a known tensor, with a copy of its contents."""
+
     key: int
     array: Any
     before: Any
@@ -84,6 +86,7 @@ class _LentArray:
 
 class KnownValues:
     """The values of fake tensors that depend on no data; each is computed when it is first read."""
+
     def __init__(self) -> None:
         self._tensors: dict[int, _KnownTensor] = {}  # by the id of the tensor
         self._empty: set[int] = set()  # keys of storages with undefined contents
@@ -249,7 +252,7 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def _changed_array_error(source: str) -> Exception:
     return refusal(
-        "the step changes a tensor, or the NumPy array that it has got of it",
+        "the step writes to a tensor after .numpy(), or to the array that it returned",
         "they share memory, and the captured operators would not see the change",
         "call tensor.clone().numpy()",
         source,

@@ -203,6 +203,7 @@ def _build_result(func: OpOverload, arguments: Arguments) -> torch.Tensor | tupl
 
 def _batch_norm_result(arguments: Arguments) -> tuple[torch.Tensor | None, ...] | None:
     """Build the results of batch normalization in training, or of its backward; None for unusual arguments."""
+    # The fakes are decomposed into dozens of ops, which takes fifty times as long.
     data, tensors = arguments["input"], [item for item in arguments.values() if isinstance(item, torch.Tensor)]
     channels = data.shape[1:2]
     if not arguments.get("training", arguments.get("train")) or data.dtype not in (torch.float32, torch.float64):
@@ -224,6 +225,7 @@ def _longest_target(targets: torch.Tensor, lengths: Sequence[int] | torch.Tensor
 
 def _grouped_mm_result(arguments: Arguments) -> torch.Tensor:
     """Build the result of a ragged grouped matrix product (mixtures of experts)."""
+    # See ``create_grouped_gemm_output_tensor`` of ATen/native/GroupedMMUtils.h; the fake accepts bfloat16 only.
     left, right, offsets = arguments["self"], arguments["mat2"], arguments.get("offs")
     if left.dtype != right.dtype or left.shape[-1] != right.shape[-2]:
         raise RuntimeError(
@@ -234,7 +236,9 @@ def _grouped_mm_result(arguments: Arguments) -> torch.Tensor:
         raise RuntimeError("_grouped_mm takes offsets, unless both factors have three dimensions")
     groups = [*([] if offsets is None else offsets.shape), *left.shape[:-2], *right.shape[:-2]]
     if len(set(groups)) > 1:
-        raise RuntimeError(f"_grouped_mm was given {' and '.join(map(str, groups))} groups")
+        raise RuntimeError(
+            f"_grouped_mm was given {' and '.join(map(str, groups))} groups; offsets and factors must have equally many"
+        )
     shape = [left.shape[-2], right.shape[-1]]
     if left.ndim == right.ndim:
         shape.insert(0, groups[0])
@@ -261,7 +265,6 @@ def wrap_exact(func: OpOverload, autocast: tuple[str, torch.dtype] | None) -> Ca
 
 @dataclass(frozen=True)
 class CallInContext:
-    """Calls an operator inside of a context."""
     func: OpOverload
     enter: Callable[[], AbstractContextManager[Any]]
 
@@ -270,6 +273,8 @@ class CallInContext:
             return self.func(*args, **kwargs)
 
 
+# The kernel makes log alpha as wide as the batch's longest target (ATen/native/LossCTC.cpp), but a captured step needs
+# a fixed shape. The backward pass does not read the padding.
 @dataclass(frozen=True)
 class CtcLoss:
     """The CTC loss with lengths in tensors, and log alpha padded to the longest possible target."""
@@ -292,6 +297,8 @@ class CtcLoss:
         return loss, padded
 
 
+# ``cross_entropy`` with weights and label smoothing adds target weights this way (ATen/native/LossNLL.cpp). Under a
+# dispatch mode it adds zeros for ignored targets instead, which may round differently.
 @dataclass(frozen=True)
 class MaskedSum:
     """The sum of the elements that a mask does not ignore."""
@@ -370,6 +377,8 @@ def _cudnn_reserve(arguments: Arguments, results: list[Any]) -> list[Any]:
 
 def _generator_state(arguments: Arguments, results: list[Any]) -> list[Any]:
     """Correct the device of the generator state that the backward pass reads."""
+    # Outside of CUDA graphs it is the CPU if there is dropout, else it depends on PyTorch's version. See
+    # ``_efficient_attention_forward`` of ATen/native/transformers/cuda/attention.cu.
     device = torch.device("cpu") if arguments.get("dropout_p") else _device_without_dropout(arguments["query"].device)
     results[2:4] = [torch.empty((), dtype=torch.int64, device=device) for _ in results[2:4]]
     return results

@@ -67,6 +67,7 @@ def shape_of(tensor: torch.Tensor | Value) -> TensorShape:
     return TensorShape(tensor.dtype, tuple(tensor.shape), stride)
 
 
+# An optimizer reads its step count only to compute factors, which do not affect its state's layout.
 class _StubValues(TorchDispatchMode):
     """Answers every read of a fake tensor's value with some number, and skips fused updates."""
 
@@ -278,6 +279,7 @@ class StepRecorder:
 
     def _recording_step(self, index: int, written: Callable[[list[torch.Tensor]], None]) -> Callable[..., None]:
         """Return a ``step`` that records the update of the optimizer with this index."""
+
         def step(closure: Any = None) -> None:
             if closure is not None:
                 raise refusal(

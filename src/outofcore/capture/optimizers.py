@@ -41,7 +41,7 @@ class UpdatePiece:
     parameter: torch.Tensor
     gradient: torch.Tensor | None
     states: tuple[torch.Tensor, ...]  # counts are copies, except in the last piece
-    unplaced: dict[str, Any]  # state that the update does not place
+    unplaced: dict[str, Any]  # state that has no planned tensor
 
 
 def pieces_of(optimizer: Optimizer, group: int, whole: UpdatePiece) -> list[UpdatePiece]:
@@ -130,20 +130,16 @@ class Member:
 
 
 def updates_independently(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer updates each parameter from its own gradient and state only.
-
-    The classes of ``torch.optim`` do. Other classes declare it with an attribute ``outofcore_independent = True``.
-    Without it, one op updates all parameters, which must then be on the device together.
-    """
+    """Return whether an optimizer updates each parameter from its own gradient and state only."""
+    # The classes of ``torch.optim`` do. Other classes declare it with an attribute ``outofcore_independent = True``.
+    # Without it, one op updates all parameters, which must then be on the device together.
     return is_torch_optimizer(optimizer) or bool(getattr(optimizer, "outofcore_independent", False))
 
 
 def updates_elementwise(optimizer: Optimizer) -> bool:
-    """Return whether updates depend only on the same element of each tensor, and on counts.
-
-    A range of a parameter is then updated like the whole. Classes outside of ``torch.optim`` declare it with an
-    attribute ``outofcore_elementwise = True``.
-    """
+    """Return whether updates depend only on the same element of each tensor, and on counts."""
+    # A range of a parameter is then updated like the whole. Classes outside of ``torch.optim`` declare it with an
+    # attribute ``outofcore_elementwise = True``.
     return type(optimizer) in _ELEMENTWISE or bool(getattr(optimizer, "outofcore_elementwise", False))
 
 
@@ -331,11 +327,7 @@ class OptimizerUpdate:
         device: torch.device,
         user_state: dict[str, Any],
     ) -> dict[str, Any]:
-        """Copy created or replaced state into the tensors given, and return the remaining state.
-
-        In the latter, None or ``_MISSING`` marks missing state. Raises ``StateError`` for state of a range that has no
-        tensor.
-        """
+        """Copy new state into ``tensors``, and return the rest, with None or ``_MISSING`` for missing state."""
         for name, tensor in zip(member.names, tensors, strict=True):
             created = entries.setdefault(name, _MISSING)
             if created is None or created is _MISSING:
@@ -355,8 +347,9 @@ class OptimizerUpdate:
         """Request a new capture, since the state differs; raise ``StateError`` if a range is updated."""
         if member.start or not member.is_last:
             raise StateError(
-                f"{type(self.optimizer).__name__} keeps its state {name!r} otherwise than when the step was captured, "
-                "and updates a parameter range by range; remove its attribute outofcore_elementwise"
+                f"{type(self.optimizer).__name__} has created state {name!r}, or changed its shape or dtype, since the "
+                "step was captured: state of a parameter that is updated range by range must stay as it was; remove "
+                "the optimizer's attribute outofcore_elementwise"
             )
         self.needs_recapture = True
 
@@ -373,6 +366,7 @@ class OptimizerUpdate:
                 self.optimizer.state[key] = value
 
 
+# Updates run in another order than the parameters, and state becomes visible when the step ends.
 class StateOrder:
     """Sorts state that updates have created into the order in which the optimizer's own step creates it."""
 

@@ -215,12 +215,10 @@ def join(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
+# Each autograd node has a sequence number from the thread's counter. The op dispatched next after a node's creation is
+# the op that the node differentiates, so the number identifies the module and line of a backward op.
 class Provenance:
-    """Tracks running modules, and the autograd nodes of their ops.
-
-    Each autograd node has a sequence number from the thread's counter. The op dispatched next after a node's creation
-    is the op that the node differentiates, so the number identifies the module and line of a backward op.
-    """
+    """Tracks running modules, and the autograd nodes of their ops."""
 
     def __init__(self, models: Sequence[nn.Module], parameter_names: dict[int, str]) -> None:
         self._paths = module_paths(models)

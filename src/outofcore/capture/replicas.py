@@ -135,6 +135,7 @@ class Replicas:
 
 class _Replica:
     """One wrapper in a capture; its hooks reduce gradients in buckets as ``DistributedDataParallel`` would."""
+
     def __init__(
         self, model: DistributedDataParallel, fakes: Mapping[int, torch.Tensor], order: tuple[int, ...]
     ) -> None:
@@ -211,7 +212,10 @@ class _Replica:
         self._arrived.append(index)
         gradient = fake.grad
         if gradient is None:
-            raise CaptureError("a gradient is gone where DistributedDataParallel reduces it: keep it in .grad")
+            raise CaptureError(
+                "a gradient was removed from .grad before DistributedDataParallel reduced it: keep it there until "
+                "backward() has ended"
+            )
         bucket = self._bucket_of[index]
         with torch.no_grad():
             bucket.add(index, gradient)

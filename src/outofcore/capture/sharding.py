@@ -133,6 +133,7 @@ class TracedShard:
 
 class Sharding:
     """All sharded parameters of one capture: gathers them, and reduces gradients by hooks."""
+
     def __init__(self, shards: Shards, mode: FakeTensorMode, tables: Tables) -> None:
         self._shards = shards
         self._mode = mode
@@ -320,7 +321,10 @@ def _gradient_of(fake: torch.Tensor, name: str) -> torch.Tensor:
     """Return the dense gradient of a fake; raise ``CaptureError`` if it has none."""
     gradient = fake.grad
     if gradient is None:
-        raise CaptureError(f"the gradient of {name} is gone before its reduction: keep it in .grad")
+        raise CaptureError(
+            f"the gradient of {name} was removed from .grad before it was reduced: keep it there until backward() has "
+            "ended"
+        )
     if gradient.layout is not torch.strided:
         raise CaptureError(
             f"the gradient of {name} is sparse, and a step with shard= reduces dense ones only: create the embedding "
@@ -331,6 +335,8 @@ def _gradient_of(fake: torch.Tensor, name: str) -> torch.Tensor:
 
 def delay_gathers(captured: Captured) -> Captured:
     """Move gathers of sharded parameters from the step's beginning to shortly before their uses."""
+    # Each gather starts when the previous one is needed, so it overlaps with ops, and at most two gathered parameters
+    # wait.
     graph = captured.graph
     first = [op for op in graph.ops if op.communicates and op.creates and graph.persistent.issuperset(op.reads)]
     if not first:

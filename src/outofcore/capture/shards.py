@@ -196,7 +196,10 @@ class Shards:
                     f"the parameters of rank {rank} cannot be spread over the processes: {other_error}; delete "
                     "references to them, such as losses of earlier steps, or build the model again"
                 )
-            raise InputError(f"rank {rank} and rank 0 have other models: {_difference(described, reports[0][1])}")
+            raise InputError(
+                f"rank {rank} and rank 0 have different models: {_difference(described, reports[0][1])}; build the "
+                "same model in all processes, with the same options"
+            )
         with translate_group_errors(), torch.no_grad():
             for tensor in self._whole:
                 if tensor.numel():
@@ -357,6 +360,7 @@ class Shards:
 
 class _SharedOutcome:
     """Context that sends its error to all processes when it ends."""
+
     def __init__(self, shards: Shards, action: str) -> None:
         self._shards, self._what = shards, action
 

@@ -76,10 +76,7 @@ _FAKE_SOURCES = ("torch/_subclasses/fake_tensor.py", "torch/_subclasses/meta_uti
 
 
 class Substitute(TorchFunctionMode):
-    """A function mode that replaces the user's tensors by fakes in the arguments of PyTorch functions.
-
-    The real objects stay in modules, optimizers and closures. It must be the outermost mode.
-    """
+    """A function mode, outermost of all, that passes fakes to PyTorch functions in place of the user's tensors."""
 
     def __init__(
         self,
@@ -104,6 +101,7 @@ class Substitute(TorchFunctionMode):
 
     def current_autocast(self) -> tuple[str, torch.dtype] | None:
         """Return autocast's device type and dtype where the user called a PyTorch function; None if off."""
+        # PyTorch turns autocast off before it dispatches an operator.
         return self._functions[-1][1] if self._functions else None
 
     def swap(self, tree: Any) -> Any:
@@ -188,6 +186,8 @@ class Substitute(TorchFunctionMode):
     @contextlib.contextmanager
     def cover_entry_points(self, provenance: Provenance) -> Iterator[None]:
         """Replace entries into PyTorch that a function mode does not see: they swap tensors or refuse reads."""
+        # The autograd engine disables the mode for hooks, custom backwards and recomputed forwards; ``Function.apply``,
+        # ``from_numpy`` and ``tolist`` are not overridable.
         self._module = lambda: provenance.locate_op()[0]
         is_capturing = capturing_thread()
 

@@ -16,6 +16,7 @@ from outofcore.capture.provenance import innermost_code_in
 @dataclass(frozen=True)
 class ValueCheck:
     """A check that raises ``ValueError`` with a text."""
+
     passes: bool  # the truth value that passes
     text: str
 
