@@ -144,7 +144,7 @@ def drop_unused(captured: Captured, replacements: Mapping[int, int] | None = Non
 def _drop_idle_ops(
     ops: Sequence[tuple[Op, Call]], outputs: Sequence[int], optional: Collection[int]
 ) -> list[tuple[Op, Call]]:
-    """Drop ATen ops without side effects, and ``optional`` ops, if nothing uses their results."""
+    """Drop ATen ops without side effects, and ``optional`` ops, if their results are unused."""
     used = set(outputs)
     wanted_ops: list[tuple[Op, Call]] = []
     for op, call in reversed(ops):

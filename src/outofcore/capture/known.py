@@ -176,6 +176,7 @@ class KnownValues:
 
     @staticmethod
     def _is_eligible(tensor: torch.Tensor) -> bool:
+        """Return whether a tensor's value may be computed: it is small, dense, and exact on the CPU."""
         rounds = tensor.is_floating_point() or tensor.is_complex()
         exact = not rounds or traits_of(tensor.device).computes_in_capture
         return exact and tensor.layout is torch.strided and tensor.numel() <= MAX_ELEMENTS

@@ -221,10 +221,8 @@ class Mirror:
         return MirroredState(key, name, kind, real, fake, alias, self._tables.value_of(fake), real.requires_grad)
 
     def add_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Replace the tensors in the arguments by fakes; raises ``CaptureError`` for unsupported leaves.
-
-        A parameter or buffer gets its existing fake. Other tensors get separate storages, even if they share memory.
-        """
+        """Replace the tensors in the arguments by fakes; raises ``CaptureError`` for unsupported leaves."""
+        # A parameter or buffer gets its existing fake. Other tensors get separate storages, even if they share memory.
         leaves, spec = tree_flatten((args, kwargs))
         names = leaf_names(args, kwargs)
         return tree_unflatten([self._mirror_argument(i, names[i], leaf) for i, leaf in enumerate(leaves)], spec)
@@ -313,7 +311,7 @@ def check_argument(name: str, tensor: torch.Tensor, device: torch.device) -> Non
 
 
 def _check_kind(name: str, tensor: torch.Tensor) -> None:
-    """Raise ``CaptureError`` for a tensor subclass, or a tensor whose bytes alone do not define its values."""
+    """Refuse a tensor subclass, and a tensor of which the bytes alone do not define the values."""
     if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
         raise CaptureError(
             f"{name} is a {type(tensor).__name__}: tensor subclasses may hold more than bytes of one storage; "

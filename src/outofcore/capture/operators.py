@@ -337,7 +337,7 @@ def _in_larger_memory(count: Callable[[Arguments], int], *indices: int) -> Repai
 
 
 def _loss_elements(arguments: Arguments) -> int:
-    """Return the number of unreduced values, in whose memory the kernel reduces a loss; 0 without a reduction."""
+    """Return the number of unreduced values: the kernel reduces them in this memory; 0 without a reduction."""
     if arguments.get("reduction", 1) == 0:
         return 0
     target = arguments["target"]

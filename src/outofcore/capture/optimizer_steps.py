@@ -91,8 +91,6 @@ class _StubValues(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class StateLayout:
-    """The layout of one parameter's optimizer state."""
-
     tensors: dict[str, TensorShape]  # planned state
     order: tuple[str, ...]  # all names, in the order in which the optimizer creates them
     place: int  # index of the parameter among all with state
@@ -255,6 +253,7 @@ class StepRecorder:
         known_ids, is_capturing = {id(optimizer) for optimizer in self._optimizers}, capturing_thread()
 
         def refuse(optimizer: Optimizer, *_: Any) -> None:
+            """Refuse a step of an optimizer that was not given, or one that the capture does not see."""
             if not is_capturing():
                 return
             name = type(optimizer).__name__

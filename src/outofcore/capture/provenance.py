@@ -71,7 +71,7 @@ def graph_node(file: str, line: int) -> str:
 
 
 def _current_graph_node() -> str:
-    """Return the ``torch.fx`` node that the innermost module runs, or an empty string if it has none."""
+    """Return the ``torch.fx`` node that the innermost module runs; empty if it is no ``GraphModule``."""
     for frame in _frames():
         node = graph_node(frame.f_code.co_filename, frame.f_lineno)
         if node or frame.f_code is _MODULE_CALL:

@@ -132,6 +132,7 @@ def _reads_computed_names(code: CodeType, globals_: set[str]) -> bool:
 
 @functools.cache
 def origin_of(module: str) -> Origin:
+    """Return where a module's code comes from, which decides which values it may read."""
     package = module.partition(".")[0]
     if package == "outofcore":
         return Origin.USER if module.startswith("outofcore.zoo") else Origin.OTHER

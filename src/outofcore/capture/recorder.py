@@ -267,7 +267,7 @@ class OpRecorder(TorchDispatchMode):
         return storage
 
     def _check_tensor(self, tensor: torch.Tensor) -> None:
-        """Refuse an undeclared tensor, and one whose bytes alone do not define its values."""
+        """Refuse undeclared, sparse and quantised tensors."""
         if not isinstance(tensor, FakeTensor):
             raise undeclared_tensor(tensor)
         if tensor.layout is not torch.strided or tensor.is_quantized:

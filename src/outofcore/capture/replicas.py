@@ -167,6 +167,7 @@ class _Replica:
         return ReplicaEnd(self._model, self._sync_forward, self._is_reduced, order)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Broadcast buffers, run the wrapped module, and prepare the reduction of its gradients."""
         model = self._model
         if self._sync_forward and model.broadcast_buffers:
             self._receive_buffers()
@@ -177,7 +178,7 @@ class _Replica:
         return result
 
     def _receive_buffers(self) -> None:
-        """Record the broadcast of process 0's buffers, which overwrite those of other processes."""
+        """Record the broadcast of process 0's buffers into the buffers of all processes."""
         buffers = [self._fakes.get(id(buffer), buffer) for buffer in parallel_buffers(self._model)]
         group = self._model.process_group
         with torch.no_grad(), without_version_bumps(buffers):
@@ -224,7 +225,7 @@ class _Replica:
                 self._launched += 1
 
     def _finish(self) -> None:
-        """Set the gradients to the reduced ones; raise ``CaptureError`` if a parameter got none."""
+        """Replace the gradients by the reduced ones; raise ``CaptureError`` if one has not arrived."""
         missing = [index for bucket in self._buckets for index in bucket.missing]
         if missing:
             names = {id(parameter): name for name, parameter in self._model.module.named_parameters()}

@@ -35,8 +35,6 @@ RunOp = Callable[..., torch.Tensor]
 
 @dataclass
 class TracedShard:
-    """A sharded parameter in a trace."""
-
     sharding: Sharding
     shard: Shard
     row: torch.Tensor  # a fake of all elements in memory order, padded to whole chunks
@@ -127,8 +125,8 @@ class TracedShard:
         return tables.index_of(Value(storage, memory.dtype, (shard.count,), (1,), start))
 
     def _own_chunk(self, row: torch.Tensor) -> torch.Tensor:
-        each = self.shard.chunks.chunk_elements
-        return row[self.shard.rank * each :][:each]
+        chunk_elements = self.shard.chunks.chunk_elements
+        return row[self.shard.rank * chunk_elements :][:chunk_elements]
 
 
 class Sharding:
@@ -251,11 +249,11 @@ class Sharding:
             self._armed = True
             call_after_backward(self._finish)
         _gradient_of(fake, "a parameter")
-        row = self._small.setdefault(fake.dtype, [])
-        row.append(fake)
-        if sum(p.numel() * p.element_size() for p in row) >= _MIN_GROUP_BYTES:
+        queued = self._small.setdefault(fake.dtype, [])
+        queued.append(fake)
+        if sum(p.numel() * p.element_size() for p in queued) >= _MIN_GROUP_BYTES:
             del self._small[fake.dtype]
-            self._reduce_together(row)
+            self._reduce_together(queued)
 
     def _finish(self) -> None:
         self._armed = False
@@ -318,7 +316,7 @@ class Sharding:
 
 
 def _gradient_of(fake: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the dense gradient of a fake; raise ``CaptureError`` if it has none."""
+    """Return the gradient of a fake; raise ``CaptureError`` if it is missing or sparse."""
     gradient = fake.grad
     if gradient is None:
         raise CaptureError(
@@ -338,18 +336,18 @@ def delay_gathers(captured: Captured) -> Captured:
     # Each gather starts when the previous one is needed, so it overlaps with ops, and at most two gathered parameters
     # wait.
     graph = captured.graph
-    first = [op for op in graph.ops if op.communicates and op.creates and graph.persistent.issuperset(op.reads)]
-    if not first:
+    early_gathers = [op for op in graph.ops if op.communicates and op.creates and graph.persistent.issuperset(op.reads)]
+    if not early_gathers:
         return captured
-    needed = {op.id: graph.uses[op.creates[0]][1] for op in first}
-    before: dict[int, list[int]] = {}
+    first_uses = {op.id: graph.uses[op.creates[0]][1] for op in early_gathers}
+    gathers_before: dict[int, list[int]] = {}
     place = 0
-    for gathering in sorted(needed, key=lambda op: (needed[op], op)):
-        before.setdefault(place, []).append(gathering)
-        place = needed[gathering]
-    order: list[int] = before.pop(0, [])
+    for gathering in sorted(first_uses, key=lambda op: (first_uses[op], op)):
+        gathers_before.setdefault(place, []).append(gathering)
+        place = first_uses[gathering]
+    order: list[int] = gathers_before.pop(0, [])
     for op in graph.ops:
-        order += before.get(op.id, [])
-        if op.id not in needed:
+        order += gathers_before.get(op.id, [])
+        if op.id not in first_uses:
             order.append(op.id)
     return with_ops(captured, [(graph.ops[old], captured.calls[old]) for old in order])

@@ -294,10 +294,10 @@ class Shards:
         for shard in self.entries:
             parameter = shard.parameter
             empty = torch.empty_strided(shard.shape, shard.stride, dtype=shard.dtype, device="meta")
-            aside = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            swap(parameter, aside)
-            vars(parameter).update(vars(aside))
-            shard.original = aside
+            original = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            swap(parameter, original)
+            vars(parameter).update(vars(original))
+            shard.original = original
 
     def _restore_contents(self) -> None:
         for shard in self.entries:
@@ -319,16 +319,16 @@ class Shards:
 
     def _keep_own_range(self, shard: Shard) -> None:
         """Broadcast a parameter and its state from process 0, and keep only this process's range."""
-        aside = shard.original
-        if aside is None:
+        original = shard.original
+        if original is None:
             raise StateError(f"{shard.name} was spread before its contents were detached: please report it")
-        whole = aside.detach()
+        whole = original.detach()
         row = whole.as_strided((whole.numel(),), (1,), whole.storage_offset())
         self._broadcast(row)
         shard.own_range = self.range_of(shard, whole.cpu())
-        if aside.grad is not None:
-            shard.own_range.grad = self.range_of(shard, aside.grad.detach().cpu())
-            aside.grad = None
+        if original.grad is not None:
+            shard.own_range.grad = self.range_of(shard, original.grad.detach().cpu())
+            original.grad = None
         for entries, name, value in self.states(shard):
             if tuple(value.shape) != shard.shape:
                 raise StateError(
@@ -338,21 +338,21 @@ class Shards:
             shared = value.detach()
             self._broadcast(shared)
             entries[name] = self.range_of(shard, shared.cpu())
-        set_data(aside, torch.empty(0, dtype=shard.dtype))
+        set_data(original, torch.empty(0, dtype=shard.dtype))
 
-    def _make_whole(self, shard: Shard, aside: nn.Parameter) -> None:
+    def _make_whole(self, shard: Shard, original: nn.Parameter) -> None:
         """Give a parameter its whole contents, gradient and optimizer state again."""
         parameter = shard.parameter
         gradient = None if shard.own_range.grad is None else self.assemble(shard, shard.own_range.grad.detach())
         whole = self.assemble(shard, shard.own_range.detach())
         for entries, name, value in self.states(shard):
             entries[name] = self.assemble(shard, value.detach())
-        set_data(aside, whole)
-        aside.requires_grad_(parameter.requires_grad)
+        set_data(original, whole)
+        original.requires_grad_(parameter.requires_grad)
         parameter.grad = None
-        vars(aside).clear()
-        vars(aside).update(vars(parameter))
-        swap(parameter, aside)
+        vars(original).clear()
+        vars(original).update(vars(parameter))
+        swap(parameter, original)
         parameter.grad = gradient
         shard.original = shard.meta_gradient = None
         shard.own_range = torch.empty(shard.count, dtype=shard.dtype, device="meta")

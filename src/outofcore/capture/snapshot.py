@@ -279,6 +279,7 @@ class _ValueWalk:
         self._drain()
 
     def _drain(self) -> None:
+        """Search queued values until the queue is empty or there are too many entries."""
         while self._stack and len(self.entries) < _MOST.entries:
             value, label, named = self._stack.pop()
             if isinstance(value, (*_PLAIN, torch.Tensor, *_NOT_SEARCHED)) or id(value) in self._seen:
@@ -308,7 +309,7 @@ class _ValueWalk:
                     self._add_entry(EntryKind.ITEM, module_globals, name, _ABSENT, label)
 
     def _visit_parts(self, value: Any, label: str, *, named: bool) -> None:
-        """Record and queue what a value contains, by its type."""
+        """Record and queue the contents of a value, by its type."""
         if isinstance(value, types.FunctionType):
             self._visit_function(value, label)
         elif isinstance(value, types.MethodType):
@@ -443,6 +444,7 @@ class _ValueWalk:
             ]
 
     def _visit_items(self, table: dict[Any, Any], label: str, *, named: bool) -> None:
+        """Record the items of a dict; if it is large or ``named``, only those under keys that the code names."""
         is_complete = not named and (len(table) <= _MOST.small_dict or id(table) in self._reads.fully_read)
         keys = self._keys if named else self._user_keys
         names = None if is_complete else keys
