@@ -163,9 +163,9 @@ class Guard:
                     rebound.append((join(self._paths[id(module)], name), old, new))
         return rebound
 
-    def check(self, source: Callable[[torch.Tensor], str]) -> tuple[Effect, ...]:
+    def check(self, source_of: Callable[[torch.Tensor], str]) -> tuple[Effect, ...]:
         """Raise ``CaptureError`` for changes that a replay cannot repeat; return functions that repeat the others."""
-        self._source = source
+        self._source = source_of
         effects = [
             effect
             for module, container, tables in zip(self._modules, self._attributes, self._tables, strict=True)

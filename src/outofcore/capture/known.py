@@ -108,7 +108,7 @@ class KnownValues:
         written: Sequence[torch.Tensor] = (),
         overwritten: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Record an operator to run it later; if that is impossible, mark ``written`` tensors as unknown."""
+        """Record an operator to run later, or mark ``written`` as unknown; refuse a write to memory of a lent array."""
         keys = frozenset(map(storage_key, written))
         for lent in self._lent:
             if lent.key in keys:

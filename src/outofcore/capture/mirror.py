@@ -311,7 +311,7 @@ def check_argument(name: str, tensor: torch.Tensor, device: torch.device) -> Non
 
 
 def _check_kind(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor subclass, and a tensor of which the bytes alone do not define the values."""
+    """Refuse a tensor subclass, and a sparse, quantised, conjugate or negated tensor."""
     if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
         raise CaptureError(
             f"{name} is a {type(tensor).__name__}: tensor subclasses may hold more than bytes of one storage; "

@@ -251,7 +251,7 @@ def _grouped_mm_result(arguments: Arguments) -> torch.Tensor:
 
 
 def wrap_exact(func: OpOverload, autocast: tuple[str, torch.dtype] | None) -> Callable[..., Any]:
-    """Return an operator, wrapped if it computes otherwise in a replay, which has no autograd and no autocast."""
+    """Return an operator, wrapped if a replay without autograd and autocast would compute something else."""
     # Some kernels check whether gradients are enabled, others call operators that autocast changes. No tensor of a
     # replay requires a gradient, so enabling them creates no autograd graph.
     if func._schema.name == "aten::mkldnn_rnn_layer" and torch.is_grad_enabled():
@@ -314,7 +314,7 @@ def _empty_with_layout(tensor: torch.Tensor, dtype: torch.dtype, stride: tuple[i
 
 
 def _full_precision_statistics(arguments: Arguments, results: list[Any]) -> list[Any]:
-    """Return full-precision statistics for half-precision inputs with float32 parameters."""
+    """Make result statistics float32 for half-precision inputs with float32 parameters."""
     parameters = (arguments.get(name) for name in ("weight", "bias", "running_mean", "running_var"))
     if arguments["input"].dtype in (torch.bfloat16, torch.float16) and any(
         parameter is not None and parameter.dtype == torch.float32 for parameter in parameters
@@ -337,7 +337,7 @@ def _in_larger_memory(count: Callable[[Arguments], int], *indices: int) -> Repai
 
 
 def _loss_elements(arguments: Arguments) -> int:
-    """Return the number of unreduced values: the kernel reduces them in this memory; 0 without a reduction."""
+    """Return how many values the kernel reduces to a loss; 0 without a reduction."""
     if arguments.get("reduction", 1) == 0:
         return 0
     target = arguments["target"]

@@ -332,7 +332,7 @@ class StepRecorder:
         return state.real.numel() * state.real.element_size() if traced is None else traced.shard.chunk_bytes
 
     def _gradient(self, state: MirroredState) -> int | None:
-        """Return the value of a parameter's gradient, labelled as such; None without one, an error if sparse."""
+        """Return the index of a gradient's value, None without a gradient; refuse a sparse one."""
         with DisableTorchFunction():
             grad = state.fake.grad
         if grad is None:
@@ -380,7 +380,7 @@ class StepRecorder:
     def _bind_states(
         self, pending: _PendingUpdate, layouts: StateLayouts, values_by_state: dict[tuple[int, int, str], int]
     ) -> tuple[list[Member], list[list[int]]]:
-        """Return the members of an update, and for each the values of its state tensors."""
+        """Return the members of an update, and for each the indices of the values of its state tensors."""
         optimizer = self._optimizers[pending.optimizer]
         reals = [(group, state.real) for group, state, _ in pending.members]
         grads = [None if g is None else shape_of(self._tables.values[g]) for _, _, g in pending.members]
@@ -414,7 +414,7 @@ class StepRecorder:
         return members, values
 
     def _bind_state(self, index: int, state: MirroredState, name: str, shape: TensorShape) -> int:
-        """Register the storage and the binding of a new state tensor, and return its value."""
+        """Register the storage and the binding of a new state tensor, and return the index of its value."""
         optimizer = self._optimizers[index]
         count, traced = shape.bytes, state.traced
         if traced is not None and shape.shape == (traced.shard.count,):

@@ -150,7 +150,7 @@ def is_torch_optimizer(optimizer: Optimizer) -> bool:
 def run_shadow(
     optimizer: Optimizer, leaves: Sequence[tuple[int, torch.Tensor]], entries: Sequence[dict[str, Any]]
 ) -> Optimizer:
-    """Return a copy of an optimizer that has been stepped on leaves (group index, tensor with ``.grad``)."""
+    """Return a copy of an optimizer after a step on leaves (group index, tensor with ``.grad``) with their state."""
     kind = type(optimizer)
     shadow: Optimizer = object.__new__(kind)
     shadow.__dict__.update(optimizer.__dict__)
@@ -280,7 +280,7 @@ class OptimizerUpdate:
         present: list[list[bool]],
         unplaced_entries: list[dict[str, Any]],
     ) -> tuple[Optimizer, list[dict[str, Any]]]:
-        """Step on all members, in pieces if possible; return the last shadow, and their state without a tensor."""
+        """Step on all members, in pieces if possible; return the last shadow and each member's state without tensor."""
         pieces: list[UpdatePiece] = []
         rows = zip(self.members, params, grads, states, present, unplaced_entries, strict=True)
         for index, (member, param, grad, tensors, has_state, entries) in enumerate(rows):
@@ -457,7 +457,7 @@ class Rehearsal:
 
 
 class BoundUpdate:
-    """An ``OptimizerUpdate`` bound to fixed tensors, so that the optimizer's arguments are built once.
+    """An ``OptimizerUpdate`` bound to fixed tensors: all calls step one copy of the optimizer, its shadow.
 
     Settings and the user's state are read at each call. It falls back to the update while state is missing, for
     parameters updated in pieces, and for classes outside of ``torch.optim``.
@@ -495,7 +495,7 @@ class BoundUpdate:
             self._make_shadow()
 
     def _can_reuse_shadow(self) -> bool:
-        """Return whether one shadow serves all calls: for ``torch.optim``, without pieces and earlier ranges."""
+        """Return whether calls can share a shadow: a ``torch.optim`` class, no pieces, no range before the last."""
         update, groups = self._update, self._update.optimizer.param_groups
         rows = zip(update.members, self._params, self._grads, self._states, strict=True)
         if not all(member.is_last for member in update.members):

@@ -205,7 +205,7 @@ class OpRecorder(TorchDispatchMode):
     def _register_results(
         self, func: OpOverload, leaves: list[Any], module: str
     ) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
-        """Register an op's new storages; return them, and the value of each result on one of them (else None)."""
+        """Register an op's new storages; return them, and for each result on one its value index, else None."""
         tables = self._tables
         creates: list[int] = []
         results: list[int | None] = []
@@ -221,7 +221,7 @@ class OpRecorder(TorchDispatchMode):
         return tuple(creates), tuple(results)
 
     def _ignored_targets(self, func: OpOverload, before: list[tuple[str, int]], creates: tuple[int, ...]) -> int | None:
-        """Return the value of the mask of ignored targets if the op sums a loss's weights (``MaskedSum``)."""
+        """Return the value index of the mask of ignored targets if the op sums a loss's weights, else None."""
         if "cross_entropy" not in self._user.current_function():
             return None
         storages = [self._tables.values[index].storage for _, index in before]
@@ -393,7 +393,7 @@ class OpRecorder(TorchDispatchMode):
         return fake
 
     def _record_check(self, tensor: torch.Tensor, check: ValueCheck) -> bool:
-        """Record an op that repeats a check in each call, and assume that it passes."""
+        """Record an op that repeats a check in each call, and return the truth value that passes it."""
         module, source = self._provenance.locate_op()
         value = self._tables.value_of(tensor)
         call = Call(check, (Ref(value),), {}, ())

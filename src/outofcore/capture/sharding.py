@@ -68,18 +68,18 @@ class TracedShard:
         self.synced_at = len(tables.ops)
 
     def own_gradient_value(self, gradient: torch.Tensor) -> int:
-        """Return the value of this process's range of a gradient."""
+        """Return the value index of this process's range of a gradient."""
         shard = self.shard
         if self.gradient is not None and self._is_reduced(gradient):
             return self._gradient_value(self.gradient)
         return self._gradient_value(self._as_row(gradient), shard.start)
 
     def end_gradient(self, gradient: torch.Tensor, run: RunOp) -> int | None:
-        """Return the value of a gradient's range that the step leaves; None if it is persistent."""
+        """Return the value index of a gradient's range that the step leaves; None if it is persistent."""
         return run(self._end_gradient, gradient)  # type: ignore[return-value]
 
     def _end_gradient(self, gradient: torch.Tensor) -> int | None:
-        """Return the value of a new gradient's range; copy it into the persistent one, if any, and return None."""
+        """Copy a gradient's range into the persistent one, if any, and return None; else return its value index."""
         if self.gradient is not None and self._is_reduced(gradient):
             chunk = self.gradient
         else:
@@ -101,7 +101,7 @@ class TracedShard:
         )
 
     def _as_row(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return all elements of a gradient, on memory for all chunks."""
+        """Return the elements of a gradient as a row that is padded to whole chunks."""
         tables, shard = self.sharding.tables, self.shard
         count = tables.storages[tables.storage_of(gradient)].bytes
         if (
@@ -116,7 +116,7 @@ class TracedShard:
         return row
 
     def _gradient_value(self, memory: torch.Tensor, start: int = 0) -> int:
-        """Return the value of the range that begins at element ``start``, and name its storage."""
+        """Return the value index of the range from element ``start``, and mark its storage as the gradient's."""
         tables, shard = self.sharding.tables, self.shard
         storage = tables.storage_of(memory)
         entry = tables.storages[storage]
@@ -154,14 +154,14 @@ class Sharding:
             return nn.Parameter(shard.whole_of(row), requires_grad=shard.parameter.requires_grad), row
 
     def begin(self, shard: Shard, row: torch.Tensor) -> TracedShard:
-        """Register this process's chunk of a parameter, and record the gather that fills ``row``."""
+        """Register this process's chunk of a parameter, record the gather that fills ``row``, and return both."""
         chunk, value = self._add_persistent_chunk(shard, StorageKind.PARAMETER, shard.name)
         self._gather_first(shard, row, chunk, shard.name)
         traced = self._traced[id(shard.parameter)] = TracedShard(self, shard, row, chunk, value, len(self.tables.ops))
         return traced
 
     def begin_gradient(self, shard: Shard, fake: torch.Tensor) -> int:
-        """Gather the earlier gradient into a fake, and return the value of this process's range."""
+        """Gather the earlier gradient into a fake, and return the value index of this process's range."""
         row = self._row(shard.chunks.padded_elements, shard.dtype)
         chunk, value = self._add_persistent_chunk(shard, StorageKind.GRADIENT, f"{shard.name}.grad")
         self._gather_first(shard, row, chunk, f"{shard.name}.grad")
@@ -182,7 +182,7 @@ class Sharding:
             return torch.empty(count, dtype=dtype, device=self.tables.device)
 
     def _add_persistent_chunk(self, shard: Shard, kind: StorageKind, name: str) -> tuple[torch.Tensor, int]:
-        """Add a storage for a persistent chunk, and the range on it as a value."""
+        """Return a fake of a persistent chunk on a new storage, and the value index of the range on it."""
         chunk = self._row(shard.chunks.chunk_elements, shard.dtype)
         storage = self.tables.add(chunk, kind, name)
         return chunk, self.tables.index_of(Value(storage, shard.dtype, (shard.count,), (1,)))

@@ -210,7 +210,7 @@ class Shards:
         self.show_gradients()
 
     def gather(self) -> None:
-        """Make all parameters whole; all processes must call it at once, without tensors in an arena.
+        """Make all parameters whole; all processes must call it at once, while no tensor is in an arena.
 
         Raises ``CommunicationError`` if another process has ended; ungathered parameters stay without contents.
         """
@@ -221,7 +221,7 @@ class Shards:
         self.is_sharded = False
 
     def assemble(self, shard: Shard, part: torch.Tensor) -> torch.Tensor:
-        """Assemble a parameter, or state of its shape, from all ranges on the CPU."""
+        """Return a parameter, or state of its shape, gathered from the ranges of all processes, on the CPU."""
         wire = self._transfer_device
         chunk = torch.zeros(shard.chunks.chunk_elements, dtype=part.dtype, device=wire)
         chunk[: shard.count].copy_(part)

@@ -57,7 +57,7 @@ def differs_only_in_sizes(new: Signature, known: Iterable[Signature]) -> bool:
 
 
 class Signer:
-    """Computes the signatures of a step's calls, without the existence of optimizer state, which updates check."""
+    """Computes the signatures of a step's calls; updates check themselves whether optimizer state exists."""
 
     def __init__(
         self,

@@ -263,7 +263,7 @@ class Substitute(TorchFunctionMode):
 
 
 def average_counts(models: Sequence[nn.Module]) -> dict[int, int]:
-    """Return the number of models that each ``AveragedModel`` has averaged, by its count's id."""
+    """Return how many models each ``AveragedModel`` has averaged, by the id of its ``n_averaged``."""
     # The first model is copied and others are averaged, so the ops depend on whether the count is zero. A meta count is
     # assumed to be one.
     return {
@@ -275,7 +275,7 @@ def average_counts(models: Sequence[nn.Module]) -> dict[int, int]:
 
 
 def _with_lengths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Convert length lists of ``ctc_loss`` to tensors, which it would create below dispatch."""
+    """Convert lists of lengths for ``ctc_loss`` to tensors, which PyTorch would do where no mode sees it."""
 
     def tensor(value: Any) -> Any:
         return torch.tensor(value, dtype=torch.int64) if isinstance(value, list | tuple) else value
@@ -309,7 +309,7 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def run_uncompiled(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Run compiled functions and modules as eager code, and log the compiled modules."""
+    """Run compiled functions and modules as eager code, and log a warning about compiled modules."""
     names = [
         f"'{name}' ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
         for model in models
