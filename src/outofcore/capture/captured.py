@@ -42,7 +42,7 @@ class Value:
         return TensorWindow(self.shape, self.stride, self.offset)
 
     def has_same_layout(self, other: Value) -> bool:
-        """Return whether two values have the same dtype, shape and strides."""
+        """Return whether dtype, shape and strides are equal; storage and offset may differ."""
         return (self.dtype, self.shape, self.stride) == (other.dtype, other.shape, other.stride)
 
     def merge_dims(self, dims: tuple[int, int]) -> Value | None:

@@ -155,7 +155,7 @@ class KnownValues:
         return self._values[entry.place]
 
     def lend(self, tensor: torch.Tensor, array: Any) -> Any:
-        """Return a NumPy array with a tensor's value; the step must not write to either."""
+        """Return a copy of ``array``, which has a tensor's value, and record it: the step must not write to either."""
         copy = array.copy()
         self._lent.append(_LentArray(storage_key(tensor), copy, array.copy(), user_line()))
         return copy

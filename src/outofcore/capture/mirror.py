@@ -53,7 +53,7 @@ class MirroredState:
 
     @property
     def persistent(self) -> tuple[torch.Tensor, int]:
-        """The tensor that persists in this process, and its value."""
+        """The tensor that persists in this process, and the index of its value."""
         return self.own_shard or (self.real, self.value)
 
 

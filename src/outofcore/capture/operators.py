@@ -147,7 +147,7 @@ def value_text(value: Value) -> str:
 
 
 def fake_result(func: OpOverload, arguments: Arguments, run: Callable[[], Any]) -> Any:
-    """Return fake results with the kernel's metadata; ``run`` computes the fakes, which are corrected where wrong."""
+    """Return fake results with the metadata that the kernel's would have; ``run`` computes the uncorrected ones."""
     built = _build_result(func, arguments)
     return _repair_result(func, arguments, run()) if built is None else built
 

@@ -327,7 +327,7 @@ class StepRecorder:
         return touched
 
     def _bytes(self, state: MirroredState) -> int:
-        """Return the bytes that are updated, the same in all processes."""
+        """Return the bytes of a parameter that one process updates, the same in all processes."""
         traced = state.traced
         return state.real.numel() * state.real.element_size() if traced is None else traced.shard.chunk_bytes
 
@@ -509,7 +509,7 @@ def _placeholder_update(*_: Any) -> None:
 
 
 def check_supported(optimizer: Optimizer) -> None:
-    """Raise ``CaptureError`` unless an optimizer's step is a fixed function of gradients and state."""
+    """Raise ``CaptureError`` for an optimizer that cannot be captured, such as LBFGS or one with step hooks."""
     for applies, reason, advice in _UNSUPPORTED:
         if applies(optimizer):
             raise CaptureError(f"the optimizer {type(optimizer).__name__} cannot be used: {reason}; {advice}.")

@@ -225,7 +225,7 @@ class OptimizerUpdate:
             self._created.difference_update(map(member.key, member.names))
 
     def created_state(self) -> Iterator[tuple[int, str]]:
-        """Yield the state that updates have created in its place: parameter id and name."""
+        """Yield parameter id and name of the state that updates of this capture have created in planned tensors."""
         return ((parameter, name) for parameter, name, _ in self._created)
 
     def optimizer_tensors(self) -> Iterator[torch.Tensor]:

@@ -14,7 +14,7 @@ CAPTURE_LOCK = threading.RLock()
 
 
 def capturing_thread() -> Callable[[], bool]:
-    """Return a predicate: whether this thread, or one of the autograd engine's, calls it."""
+    """Return a function that returns whether it is called in this thread, or by the autograd engine for it."""
     creator = threading.get_ident()
     # Threads that Python has not started are the engine's, which runs backward for the capturing thread.
     return lambda: threading.get_ident() == creator or threading.current_thread().name.startswith("Dummy-")

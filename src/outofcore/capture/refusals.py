@@ -60,7 +60,7 @@ _LOOP_ADVICE = "Or run the unchanged loop within outofcore.budget(limit, model).
 
 
 def refusal(event: str, reason: str, advice: str, location: str | None = None, *, is_loop: bool = True) -> CaptureError:
-    """Build the error for a step that cannot be captured, at the user's line unless given."""
+    """Build the error for a step that cannot be captured; its location is the user's line by default."""
     line = user_line() if location is None else location
     prefix = f"{line}: " if line else ""
     return CaptureError(f"{prefix}{event}: {reason}; {advice}.", line, is_loop=is_loop)

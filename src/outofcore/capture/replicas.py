@@ -129,7 +129,7 @@ class Replicas:
         return tuple(replica.end() for replica in self._replicas.values())
 
     def lacks_order(self) -> bool:
-        """Return whether a reduction lacked the order of gradients."""
+        """Return whether a wrapper grouped gradients without knowing the order in which they arrive."""
         return any(replica.lacks_order for replica in self._replicas.values())
 
 

@@ -140,7 +140,7 @@ class Signer:
         ]
 
     def _started_averages(self) -> list[tuple[str, Any]]:
-        """Return whether each ``AveragedModel`` has a model; it copies the first."""
+        """Return whether each ``AveragedModel`` has averaged a model before; it copies the first one."""
         counts = [module.n_averaged for module in self._averages]
         return [(f"n_averaged > 0 of average {k}", (bool, bool(count > 0))) for k, count in enumerate(counts)]
 
