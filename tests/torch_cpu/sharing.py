@@ -268,7 +268,7 @@ def states(rank: int) -> None:
     expect_error(InputError, "must be a process group", lambda: compile_model(model, None, shard="all"))
     torch.manual_seed(0)
     wide = nn.Linear(256, 256 + rank)
-    text = "have other models: " if rank else "rank 1 and rank 0 have other models: "
+    text = "have different models: " if rank else "rank 1 and rank 0 have different models: "
     expect_error(InputError, text, lambda: compile_model(wide, None, shard=True)(torch.ones(2, 256)))
     assert not wide.weight.is_meta
     death(rank)

@@ -126,8 +126,8 @@ def return_box(w: World) -> Any:
 WITHOUT_LINE = [
     (store_in_attribute, r"Noisy\.hidden.*register it as a buffer"),
     (append_to_list, r"Noisy\.kept.*return it"),
-    (add_to_closure, r"leaves something behind in total"),
-    (append_to_closure, r"leaves something behind in history"),
+    (add_to_closure, r"stores a tensor in total: it would be out of date"),
+    (append_to_closure, r"stores a tensor in history: it would be out of date"),
     (change_learning_rate, r"settings of AdamW.*after the step"),
     (draw_from_python, r"random numbers from Python"),
     (draw_from_numpy, r"random numbers from Python or NumPy"),

@@ -32,12 +32,9 @@ _STORAGE_FIELDS = ("reads", "mutates", "creates", "discards")
 
 @dataclass
 class StepEnding:
-    """The state in which a step ends.
+    """The results of a step, and the gradients that it leaves or clears."""
 
-    A STATE leaf has its index in ``Mirror.states`` followed by the mirror's gradients. Other indices refer to
-    ``Tables``.
-    """
-
+    # The index of a STATE leaf counts ``Mirror.states``, then the mirror's gradients. Others refer to ``Tables``.
     leaves: list[OutputLeaf] = field(default_factory=list)
     spec: Any = None
     gradients: dict[int, int] = field(default_factory=dict)  # values of ``.grad``, by parameter's index in ``states``
@@ -45,7 +42,7 @@ class StepEnding:
 
 
 def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBinding], ending: StepEnding) -> Captured:
-    """Build the capture from the ops and values that its results need; raises ``CaptureError``."""
+    """Build the capture of a trace, without its unused ops and values; raises ``CaptureError``."""
     outputs = [tables.values[leaf.index].storage for leaf in ending.leaves if leaf.kind is LeafKind.VALUE]
     outputs += [tables.values[value].storage for value in ending.gradients.values()]
     traced = _drop_idle_ops(tables.ops, outputs, tables.optional_ops)
@@ -88,7 +85,7 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
 
 
 def drop_unused(captured: Captured, replacements: Mapping[int, int] | None = None) -> Captured:
-    """Drop unused storages and values, and renumber the others."""
+    """Drop unused storages and values and renumber the rest; ``replacements`` maps a dropped storage to another."""
     graph, replacements = captured.graph, replacements or {}  # replacements of dropped storages
     named = {binding.value for binding in (*captured.inputs, *captured.states, *captured.gradients_left)}
     named |= {leaf.index for leaf in captured.outputs if leaf.kind is LeafKind.VALUE}
@@ -147,7 +144,7 @@ def drop_unused(captured: Captured, replacements: Mapping[int, int] | None = Non
 def _drop_idle_ops(
     ops: Sequence[tuple[Op, Call]], outputs: Sequence[int], optional: Collection[int]
 ) -> list[tuple[Op, Call]]:
-    """Drop PyTorch's ops and optional ops if their results are unused."""
+    """Drop ATen ops without side effects, and ``optional`` ops, if their results are unused."""
     used = set(outputs)
     wanted_ops: list[tuple[Op, Call]] = []
     for op, call in reversed(ops):
@@ -167,7 +164,10 @@ def _bind_states(
     ending: StepEnding,
     touched: set[int],
 ) -> tuple[list[StateBinding], dict[int, int]]:
-    """Return the bindings of the states that the step uses, and their positions by the mirror's numbers."""
+    """Return the bindings of the mirror's states and gradients that the step uses, then ``optimizer_states``.
+
+    Also return a dict from an entry's number in the mirror (states, then gradients) to its index in that list.
+    """
     returned = {leaf.index for leaf in ending.leaves if leaf.kind is LeafKind.STATE}
     # A parameter that no op touches is needed if the step sets or clears its gradient.
     changed = set(ending.gradients) | {p for p in ending.cleared if p in mirror.gradients}
@@ -187,7 +187,7 @@ RunOp = Callable[..., torch.Tensor]
 
 
 def read_ending(result: Any, mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) -> StepEnding:
-    """Read the step's final state, and record ops that copy results which a graph cannot return."""
+    """Read results and gradients after a step, recording copies where needed; raises ``CaptureError``."""
     _check_flags(mirror)
     _restore_storages(mirror, tables, guard, run)
     if mirror.sharding is not None:
@@ -200,6 +200,7 @@ def read_ending(result: Any, mirror: Mirror, tables: Tables, guard: Guard, run: 
 
 
 def check_inputs(mirror: Mirror, tables: Tables) -> None:
+    """Refuse a step that writes into an input with shared memory, or leaves a gradient in an input."""
     written = {storage for op, _ in tables.ops for storage in op.mutates}
     for storage, entry in mirror.inputs_sharing_memory().items():
         if storage in written:
@@ -225,6 +226,7 @@ def _check_flags(mirror: Mirror) -> None:
 
 
 def _restore_storages(mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) -> None:
+    """Record copies into the original storages of states that the step has moved to other storages."""
     moved: list[tuple[MirroredState, torch.Tensor]] = []
     for path, old, bound in guard.rebound_buffers():
         state, new = mirror.by_real.get(id(old)), mirror.fakes.get(id(bound), bound)
@@ -255,6 +257,7 @@ def _restore_storages(mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) 
 
 
 def _read_gradients(ending: StepEnding, mirror: Mirror, tables: Tables, run: RunOp) -> None:
+    """Add final gradients to ``ending``; record a copy of a gradient that has no new storage of its own."""
     claimed: set[int] = set()
     for index, state in enumerate(mirror.states):
         if state.kind is not StorageKind.PARAMETER or not state.fake.is_leaf:
@@ -284,6 +287,7 @@ def _read_gradients(ending: StepEnding, mirror: Mirror, tables: Tables, run: Run
 
 
 def _output_leaf(leaf: Any, mirror: Mirror, tables: Tables, run: RunOp) -> OutputLeaf:
+    """Return how the step returns a leaf; record a copy of a tensor on a storage from before the step."""
     if not isinstance(leaf, torch.Tensor):
         if any(isinstance(item, FakeTensor) for item in getattr(leaf, "__dict__", {}).values()):
             raise CaptureError(

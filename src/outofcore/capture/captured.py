@@ -42,7 +42,7 @@ class Value:
         return TensorWindow(self.shape, self.stride, self.offset)
 
     def has_same_layout(self, other: Value) -> bool:
-        """Return whether two values have the same dtype, shape and strides."""
+        """Return whether dtype, shape and strides are equal; storage and offset may differ."""
         return (self.dtype, self.shape, self.stride) == (other.dtype, other.shape, other.stride)
 
     def merge_dims(self, dims: tuple[int, int]) -> Value | None:
@@ -84,7 +84,7 @@ class Call:
 
 @dataclass(frozen=True)
 class InputBinding:
-    leaf: int
+    leaf: int  # index of the tensor among the flattened arguments
     value: int
 
 
@@ -131,12 +131,9 @@ class StateRange:
 
 @dataclass(frozen=True)
 class Captured:
-    """One training step, captured for one signature of inputs and state.
+    """One training step, captured for one signature of inputs and state."""
 
-    ``graph.outputs`` holds the storages of VALUE leaves and of ``gradients_left``.
-    """
-
-    graph: StepGraph
+    graph: StepGraph  # its outputs are the storages of VALUE leaves and of ``gradients_left``
     calls: tuple[Call, ...]
     values: tuple[Value, ...]
     inputs: tuple[InputBinding, ...]
@@ -157,7 +154,7 @@ class Captured:
     effects: tuple[Effect, ...] = ()  # changes of Python objects, to repeat after each run
 
     def can_share_plan(self, other: Captured) -> bool:
-        """Return whether one plan can run both captures: they differ only in numbers passed to ops."""
+        """Return whether one plan can run both captures: they differ at most in constants passed to ops."""
 
         def facts(captured: Captured) -> tuple[object, ...]:
             ops = [replace(op, source="", family="") for op in captured.graph.ops]
@@ -171,7 +168,7 @@ class Captured:
         return self.exact.get(storage, self.graph.storages[storage].bytes)
 
     def align_to(self, alignment: int) -> Captured:
-        """Round storages below 64 KiB up, so that blocks begin at multiples of ``alignment``."""
+        """Return a capture with storages below 64 KiB rounded up to multiples of ``alignment`` bytes."""
         # Kernels may depend on pointer alignment, and another kernel may give other bits.
         exact = {s.id: s.bytes for s in self.graph.storages if not is_large(round_up(s.bytes, alignment))}
         storages = tuple(
@@ -182,7 +179,7 @@ class Captured:
 
 
 def with_ops(captured: Captured, pairs: Iterable[tuple[Op, Call]]) -> Captured:
-    """Replace the ops and calls of a capture, and number the ops in their order."""
+    """Return a capture with other ops and calls, numbered in the given order."""
     op_calls = list(pairs)
     graph = captured.graph
     ops = tuple(op if op.id == index else replace(op, id=index) for index, (op, _) in enumerate(op_calls))

@@ -19,13 +19,15 @@ _RECENT_CALLS, _MAX_CHANGES = 8, 3
 
 
 class CapturesByReads:
+    """The captures of one step, by input signature and by the Python values that they have read."""
+
     def __init__(self) -> None:
         self._snapshots: dict[Signature, dict[int, Snapshot]] = {}
         self._changes: dict[Signature, deque[bool]] = {}
         self._count = 0
 
     def find(self, signature: Signature) -> tuple[Signature, str]:
-        """Return the signature of a capture that fits, or a new signature and the change that requires it."""
+        """Return the signature of a capture that fits, else a new signature and the change that requires it."""
         snapshots = self._snapshots.get(signature)
         if not snapshots:
             return signature, ""
@@ -42,7 +44,7 @@ class CapturesByReads:
         return signature._replace(capture=self._count), first_change
 
     def add(self, signature: Signature, snapshot: Snapshot) -> Iterator[Signature]:
-        """Add a capture, and yield the signatures of captures to forget."""
+        """Add a capture, and yield the signatures of dropped ones; the caller must iterate to the end."""
         of_inputs = signature._replace(capture=0)
         snapshots = self._snapshots.setdefault(of_inputs, {})
         self._changes.setdefault(of_inputs, deque(maxlen=_RECENT_CALLS))

@@ -88,7 +88,7 @@ class CollectiveRequest:
 
 
 def read_request(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CollectiveRequest:
-    """Read the collective that an operator requests; raises ``CaptureError`` if it is not supported."""
+    """Return the collective that an operator requests; raises ``CaptureError`` if it is not supported."""
     name = func._schema.name
     arguments = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
     if name in FUNCTIONAL_COLLECTIVES:
@@ -128,6 +128,7 @@ def read_request(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Co
 
 
 def _reduction_name(func: Any, boxed: Any) -> str:
+    """Return the name of a boxed reduction; refuse reductions with parameters."""
     name = convert_reduction(boxed)
     if isinstance(name, str):
         return name

@@ -33,7 +33,7 @@ _LEAVES = (int, float, complex, bool, str, bytes, type(None), torch.Tensor, torc
 
 @dataclass(frozen=True)
 class OutsideVariable:
-    """A global, a closure variable or a class attribute that a function of the step names."""
+    """A global, closure variable, class attribute or slot that the step can reach, with its earlier value."""
 
     label: str
     read: Callable[[], Any]
@@ -54,6 +54,7 @@ class SavedContainer:
         return cls(label, live, _copy(live))
 
     def has_changed(self) -> bool:
+        """Return whether items were added, removed or replaced by other objects."""
         live, before = self.live, self.before
         if len(live) != len(before):
             return True
@@ -90,6 +91,7 @@ def _state_setter(bits: Any, state: Any) -> Callable[[Any], None]:
 
 
 def _position(iterator: Iterator[Any]) -> Any:
+    """Describe how far an iterator has advanced, without advancing it."""
     if isinstance(iterator, types.GeneratorType):
         frame = iterator.gi_frame
         if frame is None:
@@ -106,7 +108,7 @@ Effect = Callable[[], None]
 
 
 def effect_of(container: SavedContainer, without: Iterable[Any] = ()) -> Effect | None:
-    """Return a function that repeats a container's change since it was copied; None if there is no change."""
+    """Return a function that repeats a container's change, except under keys in ``without``; None if unchanged."""
     live, before, after = container.live, container.before, _copy(container.live)
     if isinstance(live, dict):
         gone = set(before).difference(after, without)
@@ -185,6 +187,7 @@ class ReachableState:
         self._seen.update((id(obj), obj) for obj in objects)
 
     def reach(self, values: Iterable[tuple[str, Any]]) -> None:
+        """Record the state that can be reached from values, which come with their labels."""
         self._stack += values
         while self._stack and len(self.containers) < _MAX_CONTAINERS:
             label, value = self._stack.pop()
@@ -194,6 +197,7 @@ class ReachableState:
             self._stack += self._visit(label, value)
 
     def _visit(self, label: str, value: Any) -> Iterator[tuple[str, Any]]:
+        """Record a value if it can change, and yield the values inside it, with their labels."""
         if isinstance(value, types.FunctionType):
             yield from self._visit_function(value)
         elif isinstance(value, types.MethodType):

@@ -38,7 +38,7 @@ class _Layers:
         self._layers = (*self._layers, layer)
 
     def remove(self, layer: Layer) -> bool:
-        """Remove a layer and return whether it was the last one."""
+        """Remove a layer; if it was the last one, restore the entry points and return True."""
         self._layers = tuple(added for added in self._layers if added is not layer)
         if not self._layers:
             for owner, name, plain in self._plain:

@@ -37,11 +37,7 @@ def step_functions(step: Any) -> Iterator[FunctionType]:
 
 
 def check_modules(models: Sequence[nn.Module], *, is_captured: bool = True) -> None:
-    """Refuse modules that are lazy, not initialised, or keep tensors outside of ``nn.Module``'s tables.
-
-    Raises ``InputError`` or ``CaptureError``. An eager loop (``is_captured`` False) accepts lazy modules and
-    TorchScript.
-    """
+    """Refuse lazy, uninitialised and unusual modules; in an eager loop (``is_captured`` False) uninitialised only."""
     for index, model in enumerate(models):
         for path, module in _modules_of(model, prefix(index, len(models)), set()):
             if all(isinstance(vars(module).get(name), dict) for name in _MODULE_TABLES):
@@ -93,7 +89,7 @@ _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 class Guard:
-    """Context manager that saves all state that a step may touch, and restores it."""
+    """Saves the Python state that a step may change, and restores it when the context ends."""
 
     def __init__(
         self,
@@ -167,12 +163,9 @@ class Guard:
                     rebound.append((join(self._paths[id(module)], name), old, new))
         return rebound
 
-    def check(self, source: Callable[[torch.Tensor], str]) -> tuple[Effect, ...]:
-        """Refuse leftover tensors and random draws, and return the step's other effects.
-
-        The effects are repeated in each step. Raises ``CaptureError``.
-        """
-        self._source = source
+    def check(self, source_of: Callable[[torch.Tensor], str]) -> tuple[Effect, ...]:
+        """Raise ``CaptureError`` for changes that a replay cannot repeat; return functions that repeat the others."""
+        self._source = source_of
         effects = [
             effect
             for module, container, tables in zip(self._modules, self._attributes, self._tables, strict=True)
@@ -224,6 +217,7 @@ class Guard:
     def _check_module(
         self, module: nn.Module, container: SavedContainer, tables: list[SavedContainer]
     ) -> tuple[Effect, ...]:
+        """Refuse replaced parameters and submodules and new buffers; return the effect of changed attributes."""
         parameters, buffers, children = tables
         if parameters.has_changed() or children.has_changed():
             both = [(t.live, t.before, name) for t in (parameters, children) for name in (*t.before, *t.live)]
@@ -251,18 +245,20 @@ class Guard:
         return () if effect is None else (effect,)
 
     def _check_leftover(self, label: str, new: Any, module: nn.Module | None = None) -> None:
+        """Raise ``CaptureError`` if a value that the step has stored contains a fake tensor."""
         if not contains_fake(new):
             return
         source_line = next((line for tensor in leaves_in(new) if (line := self._source(tensor))), "")
         raise self._refusal(
-            f"the step leaves something behind in {label}, a tensor that the step stores: it would be out of date "
-            "after the next step; register it as a buffer of the model, or return it from the step",
+            f"the step stores a tensor in {label}: it would be out of date after the next step; register it as a "
+            "buffer of the model, or return it from the step",
             label.rpartition(".")[2],
             module,
             source_line,
         )
 
     def _refusal(self, text: str, name: str, module: nn.Module | None = None, source_line: str = "") -> CaptureError:
+        """Build an error at the line that sets ``name``, else at ``source_line`` or the step's first line."""
         functions = list(step_functions(self._step))
         if module is not None:
             functions += [value for kind in type(module).__mro__ for value in vars(kind).values()]

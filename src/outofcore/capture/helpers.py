@@ -67,6 +67,7 @@ def _apply_settings(settings: Mapping[str, Any]) -> None:
 
 
 def _precisions() -> list[tuple[Any, str]]:
+    """List the backends and operators with a float32 precision setting."""
     backends = torch.backends
     return [
         *((backends.mkldnn, op) for op in ("matmul", "conv")),

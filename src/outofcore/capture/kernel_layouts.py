@@ -77,7 +77,7 @@ class KernelLayouts:
         kwargs: dict[str, Any],
         result: Any,
     ) -> Any:
-        """Replace fake results if the kernel returns another layout; ``family`` returns the cache key."""
+        """Return fake results with the layouts that the kernel ``call`` returns on zeros, cached by ``family()``."""
         arguments = leaves_in((args, kwargs))
         results = [result] if isinstance(result, torch.Tensor) else result
         if not isinstance(results, list | tuple) or not _may_differ(func, arguments, results):
@@ -110,7 +110,7 @@ def _may_differ(func: OpOverload, arguments: list[torch.Tensor], results: list[A
 
 
 def has_default_strides(tensor: torch.Tensor) -> bool:
-    """Return whether strides match a new tensor's, also in dimensions of size 1."""
+    """Return whether a tensor is contiguous, with default strides also in dimensions of size 1."""
     step = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if stride != step:
@@ -122,7 +122,7 @@ def has_default_strides(tensor: torch.Tensor) -> bool:
 def _run_on_zeros(
     call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[TensorLayout | None, ...] | None:
-    """Return the layouts of a kernel's results on zeros; None if it fails."""
+    """Run a kernel on zeros and return its results' layouts, None where storages are shared; None if it fails."""
     if leaves_in((args, kwargs), torch.Generator):
         return None
     fakes = {id(tensor): tensor for tensor in leaves_in((args, kwargs))}

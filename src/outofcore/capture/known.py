@@ -38,6 +38,8 @@ _CHANGES_MEMORY = ("aten::resize", "aten::set_")
 
 @dataclass(frozen=True, slots=True)
 class _ShapeOnly:
+    """Placeholder for an unknown tensor in the arguments of an operator that uses only its shape."""
+
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -74,6 +76,8 @@ class _KnownRef:
 
 @dataclass(frozen=True, slots=True)
 class _LentArray:
+    """A NumPy array that the step got for a known tensor, with a copy of its contents."""
+
     key: int
     array: Any
     before: Any
@@ -81,6 +85,8 @@ class _LentArray:
 
 
 class KnownValues:
+    """The values of fake tensors that depend on no data; each is computed when it is first read."""
+
     def __init__(self) -> None:
         self._tensors: dict[int, _KnownTensor] = {}  # by the id of the tensor
         self._empty: set[int] = set()  # keys of storages with undefined contents
@@ -102,7 +108,7 @@ class KnownValues:
         written: Sequence[torch.Tensor] = (),
         overwritten: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Record an operator's results, and the arguments it has written or completely overwritten."""
+        """Record an operator to run later, or mark ``written`` as unknown; refuse a write to memory of a lent array."""
         keys = frozenset(map(storage_key, written))
         for lent in self._lent:
             if lent.key in keys:
@@ -149,7 +155,7 @@ class KnownValues:
         return self._values[entry.place]
 
     def lend(self, tensor: torch.Tensor, array: Any) -> Any:
-        """Return a NumPy array with a tensor's value; the step must not write to either."""
+        """Return a copy of ``array``, which has a tensor's value, and record it: the step must not write to either."""
         copy = array.copy()
         self._lent.append(_LentArray(storage_key(tensor), copy, array.copy(), user_line()))
         return copy
@@ -161,7 +167,7 @@ class KnownValues:
                 raise _changed_array_error(lent.source)
 
     def results(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return an operator's results for known tensors; None if one is unknown."""
+        """Run an operator on known values and return its results; None if one is unknown, or it is random."""
         values = [(tensor, self.value(tensor)) for tensor in leaves_in((args, kwargs))]
         if operators.traits(func).random or not _is_builtin(func) or any(value is None for _, value in values):
             return None
@@ -170,11 +176,13 @@ class KnownValues:
 
     @staticmethod
     def _is_eligible(tensor: torch.Tensor) -> bool:
+        """Return whether a tensor's value may be computed: it is small, dense, and exact on the CPU."""
         rounds = tensor.is_floating_point() or tensor.is_complex()
         exact = not rounds or traits_of(tensor.device).computes_in_capture
         return exact and tensor.layout is torch.strided and tensor.numel() <= MAX_ELEMENTS
 
     def _find(self, tensor: object) -> _KnownTensor | None:
+        """Return the entry of a tensor; None if it is unknown, or now has other memory or another layout."""
         entry = self._tensors.get(id(tensor))
         if entry is None or not isinstance(tensor, torch.Tensor):
             return None
@@ -182,6 +190,7 @@ class KnownValues:
         return entry if (storage_key(tensor), _layout(tensor)) == (entry.key, entry.layout) else None
 
     def _add(self, tensor: torch.Tensor) -> int:
+        """Register a known tensor, and return the key of its value."""
         entry = self._find(tensor)
         if entry is None:
             entry = _KnownTensor(tensor, storage_key(tensor), _layout(tensor), self._places)
@@ -229,6 +238,7 @@ def _covers_storage(tensor: torch.Tensor) -> bool:
 
 
 def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on the CPU, outside of all modes; placeholders with a shape become meta tensors."""
     cpu = torch.device("cpu")
     kwargs = {name: item for name, item in kwargs.items() if name != "pin_memory"}
     if func._schema.name in _BY_SHAPE:
@@ -243,7 +253,7 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def _changed_array_error(source: str) -> Exception:
     return refusal(
-        "the step changes a tensor, or the NumPy array that it has got of it",
+        "the step writes to a tensor after .numpy(), or to the array that it returned",
         "they share memory, and the captured operators would not see the change",
         "call tensor.clone().numpy()",
         source,

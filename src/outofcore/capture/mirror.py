@@ -53,13 +53,13 @@ class MirroredState:
 
     @property
     def persistent(self) -> tuple[torch.Tensor, int]:
-        """The tensor that persists in this process, and its value."""
+        """The tensor that persists in this process, and the index of its value."""
         return self.own_shard or (self.real, self.value)
 
 
 @dataclass
 class MirroredInput:
-    leaf: int
+    leaf: int  # index among the flattened arguments
     name: str
     real: torch.Tensor
     fake: torch.Tensor
@@ -161,6 +161,7 @@ class Mirror:
             return torch.empty_strided(model.shape, stride, dtype=model.dtype, device=self._tables.device)
 
     def _add_state(self, key: str, name: str, kind: StorageKind, real: torch.Tensor) -> None:
+        """Register a tensor of the user's with its existing fake, hooks and gradient."""
         fake = self.fakes[id(real)]
         shard = None if self.sharding is None else self.sharding.shard_of(real)
         if self.sharding is not None and shard is not None:
@@ -185,6 +186,7 @@ class Mirror:
     def _add_shard(
         self, key: str, name: str, kind: StorageKind, real: torch.Tensor, sharding: Sharding, shard: Shard
     ) -> None:
+        """Register a sharded parameter and its gradient, and record ops that gather both."""
         fake = self.fakes[id(real)]
         traced = sharding.begin(shard, self._rows[id(real)])
         state = self._mirror_state(key, name, kind, real, fake)
@@ -211,6 +213,7 @@ class Mirror:
     def _mirror_state(
         self, key: str, name: str, kind: StorageKind, real: torch.Tensor, fake: torch.Tensor
     ) -> MirroredState:
+        """Return the entry of a tensor, and register the storage of its fake if that is new."""
         if self._tables.find_storage(fake) is None:
             self._tables.add(fake, kind, name)
         with torch.no_grad():
@@ -218,15 +221,14 @@ class Mirror:
         return MirroredState(key, name, kind, real, fake, alias, self._tables.value_of(fake), real.requires_grad)
 
     def add_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Replace the tensors in the arguments by fakes; raises ``CaptureError`` for unsupported leaves.
-
-        A parameter or buffer gets its existing fake. Other tensors get separate storages, even if they share memory.
-        """
+        """Replace the tensors in the arguments by fakes; raises ``CaptureError`` for unsupported leaves."""
+        # A parameter or buffer gets its existing fake. Other tensors get separate storages, even if they share memory.
         leaves, spec = tree_flatten((args, kwargs))
         names = leaf_names(args, kwargs)
         return tree_unflatten([self._mirror_argument(i, names[i], leaf) for i, leaf in enumerate(leaves)], spec)
 
     def _mirror_argument(self, index: int, name: str, leaf: Any) -> Any:
+        """Return the fake of a leaf, or the leaf itself if it is a plain constant; refuse others."""
         if not isinstance(leaf, torch.Tensor):
             if not is_plain_leaf(leaf):
                 raise CaptureError(
@@ -264,7 +266,7 @@ class Mirror:
 def states_of(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> Iterator[tuple[str, str, StorageKind, torch.Tensor]]:
-    """Yield key, name, kind and tensor of every parameter and buffer; tied ones repeatedly."""
+    """Yield key, name, kind and tensor of all parameters and buffers, also of optimizers; tied ones repeatedly."""
     starts = [prefix(index, len(models)) for index in range(len(models))]
     for start, model in zip(starts, models, strict=True):
         for path, parameter in model.named_parameters():
@@ -309,6 +311,7 @@ def check_argument(name: str, tensor: torch.Tensor, device: torch.device) -> Non
 
 
 def _check_kind(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor subclass, and a sparse, quantised, conjugate or negated tensor."""
     if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
         raise CaptureError(
             f"{name} is a {type(tensor).__name__}: tensor subclasses may hold more than bytes of one storage; "

@@ -103,7 +103,7 @@ def arrange_arguments(func: OpOverload, call: Call, arguments: Arguments) -> tup
 
 
 def written_arguments(func: OpOverload, arguments: Arguments) -> frozenset[str]:
-    """Return the arguments that this call may write in place."""
+    """Return the names of the arguments that this call may write in place."""
     facts = traits(func)
     return facts.written if facts.flag and not arguments.get(facts.flag) else facts.written | facts.hidden
 
@@ -115,7 +115,7 @@ def is_random(func: OpOverload, arguments: Arguments) -> bool:
 
 
 def split_arguments(func: OpOverload, arguments: Arguments) -> frozenset[str]:
-    """Return the arguments of a ``_foreach_`` operator that have one entry per tensor."""
+    """Return the names of a ``_foreach_`` operator's arguments that have one entry per tensor."""
     lists = [a.name for a in func._schema.arguments if isinstance(arguments.get(a.name), list | tuple)]
     typed = {a.name for a in func._schema.arguments if str(a.type) in _SPLIT_TYPES}
     length = len(arguments[traits(func).names[0]])
@@ -147,7 +147,7 @@ def value_text(value: Value) -> str:
 
 
 def fake_result(func: OpOverload, arguments: Arguments, run: Callable[[], Any]) -> Any:
-    """Return fake results with the kernel's metadata; raises ``RuntimeError`` if the kernel would fail."""
+    """Return fake results with the metadata that the kernel's would have; ``run`` computes the uncorrected ones."""
     built = _build_result(func, arguments)
     return _repair_result(func, arguments, run()) if built is None else built
 
@@ -156,6 +156,7 @@ Repair = Callable[[Arguments, list[Any]], list[Any]]
 
 
 def _repair_result(func: OpOverload, arguments: Arguments, result: Any) -> Any:
+    """Correct fake results that differ from the kernel's, and set results that a mask leaves out to None."""
     tensors = [item for item in arguments.values() if isinstance(item, torch.Tensor)]
     if not tensors:
         return result
@@ -201,10 +202,8 @@ def _build_result(func: OpOverload, arguments: Arguments) -> torch.Tensor | tupl
 
 
 def _batch_norm_result(arguments: Arguments) -> tuple[torch.Tensor | None, ...] | None:
-    """Build the results of batch normalization in training, or of its backward; None unless contiguous.
-
-    The fakes are decomposed into dozens of ops, which takes fifty times as long.
-    """
+    """Build the results of batch normalization in training, or of its backward; None for unusual arguments."""
+    # The fakes are decomposed into dozens of ops, which takes fifty times as long.
     data, tensors = arguments["input"], [item for item in arguments.values() if isinstance(item, torch.Tensor)]
     channels = data.shape[1:2]
     if not arguments.get("training", arguments.get("train")) or data.dtype not in (torch.float32, torch.float64):
@@ -225,10 +224,8 @@ def _longest_target(targets: torch.Tensor, lengths: Sequence[int] | torch.Tensor
 
 
 def _grouped_mm_result(arguments: Arguments) -> torch.Tensor:
-    """Build the result of a ragged grouped matrix product (mixtures of experts).
-
-    See ``create_grouped_gemm_output_tensor`` of ATen/native/GroupedMMUtils.h; the fake accepts bfloat16 only.
-    """
+    """Build the result of a ragged grouped matrix product (mixtures of experts)."""
+    # See ``create_grouped_gemm_output_tensor`` of ATen/native/GroupedMMUtils.h; the fake accepts bfloat16 only.
     left, right, offsets = arguments["self"], arguments["mat2"], arguments.get("offs")
     if left.dtype != right.dtype or left.shape[-1] != right.shape[-2]:
         raise RuntimeError(
@@ -239,7 +236,9 @@ def _grouped_mm_result(arguments: Arguments) -> torch.Tensor:
         raise RuntimeError("_grouped_mm takes offsets, unless both factors have three dimensions")
     groups = [*([] if offsets is None else offsets.shape), *left.shape[:-2], *right.shape[:-2]]
     if len(set(groups)) > 1:
-        raise RuntimeError(f"_grouped_mm was given {' and '.join(map(str, groups))} groups")
+        raise RuntimeError(
+            f"_grouped_mm was given {' and '.join(map(str, groups))} groups; offsets and factors must have equally many"
+        )
     shape = [left.shape[-2], right.shape[-1]]
     if left.ndim == right.ndim:
         shape.insert(0, groups[0])
@@ -252,7 +251,7 @@ def _grouped_mm_result(arguments: Arguments) -> torch.Tensor:
 
 
 def wrap_exact(func: OpOverload, autocast: tuple[str, torch.dtype] | None) -> Callable[..., Any]:
-    """Wrap an operator so that it computes the same below autograd and autocast as above them."""
+    """Return an operator, wrapped if a replay without autograd and autocast would compute something else."""
     # Some kernels check whether gradients are enabled, others call operators that autocast changes. No tensor of a
     # replay requires a gradient, so enabling them creates no autograd graph.
     if func._schema.name == "aten::mkldnn_rnn_layer" and torch.is_grad_enabled():
@@ -274,13 +273,11 @@ class CallInContext:
             return self.func(*args, **kwargs)
 
 
+# The kernel makes log alpha as wide as the batch's longest target (ATen/native/LossCTC.cpp), but a captured step needs
+# a fixed shape. The backward pass does not read the padding.
 @dataclass(frozen=True)
 class CtcLoss:
-    """The CTC loss with lengths in tensors, and log alpha padded to the longest possible target.
-
-    The kernel makes log alpha as wide as the batch's longest target (ATen/native/LossCTC.cpp), but a captured step
-    needs a fixed shape. The backward pass does not read the padding.
-    """
+    """The CTC loss with lengths in tensors, and log alpha padded to the longest possible target."""
 
     func: OpOverload
 
@@ -300,13 +297,11 @@ class CtcLoss:
         return loss, padded
 
 
+# ``cross_entropy`` with weights and label smoothing adds target weights this way (ATen/native/LossNLL.cpp). Under a
+# dispatch mode it adds zeros for ignored targets instead, which may round differently.
 @dataclass(frozen=True)
 class MaskedSum:
-    """The sum of the elements that a mask does not ignore.
-
-    ``cross_entropy`` with weights and label smoothing adds target weights this way (ATen/native/LossNLL.cpp). Under a
-    dispatch mode it adds zeros for ignored targets instead, which may round differently.
-    """
+    """The sum of the elements that a mask does not ignore."""
 
     def __call__(self, values: torch.Tensor, ignored: torch.Tensor) -> torch.Tensor:
         return values.masked_select(~ignored).sum()
@@ -319,7 +314,7 @@ def _empty_with_layout(tensor: torch.Tensor, dtype: torch.dtype, stride: tuple[i
 
 
 def _full_precision_statistics(arguments: Arguments, results: list[Any]) -> list[Any]:
-    """Return full-precision statistics for half-precision inputs with float32 parameters."""
+    """Make result statistics float32 for half-precision inputs with float32 parameters."""
     parameters = (arguments.get(name) for name in ("weight", "bias", "running_mean", "running_var"))
     if arguments["input"].dtype in (torch.bfloat16, torch.float16) and any(
         parameter is not None and parameter.dtype == torch.float32 for parameter in parameters
@@ -329,7 +324,7 @@ def _full_precision_statistics(arguments: Arguments, results: list[Any]) -> list
 
 
 def _in_larger_memory(count: Callable[[Arguments], int], *indices: int) -> Repair:
-    """Return a repair for results that keep a larger buffer of ``count`` elements as their memory."""
+    """Return a repair that gives results at ``indices`` a storage of ``count(arguments)`` elements, if larger."""
 
     def repair(arguments: Arguments, results: list[Any]) -> list[Any]:
         for index in indices:
@@ -342,7 +337,7 @@ def _in_larger_memory(count: Callable[[Arguments], int], *indices: int) -> Repai
 
 
 def _loss_elements(arguments: Arguments) -> int:
-    """Return the number of unreduced values; the kernel reduces a loss in their memory."""
+    """Return how many values the kernel reduces to a loss; 0 without a reduction."""
     if arguments.get("reduction", 1) == 0:
         return 0
     target = arguments["target"]
@@ -350,7 +345,7 @@ def _loss_elements(arguments: Arguments) -> int:
 
 
 def _lstm_workspace(arguments: Arguments, results: list[Any]) -> list[Any]:
-    """Find the workspace size by running the kernel once on zeros."""
+    """Correct the size of the workspace among the results, by running the kernel once on zeros."""
 
     def zeros(tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
@@ -364,7 +359,7 @@ def _lstm_workspace(arguments: Arguments, results: list[Any]) -> list[Any]:
 
 
 def _cudnn_reserve(arguments: Arguments, results: list[Any]) -> list[Any]:
-    """Find the sizes of cuDNN's reserve and weight copy by running the kernel once on zeros."""
+    """Correct the sizes of cuDNN's reserve and weight copy, by running the kernel once on zeros."""
     if not torch.cuda.is_available():
         return results
     device = arguments["input"].device
@@ -381,11 +376,9 @@ def _cudnn_reserve(arguments: Arguments, results: list[Any]) -> list[Any]:
 
 
 def _generator_state(arguments: Arguments, results: list[Any]) -> list[Any]:
-    """Correct the device of the generator state that the backward pass reads.
-
-    Outside of CUDA graphs it is the CPU if there is dropout, else it depends on PyTorch's version. See
-    ``_efficient_attention_forward`` of ATen/native/transformers/cuda/attention.cu.
-    """
+    """Correct the device of the generator state that the backward pass reads."""
+    # Outside of CUDA graphs it is the CPU if there is dropout, else it depends on PyTorch's version. See
+    # ``_efficient_attention_forward`` of ATen/native/transformers/cuda/attention.cu.
     device = torch.device("cpu") if arguments.get("dropout_p") else _device_without_dropout(arguments["query"].device)
     results[2:4] = [torch.empty((), dtype=torch.int64, device=device) for _ in results[2:4]]
     return results

@@ -67,11 +67,9 @@ def shape_of(tensor: torch.Tensor | Value) -> TensorShape:
     return TensorShape(tensor.dtype, tuple(tensor.shape), stride)
 
 
+# An optimizer reads its step count only to compute factors, which do not affect its state's layout.
 class _StubValues(TorchDispatchMode):
-    """Answer every read of a fake tensor's value with some number, and skip fused updates.
-
-    An optimizer reads its step count only to compute factors, which do not affect its state's layout.
-    """
+    """Answers every read of a fake tensor's value with some number, and skips fused updates."""
 
     supports_higher_order_operators = True
 
@@ -93,8 +91,6 @@ class _StubValues(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class StateLayout:
-    """The layout of one parameter's optimizer state."""
-
     tensors: dict[str, TensorShape]  # planned state
     order: tuple[str, ...]  # all names, in the order in which the optimizer creates them
     place: int  # index of the parameter among all with state
@@ -114,7 +110,7 @@ class StateLayouts:
         grads: Sequence[TensorShape | None],
         ranges: Sequence[TensorShape] | None = None,
     ) -> list[StateLayout]:
-        """Return the state that two steps create for each member (group index, the user's parameter).
+        """Return the layouts of the state that each member (group index, parameter) has after two steps.
 
         Existing state is reused; state on another device than the parameter is left out. ``ranges`` are the updated
         shapes, by default the parameters'. Raises ``CaptureError`` for hidden state, or if the step fails on fakes.
@@ -136,6 +132,7 @@ class StateLayouts:
         shapes: Sequence[TensorShape],
         entries: Sequence[dict[str, Any]],
     ) -> list[StateLayout]:
+        """Step twice on fakes, and return the layouts of the resulting state."""
         optimizer = self._optimizer
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, _StubValues():
             leaves: list[tuple[int, torch.Tensor]] = []
@@ -169,6 +166,7 @@ class StateLayouts:
         ]
 
     def _make_fake(self, value: Any, mode: FakeTensorMode, parameter: torch.Tensor, group: int) -> Any:
+        """Return a fake of a state tensor, on the device where it will be in the step; copy other state."""
         if isinstance(value, torch.Tensor):
             # Moments move with their parameter, even if only one of the two is on the device now. So does a step count,
             # unless the optimizer keeps it on the CPU.
@@ -180,6 +178,7 @@ class StateLayouts:
         return copy.deepcopy(value)
 
     def _tensors(self, entries: dict[str, Any]) -> dict[str, TensorShape]:
+        """Return the layouts of the state tensors on the step's device; refuse tensors inside of other values."""
         tensors: dict[str, TensorShape] = {}
         for name, value in entries.items():
             if isinstance(value, torch.Tensor):
@@ -192,6 +191,7 @@ class StateLayouts:
         return tensors
 
     def _check_hidden(self, shadow: Optimizer, leaves: Sequence[torch.Tensor]) -> None:
+        """Refuse an optimizer that has stored a tensor outside of the state of its parameters."""
         allowed = {"state", "param_groups", *map(id, leaves)}
         candidates = [
             (f"in its attribute {name!r}", value) for name, value in vars(shadow).items() if name not in allowed
@@ -229,7 +229,7 @@ class _PendingUpdate:
 
 
 class StepRecorder:
-    """Replaces the ``step`` of every optimizer during a capture."""
+    """Records update ops in place of every ``optimizer.step()`` during a capture."""
 
     def __init__(self, optimizers: Sequence[Optimizer], mirror: Mirror, tables: Tables, provenance: Provenance) -> None:
         for optimizer in optimizers:
@@ -249,10 +249,11 @@ class StepRecorder:
 
     @contextlib.contextmanager
     def replace_steps(self, written: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
-        """Record each ``optimizer.step()``; ``written`` receives the fakes that it may write."""
+        """Replace the ``step`` of optimizers; ``written`` is called with the fakes that a step may write."""
         known_ids, is_capturing = {id(optimizer) for optimizer in self._optimizers}, capturing_thread()
 
         def refuse(optimizer: Optimizer, *_: Any) -> None:
+            """Refuse a step of an optimizer that was not given, or one that the capture does not see."""
             if not is_capturing():
                 return
             name = type(optimizer).__name__
@@ -276,6 +277,8 @@ class StepRecorder:
             yield
 
     def _recording_step(self, index: int, written: Callable[[list[torch.Tensor]], None]) -> Callable[..., None]:
+        """Return a ``step`` that records the update of the optimizer with this index."""
+
         def step(closure: Any = None) -> None:
             if closure is not None:
                 raise refusal(
@@ -290,7 +293,7 @@ class StepRecorder:
         return step
 
     def _record(self, index: int) -> list[torch.Tensor]:
-        """Record an update and return the fakes that it may write."""
+        """Record an optimizer's update as one op or several, and return the fakes that it may write."""
         optimizer = self._optimizers[index]
         self._calls += 1
         members: list[_PendingMember] = [
@@ -324,11 +327,12 @@ class StepRecorder:
         return touched
 
     def _bytes(self, state: MirroredState) -> int:
-        """Return the bytes that are updated, the same in all processes."""
+        """Return the bytes of a parameter that one process updates, the same in all processes."""
         traced = state.traced
         return state.real.numel() * state.real.element_size() if traced is None else traced.shard.chunk_bytes
 
     def _gradient(self, state: MirroredState) -> int | None:
+        """Return the index of a gradient's value, None without a gradient; refuse a sparse one."""
         with DisableTorchFunction():
             grad = state.fake.grad
         if grad is None:
@@ -348,6 +352,7 @@ class StepRecorder:
         return self._tables.value_of(grad)
 
     def _append_update(self, index: int, chunk: Sequence[_PendingMember]) -> None:
+        """Record an update op for some parameters, which ``finish`` completes."""
         _, source = self._provenance.locate_op()
         place = self._tables.append(
             f"optimizer.{type(self._optimizers[index]).__name__}",
@@ -375,6 +380,7 @@ class StepRecorder:
     def _bind_states(
         self, pending: _PendingUpdate, layouts: StateLayouts, values_by_state: dict[tuple[int, int, str], int]
     ) -> tuple[list[Member], list[list[int]]]:
+        """Return the members of an update, and for each the indices of the values of its state tensors."""
         optimizer = self._optimizers[pending.optimizer]
         reals = [(group, state.real) for group, state, _ in pending.members]
         grads = [None if g is None else shape_of(self._tables.values[g]) for _, _, g in pending.members]
@@ -408,6 +414,7 @@ class StepRecorder:
         return members, values
 
     def _bind_state(self, index: int, state: MirroredState, name: str, shape: TensorShape) -> int:
+        """Register the storage and the binding of a new state tensor, and return the index of its value."""
         optimizer = self._optimizers[index]
         count, traced = shape.bytes, state.traced
         if traced is not None and shape.shape == (traced.shard.count,):
@@ -427,6 +434,7 @@ class StepRecorder:
         return value
 
     def _complete_op(self, pending: _PendingUpdate, update: OptimizerUpdate, states: list[list[int]]) -> None:
+        """Replace an update's placeholder by its call, with the storages that it reads and mutates."""
         values = self._tables.values
         params = [state.persistent[1] for _, state, _ in pending.members]
         grads = [None if grad is None else Ref(grad) for _, _, grad in pending.members]
@@ -462,6 +470,7 @@ def call_of_update(update: OptimizerUpdate, args: UpdateArguments) -> Call:
 
 
 def family_of_update(name: str, update: OptimizerUpdate, args: UpdateArguments, values: Sequence[Value]) -> str:
+    """Format the key that updates of equal cost share: settings and tensor metadata."""
     texts = ",".join(
         f"{value_text(values[p.value])}:{'-' if g is None else value_text(values[g.value])}:"
         + "+".join(value_text(values[ref.value]) for ref in states)
@@ -473,10 +482,7 @@ def family_of_update(name: str, update: OptimizerUpdate, args: UpdateArguments, 
 
 
 def _settings_text(update: OptimizerUpdate) -> str:
-    """Format the group settings that affect which kernels run.
-
-    Numbers count only as zero or nonzero: their other values may change between steps without other kernels.
-    """
+    """Format the group settings that affect which kernels run; numbers count only as zero or nonzero."""
     groups = dict.fromkeys(member.group for member in update.members)
     parts: list[str] = []
     for index in groups:
@@ -503,7 +509,7 @@ def _placeholder_update(*_: Any) -> None:
 
 
 def check_supported(optimizer: Optimizer) -> None:
-    """Raise ``CaptureError`` unless an optimizer's step is a fixed function of gradients and state."""
+    """Raise ``CaptureError`` for an optimizer that cannot be captured, such as LBFGS or one with step hooks."""
     for applies, reason, advice in _UNSUPPORTED:
         if applies(optimizer):
             raise CaptureError(f"the optimizer {type(optimizer).__name__} cannot be used: {reason}; {advice}.")

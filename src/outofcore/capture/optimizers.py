@@ -35,13 +35,13 @@ _SINGLE_CALL_SETTINGS = ("foreach", "fused", "capturable", "differentiable")
 
 @dataclass(frozen=True)
 class UpdatePiece:
-    """A parameter of an update, or a range of one."""
+    """A parameter of an update, or a range of one, with its gradient and state."""
 
     member: int  # index of the parameter in its update
     parameter: torch.Tensor
     gradient: torch.Tensor | None
     states: tuple[torch.Tensor, ...]  # counts are copies, except in the last piece
-    unplaced: dict[str, Any]  # state that the update does not place
+    unplaced: dict[str, Any]  # state that has no planned tensor
 
 
 def pieces_of(optimizer: Optimizer, group: int, whole: UpdatePiece) -> list[UpdatePiece]:
@@ -73,6 +73,7 @@ def _updates_one_by_one(optimizer: Optimizer, settings: dict[str, Any]) -> bool:
 
 
 def _can_be_cut(optimizer: Optimizer, settings: dict[str, Any], whole: UpdatePiece) -> bool:
+    """Return whether a parameter is long, and updating it piece by piece gives the same bits."""
     parameter, gradient = whole.parameter, whole.gradient
     if (
         parameter.numel() < 2 * PIECE_ELEMENTS
@@ -129,20 +130,16 @@ class Member:
 
 
 def updates_independently(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer updates each parameter from its own gradient and state only.
-
-    The classes of ``torch.optim`` do. Other classes declare it with an attribute ``outofcore_independent = True``.
-    Without it, one op updates all parameters, which must then be on the device together.
-    """
+    """Return whether an optimizer updates each parameter from its own gradient and state only."""
+    # The classes of ``torch.optim`` do. Other classes declare it with an attribute ``outofcore_independent = True``.
+    # Without it, one op updates all parameters, which must then be on the device together.
     return is_torch_optimizer(optimizer) or bool(getattr(optimizer, "outofcore_independent", False))
 
 
 def updates_elementwise(optimizer: Optimizer) -> bool:
-    """Return whether updates depend only on the same element of each tensor, and on counts.
-
-    A range of a parameter is then updated like the whole. Classes outside of ``torch.optim`` declare it with an
-    attribute ``outofcore_elementwise = True``.
-    """
+    """Return whether updates depend only on the same element of each tensor, and on counts."""
+    # A range of a parameter is then updated like the whole. Classes outside of ``torch.optim`` declare it with an
+    # attribute ``outofcore_elementwise = True``.
     return type(optimizer) in _ELEMENTWISE or bool(getattr(optimizer, "outofcore_elementwise", False))
 
 
@@ -153,7 +150,7 @@ def is_torch_optimizer(optimizer: Optimizer) -> bool:
 def run_shadow(
     optimizer: Optimizer, leaves: Sequence[tuple[int, torch.Tensor]], entries: Sequence[dict[str, Any]]
 ) -> Optimizer:
-    """Step an optimizer's class on leaves (group index, tensor with ``.grad``) with the given state."""
+    """Return a copy of an optimizer after a step on leaves (group index, tensor with ``.grad``) with their state."""
     kind = type(optimizer)
     shadow: Optimizer = object.__new__(kind)
     shadow.__dict__.update(optimizer.__dict__)
@@ -198,7 +195,7 @@ class OptimizerUpdate:
         return cls(first.optimizer, [member for update in updates for member in update.members], first._created)
 
     def has_ranges(self) -> bool:
-        """Return whether ranges of the only parameter can be updated with the same bits."""
+        """Return whether the update has one parameter, and updating ranges of it gives the same bits."""
         if len(self.members) != 1:
             return False
         (member,) = self.members
@@ -222,17 +219,17 @@ class OptimizerUpdate:
         return not all(all(self._existing(member)) for member in self.members)
 
     def forget(self) -> None:
-        """Create the state again at the next call, unless it is in ``optimizer.state``."""
+        """Make the next call create the state again, unless it is in ``optimizer.state``."""
         self.forget_count += 1
         for member in self.members:
             self._created.difference_update(map(member.key, member.names))
 
     def created_state(self) -> Iterator[tuple[int, str]]:
-        """Yield the state that updates have created in its place: parameter id and name."""
+        """Yield parameter id and name of the state that updates of this capture have created in planned tensors."""
         return ((parameter, name) for parameter, name, _ in self._created)
 
     def optimizer_tensors(self) -> Iterator[torch.Tensor]:
-        """Yield tensors in the optimizer's state, settings and attributes."""
+        """Yield the tensors in the members' state and, outside of ``torch.optim``, in settings and attributes."""
         optimizer = self.optimizer
         for member in self.members:
             yield from leaves_in(optimizer.state.get(member.parameter, {}))
@@ -246,6 +243,7 @@ class OptimizerUpdate:
         yield from leaves_in([value for name, value in optimizer.__dict__.items() if name not in _SHADOWED])
 
     def _existing(self, member: Member) -> list[bool]:
+        """Return for each state name of a member whether that state exists."""
         entries = self.optimizer.state.get(member.parameter, {})
         return [
             member.key(name) in self._created or isinstance(entries.get(name), torch.Tensor) for name in member.names
@@ -256,6 +254,7 @@ class OptimizerUpdate:
         return BoundUpdate(self, params, grads, states)
 
     def _unplaced_entries(self, member: Member) -> dict[str, Any]:
+        """Return the state of a member that has no planned tensor; a copy, except for the last range."""
         entries = self.optimizer.state.get(member.parameter, {})
         unplaced = {n: v for n, v in entries.items() if n not in member.names or not isinstance(v, torch.Tensor)}
         return unplaced if member.is_last else copy.deepcopy(unplaced)
@@ -281,7 +280,7 @@ class OptimizerUpdate:
         present: list[list[bool]],
         unplaced_entries: list[dict[str, Any]],
     ) -> tuple[Optimizer, list[dict[str, Any]]]:
-        """Step once, and return the shadow and the state that has no tensor in ``states``."""
+        """Step on all members, in pieces if possible; return the last shadow and each member's state without tensor."""
         pieces: list[UpdatePiece] = []
         rows = zip(self.members, params, grads, states, present, unplaced_entries, strict=True)
         for index, (member, param, grad, tensors, has_state, entries) in enumerate(rows):
@@ -328,11 +327,7 @@ class OptimizerUpdate:
         device: torch.device,
         user_state: dict[str, Any],
     ) -> dict[str, Any]:
-        """Copy created or replaced state into the tensors given, and return the remaining state.
-
-        In the latter, None or ``_MISSING`` marks missing state. Raises ``StateError`` for state of a range that has no
-        tensor.
-        """
+        """Copy new state into ``tensors``, and return the rest, with None or ``_MISSING`` for missing state."""
         for name, tensor in zip(member.names, tensors, strict=True):
             created = entries.setdefault(name, _MISSING)
             if created is None or created is _MISSING:
@@ -349,10 +344,12 @@ class OptimizerUpdate:
         return entries
 
     def _require_recapture(self, member: Member, name: str) -> None:
+        """Request a new capture, since the state differs; raise ``StateError`` if a range is updated."""
         if member.start or not member.is_last:
             raise StateError(
-                f"{type(self.optimizer).__name__} keeps its state {name!r} otherwise than when the step was captured, "
-                "and updates a parameter range by range; remove its attribute outofcore_elementwise"
+                f"{type(self.optimizer).__name__} has created state {name!r}, or changed its shape or dtype, since the "
+                "step was captured: state of a parameter that is updated range by range must stay as it was; remove "
+                "the optimizer's attribute outofcore_elementwise"
             )
         self.needs_recapture = True
 
@@ -369,11 +366,9 @@ class OptimizerUpdate:
                 self.optimizer.state[key] = value
 
 
+# Updates run in another order than the parameters, and state becomes visible when the step ends.
 class StateOrder:
-    """Sorts state that updates have created into the order in which the optimizer's own step creates it.
-
-    Updates run in another order than the parameters, and state becomes visible when the step ends.
-    """
+    """Sorts state that updates have created into the order in which the optimizer's own step creates it."""
 
     def __init__(self, updates: Sequence[OptimizerUpdate]) -> None:
         self._members: dict[int, tuple[Optimizer, dict[int, Member]]] = {}
@@ -453,6 +448,7 @@ class Rehearsal:
         self._run(params, grads, states, present, [copy.deepcopy(entries) for entries in unplaced])
 
     def _run(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States, *state_args: Any) -> Any:
+        """Run the update without requesting a new capture, and return the state that has no tensor."""
         before = self._update.needs_recapture
         try:
             return [_without_missing(entry) for entry in self._update._run(params, grads, states, *state_args)[1]]
@@ -461,7 +457,7 @@ class Rehearsal:
 
 
 class BoundUpdate:
-    """An ``OptimizerUpdate`` bound to fixed tensors, so that the optimizer's arguments are built once.
+    """An ``OptimizerUpdate`` bound to fixed tensors: all calls step one copy of the optimizer, its shadow.
 
     Settings and the user's state are read at each call. It falls back to the update while state is missing, for
     parameters updated in pieces, and for classes outside of ``torch.optim``.
@@ -499,6 +495,7 @@ class BoundUpdate:
             self._make_shadow()
 
     def _can_reuse_shadow(self) -> bool:
+        """Return whether calls can share a shadow: a ``torch.optim`` class, no pieces, no range before the last."""
         update, groups = self._update, self._update.optimizer.param_groups
         rows = zip(update.members, self._params, self._grads, self._states, strict=True)
         if not all(member.is_last for member in update.members):
@@ -509,6 +506,7 @@ class BoundUpdate:
         )
 
     def _make_shadow(self) -> None:
+        """Create a shadow with the bound tensors; ``_step`` adds settings and state."""
         update = self._update
         self._forget_count = update.forget_count
         self._leaves = [as_leaf(param, grad) for param, grad in zip(self._params, self._grads, strict=True)]
@@ -521,6 +519,7 @@ class BoundUpdate:
         self._shadow.state = defaultdict(dict)
 
     def _step(self, shadow: Optimizer) -> None:
+        """Step the shadow with the user's current settings and state."""
         update = self._update
         optimizer, state = update.optimizer, shadow.state
         entries = [optimizer.state.get(member.parameter) or _NO_STATE for member in update.members]
@@ -551,6 +550,7 @@ class BoundUpdate:
         )
 
     def _store_entries(self, current: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
+        """Store the user's state for ``_is_unchanged``, and give it to the shadow with the bound tensors."""
         for leaf, entries, placed in zip(self._leaves, current, self._placed, strict=True):
             state[leaf] = {**entries, **placed}
         self._lengths = list(map(len, current))
@@ -560,6 +560,7 @@ class BoundUpdate:
         self._values = list(_values_of(state))
 
     def _copy_back(self, pointers: list[int], current: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
+        """Copy parameters and state that the step has replaced by new tensors into the bound ones."""
         for index, leaf in enumerate(self._leaves):
             if pointers[index] != self._addresses[index]:
                 self._params[index].copy_(leaf)
@@ -571,7 +572,7 @@ class BoundUpdate:
                     break
 
     def _copy_replaced_state(self, place: int, created: dict[str, Any]) -> None:
-        """Copy replaced state into the bound tensors."""
+        """Copy the replaced state of one member into the bound tensors, and the rest to the user's state."""
         update, member, param = self._update, self._update.members[place], self._params[place]
         remaining = _without_missing(
             update._store_state(member, dict(created), self._states[place], param.device, _NO_STATE)

@@ -14,7 +14,7 @@ CAPTURE_LOCK = threading.RLock()
 
 
 def capturing_thread() -> Callable[[], bool]:
-    """Return a predicate: whether this thread, or one of the autograd engine's, calls it."""
+    """Return a function that returns whether it is called in this thread, or by the autograd engine for it."""
     creator = threading.get_ident()
     # Threads that Python has not started are the engine's, which runs backward for the capturing thread.
     return lambda: threading.get_ident() == creator or threading.current_thread().name.startswith("Dummy-")
@@ -46,6 +46,7 @@ def patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _restrict_to_thread(value: Any, original: Any) -> Any:
+    """Return a function that calls ``value`` in this thread and in the engine's, ``original`` in others."""
     if not callable(value):
         return value
     is_capturing = capturing_thread()

@@ -71,7 +71,7 @@ def graph_node(file: str, line: int) -> str:
 
 
 def _current_graph_node() -> str:
-    """Return the node of the innermost module, or an empty string if it is no ``GraphModule``."""
+    """Return the ``torch.fx`` node that the innermost module runs; empty if it is no ``GraphModule``."""
     for frame in _frames():
         node = graph_node(frame.f_code.co_filename, frame.f_lineno)
         if node or frame.f_code is _MODULE_CALL:
@@ -116,7 +116,7 @@ def called_from(*file_suffixes: str) -> bool:
 
 
 def innermost_code_in(package: str) -> CodeType | None:
-    """Return the code of a package's innermost frame; None if user code is further in."""
+    """Return the code of the innermost frame in a package; None if user code runs further inside."""
     for frame in _frames():
         code = frame.f_code
         if package in code.co_filename:
@@ -215,12 +215,10 @@ def join(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
+# Each autograd node has a sequence number from the thread's counter. The op dispatched next after a node's creation is
+# the op that the node differentiates, so the number identifies the module and line of a backward op.
 class Provenance:
-    """Tracks running modules, and the autograd nodes of their ops.
-
-    Each autograd node has a sequence number from the thread's counter. The op dispatched next after a node's creation
-    is the op that the node differentiates, so the number identifies the module and line of a backward op.
-    """
+    """Tracks running modules, and the autograd nodes of their ops."""
 
     def __init__(self, models: Sequence[nn.Module], parameter_names: dict[int, str]) -> None:
         self._paths = module_paths(models)
@@ -249,7 +247,7 @@ class Provenance:
 
     @contextlib.contextmanager
     def enter_backward(self) -> Iterator[None]:
-        """Distinguish autograd's ops from modules that checkpointing runs again."""
+        """Mark a backward pass, so that modules which checkpointing runs again in it are recognised."""
         self._outside_backward.append(len(self._running))
         try:
             yield
@@ -266,6 +264,7 @@ class Provenance:
         return origin
 
     def _origin_of_node(self, node: Any) -> tuple[str, str]:
+        """Return module path and line of the forward op that an autograd node differentiates."""
         variable = getattr(node, "variable", None)
         if isinstance(variable, torch.Tensor):
             owner = self._parameters.get(id(variable), "").rpartition(".")[0]

@@ -116,7 +116,7 @@ def _collect_text(values: tuple[Any, ...] | frozenset[Any], text: set[str]) -> N
 
 
 def _reads_computed_names(code: CodeType, globals_: set[str]) -> bool:
-    """Return whether code calls ``getattr`` with a computed name."""
+    """Return whether code calls ``getattr`` or ``hasattr`` with a computed name."""
     if _READS_BY_NAME.isdisjoint(globals_):
         return False
     instructions = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "PRECALL", "PUSH_NULL", "NOP")]
@@ -132,6 +132,7 @@ def _reads_computed_names(code: CodeType, globals_: set[str]) -> bool:
 
 @functools.cache
 def origin_of(module: str) -> Origin:
+    """Return where a module's code comes from, which decides which values it may read."""
     package = module.partition(".")[0]
     if package == "outofcore":
         return Origin.USER if module.startswith("outofcore.zoo") else Origin.OTHER
@@ -167,7 +168,7 @@ class Reads:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Record the code that this thread runs, without garbage collection and its callbacks."""
+        """Record the code that this thread runs, with garbage collection turned off."""
         previous, collects = sys.getprofile(), gc.isenabled()
         library, record_frame = load_compare_library(), self._record_frame
         library.outofcore_forget_code()
@@ -188,7 +189,7 @@ class Reads:
                 sys.setprofile(previous)
 
     def _record_frame(self, frame: FrameType) -> bool:
-        """Record a frame's code, and return whether its next call must be recorded too."""
+        """Record a frame's code and objects that it may read fully; return whether to record its next call too."""
         code = frame.f_code
         if id(code) not in self.codes:
             origin = origin_of(str(frame.f_globals.get("__name__", "")))

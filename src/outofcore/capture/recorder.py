@@ -103,6 +103,7 @@ class OpRecorder(TorchDispatchMode):
             self._reads.resume()
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record, answer or refuse an operator, by its kind."""
         if isinstance(func, HigherOrderOperator):
             raise higher_order_refusal(func.name(), self._provenance.locate_op()[0])
         if func.namespace in _NO_TENSOR_EFFECT:
@@ -130,6 +131,7 @@ class OpRecorder(TorchDispatchMode):
         return self.record(func, args, kwargs)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator on fakes, and turn errors of the fakes into refusals."""
         try:
             return func(*args, **kwargs)
         except Exception as error:
@@ -203,7 +205,7 @@ class OpRecorder(TorchDispatchMode):
     def _register_results(
         self, func: OpOverload, leaves: list[Any], module: str
     ) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
-        """Register an op's new storages, and return them with the value of each result on one of them."""
+        """Register an op's new storages; return them, and for each result on one its value index, else None."""
         tables = self._tables
         creates: list[int] = []
         results: list[int | None] = []
@@ -219,7 +221,7 @@ class OpRecorder(TorchDispatchMode):
         return tuple(creates), tuple(results)
 
     def _ignored_targets(self, func: OpOverload, before: list[tuple[str, int]], creates: tuple[int, ...]) -> int | None:
-        """Return the mask of ignored targets if the op sums a loss's target weights (``MaskedSum``)."""
+        """Return the value index of the mask of ignored targets if the op sums a loss's weights, else None."""
         if "cross_entropy" not in self._user.current_function():
             return None
         storages = [self._tables.values[index].storage for _, index in before]
@@ -237,7 +239,7 @@ class OpRecorder(TorchDispatchMode):
     def _accesses(
         self, func: OpOverload, before: list[tuple[str, int]], written: frozenset[str]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the storages that an op reads, and those it reads only as statistics that it renews."""
+        """Return the storages that an op reads, and those among them that it reads only to update statistics."""
         tables, traits = self._tables, operators.traits(func)
         overwritten, statistics = traits.overwritten & written, traits.statistics & written
         accesses = [(argument, tables.values[index]) for argument, index in before]
@@ -251,6 +253,7 @@ class OpRecorder(TorchDispatchMode):
         return reads, _without_duplicates(storage for storage in of_statistics if storage not in looked_at)
 
     def _create(self, func: OpOverload, tensor: torch.Tensor, module: str) -> int:
+        """Register the storage of a new tensor; refuse a large one on another device."""
         short = func._schema.name.partition("::")[2]
         storage = self._tables.add(tensor, StorageKind.ACTIVATION, " ".join(filter(None, (module, short))))
         count = self._tables.storages[storage].bytes
@@ -264,6 +267,7 @@ class OpRecorder(TorchDispatchMode):
         return storage
 
     def _check_tensor(self, tensor: torch.Tensor) -> None:
+        """Refuse undeclared, sparse and quantised tensors."""
         if not isinstance(tensor, FakeTensor):
             raise undeclared_tensor(tensor)
         if tensor.layout is not torch.strided or tensor.is_quantized:
@@ -274,6 +278,7 @@ class OpRecorder(TorchDispatchMode):
             )
 
     def _check_sizes(self, func: OpOverload, tensors: list[torch.Tensor], values: list[int]) -> None:
+        """Refuse an operator that has resized the memory of an argument."""
         for tensor, value in zip(tensors, values, strict=True):
             storage = self._tables.find_storage(tensor)
             if storage is None or storage != self._tables.values[value].storage:
@@ -303,7 +308,7 @@ class OpRecorder(TorchDispatchMode):
         return gathered if func._schema.returns else None
 
     def _dispatch_collective(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a collective, in place on its result; skip waits for one."""
+        """Record a collective and return its result; an operator that waits for one has no effect."""
         if func._schema.name == "_c10d_functional::wait_tensor":
             return args[0]
         request = collectives.read_request(func, args, kwargs)
@@ -334,6 +339,7 @@ class OpRecorder(TorchDispatchMode):
         return returned
 
     def _record_collective(self, request: collectives.CollectiveRequest, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Append the op of a collective on its result and, if separate, its source."""
         tables = self._tables
         self._known.forget(tensors[:1])
         values = [tables.value_of(tensor) for tensor in tensors]
@@ -359,7 +365,7 @@ class OpRecorder(TorchDispatchMode):
         )
 
     def _bake(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Turn a tensor made from Python data into a constant, and record a copy for the step."""
+        """Record a small tensor made from Python data as a constant, and its copy as the op's result."""
         real: torch.Tensor = args[0]
         if real.numel() > MAX_BAKED_ELEMENTS:
             raise refusal(
@@ -387,7 +393,7 @@ class OpRecorder(TorchDispatchMode):
         return fake
 
     def _record_check(self, tensor: torch.Tensor, check: ValueCheck) -> bool:
-        """Record an op that repeats a check in each call, and assume that it passes."""
+        """Record an op that repeats a check in each call, and return the truth value that passes it."""
         module, source = self._provenance.locate_op()
         value = self._tables.value_of(tensor)
         call = Call(check, (Ref(value),), {}, ())
@@ -396,7 +402,7 @@ class OpRecorder(TorchDispatchMode):
         return check.passes
 
     def _store_constants(self, results: Any, error: CaptureError) -> Any:
-        """Store results of value-dependent size as constants; raise the error if they are unknown."""
+        """Record results of value-dependent size as constants; raise ``error`` if they are unknown or large."""
         tensors = leaves_in(results)
         if not tensors or any(tensor.numel() > MAX_BAKED_ELEMENTS for tensor in tensors):
             raise error

@@ -60,7 +60,7 @@ _LOOP_ADVICE = "Or run the unchanged loop within outofcore.budget(limit, model).
 
 
 def refusal(event: str, reason: str, advice: str, location: str | None = None, *, is_loop: bool = True) -> CaptureError:
-    """Build the error for a step that cannot be captured, at the user's line unless given."""
+    """Build the error for a step that cannot be captured; its location is the user's line by default."""
     line = user_line() if location is None else location
     prefix = f"{line}: " if line else ""
     return CaptureError(f"{prefix}{event}: {reason}; {advice}.", line, is_loop=is_loop)
@@ -81,6 +81,7 @@ def value_read(function: str) -> CaptureError:
 
 
 def value_dependent_gradient(function: str) -> CaptureError:
+    """Return the error for a gradient formula that depends on values."""
     instead = "write torch.cumprod(x, dim).select(dim, -1)" if function == "prod" else "use real numbers"
     return refusal(
         f"the gradient formula of {function} depends on whether there are zeros",
@@ -110,7 +111,7 @@ def higher_order_refusal(name: str, module: str) -> CaptureError:
 
 
 def zero_gradient() -> CaptureError:
-    """Refuse a tensor that PyTorch creates where a derivative is zero everywhere."""
+    """Return the error for a tensor that PyTorch creates where a derivative is zero everywhere."""
     reason = "PyTorch allocates no memory for such a tensor, and handles it specially in later operators"
     if is_differentiating_forward():
         return refusal(
@@ -135,7 +136,7 @@ def grad_scaler_refusal() -> CaptureError:
 
 
 def undeclared_tensor(tensor: torch.Tensor) -> CaptureError:
-    """Refuse a tensor from outside of the step that was not declared."""
+    """Return the error for a tensor from outside of the step that was not declared."""
     dtype, name = str(tensor.dtype).removeprefix("torch."), find_name_on_stack(tensor)
     return refusal(
         f"the step uses a {dtype} tensor of shape {tuple(tensor.shape)} from outside{name and f', {name}'}",
@@ -147,7 +148,7 @@ def undeclared_tensor(tensor: torch.Tensor) -> CaptureError:
 
 
 def translate_error(error: Exception, function: str) -> CaptureError | None:
-    """Return the refusal for an error of the fake tensors; None for other errors."""
+    """Return the ``CaptureError`` for an error of the fake tensors; None for other errors."""
     match error:
         case DataDependentOutputException():
             return value_read(function)

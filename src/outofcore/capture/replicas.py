@@ -129,11 +129,13 @@ class Replicas:
         return tuple(replica.end() for replica in self._replicas.values())
 
     def lacks_order(self) -> bool:
-        """Return whether a reduction lacked the order of gradients."""
+        """Return whether a wrapper grouped gradients without knowing the order in which they arrive."""
         return any(replica.lacks_order for replica in self._replicas.values())
 
 
 class _Replica:
+    """One wrapper in a capture; its hooks reduce gradients in buckets as ``DistributedDataParallel`` would."""
+
     def __init__(
         self, model: DistributedDataParallel, fakes: Mapping[int, torch.Tensor], order: tuple[int, ...]
     ) -> None:
@@ -165,6 +167,7 @@ class _Replica:
         return ReplicaEnd(self._model, self._sync_forward, self._is_reduced, order)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Broadcast buffers, run the wrapped module, and prepare the reduction of its gradients."""
         model = self._model
         if self._sync_forward and model.broadcast_buffers:
             self._receive_buffers()
@@ -175,6 +178,7 @@ class _Replica:
         return result
 
     def _receive_buffers(self) -> None:
+        """Record the broadcast of process 0's buffers into the buffers of all processes."""
         buffers = [self._fakes.get(id(buffer), buffer) for buffer in parallel_buffers(self._model)]
         group = self._model.process_group
         with torch.no_grad(), without_version_bumps(buffers):
@@ -186,6 +190,7 @@ class _Replica:
                     tensor.copy_(part.view(tensor.shape))
 
     def _prepare(self) -> None:
+        """Assign the parameters to buckets for the next backward pass."""
         first, later = bucket_limits(self._model)
         parameters = self._parameters
         if phase(self._model)[2]:
@@ -208,7 +213,10 @@ class _Replica:
         self._arrived.append(index)
         gradient = fake.grad
         if gradient is None:
-            raise CaptureError("a gradient is gone where DistributedDataParallel reduces it: keep it in .grad")
+            raise CaptureError(
+                "a gradient was removed from .grad before DistributedDataParallel reduced it: keep it there until "
+                "backward() has ended"
+            )
         bucket = self._bucket_of[index]
         with torch.no_grad():
             bucket.add(index, gradient)
@@ -217,7 +225,7 @@ class _Replica:
                 self._launched += 1
 
     def _finish(self) -> None:
-        """Set the gradients to the sums at the end of the backward pass."""
+        """Replace the gradients by the reduced ones; raise ``CaptureError`` if one has not arrived."""
         missing = [index for bucket in self._buckets for index in bucket.missing]
         if missing:
             names = {id(parameter): name for name, parameter in self._model.module.named_parameters()}

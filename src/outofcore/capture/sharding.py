@@ -35,8 +35,6 @@ RunOp = Callable[..., torch.Tensor]
 
 @dataclass
 class TracedShard:
-    """A sharded parameter in a trace."""
-
     sharding: Sharding
     shard: Shard
     row: torch.Tensor  # a fake of all elements in memory order, padded to whole chunks
@@ -70,17 +68,18 @@ class TracedShard:
         self.synced_at = len(tables.ops)
 
     def own_gradient_value(self, gradient: torch.Tensor) -> int:
-        """Return the value of this process's range of a gradient."""
+        """Return the value index of this process's range of a gradient."""
         shard = self.shard
         if self.gradient is not None and self._is_reduced(gradient):
             return self._gradient_value(self.gradient)
         return self._gradient_value(self._as_row(gradient), shard.start)
 
     def end_gradient(self, gradient: torch.Tensor, run: RunOp) -> int | None:
-        """Return the value of a gradient's range that the step leaves; None if it is persistent."""
+        """Return the value index of a gradient's range that the step leaves; None if it is persistent."""
         return run(self._end_gradient, gradient)  # type: ignore[return-value]
 
     def _end_gradient(self, gradient: torch.Tensor) -> int | None:
+        """Copy a gradient's range into the persistent one, if any, and return None; else return its value index."""
         if self.gradient is not None and self._is_reduced(gradient):
             chunk = self.gradient
         else:
@@ -102,7 +101,7 @@ class TracedShard:
         )
 
     def _as_row(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return all elements of a gradient, on memory for all chunks."""
+        """Return the elements of a gradient as a row that is padded to whole chunks."""
         tables, shard = self.sharding.tables, self.shard
         count = tables.storages[tables.storage_of(gradient)].bytes
         if (
@@ -117,7 +116,7 @@ class TracedShard:
         return row
 
     def _gradient_value(self, memory: torch.Tensor, start: int = 0) -> int:
-        """Return the value of the range that begins at element ``start``, and name its storage."""
+        """Return the value index of the range from element ``start``, and mark its storage as the gradient's."""
         tables, shard = self.sharding.tables, self.shard
         storage = tables.storage_of(memory)
         entry = tables.storages[storage]
@@ -126,11 +125,13 @@ class TracedShard:
         return tables.index_of(Value(storage, memory.dtype, (shard.count,), (1,), start))
 
     def _own_chunk(self, row: torch.Tensor) -> torch.Tensor:
-        each = self.shard.chunks.chunk_elements
-        return row[self.shard.rank * each :][:each]
+        chunk_elements = self.shard.chunks.chunk_elements
+        return row[self.shard.rank * chunk_elements :][:chunk_elements]
 
 
 class Sharding:
+    """All sharded parameters of one capture: gathers them, and reduces gradients by hooks."""
+
     def __init__(self, shards: Shards, mode: FakeTensorMode, tables: Tables) -> None:
         self._shards = shards
         self._mode = mode
@@ -153,13 +154,14 @@ class Sharding:
             return nn.Parameter(shard.whole_of(row), requires_grad=shard.parameter.requires_grad), row
 
     def begin(self, shard: Shard, row: torch.Tensor) -> TracedShard:
+        """Register this process's chunk of a parameter, record the gather that fills ``row``, and return both."""
         chunk, value = self._add_persistent_chunk(shard, StorageKind.PARAMETER, shard.name)
         self._gather_first(shard, row, chunk, shard.name)
         traced = self._traced[id(shard.parameter)] = TracedShard(self, shard, row, chunk, value, len(self.tables.ops))
         return traced
 
     def begin_gradient(self, shard: Shard, fake: torch.Tensor) -> int:
-        """Gather the earlier gradient into a fake, and return the value of this process's range."""
+        """Gather the earlier gradient into a fake, and return the value index of this process's range."""
         row = self._row(shard.chunks.padded_elements, shard.dtype)
         chunk, value = self._add_persistent_chunk(shard, StorageKind.GRADIENT, f"{shard.name}.grad")
         self._gather_first(shard, row, chunk, f"{shard.name}.grad")
@@ -180,7 +182,7 @@ class Sharding:
             return torch.empty(count, dtype=dtype, device=self.tables.device)
 
     def _add_persistent_chunk(self, shard: Shard, kind: StorageKind, name: str) -> tuple[torch.Tensor, int]:
-        """Add a storage for a persistent chunk, and the range on it as a value."""
+        """Return a fake of a persistent chunk on a new storage, and the value index of the range on it."""
         chunk = self._row(shard.chunks.chunk_elements, shard.dtype)
         storage = self.tables.add(chunk, kind, name)
         return chunk, self.tables.index_of(Value(storage, shard.dtype, (shard.count,), (1,)))
@@ -190,7 +192,7 @@ class Sharding:
         self.append_collective(CollectiveKind.ALL_GATHER, row, chunk, shard.name.rpartition(".")[0], creates=(storage,))
 
     def listen(self, fake: torch.Tensor, shard: Shard | None, *, reduce_at_once: bool) -> None:
-        """Register a hook on a parameter's final gradient; ``reduce_at_once`` if other hooks must find it reduced."""
+        """Reduce a parameter's final gradient by a hook; ``reduce_at_once`` if other hooks must find it reduced."""
         if not fake.requires_grad or not fake.is_leaf:
             return
 
@@ -242,16 +244,16 @@ class Sharding:
         return total
 
     def _queue(self, fake: torch.Tensor) -> None:
-        """Queue a small gradient for a common reduction."""
+        """Queue a small gradient; reduce the queue if it is long, else at the end of the backward pass."""
         if not self._armed:
             self._armed = True
             call_after_backward(self._finish)
         _gradient_of(fake, "a parameter")
-        row = self._small.setdefault(fake.dtype, [])
-        row.append(fake)
-        if sum(p.numel() * p.element_size() for p in row) >= _MIN_GROUP_BYTES:
+        queued = self._small.setdefault(fake.dtype, [])
+        queued.append(fake)
+        if sum(p.numel() * p.element_size() for p in queued) >= _MIN_GROUP_BYTES:
             del self._small[fake.dtype]
-            self._reduce_together(row)
+            self._reduce_together(queued)
 
     def _finish(self) -> None:
         self._armed = False
@@ -261,6 +263,7 @@ class Sharding:
                 self._reduce_together(row)
 
     def _reduce_together(self, fakes: Sequence[torch.Tensor]) -> None:
+        """Reduce several gradients in one row, and copy the sums back into them."""
         gradients = [_gradient_of(fake, "a parameter") for fake in fakes]
         chunks = Chunks(sum(gradient.numel() for gradient in gradients), self._count)
         first = gradients[0]
@@ -313,9 +316,13 @@ class Sharding:
 
 
 def _gradient_of(fake: torch.Tensor, name: str) -> torch.Tensor:
+    """Return the gradient of a fake; raise ``CaptureError`` if it is missing or sparse."""
     gradient = fake.grad
     if gradient is None:
-        raise CaptureError(f"the gradient of {name} is gone before its reduction: keep it in .grad")
+        raise CaptureError(
+            f"the gradient of {name} was removed from .grad before it was reduced: keep it there until backward() has "
+            "ended"
+        )
     if gradient.layout is not torch.strided:
         raise CaptureError(
             f"the gradient of {name} is sparse, and a step with shard= reduces dense ones only: create the embedding "
@@ -325,24 +332,22 @@ def _gradient_of(fake: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def delay_gathers(captured: Captured) -> Captured:
-    """Move gathers of sharded parameters from the step's beginning to their uses.
-
-    Each gather starts when the previous one is needed, so it overlaps with ops, and at most two gathered parameters
-    wait.
-    """
+    """Move gathers of sharded parameters from the step's beginning to shortly before their uses."""
+    # Each gather starts when the previous one is needed, so it overlaps with ops, and at most two gathered parameters
+    # wait.
     graph = captured.graph
-    first = [op for op in graph.ops if op.communicates and op.creates and graph.persistent.issuperset(op.reads)]
-    if not first:
+    early_gathers = [op for op in graph.ops if op.communicates and op.creates and graph.persistent.issuperset(op.reads)]
+    if not early_gathers:
         return captured
-    needed = {op.id: graph.uses[op.creates[0]][1] for op in first}
-    before: dict[int, list[int]] = {}
+    first_uses = {op.id: graph.uses[op.creates[0]][1] for op in early_gathers}
+    gathers_before: dict[int, list[int]] = {}
     place = 0
-    for gathering in sorted(needed, key=lambda op: (needed[op], op)):
-        before.setdefault(place, []).append(gathering)
-        place = needed[gathering]
-    order: list[int] = before.pop(0, [])
+    for gathering in sorted(first_uses, key=lambda op: (first_uses[op], op)):
+        gathers_before.setdefault(place, []).append(gathering)
+        place = first_uses[gathering]
+    order: list[int] = gathers_before.pop(0, [])
     for op in graph.ops:
-        order += before.get(op.id, [])
-        if op.id not in needed:
+        order += gathers_before.get(op.id, [])
+        if op.id not in first_uses:
             order.append(op.id)
     return with_ops(captured, [(graph.ops[old], captured.calls[old]) for old in order])

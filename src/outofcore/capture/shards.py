@@ -91,7 +91,7 @@ class Shard:
         self.accept_writes()
 
     def accept_writes(self) -> None:
-        """Accept the writes so far."""
+        """Let ``check`` accept the writes to the parameter and its gradient so far."""
         self.versions = self.parameter._version, 0 if self.meta_gradient is None else self.meta_gradient._version
 
     def check(self) -> None:
@@ -113,10 +113,7 @@ class Shard:
 
 
 class Shards:
-    """All parameters of some models that are sharded over the processes of a group.
-
-    The constructor raises ``InputError`` if a model cannot be sharded, or an optimizer cannot update ranges.
-    """
+    """All sharded parameters of some models; raises ``InputError`` for an unsuitable model or optimizer."""
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], group: Any) -> None:
         self.group = group
@@ -177,7 +174,7 @@ class Shards:
     # All processes at once
 
     def shard(self) -> None:
-        """Reduce each process to its range of process 0's contents; all processes must call it at once.
+        """Replace the parameters by this process's ranges of process 0's contents; all processes must call it at once.
 
         Raises ``InputError`` if models differ, and ``StateError`` if a parameter cannot release its contents in some
         process.
@@ -199,7 +196,10 @@ class Shards:
                     f"the parameters of rank {rank} cannot be spread over the processes: {other_error}; delete "
                     "references to them, such as losses of earlier steps, or build the model again"
                 )
-            raise InputError(f"rank {rank} and rank 0 have other models: {_difference(described, reports[0][1])}")
+            raise InputError(
+                f"rank {rank} and rank 0 have different models: {_difference(described, reports[0][1])}; build the "
+                "same model in all processes, with the same options"
+            )
         with translate_group_errors(), torch.no_grad():
             for tensor in self._whole:
                 if tensor.numel():
@@ -210,7 +210,7 @@ class Shards:
         self.show_gradients()
 
     def gather(self) -> None:
-        """Make all parameters whole; all processes must call it at once, without tensors in an arena.
+        """Make all parameters whole; all processes must call it at once, while no tensor is in an arena.
 
         Raises ``CommunicationError`` if another process has ended; ungathered parameters stay without contents.
         """
@@ -221,7 +221,7 @@ class Shards:
         self.is_sharded = False
 
     def assemble(self, shard: Shard, part: torch.Tensor) -> torch.Tensor:
-        """Assemble a parameter, or state of its shape, from all ranges on the CPU."""
+        """Return a parameter, or state of its shape, gathered from the ranges of all processes, on the CPU."""
         wire = self._transfer_device
         chunk = torch.zeros(shard.chunks.chunk_elements, dtype=part.dtype, device=wire)
         chunk[: shard.count].copy_(part)
@@ -290,13 +290,14 @@ class Shards:
             tensor.copy_(sent)
 
     def _detach_contents(self) -> None:
+        """Move each parameter's contents to ``Shard.original``, and leave it on the device meta."""
         for shard in self.entries:
             parameter = shard.parameter
             empty = torch.empty_strided(shard.shape, shard.stride, dtype=shard.dtype, device="meta")
-            aside = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            swap(parameter, aside)
-            vars(parameter).update(vars(aside))
-            shard.original = aside
+            original = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            swap(parameter, original)
+            vars(parameter).update(vars(original))
+            shard.original = original
 
     def _restore_contents(self) -> None:
         for shard in self.entries:
@@ -317,16 +318,17 @@ class Shards:
         return facts
 
     def _keep_own_range(self, shard: Shard) -> None:
-        aside = shard.original
-        if aside is None:
+        """Broadcast a parameter and its state from process 0, and keep only this process's range."""
+        original = shard.original
+        if original is None:
             raise StateError(f"{shard.name} was spread before its contents were detached: please report it")
-        whole = aside.detach()
+        whole = original.detach()
         row = whole.as_strided((whole.numel(),), (1,), whole.storage_offset())
         self._broadcast(row)
         shard.own_range = self.range_of(shard, whole.cpu())
-        if aside.grad is not None:
-            shard.own_range.grad = self.range_of(shard, aside.grad.detach().cpu())
-            aside.grad = None
+        if original.grad is not None:
+            shard.own_range.grad = self.range_of(shard, original.grad.detach().cpu())
+            original.grad = None
         for entries, name, value in self.states(shard):
             if tuple(value.shape) != shard.shape:
                 raise StateError(
@@ -336,26 +338,29 @@ class Shards:
             shared = value.detach()
             self._broadcast(shared)
             entries[name] = self.range_of(shard, shared.cpu())
-        set_data(aside, torch.empty(0, dtype=shard.dtype))
+        set_data(original, torch.empty(0, dtype=shard.dtype))
 
-    def _make_whole(self, shard: Shard, aside: nn.Parameter) -> None:
+    def _make_whole(self, shard: Shard, original: nn.Parameter) -> None:
+        """Give a parameter its whole contents, gradient and optimizer state again."""
         parameter = shard.parameter
         gradient = None if shard.own_range.grad is None else self.assemble(shard, shard.own_range.grad.detach())
         whole = self.assemble(shard, shard.own_range.detach())
         for entries, name, value in self.states(shard):
             entries[name] = self.assemble(shard, value.detach())
-        set_data(aside, whole)
-        aside.requires_grad_(parameter.requires_grad)
+        set_data(original, whole)
+        original.requires_grad_(parameter.requires_grad)
         parameter.grad = None
-        vars(aside).clear()
-        vars(aside).update(vars(parameter))
-        swap(parameter, aside)
+        vars(original).clear()
+        vars(original).update(vars(parameter))
+        swap(parameter, original)
         parameter.grad = gradient
         shard.original = shard.meta_gradient = None
         shard.own_range = torch.empty(shard.count, dtype=shard.dtype, device="meta")
 
 
 class _SharedOutcome:
+    """Context that sends its error to all processes when it ends."""
+
     def __init__(self, shards: Shards, action: str) -> None:
         self._shards, self._what = shards, action
 
@@ -369,7 +374,7 @@ class _SharedOutcome:
 
 
 def _can_shard(tensor: torch.Tensor) -> bool:
-    """Return whether a parameter is large and dense, and shares its memory with no other tensor."""
+    """Return whether a tensor is a large, dense floating-point or complex parameter that fills its storage."""
     count = tensor.numel() * tensor.element_size()
     return (
         type(tensor) is nn.Parameter
@@ -382,6 +387,7 @@ def _can_shard(tensor: torch.Tensor) -> bool:
 
 
 def _difference(here: list[tuple[str, str]], reference: list[tuple[str, str]]) -> str:
+    """Describe the first difference between another process's facts and rank 0's."""
     for (key, value), (name, expected) in zip(here, reference, strict=False):
         if key != name:
             return f"{key} there is {name} on rank 0"

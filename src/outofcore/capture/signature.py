@@ -41,7 +41,7 @@ class Signature(NamedTuple):
 
 
 def differs_only_in_sizes(new: Signature, known: Iterable[Signature]) -> bool:
-    """Return whether a call has new argument sizes, and differs from a known one only in these."""
+    """Return whether the tensor arguments have new sizes, and a known call differs only in these and numbers."""
 
     def parts(signature: Signature) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         tensors = [leaf for leaf in signature.leaves if isinstance(leaf, tuple) and isinstance(leaf[0], torch.Size)]
@@ -57,10 +57,7 @@ def differs_only_in_sizes(new: Signature, known: Iterable[Signature]) -> bool:
 
 
 class Signer:
-    """Computes the signature of one step function's calls.
-
-    It does not include whether optimizer state exists, since updates check that.
-    """
+    """Computes the signatures of a step's calls; updates check themselves whether optimizer state exists."""
 
     def __init__(
         self,
@@ -76,7 +73,7 @@ class Signer:
         self._list_state()
 
     def _list_state(self) -> None:
-        """List the current modules and parameters."""
+        """List the current modules and parameters, and give this combination a number."""
         modules: dict[int, tuple[str, nn.Module]] = {}
         parameters: dict[int, tuple[str, nn.Parameter]] = {}
         buffers: list[torch.Tensor] = []
@@ -143,7 +140,7 @@ class Signer:
         ]
 
     def _started_averages(self) -> list[tuple[str, Any]]:
-        """Return whether each ``AveragedModel`` has a model; it copies the first."""
+        """Return whether each ``AveragedModel`` has averaged a model before; it copies the first one."""
         counts = [module.n_averaged for module in self._averages]
         return [(f"n_averaged > 0 of average {k}", (bool, bool(count > 0))) for k, count in enumerate(counts)]
 
@@ -161,6 +158,7 @@ class Signer:
         return plain and not leaf.is_conj() and not leaf.is_neg() and leaf.data_ptr() != 0
 
     def _leaf(self, leaf: Any) -> Any:
+        """Return the facts of an argument that a capture depends on."""
         if isinstance(leaf, torch.Tensor):
             return (
                 leaf.shape,
@@ -177,7 +175,7 @@ class Signer:
     def describe_change(
         self, old: Signature, new: Signature, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> str:
-        """List the first differences of two signatures, with argument names of the new call."""
+        """Describe the first four differences of two signatures, with argument names of the new call."""
         changes: list[str] = []
         if old.spec != new.spec or len(old.leaves) != len(new.leaves):
             changes.append("the structure of the arguments changed")

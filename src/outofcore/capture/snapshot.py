@@ -73,10 +73,7 @@ _FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
 
 
 class Snapshot:
-    """The values that some code can read from named roots: the step, its models, its optimizers.
-
-    The hooks of ``parameters`` are included.
-    """
+    """The values that code can read from the step, its models and optimizers, and hooks of ``parameters``."""
 
     def __init__(self, reads: Reads, roots: Iterable[tuple[str, Any]], parameters: Iterable[tuple[str, Any]]) -> None:
         walk = _ValueWalk(reads)
@@ -132,7 +129,7 @@ class Snapshot:
         return None
 
     def _compare_by_value(self, place: int) -> str | None:
-        """Compare a changed entry by value; if it is equal, store the new object."""
+        """Describe the change of an entry; if the values are equal, store the new object and return None."""
         kind, owner, key, before, count, label = self._entries[place]
         match kind:
             case EntryKind.SIZE:
@@ -174,6 +171,7 @@ def _current_value(kind: EntryKind, owner: Any, key: Any) -> Any:
 
 
 def _is_equal(before: Any, now: Any) -> bool:
+    """Return whether two values are the same object or equal plain values; other tensors never are."""
     if before is now:
         return True
     if type(before) is not type(now):
@@ -235,6 +233,7 @@ class _ValueWalk:
         self.entries.append((kind, owner, key, value, count, label))
 
     def _add_value(self, kind: EntryKind, owner: Any, key: Any, value: Any, label: str, *, named: bool = False) -> None:
+        """Record a value, and search it later; ``named`` restricts its items to keys that the code names."""
         if isinstance(value, torch.Tensor) and not (kind is EntryKind.CELL or isinstance(value, nn.Parameter)):
             return  # the entry would keep it alive, and a tensor must be an argument
         self._add_entry(kind, owner, key, value, label)
@@ -262,6 +261,7 @@ class _ValueWalk:
         self._stack.append((value, label, False))
 
     def run(self) -> None:
+        """Search the queued values, then functions that have run but were not found."""
         self._drain()
         # Functions that have run but were not found, since their owners are outside of the step.
         inner = {id(c) for code, _, _ in self._codes.values() for c in code.co_consts if isinstance(c, types.CodeType)}
@@ -279,6 +279,7 @@ class _ValueWalk:
         self._drain()
 
     def _drain(self) -> None:
+        """Search queued values until the queue is empty or there are too many entries."""
         while self._stack and len(self.entries) < _MOST.entries:
             value, label, named = self._stack.pop()
             if isinstance(value, (*_PLAIN, torch.Tensor, *_NOT_SEARCHED)) or id(value) in self._seen:
@@ -308,6 +309,7 @@ class _ValueWalk:
                     self._add_entry(EntryKind.ITEM, module_globals, name, _ABSENT, label)
 
     def _visit_parts(self, value: Any, label: str, *, named: bool) -> None:
+        """Record and queue the contents of a value, by its type."""
         if isinstance(value, types.FunctionType):
             self._visit_function(value, label)
         elif isinstance(value, types.MethodType):
@@ -442,6 +444,7 @@ class _ValueWalk:
             ]
 
     def _visit_items(self, table: dict[Any, Any], label: str, *, named: bool) -> None:
+        """Record the items of a dict; if it is large or ``named``, only those under keys that the code names."""
         is_complete = not named and (len(table) <= _MOST.small_dict or id(table) in self._reads.fully_read)
         keys = self._keys if named else self._user_keys
         names = None if is_complete else keys

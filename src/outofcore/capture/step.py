@@ -102,11 +102,7 @@ def capture_step(
 
 
 def steady_state_gradients(captured: Captured) -> dict[int, Value | None]:
-    """Return the gradients that steady-state steps begin with, where they differ from the first call's.
-
-    They are by parameter id, None for no gradient: the ``gradients`` with which ``capture_step`` captures the
-    steady-state step.
-    """
+    """Return the gradients before a steady-state step that differ from the first call's, for ``capture_step``."""
     states = captured.states
     leftover = {
         states[leftover.parameter].tensor: captured.values[leftover.value] for leftover in captured.gradients_left
@@ -186,6 +182,7 @@ def _capture_once(
 def _trace(
     step: Callable[[], Any], substitute: Substitute, mode: FakeTensorMode, recorder: OpRecorder, reads: Reads
 ) -> Any:
+    """Run the step on fakes under all modes; raise its first refusal, even if the step swallows it."""
     try:
         # On a GPU autograd would use another thread, with its own node numbers and without the user's lines on its
         # stack. The ops and their order are the same.
@@ -209,6 +206,7 @@ def _trace(
 def _check_learning(
     optimizers: Sequence[Optimizer], steps: StepRecorder, ending: StepEnding, mirror: Mirror, tables: Tables
 ) -> None:
+    """Refuse a step with optimizers that neither updates a parameter nor leaves a gradient."""
     written = {storage for op, _ in tables.ops for storage in op.mutates}
     added_to = any(tables.values[gradient.value].storage in written for gradient in mirror.gradients.values())
     if optimizers and not steps.has_updates and not ending.gradients and not added_to:

@@ -76,10 +76,7 @@ _FAKE_SOURCES = ("torch/_subclasses/fake_tensor.py", "torch/_subclasses/meta_uti
 
 
 class Substitute(TorchFunctionMode):
-    """A function mode that replaces the user's tensors by fakes in the arguments of PyTorch functions.
-
-    The real objects stay in modules, optimizers and closures. It must be the outermost mode.
-    """
+    """A function mode, outermost of all, that passes fakes to PyTorch functions in place of the user's tensors."""
 
     def __init__(
         self,
@@ -103,10 +100,8 @@ class Substitute(TorchFunctionMode):
         return self._functions[-1][0] if self._functions else ""
 
     def current_autocast(self) -> tuple[str, torch.dtype] | None:
-        """Return autocast's device type and dtype where the user's code called a PyTorch function.
-
-        None if it was off. PyTorch turns autocast off before it dispatches an operator.
-        """
+        """Return autocast's device type and dtype where the user called a PyTorch function; None if off."""
+        # PyTorch turns autocast off before it dispatches an operator.
         return self._functions[-1][1] if self._functions else None
 
     def swap(self, tree: Any) -> Any:
@@ -165,6 +160,7 @@ class Substitute(TorchFunctionMode):
             raise self._record_refusal(answer) from error
 
     def _read_value(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a read of a known tensor's value; refuse others."""
         value = None if name == "data_ptr" or args[0].requires_grad else self.known.value(args[0])
         if value is None:
             raise value_read(name)
@@ -173,7 +169,7 @@ class Substitute(TorchFunctionMode):
         return result if isinstance(result, str) else self.known.lend(args[0], result)
 
     def _answer_count(self, name: str, args: tuple[Any, ...]) -> bool | None:
-        """Return whether a count is zero, and track its changes; None for other questions."""
+        """Answer the comparison of a count with zero, and track additions to it; None for other functions."""
         key, number = id(args[0]), args[1] if len(args) > 1 else None
         if name in _ADDITIONS and type(number) is int:
             self._counts[key] += number
@@ -189,11 +185,9 @@ class Substitute(TorchFunctionMode):
 
     @contextlib.contextmanager
     def cover_entry_points(self, provenance: Provenance) -> Iterator[None]:
-        """Cover entries into PyTorch that a function mode does not see.
-
-        The autograd engine disables the mode for hooks, custom backwards and recomputed forwards; ``Function.apply``,
-        ``from_numpy`` and ``tolist`` are not overridable.
-        """
+        """Replace entries into PyTorch that a function mode does not see: they swap tensors or refuse reads."""
+        # The autograd engine disables the mode for hooks, custom backwards and recomputed forwards; ``Function.apply``,
+        # ``from_numpy`` and ``tolist`` are not overridable.
         self._module = lambda: provenance.locate_op()[0]
         is_capturing = capturing_thread()
 
@@ -269,7 +263,7 @@ class Substitute(TorchFunctionMode):
 
 
 def average_counts(models: Sequence[nn.Module]) -> dict[int, int]:
-    """Return the number of models that each ``AveragedModel`` has averaged, by its count's id."""
+    """Return how many models each ``AveragedModel`` has averaged, by the id of its ``n_averaged``."""
     # The first model is copied and others are averaged, so the ops depend on whether the count is zero. A meta count is
     # assumed to be one.
     return {
@@ -281,7 +275,7 @@ def average_counts(models: Sequence[nn.Module]) -> dict[int, int]:
 
 
 def _with_lengths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Convert length lists of ``ctc_loss`` to tensors, which it would create below dispatch."""
+    """Convert lists of lengths for ``ctc_loss`` to tensors, which PyTorch would do where no mode sees it."""
 
     def tensor(value: Any) -> Any:
         return torch.tensor(value, dtype=torch.int64) if isinstance(value, list | tuple) else value
@@ -315,7 +309,7 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def run_uncompiled(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Run compiled functions and modules as eager code, and log the compiled modules."""
+    """Run compiled functions and modules as eager code, and log a warning about compiled modules."""
     names = [
         f"'{name}' ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
         for model in models

@@ -44,11 +44,11 @@ class Tables:
     _by_value: dict[Value, int] = field(default_factory=dict)
 
     def find_storage(self, tensor: torch.Tensor) -> int | None:
-        """Return the storage of a fake tensor; None if it is not registered."""
+        """Return the number of a fake tensor's storage; None if it is not registered."""
         return self._by_key.get(storage_key(tensor))
 
     def storage_of(self, tensor: torch.Tensor) -> int:
-        """Return the storage of a fake tensor; raises ``CaptureError`` if it is not registered."""
+        """Return the number of a fake tensor's storage; raises ``CaptureError`` if it is not registered."""
         storage = self.find_storage(tensor)
         if storage is None:
             raise CaptureError(
@@ -59,14 +59,14 @@ class Tables:
         return storage
 
     def add(self, tensor: torch.Tensor, kind: StorageKind, name: str) -> int:
-        """Register the storage of a fake tensor."""
+        """Register the storage of a fake tensor, and return its number."""
         fake = tensor.untyped_storage()
         self.storages.append(TracedStorage(fake.nbytes(), kind, name, fake))
         self._by_key[storage_key(tensor)] = len(self.storages) - 1
         return len(self.storages) - 1
 
     def add_storage(self, count: int, kind: StorageKind, name: str) -> int:
-        """Register a storage of ``count`` bytes without a fake tensor."""
+        """Register a storage of ``count`` bytes without a fake tensor, and return its number."""
         self.storages.append(TracedStorage(count, kind, name, None))
         return len(self.storages) - 1
 

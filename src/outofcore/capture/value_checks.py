@@ -15,6 +15,8 @@ from outofcore.capture.provenance import innermost_code_in
 
 @dataclass(frozen=True)
 class ValueCheck:
+    """The function of an op that raises ``ValueError`` unless a truth value equals ``passes``."""
+
     passes: bool  # the truth value that passes
     text: str
 
@@ -32,7 +34,7 @@ _DISTRIBUTION_CHECK = ValueCheck(
 
 
 def running_check(function: str) -> ValueCheck | None:
-    """Return the check that is reading a value, by the Python stack; None for other reads."""
+    """Return the check of PyTorch that now reads a value, found on the stack; None for other reads."""
     if function in _LOSSES:
         return _LOSSES[function]
     code = innermost_code_in(_DISTRIBUTIONS)

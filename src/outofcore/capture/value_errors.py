@@ -40,6 +40,7 @@ _OF_INTEGERS = frozenset({"div", "floor_divide", "remainder", "fmod"})
 
 
 def ops_that_may_raise(captured: Captured) -> frozenset[int]:
+    """Return the ids of ops that may raise an error for some values of their arguments."""
     checked: set[int] = set()  # storages that were indices of an earlier op
     op_ids: set[int] = set()
     for op, call in zip(captured.graph.ops, captured.calls, strict=True):
@@ -68,6 +69,7 @@ def ops_that_may_raise(captured: Captured) -> frozenset[int]:
 
 
 def _integers(captured: Captured, call: Call) -> set[int]:
+    """Return the storages of a call's integer and boolean arguments."""
     leaves: list[Any] = tree_flatten((call.args, call.kwargs))[0]
     values = [captured.values[leaf.value] for leaf in leaves if isinstance(leaf, Ref)]
     return {value.storage for value in values if not value.dtype.is_floating_point and not value.dtype.is_complex}
