@@ -54,6 +54,8 @@ _GRAPH_OPS = 4
 
 @dataclass(frozen=True, slots=True)
 class _MeasuredSteps:
+    """How many steps of a program are measured."""
+
     first: int = 6  # used to compare plans
     every: int = 32  # then one step in this many
 
@@ -62,7 +64,7 @@ _MEASURED_STEPS = _MeasuredSteps()
 
 
 class _GraphedCalls:
-    """Issues ops one by one in its first call, and as one graph in later calls if possible."""
+    """Issues ops one by one in its first call, and as one CUDA graph in later calls if it can be captured."""
 
     def __init__(self, driver: Driver, call: Callable[[], object]) -> None:
         self._driver, self._call = driver, call
@@ -121,7 +123,7 @@ class CudaEngine:
         self._bound = self._prepared = None
 
     def read_progress(self) -> StepProgress | None:
-        """Return the progress of the last step; None if the device failed, since that shows late."""
+        """Return the progress of the last step; None if the device failed, since errors may show at a later op."""
         if self._has_failed:
             return None
         count = 0 if self._prepared is None else len(self._prepared.issues)
@@ -132,7 +134,7 @@ class CudaEngine:
     def run(
         self, bound: BoundProgram, table: ScopeTable, slots: Mapping[int, tuple[SlotPiece, ...]], ports: dict[int, Port]
     ) -> Timeline:
-        """Issue one step. The first six steps are measured, and every 32nd."""
+        """Issue one step; return its timeline, or the last measured one (the first six steps and every 32nd)."""
         prepared, driver = self._prepared, self._driver
         if prepared is None or self._bound is not bound:
             disk = any(copy.home for queue in bound.copies for copy in queue)
@@ -193,6 +195,7 @@ class CudaEngine:
             error.add_note(f"A transfer failed as well: {failure}")
 
     def _begin(self, prepared: PreparedProgram, measured: bool) -> None:
+        """Let all streams of a step wait for the user's earlier work on the compute stream."""
         driver = self._driver
         if measured and not prepared.stamps:
             prepared.stamps = [driver.create_mark(timed=True) for _ in range(2 * len(prepared.issues))]
@@ -206,6 +209,7 @@ class CudaEngine:
             self._staging.begin()
 
     def _end(self, prepared: PreparedProgram, measured: bool) -> None:
+        """Let the compute stream wait for the ends of the other streams."""
         driver = self._driver
         for stream, mark in prepared.ends.items():
             driver.record(stream, mark)
@@ -221,6 +225,7 @@ class CudaEngine:
         ports: dict[int, Port],
         caller_marks: list[Mark],
     ) -> None:
+        """Issue one instruction of a measured step, between two of the ``stamps``."""
         driver, stream = self._driver, issue.stream
         self._issue_waits(issue, driver)
         driver.record(first_stream(stream), stamps[2 * issue.index])
@@ -234,7 +239,7 @@ class CudaEngine:
         self._issue_marks(issue, driver)
 
     def _play(self, prepared: PreparedProgram, ports: dict[int, Port], caller_marks: list[Mark]) -> None:
-        """Issue a step that is not measured: consecutive ops, and the actions between them, at once."""
+        """Issue a step that is not measured, in batches; the first such step records op calls for later ones."""
         if prepared.batches is None:
             prepared.batches = self._make_batches(prepared)
         native = self._can_replay and internals.has_no_dispatch_modes()
@@ -259,6 +264,7 @@ class CudaEngine:
         ports: dict[int, Port],
         caller_marks: list[Mark],
     ) -> list[Batch]:
+        """Issue a step and record its op calls; return the batches, with replayable ones combined."""
         replay = Replay(library, len(parts))
         recorded: list[bool] = []
         with replay.watch_calls():
@@ -284,7 +290,7 @@ class CudaEngine:
         return [*merged, *parts[merged_end:]]
 
     def _find_replayable(self, parts: Sequence[Batch], recorded: list[bool]) -> list[tuple[int, int]]:
-        """Return the (first, end) spans of batches that can be issued at once."""
+        """Return (first, end) of each run of recorded batches; batches for a graph and others are in separate runs."""
         kinds = [
             0 if not is_recorded else 1 + self._can_be_graphed(part)
             for part, is_recorded in zip(parts, recorded, strict=True)
@@ -293,7 +299,7 @@ class CudaEngine:
         return [(first, end) for first, end in pairwise([0, *cuts, len(kinds)]) if kinds[first]]
 
     def _can_be_graphed(self, part: Batch) -> bool:
-        """Return whether a batch is an op that draws no random numbers and reads no host memory."""
+        """Return whether graphs are enabled and a batch is one op, not random, on memory of the device only."""
         run = None if part.instruction is None else part.instruction.run
         if not self._makes_graphs or run is None or self._bound is None or self._bound.graph.ops[run.op].random:
             return False
@@ -303,7 +309,7 @@ class CudaEngine:
         )
 
     def _combine(self, parts: Sequence[Batch], replay: Replay, first: int, end: int, table: ScopeTable) -> Batch:
-        """Combine consecutive ops, each in its scope, and the actions between them into one native call."""
+        """Combine the batches from ``first`` to before ``end`` into one native call, or a graph of several ops."""
         tapes = [(number, part.play) for number, part in enumerate(parts) if isinstance(part.play, Tape)]
         issued = [
             (number, tape.after_native)
@@ -312,6 +318,7 @@ class CudaEngine:
         ]
 
         def call() -> None:
+            """Replay the batches; on an error, record at which instruction the step has ended."""
             next_batch = first
             try:
                 next_batch = replay.run(first, end, table, None, None, ends_scopes=True)
@@ -333,10 +340,12 @@ class CudaEngine:
         return Batch(parts[end - 1].issued_count, call)
 
     def _make_batches(self, prepared: PreparedProgram) -> list[Batch]:
+        """Cut a program into batches: single ops, copies of the caller's memory, and tapes of what is between."""
         batches: list[Batch] = []
         between = ActionList()
 
         def close(issued_count: int) -> None:
+            """Append a tape of the actions collected since the last batch."""
             nonlocal between
             if between.items:
                 batches.append(Batch(issued_count, self._driver.make_tape(between.items)))
@@ -359,6 +368,7 @@ class CudaEngine:
         return batches
 
     def _issue_waits(self, issue: PreparedInstruction, issuer: Issuer) -> None:
+        """Issue the waits of an instruction, except those that ``Staging.copy_in`` issues itself."""
         if issue.written_mark is not None:
             issuer.wait(Stream.READ, issue.written_mark)
         if issue.stream is not Stream.DISK_IN or not issue.chunks:
@@ -366,12 +376,14 @@ class CudaEngine:
                 issuer.wait(issue.stream, mark)
 
     def _issue_marks(self, issue: PreparedInstruction, issuer: Issuer) -> None:
+        """Record the marks for which later instructions wait."""
         if issue.mark is not None:
             issuer.record(issue.stream, issue.mark)
         if issue.stored_mark is not None:
             issuer.record(Stream.WRITE, issue.stored_mark)
 
     def _copy_home(self, issue: PreparedInstruction, issuer: Issuer) -> None:
+        """Issue a copy between the arena and a home, through staging buffers if the home is on a disk."""
         stream, index = issue.stream, issue.index
         if issue.chunks and self._staging is not None:
             if stream is Stream.DISK_OUT:
@@ -383,6 +395,7 @@ class CudaEngine:
             issuer.copy(stream, index, device if inwards else host, host if inwards else device)
 
     def _copy_user_memory(self, issue: PreparedInstruction, ports: dict[int, Port], caller_marks: list[Mark]) -> None:
+        """Issue a copy between the arena and the caller's memory; ``caller_marks`` gets a mark to await, if needed."""
         driver, stream, index = self._driver, issue.stream, issue.index
         if issue.arena_bytes is None:
             return
@@ -403,6 +416,7 @@ class CudaEngine:
                 caller_marks.append(mark)
 
     def _read_timeline(self, prepared: PreparedProgram) -> Timeline:
+        """Wait until the device is idle, and return the times of a measured step's instructions."""
         driver, stamps = self._driver, prepared.stamps
         driver.synchronize()
         since = [max(driver.seconds(prepared.started, stamp), 0.0) for stamp in stamps]
@@ -412,6 +426,7 @@ class CudaEngine:
 
 
 def _bytes_of(port: Port) -> torch.Tensor:
+    """Return the bytes of a port as a uint8 tensor."""
     tensor = port.tensor
     start = tensor.storage_offset() * tensor.element_size()
     return internals.storage_bytes(tensor)[start : start + port.bytes]
