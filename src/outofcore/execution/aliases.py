@@ -191,8 +191,8 @@ class PersistentState:
     def show(self, base: torch.Tensor, place: StatePlace) -> None:
         """Point all tensors of the user at the bytes of ``base``, and record the place of these bytes."""
         self.set_shown(None if place is StatePlace.OWN else base)
-        for window in self.aliases:
-            window.point_at(tensor_on(base, window.value))
+        for alias in self.aliases:
+            alias.point_at(tensor_on(base, alias.value))
         self.become(place)
 
     def become(self, place: StatePlace) -> None:
@@ -203,13 +203,13 @@ class PersistentState:
 
     def apply_layout(self, key: str, value: Value) -> None:
         """Change the expected layout of the gradient ``key`` to that of ``value``; its contents stay the same."""
-        for window in self.aliases:
-            if window.key != key or window.has_layout(value):
+        for alias in self.aliases:
+            if alias.key != key or alias.has_layout(value):
                 continue
-            data = window.tensor.data.clone()
-            window.value = value
-            if self.shown is not None and not window.is_placeholder:
-                window.point_at(tensor_on(self.shown, value).copy_(data))
+            data = alias.tensor.data.clone()
+            alias.value = value
+            if self.shown is not None and not alias.is_placeholder:
+                alias.point_at(tensor_on(self.shown, value).copy_(data))
 
     def set_shown(self, base: torch.Tensor | None) -> None:
         self.shown = base
@@ -217,11 +217,11 @@ class PersistentState:
 
     def is_shared(self) -> bool:
         """Return whether the bytes are in shared memory that must stay in place; the step works on a copy."""
-        return bool(self.aliases) and all(window.shared_tensor is not None for window in self.aliases)
+        return bool(self.aliases) and all(alias.shared_tensor is not None for alias in self.aliases)
 
     def is_unused(self) -> bool:
         """Return whether its bytes are unused, because all gradients on it were cleared."""
-        return bool(self.aliases) and all(window.is_placeholder for window in self.aliases)
+        return bool(self.aliases) and all(alias.is_placeholder for alias in self.aliases)
 
     def mark_absent(self) -> None:
         self.become(StatePlace.ABSENT)
@@ -232,8 +232,8 @@ class PersistentState:
         if self.has_expected_layout():
             return internals.storage_bytes(self.aliases[0].tensor)[: self.bytes]
         gathered = torch.zeros(self.bytes, dtype=torch.uint8, device=self.aliases[0].tensor.device)
-        for window in self.aliases:
-            tensor_on(gathered, window.value).copy_(window.tensor.data)
+        for alias in self.aliases:
+            tensor_on(gathered, alias.value).copy_(alias.tensor.data)
         return gathered
 
     def fingerprint(self) -> int:
@@ -241,17 +241,17 @@ class PersistentState:
 
     def offset_in(self, address: int) -> int:
         """Return the offset of the state's bytes from ``address``, such as the address of the arena."""
-        window = self.aliases[0]
-        return window.address - window.value.offset * window.value.dtype.itemsize - address
+        alias = self.aliases[0]
+        return alias.address - alias.value.offset * alias.value.dtype.itemsize - address
 
     def has_expected_layout(self) -> bool:
         """Return whether the user's tensors share one storage in the expected layout."""
         first = self.aliases[0].tensor
         return first.untyped_storage().nbytes() >= self.bytes and all(
-            internals.storage_key(window.tensor) == internals.storage_key(first)
-            and window.tensor.storage_offset() == window.value.offset
-            and window.tensor.stride() == window.value.stride
-            for window in self.aliases
+            internals.storage_key(alias.tensor) == internals.storage_key(first)
+            and alias.tensor.storage_offset() == alias.value.offset
+            and alias.tensor.stride() == alias.value.stride
+            for alias in self.aliases
         )
 
     def is_replaced(self) -> bool:
@@ -263,21 +263,21 @@ class PersistentState:
 
     def release_moved_aliases(self) -> list[StateAlias]:
         """Remove and return the aliases that the user has given other memory."""
-        moved = [window for window in self.aliases if window.has_moved()]
-        self.aliases = [window for window in self.aliases if not window.has_moved()]
+        moved = [alias for alias in self.aliases if alias.has_moved()]
+        self.aliases = [alias for alias in self.aliases if not alias.has_moved()]
         return moved
 
-    def add_alias(self, window: StateAlias) -> None:
+    def add_alias(self, alias: StateAlias) -> None:
         """Add a user's tensor whose memory is this storage already, with the layout that the tensor has now."""
-        tensor = window.tensor
+        tensor = alias.tensor
         value = replace(
-            window.value,
+            alias.value,
             dtype=tensor.dtype,
             shape=tuple(tensor.shape),
             stride=tensor.stride(),
             offset=tensor.storage_offset(),
         )
-        self.aliases.append(StateAlias(window.key, tensor, value, tensor.data_ptr()))
+        self.aliases.append(StateAlias(alias.key, tensor, value, tensor.data_ptr()))
 
     def has_storage_moved(self) -> bool:
         return self.shown is not None and self.shown.data_ptr() != self.address
@@ -294,22 +294,22 @@ class PersistentState:
 
 def adopt_replacements(states: Iterable[PersistentState]) -> list[str]:
     """Copy data that replaced shown tensors into place; return the keys. Raise ``StateError`` for other shapes."""
-    replacements = [(state, window) for state in states for window in state.aliases if window.has_moved()]
-    for _, window in replacements:  # before any tensor is copied
-        window.check_shape_and_dtype()
+    replacements = [(state, alias) for state in states for alias in state.aliases if alias.has_moved()]
+    for _, alias in replacements:  # before any tensor is copied
+        alias.check_shape_and_dtype()
     shown_keys = {internals.storage_key(state.shown) for state, _ in replacements if state.shown is not None}
     # Replacements may view bytes that are overwritten here, in another order or of another tensor: copy them first.
     copies = {
-        id(window): window.tensor.data.clone()
-        for state, window in replacements
-        if state.shown is not None and internals.storage_key(window.tensor) in shown_keys
+        id(alias): alias.tensor.data.clone()
+        for state, alias in replacements
+        if state.shown is not None and internals.storage_key(alias.tensor) in shown_keys
     }
-    for state, window in replacements:
+    for state, alias in replacements:
         if state.shown is not None:
-            new = copies.get(id(window), window.tensor.data)
-            window.point_at(tensor_on(state.shown, window.value).copy_(new))
-        window.address = window.tensor.data_ptr()
-    return [window.key for _, window in replacements]
+            new = copies.get(id(alias), alias.tensor.data)
+            alias.point_at(tensor_on(state.shown, alias.value).copy_(new))
+        alias.address = alias.tensor.data_ptr()
+    return [alias.key for _, alias in replacements]
 
 
 def has_sharing_changed(states: Iterable[PersistentState]) -> bool:
@@ -318,7 +318,7 @@ def has_sharing_changed(states: Iterable[PersistentState]) -> bool:
     for state in states:
         if state.place is StatePlace.ABSENT or not state.bytes:
             continue
-        keys = {internals.storage_key(window.tensor) for window in state.aliases}
+        keys = {internals.storage_key(alias.tensor) for alias in state.aliases}
         apart = len(state.aliases) > 1 and not state.has_expected_layout()
         if apart or any(owners.setdefault(key, state) is not state for key in keys):
             return True
@@ -327,10 +327,10 @@ def has_sharing_changed(states: Iterable[PersistentState]) -> bool:
 
 def has_layout_changed(states: Iterable[PersistentState]) -> bool:
     """Return whether a replaced tensor has other strides; raise ``StateError`` for another shape or dtype."""
-    moved = [window for state in states for window in state.aliases if window.has_moved()]
-    for window in moved:
-        window.check_shape_and_dtype()
-    return any(window.tensor.stride() != window.value.stride for window in moved)
+    moved = [alias for state in states for alias in state.aliases if alias.has_moved()]
+    for alias in moved:
+        alias.check_shape_and_dtype()
+    return any(alias.tensor.stride() != alias.value.stride for alias in moved)
 
 
 def matches_capture(captured: Captured) -> bool:
@@ -359,25 +359,25 @@ def matches_capture(captured: Captured) -> bool:
 def release_replacements(states: Iterable[PersistentState]) -> list[PersistentState]:
     """Detach tensors whose memory the user has replaced from their states; return the states left without one."""
     shown_states = [state for state in states if state.place in (StatePlace.HOME, StatePlace.ARENA)]
-    moved = [window for state in shown_states for window in state.release_moved_aliases()]
+    moved = [alias for state in shown_states for alias in state.release_moved_aliases()]
     if not moved:
         return []
     shown = {
         internals.storage_key(s.shown): s for s in shown_states if s.shown is not None and not s.has_storage_moved()
     }
-    for window in moved:
-        state = shown.get(internals.storage_key(window.tensor))
+    for alias in moved:
+        state = shown.get(internals.storage_key(alias.tensor))
         if state is not None:
-            state.add_alias(window)
+            state.add_alias(alias)
     return [state for state in shown_states if not state.aliases]
 
 
 def is_unmoved(states: Iterable[PersistentState]) -> bool:
     """Return whether all tensors are as last shown; it runs before every step, so it uses loops in C."""
-    windows = [window for state in states for window in state.aliases]
-    tensors, values = [window.tensor for window in windows], [window.value for window in windows]
+    aliases = [alias for state in states for alias in state.aliases]
+    tensors, values = [alias.tensor for alias in aliases], [alias.value for alias in aliases]
     return (
-        list(map(_POINTER, tensors)) == [window.address for window in windows]
+        list(map(_POINTER, tensors)) == [alias.address for alias in aliases]
         and list(map(_SIZE, tensors)) == [value.shape for value in values]
         and list(map(_STRIDE, tensors)) == [value.stride for value in values]
         and list(map(_DTYPE, tensors)) == [value.dtype for value in values]
@@ -387,14 +387,14 @@ def is_unmoved(states: Iterable[PersistentState]) -> bool:
 def displaced_keys(states: Iterable[PersistentState]) -> list[str]:
     """Return the keys of tensors at home or in the arena that have left their last shown address."""
     places = (StatePlace.HOME, StatePlace.ARENA)
-    windows = [window for state in states if state.place in places for window in state.aliases]
+    aliases = [alias for state in states if state.place in places for alias in state.aliases]
     addresses, shown = (
-        list(map(_POINTER, [window.tensor for window in windows])),
-        [window.address for window in windows],
+        list(map(_POINTER, [alias.tensor for alias in aliases])),
+        [alias.address for alias in aliases],
     )
     if addresses == shown:
         return []
-    return [window.key for window, current, last in zip(windows, addresses, shown, strict=True) if current != last]
+    return [alias.key for alias, current, last in zip(aliases, addresses, shown, strict=True) if current != last]
 
 
 # Slots and their faces

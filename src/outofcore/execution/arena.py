@@ -166,7 +166,9 @@ class Arena:
         if handle is None:
             library.outofcore_uninstall()
             unmap(self.address, whole)
-            raise ArenaError("too many arenas are open or still referred to by tensors; close compiled steps first")
+            raise ArenaError(
+                "too many arenas are open or used by tensors; close other steps and drop their tensors first"
+            )
         self.handle: int = handle
         # The library unmaps the pages itself, since tensors in them may outlive the arena.
         self._region: Region | None = Region(self.address, whole, functools.partial(_drop, library, handle))
@@ -428,7 +430,9 @@ def _read_events(library: ctypes.PyDLL, log: int) -> list[AllocatorEvent]:
 
 
 def _out_of_memory_error() -> ArenaError:
-    return ArenaError("the host has no memory left for the log of an allocator; end other processes, or use less")
+    return ArenaError(
+        "the host has no memory left for the log of an allocator; end other programs, or use smaller batches"
+    )
 
 
 def _free_table(library: ctypes.PyDLL, table: int, region: object) -> None:

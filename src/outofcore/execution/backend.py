@@ -48,11 +48,7 @@ class Backend(Protocol):
         ...
 
     def arena(self, count: int, reserve: int, room: int = 0) -> DeviceArena:
-        """Open an arena of ``count`` bytes, with ``reserve`` bytes for off-plan requests.
-
-        It may get ``room`` bytes instead, if unused memory costs nothing: programs for other input shapes may need
-        them.
-        """
+        """Open an arena of ``count`` bytes, or ``room`` if unused memory is free, and ``reserve`` off-plan bytes."""
         ...
 
     def engine(self, homes: Sequence[HomeStore]) -> Engine: ...
@@ -96,9 +92,9 @@ def room_for_arena(captured: Captured, backend: Backend, budget: int) -> int:
     unavailable = bytes_unavailable_to_arena(captured, backend, budget)
     if unavailable >= budget:
         raise BudgetError(
-            f"the budget of {format_bytes(budget)} leaves no room for the step: {format_bytes(unavailable)} of it is "
-            f"used on {backend.device} by other tensors, outputs, libraries and the reserve; raise the budget, or free "
-            "other memory there"
+            f"the budget of {format_bytes(budget)} leaves no room for the step: other tensors, outputs, libraries and "
+            f"the reserve take {format_bytes(unavailable)} on {backend.device}; raise the budget, or free other memory "
+            "there"
         )
     return budget - unavailable
 

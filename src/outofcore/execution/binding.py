@@ -146,7 +146,7 @@ class _Binder:
         """Bind a copy; raise ``GraphError`` if it copies a workspace."""
         block, home = self.program.blocks[instruction.block], instruction.home
         if block.storage is None:
-            raise GraphError(f"instruction {index} copies a workspace")
+            raise GraphError(f"instruction {index} copies a workspace; please report it")
         waits = _wait_pairs(instruction.waits)
         return BoundCopy(index, block.storage, home, block.offset, block.bytes, waits, *self.next_number(queue))
 

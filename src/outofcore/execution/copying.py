@@ -35,6 +35,8 @@ class _CopyFailure(IntEnum):
 
 
 class _Piece(ctypes.Structure):
+    """A part of a copy that is contiguous on both sides, as ``Piece`` in copying.cpp."""
+
     _fields_ = (
         ("address", ctypes.c_int64),
         ("bytes", ctypes.c_int64),
@@ -50,6 +52,8 @@ class _Piece(ctypes.Structure):
 
 
 class _Copy(ctypes.Structure):
+    """A copy, with the ranges of its pieces and waits in their tables, as ``Copy`` in copying.cpp."""
+
     _fields_ = (
         ("index", ctypes.c_int64),
         ("number", ctypes.c_int64),

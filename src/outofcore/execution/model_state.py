@@ -68,10 +68,10 @@ class StateKeeper:
             if binding.key not in self._by_tensor:
                 tensor = binding.tensor if binding.tensor is not None else torch.empty(0, dtype=value.dtype)
                 state.origin = self._origins.setdefault(binding.key, tensor.device)
-                window = StateAlias(binding.key, tensor, value, tensor.data_ptr())
+                alias = StateAlias(binding.key, tensor, value, tensor.data_ptr())
                 if binding.tensor is not None:
-                    self._keep_if_shared(state, window)
-                state.aliases.append(window)
+                    self._keep_if_shared(state, alias)
+                state.aliases.append(alias)
                 self._by_tensor[binding.key] = state
                 if binding.tensor is not None and state.place is not StatePlace.ABSENT:
                     self._locate(state)
@@ -116,6 +116,7 @@ class StateKeeper:
         return True
 
     def _current_mapping(self) -> MappedFiles:
+        """Return which files are mapped into memory, read from the system unless it is up to date."""
         if self._mapping is None:
             self._mapping = MappedFiles()
         elif not self._is_mapping_current:
@@ -123,25 +124,25 @@ class StateKeeper:
         self._is_mapping_current = True
         return self._mapping
 
-    def _keep_if_shared(self, state: PersistentState, window: StateAlias) -> bool:
+    def _keep_if_shared(self, state: PersistentState, alias: StateAlias) -> bool:
         """Keep the user's tensor in place if its memory is shared with other processes; return whether it is."""
-        if not self._current_mapping().is_shared(window.tensor):
+        if not self._current_mapping().is_shared(alias.tensor):
             return False
-        window.keep_in_place()
-        self._shared.append((state, window))
-        _log.info("%s is in shared memory and stays there, outside of the budget", window.key)
+        alias.keep_in_place()
+        self._shared.append((state, alias))
+        _log.info("%s is in shared memory and stays there, outside of the budget", alias.key)
         return True
 
     def read_shared(self) -> None:
         """Copy shared memory to the step's tensors; raise ``StateError`` for another shape or dtype."""
-        for _, window in self._shared:
-            window.read_shared()
+        for _, alias in self._shared:
+            alias.read_shared()
 
     def write_shared(self, written: Set[int]) -> None:
         """Copy the step's tensors of states with ids in ``written`` to the user's shared memory."""
-        for state, window in self._shared:
+        for state, alias in self._shared:
             if id(state) in written:
-                window.write_shared()
+                alias.write_shared()
 
     def release_slots(self) -> None:
         """Leave the slots of states at home to their tensors, and free all other slots; the arena must be empty."""
@@ -200,30 +201,30 @@ class StateKeeper:
 
     def user_tensor(self, binding: StateBinding) -> torch.Tensor:
         """Return the user's tensor of a binding, or the tensor to show for new optimizer state."""
-        for window in self._by_tensor[binding.key].aliases:
-            if window.key == binding.key:
-                return window.user_tensor
-        raise StateError(f"{binding.key} has no tensor")
+        for alias in self._by_tensor[binding.key].aliases:
+            if alias.key == binding.key:
+                return alias.user_tensor
+        raise StateError(f"{binding.key} has no tensor; please report it")
 
     def rebind(self, state: PersistentState, binding: StateBinding, tensor: torch.Tensor) -> None:
         """Use the user's new tensor object for a state, with its data; raise ``StateError`` for other shapes."""
-        for window in state.aliases:
-            if window.key != binding.key or window.user_tensor is tensor:
+        for alias in state.aliases:
+            if alias.key != binding.key or alias.user_tensor is tensor:
                 continue
             self._is_mapping_current = False
-            if window.shared_tensor is not None:
-                window.shared_tensor, window.fingerprint = tensor, None
-                window.check_shape_and_dtype()
+            if alias.shared_tensor is not None:
+                alias.shared_tensor, alias.fingerprint = tensor, None
+                alias.check_shape_and_dtype()
                 continue
-            old, window.tensor, window.is_placeholder = window.tensor, tensor, False
-            window.check_shape_and_dtype()
-            self._keep_if_shared(state, window)
+            old, alias.tensor, alias.is_placeholder = alias.tensor, tensor, False
+            alias.check_shape_and_dtype()
+            self._keep_if_shared(state, alias)
             if state.shown is None:
-                window.address = tensor.data_ptr()
+                alias.address = tensor.data_ptr()
                 self._locate(state)
                 continue
-            if old.data_ptr() == window.address:
-                window.address = -1
+            if old.data_ptr() == alias.address:
+                alias.address = -1
                 reference = weakref.ref(old)
                 del old
                 self._faces.move_to_own_memory(reference())
@@ -258,10 +259,10 @@ class StateKeeper:
 
     def clear_gradient(self, state: PersistentState, binding: StateBinding) -> None:
         """Replace a cleared gradient by a placeholder for the program; other references keep its bytes."""
-        for window in state.aliases:
-            if window.key == binding.key:
-                self._faces.move_to_own_memory(window.release_tensor())
-                window.is_placeholder = True
+        for alias in state.aliases:
+            if alias.key == binding.key:
+                self._faces.move_to_own_memory(alias.release_tensor())
+                alias.is_placeholder = True
         if state.shown is None:
             state.mark_absent()
         else:
@@ -282,9 +283,9 @@ class StateKeeper:
             state.check_not_moved()
         self._is_mapping_current = False
         for state in existing if not leaving else ():
-            for window in state.aliases:
-                if window.shared_tensor is None and window.has_moved():
-                    self._keep_if_shared(state, window)
+            for alias in state.aliases:
+                if alias.shared_tensor is None and alias.has_moved():
+                    self._keep_if_shared(state, alias)
         if has_layout_changed(existing) or has_sharing_changed(existing):
             return None
         for state in existing if leaving else ():

@@ -249,8 +249,8 @@ class StateMoves:
         """Move a state to ordinary host memory, or back to the user's shared memory, and free its slot."""
         if state.is_shared():
             state.set_shown(None)
-            for window in state.aliases:
-                window.point_at(window.user_tensor.data)
+            for alias in state.aliases:
+                alias.point_at(alias.user_tensor.data)
             state.become(StatePlace.OWN)
         else:
             data = state.current_bytes()

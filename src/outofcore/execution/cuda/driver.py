@@ -380,7 +380,9 @@ class CudaArena:
         if handle is None:
             torch.cuda.caching_allocator_delete(self.address)
             library.outofcore_uninstall()
-            raise ArenaError("too many arenas are open or still referred to by tensors; close compiled steps first")
+            raise ArenaError(
+                "too many arenas are open or used by tensors; close other steps and drop their tensors first"
+            )
         self.handle: int = handle
         # The library releases the memory itself, since tensors in it may outlive the arena.
         self._region: _DeviceRegion | None = _DeviceRegion(self.address, library.outofcore_arena_drop, handle)

@@ -97,7 +97,7 @@ class CudaEngine:
         if not memory.in_memory or len(behind) > 1 or not all(isinstance(home, DiskHome) for home in behind):
             raise StateError(
                 "a step on a GPU has a home in host memory and at most a disk behind it, and was given "
-                f"{', '.join(home.name for home in homes)}"
+                f"{', '.join(home.name for home in homes)}; please report it"
             )
         self._driver = driver
         self._home = memory
