@@ -268,7 +268,7 @@ class PersistentState:
         return moved
 
     def add_alias(self, alias: StateAlias) -> None:
-        """Add a user's tensor whose memory is this storage already, with the layout that the tensor has now."""
+        """Add a user's tensor on this storage, with the layout that the tensor has now."""
         tensor = alias.tensor
         value = replace(
             alias.value,
@@ -357,7 +357,7 @@ def matches_capture(captured: Captured) -> bool:
 
 
 def release_replacements(states: Iterable[PersistentState]) -> list[PersistentState]:
-    """Detach tensors whose memory the user has replaced from their states; return the states left without one."""
+    """Detach tensors from their states if the user replaced their memory; return the states without tensors."""
     shown_states = [state for state in states if state.place in (StatePlace.HOME, StatePlace.ARENA)]
     moved = [alias for state in shown_states for alias in state.release_moved_aliases()]
     if not moved:
@@ -402,7 +402,7 @@ def displaced_keys(states: Iterable[PersistentState]) -> list[str]:
 
 @dataclass
 class Face:
-    """A slot whose bytes are the memory of a tensor's storage."""
+    """A slot, and the tensor storage that shows its bytes."""
 
     home: int
     offset: int
@@ -588,7 +588,7 @@ class OptimizerStates:
     def find_replaced(
         self, shown_as: Callable[[StateBinding], torch.Tensor]
     ) -> list[tuple[StateBinding, StateOwner, torch.Tensor | None]]:
-        """Return each state whose tensor is not the one ``shown_as`` gives: binding, owner, present tensor or None."""
+        """Return binding, owner and present tensor (or None) of state that is not the tensor ``shown_as`` gives."""
         tensors, self._last_tensors = self._last_tensors or self._current_tensors(), None
         shown = list(map(shown_as, self._bindings))
         if all(map(is_, tensors, shown)):

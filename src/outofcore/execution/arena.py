@@ -215,7 +215,7 @@ class Arena:
         home.read(slot, self.memory(offset, count))
 
     def move(self, start: int, to: int, count: int) -> bool:
-        """Move bytes within the arena, whose old and new place may overlap; return True."""
+        """Move bytes within the arena, also to an overlapping range; return True."""
         region = self.region
         self._check(start, count)
         self._check(to, count)

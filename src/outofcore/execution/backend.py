@@ -24,7 +24,7 @@ _ANNEX_BUDGETS = 2  # size of the annex in budgets: larger than 1, since its pie
 
 
 class Backend(Protocol):
-    """Opens arenas and engines on one kind of device, and provides what depends on it."""
+    """Opens arenas and engines on one kind of device, and has its settings."""
 
     @property
     def device(self) -> torch.device: ...
@@ -88,7 +88,7 @@ def bytes_unavailable_to_arena(captured: Captured, backend: Backend, budget: int
 
 
 def room_for_arena(captured: Captured, backend: Backend, budget: int) -> int:
-    """Return the bytes of a budget that a step's arena may have; raise ``BudgetError`` if none are left."""
+    """Return the bytes of a budget that a step's arena may have; raise ``BudgetError`` if it may have 0."""
     unavailable = bytes_unavailable_to_arena(captured, backend, budget)
     if unavailable >= budget:
         raise BudgetError(
@@ -100,7 +100,7 @@ def room_for_arena(captured: Captured, backend: Backend, budget: int) -> int:
 
 
 def restate_for_budget(error: BudgetError, budget: int, room: int) -> BudgetError:
-    """Convert an error whose smallest budget is for the arena (``room`` bytes) to one for the whole ``budget``."""
+    """Convert an error about an arena of ``room`` bytes, with a smallest size, to one about the whole ``budget``."""
     if room == budget or error.smallest_budget is None:
         return error
     smallest = error.smallest_budget + budget - room

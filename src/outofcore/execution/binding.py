@@ -29,7 +29,7 @@ class Lane(IntEnum):
 
 
 class GeneratorUse(Enum):
-    """What an op does with the random generators, so that a second run draws the same numbers."""
+    """How an op treats the random generators, so that a second run draws the same numbers."""
 
     UNTOUCHED = "untouched"  # leave it alone: the op draws no random numbers, or never runs again
     SAVE = "save"  # save its state before the op, which runs again later in the step

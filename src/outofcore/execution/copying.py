@@ -301,7 +301,7 @@ class Copying:
 
     @property
     def failure(self) -> BaseException | None:
-        """The error of a failed copy, or the error that ``fail`` was given; None if there is none."""
+        """The error of a failed copy, or the error that ``fail`` was given; None without an error."""
         report = (ctypes.c_int64 * 4)()
         self._library.outofcore_copying_failure(self.handle, report)
         index, piece, done_bytes, code = report

@@ -298,7 +298,7 @@ class CpuEngine:
         )
 
     def _run_queues(self, bound: BoundProgram, arena: Arena, table: ScopeTable) -> None:
-        """Run all queues to their ends; raise errors of ops, and leave those of other queues in ``Copying.failure``."""
+        """Run all queues to their ends; raise an error of an op, and leave any other one in ``Copying.failure``."""
         copying, starts, ends = self._copying, self._starts, self._ends
         # Each queue is listed before it begins, since a signal may arrive in between.
         finishers: list[Callable[[], None]] = []

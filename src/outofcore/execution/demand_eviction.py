@@ -287,7 +287,7 @@ class DemandEviction:
         return self._is_awaited([user for user in users if user < block.dies])
 
     def _is_awaited(self, users: Sequence[int]) -> bool:
-        """Return whether one of these instructions has not ended; True if there are none."""
+        """Return whether one of these instructions has not ended; True without instructions."""
         return not users or any(self._ends[user] <= 0 for user in users)
 
     @property

@@ -107,7 +107,7 @@ class StepGradients:
 
 
 def parameter_of(binding: StateBinding) -> torch.Tensor:
-    """Return the tensor of a parameter's binding; raise ``StateError`` if it has none."""
+    """Return the tensor of a parameter's binding; raise ``StateError`` if it is None."""
     if binding.tensor is None:
         raise StateError(f"{binding.key} is not a parameter of the model; please report it")
     return binding.tensor

@@ -175,7 +175,7 @@ class StateKeeper:
         return True
 
     def release_replacements(self) -> None:
-        """Detach tensors whose memory the user has replaced from their states; ``forget_all`` must follow."""
+        """Detach tensors from their states if the user has replaced their memory; ``forget_all`` must follow."""
         for state in release_replacements(self._states.values()):
             self.moves.release_slot(state)
             state.mark_absent()
@@ -272,7 +272,7 @@ class StateKeeper:
         """Adopt memory that the user gave to tensors, such as by ``p.data = other``, and return their keys.
 
         With ``leaving`` the new memory stays in place, since tensors of the model's next owner may share it. Returns
-        None, with nothing adopted, if sharing or layouts have changed. Raises ``StateError`` if the new data has
+        None, without any change, if sharing or layouts have changed. Raises ``StateError`` if the new data has
         another shape or dtype, or if the step's own memory was moved to memory that processes share.
         """
         unborn = StatePlace.ABSENT  # faster than looking up the enum member in the loop

@@ -61,7 +61,7 @@ _ERRORS: dict[_Failure, type[Exception]] = {
 
 
 def is_worth_replaying(calls: int, seconds: float) -> bool:
-    """Return whether a step of so many op calls is short enough that the calls from Python matter."""
+    """Return whether the calls from Python take a notable share of a step of ``seconds`` with ``calls`` ops."""
     return calls * _MAX_SECONDS_PER_OP > seconds
 
 

@@ -36,7 +36,7 @@ class UpdateError(Exception):
 
 @dataclass(frozen=True)
 class _PlacedProgram:
-    """A program in an arena, with what its runs need there."""
+    """A program in an arena, with the tables, slots and undo information of its runs."""
 
     arena: DeviceArena
     bound: BoundProgram
@@ -51,7 +51,7 @@ class _PlacedProgram:
 
 
 class Runner:
-    """Runs one placed program in an arena; ``first_requests`` has, by op, those of a first run that differ."""
+    """Runs one placed program in an arena; ``first_requests`` are by op, if a first run allocates differently."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class Runner:
         return _PlacedProgram(arena, bound, table, first_table, layout, slots, copies, undo, lasting_slots, lender)
 
     def _workspaces(self) -> list[tuple[int, int]]:
-        """Return the (bytes, offset in the arena) of each op's workspace, (0, 0) if it has none."""
+        """Return the (bytes, offset in the arena) of each op's workspace; (0, 0) for an op without one."""
         runs = [i for i in self.program.instructions if isinstance(i, Run) and not i.communicates]
         blocks = [None if run.workspace is None else self.program.blocks[run.workspace] for run in runs]
         return [(0, 0) if block is None else (block.bytes, block.offset) for block in blocks]
@@ -239,7 +239,7 @@ class Runner:
         return self._build_result(leaves, results), timeline
 
     def _build_result(self, leaves: Sequence[Any], results: dict[int, torch.Tensor]) -> Any:
-        """Return what the user's step returned, with the tensors of this run."""
+        """Return the result of the user's step, with the tensors of this run."""
         captured = self.captured
         returned: list[Any] = []
         for leaf in captured.outputs:
@@ -360,7 +360,7 @@ class Runner:
         return self._first_requests.keys() if self._ran_first else frozenset()
 
     def find_unplanned_requests(self) -> dict[int, Requests]:
-        """Return by op what it requested in the last run, for ops with unplanned requests of 64 KiB or more."""
+        """Return the requests of ops that had unplanned ones of 64 KiB or more in the last run, by op."""
         if self._placed is None or self._table is None:
             return {}
         requests: dict[int, Requests] = {}

@@ -39,7 +39,7 @@ class StateMoves:
         return state.slot
 
     def _take_slot(self, home: int, state: PersistentState) -> int:
-        """Take a slot for a state, moving other states if the home is full; raise ``SpillError`` if none fits."""
+        """Take a slot for a state, moving other states if the home is full; raise ``SpillError`` if it stays full."""
         count = placed_bytes(state.bytes)
         slots, last = self.slots[home], len(self.slots) - 1
         try:
@@ -97,7 +97,7 @@ class StateMoves:
     ) -> None:
         """Move every state to its place at the start of ``program``'s step, and others out of the arena.
 
-        No op writes the ``unwritten`` storages; those in the arena keep their bytes on a disk, so that they are evicted
+        No op writes the ``unwritten`` storages; in the arena they keep their bytes on a disk, so that they are evicted
         without a copy. Raises ``SpillError`` or ``TransferError``.
         """
         self.arena = arena
@@ -220,7 +220,7 @@ class StateMoves:
     def _rearrange(
         self, placements: list[tuple[PersistentState, Block]], arena: DeviceArena, kept_ids: Set[int]
     ) -> None:
-        """Move states to their blocks, some via a home to break cycles; those in ``kept_ids`` keep a home copy."""
+        """Move states to their blocks, some via a home to break cycles; ``kept_ids`` keep a copy at home."""
         offsets = {id(s): s.offset_in(arena.address) for s, _ in placements if s.place is StatePlace.ARENA}
         moving = [(s, b) for s, b in placements if id(s) in offsets and offsets[id(s)] != b.offset]
         sources = [(offsets[id(s)], offsets[id(s)] + b.bytes) for s, b in moving]

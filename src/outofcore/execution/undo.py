@@ -51,7 +51,7 @@ class _EvictedBlock:
 
 
 class Undo:
-    """Restores what one program has changed; ``slots`` has each copy's pieces at home, by instruction."""
+    """Restores the model after a failed run of one program; ``slots`` has each copy's pieces at home."""
 
     def __init__(self, captured: Captured, program: Program, slots: Mapping[int, tuple[SlotPiece, ...]]) -> None:
         graph = captured.graph
@@ -117,7 +117,7 @@ class Undo:
         return [block for block in evicted if block.copy_in is None or not progress.finished[block.copy_in]]
 
     def undo(self, arena: DeviceArena, homes: Sequence[Slots], progress: StepProgress) -> bool:
-        """Restore the model to the start of the step, while nothing runs; return False if it is too late for that."""
+        """Restore the model to the start of a step that has ended; return False if it is too late for that."""
         if not self.is_possible(progress):
             return False
         for evicted in self._blocks_to_restore(progress):

@@ -192,7 +192,7 @@ class CudaDriver:
         return create_transfer(move.home, move.offset, memory.data_ptr(), memory.numel(), writes=writes, lane=lane)
 
     def _lane(self, stream: Stream) -> int | None:
-        """Return the native transfer thread of a stream; None if it has none."""
+        """Return the native transfer thread of a stream, or None."""
         return None if self._lanes is None else self._lanes.by_stream.get(stream)
 
     def _issue_one(self, action: _Action) -> int:
@@ -319,7 +319,7 @@ class CudaDriver:
         return torch.cuda.memory_reserved(self.device)
 
     def time(self, call: Callable[[], object]) -> float:
-        """Return the median seconds of device time of ``call``, less those of an empty call."""
+        """Return the median seconds of device time of ``call``, less the seconds of an empty call."""
         with torch.cuda.device(self.device):
             if self._event_seconds is None:
                 self._event_seconds = 0.0
@@ -488,7 +488,7 @@ class _Action(ctypes.Structure):
 
 
 class _Lanes:
-    """Transfer threads, for those of ``streams`` (handles) that can wait for a thread (see ``lanes.cpp``)."""
+    """Transfer threads, for each of ``streams`` (by handle) that can wait for a thread (see ``lanes.cpp``)."""
 
     def __init__(self, library: ctypes.PyDLL, device: torch.device, streams: Mapping[Stream, int]) -> None:
         # The lanes' counters, which the device reads, each on its own cache line.

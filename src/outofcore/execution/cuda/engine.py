@@ -340,7 +340,7 @@ class CudaEngine:
         return Batch(parts[end - 1].issued_count, call)
 
     def _make_batches(self, prepared: PreparedProgram) -> list[Batch]:
-        """Cut a program into batches: single ops, copies of the caller's memory, and tapes of what is between."""
+        """Cut a program into batches: single ops, copies of the caller's memory, and tapes of other actions."""
         batches: list[Batch] = []
         between = ActionList()
 
@@ -368,7 +368,7 @@ class CudaEngine:
         return batches
 
     def _issue_waits(self, issue: PreparedInstruction, issuer: Issuer) -> None:
-        """Issue the waits of an instruction, except those that ``Staging.copy_in`` issues itself."""
+        """Issue the waits of an instruction, unless ``Staging.copy_in`` issues them."""
         if issue.written_mark is not None:
             issuer.wait(Stream.READ, issue.written_mark)
         if issue.stream is not Stream.DISK_IN or not issue.chunks:

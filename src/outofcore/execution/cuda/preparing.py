@@ -122,7 +122,7 @@ class Preparation:
         return PreparedProgram(issues, shown, disk, driver.create_mark(), ends, [], started, stopped, generators)
 
     def _mark_host_copies(self, issues: list[PreparedInstruction]) -> list[Mark]:
-        """Mark the last copy out and the last copy in of states whose home is host memory; return the marks."""
+        """Mark the last copy out and in between the arena and results in host memory; return the marks."""
         bound, slots = self._bound, self._slots
         # The user may read these bytes as soon as the call has returned, or overwrite the source of a copy in.
         shown = set(bound.program.results)
