@@ -293,7 +293,7 @@ class PersistentState:
 
 
 def adopt_replacements(states: Iterable[PersistentState]) -> list[str]:
-    """Copy data that replaced shown tensors into place; return the keys. Raise ``StateError`` for other shapes."""
+    """Copy data that the user assigned to tensors into place; return their keys. May raise ``StateError``."""
     replacements = [(state, alias) for state in states for alias in state.aliases if alias.has_moved()]
     for _, alias in replacements:  # before any tensor is copied
         alias.check_shape_and_dtype()
@@ -319,14 +319,14 @@ def has_sharing_changed(states: Iterable[PersistentState]) -> bool:
         if state.place is StatePlace.ABSENT or not state.bytes:
             continue
         keys = {internals.storage_key(alias.tensor) for alias in state.aliases}
-        apart = len(state.aliases) > 1 and not state.has_expected_layout()
-        if apart or any(owners.setdefault(key, state) is not state for key in keys):
+        is_untied = len(state.aliases) > 1 and not state.has_expected_layout()
+        if is_untied or any(owners.setdefault(key, state) is not state for key in keys):
             return True
     return False
 
 
 def has_layout_changed(states: Iterable[PersistentState]) -> bool:
-    """Return whether a replaced tensor has other strides; raise ``StateError`` for another shape or dtype."""
+    """Return whether a tensor's new data has other strides; raise ``StateError`` for another shape or dtype."""
     moved = [alias for state in states for alias in state.aliases if alias.has_moved()]
     for alias in moved:
         alias.check_shape_and_dtype()
@@ -357,7 +357,7 @@ def matches_capture(captured: Captured) -> bool:
 
 
 def release_replacements(states: Iterable[PersistentState]) -> list[PersistentState]:
-    """Detach tensors from their states if the user replaced their memory; return the states without tensors."""
+    """Detach tensors from states if the user replaced their memory; return the states with no tensor left."""
     shown_states = [state for state in states if state.place in (StatePlace.HOME, StatePlace.ARENA)]
     moved = [alias for state in shown_states for alias in state.release_moved_aliases()]
     if not moved:
@@ -490,7 +490,7 @@ class Faces:
         return self.slots[-1].home.files is not None and can_detect_writes()
 
     def slot_of(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
-        """Return the home and slot that have a tensor's current bytes, or None; with ``to_write`` a slot to write."""
+        """Return the home and slot where a tensor's bytes can be read (``to_write``: written), or None."""
         face = self.find(tensor)
         if face is None:
             return None
@@ -588,7 +588,7 @@ class OptimizerStates:
     def find_replaced(
         self, shown_as: Callable[[StateBinding], torch.Tensor]
     ) -> list[tuple[StateBinding, StateOwner, torch.Tensor | None]]:
-        """Return binding, owner and present tensor (or None) of state that is not the tensor ``shown_as`` gives."""
+        """Return each state for which the optimizer has another tensor (or None) than ``shown_as``, and that tensor."""
         tensors, self._last_tensors = self._last_tensors or self._current_tensors(), None
         shown = list(map(shown_as, self._bindings))
         if all(map(is_, tensors, shown)):

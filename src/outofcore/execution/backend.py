@@ -100,7 +100,7 @@ def room_for_arena(captured: Captured, backend: Backend, budget: int) -> int:
 
 
 def restate_for_budget(error: BudgetError, budget: int, room: int) -> BudgetError:
-    """Convert an error about an arena of ``room`` bytes, with a smallest size, to one about the whole ``budget``."""
+    """Restate an error about the arena's ``room`` bytes, and its smallest budget, for the whole ``budget``."""
     if room == budget or error.smallest_budget is None:
         return error
     smallest = error.smallest_budget + budget - room

@@ -198,10 +198,10 @@ def bind(captured: Captured, program: Program, arena: DeviceArena, homes: int = 
 def requests_by_scope(
     captured: Captured, program: Program, requests: Sequence[Requests] | Mapping[int, Requests]
 ) -> list[list[tuple[int, int | None]]]:
-    """Return each op's requests as (bytes, offset in the arena), None for the stock allocator; no collectives."""
+    """Return each op's planned requests as (bytes, offset in the arena); the offset is None outside of the arena."""
     scope_requests: list[list[tuple[int, int | None]]] = []
     for run in program.instructions:
-        if not isinstance(run, Run) or run.communicates:
+        if not isinstance(run, Run) or run.communicates:  # collectives have no scope
             continue
         blocks = {s: program.blocks[b] for s, b in zip(captured.graph.ops[run.op].touched, run.blocks, strict=True)}
         scratch = program.blocks[run.workspace].offset if run.workspace is not None else None

@@ -71,6 +71,8 @@ class _Wait(ctypes.Structure):
 
 
 class _Sum(ctypes.Structure):
+    """The checksum of a slot, as ``Sum`` in copying.cpp."""
+
     _fields_ = (("bytes", ctypes.c_int64), ("found", ctypes.c_uint64), ("full", ctypes.c_int64))
 
 
@@ -79,6 +81,8 @@ class _Queue(ctypes.Structure):
 
 
 class _Work(ctypes.Structure):
+    """All tables of a step's copies, as ``Work`` in copying.cpp."""
+
     _fields_ = (
         ("pieces", ctypes.POINTER(_Piece)),
         ("waits", ctypes.POINTER(_Wait)),

@@ -212,7 +212,7 @@ class _OpCaller:
         lender.restore()
 
     def _run(self, scope: int, run: BoundRun) -> None:
-        """Call an op, record the call if asked, and copy its results to their planned places."""
+        """Call an op, record the call if ops are being recorded, and copy its results to their planned places."""
         will_record = self._recording is not None and self._recording.replay.expect_call(run)
         out = run.func(*run.args, **run.kwargs)
         if will_record and self._recording is not None:
@@ -391,7 +391,7 @@ class CpuEngine:
 
 
 def _wait_for_all(finishers: Sequence[Callable[[], None]], copying: Copying) -> None:
-    """Call all ``finishers``, again if a signal handler raises in one; raise such an exception at the end."""
+    """Call all ``finishers``; repeat one in which a signal handler raised, and raise that exception at the end."""
     interrupted: BaseException | None = None
     for finish in finishers:
         while True:

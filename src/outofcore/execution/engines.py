@@ -85,7 +85,7 @@ class GeneratorStates:
 
 
 def place_results(run: BoundRun, results: Sequence[Any]) -> list[torch.Tensor]:
-    """Copy results of an op that are elsewhere to their planned places; return the results at other places."""
+    """Copy an op's results to their planned places unless they are there; return the results that were copied."""
     # The caller keeps these until the op's scope has ended, or they count as scratch memory (see ``derive_requests``).
     misplaced: list[torch.Tensor] = []
     for leaf, address, target, stride in run.results:

@@ -53,7 +53,7 @@ class StepGradients:
         return {self._captured.values[index].storage for index in self._arena_offsets}
 
     def adopt_replacements(self) -> None:
-        """Before a step, release produced gradients that the user replaced or refers to, and bind those it reads."""
+        """Before a step, detach gradients that the user replaced or keeps elsewhere, and bind the gradients to read."""
         for binding, state in self._produced.values():
             # A gradient that the step clears must survive for other references to it.
             is_referenced = count_references(state.aliases[0].tensor) > state.reference_count

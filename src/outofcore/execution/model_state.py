@@ -189,7 +189,7 @@ class StateKeeper:
         self.generation += 1
 
     def gradient_state(self, captured: Captured, produced: GradientLeft) -> PersistentState:
-        """Return the state of a gradient that a step produces; a new one is absent at first."""
+        """Return the state of a gradient that a step produces; create it, without bytes, if it is new."""
         key = f"{captured.states[produced.parameter].key}.grad"
         state = self._by_tensor.get(key)
         if state is None:
@@ -275,8 +275,8 @@ class StateKeeper:
         None, without any change, if sharing or layouts have changed. Raises ``StateError`` if the new data has
         another shape or dtype, or if the step's own memory was moved to memory that processes share.
         """
-        unborn = StatePlace.ABSENT  # faster than looking up the enum member in the loop
-        existing = [state for state in self._states.values() if state.place is not unborn]
+        absent = StatePlace.ABSENT  # faster than looking up the enum member in the loop
+        existing = [state for state in self._states.values() if state.place is not absent]
         if is_unmoved(existing):
             return []
         for state in existing:

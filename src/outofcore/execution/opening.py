@@ -105,7 +105,7 @@ class OpenHome:
                 target.copy_(source)
 
     def _on_disk(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
-        """Return the disk and offset of a tensor's bytes; None if they are not on a disk, or share a page."""
+        """Return the disk and offset of a tensor's bytes; None if they are not on a disk, or not whole pages."""
         slot = self.faces.slot_of(tensor, to_write=to_write) if tensor.is_contiguous() else None
         if slot is None or slot[0].in_memory:
             return None
@@ -149,7 +149,7 @@ class OpenHome:
             store.start()
 
     def occupy(self, step: object, move_out: Callable[[], None]) -> bool:
-        """Let a step use its arena, after the previous step has left its own; return False if it is the same."""
+        """Record a step as user of an arena, after the previous one has moved out; return False if it is the same."""
         # ``move_out`` moves this step's tensors home when another step needs them.
         if self._occupant is not None and self._occupant[0] is step:
             return False

@@ -161,8 +161,8 @@ class StateMoves:
 
     def update_home_copy(self, state: PersistentState, arena: DeviceArena) -> bool:
         """Save a state in the arena to its slot if the bytes differ; return whether they did."""
-        mark = state.fingerprint()
-        if mark == state.home_fingerprint:
+        fingerprint = state.fingerprint()
+        if fingerprint == state.home_fingerprint:
             return False
         if state.slot is None or self._is_range(state):
             self.release_slot(state)
@@ -172,7 +172,7 @@ class StateMoves:
             undo.callback(self.release_slot, state)  # the slot may be partly written; the next call takes another one
             arena.save(state.offset_in(arena.address), placed_bytes(state.bytes), store, state.slot)
             undo.pop_all()
-        state.home_fingerprint = mark
+        state.home_fingerprint = fingerprint
         return True
 
     def move_written_states(self) -> None:
@@ -270,7 +270,7 @@ class StateMoves:
             return
         self._move_if_written(state)
         slots = self.slots[home]
-        fresh = slots.end
+        old_end = slots.end
         slot = self._take_slot(home, state)
         face = self._faces.show(home, slot, state.bytes)
         with contextlib.ExitStack() as undo:
@@ -284,7 +284,7 @@ class StateMoves:
                 self.slots[state.home].home.read(state.slot, internals.memory_of(face))
             elif state.place is not StatePlace.ABSENT:
                 slots.home.write(slot, internals.memory_of(state.current_bytes().cpu()))
-            elif slot < fresh:
+            elif slot < old_end:
                 face.zero_()
             undo.pop_all()
         self.release_slot(state)

@@ -37,7 +37,7 @@ def matches_plain_pytorch(captured: Captured, program: Program, progress: StepPr
 
 
 def can_stop(captured: Captured, program: Program, progress: StepProgress) -> bool:
-    """Return whether all persistent state has its bytes: no op that overwrites one without reading is missing."""
+    """Return whether all persistent state has its bytes: ops that overwrite state without reading it have run."""
     if captured.ranges or captured.replicas:
         return False
     for index, instruction in enumerate(program.instructions):

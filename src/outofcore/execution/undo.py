@@ -117,7 +117,7 @@ class Undo:
         return [block for block in evicted if block.copy_in is None or not progress.finished[block.copy_in]]
 
     def undo(self, arena: DeviceArena, homes: Sequence[Slots], progress: StepProgress) -> bool:
-        """Restore the model to the start of a step that has ended; return False if it is too late for that."""
+        """Restore the model to the start of a failed step, which no longer runs; return False if it is too late."""
         if not self.is_possible(progress):
             return False
         for evicted in self._blocks_to_restore(progress):

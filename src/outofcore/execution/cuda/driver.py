@@ -102,7 +102,7 @@ class CudaDriver:
             yield
 
     def launch(self, run: BoundRun | None, call: Callable[[], object], stream: Stream = Stream.COMPUTE) -> None:
-        """Call a function that issues an op or a collective, with the stream of its work current."""
+        """Call a function that issues an op or a collective, within the context of its stream."""
         if stream is Stream.COMPUTE:
             call()
             return
@@ -266,7 +266,7 @@ class CudaDriver:
         check_transfers(transfers)
 
     def to_pinned(self, source: torch.Tensor) -> torch.Tensor:
-        """Return ``source`` if it is pinned or cannot be pinned, else a copy in pinned memory."""
+        """Return a copy in pinned memory, or ``source`` if it is pinned already, empty, or cannot be pinned."""
         if not source.numel() or source.is_pinned():
             return source
         try:

@@ -134,7 +134,7 @@ class CudaEngine:
     def run(
         self, bound: BoundProgram, table: ScopeTable, slots: Mapping[int, tuple[SlotPiece, ...]], ports: dict[int, Port]
     ) -> Timeline:
-        """Issue one step; return its timeline, or the last measured one (the first six steps and every 32nd)."""
+        """Issue one step, measured if it is among the first six or every 32nd; return the last measured timeline."""
         prepared, driver = self._prepared, self._driver
         if prepared is None or self._bound is not bound:
             disk = any(copy.home for queue in bound.copies for copy in queue)
@@ -258,17 +258,17 @@ class CudaEngine:
 
     def _record_step(
         self,
-        parts: Sequence[Batch],
+        batches: Sequence[Batch],
         library: ctypes.PyDLL,
         table: ScopeTable,
         ports: dict[int, Port],
         caller_marks: list[Mark],
     ) -> list[Batch]:
         """Issue a step and record its op calls; return the batches, with replayable ones combined."""
-        replay = Replay(library, len(parts))
+        replay = Replay(library, len(batches))
         recorded: list[bool] = []
         with replay.watch_calls():
-            for number, (self._issued, play, issue) in enumerate(parts):
+            for number, (self._issued, play, issue) in enumerate(batches):
                 is_recorded = False
                 if isinstance(play, Tape) and play.native is not None:
                     replay.add_actions(number, play.native)
@@ -284,23 +284,23 @@ class CudaEngine:
                 recorded.append(is_recorded)
         merged: list[Batch] = []
         merged_end = 0
-        for first, end in self._find_replayable(parts, recorded):
-            merged += [*parts[merged_end:first], self._combine(parts, replay, first, end, table)]
+        for first, end in self._find_replayable(batches, recorded):
+            merged += [*batches[merged_end:first], self._combine(batches, replay, first, end, table)]
             merged_end = end
-        return [*merged, *parts[merged_end:]]
+        return [*merged, *batches[merged_end:]]
 
-    def _find_replayable(self, parts: Sequence[Batch], recorded: list[bool]) -> list[tuple[int, int]]:
-        """Return (first, end) of each run of recorded batches; batches for a graph and others are in separate runs."""
+    def _find_replayable(self, batches: Sequence[Batch], recorded: list[bool]) -> list[tuple[int, int]]:
+        """Return (first, end) of each span of recorded batches; batches for a CUDA graph have spans of their own."""
         kinds = [
-            0 if not is_recorded else 1 + self._can_be_graphed(part)
-            for part, is_recorded in zip(parts, recorded, strict=True)
+            0 if not is_recorded else 1 + self._can_be_graphed(batch)
+            for batch, is_recorded in zip(batches, recorded, strict=True)
         ]
         cuts = [number for number in range(1, len(kinds)) if kinds[number] != kinds[number - 1]]
         return [(first, end) for first, end in pairwise([0, *cuts, len(kinds)]) if kinds[first]]
 
-    def _can_be_graphed(self, part: Batch) -> bool:
+    def _can_be_graphed(self, batch: Batch) -> bool:
         """Return whether graphs are enabled and a batch is one op, not random, on memory of the device only."""
-        run = None if part.instruction is None else part.instruction.run
+        run = None if batch.instruction is None else batch.instruction.run
         if not self._makes_graphs or run is None or self._bound is None or self._bound.graph.ops[run.op].random:
             return False
         arguments = internals.tensor_leaves([*run.args, *run.kwargs.values()])
@@ -308,9 +308,9 @@ class CudaEngine:
             tensor.device == self._driver.device for tensor in (*arguments, *(result[2] for result in run.results))
         )
 
-    def _combine(self, parts: Sequence[Batch], replay: Replay, first: int, end: int, table: ScopeTable) -> Batch:
+    def _combine(self, batches: Sequence[Batch], replay: Replay, first: int, end: int, table: ScopeTable) -> Batch:
         """Combine the batches from ``first`` to before ``end`` into one native call, or a graph of several ops."""
-        tapes = [(number, part.play) for number, part in enumerate(parts) if isinstance(part.play, Tape)]
+        tapes = [(number, batch.play) for number, batch in enumerate(batches) if isinstance(batch.play, Tape)]
         issued = [
             (number, tape.after_native)
             for number, tape in tapes
@@ -324,7 +324,7 @@ class CudaEngine:
                 next_batch = replay.run(first, end, table, None, None, ends_scopes=True)
             except Exception as error:
                 next_batch = replay.failed_entry
-                self._issued, tape = parts[next_batch].issued_count, parts[next_batch].play
+                self._issued, tape = batches[next_batch].issued_count, batches[next_batch].play
                 if isinstance(error, NotIssuedError) and isinstance(tape, Tape) and tape.check is not None:
                     tape.check(error.status)
                 if isinstance(error, RuntimeError):
@@ -335,9 +335,9 @@ class CudaEngine:
                     if number < next_batch:
                         note()
 
-        if end - first >= _GRAPH_OPS and self._can_be_graphed(parts[first]):
-            return Batch(parts[end - 1].issued_count, _GraphedCalls(self._driver, call))
-        return Batch(parts[end - 1].issued_count, call)
+        if end - first >= _GRAPH_OPS and self._can_be_graphed(batches[first]):
+            return Batch(batches[end - 1].issued_count, _GraphedCalls(self._driver, call))
+        return Batch(batches[end - 1].issued_count, call)
 
     def _make_batches(self, prepared: PreparedProgram) -> list[Batch]:
         """Cut a program into batches: single ops, copies of the caller's memory, and tapes of other actions."""

@@ -154,11 +154,11 @@ class Preparation:
             return PreparedInstruction(index, stream, waits, mark, arena_bytes=device, storage=bound_item.storage)
         offset = bound_item.offset
         if bound_item.home and self._staging is not None:
-            parts: list[StagedChunk] = []
+            chunks: list[StagedChunk] = []
             for piece in slots[index]:
-                parts += self._staging.cut_chunks(arena.view, offset, piece.offset, piece.bytes)
+                chunks += self._staging.cut_chunks(arena.view, offset, piece.offset, piece.bytes)
                 offset += piece.bytes
-            return PreparedInstruction(index, stream, waits, mark, chunks=tuple(parts))
+            return PreparedInstruction(index, stream, waits, mark, chunks=tuple(chunks))
         pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
         for piece in slots[index]:
             pieces.append((arena.view(offset, piece.bytes), self._home.face(piece.offset, piece.bytes)))

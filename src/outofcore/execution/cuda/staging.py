@@ -87,36 +87,36 @@ class Staging:
         self._out_ring.begin()
         self._in_ring.begin()
 
-    def copy_out(self, index: int, parts: Sequence[StagedChunk], issuer: Issuer | None = None) -> None:
+    def copy_out(self, index: int, chunks: Sequence[StagedChunk], issuer: Issuer | None = None) -> None:
         """Issue a copy to the file: stream ``DISK_OUT`` fills buffers, stream ``WRITE`` writes them."""
         driver, ring = issuer or self._driver, self._out_ring
-        for part in parts:
+        for chunk in chunks:
             buffer, used = ring.next()
-            count = part.device.numel()
+            count = chunk.device.numel()
             if used:
                 driver.wait(Stream.DISK_OUT, ring.empty[buffer])
-            driver.copy(Stream.DISK_OUT, index, ring.buffers[buffer][:count], part.device)
+            driver.copy(Stream.DISK_OUT, index, ring.buffers[buffer][:count], chunk.device)
             driver.record(Stream.DISK_OUT, ring.full[buffer])
             driver.wait(Stream.WRITE, ring.full[buffer])
-            driver.transfer(Stream.WRITE, index, self._home, part.offset, _whole_pages(ring.buffers[buffer], count))
+            driver.transfer(Stream.WRITE, index, self._home, chunk.offset, _whole_pages(ring.buffers[buffer], count))
             driver.record(Stream.WRITE, ring.empty[buffer])
 
     def copy_in(
-        self, index: int, parts: Sequence[StagedChunk], waits: Sequence[Mark], issuer: Issuer | None = None
+        self, index: int, chunks: Sequence[StagedChunk], waits: Sequence[Mark], issuer: Issuer | None = None
     ) -> None:
         """Issue a copy from the file: ``READ`` fills buffers, ``DISK_IN`` copies them to the device after ``waits``."""
         driver, ring, pending_waits = issuer or self._driver, self._in_ring, list(waits)
-        for part in parts:
+        for chunk in chunks:
             buffer, used = ring.next()
-            count = part.device.numel()
+            count = chunk.device.numel()
             if used:
                 driver.wait(Stream.READ, ring.empty[buffer])
-            driver.transfer(Stream.READ, index, self._home, part.offset, _whole_pages(ring.buffers[buffer], count))
+            driver.transfer(Stream.READ, index, self._home, chunk.offset, _whole_pages(ring.buffers[buffer], count))
             driver.record(Stream.READ, ring.full[buffer])
             driver.wait(Stream.DISK_IN, ring.full[buffer])
             while pending_waits:
                 driver.wait(Stream.DISK_IN, pending_waits.pop(0))
-            driver.copy(Stream.DISK_IN, index, part.device, ring.buffers[buffer][:count])
+            driver.copy(Stream.DISK_IN, index, chunk.device, ring.buffers[buffer][:count])
             driver.record(Stream.DISK_IN, ring.empty[buffer])
 
 
