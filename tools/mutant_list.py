@@ -244,8 +244,8 @@ MUTANTS = (
     Mutant(
         "user-write-leaves-copy-clean",
         "execution/state_moves.py",
-        "if mark == state.home_fingerprint:",
-        "if state.mark is not None:",
+        "if fingerprint == state.home_fingerprint:",
+        "if state.home_fingerprint is not None:",
         "The copy at home of a frozen weight stays outdated after the user has written to the weight.",
         ("tests/torch_cpu/test_frozen.py",),
     ),

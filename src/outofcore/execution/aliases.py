@@ -40,6 +40,8 @@ _DTYPE = attrgetter("dtype")
 
 
 class StatePlace(Enum):
+    """Where the bytes of a state are between two steps."""
+
     OWN = "own"  # in ordinary memory of the tensor
     HOME = "home"  # in a slot of a home
     ARENA = "arena"  # in a block that persists between steps, or in the block of a gradient
@@ -92,7 +94,7 @@ class StateAlias:
         return self.tensor if self.shared_tensor is None else self.shared_tensor
 
     def read_shared(self) -> None:
-        """Copy shared memory to the step's tensor if it has changed; raise ``StateError`` for another shape."""
+        """Copy shared memory to the step's tensor if it changed; raise ``StateError`` for other shapes or dtypes."""
         if self.shared_tensor is None:
             return
         self.check_shape_and_dtype()
@@ -102,6 +104,7 @@ class StateAlias:
             self.fingerprint = fingerprint
 
     def write_shared(self) -> None:
+        """Copy the step's tensor back to the user's shared memory, if the user's tensor is in such memory."""
         if self.shared_tensor is not None:
             self._copy(self.shared_tensor, self.tensor)
             self.fingerprint = _fingerprint_of(self.shared_tensor)
@@ -121,7 +124,7 @@ class StateAlias:
         self.address = view.data_ptr()
 
     def has_moved(self) -> bool:
-        """Return whether the user has given the tensor other data, or another layout such as transposed."""
+        """Return whether the tensor's address, shape, strides or dtype differ from those last set or expected."""
         tensor, value = self.tensor, self.value
         return (
             tensor.data_ptr() != self.address
@@ -146,6 +149,7 @@ class StateAlias:
         return is_unchanged
 
     def check_shape_and_dtype(self) -> None:
+        """Raise ``StateError`` if the user's tensor has another shape or dtype than the step expects."""
         new, value = self.user_tensor, self.value
         if tuple(new.shape) != value.shape or new.dtype != value.dtype:
             raise StateError(
@@ -155,7 +159,7 @@ class StateAlias:
 
 
 def _fingerprint_of(tensor: torch.Tensor) -> int | None:
-    """Return the fingerprint of a tensor; None unless it is in host memory and has elements."""
+    """Return a checksum of a tensor's memory; None if it is not in host memory or has no elements."""
     if not is_in_host_memory(tensor) or not tensor.numel():
         return None
     flat = tensor.detach().as_strided((_extent(tensor),), (1,))
@@ -185,9 +189,10 @@ class PersistentState:
     reference_count: int = 0  # to a gradient when a step produced it (see ``count_references``)
 
     def show(self, base: torch.Tensor, place: StatePlace) -> None:
+        """Point all tensors of the user at the bytes of ``base``, and record the place of these bytes."""
         self.set_shown(None if place is StatePlace.OWN else base)
-        for window in self.aliases:
-            window.point_at(tensor_on(base, window.value))
+        for alias in self.aliases:
+            alias.point_at(tensor_on(base, alias.value))
         self.become(place)
 
     def become(self, place: StatePlace) -> None:
@@ -197,14 +202,14 @@ class PersistentState:
         self.place = place
 
     def apply_layout(self, key: str, value: Value) -> None:
-        """Give a gradient the layout that a step expects; another step may have transposed it."""
-        for window in self.aliases:
-            if window.key != key or window.has_layout(value):
+        """Change the expected layout of the gradient ``key`` to that of ``value``; its contents stay the same."""
+        for alias in self.aliases:
+            if alias.key != key or alias.has_layout(value):
                 continue
-            data = window.tensor.data.clone()
-            window.value = value
-            if self.shown is not None and not window.is_placeholder:
-                window.point_at(tensor_on(self.shown, value).copy_(data))
+            data = alias.tensor.data.clone()
+            alias.value = value
+            if self.shown is not None and not alias.is_placeholder:
+                alias.point_at(tensor_on(self.shown, value).copy_(data))
 
     def set_shown(self, base: torch.Tensor | None) -> None:
         self.shown = base
@@ -212,44 +217,45 @@ class PersistentState:
 
     def is_shared(self) -> bool:
         """Return whether the bytes are in shared memory that must stay in place; the step works on a copy."""
-        return bool(self.aliases) and all(window.shared_tensor is not None for window in self.aliases)
+        return bool(self.aliases) and all(alias.shared_tensor is not None for alias in self.aliases)
 
     def is_unused(self) -> bool:
         """Return whether its bytes are unused, because all gradients on it were cleared."""
-        return bool(self.aliases) and all(window.is_placeholder for window in self.aliases)
+        return bool(self.aliases) and all(alias.is_placeholder for alias in self.aliases)
 
     def mark_absent(self) -> None:
         self.become(StatePlace.ABSENT)
         self.set_shown(None)
 
     def current_bytes(self) -> torch.Tensor:
-        """Return the current bytes as uint8: a view if the layout is as expected, else a copy."""
+        """Return the current bytes as uint8: a view if the tensors share the expected layout, else a copy."""
         if self.has_expected_layout():
             return internals.storage_bytes(self.aliases[0].tensor)[: self.bytes]
         gathered = torch.zeros(self.bytes, dtype=torch.uint8, device=self.aliases[0].tensor.device)
-        for window in self.aliases:
-            tensor_on(gathered, window.value).copy_(window.tensor.data)
+        for alias in self.aliases:
+            tensor_on(gathered, alias.value).copy_(alias.tensor.data)
         return gathered
 
     def fingerprint(self) -> int:
         return checksum(internals.memory_of(self.current_bytes() if self.shown is None else self.shown))
 
     def offset_in(self, address: int) -> int:
-        window = self.aliases[0]
-        return window.address - window.value.offset * window.value.dtype.itemsize - address
+        """Return the offset of the state's bytes from ``address``, such as the address of the arena."""
+        alias = self.aliases[0]
+        return alias.address - alias.value.offset * alias.value.dtype.itemsize - address
 
     def has_expected_layout(self) -> bool:
         """Return whether the user's tensors share one storage in the expected layout."""
         first = self.aliases[0].tensor
         return first.untyped_storage().nbytes() >= self.bytes and all(
-            internals.storage_key(window.tensor) == internals.storage_key(first)
-            and window.tensor.storage_offset() == window.value.offset
-            and window.tensor.stride() == window.value.stride
-            for window in self.aliases
+            internals.storage_key(alias.tensor) == internals.storage_key(first)
+            and alias.tensor.storage_offset() == alias.value.offset
+            and alias.tensor.stride() == alias.value.stride
+            for alias in self.aliases
         )
 
     def is_replaced(self) -> bool:
-        """Return whether the user has replaced the shown memory of all tensors on it."""
+        """Return whether the user has given all tensors on it other memory than was last shown."""
         if self.shown is None:
             return False
         shown_key = internals.storage_key(self.shown)
@@ -257,26 +263,27 @@ class PersistentState:
 
     def release_moved_aliases(self) -> list[StateAlias]:
         """Remove and return the aliases that the user has given other memory."""
-        moved = [window for window in self.aliases if window.has_moved()]
-        self.aliases = [window for window in self.aliases if not window.has_moved()]
+        moved = [alias for alias in self.aliases if alias.has_moved()]
+        self.aliases = [alias for alias in self.aliases if not alias.has_moved()]
         return moved
 
-    def add_alias(self, window: StateAlias) -> None:
-        tensor = window.tensor
+    def add_alias(self, alias: StateAlias) -> None:
+        """Add a user's tensor on this storage, with the layout that the tensor has now."""
+        tensor = alias.tensor
         value = replace(
-            window.value,
+            alias.value,
             dtype=tensor.dtype,
             shape=tuple(tensor.shape),
             stride=tensor.stride(),
             offset=tensor.storage_offset(),
         )
-        self.aliases.append(StateAlias(window.key, tensor, value, tensor.data_ptr()))
+        self.aliases.append(StateAlias(alias.key, tensor, value, tensor.data_ptr()))
 
     def has_storage_moved(self) -> bool:
         return self.shown is not None and self.shown.data_ptr() != self.address
 
     def check_not_moved(self) -> None:
-        """Raise ``StateError`` if the storage was moved with all tensors on it, as into shared memory."""
+        """Raise ``StateError`` if its whole storage was moved elsewhere, as by ``share_memory()``."""
         if self.has_storage_moved():
             raise StateError(
                 f"{self.key} has been moved to memory that processes share, by share_memory() or by being sent to "
@@ -286,26 +293,23 @@ class PersistentState:
 
 
 def adopt_replacements(states: Iterable[PersistentState]) -> list[str]:
-    """Copy the user's replacements of shown tensors into place, and return their keys.
-
-    Raises ``StateError`` if a replacement has another shape or dtype than before, and then copies no tensor.
-    """
-    replacements = [(state, window) for state in states for window in state.aliases if window.has_moved()]
-    for _, window in replacements:
-        window.check_shape_and_dtype()
+    """Copy data that the user assigned to tensors into place; return their keys. May raise ``StateError``."""
+    replacements = [(state, alias) for state in states for alias in state.aliases if alias.has_moved()]
+    for _, alias in replacements:  # before any tensor is copied
+        alias.check_shape_and_dtype()
     shown_keys = {internals.storage_key(state.shown) for state, _ in replacements if state.shown is not None}
     # Replacements may view bytes that are overwritten here, in another order or of another tensor: copy them first.
     copies = {
-        id(window): window.tensor.data.clone()
-        for state, window in replacements
-        if state.shown is not None and internals.storage_key(window.tensor) in shown_keys
+        id(alias): alias.tensor.data.clone()
+        for state, alias in replacements
+        if state.shown is not None and internals.storage_key(alias.tensor) in shown_keys
     }
-    for state, window in replacements:
+    for state, alias in replacements:
         if state.shown is not None:
-            new = copies.get(id(window), window.tensor.data)
-            window.point_at(tensor_on(state.shown, window.value).copy_(new))
-        window.address = window.tensor.data_ptr()
-    return [window.key for _, window in replacements]
+            new = copies.get(id(alias), alias.tensor.data)
+            alias.point_at(tensor_on(state.shown, alias.value).copy_(new))
+        alias.address = alias.tensor.data_ptr()
+    return [alias.key for _, alias in replacements]
 
 
 def has_sharing_changed(states: Iterable[PersistentState]) -> bool:
@@ -314,26 +318,24 @@ def has_sharing_changed(states: Iterable[PersistentState]) -> bool:
     for state in states:
         if state.place is StatePlace.ABSENT or not state.bytes:
             continue
-        keys = {internals.storage_key(window.tensor) for window in state.aliases}
-        apart = len(state.aliases) > 1 and not state.has_expected_layout()
-        if apart or any(owners.setdefault(key, state) is not state for key in keys):
+        keys = {internals.storage_key(alias.tensor) for alias in state.aliases}
+        is_untied = len(state.aliases) > 1 and not state.has_expected_layout()
+        if is_untied or any(owners.setdefault(key, state) is not state for key in keys):
             return True
     return False
 
 
 def has_layout_changed(states: Iterable[PersistentState]) -> bool:
-    """Return whether a replacement has another layout; raise ``StateError`` for another shape or dtype."""
-    moved = [window for state in states for window in state.aliases if window.has_moved()]
-    for window in moved:
-        window.check_shape_and_dtype()
-    return any(window.tensor.stride() != window.value.stride for window in moved)
+    """Return whether a tensor's new data has other strides; raise ``StateError`` for another shape or dtype."""
+    moved = [alias for state in states for alias in state.aliases if alias.has_moved()]
+    for alias in moved:
+        alias.check_shape_and_dtype()
+    return any(alias.tensor.stride() != alias.value.stride for alias in moved)
 
 
 def matches_capture(captured: Captured) -> bool:
-    """Return whether the user's tensors share memory and have layouts as in the capture.
-
-    Layouts decide which kernels run, and in which order these add up.
-    """
+    """Return whether the user's tensors still have the dtypes, shapes, strides and sharing of the capture."""
+    # Strides decide which kernels run, and in which order these add up.
     storages: dict[int, int] = {}
     owners: dict[int, int] = {}
     by_key = {binding.key: binding.tensor for binding in captured.states}
@@ -355,27 +357,27 @@ def matches_capture(captured: Captured) -> bool:
 
 
 def release_replacements(states: Iterable[PersistentState]) -> list[PersistentState]:
-    """Release the user's replacements of shown tensors; return the states that have no tensor left."""
+    """Detach tensors from states if the user replaced their memory; return the states with no tensor left."""
     shown_states = [state for state in states if state.place in (StatePlace.HOME, StatePlace.ARENA)]
-    moved = [window for state in shown_states for window in state.release_moved_aliases()]
+    moved = [alias for state in shown_states for alias in state.release_moved_aliases()]
     if not moved:
         return []
     shown = {
         internals.storage_key(s.shown): s for s in shown_states if s.shown is not None and not s.has_storage_moved()
     }
-    for window in moved:
-        state = shown.get(internals.storage_key(window.tensor))
+    for alias in moved:
+        state = shown.get(internals.storage_key(alias.tensor))
         if state is not None:
-            state.add_alias(window)
+            state.add_alias(alias)
     return [state for state in shown_states if not state.aliases]
 
 
 def is_unmoved(states: Iterable[PersistentState]) -> bool:
-    """Return whether all tensors are as last shown; runs before every step, so it uses loops in C."""
-    windows = [window for state in states for window in state.aliases]
-    tensors, values = [window.tensor for window in windows], [window.value for window in windows]
+    """Return whether all tensors are as last shown; it runs before every step, so it uses loops in C."""
+    aliases = [alias for state in states for alias in state.aliases]
+    tensors, values = [alias.tensor for alias in aliases], [alias.value for alias in aliases]
     return (
-        list(map(_POINTER, tensors)) == [window.address for window in windows]
+        list(map(_POINTER, tensors)) == [alias.address for alias in aliases]
         and list(map(_SIZE, tensors)) == [value.shape for value in values]
         and list(map(_STRIDE, tensors)) == [value.stride for value in values]
         and list(map(_DTYPE, tensors)) == [value.dtype for value in values]
@@ -385,14 +387,14 @@ def is_unmoved(states: Iterable[PersistentState]) -> bool:
 def displaced_keys(states: Iterable[PersistentState]) -> list[str]:
     """Return the keys of tensors at home or in the arena that have left their last shown address."""
     places = (StatePlace.HOME, StatePlace.ARENA)
-    windows = [window for state in states if state.place in places for window in state.aliases]
+    aliases = [alias for state in states if state.place in places for alias in state.aliases]
     addresses, shown = (
-        list(map(_POINTER, [window.tensor for window in windows])),
-        [window.address for window in windows],
+        list(map(_POINTER, [alias.tensor for alias in aliases])),
+        [alias.address for alias in aliases],
     )
     if addresses == shown:
         return []
-    return [window.key for window, current, last in zip(windows, addresses, shown, strict=True) if current != last]
+    return [alias.key for alias, current, last in zip(aliases, addresses, shown, strict=True) if current != last]
 
 
 # Slots and their faces
@@ -400,24 +402,17 @@ def displaced_keys(states: Iterable[PersistentState]) -> list[str]:
 
 @dataclass
 class Face:
-    """A slot that a storage shows from its first byte on.
-
-    If ``owned``, a step releases the slot when it no longer needs it; otherwise it is released with the last tensor.
-    """
+    """A slot, and the tensor storage that shows its bytes."""
 
     home: int
     offset: int
     bytes: int
-    owned: bool
+    owned: bool  # a step releases the slot; otherwise it is released with the last tensor
     reference: StorageWeakRef
 
 
 class Faces:
-    """Creates the faces of slots, and finds the slot of a face; ``slots`` are by home, nearest first.
-
-    Parameters that are created at home, and tensors that a step leaves there, have slots that live as long as their
-    faces.
-    """
+    """Creates the tensors over slots (faces), and finds the slot of such a tensor; ``slots`` are by home."""
 
     def __init__(self, slots: Sequence[Slots]) -> None:
         self.slots = tuple(slots)
@@ -428,7 +423,7 @@ class Faces:
         self.drop_loop_cache: Callable[[torch.Tensor], object] | None = None
 
     def show(self, home: int, offset: int, count: int, *, owned: bool = True) -> torch.Tensor:
-        """Create a face of a slot (see ``HomeStore.face``) and forget an older one."""
+        """Create a face of a slot (see ``HomeStore.face``), and forget an earlier face of it."""
         tensor = self.slots[home].home.face(offset, count)
         if count:
             self.forget(home, offset)
@@ -438,6 +433,7 @@ class Faces:
         return tensor
 
     def forget(self, home: int, offset: int) -> None:
+        """Forget the last face of a slot, so that ``find`` no longer finds the slot; the slot is not freed."""
         key = self._keys.pop((home, offset), None)
         if key is not None:
             del self._faces[key]
@@ -450,7 +446,7 @@ class Faces:
         return self.slots[face.home].home
 
     def drop_cache(self, tensor: torch.Tensor) -> None:
-        """Release the physical memory that caches a tensor's slot."""
+        """Release the physical memory that caches the slot of a tensor, here or in an eager loop's home."""
         face = self.find(tensor)
         if face is not None:
             self.store_of(face).drop_cache(tensor)
@@ -458,6 +454,7 @@ class Faces:
             self.drop_loop_cache(tensor)
 
     def restore(self, tensor: torch.Tensor) -> None:
+        """Discard the user's writes to a tensor that is mapped from a file, unless they were moved home."""
         face = self.find(tensor)
         files = None if face is None else self.slots[face.home].home.files
         if face is not None and files is not None:
@@ -470,7 +467,7 @@ class Faces:
         return self.show(last, self.slots[last].take(count), count, owned=False)
 
     def adopt(self, file: ReadFile, begin: int, count: int) -> torch.Tensor:
-        """Create a face of a file's bytes at the last home, without a copy; raise ``StateError`` if it cannot."""
+        """Create a face of a range of a file at the last home without copying it; raise ``StateError`` on failure."""
         self.release_expired()
         last = len(self.slots) - 1
         files = self.slots[last].home.files
@@ -479,11 +476,8 @@ class Faces:
         return self.show(last, files.adopt(file, begin, count), count, owned=False)
 
     def adopt_mapped(self, tensor: torch.Tensor, files: MappedFiles) -> torch.Tensor | None:
-        """Create a face of a tensor's storage if it is mapped from a file and unwritten; else return None.
-
-        Safetensors and ``torch.load(mmap=True)`` map checkpoints in this way. ``files`` must be newer than the tensor's
-        memory.
-        """
+        """Create a face of the file range from which a tensor is mapped; None if it is not, or was written."""
+        # Safetensors and ``torch.load(mmap=True)`` map checkpoints. ``files`` must be newer than the tensor's memory.
         storage = tensor.untyped_storage()
         if not is_in_host_memory(tensor) or not is_large(storage.nbytes()) or not self.takes_files:
             return None
@@ -496,21 +490,18 @@ class Faces:
         return self.slots[-1].home.files is not None and can_detect_writes()
 
     def slot_of(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
-        """Return the home and slot that have a tensor's bytes; None if the bytes are only in the tensor.
-
-        ``to_write`` moves bytes out of a file that the home does not own, which may raise ``SpillError``.
-        """
+        """Return the home and slot where a tensor's bytes can be read (``to_write``: written), or None."""
         face = self.find(tensor)
         if face is None:
             return None
         slots = self.slots[face.home]
-        if to_write:
+        if to_write:  # a home does not write files that it does not own; may raise ``SpillError``
             slots.move_to_home(face.offset)
         moved = face.offset >= FIRST_RANGE and not slots.is_in_file(face.offset)  # may not be page-aligned
         return None if slots.was_written(face.offset) or (moved and to_write) else (slots.home, face.offset)
 
     def move_to_own_memory(self, tensor: torch.Tensor | None) -> None:
-        """Move a tensor that the user keeps to memory of its own, so that its slot can be reused."""
+        """Move a tensor, unless it is None, to memory that only it uses, so that its slot can be reused."""
         if tensor is None:
             return
         count = tensor.untyped_storage().nbytes()
@@ -520,6 +511,7 @@ class Faces:
         rebase_tensor(tensor, base)
 
     def disown(self, home: int, offset: int, count: int) -> None:
+        """Release a slot when its last tensor is gone, at once if it has no face; a step no longer owns it."""
         key = self._keys.get((home, offset))
         if key is None:
             self.slots[home].free(offset, count)
@@ -561,7 +553,7 @@ _NO_STATE: dict[str, Any] = {}
 
 
 class OptimizerStates:
-    """Checks all optimizer state of a capture at once, before every step."""
+    """Compares the optimizer state of a capture with the optimizers, before every step."""
 
     def __init__(self, captured: Captured) -> None:
         together: dict[tuple[int, int], list[tuple[StateBinding, StateOwner]]] = {}
@@ -585,7 +577,7 @@ class OptimizerStates:
         return tensors
 
     def has_changed(self, *, begun: bool) -> bool:
-        """Return whether optimizer state is missing after a step has ``begun``, or has another layout."""
+        """Return whether state has other strides, or is missing although a step has ``begun``."""
         tensors = self._last_tensors = self._current_tensors()
         existing = [tensor for tensor in tensors if tensor is not None]
         if len(existing) == len(tensors):
@@ -596,7 +588,7 @@ class OptimizerStates:
     def find_replaced(
         self, shown_as: Callable[[StateBinding], torch.Tensor]
     ) -> list[tuple[StateBinding, StateOwner, torch.Tensor | None]]:
-        """Return optimizer state with another tensor than ``shown_as`` gives, and that tensor or None."""
+        """Return each state for which the optimizer has another tensor (or None) than ``shown_as``, and that tensor."""
         tensors, self._last_tensors = self._last_tensors or self._current_tensors(), None
         shown = list(map(shown_as, self._bindings))
         if all(map(is_, tensors, shown)):

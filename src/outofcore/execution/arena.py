@@ -70,14 +70,10 @@ class ArenaCounters:
 
 
 class Lender(Protocol):
-    """Makes room for requests beyond the plan (see ``demand_eviction``).
+    """Makes room for requests beyond the plan (see ``demand_eviction``)."""
 
-    ``is_active``: the running op has been lent memory, so ``restore`` must follow. ``flag`` is the address of a number
-    that is then not 0.
-    """
-
-    is_active: bool
-    flag: int
+    is_active: bool  # whether the running op has been lent memory, so ``restore`` must follow
+    flag: int  # address of a number that is not 0 while ``is_active``
 
     def begin(
         self, starts: array[float], ends: array[float], pause: Callable[[], object], resume: Callable[[], object]
@@ -86,7 +82,7 @@ class Lender(Protocol):
         ...
 
     def allocate_lasting(self, count: int) -> torch.Tensor | None:
-        """Return memory for an optimizer's new state; None if ordinary memory fits the budget."""
+        """Return home memory for an optimizer's new state; None if ordinary memory fits, or no home has room."""
         ...
 
     def restore(self) -> None:
@@ -126,7 +122,9 @@ class DeviceArena(Protocol):
         """Move bytes within the arena; return False if they overlap and the device cannot move such bytes."""
         ...
 
-    def discard(self, offset: int, count: int) -> None: ...
+    def discard(self, offset: int, count: int) -> None:
+        """Release the physical memory of a range where the device can; its contents are lost."""
+        ...
 
     def counters(self) -> ArenaCounters: ...
 
@@ -134,13 +132,11 @@ class DeviceArena(Protocol):
 
 
 class Arena:
-    """Page-aligned memory of ``count`` bytes, rounded up to whole pages; a context manager.
+    """Page-aligned host memory of ``count`` bytes, rounded up to whole pages; a context manager.
 
-    ``reserve`` bytes more are for off-plan requests of 64 KiB and more. The lender serves requests that exceed it;
-    without one they fail (see ``as_arena_error``). ``annex`` are bytes of further addresses for the lender.
-
-    The memory lives until ``close``, and then as long as any tensor in it. Raises ``ArenaError`` if the system lacks
-    the memory, or the allocator cannot be installed under PyTorch; ``StateError`` if there is no native code.
+    ``reserve`` more bytes are for off-plan requests of 64 KiB and more. A lender serves requests that exceed it, in
+    ``annex`` bytes of further addresses; without a lender they fail. The memory lives until ``close``, then as long as
+    a tensor in it.
     """
 
     is_synchronous = True
@@ -170,7 +166,9 @@ class Arena:
         if handle is None:
             library.outofcore_uninstall()
             unmap(self.address, whole)
-            raise ArenaError("too many arenas are open or still referred to by tensors; close compiled steps first")
+            raise ArenaError(
+                "too many arenas are open or used by tensors; close other steps and drop their tensors first"
+            )
         self.handle: int = handle
         # The library unmaps the pages itself, since tensors in them may outlive the arena.
         self._region: Region | None = Region(self.address, whole, functools.partial(_drop, library, handle))
@@ -217,6 +215,7 @@ class Arena:
         home.read(slot, self.memory(offset, count))
 
     def move(self, start: int, to: int, count: int) -> bool:
+        """Move bytes within the arena, also to an overlapping range; return True."""
         region = self.region
         self._check(start, count)
         self._check(to, count)
@@ -238,11 +237,9 @@ class Arena:
             self.library.outofcore_arena_reserve(self.handle, reserve)
 
     def set_lender(self, lender: Any) -> None:
-        """Set a native callback ``void (bytes, scope, answer)`` for requests that exceed the reserve, or None.
-
-        It answers with an ``Answer``, or with an address that must stay valid as long as ``lent_addresses`` has it. The
-        caller keeps the callback alive.
-        """
+        """Set the native callback ``void (bytes, scope, answer)`` for requests beyond the reserve; None removes it."""
+        # It answers with an ``Answer``, or an address that stays valid while it is in ``lent_addresses``. The caller
+        # keeps the callback alive.
         if self._region is not None:
             pointer = None if lender is None else ctypes.cast(lender, ctypes.c_void_p)
             self.library.outofcore_arena_lender(self.handle, pointer)
@@ -260,6 +257,7 @@ class Arena:
         return read_counters(self.library, self.handle)
 
     def _check(self, offset: int, count: int) -> None:
+        """Raise ``ArenaError`` if a range is not within the arena."""
         if offset < 0 or count < 0 or offset + count > self.bytes:
             raise ArenaError(
                 f"bytes [{offset}, {offset + count}) are outside of the arena of {self.bytes} bytes; "
@@ -270,15 +268,13 @@ class Arena:
 class ScopeTable:
     """The planned requests of a program: a list for each scope, which is one run of an op.
 
-    ``begin(scope)`` selects a scope's list for the calling thread and ``end()`` deselects it; both take well under a
-    microsecond. In between, the thread's k-th request is served at the k-th planned address if its size is the planned
-    one. Another request is served off the plan (see ``ArenaCounters``), and does not advance the list. Requests of a
-    scope may share bytes if the first is planned to be freed before the second; if it is not, the second is served off
-    the plan.
+    ``begin(scope)`` selects a scope's list for the calling thread, and ``end()`` deselects it. In between, the thread's
+    k-th request is served at the k-th planned address if its size is the planned one. Another request is served off the
+    plan, and does not advance the list. Requests of a scope may share bytes if the first is planned to be freed before
+    the second; if it is not, the second is served off the plan.
 
-    ``scopes`` are (bytes, offset in the arena); an offset of None leaves a request to the stock allocator (see
-    ``requests.Elsewhere``). ``workspaces`` are (bytes, offset) of each op's workspace, which serves off-plan requests,
-    too.
+    ``scopes`` are (bytes, offset in the arena); an offset of None leaves a request to the stock allocator.
+    ``workspaces`` are (bytes, offset) of each op's workspace, which serves off-plan requests, too.
     """
 
     begin: Callable[[int], object]
@@ -328,7 +324,7 @@ class ScopeTable:
 
     @contextlib.contextmanager
     def use_process_memory(self) -> Iterator[None]:
-        """Serve requests from memory of the process, which is counted while in use."""
+        """Serve this block's requests from ordinary memory, and count these bytes as live while in use."""
         self._library.outofcore_unbounded(1)
         try:
             yield
@@ -336,7 +332,7 @@ class ScopeTable:
             self._library.outofcore_unbounded(0)
 
     def take_unplanned_events(self) -> dict[int, list[AllocatorEvent]]:
-        """Return by scope the events of its last visit with unplanned requests of 64 KiB and more, once each."""
+        """Return by scope the allocator events of visits with unplanned requests of 64 KiB or more; forget them."""
         library, table = self._library, self._table
         count = library.outofcore_table_surprises(table, None, 0)
         if not count:
@@ -381,7 +377,7 @@ class AllocationRecorder:
 
 
 def as_arena_error(error: BaseException) -> ArenaError | None:
-    """Convert PyTorch's error about a request beyond the reserve to ``ArenaError``; None for others."""
+    """Convert PyTorch's error about a request that the arena refused to ``ArenaError``; None for other errors."""
     text = str(error)
     if not isinstance(error, RuntimeError) or _REFUSAL not in text:
         return None
@@ -393,10 +389,7 @@ def as_arena_error(error: BaseException) -> ArenaError | None:
 
 
 def install(library: ctypes.PyDLL) -> None:
-    """Install the native allocator under PyTorch; ``outofcore_uninstall`` undoes one call.
-
-    Raises ``ArenaError`` if the current allocator cannot be wrapped.
-    """
+    """Wrap PyTorch's allocator until ``outofcore_uninstall`` is called; raise ``ArenaError`` if it refuses."""
     status = Installed(library.outofcore_install())
     if status is not Installed.DONE:
         reason = {
@@ -409,6 +402,7 @@ def install(library: ctypes.PyDLL) -> None:
 
 
 def read_counters(library: ctypes.PyDLL, handle: int) -> ArenaCounters:
+    """Read the counters of an arena; raise ``ArenaError`` if the native code has other ones."""
     expected = len(fields(ArenaCounters))
     counts = (ctypes.c_int64 * expected)()
     count = library.outofcore_arena_counters(handle, counts, expected)
@@ -422,6 +416,7 @@ def _drop(library: ctypes.PyDLL, handle: int, address: int, count: int) -> None:
 
 
 def _read_events(library: ctypes.PyDLL, log: int) -> list[AllocatorEvent]:
+    """Return the allocations and frees in a native log, in their order."""
     count = library.outofcore_record_size(log)
     if count < 0:
         raise _out_of_memory_error()
@@ -435,7 +430,9 @@ def _read_events(library: ctypes.PyDLL, log: int) -> list[AllocatorEvent]:
 
 
 def _out_of_memory_error() -> ArenaError:
-    return ArenaError("the host has no memory left for the log of an allocator; end other processes, or use less")
+    return ArenaError(
+        "the host has no memory left for the log of an allocator; end other programs, or use smaller batches"
+    )
 
 
 def _free_table(library: ctypes.PyDLL, table: int, region: object) -> None:

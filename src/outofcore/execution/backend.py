@@ -1,7 +1,4 @@
-"""Interface of a device that runs compiled steps, and its implementation for the CPU.
-
-docs/internals/add-a-device.md lists the other places that depend on a device's type.
-"""
+"""Interface of a device that runs compiled steps (see docs/internals/add-a-device.md), and the CPU's backend."""
 
 from __future__ import annotations
 
@@ -27,6 +24,8 @@ _ANNEX_BUDGETS = 2  # size of the annex in budgets: larger than 1, since its pie
 
 
 class Backend(Protocol):
+    """Opens arenas and engines on one kind of device, and has its settings."""
+
     @property
     def device(self) -> torch.device: ...
 
@@ -49,24 +48,22 @@ class Backend(Protocol):
         ...
 
     def arena(self, count: int, reserve: int, room: int = 0) -> DeviceArena:
-        """Open an arena of ``count`` bytes, with ``reserve`` bytes for off-plan requests.
-
-        Where unused memory is free, it gets ``room`` bytes at once, which programs for other input shapes may need.
-        """
+        """Open an arena of ``count`` bytes, or ``room`` if unused memory is free, and ``reserve`` off-plan bytes."""
         ...
 
     def engine(self, homes: Sequence[HomeStore]) -> Engine: ...
 
-    def reserve(self, budget: int) -> int: ...
-
-    def unavailable_bytes(self, budget: int, output_bytes: int, state_bytes: int) -> int:
-        """Return the bytes of a budget that the arena cannot have.
-
-        ``output_bytes`` are outside of the arena; ``state_bytes`` are states that will be moved off the device.
-        """
+    def reserve(self, budget: int) -> int:
+        """Return the bytes of a budget that are reserved for off-plan requests."""
         ...
 
-    def prepare(self) -> None: ...
+    def unavailable_bytes(self, budget: int, output_bytes: int, state_bytes: int) -> int:
+        """Return the bytes of a budget that the arena cannot have; ``state_bytes`` will be moved off the device."""
+        ...
+
+    def prepare(self) -> None:
+        """Let libraries allocate their memory before any op is measured."""
+        ...
 
     def recorder(self) -> AllocationRecorder: ...
 
@@ -77,10 +74,13 @@ class Backend(Protocol):
 
     def generators(self) -> Sequence[torch.Generator]: ...
 
-    def facts(self) -> Mapping[str, object]: ...
+    def facts(self) -> Mapping[str, object]:
+        """Return the facts of the device on which measured costs depend; they are part of cache keys."""
+        ...
 
 
 def bytes_unavailable_to_arena(captured: Captured, backend: Backend, budget: int) -> int:
+    """Return the bytes of a budget that a step's outputs and other users of the device take from the arena."""
     output_bytes = sum(captured.graph.storages[storage].bytes for storage in captured.graph.outputs)
     tensors = [b.tensor for b in captured.states if b.tensor is not None]
     moved = {storage_key(t): t.untyped_storage().nbytes() for t in tensors if t.device.type == backend.device.type}
@@ -92,15 +92,15 @@ def room_for_arena(captured: Captured, backend: Backend, budget: int) -> int:
     unavailable = bytes_unavailable_to_arena(captured, backend, budget)
     if unavailable >= budget:
         raise BudgetError(
-            f"the budget of {format_bytes(budget)} leaves no room for the step: {format_bytes(unavailable)} of it is "
-            f"used on {backend.device} by other tensors, outputs, libraries and the reserve; raise the budget, or free "
-            "other memory there"
+            f"the budget of {format_bytes(budget)} leaves no room for the step: other tensors, outputs, libraries and "
+            f"the reserve take {format_bytes(unavailable)} on {backend.device}; raise the budget, or free other memory "
+            "there"
         )
     return budget - unavailable
 
 
 def restate_for_budget(error: BudgetError, budget: int, room: int) -> BudgetError:
-    """Convert a ``BudgetError`` about an arena's size to one about the whole budget."""
+    """Restate an error about the arena's ``room`` bytes, and its smallest budget, for the whole ``budget``."""
     if room == budget or error.smallest_budget is None:
         return error
     smallest = error.smallest_budget + budget - room
@@ -126,7 +126,7 @@ class CpuBackend:
         self._replay = replay
 
     def arena(self, count: int, reserve: int, room: int = 0) -> Arena:
-        """Include ``room``: untouched pages take no memory. Retry with less if addresses are limited."""
+        """Open an arena of ``room`` bytes, as unused pages take no memory; of ``count`` if addresses are limited."""
         for size, annex in ((max(room, count), _ANNEX_BUDGETS * max(room, count)), (max(room, count), 0)):
             with contextlib.suppress(ArenaError):
                 return Arena(size, reserve=reserve, annex=annex)

@@ -1,7 +1,4 @@
-"""A program bound to memory: each instruction with its tensors and bytes.
-
-Addresses are planned, so all tensors are created once, before the first step, as views of blocks.
-"""
+"""A program bound to memory: each instruction with its tensors, which are created once, before the first step."""
 
 from __future__ import annotations
 
@@ -32,6 +29,8 @@ class Lane(IntEnum):
 
 
 class GeneratorUse(Enum):
+    """How an op treats the random generators, so that a second run draws the same numbers."""
+
     UNTOUCHED = "untouched"  # leave it alone: the op draws no random numbers, or never runs again
     SAVE = "save"  # save its state before the op, which runs again later in the step
     RESTORE = "restore"  # the op draws from the saved state; afterwards the current state is restored
@@ -39,6 +38,8 @@ class GeneratorUse(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BoundRun:
+    """An op with its tensors: all that an engine needs to call it."""
+
     index: int  # of the instruction in the program
     op: int
     func: Callable[..., Any]
@@ -54,6 +55,8 @@ class BoundRun:
 
 @dataclass(frozen=True, slots=True)
 class BoundCopy:
+    """A copy between a block of the arena and a home, or the caller's memory."""
+
     index: int
     storage: int
     home: int
@@ -92,6 +95,8 @@ def tensor_on(base: torch.Tensor, value: Value) -> torch.Tensor:
 
 
 class _Binder:
+    """Binds the instructions of a program in order; instructions that use the same block share its tensors."""
+
     def __init__(self, captured: Captured, program: Program, arena: DeviceArena, homes: int) -> None:
         self.captured, self.program, self.arena = captured, program, arena
         self.bases: dict[int, torch.Tensor] = {}
@@ -108,6 +113,7 @@ class _Binder:
         return self.counts[queue], (queue, self.counts[queue]) in self.awaited
 
     def run(self, index: int, instruction: Run, queue: int) -> BoundRun:
+        """Bind an op: replace references by tensors over blocks, and list where its results must be."""
         captured, program = self.captured, self.program
         op, call = captured.graph.ops[instruction.op], captured.calls[instruction.op]
         blocks = {s: program.blocks[b] for s, b in zip(op.touched, instruction.blocks, strict=True)}
@@ -137,13 +143,15 @@ class _Binder:
         return BoundRun(index, op.id, func, args, kwargs, tuple(results), waits, *self.next_number(queue), draws)
 
     def copy(self, index: int, instruction: CopyOut | CopyIn, queue: int) -> BoundCopy:
+        """Bind a copy; raise ``GraphError`` if it copies a workspace."""
         block, home = self.program.blocks[instruction.block], instruction.home
         if block.storage is None:
-            raise GraphError(f"instruction {index} copies a workspace")
+            raise GraphError(f"instruction {index} copies a workspace; please report it")
         waits = _wait_pairs(instruction.waits)
         return BoundCopy(index, block.storage, home, block.offset, block.bytes, waits, *self.next_number(queue))
 
     def tensor(self, value_index: int, block: Block) -> torch.Tensor:
+        """Return the tensor of a value in a block, created at its first use."""
         tensor = self.tensors.get((value_index, block.id))
         if tensor is None:
             value = self.captured.values[value_index]
@@ -168,10 +176,7 @@ def _wait_pairs(waits: tuple[Wait, ...]) -> tuple[tuple[int, int], ...]:
 
 
 def bind(captured: Captured, program: Program, arena: DeviceArena, homes: int = 1) -> BoundProgram:
-    """Bind a placed and wired program to an arena of at least ``program.arena_bytes``.
-
-    Raises ``GraphError`` if the program copies a workspace, or uses a home that does not exist.
-    """
+    """Bind a placed program to an arena; raise ``GraphError`` for a home that does not exist or a workspace's copy."""
     binder = _Binder(captured, program, arena, homes)
     runs: list[BoundRun] = []
     collectives: list[BoundRun] = []
@@ -193,10 +198,10 @@ def bind(captured: Captured, program: Program, arena: DeviceArena, homes: int = 
 def requests_by_scope(
     captured: Captured, program: Program, requests: Sequence[Requests] | Mapping[int, Requests]
 ) -> list[list[tuple[int, int | None]]]:
-    """Return the (bytes, offset in the arena) of each op's measured requests, except collectives."""
+    """Return each op's planned requests as (bytes, offset in the arena); the offset is None outside of the arena."""
     scope_requests: list[list[tuple[int, int | None]]] = []
     for run in program.instructions:
-        if not isinstance(run, Run) or run.communicates:
+        if not isinstance(run, Run) or run.communicates:  # collectives have no scope
             continue
         blocks = {s: program.blocks[b] for s, b in zip(captured.graph.ops[run.op].touched, run.blocks, strict=True)}
         scratch = program.blocks[run.workspace].offset if run.workspace is not None else None

@@ -1,9 +1,4 @@
-"""The copies of a step on the CPU, in one native thread per queue (``copying.cpp``).
-
-The threads do not need the interpreter's lock. They verify fetched bytes by checksum. A step that copies only between
-the arena and the caller's memory uses no threads: to wake them would take longer than to copy a batch. The thread of
-the ops then makes each copy when it waits for it.
-"""
+"""The copies of a step on the CPU, in one native thread per queue, which verifies checksums (``copying.cpp``)."""
 
 from __future__ import annotations
 
@@ -40,6 +35,8 @@ class _CopyFailure(IntEnum):
 
 
 class _Piece(ctypes.Structure):
+    """A part of a copy that is contiguous on both sides, as ``Piece`` in copying.cpp."""
+
     _fields_ = (
         ("address", ctypes.c_int64),
         ("bytes", ctypes.c_int64),
@@ -55,6 +52,8 @@ class _Piece(ctypes.Structure):
 
 
 class _Copy(ctypes.Structure):
+    """A copy, with the ranges of its pieces and waits in their tables, as ``Copy`` in copying.cpp."""
+
     _fields_ = (
         ("index", ctypes.c_int64),
         ("number", ctypes.c_int64),
@@ -72,6 +71,8 @@ class _Wait(ctypes.Structure):
 
 
 class _Sum(ctypes.Structure):
+    """The checksum of a slot, as ``Sum`` in copying.cpp."""
+
     _fields_ = (("bytes", ctypes.c_int64), ("found", ctypes.c_uint64), ("full", ctypes.c_int64))
 
 
@@ -80,6 +81,8 @@ class _Queue(ctypes.Structure):
 
 
 class _Work(ctypes.Structure):
+    """All tables of a step's copies, as ``Work`` in copying.cpp."""
+
     _fields_ = (
         ("pieces", ctypes.POINTER(_Piece)),
         ("waits", ctypes.POINTER(_Wait)),
@@ -91,6 +94,8 @@ class _Work(ctypes.Structure):
 
 
 class _Source(NamedTuple):
+    """The slot of a piece at home."""
+
     home: HomeStore
     offset: int
     writes: bool  # whether the copy writes there
@@ -98,6 +103,8 @@ class _Source(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Copies:
+    """The copies of a bound program in native form; each has one or more pieces, which are contiguous at home."""
+
     slots: Mapping[int, tuple[SlotPiece, ...]]  # pieces at home by copy index, from which these were made
     work: _Work  # passed to native code; refers to the arrays
     arrays: tuple[object, ...]
@@ -112,6 +119,8 @@ class Copies:
 
 @dataclass
 class _Rows:
+    """The rows of the native tables, collected copy by copy."""
+
     pieces: list[_Piece] = field(default_factory=list)
     sources: list[_Source | None] = field(default_factory=list)
     copies: list[_Copy] = field(default_factory=list)
@@ -134,11 +143,7 @@ def prepare_copies(
     homes: Sequence[HomeStore],
     queues: int,
 ) -> Copies:
-    """Convert the copies of a bound program to native form; copies without slots are the caller's.
-
-    Raises ``TransferError``, ``ArenaError`` or ``StateError`` if a slot is outside of its home, a block outside of the
-    arena, or a home closed.
-    """
+    """Convert the copies of a program to native form; raise an error for bytes outside of a home or the arena."""
     rows = _Rows()
     lanes: list[tuple[int, int, int]] = []  # number of the queue, first copy, copies
     for number, work in enumerate(bound.copies, 1):
@@ -150,7 +155,7 @@ def prepare_copies(
             address = arena.address + copy.offset
             arena.memory(copy.offset, copy.bytes)  # raises for bytes outside of the arena
             pieces_at_home = slots.get(copy.index)
-            if pieces_at_home is None:
+            if pieces_at_home is None:  # the other side is the caller's memory
                 rows.ports.append((copy.storage, first_piece))
                 rows.add(_Piece(address, 0, 0, 0, _NOT_SUMMED, MEMORY), None)
             else:
@@ -175,6 +180,8 @@ def prepare_copies(
     for row, (number, first, count) in zip(table, lanes, strict=True):
         row.number, row.copies = number, count
         row.first = ctypes.cast(ctypes.addressof(copies) + first * size, ctypes.POINTER(_Copy))
+    # Copies to and from the caller's memory alone need no threads: to wake them takes longer than to copy a batch. The
+    # thread of the ops makes each of them when it waits for it.
     threaded = bool(slots or bound.collectives)
     native_work = _Work(pieces, waits, sums, table, len(lanes), threaded)
     parts = (pieces, waits, copies, sums, table)
@@ -195,6 +202,7 @@ def prepare_copies(
 def _add_pieces(
     rows: _Rows, home: HomeStore, copy: BoundCopy, address: int, pieces_at_home: Sequence[SlotPiece], *, writes: bool
 ) -> None:
+    """Add the pieces of a copy between a block at ``address`` and its slot; ``writes`` if it writes to the slot."""
     for piece in pieces_at_home:
         place = home.locate(piece.offset, piece.bytes)
         row = _NOT_SUMMED
@@ -213,7 +221,7 @@ def _add_pieces(
 
 
 class Copying:
-    """The copies of each step, and the progress of its queues: ops first, collectives last."""
+    """Makes the copies of one step at a time, and tracks the progress of all queues (ops first, collectives last)."""
 
     def __init__(self, library: ctypes.PyDLL, queues: int) -> None:
         self._library = library
@@ -226,7 +234,7 @@ class Copying:
         self._pause = unlocked.outofcore_copying_pause
         handle = library.outofcore_copying_new(queues)
         if handle is None:
-            raise MemoryError("there is no memory for the copies of a step")
+            raise MemoryError("there is no memory for the copies of a step; end other programs")
         self.handle: int = handle
         self._pointer = ctypes.c_void_p(handle)
         wait, publish = library.outofcore_copying_wait, library.outofcore_copying_publish
@@ -237,10 +245,7 @@ class Copying:
     def begin(
         self, copies: Copies, ports: Mapping[int, tuple[int, int, object]], starts: array[float], ends: array[float]
     ) -> None:
-        """Begin the copies of a step; the arguments must stay unchanged until ``finish`` has returned.
-
-        Raises ``StateError`` if a home is closed, ``TransferError`` if the system gives no thread or memory.
-        """
+        """Begin the copies of a step; the arguments must stay unchanged until ``finish`` has returned."""
         self._copies = None
         for home, offset, count, place in copies.places:
             if home.locate(offset, count) != place:
@@ -269,7 +274,7 @@ class Copying:
             raise error
 
     def wait(self, waits: Sequence[tuple[int, int]]) -> None:
-        """Wait for instructions of other queues; raise ``StateError`` if the step was cancelled."""
+        """Wait for (queue, number) instructions of other queues; raise ``StateError`` if the step was cancelled."""
         for queue, number in waits:
             index = queue % self._queues
             if self._library.outofcore_copying_reached(self._pointer, ctypes.c_int64(index), ctypes.c_int64(number)):
@@ -279,6 +284,7 @@ class Copying:
                     raise StateError("another queue of the step failed") from self.failure
 
     def publish(self, queue: int, number: int) -> None:
+        """Record that a queue has run its instructions up to this number, and wake the queues that wait."""
         self._library.outofcore_copying_publish(self.handle, queue % self._queues, number)
 
     def pause(self) -> None:
@@ -299,6 +305,7 @@ class Copying:
 
     @property
     def failure(self) -> BaseException | None:
+        """The error of a failed copy, or the error that ``fail`` was given; None without an error."""
         report = (ctypes.c_int64 * 4)()
         self._library.outofcore_copying_failure(self.handle, report)
         index, piece, done_bytes, code = report
@@ -313,7 +320,7 @@ class Copying:
         return source.home.transfer_error(source.offset + done_bytes, count - done_bytes, code, writes=source.writes)
 
     def finish(self) -> None:
-        """Wait until all copies are done, or the step was cancelled and no copy is running."""
+        """Wait until no copy is running, then record the checksums of the slots."""
         while self._idle(self.handle, SIGNAL_POLL_SECONDS):
             pass
         if self._copies is not None:

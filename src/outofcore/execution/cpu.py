@@ -34,7 +34,7 @@ _log = logging.getLogger("outofcore")
 
 
 class _FailureReporter:
-    """A reusable context that reports its exceptions to the other queues."""
+    """A reusable context that cancels the step if an exception leaves it, so that the other queues stop."""
 
     def __init__(self, copying: Copying) -> None:
         self._copying = copying
@@ -50,6 +50,8 @@ class _FailureReporter:
 
 
 class _Communicator(threading.Thread):
+    """The thread that runs the collectives of each step, in program order."""
+
     def __init__(self, copying: Copying) -> None:
         super().__init__(name="outofcore-collectives", daemon=True)
         self._copying = copying
@@ -79,6 +81,7 @@ class _Communicator(threading.Thread):
                 self._condition.wait(SIGNAL_POLL_SECONDS)
 
     def close(self) -> None:
+        """End the thread after the collectives of the running step."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
@@ -87,6 +90,7 @@ class _Communicator(threading.Thread):
             self.join()
 
     def run(self) -> None:
+        """Run the collectives of each step until ``close``; an exception cancels the step."""
         while True:
             with self._condition:
                 while self._work is None and not self._closed:
@@ -103,6 +107,7 @@ class _Communicator(threading.Thread):
                 self._condition.notify_all()
 
     def _run_all(self, work: Sequence[BoundRun]) -> None:
+        """Run the collectives of one step, each after its waits, unless the step is cancelled."""
         for run in work:
             if run.waits:
                 self._copying.wait(run.waits)
@@ -118,7 +123,7 @@ class _Communicator(threading.Thread):
 
 @dataclass
 class _RecordedCalls:
-    """The recorded op calls of a program; ``span_ends`` is None until all ops have run once."""
+    """The recorded op calls of a program; ``span_ends`` (see ``replayable_spans``) is None before the recording."""
 
     replay: Replay
     recorded: list[bool]
@@ -126,10 +131,7 @@ class _RecordedCalls:
 
 
 class _OpCaller:
-    """Calls the ops of one step from Python.
-
-    ``failure`` is the exception of an optimizer's code: later updates are skipped, and all other ops run.
-    """
+    """Calls the ops of one step; after an optimizer's ``failure`` it skips later updates and runs all other ops."""
 
     def __init__(
         self,
@@ -144,7 +146,7 @@ class _OpCaller:
         self._recording = recording
         self._generators = GeneratorStates((torch.default_generator,))
         self._misplaced: list[torch.Tensor] = []  # kept alive until the next scope begins
-        self.failure: Exception | None = None
+        self.failure: Exception | None = None  # the exception of an optimizer's code
 
     def __call__(self, scope: int, run: BoundRun) -> None:
         update = run.func if isinstance(run.func, BoundUpdate) else None
@@ -171,6 +173,7 @@ class _OpCaller:
         self._ends[run.index] = perf_counter()
 
     def run_all(self, runs: Sequence[BoundRun], copying: Copying, replayed: _RecordedCalls | None) -> None:
+        """Call all ops in order, each after its waits; ``replayed`` has recorded ops, which native code calls."""
         span_ends = None if replayed is None else replayed.span_ends
         lender = self._lender
         stops = None if lender is None else lender.flag
@@ -209,6 +212,7 @@ class _OpCaller:
         lender.restore()
 
     def _run(self, scope: int, run: BoundRun) -> None:
+        """Call an op, record the call if ops are being recorded, and copy its results to their planned places."""
         will_record = self._recording is not None and self._recording.replay.expect_call(run)
         out = run.func(*run.args, **run.kwargs)
         if will_record and self._recording is not None:
@@ -219,7 +223,7 @@ class _OpCaller:
 
 
 def _move_unplanned_state(table: ScopeTable, update: BoundUpdate, lender: Lender | None) -> None:
-    """Move unplanned tensors that an optimizer has created and keeps to memory of their own."""
+    """Move tensors that an optimizer has created off the plan out of scope memory, which is about to be reused."""
     by_storage: dict[int, list[torch.Tensor]] = {}
     for tensor in update.optimizer_tensors():
         if is_in_host_memory(tensor) and table.is_scope_memory(tensor):
@@ -272,10 +276,11 @@ class CpuEngine:
     def run(
         self, bound: BoundProgram, table: ScopeTable, slots: Mapping[int, tuple[SlotPiece, ...]], ports: dict[int, Port]
     ) -> Timeline:
+        """Run one step to its end, and return when each instruction ran; raise the error of a failed instruction."""
         count, arena = len(bound.program.instructions), bound.arena
         starts, ends = self._starts, self._ends = array("d", bytes(8 * count)), array("d", bytes(8 * count))
         if not isinstance(arena, Arena):
-            raise StateError("the CPU engine was given an arena on another device")
+            raise StateError("the CPU engine was given an arena on another device; please report it")
         self._slots, self._ports = slots, ports
         begin = perf_counter()
         # Keep no failure in a local variable: its traceback refers to this frame, and so to the program and the arena.
@@ -293,7 +298,7 @@ class CpuEngine:
         )
 
     def _run_queues(self, bound: BoundProgram, arena: Arena, table: ScopeTable) -> None:
-        """Run all queues to their ends; ``Copying.failure`` has an error of any queue but that of ops."""
+        """Run all queues to their ends; raise an error of an op, and leave any other one in ``Copying.failure``."""
         copying, starts, ends = self._copying, self._starts, self._ends
         # Each queue is listed before it begins, since a signal may arrive in between.
         finishers: list[Callable[[], None]] = []
@@ -322,7 +327,7 @@ class CpuEngine:
                 _wait_for_all(finishers, copying)
 
     def _connect_lender(self, arena: Arena) -> Lender | None:
-        """Return the arena's lender, after passing it functions that pause and resume the other queues."""
+        """Begin the step of the arena's lender, which can then pause the other queues; return it, or None."""
         lender, copying, communicator = arena.lender, self._copying, self._communicator
         if lender is None:
             return None
@@ -341,6 +346,7 @@ class CpuEngine:
         return lender
 
     def _start_communicator(self) -> _Communicator:
+        """Return the thread for collectives, which is started once."""
         if self._communicator is None:
             wait_for_threads_at_exit()
             self._communicator = _Communicator(self._copying)
@@ -348,13 +354,14 @@ class CpuEngine:
         return self._communicator
 
     def _find_copies(self, bound: BoundProgram, arena: Arena) -> Copies:
+        """Return the native copies of a program, prepared again if its slots have changed."""
         copies = self._copies.get(bound)
         if copies is None or copies.slots != self._slots:
             copies = self._copies[bound] = prepare_copies(bound, arena, self._slots, self._homes, self._queues)
         return copies
 
     def _find_recording(self, bound: BoundProgram) -> _RecordedCalls | None:
-        """Return the recorded calls of a program; None if Python calls its ops in this step."""
+        """Return the recorded calls of a program, or a new recording; None if Python is to call its ops."""
         if not self._can_replay or not internals.has_no_dispatch_modes():
             return None
         if (replayed := self._replayed.get(bound)) is not None:
@@ -366,6 +373,7 @@ class CpuEngine:
         return recording
 
     def _compute(self, bound: BoundProgram, table: ScopeTable, lender: Lender | None) -> Exception | None:
+        """Run the ops, and record or replay their calls; return the exception of an optimizer's code, or None."""
         replayed = self._find_recording(bound)
         is_new = replayed is not None and replayed.span_ends is None
         calls = _OpCaller(table, self._starts, self._ends, replayed if is_new else None, lender)
@@ -383,7 +391,7 @@ class CpuEngine:
 
 
 def _wait_for_all(finishers: Sequence[Callable[[], None]], copying: Copying) -> None:
-    """Wait until no copy and no collective is running, even if signal handlers raise exceptions."""
+    """Call all ``finishers``; repeat one in which a signal handler raised, and raise that exception at the end."""
     interrupted: BaseException | None = None
     for finish in finishers:
         while True:
@@ -401,6 +409,7 @@ def _wait_for_all(finishers: Sequence[Callable[[], None]], copying: Copying) -> 
 
 
 def _run_collective(run: BoundRun) -> None:
+    """Run a collective; convert its error to ``CommunicationError``."""
     try:
         with internals.below_autograd():
             run.func(*run.args, **run.kwargs)
@@ -412,8 +421,9 @@ def _run_collective(run: BoundRun) -> None:
 
 
 def _as_library_error(failure: BaseException) -> BaseException:
+    """Convert an ``OSError`` of a copy to ``TransferError``; return other exceptions unchanged."""
     if isinstance(failure, OutOfCoreError):
         return failure
     if isinstance(failure, OSError):
-        return TransferError(f"a copy to or from the home failed: {failure}")
+        return TransferError(f"a copy to or from the home failed: {failure}; check that disk, or use another home")
     return failure

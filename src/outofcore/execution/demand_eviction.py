@@ -42,16 +42,15 @@ _Pages = npt.NDArray[np.uint8]
 
 
 class _Page(IntEnum):
+    """How a page of the arena is used while an op runs."""
+
     FREE = 0
     EVICTABLE = 1  # may be evicted
     PINNED = 2  # in use by the running op
 
 
 class DemandEviction:
-    """Serves the unplanned requests of one program's ops within ``budget`` bytes.
-
-    The budget covers the arena, its annex and off-plan memory elsewhere. ``slots`` are by home, nearest first.
-    """
+    """Serves unplanned requests of a program's ops within ``budget`` bytes: arena, annex and other off-plan memory."""
 
     def __init__(
         self, captured: Captured, program: Program, arena: Arena, budget: int, slots: Sequence[Slots], undo: Undo
@@ -100,12 +99,14 @@ class DemandEviction:
     def begin(
         self, starts: array[float], ends: array[float], pause: Callable[[], object], resume: Callable[[], object]
     ) -> None:
+        """Start serving the requests of a step; ``starts`` and ``ends`` have its times by instruction (0: not yet)."""
         self._starts, self._ends, self._pause, self._resume = starts, ends, pause, resume
         self.refused_request, self.error, self.has_lost_bytes = None, None, False
         self._overflowed_ops.clear()
         self._arena.set_lender(self._callback)
 
     def end(self) -> None:
+        """Stop serving requests, and restore the arena."""
         self._arena.set_lender(None)
         try:
             self.restore()
@@ -113,6 +114,7 @@ class DemandEviction:
             self._pause = self._resume = _do_nothing
 
     def restore(self) -> None:
+        """Fetch the pages evicted for the last op, free their slots, and resume copies."""
         if not self.is_active:
             return
         self._release_unused()
@@ -131,6 +133,7 @@ class DemandEviction:
     # Serving
 
     def _serve(self, count: int, scope: int) -> int:
+        """Return the address of memory for a request, or an ``Answer``; see the module for the choice."""
         try:
             address = self._lend(round_up(count, PAGE_BYTES), scope)
         except OutOfCoreError as error:
@@ -156,7 +159,7 @@ class DemandEviction:
         return Answer.EXCEED if overflow is None else overflow[0]
 
     def _overflow(self, count: int) -> tuple[int, str] | None:
-        """Return the address of memory in a home, and the home's name; None if no home has room."""
+        """Return the address of new memory in a home, and the home's name; None if no home has room."""
         for face, slots, _ in self._faces.values():  # lets the system write out earlier requests
             slots.home.drop_cache(face)
         overflow = _create_overflow_memory(self._slots, count)
@@ -185,7 +188,7 @@ class DemandEviction:
         return self._captured.graph.ops[run.op]
 
     def _lend(self, count: int, scope: int) -> int | None:
-        """Return an address of whole pages for a request; None if too few pages can be evicted."""
+        """Return an annex address for ``count`` bytes, whole pages, after evicting as many; None if it cannot."""
         self._activate()
         self._release_unused()
         address = self._find_address(count)
@@ -201,7 +204,7 @@ class DemandEviction:
         return address
 
     def _activate(self) -> None:
-        """Pause copies, classify each page, and release the memory of free ones."""
+        """On the op's first request, pause copies, classify all pages, and release the memory of free ones."""
         if self.is_active:
             return
         self._pause()
@@ -211,6 +214,7 @@ class DemandEviction:
             self._arena.discard(first * PAGE_BYTES, (last - first) * PAGE_BYTES)
 
     def _release_unused(self) -> None:
+        """Release memory of the annex and of homes that ops no longer use."""
         live = self._arena.lent_addresses()
         for address in [address for address in self._lent if address not in live]:
             advise_pages(address, self._lent.pop(address), mmap.MADV_DONTNEED)
@@ -219,7 +223,7 @@ class DemandEviction:
             slots.free(offset, face.numel())
 
     def _find_address(self, count: int) -> int | None:
-        """Return the lowest free address in the annex, or None."""
+        """Return the first free address in the annex for ``count`` bytes, or None."""
         start = self._arena.address + self._arena.bytes
         end = start + self._arena.annex_bytes
         for address, size in sorted(self._lent.items()):
@@ -229,7 +233,7 @@ class DemandEviction:
         return start if end - start >= count else None
 
     def _evict(self, count: int) -> None:
-        """Write pages that the op does not touch to a home, and release their memory."""
+        """Write ``count`` bytes of evictable pages to a home, longest runs of pages first, and release their memory."""
         for first, last in sorted(_page_runs(self._pages == _Page.EVICTABLE), key=lambda run: run[0] - run[1]):
             if count <= 0:
                 return
@@ -246,6 +250,7 @@ class DemandEviction:
             self.evicted_bytes += size
 
     def _take_slots(self, count: int) -> tuple[int, tuple[SlotPiece, ...]]:
+        """Take slots at the nearest home with room; return that home and the pieces, or raise ``SpillError``."""
         refusals: list[str] = []
         for home, slots in enumerate(self._slots):
             try:
@@ -257,6 +262,7 @@ class DemandEviction:
     # Contents of the arena
 
     def _classify_pages(self) -> _Pages:
+        """Return the kind of each page: pinned by a running instruction, evictable if its block is needed, or free."""
         pages = np.zeros(self._arena.bytes // PAGE_BYTES, np.uint8)
         # Small blocks share pages, so pinned pages are marked last.
         for block in self._program.blocks:
@@ -271,6 +277,7 @@ class DemandEviction:
         return pages
 
     def _is_needed(self, block: Block) -> bool:
+        """Return whether a block has bytes that a later instruction, or the next step, needs."""
         users = self._users_by_block[block.id]
         if not block.wraps:
             waits = block.dies >= len(self._program.instructions) or self._is_awaited(users)
@@ -280,10 +287,12 @@ class DemandEviction:
         return self._is_awaited([user for user in users if user < block.dies])
 
     def _is_awaited(self, users: Sequence[int]) -> bool:
+        """Return whether one of these instructions has not ended; True without instructions."""
         return not users or any(self._ends[user] <= 0 for user in users)
 
     @property
     def _users_by_block(self) -> list[list[int]]:
+        """The instructions that use each block."""
         if self._cached_users is None:
             self._cached_users = [[] for _ in self._program.blocks]
             for index, instruction in enumerate(self._program.instructions):
@@ -318,18 +327,20 @@ _stranded: list[object] = []  # memory that outlives its lender, kept until the 
 
 
 def _keep_stranded(faces: dict[int, tuple[torch.Tensor, Slots, int]]) -> None:
+    """Keep memory that ops still use after its lender is gone, until the process ends."""
     if faces:
         _stranded.append(faces)
 
 
 def blocks_of(instruction: Run | CopyIn | CopyOut) -> tuple[int, ...]:
+    """Return the blocks that an instruction uses, including a workspace."""
     if not isinstance(instruction, Run):
         return (instruction.block,)
     return instruction.blocks if instruction.workspace is None else (*instruction.blocks, instruction.workspace)
 
 
 def _page_runs(selected: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """Return the ranges of selected pages as (first, last + 1)."""
+    """Return the runs of selected pages as (first, last + 1)."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], selected.view(np.int8), [0]))))
     return [(int(first), int(last)) for first, last in edges.reshape(-1, 2)]
 

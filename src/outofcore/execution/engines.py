@@ -26,20 +26,17 @@ class Port(NamedTuple):
 
 
 class Engine(Protocol):
-    """Runs bound programs on a device.
+    """Runs bound programs on a device."""
 
-    ``update_failure`` is the exception of an optimizer's code in the last step, which skipped its later updates.
-    """
-
-    update_failure: Exception | None
+    update_failure: Exception | None  # of an optimizer's code in the last step, which skipped its later updates
 
     def run(
         self, bound: BoundProgram, table: ScopeTable, slots: Mapping[int, tuple[SlotPiece, ...]], ports: dict[int, Port]
     ) -> Timeline:
-        """Run one step to its end and return its timeline, or the last measured one.
+        """Run one step to its end, and return its timeline, or that of the last measured step.
 
         Copies without an entry in ``slots`` use the caller's memory in ``ports``. Raises ``TransferError`` if a copy
-        failed, and ``ArenaError`` if an op requested more memory than was planned and reserved.
+        failed, ``ArenaError`` if an op requested more memory than planned and reserved.
         """
         ...
 
@@ -57,18 +54,16 @@ class Engine(Protocol):
 
 
 class GeneratorStates:
-    """States of random generators that a step saves to draw the same numbers when it runs an op again.
+    """Saves states of random generators, so that an op that runs again in a step draws the same numbers."""
 
-    Another thread that draws from such a generator while an op runs again gets the numbers of that op.
-    """
-
+    # Another thread that draws while an op runs again gets the numbers of that op.
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         self._generators = generators
         self._saved: dict[int, list[torch.Tensor]] = {}  # by op
         self._current: list[torch.Tensor] = []
 
     def save_or_restore(self, run: BoundRun) -> None:
-        """Save the states before an op's first run, or restore them before a later one."""
+        """Save the states before an op's first run, or set them to the saved ones before a later run."""
         states = [generator.get_state() for generator in self._generators]
         if run.generator_use is GeneratorUse.SAVE:
             self._saved[run.op] = states
@@ -77,6 +72,7 @@ class GeneratorStates:
             self._set(self._saved[run.op])
 
     def reset(self) -> None:
+        """Set the generators to their states before the op that runs again."""
         self._set(self._current)
 
     def clear(self) -> None:
@@ -89,11 +85,8 @@ class GeneratorStates:
 
 
 def place_results(run: BoundRun, results: Sequence[Any]) -> list[torch.Tensor]:
-    """Copy an op's results to their planned places, and return the tensors that were elsewhere.
-
-    The caller must keep these until the op's scope has ended, or they count as scratch memory (see
-    ``derive_requests``).
-    """
+    """Copy an op's results to their planned places unless they are there; return the results that were copied."""
+    # The caller keeps these until the op's scope has ended, or they count as scratch memory (see ``derive_requests``).
     misplaced: list[torch.Tensor] = []
     for leaf, address, target, stride in run.results:
         result = results[leaf]

@@ -15,6 +15,8 @@ from outofcore.program import Program
 
 
 class StepGradients:
+    """The gradients that one program reads, produces and clears, and the user's ``.grad`` of its parameters."""
+
     def __init__(
         self, captured: Captured, program: Program, keeper: StateKeeper, states: dict[int, PersistentState]
     ) -> None:
@@ -40,7 +42,7 @@ class StepGradients:
         ]
 
     def states_at_home(self) -> dict[int, PersistentState]:
-        """Return by storage the gradients that the step writes to a slot and leaves there."""
+        """Return by storage the states of large gradients that the step writes to a slot and leaves there."""
         return {
             self._captured.values[index].storage: state
             for index, (_, state) in self._produced.items()
@@ -51,7 +53,7 @@ class StepGradients:
         return {self._captured.values[index].storage for index in self._arena_offsets}
 
     def adopt_replacements(self) -> None:
-        """Adopt the gradients that the user has replaced, and drop the removed ones."""
+        """Before a step, detach gradients that the user replaced or keeps elsewhere, and bind the gradients to read."""
         for binding, state in self._produced.values():
             # A gradient that the step clears must survive for other references to it.
             is_referenced = count_references(state.aliases[0].tensor) > state.reference_count
@@ -62,7 +64,7 @@ class StepGradients:
             state.apply_layout(binding.key, self._captured.values[binding.value])
 
     def assign(self, arena: DeviceArena, results: dict[int, torch.Tensor]) -> None:
-        """Set or clear the user's ``.grad`` after a step; ``results`` has small gradients by storage."""
+        """Set or clear the user's ``.grad`` after a step; ``results`` has bytes of small gradients by storage."""
         for index, (parameter, state) in self._produced.items():
             value = self._captured.values[index]
             if index in self._arena_offsets:
@@ -80,7 +82,7 @@ class StepGradients:
                 self._keeper.clear_gradient(state, binding)
 
     def detach_from_arena(self) -> None:
-        """Detach gradients in the arena from the user's parameters: their memory may be reused."""
+        """Remove gradients in the arena from the user's parameters, as their memory may be reused."""
         for index in self._arena_offsets:
             parameter, state = self._produced[index]
             if state.place is StatePlace.ARENA:
@@ -89,17 +91,23 @@ class StepGradients:
                 self._keeper.release_gradient(state)
 
     def _find_parameter(self, binding: StateBinding) -> torch.Tensor:
+        """Return the parameter of a gradient's binding."""
         key = binding.key.removesuffix(".grad")
         return parameter_of(next(b for b in self._captured.states if b.key == key))
 
     def _current_gradient(self, binding: StateBinding) -> torch.Tensor:
+        """Return the user's gradient; raise ``StateError`` if it is None."""
         gradient = self._find_parameter(binding).grad
         if gradient is None:
-            raise StateError(f"{binding.key} was there when the step was captured and is None now")
+            raise StateError(
+                f"{binding.key} was there when the step was captured and is None now; clear gradients in the step, "
+                "or before the step is compiled"
+            )
         return gradient
 
 
 def parameter_of(binding: StateBinding) -> torch.Tensor:
+    """Return the tensor of a parameter's binding; raise ``StateError`` if it is None."""
     if binding.tensor is None:
-        raise StateError(f"{binding.key} is not a parameter of the model")
+        raise StateError(f"{binding.key} is not a parameter of the model; please report it")
     return binding.tensor

@@ -20,10 +20,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class DeferredSignals:
     """A context that defers signals with a Python handler to its end: ``with DeferredSignals(activity):``.
 
-    The second signal (the third with ``stops=3``) is handled at once if ``may_stop`` allows it, and leaves the block if
-    its handler raises. Later signals are dropped until the block has cleaned up. A capture needs ``stops=3``: PyTorch
-    calls Python from places where an exception would end the process. Outside of the main thread the context has no
-    effect.
+    The second signal (the third with ``stops=3``), or a later one, is handled at once if ``may_stop`` allows it;
+    signals after it are dropped. A capture needs ``stops=3``: PyTorch calls Python from places where an exception would
+    end the process. Outside of the main thread the context has no effect.
     """
 
     def __init__(self, activity: str, *, stops: int = 2, may_stop: Callable[[], bool] = lambda: True) -> None:
@@ -44,6 +43,7 @@ class DeferredSignals:
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        """Keep a signal for the end; call its handler at once if it is a repeated one and the step may stop."""
         self._pending.append((number, frame))
         if len(self._pending) == 1:
             _log.warning(

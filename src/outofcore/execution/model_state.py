@@ -1,8 +1,7 @@
 """The tensors that persist across steps: where their bytes are between steps, and how they move.
 
-Between two steps the user's own tensor objects point to the current bytes, because a step ends with each state in a
-fixed place: resident ones in the arena, all others at home. So reading a parameter, changing it in place, saving a
-state dict or evaluating the model needs no special calls.
+Between two steps the user's own tensors point to the current bytes, because a step ends with each state in a fixed
+place: resident ones in the arena, all others at home. So the user can read, change and save them without special calls.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class StateKeeper:
         self._is_mapping_current = False  # whether ``_mapping`` is up to date
 
     def register(self, captured: Captured) -> dict[int, PersistentState]:
-        """Return the states of a capture by storage id, registering new ones without moving bytes."""
+        """Return the states of a capture by storage id; add new ones, without moving bytes."""
         states: dict[int, PersistentState] = {}
         self._is_mapping_current = False
         for binding in captured.states:
@@ -69,10 +68,10 @@ class StateKeeper:
             if binding.key not in self._by_tensor:
                 tensor = binding.tensor if binding.tensor is not None else torch.empty(0, dtype=value.dtype)
                 state.origin = self._origins.setdefault(binding.key, tensor.device)
-                window = StateAlias(binding.key, tensor, value, tensor.data_ptr())
+                alias = StateAlias(binding.key, tensor, value, tensor.data_ptr())
                 if binding.tensor is not None:
-                    self._keep_if_shared(state, window)
-                state.aliases.append(window)
+                    self._keep_if_shared(state, alias)
+                state.aliases.append(alias)
                 self._by_tensor[binding.key] = state
                 if binding.tensor is not None and state.place is not StatePlace.ABSENT:
                     self._locate(state)
@@ -83,7 +82,7 @@ class StateKeeper:
         return states
 
     def _locate(self, state: PersistentState) -> None:
-        """Record the place of bytes in memory that the user, a creation at home or another step has provided."""
+        """Set a state's place to its slot if its tensor is a face or can become one, else to ordinary memory."""
         if state.slot is not None and state.place is StatePlace.HOME:
             return
         face = self._faces.find(state.aliases[0].tensor)
@@ -99,7 +98,7 @@ class StateKeeper:
             state.set_shown(internals.storage_bytes(state.aliases[0].tensor)[: state.bytes])
 
     def _adopt_mapped_file(self, state: PersistentState) -> bool:
-        """Adopt a state in place from a file that the user has mapped; return whether that is possible."""
+        """Adopt the file that the user has mapped for a state as its slot; return False if that is impossible."""
         tensor = state.aliases[0].tensor
         if (
             state.slot is not None
@@ -117,6 +116,7 @@ class StateKeeper:
         return True
 
     def _current_mapping(self) -> MappedFiles:
+        """Return which files are mapped into memory, read from the system unless it is up to date."""
         if self._mapping is None:
             self._mapping = MappedFiles()
         elif not self._is_mapping_current:
@@ -124,30 +124,29 @@ class StateKeeper:
         self._is_mapping_current = True
         return self._mapping
 
-    def _keep_if_shared(self, state: PersistentState, window: StateAlias) -> bool:
-        """Keep the user's tensor in place if its memory is shared; return whether it is."""
-        if not self._current_mapping().is_shared(window.tensor):
+    def _keep_if_shared(self, state: PersistentState, alias: StateAlias) -> bool:
+        """Keep the user's tensor in place if its memory is shared with other processes; return whether it is."""
+        if not self._current_mapping().is_shared(alias.tensor):
             return False
-        window.keep_in_place()
-        self._shared.append((state, window))
-        _log.info("%s is in shared memory and stays there, outside of the budget", window.key)
+        alias.keep_in_place()
+        self._shared.append((state, alias))
+        _log.info("%s is in shared memory and stays there, outside of the budget", alias.key)
         return True
 
     def read_shared(self) -> None:
         """Copy shared memory to the step's tensors; raise ``StateError`` for another shape or dtype."""
-        for _, window in self._shared:
-            window.read_shared()
+        for _, alias in self._shared:
+            alias.read_shared()
 
     def write_shared(self, written: Set[int]) -> None:
-        for state, window in self._shared:
+        """Copy the step's tensors of states with ids in ``written`` to the user's shared memory."""
+        for state, alias in self._shared:
             if id(state) in written:
-                window.write_shared()
+                alias.write_shared()
 
     def release_slots(self) -> None:
-        """Release the slots of all states at home to their tensors, while the arena is empty.
-
-        States move to the last home first: the next owner could not free the room that it needs at a nearer one.
-        """
+        """Leave the slots of states at home to their tensors, and free all other slots; the arena must be empty."""
+        # States move to the last home first: the next owner could not free the room that it needs at a nearer one.
         last = len(self.slots) - 1
         for state in self._states.values():
             if state.is_shared():
@@ -164,10 +163,7 @@ class StateKeeper:
                 self.moves.release_slot(state)
 
     def reclaim(self) -> bool:
-        """Find the bytes of all states after other owners; return False if sharing or layouts have changed.
-
-        Raises ``StateError`` if a tensor has another shape or dtype.
-        """
+        """Find the bytes of all states after another step had them; return False if tying or layouts have changed."""
         existing = [state for state in self._states.values() if state.place is not StatePlace.ABSENT]
         if has_sharing_changed(existing) or has_layout_changed(existing):
             return False
@@ -179,13 +175,13 @@ class StateKeeper:
         return True
 
     def release_replacements(self) -> None:
-        """Release the user's replacements of shown tensors; ``forget_all`` must follow."""
+        """Detach tensors from their states if the user has replaced their memory; ``forget_all`` must follow."""
         for state in release_replacements(self._states.values()):
             self.moves.release_slot(state)
             state.mark_absent()
 
     def forget_all(self) -> None:
-        """Forget all states while the arena is empty; tensors at home stay there."""
+        """Forget all states, while the arena is empty; tensors at home stay there."""
         self.release_slots()
         self._states.clear()
         self._by_tensor.clear()
@@ -193,6 +189,7 @@ class StateKeeper:
         self.generation += 1
 
     def gradient_state(self, captured: Captured, produced: GradientLeft) -> PersistentState:
+        """Return the state of a gradient that a step produces; create it, without bytes, if it is new."""
         key = f"{captured.states[produced.parameter].key}.grad"
         state = self._by_tensor.get(key)
         if state is None:
@@ -204,30 +201,30 @@ class StateKeeper:
 
     def user_tensor(self, binding: StateBinding) -> torch.Tensor:
         """Return the user's tensor of a binding, or the tensor to show for new optimizer state."""
-        for window in self._by_tensor[binding.key].aliases:
-            if window.key == binding.key:
-                return window.user_tensor
-        raise StateError(f"{binding.key} has no tensor")
+        for alias in self._by_tensor[binding.key].aliases:
+            if alias.key == binding.key:
+                return alias.user_tensor
+        raise StateError(f"{binding.key} has no tensor; please report it")
 
     def rebind(self, state: PersistentState, binding: StateBinding, tensor: torch.Tensor) -> None:
-        """Record the user's new tensor object for a state; raise ``StateError`` for another shape or dtype."""
-        for window in state.aliases:
-            if window.key != binding.key or window.user_tensor is tensor:
+        """Use the user's new tensor object for a state, with its data; raise ``StateError`` for other shapes."""
+        for alias in state.aliases:
+            if alias.key != binding.key or alias.user_tensor is tensor:
                 continue
             self._is_mapping_current = False
-            if window.shared_tensor is not None:
-                window.shared_tensor, window.fingerprint = tensor, None
-                window.check_shape_and_dtype()
+            if alias.shared_tensor is not None:
+                alias.shared_tensor, alias.fingerprint = tensor, None
+                alias.check_shape_and_dtype()
                 continue
-            old, window.tensor, window.is_placeholder = window.tensor, tensor, False
-            window.check_shape_and_dtype()
-            self._keep_if_shared(state, window)
+            old, alias.tensor, alias.is_placeholder = alias.tensor, tensor, False
+            alias.check_shape_and_dtype()
+            self._keep_if_shared(state, alias)
             if state.shown is None:
-                window.address = tensor.data_ptr()
+                alias.address = tensor.data_ptr()
                 self._locate(state)
                 continue
-            if old.data_ptr() == window.address:
-                window.address = -1
+            if old.data_ptr() == alias.address:
+                alias.address = -1
                 reference = weakref.ref(old)
                 del old
                 self._faces.move_to_own_memory(reference())
@@ -236,6 +233,7 @@ class StateKeeper:
             self.slots[state.home].home.start()
 
     def release_gradient(self, state: PersistentState) -> None:
+        """Detach a gradient from its state, which becomes absent; other references keep its bytes."""
         if state.place is StatePlace.ABSENT:
             return
         leftover = state.aliases[0].release_tensor()
@@ -244,7 +242,7 @@ class StateKeeper:
         state.mark_absent()
 
     def show_gradient(self, state: PersistentState, value: Value, memory: torch.Tensor | None) -> torch.Tensor:
-        """Return the tensor of a gradient that a step has produced at home, or in other ``memory``."""
+        """Return the tensor of a gradient that a step has left in its slot, or in ``memory`` if it is not None."""
         state.aliases[0].update_layout(value)
         state.show(*((self._create_face(state), StatePlace.HOME) if memory is None else (memory, StatePlace.OWN)))
         return state.aliases[0].tensor
@@ -261,33 +259,33 @@ class StateKeeper:
 
     def clear_gradient(self, state: PersistentState, binding: StateBinding) -> None:
         """Replace a cleared gradient by a placeholder for the program; other references keep its bytes."""
-        for window in state.aliases:
-            if window.key == binding.key:
-                self._faces.move_to_own_memory(window.release_tensor())
-                window.is_placeholder = True
+        for alias in state.aliases:
+            if alias.key == binding.key:
+                self._faces.move_to_own_memory(alias.release_tensor())
+                alias.is_placeholder = True
         if state.shown is None:
             state.mark_absent()
         else:
             state.show(state.shown, state.place)
 
     def adopt_replacements(self, *, leaving: bool = False) -> list[str] | None:
-        """Adopt the user's replacements of tensors, such as by ``p.data = other``, and return their keys.
+        """Adopt memory that the user gave to tensors, such as by ``p.data = other``, and return their keys.
 
         With ``leaving`` the new memory stays in place, since tensors of the model's next owner may share it. Returns
-        None, without any change, if sharing or layouts have changed. Raises ``StateError`` if the new data has another
-        shape or dtype, or is in memory that processes share.
+        None, without any change, if sharing or layouts have changed. Raises ``StateError`` if the new data has
+        another shape or dtype, or if the step's own memory was moved to memory that processes share.
         """
-        unborn = StatePlace.ABSENT  # faster than looking up the enum member in the loop
-        existing = [state for state in self._states.values() if state.place is not unborn]
+        absent = StatePlace.ABSENT  # faster than looking up the enum member in the loop
+        existing = [state for state in self._states.values() if state.place is not absent]
         if is_unmoved(existing):
             return []
         for state in existing:
             state.check_not_moved()
         self._is_mapping_current = False
         for state in existing if not leaving else ():
-            for window in state.aliases:
-                if window.shared_tensor is None and window.has_moved():
-                    self._keep_if_shared(state, window)
+            for alias in state.aliases:
+                if alias.shared_tensor is None and alias.has_moved():
+                    self._keep_if_shared(state, alias)
         if has_layout_changed(existing) or has_sharing_changed(existing):
             return None
         for state in existing if leaving else ():
@@ -301,7 +299,7 @@ class StateKeeper:
         return displaced_keys(self._states.values())
 
     def check_invariants(self) -> None:
-        """Check the invariants between two steps, for tests; raise ``StateError`` that names the state."""
+        """Raise ``StateError`` if a state breaks an invariant that holds between two steps; only for tests."""
         spans: dict[object, list[tuple[int, int, str]]] = {}
         for state in self._states.values():
             shown, count = state.shown, placed_bytes(state.bytes)
@@ -331,26 +329,30 @@ class StateKeeper:
         return self._faces.show(state.home, slot, state.bytes)
 
     def evacuate(self) -> None:
-        """Move states in ordinary memory off a device, to make room there for an arena."""
+        """Move states in a device's ordinary memory to the CPU, to make room there for an arena."""
         for state in self._states.values():
             self._move_to_device(state, CPU)
 
     def return_to_device(self) -> None:
+        """Move states in ordinary memory back to the devices where the user had them."""
         for state in self._states.values():
             if state.origin != CPU:
                 self._move_to_device(state, state.origin)
 
     @staticmethod
     def _move_to_device(state: PersistentState, device: torch.device) -> None:
+        """Move a state to ``device`` if it is in ordinary memory of another one."""
         if state.place is StatePlace.OWN and state.aliases[0].tensor.device != device:
             state.show(state.current_bytes().to(device), StatePlace.OWN)
 
     def move_to_cpu(self) -> None:
+        """Move all states at home or in the arena to ordinary host memory."""
         for state in self._states.values():
             if state.place in (StatePlace.HOME, StatePlace.ARENA):
                 self.moves.move_to_own_memory(state)
 
     def give_to_allocator(self) -> None:
+        """Move all states to ordinary host memory, free their slots' memory, and forget them."""
         for state in self._states.values():
             if state.is_unused():
                 self.moves.discard(state)

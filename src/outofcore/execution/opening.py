@@ -105,7 +105,7 @@ class OpenHome:
                 target.copy_(source)
 
     def _on_disk(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
-        """Return the disk home and offset of a tensor's bytes; None in memory, or within a shared page."""
+        """Return the disk and offset of a tensor's bytes; None if they are not on a disk, or not whole pages."""
         slot = self.faces.slot_of(tensor, to_write=to_write) if tensor.is_contiguous() else None
         if slot is None or slot[0].in_memory:
             return None
@@ -116,10 +116,7 @@ class OpenHome:
         return slot[0], slot[1] + begin
 
     def close(self) -> None:
-        """Close the home; its resources are released once no step uses it. May be called again.
-
-        Tensors in it stay valid.
-        """
+        """Close the home; steps that use it can go on, and its tensors stay valid. May be called again."""
         if self.stays_open and not self._closed:
             self._closed = True
             self.release()
@@ -152,11 +149,8 @@ class OpenHome:
             store.start()
 
     def occupy(self, step: object, move_out: Callable[[], None]) -> bool:
-        """Let a step move tensors into its arena, after the previous step has moved its own out.
-
-        ``move_out`` moves this step's tensors home when another step needs them. Returns whether another step had them
-        last. Raises ``StateError`` if that step cannot move them out.
-        """
+        """Record a step as user of an arena, after the previous one has moved out; return False if it is the same."""
+        # ``move_out`` moves this step's tensors home when another step needs them.
         if self._occupant is not None and self._occupant[0] is step:
             return False
         if self._occupant is not None:
@@ -216,21 +210,16 @@ def open_backend(device: str | torch.device | None, *, replay: ReplayMode = True
 
 
 def _initialize_vector_math() -> None:
-    """Let MKL's vector functions initialize themselves in one thread.
-
-    If several threads make a process's first call of such a function (``sqrt``, ``exp``, ``erf`` …), some of them
-    compute it less exactly, in about one process of ten (PyTorch 2.13, MKL 2024.2).
-    """
+    """Let MKL's vector functions initialize themselves in one thread."""
+    # If several threads make a process's first call of such a function (``sqrt``, ``exp``, ``erf`` …), some of them
+    # compute it less exactly, in about one process of ten (PyTorch 2.13, MKL 2024.2).
     torch.ones(16, dtype=torch.float32, device="cpu").sqrt_()
 
 
 def open_device_homes(
     backend: CudaBackend, home: str | os.PathLike[str] | None, host_budget: int | str | None
 ) -> list[HomeStore]:
-    """Open the homes of a step on a GPU: pinned host memory, then a disk if one is named.
-
-    Raises ``UnitError`` for an invalid budget, ``SpillError`` if a home cannot be used.
-    """
+    """Open the homes of a step on a GPU: pinned host memory, then a disk unless ``home`` is None or "host"."""
     limit = parse_host_limit(host_budget)
     if home is None or home == "host":
         return [backend.home(limit)]
@@ -240,6 +229,7 @@ def open_device_homes(
 def open_homes_of_backend(
     backend: Backend, home: str | os.PathLike[str] | None, host_budget: int | str | None = None
 ) -> list[HomeStore]:
+    """Open the homes of a step on the device of ``backend``, nearest first."""
     if isinstance(backend, CudaBackend):
         return open_device_homes(backend, home, host_budget)
     return open_homes(home, host_budget)

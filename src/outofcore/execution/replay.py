@@ -61,16 +61,17 @@ _ERRORS: dict[_Failure, type[Exception]] = {
 
 
 def is_worth_replaying(calls: int, seconds: float) -> bool:
+    """Return whether the calls from Python take a notable share of a step of ``seconds`` with ``calls`` ops."""
     return calls * _MAX_SECONDS_PER_OP > seconds
 
 
 class Replay:
-    """Recorded op calls, by number; it keeps their tensors alive."""
+    """Op calls recorded for native code, as numbered entries; it keeps their tensors alive."""
 
     def __init__(self, library: ctypes.PyDLL, entries: int) -> None:
         handle = library.replay_new(entries)
         if handle is None:
-            raise MemoryError("there is no memory for the calls of a step")
+            raise MemoryError("there is no memory for the calls of a step; end other programs")
         self._library = library
         self._handle: int = handle
         self._end = weakref.finalize(self, library.replay_free, handle)
@@ -79,6 +80,7 @@ class Replay:
 
     @contextlib.contextmanager
     def watch_calls(self) -> Iterator[None]:
+        """Let native code observe the op calls of this block, as ``record_call`` needs."""
         self._library.replay_watch()
         try:
             yield
@@ -93,6 +95,7 @@ class Replay:
         return True
 
     def record_call(self, number: int, run: BoundRun, scope: int) -> bool:
+        """Record the call after ``expect_call`` as entry ``number``; return whether it can be replayed."""
         name = internals.operator_name(run.func)
         if name is None:
             return False
@@ -124,7 +127,7 @@ class Replay:
         flat = [part for wait in waits for part in wait]
         flat_waits = (ctypes.c_int64 * len(flat))(*flat)
         if self._library.replay_order(self._handle, number, len(waits), flat_waits, publishes or 0):
-            raise MemoryError("there is no memory for the calls of a step")
+            raise MemoryError("there is no memory for the calls of a step; end other programs")
 
     def run(
         self,
@@ -141,12 +144,10 @@ class Replay:
         """Run entries from ``first`` to before ``end``; return the entry after the last one that ran.
 
         Returns early where an entry waits for another queue, so that signals are handled. ``starts`` and ``ends``
-        receive the times of ops, by instruction. ``ends_scopes``: a scope ends with its op, not when the next one
-        begins. ``queues`` serves the waits of ``set_waits``. ``stops`` is the address of a number; the first op after
-        which it is not 0 is the last.
-
-        Raises the error of an op, ``NotIssuedError`` if a device refused actions, ``StateError`` if another queue
-        failed.
+        receive the times of ops, by instruction. With ``ends_scopes`` a scope ends with its op, not when the next one
+        begins. ``queues`` serves the waits of ``set_waits``. ``stops`` is the address of a number: the run ends after
+        the first op that leaves it not 0. Raises the error of an op, ``NotIssuedError`` if a device refused actions,
+        ``StateError`` if another queue failed.
         """
         begin, close, pointer = table.native
         next_entry = self._run(
@@ -171,6 +172,7 @@ class Replay:
         return int(self._library.replay_at(self._handle))
 
     def _error(self) -> Exception:
+        """Return the exception of the entry that failed."""
         failure = _Failure(self._library.replay_failure(self._handle))
         if failure is _Failure.ISSUE:
             return NotIssuedError(self._library.replay_status(self._handle))
@@ -184,11 +186,8 @@ class Replay:
 
 
 def replayable_spans(recorded: Sequence[bool]) -> list[int]:
-    """Return for each op the end of the longest replayable span that starts there, or its own index.
-
-    >>> spans([True, True, False, True])
-    [2, 2, 2, 4]
-    """
+    """Return for each op the end of the longest replayable span that starts there, or its own index."""
+    # [True, True, False, True] has the ends [2, 2, 2, 4].
     ends = [*range(len(recorded)), len(recorded)]
     for index in reversed(range(len(recorded))):
         if recorded[index]:

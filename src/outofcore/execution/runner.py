@@ -36,6 +36,8 @@ class UpdateError(Exception):
 
 @dataclass(frozen=True)
 class _PlacedProgram:
+    """A program in an arena, with the tables, slots and undo information of its runs."""
+
     arena: DeviceArena
     bound: BoundProgram
     table: ScopeTable
@@ -49,7 +51,7 @@ class _PlacedProgram:
 
 
 class Runner:
-    """Runs one placed and wired program; ``first_requests`` are for first runs that allocate differently."""
+    """Runs one placed program in an arena; ``first_requests`` are by op, if a first run allocates differently."""
 
     def __init__(
         self,
@@ -95,10 +97,7 @@ class Runner:
         return self._generation == self._keeper.generation
 
     def enter(self, arena: DeviceArena) -> None:
-        """Make this runner's program the one in the arena, which the last program has released.
-
-        If it raises ``SpillError`` or ``TransferError``, all states are out of the arena.
-        """
+        """Load this program into the arena; if it raises, all states have been moved out of the arena."""
         keeper = self._keeper
         for slots in keeper.slots:
             slots.home.start()
@@ -122,6 +121,7 @@ class Runner:
     def _place(
         self, arena: DeviceArena, bound: BoundProgram, lasting: dict[int, int], layout: SlotLayout
     ) -> _PlacedProgram:
+        """Return the program with its tables of requests, slots, undo and lender; copy constants into the arena."""
         slots = dict(layout.pieces)
         for index, instruction in enumerate(self.program.instructions):
             if isinstance(instruction, CopyOut | CopyIn) and index not in slots:
@@ -149,12 +149,13 @@ class Runner:
         return _PlacedProgram(arena, bound, table, first_table, layout, slots, copies, undo, lasting_slots, lender)
 
     def _workspaces(self) -> list[tuple[int, int]]:
+        """Return the (bytes, offset in the arena) of each op's workspace; (0, 0) for an op without one."""
         runs = [i for i in self.program.instructions if isinstance(i, Run) and not i.communicates]
         blocks = [None if run.workspace is None else self.program.blocks[run.workspace] for run in runs]
         return [(0, 0) if block is None else (block.bytes, block.offset) for block in blocks]
 
     def _persistent_slots(self) -> dict[int, int]:
-        """Return the slot offsets of storages that are at home between steps, except in the caller's memory."""
+        """Return the slot offsets of storages that are at home between steps, by storage."""
         slots: dict[int, int] = {}
         for storage, state in self._states.items():
             if state.place is StatePlace.HOME or storage in self.program.clean:
@@ -166,7 +167,7 @@ class Runner:
         return slots
 
     def _load_constants(self, arena: DeviceArena) -> None:
-        """Copy the constants into their blocks, except constants of another device, which are bound in place."""
+        """Copy the constants into their blocks, except constants on another device, which ops use in place."""
         foreign = {value.storage for value in self.captured.values if value.foreign}
         for block in self.program.blocks:
             constant = None if block.storage is None else self.captured.constants.get(block.storage)
@@ -193,7 +194,7 @@ class Runner:
         """
         placed, captured = self._placed, self.captured
         if placed is None:
-            raise StateError("the step was run before its program was in the arena")
+            raise StateError("the step was run before its program was in the arena; please report it")
         self._has_begun = False
         to_publish = self._makes_state = self._adopt_replacements()
         self._keeper.read_shared()
@@ -238,6 +239,7 @@ class Runner:
         return self._build_result(leaves, results), timeline
 
     def _build_result(self, leaves: Sequence[Any], results: dict[int, torch.Tensor]) -> Any:
+        """Return the result of the user's step, with the tensors of this run."""
         captured = self.captured
         returned: list[Any] = []
         for leaf in captured.outputs:
@@ -264,14 +266,16 @@ class Runner:
 
     @property
     def has_overflowed(self) -> bool:
+        """Whether ops of the last run got memory beyond the budget, or of a home."""
         return self._lender is not None and self._lender.has_overflowed
 
     @property
     def eviction_error(self) -> OutOfCoreError | None:
+        """The error because of which a request of the last run could not be served by eviction, or None."""
         return None if self._lender is None else self._lender.error
 
     def _name_op(self, engine: Engine, error: Exception) -> None:
-        """Add a note with the op that raised: no line of the user's is on the stack."""
+        """Add a note to an error that names the op that raised it; the user's line is not on the stack."""
         progress = engine.read_progress()
         if progress is None:
             return
@@ -287,7 +291,7 @@ class Runner:
             error.add_note(f"Raised by {op.text}.")
 
     def _update_home_copies(self, placed: _PlacedProgram) -> _PlacedProgram:
-        """Update the home copies of states that are evicted without a copy, if the user has changed them."""
+        """Save clean states that the user has changed to their slots; return the program with the current slots."""
         for storage in self.program.clean:
             self._keeper.moves.update_home_copy(self._states[storage], placed.arena)
         copies = {storage: self._keeper.moves.ensure_slot(self._states[storage]) for storage in self.program.clean}
@@ -307,6 +311,7 @@ class Runner:
         return self._placed
 
     def undo(self, engine: Engine) -> bool:
+        """Restore the model to the start of the last run; return False if it is too late for that."""
         if self._placed is None or not self._has_begun:
             return True
         progress = engine.read_progress()
@@ -316,14 +321,14 @@ class Runner:
         return self._placed.undo.undo(self._placed.arena, self._keeper.slots, progress)
 
     def may_stop(self, engine: Engine) -> bool:
-        """Return whether the running step can be left half way: no update has begun."""
+        """Return whether the running step may be interrupted: no optimizer update has begun."""
         if not self._has_begun:
             return True
         progress = engine.read_progress()
         return progress is not None and not any(progress.started[i] for i in find_updates(self.captured, self.program))
 
     def stop(self, engine: Engine) -> bool:
-        """Bring the model to its state in plain PyTorch after the error; return False if that is impossible."""
+        """Finish copies so that the model is as plain PyTorch leaves it on this error; return False if impossible."""
         placed, captured, program = self._placed, self.captured, self.program
         progress = engine.read_progress()
         if placed is None or progress is None or (self._lender is not None and self._lender.has_lost_bytes):
@@ -339,7 +344,7 @@ class Runner:
         return True
 
     def _check_after_run(self) -> None:
-        """Check that no other thread has moved a state, and that the slots written by the step are intact."""
+        """Raise an error if another thread has moved a state, or a slot that the step has written is damaged."""
         moved = self._keeper.find_displaced()
         if moved:
             raise StateError(
@@ -351,10 +356,11 @@ class Runner:
 
     @property
     def first_ops(self) -> Set[int]:
+        """The ops that the last run ran for the first time, if they then request other memory."""
         return self._first_requests.keys() if self._ran_first else frozenset()
 
     def find_unplanned_requests(self) -> dict[int, Requests]:
-        """Return the requests of ops that had unplanned requests of 64 KiB or more in the last run."""
+        """Return the requests of ops that had unplanned ones of 64 KiB or more in the last run, by op."""
         if self._placed is None or self._table is None:
             return {}
         requests: dict[int, Requests] = {}
@@ -370,7 +376,7 @@ class Runner:
         return requests
 
     def _ports(self, leaves: Sequence[Any]) -> tuple[dict[int, Port], dict[int, torch.Tensor]]:
-        """Return the caller's memory of inputs and outputs, and the new tensors for outputs."""
+        """Return the caller's memory by input and output storage, and the new tensors for outputs by storage."""
         captured = self.captured
         ports: dict[int, Port] = {}
         for binding in captured.inputs:
@@ -388,7 +394,7 @@ class Runner:
         return ports, results
 
     def _show_new_state(self) -> None:
-        """Give the optimizer the state that an update has created."""
+        """Put tensors for the state that updates have created into the optimizers."""
         created = {
             key for update in {id(u.optimizer): u for u in self._updates}.values() for key in update.created_state()
         }
@@ -404,7 +410,7 @@ class Runner:
         )
 
     def _adopt_replacements(self) -> bool:
-        """Adopt the user's gradients and optimizer state; return whether optimizer state must be created."""
+        """Adopt the user's gradients and optimizer state; return whether updates must create their state again."""
         self._gradients.adopt_replacements()
         cleared = False
         for binding, _, tensor in self._optimizer_states.find_replaced(self._keeper.user_tensor):
@@ -419,7 +425,7 @@ class Runner:
 
 
 def derive_requests(run: BoundRun, planned: Requests, events: Sequence[AllocatorEvent], alignment: int) -> Requests:
-    """Derive the requests of an op from the allocator events of one visit to its scope."""
+    """Derive an op's requests from the allocator events of one run: its results, and one workspace for the rest."""
     sizes: dict[int, int] = {}  # bytes by pointer, in order of the requests
     for event in events:
         if event.kind is EventKind.ALLOCATE:

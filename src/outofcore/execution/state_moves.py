@@ -19,7 +19,7 @@ _log = logging.getLogger("outofcore")
 
 
 class StateMoves:
-    """Moves states, and finds room for them at homes; states below 64 KiB are in ordinary memory instead."""
+    """Moves states, and finds room for them at homes; states below 64 KiB have ordinary memory instead of a slot."""
 
     def __init__(self, faces: Faces, states: Mapping[str, PersistentState]) -> None:
         self._faces = faces
@@ -31,7 +31,7 @@ class StateMoves:
         self._needed_copies: set[int] = set()  # ids of states in the arena with a home copy that the program needs
 
     def ensure_slot(self, state: PersistentState) -> int:
-        """Return the offset of a large state's slot at its home, by default a new one at the first home."""
+        """Return the offset of a large state's slot; a state without one gets a slot at the first home."""
         if state.place is StatePlace.ABSENT and (state.home != 0 or self._is_range(state)):
             self.release_slot(state)  # steps write new state to the first home
         if state.slot is None:
@@ -39,7 +39,7 @@ class StateMoves:
         return state.slot
 
     def _take_slot(self, home: int, state: PersistentState) -> int:
-        """Take a slot for a state at a home, moving other states if needed; raise ``SpillError``."""
+        """Take a slot for a state, moving other states if the home is full; raise ``SpillError`` if it stays full."""
         count = placed_bytes(state.bytes)
         slots, last = self.slots[home], len(self.slots) - 1
         try:
@@ -65,7 +65,7 @@ class StateMoves:
         return slots.take(count)
 
     def _compact(self, home: int) -> None:
-        """Move the states at a home in memory together, so that the free room is contiguous."""
+        """Move the slots at a home in memory together, so that its free room is contiguous."""
         slots = self.slots[home]
         places = (StatePlace.HOME, StatePlace.ARENA)
         states = [s for s in self._states.values() if s.place in places and s.home == home and s.slot is not None]
@@ -82,6 +82,7 @@ class StateMoves:
                 state.home_fingerprint = state.fingerprint()
 
     def release_slot(self, state: PersistentState) -> None:
+        """Free a state's slot, if it has one, and forget its face; its bytes must be elsewhere or unused."""
         if state.slot is not None:
             self._faces.forget(state.home, state.slot)
             self.slots[state.home].free(state.slot, placed_bytes(state.bytes))
@@ -96,9 +97,8 @@ class StateMoves:
     ) -> None:
         """Move every state to its place at the start of ``program``'s step, and others out of the arena.
 
-        States move through a home only to break a cycle of moves within the arena. No op writes the ``unwritten``
-        storages: they are evicted without a copy, as a disk keeps their bytes. Raises ``SpillError`` or
-        ``TransferError``.
+        No op writes the ``unwritten`` storages; in the arena they keep their bytes on a disk, so that they are evicted
+        without a copy. Raises ``SpillError`` or ``TransferError``.
         """
         self.arena = arena
         last = len(self.slots) - 1
@@ -132,7 +132,7 @@ class StateMoves:
         self._states_in_files = [state for state in states.values() if self._is_in_file(state)]
 
     def _make_writable(self, state: PersistentState) -> None:
-        """Move a state that a step writes to a writable slot."""
+        """Move a state that is in a file of the user to a slot of the home, since the step writes it."""
         if state.place is not StatePlace.HOME or state.slot is None or not self._is_range(state):
             return
         self._move_if_written(state)
@@ -151,6 +151,7 @@ class StateMoves:
         state.show(self._faces.show(state.home, new, state.bytes), StatePlace.HOME)
 
     def _ensure_home_copy(self, state: PersistentState, home: int, arena: DeviceArena) -> None:
+        """Make sure that a state in the arena has a slot at ``home``, with its current bytes."""
         if state.home != home:
             self.release_slot(state)
         if state.slot is None:
@@ -159,22 +160,19 @@ class StateMoves:
         self.update_home_copy(state, arena)
 
     def update_home_copy(self, state: PersistentState, arena: DeviceArena) -> bool:
-        """Update the home copy of a state in the arena; return whether it was outdated.
-
-        A failed update leaves no copy, and the next call creates one.
-        """
-        mark = state.fingerprint()
-        if mark == state.home_fingerprint:
+        """Save a state in the arena to its slot if the bytes differ; return whether they did."""
+        fingerprint = state.fingerprint()
+        if fingerprint == state.home_fingerprint:
             return False
         if state.slot is None or self._is_range(state):
             self.release_slot(state)
             state.slot = self._take_slot(state.home, state)
         store = self.slots[state.home].home
         with contextlib.ExitStack() as undo:
-            undo.callback(self.release_slot, state)  # the slot may be partly written
+            undo.callback(self.release_slot, state)  # the slot may be partly written; the next call takes another one
             arena.save(state.offset_in(arena.address), placed_bytes(state.bytes), store, state.slot)
             undo.pop_all()
-        state.home_fingerprint = mark
+        state.home_fingerprint = fingerprint
         return True
 
     def move_written_states(self) -> None:
@@ -184,15 +182,17 @@ class StateMoves:
         self._states_in_files = [state for state in self._states_in_files if self._is_in_file(state)]
 
     def _move_if_written(self, state: PersistentState) -> None:
+        """Move a state in a file that the home does not own to the home's file, if the user has changed it."""
         if self._is_in_file(state) and state.slot is not None and self.slots[state.home].was_written(state.slot):
             self.slots[state.home].move_to_home(state.slot)
             _log.info("%s was changed, and has been moved from the file that it was read from in place", state.key)
 
     def _is_range(self, state: PersistentState) -> bool:
-        """Return whether the slot is, or was, in a file that the home does not own; it is never written."""
+        """Return whether the slot is a range of a file that the home does not own, or was; it is never written."""
         return state.slot is not None and self.slots[state.home].is_range(state.slot)
 
     def _is_in_file(self, state: PersistentState) -> bool:
+        """Return whether the state's bytes are still in a file that the home does not own."""
         return (
             state.place is StatePlace.HOME and state.slot is not None and self.slots[state.home].is_in_file(state.slot)
         )
@@ -211,6 +211,7 @@ class StateMoves:
         state.mark_absent()
 
     def _move_out(self, state: PersistentState) -> None:
+        """Move a state from the arena to its home or the nearest with room; if small or refused, to own memory."""
         if state.slot is not None and self._try_home(state, state.home):
             return
         if not is_large(state.bytes) or not any(self._try_home(state, home) for home in range(len(self.slots))):
@@ -219,7 +220,7 @@ class StateMoves:
     def _rearrange(
         self, placements: list[tuple[PersistentState, Block]], arena: DeviceArena, kept_ids: Set[int]
     ) -> None:
-        """Move states to their blocks; states in ``kept_ids`` keep their copies at home."""
+        """Move states to their blocks, some via a home to break cycles; ``kept_ids`` keep a copy at home."""
         offsets = {id(s): s.offset_in(arena.address) for s, _ in placements if s.place is StatePlace.ARENA}
         moving = [(s, b) for s, b in placements if id(s) in offsets and offsets[id(s)] != b.offset]
         sources = [(offsets[id(s)], offsets[id(s)] + b.bytes) for s, b in moving]
@@ -237,6 +238,7 @@ class StateMoves:
                 self._move_to_arena(state, block, arena, keep=id(state) in kept_ids)
 
     def _try_home(self, state: PersistentState, home: int) -> bool:
+        """Move a state to a home; return False if that has no room."""
         try:
             self.move_to_home(state, home)
         except SpillError:
@@ -244,10 +246,11 @@ class StateMoves:
         return True
 
     def move_to_own_memory(self, state: PersistentState) -> None:
+        """Move a state to ordinary host memory, or back to the user's shared memory, and free its slot."""
         if state.is_shared():
             state.set_shown(None)
-            for window in state.aliases:
-                window.point_at(window.user_tensor.data)
+            for alias in state.aliases:
+                alias.point_at(alias.user_tensor.data)
             state.become(StatePlace.OWN)
         else:
             data = state.current_bytes()
@@ -257,6 +260,7 @@ class StateMoves:
         self.release_slot(state)
 
     def move_to_home(self, state: PersistentState, home: int) -> None:
+        """Move a state to a slot at a home; if it raises ``SpillError``, the state is still in its old place."""
         if state.place is StatePlace.HOME and state.home == home:
             return
         if state.place is StatePlace.ARENA and state.slot is not None and state.home == home and self.arena is not None:
@@ -266,7 +270,7 @@ class StateMoves:
             return
         self._move_if_written(state)
         slots = self.slots[home]
-        fresh = slots.end
+        old_end = slots.end
         slot = self._take_slot(home, state)
         face = self._faces.show(home, slot, state.bytes)
         with contextlib.ExitStack() as undo:
@@ -280,7 +284,7 @@ class StateMoves:
                 self.slots[state.home].home.read(state.slot, internals.memory_of(face))
             elif state.place is not StatePlace.ABSENT:
                 slots.home.write(slot, internals.memory_of(state.current_bytes().cpu()))
-            elif slot < fresh:
+            elif slot < old_end:
                 face.zero_()
             undo.pop_all()
         self.release_slot(state)
@@ -288,6 +292,7 @@ class StateMoves:
         state.show(face, StatePlace.HOME)
 
     def _move_to_arena(self, state: PersistentState, block: Block, arena: DeviceArena, *, keep: bool) -> None:
+        """Copy a state to its block, or zeros if it is absent; with ``keep`` its slot remains as home copy."""
         target = arena.view(block.offset, state.bytes)
         if state.place is StatePlace.ABSENT:
             target.zero_()
@@ -306,10 +311,10 @@ class StateMoves:
 
 
 def move_order(sources: Sequence[tuple[int, int]], targets: Sequence[int]) -> list[int]:
-    """Order moves within one region such that no bytes are overwritten before they have moved.
+    """Return the order of moves within one region such that no bytes are overwritten before they have moved.
 
-    ``sources`` are (start, end), ``targets`` starts; both are disjoint. To break a cycle, one state must be moved out
-    of the region first: it is listed as ``~number``, and its move is left out.
+    ``sources`` are (start, end), ``targets`` starts; both are disjoint. To break a cycle, one of its moves is replaced
+    by ``~number``: these bytes must leave the region at that point.
     """
     ends = [start + end - begin for start, (begin, end) in zip(targets, sources, strict=True)]
     by_address = sorted(range(len(sources)), key=lambda i: sources[i])

@@ -67,6 +67,7 @@ class StepStats:
 
 
 def step_facts(stats: StepStats) -> list[tuple[str, str]]:
+    """Return the (label, text) rows of the HTML summary of a step."""
     prediction = f", {format_seconds(stats.predicted_seconds)} predicted" if stats.predicted_seconds else ""
     facts = [
         ("step", f"{format_seconds(stats.seconds)}{prediction}"),
@@ -81,6 +82,7 @@ def step_facts(stats: StepStats) -> list[tuple[str, str]]:
 
 
 def measure_step(captured: Captured, planned: Planned, timeline: Timeline, off_plan: int) -> StepStats:
+    """Return the statistics of a planned call; copies of inputs and outputs do not count as moved bytes."""
     program = planned.program
     callers_storages = (set(captured.graph.outputs) - captured.graph.gradients_left) | {
         captured.values[b.value].storage for b in captured.inputs

@@ -1,7 +1,7 @@
 """Stop a step half way with a consistent model, as plain PyTorch does.
 
 If an op raises after parameters were updated, as in a step with two losses, the step cannot be undone. In plain PyTorch
-earlier ops have run and later ones have not. To reproduce that, make the outstanding copies of persistent state.
+earlier ops have run and later ones have not; outstanding copies of persistent state reproduce that.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from outofcore.runtime.slots import SlotPiece, Slots
 
 
 def find_updates(captured: Captured, program: Program) -> tuple[int, ...]:
+    """Return the indices of the instructions that run optimizer updates."""
     return tuple(
         index
         for index, instruction in enumerate(program.instructions)
@@ -36,7 +37,7 @@ def matches_plain_pytorch(captured: Captured, program: Program, progress: StepPr
 
 
 def can_stop(captured: Captured, program: Program, progress: StepProgress) -> bool:
-    """Return whether all persistent state has its bytes; storages about to be overwritten do not."""
+    """Return whether all persistent state has its bytes: ops that overwrite state without reading it have run."""
     if captured.ranges or captured.replicas:
         return False
     for index, instruction in enumerate(program.instructions):
@@ -57,7 +58,7 @@ def finish_state_copies(
     homes: Sequence[Slots],
     progress: StepProgress,
 ) -> None:
-    """Make the outstanding copies of persistent state in program order, while all queues are idle."""
+    """Make the copies of persistent state that have not ended, in program order, while all queues are idle."""
     for index, copy in enumerate(program.instructions):
         if not isinstance(copy, CopyIn | CopyOut) or progress.finished[index] or index not in slots:
             continue

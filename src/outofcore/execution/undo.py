@@ -51,7 +51,7 @@ class _EvictedBlock:
 
 
 class Undo:
-    """Restores the state of one program; ``slots`` maps a copy's index to the block's pieces at home."""
+    """Restores the model after a failed run of one program; ``slots`` has each copy's pieces at home."""
 
     def __init__(self, captured: Captured, program: Program, slots: Mapping[int, tuple[SlotPiece, ...]]) -> None:
         graph = captured.graph
@@ -87,6 +87,7 @@ class Undo:
         self._saved_generator_states: list[torch.Tensor] = []  # states of the generators when the step started
 
     def begin(self, arena: DeviceArena) -> None:
+        """Save the small states that the step changes early, and the states of random generators."""
         if not self._is_supported:
             return
         first, last = self._saved_span
@@ -97,6 +98,7 @@ class Undo:
         self._saved_generator_states = [generator.get_state() for generator in self._generators]
 
     def is_possible(self, progress: StepProgress) -> bool:
+        """Return whether a step that has come this far can be undone."""
         if (
             not self._is_supported
             or not self._saved_generator_states
@@ -108,16 +110,14 @@ class Undo:
         )
 
     def _blocks_to_restore(self, progress: StepProgress) -> list[_EvictedBlock]:
+        """Return the evicted blocks that the step has not fetched again."""
         evicted = [
             block for block in self._evicted_blocks if block.copy_out is None or progress.finished[block.copy_out]
         ]
         return [block for block in evicted if block.copy_in is None or not progress.finished[block.copy_in]]
 
     def undo(self, arena: DeviceArena, homes: Sequence[Slots], progress: StepProgress) -> bool:
-        """Restore the model to the start of the step; return False if it is too late for that.
-
-        No instruction may be running. Raises ``TransferError`` if an evicted block cannot be read back.
-        """
+        """Restore the model to the start of a failed step, which no longer runs; return False if it is too late."""
         if not self.is_possible(progress):
             return False
         for evicted in self._blocks_to_restore(progress):
@@ -136,6 +136,7 @@ class Undo:
 def _find_evicted_blocks(
     program: Program, wrapping: set[int], slots: Mapping[int, tuple[SlotPiece, ...]]
 ) -> list[_EvictedBlock]:
+    """Return the blocks with ids in ``wrapping`` that a copy out evicts within the step."""
     evicted: list[_EvictedBlock] = []
     block_ids: set[int] = set()
     outs = [(i, c) for i, c in enumerate(program.instructions) if isinstance(c, CopyOut) and i in slots]

@@ -35,7 +35,7 @@ class CudaBackend:
         self.device = self.driver.device
 
     def arena(self, count: int, reserve: int, room: int = 0) -> DeviceArena:
-        """Open an arena of ``count`` bytes: other uses of the device can have the remaining ``room``."""
+        """Open an arena of ``count`` bytes, and not of ``room``: the device's other users can have the rest."""
         self.driver.synchronize()
         self.driver.reserved_bytes()
         return self.driver.open_arena(count, reserve)
@@ -50,10 +50,8 @@ class CudaBackend:
         return max(budget // _RESERVE_SHARE, _MIN_RESERVE)
 
     def unavailable_bytes(self, budget: int, output_bytes: int, state_bytes: int) -> int:
-        """Return the bytes of outputs, the reserve, and PyTorch's memory and segments outside of the arena.
-
-        Outputs count twice, as the user may keep outputs of the last step.
-        """
+        """Return the bytes of a budget that outputs, the reserve and PyTorch's other memory take from the arena."""
+        # Outputs count twice, as the user may keep outputs of the last step.
         other_bytes = max(self.driver.allocated_bytes() - state_bytes, 0)
         segment = ALLOCATOR.segment
         return (

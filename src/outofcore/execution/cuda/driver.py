@@ -1,14 +1,11 @@
 """The interface to CUDA: every call of ``torch.cuda`` that runs a step is in this file.
 
-Written against torch 2.11 (https://docs.pytorch.org/docs/2.11/cuda.html). The compute stream waits for the last
-recording of an event, so each step can record the same marks. Copies do not block the host where host memory is pinned.
+Written against torch 2.11 (https://docs.pytorch.org/docs/2.11/cuda.html). A stream waits for the last recording of an
+event, so each step can record the same marks. Copies do not block the host where host memory is pinned.
 
 Host functions in a stream (cudaLaunchHostFunc) post the transfers to and from a disk. They must not call CUDA or wait
 for it, and may run one after the other. So each direction has its own thread, and its stream waits for the thread
 (cuStreamWaitValue32): see ``lanes.cpp``. Where streams cannot do so, the host function makes the transfer itself.
-
-The arena is one allocation of the caching allocator, so it counts in ``torch.cuda.max_memory_reserved`` and obeys
-``set_per_process_memory_fraction``. A step cannot fragment the device's memory.
 """
 
 from __future__ import annotations
@@ -48,6 +45,8 @@ _IDLE_CYCLES = 8_000_000
 
 @dataclass(frozen=True)
 class CachingAllocator:
+    """Sizes that PyTorch's caching allocator uses, in bytes."""
+
     alignment: int = 512  # of allocations; kernels are chosen by it
     segment: int = 2 * MIB  # it takes multiples from the device for requests below 1 MiB and from 10 MiB on
     middle_segment: int = 20 * MIB  # the same for requests between
@@ -68,7 +67,10 @@ class CudaDriver:
         torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
         if index >= torch.cuda.device_count():
-            raise InputError(f"there is no device cuda:{index}; PyTorch sees {torch.cuda.device_count()}")
+            raise InputError(
+                f"there is no device cuda:{index}: PyTorch sees {torch.cuda.device_count()} of them, numbered from 0; "
+                "name one of these"
+            )
         self.device = torch.device("cuda", index)
         # By number; the first is the user's own stream.
         self._streams: list[Any] = [
@@ -89,6 +91,7 @@ class CudaDriver:
 
     @contextlib.contextmanager
     def step(self, bound: BoundProgram | None) -> Iterator[None]:
+        """Make the device current for a step, and the user's current stream its compute stream."""
         with torch.cuda.device(self.device):
             compute = torch.cuda.current_stream(self.device)
             self._streams[Stream.COMPUTE] = compute
@@ -99,6 +102,7 @@ class CudaDriver:
             yield
 
     def launch(self, run: BoundRun | None, call: Callable[[], object], stream: Stream = Stream.COMPUTE) -> None:
+        """Call a function that issues an op or a collective, within the context of its stream."""
         if stream is Stream.COMPUTE:
             call()
             return
@@ -118,6 +122,7 @@ class CudaDriver:
             target.copy_(source, non_blocking=True)
 
     def make_tape(self, actions: Sequence[Action]) -> Tape:
+        """Return a tape that issues these actions by one native call."""
         transfers = [self._create_transfer(action) for action in actions if isinstance(action, FileTransfer)]
         remaining = iter(transfers)
         array = (_Action * len(actions))(*(self._to_native(action, remaining) for action in actions))
@@ -141,11 +146,9 @@ class CudaDriver:
         return Tape(play, native, keep_transfers if transfers else None, check)
 
     def capture_graph(self, call: Callable[[], object]) -> Callable[[], object] | None:
-        """Capture a CUDA graph, on a separate stream, since the default one cannot be captured.
-
-        Graphs share a memory pool for off-plan requests, as each reads only memory of the pool that it has written
-        itself.
-        """
+        """Capture the work of ``call`` as a CUDA graph; return a function that issues it, or None if it fails."""
+        # The capture has its own stream, since the default one cannot be captured. Graphs share a pool of memory for
+        # off-plan requests, as each reads only memory of the pool that it has written itself.
         if self._capture_stream is None:
             self._capture_stream = torch.cuda.Stream(self.device)
             with torch.cuda.stream(self._capture_stream):
@@ -166,6 +169,7 @@ class CudaDriver:
         return graph.replay
 
     def _to_native(self, action: Action, remaining: Iterator[Posted]) -> _Action:
+        """Convert an action to native form; ``remaining`` yields the native transfers of its file transfers."""
         match action:
             case WaitForMark(stream, mark):
                 return _Action(_Kind.WAIT, _stream_index(stream), self._event_handle(mark))
@@ -177,7 +181,7 @@ class CudaDriver:
                 return _Action(_Kind.TRANSFER, _stream_index(stream), ctypes.addressof(next(remaining)))
 
     def _event_handle(self, mark: Any) -> int:
-        """Return CUDA's handle of an event, which PyTorch creates when it is first recorded."""
+        """Return CUDA's handle of an event, which PyTorch creates when the event is first recorded."""
         if not mark.cuda_event:
             mark.record(self._streams[Stream.COMPUTE])
         return int(mark.cuda_event)
@@ -188,6 +192,7 @@ class CudaDriver:
         return create_transfer(move.home, move.offset, memory.data_ptr(), memory.numel(), writes=writes, lane=lane)
 
     def _lane(self, stream: Stream) -> int | None:
+        """Return the native transfer thread of a stream, or None."""
         return None if self._lanes is None else self._lanes.by_stream.get(stream)
 
     def _issue_one(self, action: _Action) -> int:
@@ -195,11 +200,13 @@ class CudaDriver:
         return int(issue(ctypes.byref(action), ctypes.c_int64(1), self._handles))
 
     def _check(self, status: int) -> None:
+        """Raise ``DeviceError`` if a status of CUDA is an error."""
         if status:
             message = load_native(Flavor.CUDA).outofcore_cuda_error(status).decode()
             raise DeviceError(f"the device {self.device} failed: CUDA error {status}: {message}")
 
     def allocate_staging(self, count: int) -> torch.Tensor:
+        """Return page-aligned host memory, pinned if possible; start the transfer threads at the first call."""
         if self._lanes is None:
             with torch.cuda.device(self.device):
                 streams = {s: self._streams[s].cuda_stream for s in (Stream.WRITE, Stream.READ)}
@@ -211,6 +218,7 @@ class CudaDriver:
         return home.face(0, count)  # it keeps the memory
 
     def transfer(self, stream: Stream, index: int, home: HomeStore, offset: int, memory: torch.Tensor) -> None:
+        """Issue a transfer between a file and host memory; raise ``TransferError`` if the device refuses it."""
         work = self._create_transfer(FileTransfer(stream, index, home, offset, memory))
         self._transfers.append(work)  # keeps it alive until it has run
         if status := self._issue_one(_Action(_Kind.TRANSFER, _stream_index(stream), ctypes.addressof(work))):
@@ -258,6 +266,7 @@ class CudaDriver:
         check_transfers(transfers)
 
     def to_pinned(self, source: torch.Tensor) -> torch.Tensor:
+        """Return a copy in pinned memory, or ``source`` if it is pinned already, empty, or cannot be pinned."""
         if not source.numel() or source.is_pinned():
             return source
         try:
@@ -270,6 +279,7 @@ class CudaDriver:
         return (torch.cuda.default_generators[self.device.index], torch.default_generator)
 
     def pin(self, address: int, count: int) -> bool:
+        """Pin host memory, so that copies do not block; return False if the system refuses."""
         with torch.cuda.device(self.device):
             is_pinned = int(_runtime().cudaHostRegister(address, count, _PORTABLE)) == 0
         if not is_pinned:
@@ -285,12 +295,13 @@ class CudaDriver:
             torch.zeros(1, device=self.device)
 
     def prepare(self) -> None:
-        """Make libraries allocate their memory per stream (cuBLAS: a workspace) before any op is measured."""
+        """Let libraries allocate their memory per stream (cuBLAS: a workspace) before any op is measured."""
         with torch.cuda.device(self.device):
             self._make_workspaces()
             self.synchronize()
 
     def _make_workspaces(self) -> None:
+        """Multiply small matrices, so that libraries allocate their workspaces for the current stream."""
         with torch.no_grad():
             for dtype in (torch.float32, torch.bfloat16):
                 square = torch.ones(64, 64, dtype=dtype, device=self.device)
@@ -308,7 +319,7 @@ class CudaDriver:
         return torch.cuda.memory_reserved(self.device)
 
     def time(self, call: Callable[[], object]) -> float:
-        """Return the median seconds of device time for ``call``, less the time between two adjacent events."""
+        """Return the median seconds of device time of ``call``, less the seconds of an empty call."""
         with torch.cuda.device(self.device):
             if self._event_seconds is None:
                 self._event_seconds = 0.0
@@ -327,6 +338,7 @@ class CudaDriver:
             return max(seconds - self._event_seconds, 0.0)
 
     def facts(self) -> Mapping[str, object]:
+        """Return the facts of device and libraries on which measured costs depend; they are part of cache keys."""
         properties = torch.cuda.get_device_properties(self.device)
         return {
             "device": properties.name,
@@ -347,11 +359,7 @@ class CudaDriver:
 
 
 class CudaArena:
-    """One allocation on a CUDA device with planned addresses: ``count`` bytes, rounded up to whole pages.
-
-    The memory lives until ``close``, and then as long as any tensor in it. Raises ``ArenaError`` if the device lacks
-    the memory, or the allocator cannot be installed under PyTorch.
-    """
+    """An arena in one allocation on a CUDA device, which PyTorch's statistics and limits of memory include."""
 
     is_synchronous = False
 
@@ -372,7 +380,9 @@ class CudaArena:
         if handle is None:
             torch.cuda.caching_allocator_delete(self.address)
             library.outofcore_uninstall()
-            raise ArenaError("too many arenas are open or still referred to by tensors; close compiled steps first")
+            raise ArenaError(
+                "too many arenas are open or used by tensors; close other steps and drop their tensors first"
+            )
         self.handle: int = handle
         # The library releases the memory itself, since tensors in it may outlive the arena.
         self._region: _DeviceRegion | None = _DeviceRegion(self.address, library.outofcore_arena_drop, handle)
@@ -384,6 +394,7 @@ class CudaArena:
         return self._open_region()
 
     def view(self, offset: int, count: int) -> torch.Tensor:
+        """Return a range as a tensor, which keeps the memory alive; raise ``ArenaError`` if it is not in the arena."""
         region = self._open_region()
         if offset < 0 or count < 0 or offset + count > self.bytes:
             raise ArenaError(
@@ -424,6 +435,8 @@ class CudaArena:
 
 
 class _DeviceRegion:
+    """The memory of an arena on a device; ``release`` is called when neither arena nor tensor refers to it."""
+
     def __init__(self, address: int, release: Callable[[int], object], handle: int) -> None:
         self.address = address
         # Not at exit, when CUDA may have been shut down.
@@ -431,7 +444,7 @@ class _DeviceRegion:
 
 
 class _Bytes:
-    """Some bytes of a region for ``torch.as_tensor``; the tensor keeps the region alive."""
+    """A range of a region for ``torch.as_tensor``; the tensor keeps the region alive."""
 
     def __init__(self, region: _DeviceRegion, offset: int, count: int) -> None:
         self._region = region
@@ -475,7 +488,7 @@ class _Action(ctypes.Structure):
 
 
 class _Lanes:
-    """Transfer threads, one for each stream that can wait for a thread (see ``lanes.cpp``)."""
+    """Transfer threads, for each of ``streams`` (by handle) that can wait for a thread (see ``lanes.cpp``)."""
 
     def __init__(self, library: ctypes.PyDLL, device: torch.device, streams: Mapping[Stream, int]) -> None:
         # The lanes' counters, which the device reads, each on its own cache line.
@@ -492,6 +505,7 @@ class _Lanes:
 
 
 def _end_lanes(library: ctypes.PyDLL, device: torch.device, lanes: Sequence[int], counts: torch.Tensor) -> None:
+    """End transfer threads once the device is idle; ``counts`` only has to live until then."""
     if lanes:
         with contextlib.suppress(RuntimeError):
             torch.cuda.synchronize(device)  # no transfer may be posted from now on

@@ -54,6 +54,8 @@ _GRAPH_OPS = 4
 
 @dataclass(frozen=True, slots=True)
 class _MeasuredSteps:
+    """How many steps of a program are measured."""
+
     first: int = 6  # used to compare plans
     every: int = 32  # then one step in this many
 
@@ -62,7 +64,7 @@ _MEASURED_STEPS = _MeasuredSteps()
 
 
 class _GraphedCalls:
-    """Issues ops one by one in its first call, and as one graph in later calls if possible."""
+    """Issues ops one by one in its first call, and as one CUDA graph in later calls if it can be captured."""
 
     def __init__(self, driver: Driver, call: Callable[[], object]) -> None:
         self._driver, self._call = driver, call
@@ -95,7 +97,7 @@ class CudaEngine:
         if not memory.in_memory or len(behind) > 1 or not all(isinstance(home, DiskHome) for home in behind):
             raise StateError(
                 "a step on a GPU has a home in host memory and at most a disk behind it, and was given "
-                f"{', '.join(home.name for home in homes)}"
+                f"{', '.join(home.name for home in homes)}; please report it"
             )
         self._driver = driver
         self._home = memory
@@ -121,7 +123,7 @@ class CudaEngine:
         self._bound = self._prepared = None
 
     def read_progress(self) -> StepProgress | None:
-        """Return the progress of the last step; None if the device failed, since that shows late."""
+        """Return the progress of the last step; None if the device failed, since errors may show at a later op."""
         if self._has_failed:
             return None
         count = 0 if self._prepared is None else len(self._prepared.issues)
@@ -132,7 +134,7 @@ class CudaEngine:
     def run(
         self, bound: BoundProgram, table: ScopeTable, slots: Mapping[int, tuple[SlotPiece, ...]], ports: dict[int, Port]
     ) -> Timeline:
-        """Issue one step. The first six steps are measured, and every 32nd."""
+        """Issue one step, measured if it is among the first six or every 32nd; return the last measured timeline."""
         prepared, driver = self._prepared, self._driver
         if prepared is None or self._bound is not bound:
             disk = any(copy.home for queue in bound.copies for copy in queue)
@@ -193,6 +195,7 @@ class CudaEngine:
             error.add_note(f"A transfer failed as well: {failure}")
 
     def _begin(self, prepared: PreparedProgram, measured: bool) -> None:
+        """Let all streams of a step wait for the user's earlier work on the compute stream."""
         driver = self._driver
         if measured and not prepared.stamps:
             prepared.stamps = [driver.create_mark(timed=True) for _ in range(2 * len(prepared.issues))]
@@ -206,6 +209,7 @@ class CudaEngine:
             self._staging.begin()
 
     def _end(self, prepared: PreparedProgram, measured: bool) -> None:
+        """Let the compute stream wait for the ends of the other streams."""
         driver = self._driver
         for stream, mark in prepared.ends.items():
             driver.record(stream, mark)
@@ -221,6 +225,7 @@ class CudaEngine:
         ports: dict[int, Port],
         caller_marks: list[Mark],
     ) -> None:
+        """Issue one instruction of a measured step, between two of the ``stamps``."""
         driver, stream = self._driver, issue.stream
         self._issue_waits(issue, driver)
         driver.record(first_stream(stream), stamps[2 * issue.index])
@@ -234,7 +239,7 @@ class CudaEngine:
         self._issue_marks(issue, driver)
 
     def _play(self, prepared: PreparedProgram, ports: dict[int, Port], caller_marks: list[Mark]) -> None:
-        """Issue a step that is not measured: consecutive ops, and the actions between them, at once."""
+        """Issue a step that is not measured, in batches; the first such step records op calls for later ones."""
         if prepared.batches is None:
             prepared.batches = self._make_batches(prepared)
         native = self._can_replay and internals.has_no_dispatch_modes()
@@ -253,16 +258,17 @@ class CudaEngine:
 
     def _record_step(
         self,
-        parts: Sequence[Batch],
+        batches: Sequence[Batch],
         library: ctypes.PyDLL,
         table: ScopeTable,
         ports: dict[int, Port],
         caller_marks: list[Mark],
     ) -> list[Batch]:
-        replay = Replay(library, len(parts))
+        """Issue a step and record its op calls; return the batches, with replayable ones combined."""
+        replay = Replay(library, len(batches))
         recorded: list[bool] = []
         with replay.watch_calls():
-            for number, (self._issued, play, issue) in enumerate(parts):
+            for number, (self._issued, play, issue) in enumerate(batches):
                 is_recorded = False
                 if isinstance(play, Tape) and play.native is not None:
                     replay.add_actions(number, play.native)
@@ -278,23 +284,23 @@ class CudaEngine:
                 recorded.append(is_recorded)
         merged: list[Batch] = []
         merged_end = 0
-        for first, end in self._find_replayable(parts, recorded):
-            merged += [*parts[merged_end:first], self._combine(parts, replay, first, end, table)]
+        for first, end in self._find_replayable(batches, recorded):
+            merged += [*batches[merged_end:first], self._combine(batches, replay, first, end, table)]
             merged_end = end
-        return [*merged, *parts[merged_end:]]
+        return [*merged, *batches[merged_end:]]
 
-    def _find_replayable(self, parts: Sequence[Batch], recorded: list[bool]) -> list[tuple[int, int]]:
-        """Return the (first, end) spans of batches that can be issued at once."""
+    def _find_replayable(self, batches: Sequence[Batch], recorded: list[bool]) -> list[tuple[int, int]]:
+        """Return (first, end) of each span of recorded batches; batches for a CUDA graph have spans of their own."""
         kinds = [
-            0 if not is_recorded else 1 + self._can_be_graphed(part)
-            for part, is_recorded in zip(parts, recorded, strict=True)
+            0 if not is_recorded else 1 + self._can_be_graphed(batch)
+            for batch, is_recorded in zip(batches, recorded, strict=True)
         ]
         cuts = [number for number in range(1, len(kinds)) if kinds[number] != kinds[number - 1]]
         return [(first, end) for first, end in pairwise([0, *cuts, len(kinds)]) if kinds[first]]
 
-    def _can_be_graphed(self, part: Batch) -> bool:
-        """Return whether a batch is an op that draws no random numbers and reads no host memory."""
-        run = None if part.instruction is None else part.instruction.run
+    def _can_be_graphed(self, batch: Batch) -> bool:
+        """Return whether graphs are enabled and a batch is one op, not random, on memory of the device only."""
+        run = None if batch.instruction is None else batch.instruction.run
         if not self._makes_graphs or run is None or self._bound is None or self._bound.graph.ops[run.op].random:
             return False
         arguments = internals.tensor_leaves([*run.args, *run.kwargs.values()])
@@ -302,9 +308,9 @@ class CudaEngine:
             tensor.device == self._driver.device for tensor in (*arguments, *(result[2] for result in run.results))
         )
 
-    def _combine(self, parts: Sequence[Batch], replay: Replay, first: int, end: int, table: ScopeTable) -> Batch:
-        """Combine consecutive ops, each in its scope, and the actions between them into one native call."""
-        tapes = [(number, part.play) for number, part in enumerate(parts) if isinstance(part.play, Tape)]
+    def _combine(self, batches: Sequence[Batch], replay: Replay, first: int, end: int, table: ScopeTable) -> Batch:
+        """Combine the batches from ``first`` to before ``end`` into one native call, or a graph of several ops."""
+        tapes = [(number, batch.play) for number, batch in enumerate(batches) if isinstance(batch.play, Tape)]
         issued = [
             (number, tape.after_native)
             for number, tape in tapes
@@ -312,12 +318,13 @@ class CudaEngine:
         ]
 
         def call() -> None:
+            """Replay the batches; on an error, record at which instruction the step has ended."""
             next_batch = first
             try:
                 next_batch = replay.run(first, end, table, None, None, ends_scopes=True)
             except Exception as error:
                 next_batch = replay.failed_entry
-                self._issued, tape = parts[next_batch].issued_count, parts[next_batch].play
+                self._issued, tape = batches[next_batch].issued_count, batches[next_batch].play
                 if isinstance(error, NotIssuedError) and isinstance(tape, Tape) and tape.check is not None:
                     tape.check(error.status)
                 if isinstance(error, RuntimeError):
@@ -328,15 +335,17 @@ class CudaEngine:
                     if number < next_batch:
                         note()
 
-        if end - first >= _GRAPH_OPS and self._can_be_graphed(parts[first]):
-            return Batch(parts[end - 1].issued_count, _GraphedCalls(self._driver, call))
-        return Batch(parts[end - 1].issued_count, call)
+        if end - first >= _GRAPH_OPS and self._can_be_graphed(batches[first]):
+            return Batch(batches[end - 1].issued_count, _GraphedCalls(self._driver, call))
+        return Batch(batches[end - 1].issued_count, call)
 
     def _make_batches(self, prepared: PreparedProgram) -> list[Batch]:
+        """Cut a program into batches: single ops, copies of the caller's memory, and tapes of other actions."""
         batches: list[Batch] = []
         between = ActionList()
 
         def close(issued_count: int) -> None:
+            """Append a tape of the actions collected since the last batch."""
             nonlocal between
             if between.items:
                 batches.append(Batch(issued_count, self._driver.make_tape(between.items)))
@@ -359,6 +368,7 @@ class CudaEngine:
         return batches
 
     def _issue_waits(self, issue: PreparedInstruction, issuer: Issuer) -> None:
+        """Issue the waits of an instruction, unless ``Staging.copy_in`` issues them."""
         if issue.written_mark is not None:
             issuer.wait(Stream.READ, issue.written_mark)
         if issue.stream is not Stream.DISK_IN or not issue.chunks:
@@ -366,12 +376,14 @@ class CudaEngine:
                 issuer.wait(issue.stream, mark)
 
     def _issue_marks(self, issue: PreparedInstruction, issuer: Issuer) -> None:
+        """Record the marks for which later instructions wait."""
         if issue.mark is not None:
             issuer.record(issue.stream, issue.mark)
         if issue.stored_mark is not None:
             issuer.record(Stream.WRITE, issue.stored_mark)
 
     def _copy_home(self, issue: PreparedInstruction, issuer: Issuer) -> None:
+        """Issue a copy between the arena and a home, through staging buffers if the home is on a disk."""
         stream, index = issue.stream, issue.index
         if issue.chunks and self._staging is not None:
             if stream is Stream.DISK_OUT:
@@ -383,6 +395,7 @@ class CudaEngine:
             issuer.copy(stream, index, device if inwards else host, host if inwards else device)
 
     def _copy_user_memory(self, issue: PreparedInstruction, ports: dict[int, Port], caller_marks: list[Mark]) -> None:
+        """Issue a copy between the arena and the caller's memory; ``caller_marks`` gets a mark to await, if needed."""
         driver, stream, index = self._driver, issue.stream, issue.index
         if issue.arena_bytes is None:
             return
@@ -403,6 +416,7 @@ class CudaEngine:
                 caller_marks.append(mark)
 
     def _read_timeline(self, prepared: PreparedProgram) -> Timeline:
+        """Wait until the device is idle, and return the times of a measured step's instructions."""
         driver, stamps = self._driver, prepared.stamps
         driver.synchronize()
         since = [max(driver.seconds(prepared.started, stamp), 0.0) for stamp in stamps]
@@ -412,6 +426,7 @@ class CudaEngine:
 
 
 def _bytes_of(port: Port) -> torch.Tensor:
+    """Return the bytes of a port as a uint8 tensor."""
     tensor = port.tensor
     start = tensor.storage_offset() * tensor.element_size()
     return internals.storage_bytes(tensor)[start : start + port.bytes]

@@ -1,7 +1,4 @@
-"""The engine's interface to CUDA: streams, marks in them, copies, and an arena.
-
-``cuda.driver.CudaDriver`` implements it on a GPU, a test double on the CPU under a virtual clock.
-"""
+"""The engine's interface to CUDA: streams, marks in them, copies, and an arena; tests have a double on the CPU."""
 
 from __future__ import annotations
 
@@ -49,6 +46,8 @@ class RecordMark:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCopy:
+    """A copy between device and host memory, which belongs to instruction ``index``."""
+
     stream: Stream
     index: int
     target: torch.Tensor
@@ -57,6 +56,8 @@ class DeviceCopy:
 
 @dataclass(frozen=True, slots=True)
 class FileTransfer:
+    """A transfer of whole pages between a file and host memory, which belongs to instruction ``index``."""
+
     stream: Stream
     index: int
     home: HomeStore
@@ -69,7 +70,7 @@ Action = WaitForMark | RecordMark | DeviceCopy | FileTransfer
 
 
 class Issuer(Protocol):
-    """Takes copies, transfers, marks and waits, to issue them at once or later (``ActionList``)."""
+    """Issues copies, transfers, marks and waits at once (``Driver``), or collects them (``ActionList``)."""
 
     def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None: ...
 
@@ -81,6 +82,8 @@ class Issuer(Protocol):
 
 
 class ActionList:
+    """Collects actions, for a tape to issue them at every step."""
+
     def __init__(self) -> None:
         self.items: list[Action] = []
 
@@ -99,16 +102,13 @@ class ActionList:
 
 @dataclass(frozen=True, eq=False)
 class Tape:
-    """Issues some actions in order at each call within a step.
-
-    ``native`` has the address of a native function that does the same and returns a status, and its arguments. Call
-    ``after_native`` after it; ``check`` raises the error of a status.
-    """
+    """Issues the same actions in order at each call within a step."""
 
     play: Callable[[], object]
+    # The address of a native function that does the same and returns a status, and its three arguments.
     native: tuple[int, int, int, int] | None = None
-    after_native: Callable[[], object] | None = None
-    check: Callable[[int], object] | None = None
+    after_native: Callable[[], object] | None = None  # must be called after the native function
+    check: Callable[[int], object] | None = None  # raises the error of a status
 
     def __call__(self) -> None:
         self.play()
@@ -123,7 +123,7 @@ class Driver(Protocol):
     def open_arena(self, count: int, reserve: int) -> DeviceArena: ...
 
     def step(self, bound: BoundProgram | None) -> AbstractContextManager[object]:
-        """Context in which a step is issued; ``bound`` is None for measurements."""
+        """Return a context in which a step is issued; ``bound`` is None for measurements."""
         ...
 
     def launch(self, run: BoundRun | None, call: Callable[[], object], stream: Stream = Stream.COMPUTE) -> None:
@@ -147,19 +147,13 @@ class Driver(Protocol):
         ...
 
     def transfer(self, stream: Stream, index: int, home: HomeStore, offset: int, memory: torch.Tensor) -> None:
-        """Issue a transfer of whole pages between a file and host memory; ``finish`` reports its failure.
-
-        ``stream`` is ``WRITE`` or ``READ``. Raises ``TransferError`` if the transfer could not be issued.
-        """
+        """Issue a transfer of whole pages on ``WRITE`` or ``READ``; ``finish`` reports its failure."""
         ...
 
     def make_tape(self, actions: Sequence[Action]) -> Tape: ...
 
     def capture_graph(self, call: Callable[[], object]) -> Callable[[], object] | None:
-        """Return a function that issues at once the work that ``call`` issues; None if that is not supported.
-
-        ``call`` issues ops with fixed tensors to the compute stream, and is called once, without effect.
-        """
+        """Return a function that issues the work of ``call`` as one graph, or None; ``call`` runs without effect."""
         ...
 
     def create_mark(self, *, timed: bool = False) -> Mark:
@@ -177,10 +171,7 @@ class Driver(Protocol):
     def seconds(self, start: Mark, end: Mark) -> float: ...
 
     def finish(self, *, host: bool) -> None:
-        """End a step; with ``host``, block until the host can read the step's results.
-
-        Raises ``DeviceError`` if the device failed, and, if it blocks, ``TransferError`` for a failed transfer.
-        """
+        """End a step; with ``host``, block until the host can read its results, and raise the error of a transfer."""
         ...
 
     def await_mark(self, mark: Mark) -> None:

@@ -28,6 +28,8 @@ _DISK_END_STREAMS = (Stream.WRITE, Stream.DISK_IN)
 
 @dataclass(frozen=True, slots=True)
 class PreparedInstruction:
+    """An instruction with its stream, its waits and marks, and the op or the bytes that it copies."""
+
     index: int
     stream: Stream
     waits: tuple[Mark, ...]
@@ -44,6 +46,8 @@ class PreparedInstruction:
 
 @dataclass
 class PreparedProgram:
+    """A program that is ready to be issued again and again."""
+
     issues: list[PreparedInstruction]
     host_marks: list[Mark]  # after the last copies, out and in, of bytes that the user may read in host memory
     uses_disk: bool  # whether it copies to or from a disk
@@ -62,6 +66,8 @@ class PreparedProgram:
 
 
 class Batch(NamedTuple):
+    """A part of a step that is issued by one call from Python."""
+
     issued_count: int  # number of instructions that have begun after it
     play: Callable[[], object] | None  # None for a copy of the caller's memory
     instruction: PreparedInstruction | None = None  # that copy, or the single op that ``play`` calls
@@ -84,6 +90,7 @@ class Preparation:
         self._marks: dict[tuple[int, int], Mark] = {}  # by stream and number of the instruction in it
 
     def prepare(self) -> PreparedProgram:
+        """Return the program with a mark for each instruction that another stream awaits."""
         driver, bound, slots = self._driver, self._bound, self._slots
         issues: list[PreparedInstruction] = []
         runs = {run.index: run for run in bound.runs}
@@ -115,12 +122,12 @@ class Preparation:
         return PreparedProgram(issues, shown, disk, driver.create_mark(), ends, [], started, stopped, generators)
 
     def _mark_host_copies(self, issues: list[PreparedInstruction]) -> list[Mark]:
-        """Return marks after the last copies, out and in, of bytes that the user may read in host memory."""
+        """Mark the last copy out and in between the arena and results in host memory; return the marks."""
         bound, slots = self._bound, self._slots
+        # The user may read these bytes as soon as the call has returned, or overwrite the source of a copy in.
         shown = set(bound.program.results)
         marks: list[Mark] = []
         for queue in bound.copies:
-            # Copies in count as well: the user may overwrite their source as soon as the call has returned.
             last = max((c.index for c in queue if c.storage in shown and c.index in slots and not c.home), default=None)
             if last is not None:
                 mark = issues[last].mark or self._driver.create_mark()
@@ -131,6 +138,7 @@ class Preparation:
     def _prepare_instruction(
         self, index: int, stream: Stream, bound_item: BoundRun | BoundCopy, mark: Mark | None
     ) -> PreparedInstruction:
+        """Return an instruction with its waits and bytes; raise ``GraphError`` if it waits for a later one."""
         marks, arena, slots = self._marks, self._bound.arena, self._slots
         missing = [wait for wait in bound_item.waits if wait not in marks]
         if missing:
@@ -146,11 +154,11 @@ class Preparation:
             return PreparedInstruction(index, stream, waits, mark, arena_bytes=device, storage=bound_item.storage)
         offset = bound_item.offset
         if bound_item.home and self._staging is not None:
-            parts: list[StagedChunk] = []
+            chunks: list[StagedChunk] = []
             for piece in slots[index]:
-                parts += self._staging.cut_chunks(arena.view, offset, piece.offset, piece.bytes)
+                chunks += self._staging.cut_chunks(arena.view, offset, piece.offset, piece.bytes)
                 offset += piece.bytes
-            return PreparedInstruction(index, stream, waits, mark, chunks=tuple(parts))
+            return PreparedInstruction(index, stream, waits, mark, chunks=tuple(chunks))
         pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
         for piece in slots[index]:
             pieces.append((arena.view(offset, piece.bytes), self._home.face(piece.offset, piece.bytes)))
@@ -166,10 +174,11 @@ def make_collective_call(run: BoundRun) -> Callable[[], None]:
 
 
 def make_op_call(run: BoundRun, scope: int, table: ScopeTable, generators: GeneratorStates) -> Callable[[], None]:
-    """Return a function that issues an op and serves its memory requests at their planned addresses."""
+    """Return a function that issues an op, serves its requests as planned, and restores random states."""
     call = _make_planned_call(run, scope, table)
 
     def draw() -> None:
+        """Issue an op that draws random numbers and runs twice in the step."""
         generators.save_or_restore(run)
         try:
             call()
@@ -181,11 +190,12 @@ def make_op_call(run: BoundRun, scope: int, table: ScopeTable, generators: Gener
 
 
 def _make_planned_call(run: BoundRun, scope: int, table: ScopeTable) -> Callable[[], None]:
-    """Return the call of an op that draws no random numbers, specialized to reduce host time."""
+    """Return a function that issues an op and serves its requests as planned; specialized to save host time."""
     issue, results = internals.bind_op(run.func, run.args, run.kwargs), run.results
     begin, end, returned = table.begin, table.end, internals.count_returned_tensors(run.func)
 
     def call() -> None:
+        """Issue an op with any kind of result."""
         begin(scope)
         try:
             out = issue()
@@ -197,6 +207,7 @@ def _make_planned_call(run: BoundRun, scope: int, table: ScopeTable) -> Callable
             end()
 
     def call_for_some() -> None:
+        """Issue an op that returns several tensors."""
         begin(scope)
         try:
             out = issue()
@@ -217,6 +228,7 @@ def _make_planned_call(run: BoundRun, scope: int, table: ScopeTable) -> Callable
     [(_, address, _, stride)] = results
 
     def call_for_one() -> None:
+        """Issue an op that returns one tensor."""
         begin(scope)
         try:
             out = issue()

@@ -27,17 +27,19 @@ BUFFERS = 4  # for each direction
 
 @dataclass(frozen=True, slots=True)
 class StagedChunk:
-    """Some bytes of a block, at most a buffer, and their offset in the file."""
+    """A part of a copy that fits one buffer: its bytes on the device, and their offset in the file."""
 
     device: torch.Tensor
     offset: int
 
 
 def first_stream(stream: Stream) -> Stream:
+    """Return the stream on which a copy begins: one from a disk is first read into host memory."""
     return Stream.READ if stream is Stream.DISK_IN else stream
 
 
 def last_stream(stream: Stream) -> Stream:
+    """Return the stream on which a copy ends: one to a disk is at last written from host memory."""
     return Stream.WRITE if stream is Stream.DISK_OUT else stream
 
 
@@ -85,36 +87,36 @@ class Staging:
         self._out_ring.begin()
         self._in_ring.begin()
 
-    def copy_out(self, index: int, parts: Sequence[StagedChunk], issuer: Issuer | None = None) -> None:
-        """Issue a copy to the file: ``DISK_OUT`` copies it to buffers, ``WRITE`` to the file."""
+    def copy_out(self, index: int, chunks: Sequence[StagedChunk], issuer: Issuer | None = None) -> None:
+        """Issue a copy to the file: stream ``DISK_OUT`` fills buffers, stream ``WRITE`` writes them."""
         driver, ring = issuer or self._driver, self._out_ring
-        for part in parts:
+        for chunk in chunks:
             buffer, used = ring.next()
-            count = part.device.numel()
+            count = chunk.device.numel()
             if used:
                 driver.wait(Stream.DISK_OUT, ring.empty[buffer])
-            driver.copy(Stream.DISK_OUT, index, ring.buffers[buffer][:count], part.device)
+            driver.copy(Stream.DISK_OUT, index, ring.buffers[buffer][:count], chunk.device)
             driver.record(Stream.DISK_OUT, ring.full[buffer])
             driver.wait(Stream.WRITE, ring.full[buffer])
-            driver.transfer(Stream.WRITE, index, self._home, part.offset, _whole_pages(ring.buffers[buffer], count))
+            driver.transfer(Stream.WRITE, index, self._home, chunk.offset, _whole_pages(ring.buffers[buffer], count))
             driver.record(Stream.WRITE, ring.empty[buffer])
 
     def copy_in(
-        self, index: int, parts: Sequence[StagedChunk], waits: Sequence[Mark], issuer: Issuer | None = None
+        self, index: int, chunks: Sequence[StagedChunk], waits: Sequence[Mark], issuer: Issuer | None = None
     ) -> None:
-        """Issue a copy from the file: ``READ`` to buffers, then ``DISK_IN`` to the device after ``waits``."""
+        """Issue a copy from the file: ``READ`` fills buffers, ``DISK_IN`` copies them to the device after ``waits``."""
         driver, ring, pending_waits = issuer or self._driver, self._in_ring, list(waits)
-        for part in parts:
+        for chunk in chunks:
             buffer, used = ring.next()
-            count = part.device.numel()
+            count = chunk.device.numel()
             if used:
                 driver.wait(Stream.READ, ring.empty[buffer])
-            driver.transfer(Stream.READ, index, self._home, part.offset, _whole_pages(ring.buffers[buffer], count))
+            driver.transfer(Stream.READ, index, self._home, chunk.offset, _whole_pages(ring.buffers[buffer], count))
             driver.record(Stream.READ, ring.full[buffer])
             driver.wait(Stream.DISK_IN, ring.full[buffer])
             while pending_waits:
                 driver.wait(Stream.DISK_IN, pending_waits.pop(0))
-            driver.copy(Stream.DISK_IN, index, part.device, ring.buffers[buffer][:count])
+            driver.copy(Stream.DISK_IN, index, chunk.device, ring.buffers[buffer][:count])
             driver.record(Stream.DISK_IN, ring.empty[buffer])
 
 
@@ -126,11 +128,9 @@ def _whole_pages(buffer: torch.Tensor, count: int) -> torch.Tensor:
 def reads_after_writes(
     copies: Sequence[tuple[int, bool]], slots: Mapping[int, tuple[SlotPiece, ...]]
 ) -> dict[int, int]:
-    """Return for each read that must wait for a write that write, by instruction index.
-
-    Reads run in order, and so do writes, so a read needs no wait if an earlier read has one for the same or a later
-    write. ``copies`` are in program order, with whether each writes to the file.
-    """
+    """Map each read that must wait for a write to that write; ``copies`` are (instruction, whether it writes)."""
+    # Reads run in order, and so do writes: a read needs no wait if an earlier read has one for the
+    # same or a later write.
     write_of: dict[int, int] = {}
     written: list[int] = []
     awaited = 0  # number of writes that later reads already wait for
@@ -154,12 +154,13 @@ class Posted(Transfer):
 def create_transfer(
     home: HomeStore, offset: int, address: int, count: int, *, writes: bool, lane: int | None = None
 ) -> Posted:
-    """Create a transfer of whole pages; ``lane`` selects the thread that runs it, None the caller's."""
+    """Create a transfer of whole pages; ``lane`` is the thread that runs it, None for the caller's."""
     place = home.locate(offset, count)
     return Posted(address, count, place.start, place.descriptor, writes, place.cache, lane=lane)
 
 
 def check_transfers(transfers: Iterable[Transfer]) -> None:
+    """Raise ``TransferError`` for the first transfer that has failed."""
     for transfer in transfers:
         if transfer.failure:
             verb = "write" if transfer.writes else "read"
