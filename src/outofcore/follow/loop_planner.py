@@ -112,6 +112,7 @@ class LoopPlanner:
         return was_busy(self._counters - last_counters, computes=False)  # waiting for data is not a sign of load
 
     def _may_plan(self) -> bool:
+        """Return whether planning has used less than its share of time, or recomputation waits for a plan."""
         if self._trial is not None and self._trial.awaits_plan:
             return True
         elapsed = time.monotonic() - self._started
@@ -122,6 +123,7 @@ class LoopPlanner:
         return max(_FREE_SECONDS, _FREE_STEPS * (time.monotonic() - self._started) / max(self._ended_steps, 1))
 
     def _plan_step(self, steps: int) -> None:
+        """Use the stored plan of the proposed step; plan the step if there is none, or only one of a busy machine."""
         numbers = self._space.read_numbers("follow_proposal")
         if not numbers:
             return
@@ -135,6 +137,7 @@ class LoopPlanner:
         self._start_job(record, steps, is_quick=True)
 
     def _start_job(self, record: StepRecord, steps: int, *, is_quick: bool) -> None:
+        """Start to plan a step in the background, by the quick or the thorough search."""
         # Round up, so that a few small tensors do not change the plan.
         small = round_up(self._space.read_stats(steps=steps, plans=self.plan_count).peak_small_bytes, LARGE_BYTES)
         budget = int((self._room - small) * (1 - _SPARE))
@@ -145,7 +148,7 @@ class LoopPlanner:
         self.background.start(record, PlanJob(record.graph, record.costs, budget, policy), niceness)
 
     def _use_plan(self, record: StepRecord, plan: LoopPlan, steps: int, planning_seconds: float) -> bool:
-        """Pass a plan to the native code; return False if the plan is obsolete."""
+        """Let the native code run steps by a plan; return False, without effect, if it refuses the plan as obsolete."""
         numbers = plan.schedule.flatten()
         if not self._space.call("follow_schedule", record.bucket, (ctypes.c_int64 * len(numbers))(*numbers)):
             return False

@@ -112,11 +112,6 @@ class PlanSummary:
 
     @property
     def text(self) -> str:
-        """One line for people.
-
-        >>> PlanMade(3, 120, "auto", 0.5, 2.0).text
-        'after step 3, for steps of 120 ops: 500 ms predicted by auto, planned in 2.00 s'
-        """
         return (
             f"after step {self.step}, for steps of {self.ops} ops: {format_seconds(self.predicted_seconds)} predicted "
             f"by {self.policy}, planned in {format_seconds(self.planning_seconds)}"
@@ -205,7 +200,7 @@ def read_observed(
 
 
 class _LogReader:
-    """Reads the log once and builds the parts of ``ObservedStep``."""
+    """Reads the log once; its methods build the parts of ``ObservedStep``. Blocks are numbered as in the log."""
 
     def __init__(self, log: Sequence[_LogRow], names: Sequence[str], known: KnownStorages) -> None:
         self._known = known
@@ -227,6 +222,7 @@ class _LogReader:
         self._numbers = {block: i for i, block in enumerate(b for b in self._bytes if self._is_storage(b))}
 
     def _read_rows(self, log: Sequence[_LogRow], names: Sequence[str]) -> None:
+        """Collect the ops, copies, evictions and times in memory from the rows."""
         current_stays: dict[int, int] = {}
         awaited: list[int] = []
         for row in log:
@@ -338,6 +334,7 @@ class _LogReader:
         return f"{ops[creator].module} {short}".strip()
 
     def program(self, seconds: float) -> tuple[Program, Timeline]:
+        """Return ops and copies in the order in which they began, and their times in a step of ``seconds``."""
         order = sorted(range(len(self._executions)), key=lambda i: self._executions[i][0])
         lanes: dict[tuple[Queue, int], int] = defaultdict(int)
         places: dict[int, Wait] = {}  # by index of the execution: how to wait for its end
@@ -381,6 +378,7 @@ class _LogReader:
         return Block(number, self._numbers[block], self._bytes[block], first, last + 1)
 
     def memory(self, seconds: float) -> MemoryOverTime:
+        """Return the bytes in the arena over a step of ``seconds``, by kind of storage."""
         changes: dict[str, dict[float, int]] = defaultdict(lambda: defaultdict(int))
         for block, start, end in self._stays:
             kind = self._kind(block).value if self._is_storage(block) else WORKSPACE
@@ -434,11 +432,7 @@ class _LogReader:
 
 
 def graph_name(name: str) -> str:
-    """Return an operator's name in graphs.
-
-    >>> graph_name("aten::add.Tensor"), graph_name("aten::mm")
-    ('aten.add.Tensor', 'aten.mm.default')
-    """
+    """Return an operator's name in graphs: ``aten.mm.default`` for ``aten::mm``."""
     space, _, operator = name.partition("::")
     return f"{space}.{operator}" if "." in operator else f"{space}.{operator}.default"
 

@@ -1,4 +1,4 @@
-"""Convert a recorded step of a loop to a graph that can be planned, and its plan to a schedule for the native code.
+"""Convert a recorded step of a loop to a graph for the planner, and its plan to a schedule for the native code.
 
 Unlike in the graph of a compiled step, a storage's role is unknown, and it exists until autograd or the loop frees it.
 A pseudo-op that reads the storage models the end: it takes no time, never runs, and causes no fetch.
@@ -46,11 +46,7 @@ class Schedule:
     scratch: tuple[tuple[int, int], ...] = ()  # (op, arena offset of its scratch memory)
 
     def flatten(self) -> list[int]:
-        """Flatten the lists, each after its length.
-
-        >>> Schedule(((2, 0),), (), ((1, 0),), ((0, 0, 4096),)).numbers()
-        [1, 2, 0, 0, 1, 1, 0, 1, 0, 0, 4096, 0]
-        """
+        """Return all lists as one list of numbers: for each its length, then its entries one after another."""
         lists = (self.release, self.fetch, self.write, self.offsets, self.scratch)
         return [number for entries in lists for number in (len(entries), *chain.from_iterable(entries))]
 
@@ -96,7 +92,7 @@ def read_fields(numbers: Iterator[int], fields_type: type[_T]) -> _T:
 
 
 def read_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
-    """Parse a step from the native code's numbers."""
+    """Convert the native code's numbers and operator names to a step's graph and costs."""
     remaining = iter(numbers)
     header = read_fields(remaining, _RecordHeader)
     storages = [read_fields(remaining, _RecordedStorage) for _ in range(header.storages)]
@@ -149,6 +145,7 @@ def _build_graph(
     carried: Mapping[int, int],
     names: Sequence[str],
 ) -> tuple[StepGraph, list[OpCost], list[int]]:
+    """Build the graph, with a pseudo-op for each end of a storage; return it with each op's cost and place."""
     ops: list[Op] = []
     costs: list[OpCost] = []
     places: list[int] = []
@@ -210,6 +207,7 @@ def schedule_of(record: StepRecord, plan: Plan, program: Program) -> Schedule:
 def _collect_offsets(
     record: StepRecord, program: Program
 ) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...]]:
+    """Return ``offsets`` and ``scratch`` of the schedule; a storage is listed where its offset changes."""
     last_offsets: dict[int, int] = {}
     offsets: list[tuple[int, int, int]] = []
     scratch: list[tuple[int, int]] = []

@@ -113,6 +113,7 @@ class _OptimizerHooks:
 
 
 def _fix_address(storage: torch.UntypedStorage, in_other_threads: bool) -> None:
+    """Keep a storage at its address from now on, unless the loop's own thread needs it only until the next op."""
     library = loaded_library(storage.device)
     if library is not None and not (in_other_threads and library.follow_is_opener()):
         call(library, "follow_fix", storage_address(storage))
@@ -120,6 +121,7 @@ def _fix_address(storage: torch.UntypedStorage, in_other_threads: bool) -> None:
 
 @contextlib.contextmanager
 def _hold_storage(storage: torch.UntypedStorage) -> Iterator[None]:
+    """Keep a storage of a loop in memory while this context is open."""
     library = loaded_library(storage.device)
     is_held = library is not None and call(library, "follow_hold", storage_address(storage)) == 1
     try:
@@ -130,7 +132,7 @@ def _hold_storage(storage: torch.UntypedStorage) -> Iterator[None]:
 
 
 class SharedContext:
-    """A context made by ``make`` that may be open several times, and be closed in any order and thread."""
+    """A context that may be entered repeatedly, in any thread: the first entry opens it, the last exit closes it."""
 
     def __init__(self, make: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
         self._make = make

@@ -1,4 +1,4 @@
-"""Find where an op comes from in the user's program, for messages; ``sources.h`` asks while the order of ops is new."""
+"""Find where an op comes from in the user's program, for messages; sources.h asks while the order is new."""
 
 from __future__ import annotations
 
@@ -47,13 +47,7 @@ def places_of(trace: TracebackType | None) -> Iterator[FramePlace]:
 
 
 def forward_place(text: str) -> str:
-    """Convert a text of ``Sources.of_backward`` to the text for the op of the forward pass.
-
-    >>> forward_place(" in the backward pass of 0 (Linear) at a.py:3")
-    ' in 0 (Linear) at a.py:3'
-    >>> forward_place(" in the backward pass of an op at a.py:3")
-    ' at a.py:3'
-    """
+    """Convert a text of ``of_backward`` to that of the forward op: " in 0 (Linear) at a.py:3", without the pass."""
     module = text.removeprefix(IN_BACKWARD)
     if module == text:
         return text
@@ -116,6 +110,7 @@ class Sources:
         return IN_BACKWARD + (module or _AN_OP) + (f" at {line}" if line else "")
 
     def _describe_to_native(self) -> int:
+        """Return the address of ``of_backward()`` as a C string that is never freed."""
         text = self.of_backward()
         buffer = self._buffers.get(text)
         if buffer is None:
