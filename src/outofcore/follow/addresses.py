@@ -102,12 +102,12 @@ class AddressWatch:
                 self._undo.close()
                 self._undo = None
 
-    def _report(self, value: object, in_other_threads: bool = False) -> None:
+    def _report(self, value: object, until_next_op: bool = False) -> None:
         if not self._open:
             self._unwrap_if_unused()
         storage = _storage_of(value)
         if storage is not None:
-            self._fix(storage, in_other_threads)
+            self._fix(storage, until_next_op)
 
     def _wrap(self) -> contextlib.ExitStack:
         """Wrap the methods that expose or read memory; closing the returned stack restores them."""
@@ -171,7 +171,7 @@ class AddressWatch:
 
 
 def replace_attribute(undo: contextlib.ExitStack, kind: Any, name: str, value: object) -> None:
-    """Set an attribute of a class; ``undo`` restores the class's own value, or deletes it if there was none."""
+    """Set an attribute of a class; ``undo`` restores the value before, or deletes one that the class had inherited."""
     previous = vars(kind).get(name)
     setattr(kind, name, value)
     if previous is None:
@@ -190,7 +190,7 @@ def _storage_of(value: object) -> torch.UntypedStorage | None:
 
 
 def _calling_module(frame: FrameType | None) -> str:
-    """Return the name of the module whose code runs in a frame; skip frames of ``torch.TypedStorage``."""
+    """Return the name of a frame's module; frames of ``torch.TypedStorage`` are skipped for their callers."""
     name = ""
     while frame is not None:
         name = frame.f_globals.get("__name__") or ""

@@ -137,7 +137,7 @@ class BudgetedCalls:
         _log.info("adopted %d tensors from other memory", len(untracked))
 
     def _detach_result(self, result: Any) -> Any:
-        """Detach the tensors of a result, and move those that are not model or optimizer state out of the loop."""
+        """Detach the tensors of a result, and move them out of the loop except for model and optimizer state."""
         library, persistent = CPU.library, {storage_key(tensor) for tensor in self._state_tensors()}
 
         def convert(value: Any) -> Any:

@@ -48,7 +48,7 @@ class BudgetShares:
 
 
 def shares_of(budget: int, device: torch.device) -> BudgetShares:
-    """Measure what libraries keep on the device, and divide a budget; raises ``BudgetError`` if it is too small."""
+    """Measure the bytes of libraries, and divide a budget; raises ``BudgetError`` if it is too small."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     libraries = _measure_library_bytes(device)

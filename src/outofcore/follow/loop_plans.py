@@ -39,13 +39,13 @@ class LoopPlan:
 
 
 class LoopPlans:
-    """Plans of recorded steps, stored in a folder; without a folder (None), none is stored or found."""
+    """Plans of recorded steps, stored in a folder; without a folder (None), ``find`` always returns None."""
 
     def __init__(self, folder: Path | None) -> None:
         self._store = PlanStore(folder, "loop", _FORMAT, _LoopPlanFile)
 
     def find(self, record: StepRecord, budget: int, policy: str) -> LoopPlan | None:
-        """Return the stored plan for a step, budget and policy; None if there is none, or it does not fit the step."""
+        """Return the stored plan for a step, budget and policy; None if it is missing or does not fit the step."""
 
         def check(document: _LoopPlanFile, path: Path) -> LoopPlan:
             schedule = Schedule(document.leave, document.fetch, document.write, document.offsets, document.scratch)

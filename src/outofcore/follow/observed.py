@@ -175,9 +175,15 @@ def read_observed(
     log = [_LogRow(LogEvent(row.event), within(row.start), within(row.end), *row[3:]) for row in rows]
     departures: list[Departure] = []
     for _ in range(header.departures):
-        step, op, nanos, cause, size, missed, back, expected, came = islice(remaining, len(fields(Departure)))
-        expected_name, name = _operator_name(names, expected), _operator_name(names, came)
-        departures.append(Departure(step, op, nanos / 1e9, Cause(cause), expected_name, name, size, missed, back))
+        step, op, nanos, cause, evicted_bytes, missed_ops, resumed_at, expected, actual = islice(
+            remaining, len(fields(Departure))
+        )
+        expected_name, actual_name = _operator_name(names, expected), _operator_name(names, actual)
+        departures.append(
+            Departure(
+                step, op, nanos / 1e9, Cause(cause), expected_name, actual_name, evicted_bytes, missed_ops, resumed_at
+            )
+        )
     reader = _LogReader(log, names, known)
     graph = reader.graph()
     program, timeline = reader.program(seconds)
@@ -342,8 +348,8 @@ class _LogReader:
         spans: list[tuple[int, int]] = []  # by block: its first and last instruction
         versions: dict[int, int] = defaultdict(int)
         instructions: list[Instruction] = []
-        for ran in order:
-            _, _, op, block, out, link, stays, copies = self._executions[ran]
+        for execution in order:
+            _, _, op, block, is_copy_out, link, stays, awaited_copies = self._executions[execution]
             for stay in stays:
                 number = blocks.setdefault(stay, len(blocks))
                 if number == len(spans):
@@ -352,7 +358,7 @@ class _LogReader:
             used_blocks = tuple(blocks[stay] for stay in stays)
             if op >= 0:
                 latest: dict[tuple[Queue, int], Wait] = {}
-                for wait in (places[i] for i in copies if i in places):
+                for wait in (places[i] for i in awaited_copies if i in places):
                     link_key = wait.queue, wait.home
                     if link_key not in latest or latest[link_key].count < wait.count:
                         latest[link_key] = wait
@@ -360,12 +366,12 @@ class _LogReader:
                 for touch in self._ops[op][1]:
                     versions[touch.number] += bool(touch.flags & TouchFlags.WRITES)
             elif used_blocks:
-                instruction = (CopyOut if out else CopyIn)(used_blocks[0], versions[block], (), link)
+                instruction = (CopyOut if is_copy_out else CopyIn)(used_blocks[0], versions[block], (), link)
             else:  # the block's memory was released before the copy was logged
                 continue
             lane = lane_of(instruction)
             lanes[lane] += 1
-            places[ran] = Wait(lane[0], lanes[lane], lane[1])
+            places[execution] = Wait(lane[0], lanes[lane], lane[1])
             instructions.append(instruction)
         executed = [i for i in order if i in places]
         placed = tuple(self._block(number, self._stays[stay][0], *spans[number]) for stay, number in blocks.items())

@@ -51,7 +51,7 @@ class Recipes:
         self._switch(RecomputeMode.CHOSEN)
 
     def start_noting(self) -> None:
-        """Record from now on how storages are computed, for ``read_notes``; recompute none meanwhile."""
+        """Record from now on how storages are computed, for ``read_notes``, without recomputing them."""
         self._switch(RecomputeMode.NOTING)
 
     def read_notes(self) -> tuple[ComputedStorage, ...]:

@@ -37,15 +37,15 @@ def choose_recomputed(
             candidates.append((derivation.seconds / target.bytes, target, derivation))
     candidates.sort(key=lambda candidate: (candidate[0], candidate[1].storage))
     chosen: dict[int, None] = {}  # in order, with intermediates
-    needed: set[int] = set()  # inputs of chosen storages, which must stay
+    required_inputs: set[int] = set()  # inputs of chosen storages, which must stay
     chosen_bytes = 0
     for _, target, derivation in candidates:
         if target_bytes is not None and chosen_bytes >= target_bytes:
             break
-        if target.storage in needed or not derivation.inputs.isdisjoint(chosen):
+        if target.storage in required_inputs or not derivation.inputs.isdisjoint(chosen):
             continue
         chosen.update(dict.fromkeys((target.storage, *sorted(derivation.intermediates))))
-        needed |= derivation.inputs
+        required_inputs |= derivation.inputs
         chosen_bytes += target.bytes
     return tuple(chosen)
 

@@ -112,10 +112,10 @@ class _OptimizerHooks:
         self._handles = []
 
 
-def _fix_address(storage: torch.UntypedStorage, in_other_threads: bool) -> None:
+def _fix_address(storage: torch.UntypedStorage, until_next_op: bool) -> None:
     """Keep a storage at its address from now on, unless the loop's own thread needs it only until the next op."""
     library = loaded_library(storage.device)
-    if library is not None and not (in_other_threads and library.follow_is_opener()):
+    if library is not None and not (until_next_op and library.follow_is_opener()):
         call(library, "follow_fix", storage_address(storage))
 
 

@@ -61,8 +61,8 @@ class Sources:
         self._models = models
         self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._buffers: dict[str, ctypes.Array[ctypes.c_char]] = {}
-        nowhere = self._buffers[""] = ctypes.create_string_buffer(b"")
-        self.callback = native_callback(self._describe_to_native, failed=ctypes.addressof(nowhere))
+        empty_text = self._buffers[""] = ctypes.create_string_buffer(b"")
+        self.callback = native_callback(self._describe_to_native, failed=ctypes.addressof(empty_text))
 
     def find(self, places: Iterable[FramePlace], *, beyond_backward: bool = True) -> tuple[str, str]:
         """Return an op's module (path and class) and the nearest ``file:line`` of the user; empty strings if unknown.

@@ -45,8 +45,8 @@ class Space:
     def __init__(self, device: LoopDevice, limit: int, check: Check, excess: Excess, *, is_planned: bool) -> None:
         self.device, self.library = device, device.library
         self.library_bytes = 0  # bytes of the budget that libraries keep, set by reserve()
-        index, verified = device.device.index or 0, _CHECK_CODES[check]
-        self._as_parameter_ = call(self.library, "follow_new", limit, index, verified, int(is_planned), excess)
+        index, check_code = device.device.index or 0, _CHECK_CODES[check]
+        self._as_parameter_ = call(self.library, "follow_new", limit, index, check_code, int(is_planned), excess)
 
     def call(self, function: str, *arguments: object) -> int:
         return call(self.library, function, self, *arguments)

@@ -39,7 +39,7 @@ class StepEnds:
         return self._backward_passes > 1
 
     def record_end(self, sign: StepSign) -> None:
-        """Count a step that ``sign`` ended; if it is stronger than all before, from now on it alone ends steps."""
+        """Count a step that ``sign`` ended; a sign stronger than all before becomes the sign that ends steps."""
         if sign > self.sign:
             if self.sign is StepSign.BACKWARD:  # the earlier passes belong to this step
                 self.count -= self._backward_passes

@@ -90,8 +90,8 @@ class ByteStore(ABC):
 def transfer(location: Location, memory: memoryview, *, writes: bool) -> tuple[int, int]:
     """Copy ``memory`` to a location, or from it unless it ``writes``; return the bytes copied and the failure, or 0."""
     count, address = memory.nbytes, address_of(memory)
-    in_place = location.cache is not Cache.PAST or (address | location.start | count) % PAGE_BYTES == 0
-    bounce = None if in_place else address_of(_thread_buffer())
+    needs_no_buffer = location.cache is not Cache.PAST or (address | location.start | count) % PAGE_BYTES == 0
+    bounce = None if needs_no_buffer else address_of(_thread_buffer())
     for start in range(0, count, CHUNK_BYTES):
         piece, position = min(CHUNK_BYTES, count - start), location.start + start
         work = Transfer(address + start, piece, position, location.descriptor, writes, location.cache, bounce=bounce)

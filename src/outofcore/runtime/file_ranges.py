@@ -47,7 +47,7 @@ class Stamp:
 
 
 class ReadFile(ByteStore):
-    """A file that is read past the page cache; raises ``InputError`` if it is unreadable or not as ``stamp`` says."""
+    """A file that is read past the page cache; raises ``InputError`` if unreadable or unlike ``stamp``."""
 
     def __init__(self, path: Path, stamp: Stamp) -> None:
         self.path, self.stamp = path, stamp

@@ -35,7 +35,7 @@ def in_memory(path: Path) -> bool:
 
 
 def default_spill_directory() -> Path:
-    """Return the temporary folder, or if it is in memory another one on a disk; warn if there is none."""
+    """Return the temporary folder, or another folder on a disk if that is in memory; warn if no disk is found."""
     temporary = Path(tempfile.gettempdir())
     if not in_memory(temporary):
         return temporary

@@ -109,7 +109,7 @@ class MappedFiles:
         self._shared_begins = [begin for begin, _ in self._shared]
 
     def find(self, address: int, count: int) -> FileMapping | None:
-        """Return the private mapping that contains ``count`` bytes from an address on; None if there is none."""
+        """Return the private mapping that contains ``count`` bytes from an address on, or None."""
         index = bisect_right(self._begins, address) - 1
         if index < 0 or address + count > self._mappings[index].end:
             return None

@@ -99,13 +99,13 @@ class Slots:
     def _extend(self, count: int) -> int:
         """Allocate from the free pages at the end on, or beyond an edge in the way, and return the offset."""
         edges = self.home.edges
-        tail = bool(self._free) and self._free[-1][1] == self._end and self._end not in edges
-        first = start = self._free[-1][0] if tail else self._end
+        has_free_tail = bool(self._free) and self._free[-1][1] == self._end and self._end not in edges
+        first = start = self._free[-1][0] if has_free_tail else self._end
         for edge in edges:
             if first < edge < first + count:
                 first = edge
         self.home.grow(first + count)
-        if first == start and tail:
+        if first == start and has_free_tail:
             self._free.pop()
         elif first > start:
             self._free_gap(first)
@@ -147,7 +147,7 @@ class Slots:
             undo.pop_all()
 
     def free(self, offset: int, count: int) -> None:
-        """Free a slot's pages; for a range of another file, those that it has moved to."""
+        """Free a slot's pages; a range of another file frees the pages to which it has moved, if any."""
         files = self.home.files
         if files is not None and files.is_range(offset):
             pages = files.release(offset)
