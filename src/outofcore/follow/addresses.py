@@ -103,6 +103,7 @@ class AddressWatch:
                 self._undo = None
 
     def _report(self, value: object, until_next_op: bool = False) -> None:
+        """Call ``fix`` for the storage of ``value``, a tensor or storage, unless no loop can move it."""
         if not self._open:
             self._unwrap_if_unused()
         storage = _storage_of(value)
@@ -190,7 +191,7 @@ def _storage_of(value: object) -> torch.UntypedStorage | None:
 
 
 def _calling_module(frame: FrameType | None) -> str:
-    """Return the name of a frame's module; frames of ``torch.TypedStorage`` are skipped for their callers."""
+    """Return the module name of a frame, or of its nearest caller outside of ``torch.TypedStorage``."""
     name = ""
     while frame is not None:
         name = frame.f_globals.get("__name__") or ""
@@ -221,7 +222,7 @@ _VARARGS_AND_KEYWORDS = 3
 
 
 def _redirect(undo: contextlib.ExitStack, function: Any, trampoline: Callable[[int], int]) -> None:
-    """Make a C function of CPython run the code at ``trampoline(its address)``; otherwise without effect."""
+    """Replace a built-in function's C code by that at ``trampoline(old address)``; without effect unless CPython."""
     if sys.implementation.name != "cpython" or type(function) is not type(len):
         return
     definition_address = ctypes.c_void_p.from_address(id(function) + object.__basicsize__).value

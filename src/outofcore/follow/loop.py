@@ -467,7 +467,7 @@ class Loop:
             self.adopt(tensors, tell, len(tensors))
 
     def adopt(self, tensors: Iterable[torch.Tensor], tell: ProgressCallback = ignore_progress, count: int = 0) -> None:
-        """Move tensors to the home, even if other code owns their memory; ``tell`` reports how many of ``count``."""
+        """Move tensors to the home, even if other code owns their memory; ``tell`` gets progress out of ``count``."""
         with self._lock:
             if self._space is not None:
                 self._space.adopt(tensors, tell, count)

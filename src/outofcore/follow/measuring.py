@@ -123,7 +123,7 @@ class LoopMeasurer:
             self._largest, self._max_created_bytes = record, created_bytes
 
     def collect_needs(self, steps: int) -> LoopNeeds:
-        """Return the budget in core, the smallest one with its op, rooms at fractions, and the largest step."""
+        """Return the budgets in core and for the largest op, rooms at fractions of the first, and the largest step."""
         stats = self._space.read_stats(steps=steps, plans=0)
         device, library_bytes = self._space.device, self._space.library_bytes
         need, op = self._space.largest_need() or (0, "")

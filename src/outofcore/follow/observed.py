@@ -168,11 +168,11 @@ def read_observed(
     header = read_fields(remaining, _LogHeader)
     seconds = header.nanos / 1e9
 
-    def within(time: float) -> float:
+    def clamp_seconds(time: float) -> float:
         return min(max(time / 1e9, 0.0), seconds)
 
     rows = (read_fields(remaining, _LogRow) for _ in range(header.events))
-    log = [_LogRow(LogEvent(row.event), within(row.start), within(row.end), *row[3:]) for row in rows]
+    log = [_LogRow(LogEvent(row.event), clamp_seconds(row.start), clamp_seconds(row.end), *row[3:]) for row in rows]
     departures: list[Departure] = []
     for _ in range(header.departures):
         step, op, nanos, cause, evicted_bytes, missed_ops, resumed_at, expected, actual = islice(
@@ -270,6 +270,7 @@ class _LogReader:
                 self._freed[block] = len(self._ops)
 
     def _record_touch(self, row: _LogRow, stay: int | None) -> None:
+        """Record that the last op uses a block during its time in memory number ``stay``."""
         op = len(self._ops) - 1
         block = row.number
         uses = self._uses[block]

@@ -73,6 +73,7 @@ def _report_backward_passes() -> Iterator[None]:
 
 
 def _after_backward(complete: bool) -> None:
+    """Report a complete pass to running loops; loops that ended in the pass leave this thread."""
     for library in loaded_libraries():
         library.follow_leave_thread()  # a loop may have ended in the backward pass
     for loop in running_loops() if complete else ():

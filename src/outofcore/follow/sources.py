@@ -47,7 +47,7 @@ def places_of(trace: TracebackType | None) -> Iterator[FramePlace]:
 
 
 def forward_place(text: str) -> str:
-    """Convert a text of ``of_backward`` to that of the forward op: " in 0 (Linear) at a.py:3", without the pass."""
+    """Remove the backward pass from a text of ``of_backward``, so that " in 0 (Linear) at a.py:3" remains."""
     module = text.removeprefix(IN_BACKWARD)
     if module == text:
         return text
@@ -95,6 +95,7 @@ class Sources:
         return f"{path} ({kind})" if path else kind, user_line or package_line
 
     def _path(self, module: nn.Module, outermost: nn.Module) -> str:
+        """Return a module's path below a loop's model, or else below ``outermost``; empty if unknown."""
         cached = self._paths.get(module)
         if cached is None:
             roots = (*self._models(), ("", outermost))

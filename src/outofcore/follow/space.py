@@ -81,7 +81,7 @@ class Space:
         return shares.room
 
     def adopt(self, tensors: Iterable[torch.Tensor], tell: ProgressCallback = ignore_progress, count: int = 0) -> None:
-        """Move tensors to the home, even if other code owns their memory; ``tell`` reports how many of ``count``."""
+        """Move tensors to the home, even if other code owns their memory; ``tell`` gets progress out of ``count``."""
         mapped = self.device.mapped_files()
         files: dict[FileMapping, int] = {}
         unmoved_bytes = 0

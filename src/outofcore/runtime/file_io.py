@@ -88,7 +88,7 @@ class ByteStore(ABC):
 
 
 def transfer(location: Location, memory: memoryview, *, writes: bool) -> tuple[int, int]:
-    """Copy ``memory`` to a location, or from it unless it ``writes``; return the bytes copied and the failure, or 0."""
+    """Copy memory to a location (``writes``) or from it; return the bytes copied, and an error's code or else 0."""
     count, address = memory.nbytes, address_of(memory)
     needs_no_buffer = location.cache is not Cache.PAST or (address | location.start | count) % PAGE_BYTES == 0
     bounce = None if needs_no_buffer else address_of(_thread_buffer())

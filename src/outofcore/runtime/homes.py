@@ -497,7 +497,7 @@ class DiskHome(HomeStore):
             ) from error
 
     def drop_cache(self, face: torch.Tensor) -> None:
-        """Unmap the pages, which stay in the file, and let the page cache drop them."""
+        """Drop a face's pages from memory; they stay in the file, and are read again when they are used."""
         storage = face.untyped_storage()
         if self._ranges.drop_cache(face):
             return

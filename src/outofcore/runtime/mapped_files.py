@@ -63,11 +63,7 @@ class FileMapping:
 
 
 def private_mappings(lines: Iterable[str]) -> list[FileMapping]:
-    r"""Return the private mappings of files in lines of ``/proc/self/maps``, by address.
-
-    >>> private_mappings(["7f00-8000 rw-p 00002000 08:01 77   /data/a\\012b", "8000-9000 rw-p 00000000 00:00 0 "])
-    [FileMapping(begin=32512, end=32768, offset=8192, inode=77, path='/data/a\nb')]
-    """
+    """Return the private mappings of files in lines of ``/proc/self/maps``, by address."""
     return [mapping for line in lines if (mapping := _private_mapping(line)) is not None]
 
 
@@ -116,7 +112,7 @@ class MappedFiles:
         return self._mappings[index]
 
     def is_shared(self, tensor: torch.Tensor) -> bool:
-        """Return whether writes to a tensor change a file or other processes' memory; False for this library's own."""
+        """Return whether writes to a tensor change a file or other processes' memory; False for our own memory."""
         if not is_in_host_memory(tensor):
             return False
         storage = tensor.untyped_storage()
