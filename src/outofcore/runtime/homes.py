@@ -190,7 +190,7 @@ class HostHome(HomeStore):
         except OSError as error:
             raise SpillError(
                 f"no addresses for {format_bytes(self._limit)} of host memory can be reserved ({error.strerror}); "
-                "give a smaller limit, or lift the limit on address space (ulimit -v)"
+                "lower host_budget, or lift the limit on address space (ulimit -v)"
             ) from error
         self._region: Region | None = Region(address, self._limit, release)
 
@@ -217,8 +217,8 @@ class HostHome(HomeStore):
     def check(self, count: int) -> None:
         if count > self._limit:
             raise SpillError(
-                f"the step needs {format_bytes(count)} of host memory, and its limit is {format_bytes(self._limit)}; "
-                "raise the limit or the budget, or use a disk home"
+                f"the step needs {format_bytes(count)} of host memory, and its limit is {format_bytes(self._limit)} "
+                "(host_budget, or else all memory); raise host_budget or the budget, or use a disk home"
             )
         available = self._available()
         if count - self._bytes > available:
