@@ -212,8 +212,8 @@ def build(target: Path, compilers: Sequence[str] = COMPILERS, flavor: Flavor = F
     """Build the library; raises ``BuildError`` if no compiler works, ``OSError`` for the folder."""
     if flavor is Flavor.CUDA and cuda_headers() is None:
         raise BuildError(
-            "the headers of the CUDA runtime (cuda_runtime_api.h) are missing; install a CUDA toolkit, and set CUDA_HOME "
-            "to its folder"
+            "the headers of the CUDA runtime (cuda_runtime_api.h) are missing; install a CUDA toolkit, and set "
+            "CUDA_HOME to its folder"
         )
     sources = [path for path in sorted(CSRC.rglob("*.cpp")) if flavor is Flavor.CUDA or path.name != _ONLY_CUDA]
     sources.sort(key=lambda path: path.name not in _EXTRA_FLAGS)
