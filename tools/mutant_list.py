@@ -390,8 +390,8 @@ MUTANTS = (
     Mutant(
         "schedule-releases-one-op-early",
         "follow/records.py",
-        "leave.append((record.places[decision.release_by % op_count] % record_ops, gap.storage))",
-        "leave.append(((record.places[decision.release_by % op_count] - 1) % record_ops, gap.storage))",
+        "release.append((record.places[decision.release_by % op_count] % record_ops, gap.storage))",
+        "release.append(((record.places[decision.release_by % op_count] - 1) % record_ops, gap.storage))",
         "An eager loop may evict a storage one op too early.",
         ("tests/unit/test_follow_records.py::test_schedule_follows_the_plan_exactly",),
     ),

@@ -63,11 +63,11 @@ _OWN_PACKAGE = "outofcore."
 
 
 class AddressWatch:
-    """Calls ``fix`` with a storage before its address is handed out, and ``hold`` for a context of reading it."""
+    """Calls ``fix`` before code gets a storage's address, and opens ``hold`` while a method reads its memory."""
 
     def __init__(
         self,
-        # The flag: only threads other than the loop's keep the address until their next op.
+        # The flag: the address is used only until the next op of the thread that asks for it.
         fix: Callable[[torch.UntypedStorage, bool], object],
         hold: Callable[[torch.UntypedStorage], contextlib.AbstractContextManager[None]],
     ) -> None:
@@ -80,6 +80,7 @@ class AddressWatch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
+        """Watch while this context is open, and afterwards as long as tensors are in a loop's memory."""
         with self._lock:
             self._open = True
             if self._undo is None:
@@ -101,14 +102,17 @@ class AddressWatch:
                 self._undo.close()
                 self._undo = None
 
-    def _report(self, value: object, in_other_threads: bool = False) -> None:
+    def _report(self, value: object, until_next_op: bool = False) -> None:
+        """Call ``fix`` for the storage of ``value``, a tensor or storage, unless no loop can move it."""
         if not self._open:
             self._unwrap_if_unused()
         storage = _storage_of(value)
         if storage is not None:
-            self._fix(storage, in_other_threads)
+            self._fix(storage, until_next_op)
 
     def _wrap(self) -> contextlib.ExitStack:
+        """Wrap the methods that expose or read memory; closing the returned stack restores them."""
+
         def wrap_exporter(method: Callable[..., Any]) -> Callable[..., Any]:
             def report_and_call(self_: Any, *args: Any, **kwargs: Any) -> Any:
                 caller = _calling_module(sys._getframe(1))
@@ -168,7 +172,7 @@ class AddressWatch:
 
 
 def replace_attribute(undo: contextlib.ExitStack, kind: Any, name: str, value: object) -> None:
-    """Set an attribute of a class; undoing that restores the old value, or inheritance."""
+    """Set an attribute of a class; ``undo`` restores the value before, or deletes one that the class had inherited."""
     previous = vars(kind).get(name)
     setattr(kind, name, value)
     if previous is None:
@@ -178,6 +182,7 @@ def replace_attribute(undo: contextlib.ExitStack, kind: Any, name: str, value: o
 
 
 def _storage_of(value: object) -> torch.UntypedStorage | None:
+    """Return the storage of a tensor or storage; None for other values, and for tensors that no loop can move."""
     if isinstance(value, torch.UntypedStorage):
         return value
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and flavor_of(value.device) is not None:
@@ -186,7 +191,7 @@ def _storage_of(value: object) -> torch.UntypedStorage | None:
 
 
 def _calling_module(frame: FrameType | None) -> str:
-    """Return the module that asks for an address, skipping frames of typed storages."""
+    """Return the module name of a frame, or of its nearest caller outside of ``torch.TypedStorage``."""
     name = ""
     while frame is not None:
         name = frame.f_globals.get("__name__") or ""
@@ -202,9 +207,8 @@ def _copy_name(function: Callable[..., Any], original: Callable[..., Any]) -> Ca
     return function
 
 
+# CPython's ``PyMethodDef``.
 class _MethodDef(ctypes.Structure):
-    """CPython's ``PyMethodDef``."""
-
     _fields_ = (
         ("name", ctypes.c_char_p),
         ("function", ctypes.c_void_p),
@@ -218,7 +222,7 @@ _VARARGS_AND_KEYWORDS = 3
 
 
 def _redirect(undo: contextlib.ExitStack, function: Any, trampoline: Callable[[int], int]) -> None:
-    """Redirect all references to a C function to a trampoline, which receives its address; only on CPython."""
+    """Replace a built-in function's C code by that at ``trampoline(old address)``; without effect unless CPython."""
     if sys.implementation.name != "cpython" or type(function) is not type(len):
         return
     definition_address = ctypes.c_void_p.from_address(id(function) + object.__basicsize__).value

@@ -37,7 +37,7 @@ class CallStats:
 
 
 class BudgetedCalls:
-    """Calls a training function in eager PyTorch within the budget of a loop that is not started yet."""
+    """Calls training functions in eager PyTorch within a loop's budget. Starts the loop; pauses it between calls."""
 
     def __init__(self, loop: Loop, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         self._loop, self._models, self._optimizers = loop, list(models), list(optimizers)
@@ -54,11 +54,11 @@ class BudgetedCalls:
         return self._loop.stats
 
     def adopt_from(self, move: Callable[[], object]) -> None:
-        """Run a function that gives tensors new memory, which the loop then owns; raises its exceptions."""
+        """Run ``move``, which gives tensors new memory, in the loop, so that the loop owns that memory."""
         self._run_in_loop(move)
 
     def __call__(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the function; return its result detached, and in memory outside of the loop."""
+        """Run a step in the loop; return its result detached, and, except for model state, in memory of its own."""
         begin, stats_before = time.perf_counter(), self.stats
 
         def run() -> Any:
@@ -79,21 +79,21 @@ class BudgetedCalls:
         return self._detach_result(result)
 
     def drop_cache(self, tensor: torch.Tensor) -> None:
-        """Release memory of an evicted tensor that is resident only because the user read it at its home."""
+        """Release the memory of an evicted tensor that is resident only because the user has read the tensor."""
         CPU.library.follow_forget(storage_address(tensor.untyped_storage()))
 
     def evict_all(self) -> None:
-        """Evict all tensors, so that another step can use the model."""
         self._loop.evict_all()
 
     def close(self, *, keep_memory: bool) -> None:
-        """End the loop. With ``stays`` the model keeps its memory until it is freed, else it gets new memory."""
+        """Evict all tensors and end the loop. Without ``keep_memory``, tensors get memory outside of it first."""
         self._loop.evict_all()
         if not keep_memory:
             self._loop.release()
         self._stop()
 
     def _run_in_loop(self, run: Callable[[], Any]) -> Any:
+        """Run a function with the loop resumed; convert errors of the native code to library exceptions."""
         try:
             self._loop.resume()
             return run()
@@ -115,7 +115,7 @@ class BudgetedCalls:
             yield from state_of(optimizer)
 
     def _adopt_untracked(self) -> None:
-        """Adopt tensors that the user, a checkpoint or another step has replaced."""
+        """Adopt tensors of the models and optimizers that the user, a checkpoint or another step has replaced."""
         untracked = self._loop.find_untracked([tensor for tensor in self._state_tensors() if CPU.can_move(tensor)])
         if not untracked:
             return
@@ -137,6 +137,7 @@ class BudgetedCalls:
         _log.info("adopted %d tensors from other memory", len(untracked))
 
     def _detach_result(self, result: Any) -> Any:
+        """Detach the tensors of a result, and move them out of the loop except for model and optimizer state."""
         library, persistent = CPU.library, {storage_key(tensor) for tensor in self._state_tensors()}
 
         def convert(value: Any) -> Any:

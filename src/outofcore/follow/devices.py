@@ -1,4 +1,4 @@
-"""How eager loops differ between CPU and GPU; the native counterparts are ``device_cpu.h`` and ``device_cuda.h``."""
+"""How eager loops differ between CPU and GPU; the native counterparts are device_cpu.h and device_cuda.h."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ class LoopDevice:
         return tensor.layout is torch.strided and flavor_of(tensor.device) is self.flavor
 
     def prepare(self) -> None:
-        """Allocate the libraries' workspaces before the loop reserves its arena."""
+        """Allocate the workspaces of libraries, if they have any, before the loop reserves its arena."""
 
     def add_homes(self, options: LoopHome, add: AddHome) -> None:
-        """Open the homes; raises ``SpillError`` if one cannot be used."""
+        """Create the homes of the options, and pass each to ``add``; raises ``SpillError`` if one cannot be used."""
         in_memory = options.home == "host"
         if in_memory or options.host_limit is not None:
             file = _create_memory_file()
@@ -87,10 +87,11 @@ class LoopDevice:
         return room + library_bytes
 
     def mapped_files(self) -> MappedFiles | None:
-        """Return the files that tensors may be mapped from; None if the device has no such tensors."""
+        """Return the mapped files of this process; None if tensors of this device cannot be mapped from files."""
         return MappedFiles()
 
     def running_context(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context that is open while the loop runs, to refuse features that would fail in it."""
         return contextlib.nullcontext()
 
     def plan_key(self, policy: object) -> str:

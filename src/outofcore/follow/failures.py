@@ -30,8 +30,8 @@ def explain_error(error: BaseException, names: KnownStorages | None = None) -> E
     parameter = (names or {}).get(refused.parameter, ("a parameter",))[0] if refused.sums else None
     op_name = _describe_op(op, parameter, error.__traceback__)
     return BudgetError(
-        f"the budget of {counts['budget']} is too small: {op_name} needs {counts['asked']} on top of "
-        f"{counts['used']} that it uses{details}. Use a budget of at least {counts['least']}, or smaller batches. "
+        f"the budget of {counts['budget']} is too small: {op_name} needs {counts['asked']} on top of the "
+        f"{counts['used']} of its operands{details}. Use a budget of at least {counts['least']}, or smaller batches. "
         "measure=True (outofcore run --measure) finds the budget that holds every op; grow=True (--grow) lets such ops "
         "exceed it",
         refused.least,

@@ -48,7 +48,7 @@ class BudgetShares:
 
 
 def shares_of(budget: int, device: torch.device) -> BudgetShares:
-    """Divide a budget after the models have left the device; raises ``BudgetError`` if it leaves no arena."""
+    """Measure the bytes of libraries, and divide a budget; raises ``BudgetError`` if it is too small."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     libraries = _measure_library_bytes(device)
@@ -56,8 +56,8 @@ def shares_of(budget: int, device: torch.device) -> BudgetShares:
     if shares.arena < _LARGE_REQUEST:
         minimum = libraries + _MIN_SMALL + _LARGE_REQUEST
         raise BudgetError(
-            f"a budget of {format_bytes(budget)} leaves no room for a loop on {device}: libraries keep "
-            f"{format_bytes(libraries)} there, with tensors of less than {format_bytes(LARGE_BYTES)}. Give a budget of "
+            f"a budget of {format_bytes(budget)} leaves no room for a loop on {device}: libraries, and "
+            f"tensors of less than {format_bytes(LARGE_BYTES)}, take {format_bytes(libraries)} of it. Use a budget of "
             f"at least {format_bytes(minimum)}",
             minimum,
         )
@@ -65,6 +65,7 @@ def shares_of(budget: int, device: torch.device) -> BudgetShares:
 
 
 def divide_budget(budget: int, library_bytes: int) -> BudgetShares:
+    """Divide a budget into the bytes of libraries, segments for small tensors, and the arena."""
     segments = max(round_up(budget // _SMALL_SHARE, ALLOCATOR.segment), _MIN_SMALL)
     arena = (budget - library_bytes - segments) // ALLOCATOR.segment * ALLOCATOR.segment
     return BudgetShares(arena, arena // _SPARE_SHARE, segments, library_bytes)
@@ -80,7 +81,7 @@ def budget_for(room: int, library_bytes: int) -> int:
 
 
 def _measure_library_bytes(device: torch.device) -> int:
-    """Return the bytes that PyTorch has from the device, without tensors of 64 KiB and more."""
+    """Return the bytes that PyTorch has taken from the device, except for tensors of 64 KiB and more."""
     used = Counter(
         block["size"]
         for segment in torch.cuda.memory_snapshot()

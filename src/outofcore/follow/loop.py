@@ -221,7 +221,7 @@ class Loop:
             print(f"outofcore: {self.measurement()}", file=sys.stderr, flush=True)
 
     def end(self, *, keep_results: bool = True) -> None:
-        """End the loop from any thread, when no op uses its memory; ``keep_results`` for ``stats`` and ``report``."""
+        """End the loop, from any thread; ``keep_results`` stores the data that ``stats`` and ``report`` show later."""
         with self._lock, contextlib.ExitStack() as cleanup:
             space, self._undo, undo = self._space, contextlib.ExitStack(), self._undo
             if space is None:
@@ -235,7 +235,7 @@ class Loop:
             cleanup.enter_context(undo)
 
     def pause(self) -> None:
-        """Suspend the loop until ``resume``. Tensors stay where they are, and ops elsewhere see the right bytes."""
+        """Suspend the loop until ``resume``. Tensors stay where they are; ops outside of the loop can read them."""
         with self._lock:
             if self._space is not None and not self._paused:
                 self._space.library.follow_thread(0)
@@ -243,7 +243,7 @@ class Loop:
                 self._paused = True
 
     def resume(self) -> None:
-        """Continue in the calling thread; raises ``StateError`` if another loop is running."""
+        """Continue a paused loop in the calling thread; raises ``StateError`` if another loop is running."""
         with self._lock:
             if self._space is not None and self._paused:
                 self._paused, self._thread = False, threading.get_ident()  # first, so that pause() works after an error
@@ -402,6 +402,7 @@ class Loop:
         return needs.measurement(self._options.policy or "auto")
 
     def _store_results(self, space: Space) -> None:
+        """Store the stats, the needs and the log of a loop that ends; warn if ops exceeded the budget."""
         self._last_stats = self._read_stats(space)
         if self._measurer is not None:
             self._needs, self._measurer = self._measurer.collect_needs(self._step_ends.count), None
@@ -421,6 +422,7 @@ class Loop:
             _log.warning("there is no report of the loop: %s", error)
 
     def _last_step(self) -> ObservedStep:
+        """Return the last complete step, or else the run so far; raises ``StateError`` if no op was recorded."""
         with self._lock:
             recorded = self._last_log if self._space is None else self._read_log(self._space)
         observed = None
@@ -435,11 +437,13 @@ class Loop:
         return observed
 
     def _read_log(self, space: Space) -> tuple[Sequence[int], Sequence[str], KnownStorages]:
+        """Return the log as ``read_observed`` takes it: numbers, names of operators, and named storages."""
         numbers = space.read_numbers("follow_observed")
         names = names_of_storages(space, self.named_models(), list_alive(self._optimizers))
         return numbers, space.read_names("follow_observed_names"), names
 
     def named_models(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield each model with a prefix for the names of its tensors; it is empty for a single model."""
         for index, model in enumerate(self._models):
             yield f"models[{index}]." if len(self._models) > 1 else "", model
 
@@ -463,13 +467,13 @@ class Loop:
             self.adopt(tensors, tell, len(tensors))
 
     def adopt(self, tensors: Iterable[torch.Tensor], tell: ProgressCallback = ignore_progress, count: int = 0) -> None:
-        """Move tensors to the home, regardless of the owner of their memory."""
+        """Move tensors to the home, even if other code owns their memory; ``tell`` gets progress out of ``count``."""
         with self._lock:
             if self._space is not None:
                 self._space.adopt(tensors, tell, count)
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Adopt an optimizer's tensors before its first step in the loop's thread."""
+        """Adopt an optimizer's tensors before its first step in the loop; mark it as untracked outside of the loop."""
         if not self._device.library.follow_tracked():
             untracked_optimizers[id(optimizer)] = optimizer
             return
@@ -485,6 +489,7 @@ class Loop:
             self._record_end(StepSign.OPTIMIZER, weakref.ref(optimizer))
 
     def after_backward(self) -> None:
+        """End a step after a complete backward pass, unless an optimizer ends steps or this is the first pass."""
         if (
             self._step_ends.sign is StepSign.OPTIMIZER
             or self._options.for_compiled_step
@@ -495,10 +500,12 @@ class Loop:
             self._record_end(StepSign.BACKWARD, user_line())
 
     def after_call(self, model: nn.Module) -> None:
+        """End a step after a call of a model without gradients, unless backward passes or optimizers end steps."""
         if self._step_ends.sign is StepSign.CALL and self._runs_in_this_thread() and not torch.is_grad_enabled():
             self._record_end(StepSign.CALL, weakref.ref(model))
 
     def _record_end(self, sign: StepSign, source: Hashable) -> None:
+        """Count a step that ``sign`` ended; end it in the loop unless another source ends steps."""
         self._step_ends.record_end(sign)
         # For a compiled step, each call is a step.
         if not self._options.for_compiled_step and self._runs_in_this_thread() and self._step_ends.ends_step(source):

@@ -79,18 +79,18 @@ class LoopPlanner:
         if self._trial is not None:
             self._trial.on_step_end()
         if (finished := self.background.poll()) is not None:
-            record, answer = finished
-            self._planning_seconds += answer.processor_seconds
-            planned = answer.planned
+            record, outcome = finished
+            self._planning_seconds += outcome.processor_seconds
+            planned = outcome.planned
             if planned is None:
-                _log.info("no plan of a step of %d ops: %s", record.op_count, answer.reason)
+                _log.info("no plan of a step of %d ops: %s", record.op_count, outcome.reason)
                 if self._trial is not None and self._rerun_seconds is not None:
                     self._trial.on_plan_failure()
             else:
                 schedule = schedule_of(record, planned.plan, planned.program)
                 seconds = planned.timeline.step_seconds
                 plan = LoopPlan(schedule, planned.plan.policy, seconds, self._is_busy, self._is_quick)
-                if self._use_plan(record, plan, steps, answer.seconds):
+                if self._use_plan(record, plan, steps, outcome.seconds):
                     self._store.store(record, self._room, self._planned_by, plan)
         if self.background.is_busy or not self._may_plan():
             return
@@ -98,9 +98,9 @@ class LoopPlanner:
             self._rerun_seconds, self._is_busy = rerun_seconds if reran else None, is_busy
             self._plan_step(steps)
         elif self._unproposed_steps > _SETTLED_STEPS and self._roughly_planned:
-            record, rerun, busy = self._roughly_planned.popleft()
+            record, rerun, was_recorded_busy = self._roughly_planned.popleft()
             if (rerun is not None) == reran:  # else the loop has switched recomputation on or off since
-                self._rerun_seconds, self._is_busy = rerun, busy
+                self._rerun_seconds, self._is_busy = rerun, was_recorded_busy
                 self._start_job(record, steps, is_quick=False)
 
     def _was_busy(self) -> bool:
@@ -112,6 +112,7 @@ class LoopPlanner:
         return was_busy(self._counters - last_counters, computes=False)  # waiting for data is not a sign of load
 
     def _may_plan(self) -> bool:
+        """Return whether planning has used less than its share of time, or recomputation waits for a plan."""
         if self._trial is not None and self._trial.awaits_plan:
             return True
         elapsed = time.monotonic() - self._started
@@ -122,6 +123,7 @@ class LoopPlanner:
         return max(_FREE_SECONDS, _FREE_STEPS * (time.monotonic() - self._started) / max(self._ended_steps, 1))
 
     def _plan_step(self, steps: int) -> None:
+        """Use the stored plan of the proposed step; plan a step without one, or with one of a busy machine."""
         numbers = self._space.read_numbers("follow_proposal")
         if not numbers:
             return
@@ -135,6 +137,7 @@ class LoopPlanner:
         self._start_job(record, steps, is_quick=True)
 
     def _start_job(self, record: StepRecord, steps: int, *, is_quick: bool) -> None:
+        """Start to plan a step in the background, by the quick or the thorough search."""
         # Round up, so that a few small tensors do not change the plan.
         small = round_up(self._space.read_stats(steps=steps, plans=self.plan_count).peak_small_bytes, LARGE_BYTES)
         budget = int((self._room - small) * (1 - _SPARE))
@@ -145,7 +148,7 @@ class LoopPlanner:
         self.background.start(record, PlanJob(record.graph, record.costs, budget, policy), niceness)
 
     def _use_plan(self, record: StepRecord, plan: LoopPlan, steps: int, planning_seconds: float) -> bool:
-        """Pass a plan to the native code; return False if the plan is obsolete."""
+        """Let the native code run steps by a plan; return False, without effect, if it refuses the plan as obsolete."""
         numbers = plan.schedule.flatten()
         if not self._space.call("follow_schedule", record.bucket, (ctypes.c_int64 * len(numbers))(*numbers)):
             return False

@@ -39,12 +39,14 @@ class LoopPlan:
 
 
 class LoopPlans:
-    """The stored plans of recorded steps in a folder; with None, the store is empty."""
+    """Plans of recorded steps, stored in a folder; without a folder (None), ``find`` always returns None."""
 
     def __init__(self, folder: Path | None) -> None:
         self._store = PlanStore(folder, "loop", _FORMAT, _LoopPlanFile)
 
     def find(self, record: StepRecord, budget: int, policy: str) -> LoopPlan | None:
+        """Return the stored plan for a step, budget and policy; None if it is missing or does not fit the step."""
+
         def check(document: _LoopPlanFile, path: Path) -> LoopPlan:
             schedule = Schedule(document.leave, document.fetch, document.write, document.offsets, document.scratch)
             ops, storages = record.op_count, len(record.graph.storages)

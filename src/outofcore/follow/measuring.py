@@ -26,11 +26,7 @@ class Predicted:
 
     @property
     def text(self) -> str:
-        """A few words for people.
-
-        >>> Predicted(1 << 20, 1.25, True).text, Predicted(1 << 20, None, False).text
-        ('1.25 times the step time in core (predicted)', 'too small')
-        """
+        """A few words for people, such as "1.25 times the step time in core (predicted)" or "too small"."""
         if not self.fits:
             return "too small"
         if self.slowdown is None:
@@ -91,7 +87,7 @@ class LoopNeeds:
     largest_step: StepRecord | None  # the step that creates the most bytes; None if no step came twice
 
     def measurement(self, policy: PolicyLike) -> Measurement:
-        """Predict times within fractions of the peak, which takes seconds."""
+        """Return the measurement, with a time predicted for each budget of ``rooms``, which takes seconds."""
         if not self.smallest_budget:
             return Measurement(self.steps, 0, 0, "")
         predicted = tuple(self._predict(budget, room, policy) for budget, room in self.rooms)
@@ -127,6 +123,7 @@ class LoopMeasurer:
             self._largest, self._max_created_bytes = record, created_bytes
 
     def collect_needs(self, steps: int) -> LoopNeeds:
+        """Return the budgets in core and for the largest op, rooms at fractions of the first, and the largest step."""
         stats = self._space.read_stats(steps=steps, plans=0)
         device, library_bytes = self._space.device, self._space.library_bytes
         need, op = self._space.largest_need() or (0, "")

@@ -66,6 +66,7 @@ def loaded_libraries() -> list[ctypes.CDLL]:
 
 
 def load_paging(flavor: Flavor = Flavor.CPU) -> ctypes.CDLL:
+    """Load the native code for a device, once per process; the first library takes the dispatch key."""
     return _load_once(flavor)
 
 
@@ -94,6 +95,7 @@ def open_space(library: ctypes.CDLL, space: object, for_compiled_step: bool) -> 
 
 
 def _take_key(library: ctypes.CDLL) -> None:
+    """Register a library's kernels under the dispatch key; raises ``StateError`` if PyTorch uses the key."""
     if call(library, "follow_load", _is_python) != 0:
         raise StateError(
             f"torch {torch.__version__} uses the dispatch key for itself that outofcore.budget() needs; "
@@ -124,7 +126,7 @@ def is_any_loop_running() -> bool:
 
 
 def call(library: ctypes.CDLL, function: str, *arguments: object) -> int:
-    """Call a native function; raises ``SpillError``, ``TransferError``, ``MemoryError`` or ``StateError``."""
+    """Call a native function; if it fails, raise ``SpillError``, ``TransferError``, ``MemoryError``, ``StateError``."""
     result = getattr(library, function)(*arguments)
     if result == -1 or result is None:
         text = library.follow_failure().decode(errors="replace")
@@ -142,7 +144,7 @@ class Refusal(ctypes.Structure):
 
 
 def refusal_of(text: str) -> tuple[str, Refusal] | None:
-    """Return the op and numbers of a refusal, by the text of its error; None for any other error."""
+    """Return the op that was refused memory, and the numbers, by the error's text; None for any other error."""
     numbers = Refusal()
     for library in loaded_libraries():
         op: bytes | None = library.follow_refusal(text.encode(errors="replace"), ctypes.byref(numbers))

@@ -112,11 +112,6 @@ class PlanSummary:
 
     @property
     def text(self) -> str:
-        """One line for people.
-
-        >>> PlanMade(3, 120, "auto", 0.5, 2.0).text
-        'after step 3, for steps of 120 ops: 500 ms predicted by auto, planned in 2.00 s'
-        """
         return (
             f"after step {self.step}, for steps of {self.ops} ops: {format_seconds(self.predicted_seconds)} predicted "
             f"by {self.policy}, planned in {format_seconds(self.planning_seconds)}"
@@ -173,16 +168,22 @@ def read_observed(
     header = read_fields(remaining, _LogHeader)
     seconds = header.nanos / 1e9
 
-    def within(time: float) -> float:
+    def clamp_seconds(time: float) -> float:
         return min(max(time / 1e9, 0.0), seconds)
 
     rows = (read_fields(remaining, _LogRow) for _ in range(header.events))
-    log = [_LogRow(LogEvent(row.event), within(row.start), within(row.end), *row[3:]) for row in rows]
+    log = [_LogRow(LogEvent(row.event), clamp_seconds(row.start), clamp_seconds(row.end), *row[3:]) for row in rows]
     departures: list[Departure] = []
     for _ in range(header.departures):
-        step, op, nanos, cause, size, missed, back, expected, came = islice(remaining, len(fields(Departure)))
-        expected_name, name = _operator_name(names, expected), _operator_name(names, came)
-        departures.append(Departure(step, op, nanos / 1e9, Cause(cause), expected_name, name, size, missed, back))
+        step, op, nanos, cause, evicted_bytes, missed_ops, resumed_at, expected, actual = islice(
+            remaining, len(fields(Departure))
+        )
+        expected_name, actual_name = _operator_name(names, expected), _operator_name(names, actual)
+        departures.append(
+            Departure(
+                step, op, nanos / 1e9, Cause(cause), expected_name, actual_name, evicted_bytes, missed_ops, resumed_at
+            )
+        )
     reader = _LogReader(log, names, known)
     graph = reader.graph()
     program, timeline = reader.program(seconds)
@@ -205,7 +206,7 @@ def read_observed(
 
 
 class _LogReader:
-    """Reads the log once and builds the parts of ``ObservedStep``."""
+    """Reads the log once; its methods build the parts of ``ObservedStep``. Blocks are numbered as in the log."""
 
     def __init__(self, log: Sequence[_LogRow], names: Sequence[str], known: KnownStorages) -> None:
         self._known = known
@@ -227,6 +228,7 @@ class _LogReader:
         self._numbers = {block: i for i, block in enumerate(b for b in self._bytes if self._is_storage(b))}
 
     def _read_rows(self, log: Sequence[_LogRow], names: Sequence[str]) -> None:
+        """Collect the ops, copies, evictions and times in memory from the rows."""
         current_stays: dict[int, int] = {}
         awaited: list[int] = []
         for row in log:
@@ -268,6 +270,7 @@ class _LogReader:
                 self._freed[block] = len(self._ops)
 
     def _record_touch(self, row: _LogRow, stay: int | None) -> None:
+        """Record that the last op uses a block during its time in memory number ``stay``."""
         op = len(self._ops) - 1
         block = row.number
         uses = self._uses[block]
@@ -338,6 +341,7 @@ class _LogReader:
         return f"{ops[creator].module} {short}".strip()
 
     def program(self, seconds: float) -> tuple[Program, Timeline]:
+        """Return ops and copies in the order in which they began, and their times in a step of ``seconds``."""
         order = sorted(range(len(self._executions)), key=lambda i: self._executions[i][0])
         lanes: dict[tuple[Queue, int], int] = defaultdict(int)
         places: dict[int, Wait] = {}  # by index of the execution: how to wait for its end
@@ -345,8 +349,8 @@ class _LogReader:
         spans: list[tuple[int, int]] = []  # by block: its first and last instruction
         versions: dict[int, int] = defaultdict(int)
         instructions: list[Instruction] = []
-        for ran in order:
-            _, _, op, block, out, link, stays, copies = self._executions[ran]
+        for execution in order:
+            _, _, op, block, is_copy_out, link, stays, awaited_copies = self._executions[execution]
             for stay in stays:
                 number = blocks.setdefault(stay, len(blocks))
                 if number == len(spans):
@@ -355,7 +359,7 @@ class _LogReader:
             used_blocks = tuple(blocks[stay] for stay in stays)
             if op >= 0:
                 latest: dict[tuple[Queue, int], Wait] = {}
-                for wait in (places[i] for i in copies if i in places):
+                for wait in (places[i] for i in awaited_copies if i in places):
                     link_key = wait.queue, wait.home
                     if link_key not in latest or latest[link_key].count < wait.count:
                         latest[link_key] = wait
@@ -363,12 +367,12 @@ class _LogReader:
                 for touch in self._ops[op][1]:
                     versions[touch.number] += bool(touch.flags & TouchFlags.WRITES)
             elif used_blocks:
-                instruction = (CopyOut if out else CopyIn)(used_blocks[0], versions[block], (), link)
+                instruction = (CopyOut if is_copy_out else CopyIn)(used_blocks[0], versions[block], (), link)
             else:  # the block's memory was released before the copy was logged
                 continue
             lane = lane_of(instruction)
             lanes[lane] += 1
-            places[ran] = Wait(lane[0], lanes[lane], lane[1])
+            places[execution] = Wait(lane[0], lanes[lane], lane[1])
             instructions.append(instruction)
         executed = [i for i in order if i in places]
         placed = tuple(self._block(number, self._stays[stay][0], *spans[number]) for stay, number in blocks.items())
@@ -381,6 +385,7 @@ class _LogReader:
         return Block(number, self._numbers[block], self._bytes[block], first, last + 1)
 
     def memory(self, seconds: float) -> MemoryOverTime:
+        """Return the bytes in the arena over a step of ``seconds``, by kind of storage."""
         changes: dict[str, dict[float, int]] = defaultdict(lambda: defaultdict(int))
         for block, start, end in self._stays:
             kind = self._kind(block).value if self._is_storage(block) else WORKSPACE
@@ -434,11 +439,7 @@ class _LogReader:
 
 
 def graph_name(name: str) -> str:
-    """Return an operator's name in graphs.
-
-    >>> graph_name("aten::add.Tensor"), graph_name("aten::mm")
-    ('aten.add.Tensor', 'aten.mm.default')
-    """
+    """Return an operator's name in graphs: ``aten.mm.default`` for ``aten::mm``."""
     space, _, operator = name.partition("::")
     return f"{space}.{operator}" if "." in operator else f"{space}.{operator}.default"
 

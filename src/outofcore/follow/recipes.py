@@ -51,6 +51,7 @@ class Recipes:
         self._switch(RecomputeMode.CHOSEN)
 
     def start_noting(self) -> None:
+        """Record from now on how storages are computed, for ``read_notes``, without recomputing them."""
         self._switch(RecomputeMode.NOTING)
 
     def read_notes(self) -> tuple[ComputedStorage, ...]:
@@ -94,7 +95,7 @@ def _unpack(packed: _PackedTensor) -> torch.Tensor:
 
 
 def _replace_saved(result: torch.Tensor, library: ctypes.CDLL) -> None:
-    """Replace the saved tensors of an op's autograd node that can be recomputed by recipes."""
+    """Put recipes in place of those tensors, saved by the autograd node of ``result``, that can be recomputed."""
     for saved in saved_tensors_of(result.grad_fn):
         # Unpacking makes a new tensor object, so keep a tensor if its identity may matter.
         tensor = saved.tensor

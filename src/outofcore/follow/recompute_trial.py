@@ -80,13 +80,13 @@ class RecomputeTrial:
                 self._recipes.switch_off()
 
     def on_plan_failure(self) -> None:
-        """End the trial if a step with recomputation got no plan."""
+        """End the trial without recomputation, because a step with it got no plan."""
         if self.phase is TrialPhase.TRYING:
             self._recipes.switch_off()
             self.phase = TrialPhase.DECIDED
 
     def on_step_end(self) -> None:
-        """Choose the storages to recompute, if a step was just recorded for that."""
+        """Choose the storages to recompute, if the step that has ended was recorded for that."""
         if self.phase is not TrialPhase.NOTING:
             return
         chosen = choose_recomputed(self._recipes.read_notes(), self._bytes_per_second, target_bytes=self._target_bytes)

@@ -1,4 +1,4 @@
-"""Convert a recorded step of a loop to a graph that can be planned, and its plan to a schedule for the native code.
+"""Convert a recorded step of a loop to a graph for the planner, and its plan to a schedule for the native code.
 
 Unlike in the graph of a compiled step, a storage's role is unknown, and it exists until autograd or the loop frees it.
 A pseudo-op that reads the storage models the end: it takes no time, never runs, and causes no fetch.
@@ -46,11 +46,7 @@ class Schedule:
     scratch: tuple[tuple[int, int], ...] = ()  # (op, arena offset of its scratch memory)
 
     def flatten(self) -> list[int]:
-        """Flatten the lists, each after its length.
-
-        >>> Schedule(((2, 0),), (), ((1, 0),), ((0, 0, 4096),)).numbers()
-        [1, 2, 0, 0, 1, 1, 0, 1, 0, 0, 4096, 0]
-        """
+        """Return all lists as one list of numbers: for each its length, then its entries one after another."""
         lists = (self.release, self.fetch, self.write, self.offsets, self.scratch)
         return [number for entries in lists for number in (len(entries), *chain.from_iterable(entries))]
 
@@ -96,7 +92,7 @@ def read_fields(numbers: Iterator[int], fields_type: type[_T]) -> _T:
 
 
 def read_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
-    """Parse a step from the native code's numbers."""
+    """Convert the native code's numbers and operator names to a step's graph and costs."""
     remaining = iter(numbers)
     header = read_fields(remaining, _RecordHeader)
     storages = [read_fields(remaining, _RecordedStorage) for _ in range(header.storages)]
@@ -128,15 +124,15 @@ def read_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
 
 
 def _list_ends(
-    storages: Sequence[_RecordedStorage], uses: Sequence[Sequence[int]], carried: Mapping[int, int], count: int
+    storages: Sequence[_RecordedStorage], uses: Sequence[Sequence[int]], carried: Mapping[int, int], op_count: int
 ) -> list[list[int]]:
     """List the storages that end before each op, and before the end of the step."""
-    ends: list[list[int]] = [[] for _ in range(count + 1)]
+    ends: list[list[int]] = [[] for _ in range(op_count + 1)]
     for number, storage in enumerate(storages):
         if number in carried:
             ends[carried[number]].append(number)
         elif not storage.persistent:
-            end = storage.freed if storage.freed >= 0 else count
+            end = storage.freed if storage.freed >= 0 else op_count
             if end > uses[number][-1] + 1:
                 ends[end].append(number)
     return ends
@@ -149,12 +145,13 @@ def _build_graph(
     carried: Mapping[int, int],
     names: Sequence[str],
 ) -> tuple[StepGraph, list[OpCost], list[int]]:
+    """Build the graph, with a pseudo-op for each end of a storage; return it with each op's cost and place."""
     ops: list[Op] = []
     costs: list[OpCost] = []
     places: list[int] = []
 
-    def add(position: int, cost: OpCost, name: str, *sets: Iterable[int]) -> None:
-        reads, mutates, creates = (tuple(dict.fromkeys(s)) for s in sets)
+    def add(position: int, cost: OpCost, name: str, *storage_sets: Iterable[int]) -> None:
+        reads, mutates, creates = (tuple(dict.fromkeys(numbers)) for numbers in storage_sets)
         ops.append(Op(len(ops), name, reads, mutates, creates, rerunnable=False))
         costs.append(cost)
         places.append(position)
@@ -188,7 +185,7 @@ def _storage_kind(storage: _RecordedStorage, *, is_carried: bool) -> StorageKind
 def schedule_of(record: StepRecord, plan: Plan, program: Program) -> Schedule:
     """Convert a plan of a record and its placed program to the native code's schedule."""
     op_count, record_ops = len(record.graph.ops), record.op_count
-    leave: list[tuple[int, int]] = []
+    release: list[tuple[int, int]] = []
     fetch: list[tuple[int, int]] = []
     write: list[tuple[int, int]] = []
     for decision in plan.decisions:
@@ -200,16 +197,17 @@ def schedule_of(record: StepRecord, plan: Plan, program: Program) -> Schedule:
         if gap.start >= 0:
             start = record.places[gap.start] - (record.graph.ops[gap.start].name == FREED)
             write.append((start % record_ops, gap.storage))
-            leave.append((record.places[decision.release_by % op_count] % record_ops, gap.storage))
+            release.append((record.places[decision.release_by % op_count] % record_ops, gap.storage))
         if record.graph.ops[gap.end % op_count].name != FREED and gap.start >= 0:
             fetch.append((record.places[decision.fetch_at % op_count] % record_ops, gap.storage))
     offsets, scratch = _collect_offsets(record, program)
-    return Schedule(tuple(sorted(leave)), tuple(sorted(fetch)), tuple(sorted(write)), offsets, scratch)
+    return Schedule(tuple(sorted(release)), tuple(sorted(fetch)), tuple(sorted(write)), offsets, scratch)
 
 
 def _collect_offsets(
     record: StepRecord, program: Program
 ) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...]]:
+    """Return ``offsets`` and ``scratch`` of the schedule; a storage is listed where its offset changes."""
     last_offsets: dict[int, int] = {}
     offsets: list[tuple[int, int, int]] = []
     scratch: list[tuple[int, int]] = []
@@ -226,5 +224,5 @@ def _collect_offsets(
     return tuple(offsets), tuple(scratch)
 
 
-def _measured_rate(count: int, nanos: int, assumed: float) -> float:
-    return count / nanos * 1e9 if count >= _ENOUGH_BYTES else assumed
+def _measured_rate(copied_bytes: int, nanos: int, assumed: float) -> float:
+    return copied_bytes / nanos * 1e9 if copied_bytes >= _ENOUGH_BYTES else assumed

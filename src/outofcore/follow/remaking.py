@@ -22,18 +22,10 @@ def choose_recomputed(
 ) -> tuple[int, ...]:
     """Choose storages to recompute; return their ids in order, each followed by its intermediates.
 
-    A storage qualifies if recomputing it is faster than copying it home and back, and if its inputs stay: they are
-    saved and not chosen themselves, or persistent. Unsaved intermediates are recomputed too, at most three in a row.
-    The lowest time per byte comes first. A recipe thus never extends the life of another storage.
-
-    Args:
-        bytes_per_second: bandwidth of the home in one direction.
-        target_bytes: stop after choosing this many bytes; None: choose every storage that pays off.
-
-    >>> hidden = Made(1, 1 << 20, 0.5, (0,), True)
-    >>> active = Made(2, 1 << 20, 0.0001, (1,), True)  # an activation function of ``hidden``
-    >>> worth_making_again([hidden, active], bytes_per_second=1e9)
-    (2,)
+    A storage qualifies if recomputing it is faster than copying it home and back, each way at ``bytes_per_second``, and
+    if its inputs stay: they are saved and not chosen themselves, or persistent. Unsaved intermediates are recomputed
+    too, at most three in a row. The lowest time per byte comes first, until ``target_bytes`` are chosen (None: no
+    limit). A recipe thus never extends the life of another storage.
     """
     if not bytes_per_second > 0:
         raise ValueError(f"bytes_per_second must be positive, and is {bytes_per_second}")
@@ -45,15 +37,15 @@ def choose_recomputed(
             candidates.append((derivation.seconds / target.bytes, target, derivation))
     candidates.sort(key=lambda candidate: (candidate[0], candidate[1].storage))
     chosen: dict[int, None] = {}  # in order, with intermediates
-    needed: set[int] = set()  # inputs of chosen storages, which must stay
+    required_inputs: set[int] = set()  # inputs of chosen storages, which must stay
     chosen_bytes = 0
     for _, target, derivation in candidates:
         if target_bytes is not None and chosen_bytes >= target_bytes:
             break
-        if target.storage in needed or not derivation.inputs.isdisjoint(chosen):
+        if target.storage in required_inputs or not derivation.inputs.isdisjoint(chosen):
             continue
         chosen.update(dict.fromkeys((target.storage, *sorted(derivation.intermediates))))
-        needed |= derivation.inputs
+        required_inputs |= derivation.inputs
         chosen_bytes += target.bytes
     return tuple(chosen)
 
@@ -72,6 +64,7 @@ class _Derivation:
 
 
 def _derive(target: ComputedStorage, by_id: Mapping[int, ComputedStorage], max_depth: int) -> _Derivation | None:
+    """Find how to compute a storage in at most ``max_depth`` steps; None if that is impossible."""
     if target.seconds is None or max_depth == 0:
         return None
     seconds = target.seconds

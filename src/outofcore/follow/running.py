@@ -73,6 +73,7 @@ def _report_backward_passes() -> Iterator[None]:
 
 
 def _after_backward(complete: bool) -> None:
+    """Report a complete pass to running loops; loops that ended in the pass leave this thread."""
     for library in loaded_libraries():
         library.follow_leave_thread()  # a loop may have ended in the backward pass
     for loop in running_loops() if complete else ():
@@ -112,14 +113,16 @@ class _OptimizerHooks:
         self._handles = []
 
 
-def _fix_address(storage: torch.UntypedStorage, in_other_threads: bool) -> None:
+def _fix_address(storage: torch.UntypedStorage, until_next_op: bool) -> None:
+    """Keep a storage at its address from now on, unless the loop's own thread needs it only until the next op."""
     library = loaded_library(storage.device)
-    if library is not None and not (in_other_threads and library.follow_is_opener()):
+    if library is not None and not (until_next_op and library.follow_is_opener()):
         call(library, "follow_fix", storage_address(storage))
 
 
 @contextlib.contextmanager
 def _hold_storage(storage: torch.UntypedStorage) -> Iterator[None]:
+    """Keep a storage of a loop in memory while this context is open."""
     library = loaded_library(storage.device)
     is_held = library is not None and call(library, "follow_hold", storage_address(storage)) == 1
     try:
@@ -130,7 +133,7 @@ def _hold_storage(storage: torch.UntypedStorage) -> Iterator[None]:
 
 
 class SharedContext:
-    """A context made by ``make`` that may be open several times, and be closed in any order and thread."""
+    """A context that may be entered repeatedly, in any thread: the first entry opens it, the last exit closes it."""
 
     def __init__(self, make: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
         self._make = make

@@ -1,4 +1,4 @@
-"""Find where an op comes from in the user's program, for messages; ``sources.h`` asks while the order of ops is new."""
+"""Find where an op comes from in the user's program, for messages; sources.h asks while the order is new."""
 
 from __future__ import annotations
 
@@ -47,13 +47,7 @@ def places_of(trace: TracebackType | None) -> Iterator[FramePlace]:
 
 
 def forward_place(text: str) -> str:
-    """Convert a text of ``Sources.of_backward`` to the text for the op of the forward pass.
-
-    >>> forward_place(" in the backward pass of 0 (Linear) at a.py:3")
-    ' in 0 (Linear) at a.py:3'
-    >>> forward_place(" in the backward pass of an op at a.py:3")
-    ' at a.py:3'
-    """
+    """Remove the backward pass from a text of ``of_backward``, so that " in 0 (Linear) at a.py:3" remains."""
     module = text.removeprefix(IN_BACKWARD)
     if module == text:
         return text
@@ -67,8 +61,8 @@ class Sources:
         self._models = models
         self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._buffers: dict[str, ctypes.Array[ctypes.c_char]] = {}
-        nowhere = self._buffers[""] = ctypes.create_string_buffer(b"")
-        self.callback = native_callback(self._describe_to_native, failed=ctypes.addressof(nowhere))
+        empty_text = self._buffers[""] = ctypes.create_string_buffer(b"")
+        self.callback = native_callback(self._describe_to_native, failed=ctypes.addressof(empty_text))
 
     def find(self, places: Iterable[FramePlace], *, beyond_backward: bool = True) -> tuple[str, str]:
         """Return an op's module (path and class) and the nearest ``file:line`` of the user; empty strings if unknown.
@@ -101,6 +95,7 @@ class Sources:
         return f"{path} ({kind})" if path else kind, user_line or package_line
 
     def _path(self, module: nn.Module, outermost: nn.Module) -> str:
+        """Return a module's path below a loop's model, or else below ``outermost``; empty if unknown."""
         cached = self._paths.get(module)
         if cached is None:
             roots = (*self._models(), ("", outermost))
@@ -116,6 +111,7 @@ class Sources:
         return IN_BACKWARD + (module or _AN_OP) + (f" at {line}" if line else "")
 
     def _describe_to_native(self) -> int:
+        """Return the address of ``of_backward()`` as a C string that is never freed."""
         text = self.of_backward()
         buffer = self._buffers.get(text)
         if buffer is None:

@@ -45,8 +45,8 @@ class Space:
     def __init__(self, device: LoopDevice, limit: int, check: Check, excess: Excess, *, is_planned: bool) -> None:
         self.device, self.library = device, device.library
         self.library_bytes = 0  # bytes of the budget that libraries keep, set by reserve()
-        index, verified = device.device.index or 0, _CHECK_CODES[check]
-        self._as_parameter_ = call(self.library, "follow_new", limit, index, verified, int(is_planned), excess)
+        index, check_code = device.device.index or 0, _CHECK_CODES[check]
+        self._as_parameter_ = call(self.library, "follow_new", limit, index, check_code, int(is_planned), excess)
 
     def call(self, function: str, *arguments: object) -> int:
         return call(self.library, function, self, *arguments)
@@ -81,7 +81,7 @@ class Space:
         return shares.room
 
     def adopt(self, tensors: Iterable[torch.Tensor], tell: ProgressCallback = ignore_progress, count: int = 0) -> None:
-        """Move tensors to the home, regardless of the owner of their memory; ``count`` of them to report progress."""
+        """Move tensors to the home, even if other code owns their memory; ``tell`` gets progress out of ``count``."""
         mapped = self.device.mapped_files()
         files: dict[FileMapping, int] = {}
         unmoved_bytes = 0
@@ -109,7 +109,7 @@ class Space:
             )
 
     def _file_number(self, mapping: FileMapping, files: dict[FileMapping, int]) -> int:
-        """Return the native code's number for a file; -1 if it cannot be read."""
+        """Return the native code's number for a mapped file, which is added if it is new; -1 if it cannot be read."""
         if mapping not in files:
             file = mapping.open()
             files[mapping] = -1 if file is None else self.call("follow_add_file", file)

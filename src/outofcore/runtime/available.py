@@ -19,11 +19,7 @@ _DEVICE_RESERVE_SHARE, _MIN_DEVICE_RESERVE = 0.05, 512 * MIB
 
 
 def default_budget(available: int, *, on_host: bool) -> int:
-    """Return the default budget of a loop, given the available bytes.
-
-    >>> default_budget(10 << 30, on_host=True) / (1 << 30)
-    7.0
-    """
+    """Return the default budget of a loop, given the available bytes of a host or GPU."""
     if on_host:
         return int(available * _HOST_SHARE)
     return available - max(int(available * _DEVICE_RESERVE_SHARE), _MIN_DEVICE_RESERVE)

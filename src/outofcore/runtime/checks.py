@@ -31,7 +31,7 @@ class SlotChecksums:
         self.recorded[offset] = len(memory), self._compute(memory, offset)
 
     def matches(self, offset: int, memory: memoryview) -> bool:
-        """Return whether bytes match their slot's checksum, or the slot has no checksum for their size."""
+        """Return whether bytes match the checksum of their slot; True if no write of their size was recorded."""
         count, expected = self.recorded.get(offset, (-1, 0))
         return count != len(memory) or self._compute(memory, offset) == expected
 

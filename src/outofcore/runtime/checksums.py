@@ -1,4 +1,4 @@
-"""Checksums of 64 bits (``checksum.h``), for writes that PyTorch does not count, such as through ``tensor.data``.
+"""Checksums of 64 bits (checksum.h), for writes that PyTorch does not count, such as through ``tensor.data``.
 
 Different bytes have the same checksum with a probability of about 2^-64. The keys are constants: the checksum detects
 faults and oversights, not deliberate collisions.
@@ -13,11 +13,11 @@ from outofcore.runtime.native import Flavor, load_unlocked
 def checksum(memory: memoryview, offset: int = 0) -> int:
     """Return the checksum of bytes, at memory speed.
 
-    Checksums of parts add up, modulo 2^64; ``before`` is the offset of a part in bytes, a multiple of 1024.
+    Checksums of parts add up, modulo 2^64; ``offset`` is the first byte of a part, a multiple of 1024.
     """
     return int(load_unlocked(Flavor.CPU).outofcore_sum(address_of(memory), memory.nbytes, offset))
 
 
 def sampled_checksum(memory: memoryview, offset: int) -> int:
-    """Return the checksum of a few pages of a slot at an offset of its home."""
+    """Return the checksum of up to four pages of a slot, two of them chosen by the slot's ``offset`` in its home."""
     return int(load_unlocked(Flavor.CPU).outofcore_sampled(address_of(memory), memory.nbytes, offset))

@@ -66,14 +66,14 @@ class ByteStore(ABC):
 
     @abstractmethod
     def locate(self, offset: int, count: int) -> Location:
-        """Locate bytes; raises ``TransferError`` if they do not exist, ``StateError`` if the store is closed."""
+        """Return where bytes are; raises ``TransferError`` if they do not exist, ``StateError`` after closing."""
 
     @abstractmethod
     def transfer_error(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
         """Build the error for a failed transfer; ``failure`` is an errno, or negative at the end of the file."""
 
     def write(self, offset: int, source: memoryview) -> None:
-        """Write ``source`` to the start of a page; the rest of its last page is lost. Raises ``TransferError``."""
+        """Write ``source`` from a page's start on; the rest of the last page is lost. Raises ``TransferError``."""
         self._transfer(offset, source, writes=True)
 
     def read(self, offset: int, target: memoryview) -> None:
@@ -88,10 +88,10 @@ class ByteStore(ABC):
 
 
 def transfer(location: Location, memory: memoryview, *, writes: bool) -> tuple[int, int]:
-    """Copy ``memory`` to or from a location; return the bytes copied, and 0 or a failure for ``transfer_error``."""
+    """Copy memory to a location (``writes``) or from it; return the bytes copied, and an error's code or else 0."""
     count, address = memory.nbytes, address_of(memory)
-    in_place = location.cache is not Cache.PAST or (address | location.start | count) % PAGE_BYTES == 0
-    bounce = None if in_place else address_of(_thread_buffer())
+    needs_no_buffer = location.cache is not Cache.PAST or (address | location.start | count) % PAGE_BYTES == 0
+    bounce = None if needs_no_buffer else address_of(_thread_buffer())
     for start in range(0, count, CHUNK_BYTES):
         piece, position = min(CHUNK_BYTES, count - start), location.start + start
         work = Transfer(address + start, piece, position, location.descriptor, writes, location.cache, bounce=bounce)
@@ -102,7 +102,7 @@ def transfer(location: Location, memory: memoryview, *, writes: bool) -> tuple[i
 
 
 def copy_buffer() -> memoryview:
-    """Return ``BUFFER_BYTES`` of new page-aligned memory; raises ``TransferError`` if the system gives none."""
+    """Allocate ``BUFFER_BYTES`` of page-aligned memory; raises ``TransferError`` if the system gives none."""
     try:
         return Region(map_anonymous(BUFFER_BYTES), BUFFER_BYTES).memory(0, BUFFER_BYTES)
     except OSError as error:
@@ -122,7 +122,7 @@ def _thread_buffer() -> memoryview:
 
 
 def open_direct(descriptor: int, *, writes: bool = False) -> int | None:
-    """Open a file again for direct I/O; None if refused. With ``writes``, its first page may be overwritten."""
+    """Open a file again and try direct I/O; None if refused. With ``writes``, its first page is overwritten."""
     try:
         # /proc can reopen a file without a name.
         flags = (os.O_RDWR if writes else os.O_RDONLY) | os.O_DIRECT | os.O_CLOEXEC

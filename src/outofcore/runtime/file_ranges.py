@@ -47,7 +47,7 @@ class Stamp:
 
 
 class ReadFile(ByteStore):
-    """A file that is read past the page cache; raises ``InputError`` if it does not match ``stamp``."""
+    """A file that is read past the page cache; raises ``InputError`` if unreadable or unlike ``stamp``."""
 
     def __init__(self, path: Path, stamp: Stamp) -> None:
         self.path, self.stamp = path, stamp
@@ -63,6 +63,7 @@ class ReadFile(ByteStore):
             raise InputError(f"{path} was changed while it was being read; wait until it is complete, and try again")
 
     def check(self) -> None:
+        """Raise ``TransferError`` if the file has changed since ``stamp`` was made."""
         now = Stamp.of(self.descriptor)
         if now != self.stamp:
             change = (
@@ -91,6 +92,7 @@ class ReadFile(ByteStore):
         return map_file(self.descriptor, offset, count, private=True)
 
     def forget(self, offset: int, count: int) -> None:
+        """Let the kernel drop bytes of the file from the page cache."""
         os.posix_fadvise(self.descriptor, offset, count, os.POSIX_FADV_DONTNEED)
 
 
@@ -113,6 +115,8 @@ class _Range:
 
 
 class FileRanges:
+    """The ranges of other files that are slots of a home, by their offsets as slots."""
+
     def __init__(self) -> None:
         self._ranges: dict[int, _Range] = {}
         self._starts: list[int] = []  # starts of all ranges, removed ones included, in order
@@ -155,7 +159,7 @@ class FileRanges:
                 file.check()
 
     def locate(self, offset: int, count: int) -> Location:
-        """Locate bytes at an offset in a range; the range may end up to a page before the end of the bytes."""
+        """Locate bytes at an offset in a range, up to a page fewer than ``count`` at the end of the range."""
         file_range, within = self._find_range(offset)
         return file_range.file.locate(file_range.begin + within, min(count, max(file_range.bytes - within, 0)))
 
@@ -164,6 +168,7 @@ class FileRanges:
         return file_range.file.transfer_error(file_range.begin + within, count, failure, writes=False)
 
     def _find_range(self, offset: int) -> tuple[_Range, int]:
+        """Return the range at an offset of the home, and the position of that offset in it."""
         start = self._starts[bisect_right(self._starts, offset) - 1]
         return self._ranges[start], offset - start
 
@@ -193,7 +198,7 @@ class FileRanges:
             advise_pages(file_range.live_view.address, file_range.live_view.bytes, mmap.MADV_DONTNEED)
 
     def move(self, offset: int, pages: tuple[int, int], spill: SpillFile) -> None:
-        """Move a range, with the user's writes, to pages of the home, at the same addresses."""
+        """Move a range, with the user's writes to its face, to pages of the home; the face keeps its address."""
         file_range = self._ranges[offset]
         face = self.face(offset)  # keeps the mapping alive until the end
         if file_range.view is None or face.data_ptr() != file_range.view.address + file_range.page_offset:
@@ -227,7 +232,7 @@ def has_written_page(address: int, count: int) -> bool:
 
 @functools.cache
 def can_detect_writes() -> bool:
-    """Return whether the kernel reports written pages of a private mapping, by writing to one."""
+    """Test with a temporary file whether the kernel reports written pages of private mappings."""
     try:
         with tempfile.TemporaryFile() as file:
             file.write(b"\1" * 2 * PAGE_BYTES)

@@ -35,7 +35,7 @@ def in_memory(path: Path) -> bool:
 
 
 def default_spill_directory() -> Path:
-    """Return a folder on a real disk, or else the temporary folder, with a warning."""
+    """Return the temporary folder, or another folder on a disk if that is in memory; warn if no disk is found."""
     temporary = Path(tempfile.gettempdir())
     if not in_memory(temporary):
         return temporary

@@ -86,7 +86,7 @@ class HomeStore(ByteStore):
         """Make room for a total of ``count`` bytes, or raise ``SpillError``; slots and faces are unchanged."""
 
     def grow(self, count: int) -> None:
-        """Make room as ``ensure`` does, and more if growing is expensive."""
+        """Make room as ``ensure`` does, and some in advance if each growth is expensive."""
         self.ensure(count)
 
     def reserve(self, count: int) -> int:
@@ -151,12 +151,14 @@ class HomeStore(ByteStore):
 
 
 def enable_checks(home: HomeStore, check: Check) -> HomeStore:
+    """Let a home compare reads with writes, unless it is in memory and checks are sampled; return the home."""
     if check is Check.FULL or (check is Check.SAMPLED and not home.in_memory):
         home.sums = SlotChecksums(check is Check.FULL)
     return home
 
 
 def check_slot(offset: int, count: int, total: int) -> None:
+    """Raise ``TransferError`` unless bytes start on a page and end within a home of ``total`` bytes."""
     if offset < 0 or offset % PAGE_BYTES or offset + count > total:
         raise TransferError(
             f"bytes [{offset}, {offset + count}) are not a slot in a home of {total} bytes: slots are inside it and "
@@ -188,7 +190,7 @@ class HostHome(HomeStore):
         except OSError as error:
             raise SpillError(
                 f"no addresses for {format_bytes(self._limit)} of host memory can be reserved ({error.strerror}); "
-                "give a smaller limit or lift that on address space (ulimit -v)"
+                "lower host_budget, or lift the limit on address space (ulimit -v)"
             ) from error
         self._region: Region | None = Region(address, self._limit, release)
 
@@ -215,8 +217,8 @@ class HostHome(HomeStore):
     def check(self, count: int) -> None:
         if count > self._limit:
             raise SpillError(
-                f"the step needs {format_bytes(count)} of host memory, and its limit is {format_bytes(self._limit)}; "
-                "raise the limit or the budget, or use a disk home"
+                f"the step needs {format_bytes(count)} of host memory, and its limit is {format_bytes(self._limit)} "
+                "(host_budget, or else all memory); raise host_budget or the budget, or use a disk home"
             )
         available = self._available()
         if count - self._bytes > available:
@@ -336,7 +338,7 @@ class PinnedHome(HostHome):
         return self._limit - self.bytes if self._trusts_limit else super()._available()
 
     def ensure(self, count: int) -> None:
-        """Add one stretch; several threads touch its pages first, because the device's driver would use one."""
+        """Add one stretch of pinned memory, or of pageable memory if the system refuses to pin more."""
         start = self.bytes
         super().ensure(count)
         added = self.bytes - start
@@ -346,7 +348,7 @@ class PinnedHome(HostHome):
         if start:
             self._borders.append(start)
         try:
-            populate(address, added)
+            populate(address, added)  # in several threads; the device's driver would use one
         except OSError as error:
             self._bytes = start
             if start:
@@ -495,7 +497,7 @@ class DiskHome(HomeStore):
             ) from error
 
     def drop_cache(self, face: torch.Tensor) -> None:
-        """Unmap the pages, which stay in the file, and let the page cache drop them."""
+        """Drop a face's pages from memory; they stay in the file, and are read again when they are used."""
         storage = face.untyped_storage()
         if self._ranges.drop_cache(face):
             return

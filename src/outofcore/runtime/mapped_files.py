@@ -1,4 +1,4 @@
-"""Find the memory of this process that is mapped from a file, or shared with other processes (``/proc/self/maps``).
+"""Find memory of this process that is mapped from a file or shared with others (``/proc/self/maps``).
 
 Safetensors and ``torch.load(..., mmap=True)`` map checkpoints privately, and evicting unwritten pages needs no copy.
 Shared mappings, such as of ``np.memmap(mode="r+")``, must stay in place, because others see writes to them.
@@ -39,7 +39,7 @@ class FileMapping:
     path: str
 
     def read_file(self) -> ReadFile | None:
-        """Open the file for reading past the page cache; None under the conditions of ``open``."""
+        """Open the file for reading past the page cache; None if its path names another file, or it is unreadable."""
         file = self.open()
         if file is None:
             return None
@@ -63,11 +63,7 @@ class FileMapping:
 
 
 def private_mappings(lines: Iterable[str]) -> list[FileMapping]:
-    r"""Return the private mappings of files in lines of ``/proc/self/maps``, by address.
-
-    >>> private_mappings(["7f00-8000 rw-p 00002000 08:01 77   /data/a\\012b", "8000-9000 rw-p 00000000 00:00 0 "])
-    [FileMapping(begin=32512, end=32768, offset=8192, inode=77, path='/data/a\nb')]
-    """
+    """Return the private mappings of files in lines of ``/proc/self/maps``, by address."""
     return [mapping for line in lines if (mapping := _private_mapping(line)) is not None]
 
 
@@ -82,11 +78,7 @@ def _private_mapping(line: str) -> FileMapping | None:
 
 
 def shared_mappings(lines: Iterable[str]) -> list[tuple[int, int]]:
-    """Return (begin, end) of the shared mappings in lines of ``/proc/self/maps``, in their order.
-
-    >>> shared_mappings(["7f00-8000 rw-p 00002000 08:01 77   /data/a", "8000-9000 r--s 00000000 08:01 78   /data/b"])
-    [(32768, 36864)]
-    """
+    """Return the addresses (begin, end) of the shared mappings in lines of ``/proc/self/maps``, in their order."""
     matches = [match for line in lines if (match := _SHARED.match(line)) is not None]
     return [(int(match["begin"], 16), int(match["end"], 16)) for match in matches]
 
@@ -113,13 +105,14 @@ class MappedFiles:
         self._shared_begins = [begin for begin, _ in self._shared]
 
     def find(self, address: int, count: int) -> FileMapping | None:
+        """Return the private mapping that contains ``count`` bytes from an address on, or None."""
         index = bisect_right(self._begins, address) - 1
         if index < 0 or address + count > self._mappings[index].end:
             return None
         return self._mappings[index]
 
     def is_shared(self, tensor: torch.Tensor) -> bool:
-        """Return whether a file or other processes see writes to a tensor's storage."""
+        """Return whether writes to a tensor change a file or other processes' memory; False for our own memory."""
         if not is_in_host_memory(tensor):
             return False
         storage = tensor.untyped_storage()
@@ -133,7 +126,7 @@ class MappedFiles:
         return not is_in_region(address) and not any(owns(storage) for owns in OWNERSHIP_TESTS)
 
     def find_unwritten(self, address: int, count: int) -> tuple[ReadFile, int] | None:
-        """Return the file with the same bytes as at an address, and their offset; None if there is no such file."""
+        """Return the file mapped at an address and the bytes' offset in it; None if unmapped, or written since."""
         mapping = self.find(address, count)
         if mapping is None:
             return None

@@ -106,7 +106,7 @@ def is_in_region(address: int) -> bool:
 
 
 class Region:
-    """Mapped pages, released after the last reference to them is gone, by ``memory(...)`` or a tensor over it."""
+    """Mapped pages, which ``release`` frees once no region, memoryview or tensor refers to them any more."""
 
     def __init__(self, address: int, count: int, release: Callable[[int, int], object] = unmap) -> None:
         self.address = address
@@ -136,6 +136,8 @@ class Region:
 
 
 class WeakRegion:
+    """A reference to a region that does not keep its pages alive."""
+
     def __init__(self, address: int, count: int, buffer: Callable[[], ctypes.Array[ctypes.c_ubyte] | None]) -> None:
         self.address, self.bytes, self._buffer = address, count, buffer
 
@@ -150,7 +152,7 @@ class WeakRegion:
 
 
 def populate(address: int, count: int) -> None:
-    """Make whole pages resident with several threads; before Linux 5.14 without effect."""
+    """Make whole pages resident, in several threads; raises ``OSError`` without memory. No effect before Linux 5.14."""
     runs = [(address + offset, min(_RUN_BYTES, count - offset)) for offset in range(0, count, _RUN_BYTES)]
 
     def make(run: tuple[int, int]) -> int:
@@ -200,7 +202,7 @@ def map_file(descriptor: int, offset: int, count: int, *, private: bool = False)
 
 
 def map_over(region: WeakRegion, descriptor: int, offset: int) -> None:
-    """Map bytes of a file, shared, over a region; without effect if it raises ``OSError``."""
+    """Replace a region's pages by a shared mapping of a file; without effect if it raises ``OSError``."""
     flags = mmap.MAP_SHARED | _Linux.MAP_FIXED
     _map(region.bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset, region.address)
 

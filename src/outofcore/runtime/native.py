@@ -211,7 +211,10 @@ def library_file(flavor: Flavor = Flavor.CPU) -> Path:
 def build(target: Path, compilers: Sequence[str] = COMPILERS, flavor: Flavor = Flavor.CPU) -> Path:
     """Build the library; raises ``BuildError`` if no compiler works, ``OSError`` for the folder."""
     if flavor is Flavor.CUDA and cuda_headers() is None:
-        raise BuildError("the headers of the CUDA runtime (cuda_runtime_api.h) are missing; install them")
+        raise BuildError(
+            "the headers of the CUDA runtime (cuda_runtime_api.h) are missing; install a CUDA toolkit, and set "
+            "CUDA_HOME to its folder"
+        )
     sources = [path for path in sorted(CSRC.rglob("*.cpp")) if flavor is Flavor.CUDA or path.name != _ONLY_CUDA]
     sources.sort(key=lambda path: path.name not in _EXTRA_FLAGS)
     units = {path: _EXTRA_FLAGS.get(path.name, ()) for path in sources}

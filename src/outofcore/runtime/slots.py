@@ -1,4 +1,4 @@
-"""Allocate the pages of a home."""
+"""Allocate slots in the pages of a home."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Slots:
         return self._extend(count)
 
     def take_pieces(self, count: int) -> tuple[SlotPiece, ...]:
-        """Allocate a slot of ``count`` bytes, consecutive if that does not grow the home, else in pieces."""
+        """Allocate a slot of ``count`` bytes, in pieces only if the home cannot grow enough; raises ``SpillError``."""
         count = round_up(count, PAGE_BYTES)
         if any(end - start >= count for start, end in self._free):
             return (SlotPiece(self.take(count), count),)
@@ -91,21 +91,21 @@ class Slots:
         return tuple(pieces)
 
     def grow_ahead(self, count: int) -> None:
-        """Grow to ``count`` bytes in all at once, if later growth would not be contiguous."""
+        """Let a home that grows in stretches grow to ``count`` bytes in total at once; ignore a lack of room."""
         if self.home.edges:
             with contextlib.suppress(SpillError):  # an allocation will raise it
                 self.home.ensure(max(self._end, count))
 
     def _extend(self, count: int) -> int:
-        """Allocate at the end, joined with free pages there, or beyond an edge that is in the way."""
+        """Allocate from the free pages at the end on, or beyond an edge in the way, and return the offset."""
         edges = self.home.edges
-        tail = bool(self._free) and self._free[-1][1] == self._end and self._end not in edges
-        first = start = self._free[-1][0] if tail else self._end
+        has_free_tail = bool(self._free) and self._free[-1][1] == self._end and self._end not in edges
+        first = start = self._free[-1][0] if has_free_tail else self._end
         for edge in edges:
             if first < edge < first + count:
                 first = edge
         self.home.grow(first + count)
-        if first == start and tail:
+        if first == start and has_free_tail:
             self._free.pop()
         elif first > start:
             self._free_gap(first)
@@ -113,19 +113,19 @@ class Slots:
         return first
 
     def _free_gap(self, first: int) -> None:
-        """Free the pages between the end and a slot beyond an edge."""
+        """Free the pages between the end and ``first``, which becomes the end."""
         cuts = [edge for edge in self.home.edges if self._end < edge < first]
         for start, end in pairwise([self._end, *cuts, first]):
             self._end = end
             self.free(start, end - start)
 
     def is_range(self, offset: int) -> bool:
-        """Return whether a slot was created in another file, even if it has moved since; it is only read."""
+        """Return whether a slot was created as a range of another file, even if it has moved to the home since."""
         files = self.home.files
         return files is not None and files.is_range(offset)
 
     def is_in_file(self, offset: int) -> bool:
-        """Return whether a slot is in another file, which is never written."""
+        """Return whether a slot is still in another file, which is never written."""
         files = self.home.files
         return files is not None and files.is_in_file(offset)
 
@@ -147,6 +147,7 @@ class Slots:
             undo.pop_all()
 
     def free(self, offset: int, count: int) -> None:
+        """Free a slot's pages; a range of another file frees the pages to which it has moved, if any."""
         files = self.home.files
         if files is not None and files.is_range(offset):
             pages = files.release(offset)
@@ -177,7 +178,7 @@ class SlotLayout:
 
 
 def allocate_slots(graph: StepGraph, costs: Costs, program: Program, slots: Sequence[Slots]) -> SlotLayout:
-    """Allocate pages for each temporary slot; raises ``SpillError`` without room, or ``GraphError``."""
+    """Allocate pages for a program's temporary slots; raises ``SpillError`` or ``GraphError`` without room."""
     # Pages that were freed within the step; the homes still count them as allocated.
     spare: list[list[SlotPiece]] = [[] for _ in slots]
     allocated: list[list[SlotPiece]] = [[] for _ in slots]
@@ -225,6 +226,7 @@ def needed_bytes(graph: StepGraph, costs: Costs, program: Program) -> list[int]:
 
 
 def _order_turns(graph: StepGraph, costs: Costs, program: Program) -> list[SlotReuse]:
+    """Return the temporary slots in order, each with the slots freed before; raises ``GraphError`` without room."""
     order = assign_slots(graph, costs, program)
     if order is None:
         raise GraphError(

@@ -99,7 +99,8 @@ class SpillFile(ByteStore):
                 os.ftruncate(self._descriptor, self.bytes)
             raise SpillError(
                 f"{format_bytes(total - self.bytes)} could not be allocated in the spill directory {self.directory} "
-                f"({error.strerror}); make room, lift the limit, or name a directory on another disk"
+                f"({error.strerror}); make room, lift the limit on file sizes (ulimit -f) or the quota, or name a "
+                "directory on another disk"
             ) from error
         self.bytes = total
 
@@ -148,7 +149,7 @@ class SpillFile(ByteStore):
             raise StateError("the spill file is closed; compile the step again to go on")
 
     def _open_direct(self) -> int | None:
-        """Open a second descriptor for direct I/O; None if the file system refuses."""
+        """Open a second descriptor for direct I/O; None if refused. Raises ``SpillError`` if writes fail."""
         try:
             return open_direct(self._descriptor, writes=True)
         except OSError as error:
