@@ -38,7 +38,7 @@ _METHODS = ("quant_method", "quantization_method", "format", "quant_algo")
 
 
 def check_sizes(path: Path, content: Mapping[str, Any], kind: Any, class_of: Callable[[object], Any]) -> None:
-    """Refuse sizes that no model has; ``class_of`` returns the class of transformers for a ``model_type``."""
+    """Refuse impossible sizes; ``kind`` is the configuration's class, ``class_of`` finds one by ``model_type``."""
     _check_fields(path, content, "", kind, class_of)
 
 
@@ -114,6 +114,8 @@ def _short_text(value: object) -> str:
 def _check_heads(
     path: Path, content: Mapping[str, Any], prefix: str, defaults: Any, renamed: Mapping[str, str]
 ) -> None:
+    """Refuse a number of heads that is no multiple of its groups or, in most models, does not divide the width."""
+
     def field_of(name: str) -> tuple[str, int] | None:
         key_name = next((key for key in (name, renamed.get(name, name)) if key in content), renamed.get(name, name))
         value = content.get(key_name, _default_value(defaults, key_name))
@@ -121,12 +123,14 @@ def _check_heads(
 
     heads, groups, width = field_of("num_attention_heads"), field_of("num_key_value_heads"), field_of("hidden_size")
     if heads and groups and heads[1] % groups[1] and "num_key_value_heads" in content:
-        raise InputError(f"{path}: {heads[0]} is {heads[1]}, not a multiple of {groups[0]}, {groups[1]}")
+        raise InputError(f"{path}: {heads[0]} is {heads[1]}, not a multiple of {groups[0]}, {groups[1]}; correct one")
     if any(content.get(name) for name in _HEAD_WIDTHS) or not _heads_divide_width(defaults):
         return
     for head_field in (heads, field_of("encoder_attention_heads"), field_of("decoder_attention_heads")):
         if width and head_field and width[1] % head_field[1]:
-            raise InputError(f"{path}: {width[0]} is {width[1]}, not a multiple of {head_field[0]}, {head_field[1]}")
+            raise InputError(
+                f"{path}: {width[0]} is {width[1]}, not a multiple of {head_field[0]}, {head_field[1]}; correct one"
+            )
 
 
 def _heads_divide_width(defaults: Any) -> bool:

@@ -1,8 +1,4 @@
-"""Whether a model described by its configuration fits a device, its speed there, and helpful changes.
-
-The step is captured without weights, from a few of its equal layers (``estimation.repeating``) if possible. This takes
-a second or less for any size, so the search for the largest size uses the step itself.
-"""
+"""Whether a model described by its configuration fits a device, its speed there, and helpful changes."""
 
 from __future__ import annotations
 
@@ -45,7 +41,7 @@ _PIECES = 8
 
 @dataclass(frozen=True)
 class Axis:
-    """A size of a step that is searched."""
+    """A size of a step, batch or sequence, of which the largest that fits is searched."""
 
     field: str  # of ``Training``
     unit_name: str  # the unit
@@ -55,6 +51,7 @@ class Axis:
     min_size: int = 1  # the smallest size
 
     def training_at(self, training: Training, count: int) -> Training:
+        """Return the options with this size set to ``count`` strides, but at least ``min_size``."""
         return replace(training, **{self.field: max(count * self.stride, self.min_size)})
 
 
@@ -62,7 +59,7 @@ BATCH_AXIS = Axis("batch", "samples", 1, 1 << 16)
 
 
 def sequence_axis(model_config: ModelConfig) -> Axis:
-    """Return the axis of sequence lengths: multiples of 64, which suit kernels, unless positions are few."""
+    """Return the axis of sequence lengths: multiples of 64, or of 1 if the model has fewer than 256 positions."""
     max_tokens = model_config.sequence_limit or 1 << 24
     stride = 64 if max_tokens >= 4 * 64 else 1
     return Axis(
@@ -129,8 +126,8 @@ class Fit:
     device: Device | None
     need: Need
     plans: tuple[PlanFigures, ...]
-    longest: Largest | None
-    batch: Largest | None
+    longest: Largest | None  # sequence; None without a memory size, or if the model has no sequence
+    batch: Largest | None  # None without a memory size
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
     warning: str = ""
@@ -142,10 +139,10 @@ class Fit:
 
 
 class Captures:
-    """Steps of one configuration with costs of a device, captured once per training options.
+    """Captures steps of one configuration, with costs for a device, each once per ``Training``.
 
-    Steps are derived from ``KEPT`` blocks of layers if the first one passes a check against a capture with one block
-    less. If it fails, or with ``repeats`` False, all layers are captured.
+    A step is derived from a capture with only ``KEPT_BLOCKS`` blocks of equal layers. The first such step is checked
+    against a capture with one block less. If they differ, or ``repeats`` is False, all layers are captured.
     """
 
     def __init__(
@@ -169,7 +166,7 @@ class Captures:
         return bool(self._repeats)
 
     def capture(self, training: Training) -> tuple[StepGraph, Costs]:
-        """Return a step with its costs; raise as ``fit`` does."""
+        """Return a step's graph and costs; raise ``InputError`` or ``CaptureError`` if it cannot be captured."""
         if training not in self._known:
             self._known[training] = self._derive_step(training) or self._capture_step(training)[1]
         step = self._known[training]
@@ -181,7 +178,7 @@ class Captures:
         return self._smallest[training]
 
     def is_placed(self, training: Training, memory: int) -> bool:
-        """Return whether an offload-all plan fits a memory size; of equal layers only a few are planned."""
+        """Return whether an offload-all plan fits ``memory`` bytes; of equal layers only the captured are planned."""
         if (training, memory) not in self._placed:
             graph, costs = self.capture(training)
             memory_left = memory
@@ -200,7 +197,7 @@ class Captures:
         self._placed[training, memory] = True
 
     def _derive_step(self, training: Training) -> CostedStep | None:
-        """Return a step derived from a few of its equal layers; None if layers do not match."""
+        """Return the step derived from a few equal layers, or whole if no layers are equal; None on failure."""
         if self._repeats is False:
             return None
         try:
@@ -254,8 +251,7 @@ def fit(
 ) -> Fit:
     """Compute the answer for a configuration; print facts that need no capture with ``say``.
 
-    Raises ``InputError`` if an option does not suit the model, ``CaptureError`` if the step cannot be captured as one
-    graph.
+    Raises ``InputError`` for an unsuitable option, ``CaptureError`` if the step cannot be captured as one graph.
     """
     start = perf_counter()
     captures = Captures(model_config, card or device("a100-80gb"), tell)
@@ -333,6 +329,7 @@ def _plan_figures(
     card: Device | None,
     bounds: dict[int, float],
 ) -> PlanFigures:
+    """Plan the step for a budget; ``bounds`` has the lower bounds that are known, by budget."""
     try:
         planned = planning.plan_step(graph, costs, budget, policy, params=QUICK_SEARCH)
         if card is None:
@@ -359,6 +356,7 @@ class _SizeSearch:
         return self._captures.smallest_budget(self._axis.training_at(self._training, count))
 
     def find(self, now: int, need: Need) -> Largest:
+        """Return the largest size that fits; ``now`` is the size of the user's step, which needs ``need``."""
         axis, memory = self._axis, self._memory
         size = _search_count(self._smallest_budget, {now / axis.stride: need.smallest_budget}, memory, axis.max_strides)
         method = "derived from equal layers" if self._captures.repeats else "captured whole"
@@ -379,7 +377,7 @@ class _SizeSearch:
         )
 
     def _in_core(self, now: float, need: Need, size: int) -> int | None:
-        """Estimate the size up to which all tensors stay resident, by linear interpolation."""
+        """Estimate up to how many strides all tensors stay resident, by linear interpolation; None if unknown."""
         if need.in_core_budget > self._memory and now <= 1:
             return 0
         above = planning.in_core_budget(*self._captures.capture(self._axis.training_at(self._training, size)))
@@ -391,10 +389,7 @@ class _SizeSearch:
 
 
 def _search_count(need: Callable[[int], int], known_points: dict[float, int], memory: int, max_count: int) -> int:
-    """Return the largest count up to ``max_count`` with a need that fits the memory; 0 if no count fits.
-
-    Guesses assume that needs are linear in the count; every fourth guess bisects the interval.
-    """
+    """Return the largest count, up to ``max_count``, with a ``need`` in bytes that fits; 0 if all need too much."""
     points = dict(known_points)
 
     def fits(count: int) -> bool:
@@ -425,7 +420,7 @@ def _search_count(need: Callable[[int], int], known_points: dict[float, int], me
 
 
 def _crossing(points: dict[float, int], memory: int) -> float | None:
-    """Return where the line through the two points nearest to the memory meets it; None if it falls."""
+    """Return the count at which a line through the two nearest points reaches the memory; None if it falls."""
     points = points if len(points) > 1 else {0.0: 0, **points}
     if len(points) < 2:
         return None
@@ -465,7 +460,7 @@ def _changes(
 
 
 def _with_split_loss(model_config: ModelConfig, training: Training, graph: StepGraph) -> StepGraph | None:
-    """Return the step with logits and their gradients cut, as by a loss in pieces; None without logits."""
+    """Return the step with logits and their gradients ``_PIECES`` times smaller; None without logits."""
     words, length = getattr(model_config.text, "vocab_size", None), training.sequence
     if not isinstance(words, int) or not model_config.reads_tokens:
         return None

@@ -92,6 +92,8 @@ def _short_text(field: str) -> str:
 
 
 def _rectangle(number: int, fields: Mapping[str, str], end_offset: int) -> Rectangle:
+    """Parse the fields of line ``number``; ``end_offset`` is added to the ends of its lifetime and gap."""
+
     def whole(name: str) -> int:
         try:
             return int(fields[name])

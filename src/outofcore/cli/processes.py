@@ -31,6 +31,7 @@ class CommandProcesses:
         return torch.nn.parallel.DistributedDataParallel(network)
 
     def select_batches(self, batches: Iterator[T], begun: int) -> Iterator[T]:
+        """Return this process's share of the batches that follow ``begun`` earlier steps."""
         return itertools.islice(batches, begun * self.count + self.rank, None, self.count)
 
 

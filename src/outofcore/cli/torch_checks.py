@@ -30,7 +30,7 @@ _TRIAL_STEPS = 3
 
 
 def findings(home: str) -> Iterator[Finding]:
-    """Yield each outcome as soon as its check ends."""
+    """Run all checks, and yield each finding at once."""
     has_gpu = torch.cuda.is_available()
     (store,) = open_homes(home)
     try:

@@ -147,6 +147,7 @@ class _TrainCommand:
         begun: int,
         step: outofcore.Step[..., Any] | None = None,
     ) -> list[_StepResult]:
+        """Run and display steps on the batches after ``begun`` earlier steps; results have the figures of ``step``."""
         batches = self.processes.select_batches(self.work.batches(), begun)
         results: list[_StepResult] = []
         with display.shown:
@@ -284,6 +285,7 @@ def _built_step(
     *,
     shard: bool = False,
 ) -> Generator[_BuiltStep]:
+    """Build the model or load it from ``resume``, and yield its step; its home is closed at the end."""
     with ExitStack() as stack:
         home = _open_home(places, stack)
         if home is None:

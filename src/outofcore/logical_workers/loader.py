@@ -21,10 +21,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order of samples: as in ``torch.utils.data.DistributedSampler`` with one replica per worker.
-
-    Of every N consecutive samples each worker has one; ``drop_last`` is true.
-    """
+    """The order of samples: that of a ``DistributedSampler`` with a replica per worker and ``drop_last=True``."""
 
     workers: int
     batch_size: int  # of one worker
@@ -47,6 +44,7 @@ class SampleOrder:
         return torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + epoch))
 
     def samples(self, order: torch.Tensor, step: int, worker: int) -> list[int]:
+        """Return the numbers of a worker's samples in a step of an epoch with this ``order``."""
         step_samples = self.workers * self.batch_size
         return order[step * step_samples : (step + 1) * step_samples][worker :: self.workers].tolist()
 
@@ -89,15 +87,17 @@ class WorkerProgress:
         return batches
 
     def contexts_before(self, batches: object) -> dict[int, Context]:
+        """Return the contexts at the start of a step: after making these batches, if ``draw_batches`` did."""
         return self._drawn[1] if self._drawn is not None and batches is self._drawn[0] else self.contexts
 
     def end_step(self, batches: object, contexts: dict[int, Context]) -> None:
+        """Set the contexts after a step, and advance the position if its batches were drawn."""
         if self._drawn is not None and batches is self._drawn[0] and self.order is not None:
             self.place = self.place.after(self.order)
         self.restore(contexts)
 
     def skip(self, batches: object) -> None:
-        """Record that batches have been used, unless a step has done so."""
+        """Count the last drawn batches as used, unless a step has used them."""
         if self._drawn is not None and batches is self._drawn[0]:
             self.end_step(batches, self._drawn[1])
 
@@ -157,7 +157,8 @@ def make_order(dataset: Any, workers: int, batch_size: int, seed: int, shuffle: 
     order = SampleOrder(workers, batch_size, len(dataset), seed, shuffle)
     if not order.steps:
         raise InputError(
-            f"{order.length} samples are too few for one batch of {batch_size} for each of {workers} workers"
+            f"{order.length} samples are too few for one batch of {batch_size} for each of {workers} workers; use a "
+            "smaller batch_size, or more samples"
         )
     return order
 

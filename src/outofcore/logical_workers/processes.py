@@ -33,12 +33,11 @@ class StepComparison:
 class WorkerProcesses:
     """The processes that train together; the constructor raises ``StateError`` if one is missing.
 
-    They are the processes of ``torch.distributed`` if it is initialised; otherwise torchrun's, for which it is
-    initialised now.
+    The constructor initialises ``torch.distributed`` if torchrun started this process; without it, there is one.
     """
 
     def __init__(self, timeout: timedelta) -> None:
-        self.bytes_sent = 0  # by ``send`` and ``share``
+        self.bytes_sent = 0  # by ``send`` and ``broadcast``
         self._timeout = timeout
         self._group: Any = None
         self.rank, self.count = 0, 1
@@ -75,7 +74,7 @@ class WorkerProcesses:
 
     @contextlib.contextmanager
     def synchronized(self, activity: str) -> Iterator[StepComparison]:
-        """Leave the block when all processes do; raise this one's error, or ``StateError`` for another's."""
+        """Wait at the end of the block for all processes; raise this one's error, or ``StateError`` if one failed."""
         meeting = StepComparison()
         try:
             yield meeting

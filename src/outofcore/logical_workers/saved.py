@@ -56,6 +56,7 @@ class SavedTraining(Struct):
         )
 
     def extra(self, extra: Any) -> dict[str, Any]:
+        """Return the value to save as the checkpoint's ``extra``: this part and the user's own."""
         return {_KEY: msgspec.to_builtins(self), "extra": extra}
 
     @staticmethod
@@ -72,7 +73,9 @@ class SavedTraining(Struct):
             for context in saved.contexts.values():
                 Context.from_saved(context)
         except (msgspec.ValidationError, ValueError) as error:
-            raise InputError(f"the workers in the checkpoint in {folder} cannot be read: {error}") from error
+            raise InputError(
+                f"the workers in the checkpoint in {folder} cannot be read: {error}; load another checkpoint"
+            ) from error
         return saved, extra.get("extra")
 
     def check_compatible(self, folder: Path, workers: int, current_facts: Mapping[str, str], *, exact: bool) -> None:
@@ -97,6 +100,7 @@ class SavedTraining(Struct):
         _log.warning("%s was %s and is now %s; the bits of later steps change", name, before, now)
 
     def restore(self, course: WorkerProgress, workers: range, count: int) -> None:
+        """Set the position in the data and the contexts of ``workers``, which are some of ``count``."""
         saved_order = self.order
         course.place = DataPosition(self.place.epoch, self.place.step)
         course.order = saved_order and SampleOrder(

@@ -220,6 +220,7 @@ class Elastic:
             )
 
     def _take_turns(self, batches: Mapping[int, Any], turns: Turns) -> tuple[dict[int, Any], dict[int, Context]]:
+        """Run a turn of each worker; return by worker its result and its random generators afterwards."""
         calls = {worker: step_arguments(batches[worker]) for worker in self.workers}
         first_contexts = self._progress.contexts_before(batches)
         for args, kwargs in calls.values():
@@ -247,11 +248,8 @@ class Elastic:
         return losses, contexts
 
     def _can_accumulate(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether the next turn may add to the gradients in ``.grad``, as in plain PyTorch.
-
-        It may at process 0 if each gradient is added once: two backward passes would add in another order elsewhere. It
-        also needs a plan, which may not fit the budget.
-        """
+        """Return whether the next turn may add to the gradients in ``.grad``, and has a plan that fits the budget."""
+        # Only on process 0, and if one op adds to each gradient: otherwise sums depend on the number of processes.
         if self.rank > 0 or not self._accumulates:
             return False
         try:
@@ -268,6 +266,7 @@ class Elastic:
         return self._accumulates
 
     def _store_gradients(self, number: int, turns: Turns) -> None:
+        """Move the gradients of turn ``number`` to the home; process 0 sums them over its turns."""
         before = self._gradients.layout
         if number and self._gradients.update_layout() is not before:
             raise StateError(
@@ -280,6 +279,7 @@ class Elastic:
             turns.stored.append(turn)
 
     def _digest(self, turns: Turns) -> int:
+        """Return a checksum of the gradients' layout and the written buffers, which all processes must share."""
         layout = self._gradients.layout
         return crc32(repr((layout and layout.digest, turns.keys)).encode())
 

@@ -57,7 +57,7 @@ class TimeSpent:
 
 
 def time_spent(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[TimeSpent, tuple[StepWait, ...]]:
-    """Return a step's time by use, and its waits in order of time; the timeline is simulated or measured."""
+    """Return a step's time by use, and its waits in order of time, except those below 1e-5 of the step."""
     ops = recomputed = last_op = 0.0
     for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):
         if isinstance(instruction, Run) and not instruction.communicates:
@@ -94,7 +94,7 @@ def time_spent(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[
 
 
 class _CauseFinder:
-    """Finds the reason why a copy was not complete sooner."""
+    """Finds for a wait the reason why the copy or collective that it waits for was not complete sooner."""
 
     def __init__(self, graph: StepGraph, program: Program, timeline: Timeline) -> None:
         self._graph, self._program, self._timeline = graph, program, timeline
@@ -126,6 +126,7 @@ class _CauseFinder:
         )
 
     def _delay_cause(self, copy: int) -> tuple[Reason, str]:
+        """Return why a copy was not complete sooner, with one sentence about it."""
         instructions, timeline = self._program.instructions, self._timeline
         instruction, start = instructions[copy], timeline.starts[copy]
         lane = self._lanes[lane_of(instruction)]
@@ -149,6 +150,7 @@ class _CauseFinder:
         return Reason.ROOM, f"The copy had no memory before {self._instruction_name(latest)} released it."
 
     def _latest_awaited(self, waits: tuple[Wait, ...]) -> int | None:
+        """Return the index of the awaited instruction that ended last; None without one."""
         targets = [
             self._lanes[wait.queue, wait.home][wait.count - 1]
             for wait in waits
