@@ -47,7 +47,7 @@ Printer = Callable[[str], None]
 
 @contextmanager
 def answer_printer(*, alone: bool) -> Generator[Printer]:
-    """Yield a function that prints an answer; with ``alone``, after the block, and other output goes to stderr."""
+    """Yield a print function; with ``alone``, it prints after the block, and all other output goes to stderr."""
     if not alone:
         yield print
         return
@@ -145,7 +145,7 @@ class PolicyResult:
 
 
 def plan_subject(subject: Subject, budget: int, policy: str) -> PolicyResult:
-    """Plan a step, if it has a plan; raise ``InputError`` for an unknown policy or too small homes."""
+    """Plan a step; without a plan, return the reason. Raise ``InputError`` for an unknown policy or too small homes."""
     start = perf_counter()
     subject = subject.for_budget(budget)
     try:

@@ -207,8 +207,8 @@ def read_config(target: str) -> ModelConfig:
         ) from error
     name = _model_type(path, content, CONFIG_MAPPING, transformers.__version__)
 
-    def class_of(kind: object) -> Any:
-        return CONFIG_MAPPING[kind] if isinstance(kind, str) and kind in CONFIG_MAPPING else None
+    def class_of(model_type: object) -> Any:
+        return CONFIG_MAPPING[model_type] if isinstance(model_type, str) and model_type in CONFIG_MAPPING else None
 
     check_dtype(path, content, lambda dtype: isinstance(getattr(torch, dtype, None), torch.dtype))
     with _quiet():
@@ -223,9 +223,9 @@ def read_config(target: str) -> ModelConfig:
         raise InputError(
             f"{path}: transformers cannot use this configuration of a {name}: {_one_line(error)}"
         ) from error
-    kind = _model_class(path, content, config, transformers)
+    model_class = _model_class(path, content, config, transformers)
     return ModelConfig(
-        path, config, kind, _model_labels(kind), _config_notes(config, content), quantisation_of(content)
+        path, config, model_class, _model_labels(model_class), _config_notes(config, content), quantisation_of(content)
     )
 
 
@@ -305,19 +305,19 @@ def _model_class(path: Path, content: Mapping[str, Any], config: Any, transforme
     architectures = content.get("architectures")
     if isinstance(architectures, list) and architectures:
         name = str(architectures[0])
-        kind = getattr(transformers, name, None)
-        if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        model_class = getattr(transformers, name, None)
+        if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
             raise InputError(
                 f"{path}: transformers {transformers.__version__} has no model {name!r}, which 'architectures' names; "
                 f"check its spelling, or install a newer release: {_INSTALL} --upgrade"
             )
-        config_class = getattr(kind, "config_class", None)
+        config_class = getattr(model_class, "config_class", None)
         if isinstance(config_class, type) and not isinstance(config, config_class):
             raise InputError(
                 f"{path}: 'architectures' names {name}, which takes a {config_class.__name__}, but 'model_type' is "
                 f"{config.model_type!r}; both must name the same model"
             )
-        return kind
+        return model_class
     from transformers.models.auto import modeling_auto  # noqa: PLC0415
 
     for task in ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_CLASSIFICATION", "MASKED_LM"):
@@ -329,18 +329,22 @@ def _model_class(path: Path, content: Mapping[str, Any], config: Any, transforme
     )
 
 
-def _model_labels(kind: type[nn.Module]) -> Labels:
+def _model_labels(model_class: type[nn.Module]) -> Labels:
     from transformers.models.auto import modeling_auto  # noqa: PLC0415
 
     for task, labels in _TASKS.items():
         for name in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").values():
-            if kind.__name__ in ((name,) if isinstance(name, str) else name):
+            if model_class.__name__ in ((name,) if isinstance(name, str) else name):
                 argument = "return_loss" if labels is Labels.PAIRS else "labels"
                 argument = "start_positions" if labels is Labels.SPANS else argument
-                return labels if argument in signature(kind.forward).parameters else Labels.NONE
+                return labels if argument in signature(model_class.forward).parameters else Labels.NONE
     # The name decides for classes that are in no table, such as classes for a single model.
-    if "labels" in signature(kind.forward).parameters:
-        return Labels.CLASSES if "Classification" in kind.__name__ and "Token" not in kind.__name__ else Labels.TOKENS
+    if "labels" in signature(model_class.forward).parameters:
+        return (
+            Labels.CLASSES
+            if "Classification" in model_class.__name__ and "Token" not in model_class.__name__
+            else Labels.TOKENS
+        )
     return Labels.NONE
 
 
@@ -360,7 +364,7 @@ def size_text(step: ConfiguredStep, training: Training) -> str:
 
 
 def parameter_dtype(model_config: ModelConfig, training: Training) -> torch.dtype:
-    """Return the requested or configured dtype; for a quantised model, bfloat16 if that one cannot be trained."""
+    """Return the dtype requested or configured; bfloat16 if a quantised model is configured with an untrainable one."""
     if training.dtype is not None:
         if training.dtype not in _DTYPES:
             raise InputError(f"there is no dtype {training.dtype!r}; choose one of fp32, bf16 and fp16")
@@ -519,7 +523,7 @@ def find_stacks(model: nn.Module, config: Any) -> list[Stack]:
 
 
 def _best_stack(path: str, kinds: Sequence[int]) -> Stack | None:
-    """Return the stack in a list of layer kinds that needs the fewest layers built; None if it needs all."""
+    """Return the stack in a list of layer kinds that needs the fewest layers built; None if all are needed."""
     count, best = len(kinds), None
     fewest = count
     for first in range(count):

@@ -50,9 +50,9 @@ class Axis:
     is_models: bool = False  # whether that limit is the model's own
     min_size: int = 1  # the smallest size
 
-    def training_at(self, training: Training, count: int) -> Training:
-        """Return the options with this size set to ``count`` strides, but at least ``min_size``."""
-        return replace(training, **{self.field: max(count * self.stride, self.min_size)})
+    def training_at(self, training: Training, strides: int) -> Training:
+        """Return the options with this size set to ``strides`` times the stride, but at least ``min_size``."""
+        return replace(training, **{self.field: max(strides * self.stride, self.min_size)})
 
 
 BATCH_AXIS = Axis("batch", "samples", 1, 1 << 16)
@@ -178,7 +178,7 @@ class Captures:
         return self._smallest[training]
 
     def is_placed(self, training: Training, memory: int) -> bool:
-        """Return whether an offload-all plan fits ``memory`` bytes; of equal layers only the captured are planned."""
+        """Return whether an offload-all plan fits ``memory`` bytes, planning only the captured ones of equal layers."""
         if (training, memory) not in self._placed:
             graph, costs = self.capture(training)
             memory_left = memory
@@ -327,14 +327,14 @@ def _plan_figures(
     policy: PolicyLike,
     items: float,
     card: Device | None,
-    bounds: dict[int, float],
+    known_bounds: dict[int, float],
 ) -> PlanFigures:
-    """Plan the step for a budget; ``bounds`` has the lower bounds that are known, by budget."""
+    """Plan the step for a budget; ``known_bounds`` are lower bounds in seconds by budget."""
     try:
         planned = planning.plan_step(graph, costs, budget, policy, params=QUICK_SEARCH)
         if card is None:
             return PlanFigures(budget, True)
-        bound = bounds.get(budget) or _lower_bound(graph, costs, budget)
+        bound = known_bounds.get(budget) or _lower_bound(graph, costs, budget)
     except BudgetError as error:
         return PlanFigures(budget, False, reason=str(error))
     seconds = planned.timeline.step_seconds
@@ -355,10 +355,12 @@ class _SizeSearch:
     def _smallest_budget(self, count: int) -> int:
         return self._captures.smallest_budget(self._axis.training_at(self._training, count))
 
-    def find(self, now: int, need: Need) -> Largest:
-        """Return the largest size that fits; ``now`` is the size of the user's step, which needs ``need``."""
+    def find(self, current_size: int, current_need: Need) -> Largest:
+        """Return the largest size that fits; the user's step has ``current_size`` and needs ``current_need``."""
         axis, memory = self._axis, self._memory
-        size = _search_count(self._smallest_budget, {now / axis.stride: need.smallest_budget}, memory, axis.max_strides)
+        size = _search_count(
+            self._smallest_budget, {current_size / axis.stride: current_need.smallest_budget}, memory, axis.max_strides
+        )
         method = "derived from equal layers" if self._captures.repeats else "captured whole"
         if not size:
             min_budget, reason = self._smallest_budget(1), f"the smallest size was {method} and does not fit"
@@ -370,21 +372,21 @@ class _SizeSearch:
             return replace(largest, limit=True, certainty=f"{reason}, which fits the device")
         planned = "with a plan" if placed else "without a plan"
         certainty = f"{method}, {planned}; the next size does not fit"
-        in_core = self._in_core(now / axis.stride, need, size)
+        in_core = self._in_core(current_size / axis.stride, current_need, size)
         in_core = None if in_core is None else in_core * axis.stride
         return replace(
             largest, next_smallest_budget=self._smallest_budget(size + 1), certainty=certainty, in_core=in_core
         )
 
-    def _in_core(self, now: float, need: Need, size: int) -> int | None:
+    def _in_core(self, current_count: float, current_need: Need, size: int) -> int | None:
         """Estimate up to how many strides all tensors stay resident, by linear interpolation; None if unknown."""
-        if need.in_core_budget > self._memory and now <= 1:
+        if current_need.in_core_budget > self._memory and current_count <= 1:
             return 0
-        above = planning.in_core_budget(*self._captures.capture(self._axis.training_at(self._training, size)))
-        if above <= self._memory:
+        largest_need = planning.in_core_budget(*self._captures.capture(self._axis.training_at(self._training, size)))
+        if largest_need <= self._memory:
             return size
-        points = {now: need.in_core_budget, float(size): above}
-        crossing = _crossing(points, self._memory) if now != size else None
+        points = {current_count: current_need.in_core_budget, float(size): largest_need}
+        crossing = _crossing(points, self._memory) if current_count != size else None
         return None if crossing is None else max(min(int(crossing), size), 0)
 
 
@@ -420,7 +422,7 @@ def _search_count(need: Callable[[int], int], known_points: dict[float, int], me
 
 
 def _crossing(points: dict[float, int], memory: int) -> float | None:
-    """Return the count at which a line through the two nearest points reaches the memory; None if it falls."""
+    """Return where a line through the two points nearest to ``memory`` reaches it; None if the line does not rise."""
     points = points if len(points) > 1 else {0.0: 0, **points}
     if len(points) < 2:
         return None
@@ -461,14 +463,14 @@ def _changes(
 
 def _with_split_loss(model_config: ModelConfig, training: Training, graph: StepGraph) -> StepGraph | None:
     """Return the step with logits and their gradients ``_PIECES`` times smaller; None without logits."""
-    words, length = getattr(model_config.text, "vocab_size", None), training.sequence
-    if not isinstance(words, int) or not model_config.reads_tokens:
+    vocabulary, length = getattr(model_config.text, "vocab_size", None), training.sequence
+    if not isinstance(vocabulary, int) or not model_config.reads_tokens:
         return None
-    counts = [s.bytes for s in graph.storages if s.kind is StorageKind.INPUT]
-    tokens = training.batch * length if length else max((count // 8 for count in counts), default=0)
+    input_bytes = [s.bytes for s in graph.storages if s.kind is StorageKind.INPUT]
+    tokens = training.batch * length if length else max((count // 8 for count in input_bytes), default=0)
     # A language model may compute no loss for the last token of each sample.
     lengths = {tokens, tokens - training.batch}
-    loss_sizes = {count * words * item for count in lengths for item in (2, 4) if count > 0}
+    loss_sizes = {count * vocabulary * item for count in lengths for item in (2, 4) if count > 0}
     pieces = [s for s in graph.storages if s.kind is StorageKind.ACTIVATION and s.bytes in loss_sizes]
     if not pieces:
         return None

@@ -386,7 +386,7 @@ class ZooOptions:
     seed: Annotated[int, _training(help="Seed of weights, data and dropout.")] = 0
 
     def refuse(self, source: str, but: frozenset[str] = frozenset()) -> None:
-        """Refuse given options, except the named ones, for a source that would ignore them."""
+        """Refuse options that differ from their defaults, except ``but``, since ``source`` would ignore them."""
         reason = f"only models of the zoo take this option; {source} sets it itself"
         for field in fields(self):
             is_given = field.name not in but and getattr(self, field.name) != field.default
@@ -465,10 +465,10 @@ def command(
     return register
 
 
-def _options_of(kind: type) -> list[inspect.Parameter]:
-    hints = get_type_hints(kind, include_extras=True)
+def _options_of(option_class: type) -> list[inspect.Parameter]:
+    hints = get_type_hints(option_class, include_extras=True)
     only = inspect.Parameter.KEYWORD_ONLY
-    return [inspect.Parameter(f.name, only, default=f.default, annotation=hints[f.name]) for f in fields(kind)]
+    return [inspect.Parameter(f.name, only, default=f.default, annotation=hints[f.name]) for f in fields(option_class)]
 
 
 def _run_reporting_errors(*functions: Callable[[], None], debug: bool) -> None:

@@ -26,6 +26,8 @@ EFFORT = 4_000_000_000
 
 @dataclass(frozen=True)
 class Table:
+    """The records of a CSV file, with a rectangle for each row."""
+
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     rectangles: tuple[Rectangle, ...]

@@ -40,7 +40,7 @@ class Launch:
 
 
 class LaunchRequest(BaseException):
-    """Carries a launch out of the command-line parser, so that its handlers do not enclose the script."""
+    """Carries a launch out of the command-line parser, so that the parser's exception handlers do not enclose the script."""
 
     def __init__(self, launch: Launch) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class LaunchRequest(BaseException):
 
 
 def check_launch(launch: Launch) -> Launch:
-    """Return the launch, unless Python could not run its script: then raise ``InputError`` with advice."""
+    """Return the launch; raise ``InputError`` with advice if Python could not run its script."""
     if launch.is_module:
         return launch
     target, script = launch.target, split_script(launch.target)

@@ -83,7 +83,7 @@ class PlainStep:
 
 
 def build_user_step(target: str) -> PlainStep:
-    """Run the user's function "folder/file.py:function"; raise ``InputError`` if that fails."""
+    """Return the step that the user's function "folder/file.py:function" builds; raise ``InputError`` if it fails."""
     script = split_script(target)
     if script is None:
         raise InputError(f"{target!r} names no function in a file; write it as my_script.py:build")

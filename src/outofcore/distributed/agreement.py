@@ -123,7 +123,7 @@ class Agreement:
         return self._costs
 
     def from_leader(self, leader: int, make: Callable[[], Any]) -> Any:
-        """Run ``make`` in one process, and return its result in all; if it fails, all raise an error."""
+        """Run ``make`` in process ``leader``, and return its result in all; if it fails, all raise an error."""
         if self._group is None:
             return make()
         group = self._group
@@ -149,7 +149,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def synchronized(self) -> Iterator[None]:
-        """Leave the block when all processes do; raise this one's error, or ``StateError`` for another's."""
+        """Wait for all processes at the end of the block; raise this one's error, or ``StateError`` for another's."""
         with _reported_errors(self._exchange_texts):
             yield
         for rank, other_error in enumerate(self._exchange_texts("")):

@@ -30,7 +30,7 @@ class Span:
 
 
 def cut_pieces(extents: Sequence[Extent], max_bytes: int) -> list[tuple[Span, ...]]:
-    """Cut tensors, in order, into pieces of one dtype; ``max_bytes`` is a multiple of the page size."""
+    """Cut tensors, in order, into pieces of one dtype and at most ``max_bytes``, a multiple of the page size."""
     result: list[tuple[Span, ...]] = []
     open_spans: list[Span] = []
     free_bytes, dtype = 0, ""

@@ -87,7 +87,7 @@ class WorkerProgress:
         return batches
 
     def contexts_before(self, batches: object) -> dict[int, Context]:
-        """Return the contexts at the start of a step: after making these batches, if ``draw_batches`` did."""
+        """Return each worker's context before a step; for batches of ``draw_batches``, the context after drawing."""
         return self._drawn[1] if self._drawn is not None and batches is self._drawn[0] else self.contexts
 
     def end_step(self, batches: object, contexts: dict[int, Context]) -> None:
@@ -115,9 +115,9 @@ class Loader:
     """
 
     def __init__(
-        self, course: WorkerProgress, dataset: Samples, order: SampleOrder, collate: Callable[[list[Any]], Any] | None
+        self, progress: WorkerProgress, dataset: Samples, order: SampleOrder, collate: Callable[[list[Any]], Any] | None
     ) -> None:
-        self._course = course
+        self._course = progress
         self._dataset = dataset
         self.order = order
         self._collate: Callable[[list[Any]], Any] = collate or default_collate
@@ -132,17 +132,17 @@ class Loader:
         return self.order.steps
 
     def __iter__(self) -> Iterator[dict[int, Any]]:
-        course, epoch = self._course, self._course.place.epoch
+        progress, epoch = self._course, self._course.place.epoch
         order = self.order.epoch_order(epoch)
-        while course.place.epoch == epoch:
-            step = course.place.step
+        while progress.place.epoch == epoch:
+            step = progress.place.step
 
             def batch_of(worker: int, step: int = step) -> Any:
                 return self._collate([self._dataset[number] for number in self.order.samples(order, step, worker)])
 
-            batches = course.draw_batches(batch_of)
+            batches = progress.draw_batches(batch_of)
             yield batches
-            course.skip(batches)
+            progress.skip(batches)
 
 
 def make_order(dataset: Any, workers: int, batch_size: int, seed: int, shuffle: bool) -> SampleOrder:
