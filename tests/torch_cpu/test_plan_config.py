@@ -153,7 +153,7 @@ def plan_as_json(*arguments: str) -> dict[str, Any]:
 
 def capture_config(folder: Path, content: dict[str, Any], **training: Any) -> tuple[Any, Any, Any]:
     config, request = configs.read_config(write_config(folder, content)), configs.Training(batch=2, **training)
-    return configs.configured_step(config, request), *fitting.Captures(config, CARD).of(request)
+    return configs.configured_step(config, request), *fitting.Captures(config, CARD).capture(request)
 
 
 @pytest.fixture(autouse=True)
@@ -256,20 +256,20 @@ def test_largest_size_fits_and_the_next_does_not(content: dict[str, Any], tokens
     config = configs.read_config(write_config(tmp_path, content))
     training = configs.Training(batch=2, sequence=LENGTH if tokens else None)
     captures = fitting.Captures(config, CARD)
-    graph, costs = captures.of(training)
+    graph, costs = captures.capture(training)
     budget, need = 16 << 20, fitting._step_need(graph, costs, None)
     field = "sequence" if tokens else "batch"
     axis = fitting.sequence_axis(config) if tokens else fitting.BATCH_AXIS
-    largest = fitting._SizeSearch(captures, training, axis, budget).found(LENGTH if tokens else 2, need)
+    largest = fitting._SizeSearch(captures, training, axis, budget).find(LENGTH if tokens else 2, need)
     assert largest.size > 0
     assert largest.placed
 
     def smallest(size: int) -> int:
-        return fitting.Captures(config, CARD).smallest(fitting.replace(training, **{field: size}))
+        return fitting.Captures(config, CARD).smallest_budget(fitting.replace(training, **{field: size}))
 
     assert smallest(largest.size) == largest.smallest_budget <= budget
     if largest.limit:
-        assert largest.size == (config.sequence_limit or fitting.BATCH_AXIS.most)
+        assert largest.size == (config.sequence_limit or fitting.BATCH_AXIS.max_strides)
     else:
         assert smallest(largest.size + largest.step) >= largest.next_smallest_budget > budget
 
@@ -289,7 +289,7 @@ def test_search_finds_the_largest_fitting_size(slope: int, curve: int, base: int
         for limit in (1, 7, 5000):
             expected = max((n for n in range(1, limit + 1) if bytes_needed(n) <= memory), default=0)
             sizes.clear()
-            assert fitting._search(bytes_needed, {2.0: base + 2 * slope + 4 * curve}, memory, limit) == expected
+            assert fitting._search_count(bytes_needed, {2.0: base + 2 * slope + 4 * curve}, memory, limit) == expected
             assert len(sizes) <= 30
 
 
@@ -328,9 +328,9 @@ def test_step_is_independent_of_earlier_requests(tmp_path: Path) -> None:
     # transformers writes the dtype into the configuration of the model that it builds.
     config = configs.read_config(write_config(tmp_path, LLAMA))
     training = configs.Training(batch=2, sequence=LENGTH)
-    first = fitting.Captures(config, CARD).of(training)[0]
+    first = fitting.Captures(config, CARD).capture(training)[0]
     configs.configured_step(config, fitting.replace(training, dtype="bf16"))
-    assert fitting.Captures(config, CARD).of(training)[0].storages == first.storages
+    assert fitting.Captures(config, CARD).capture(training)[0].storages == first.storages
 
 
 def test_too_small_budget_is_reported(tmp_path: Path) -> None:

@@ -152,9 +152,9 @@ def test_deepened_step_equals_the_captured_step(name: str, tmp_path: Path) -> No
     config = read_config(tmp_path, content)
     training = configs.Training(batch=2, sequence=32 if config.reads_tokens else None, **options)
     quick = fitting.Captures(config, CARD)
-    graph, costs = quick.of(training)
+    graph, costs = quick.capture(training)
     assert quick.repeats
-    exact, exact_costs = fitting.Captures(config, CARD, repeats=False).of(training)
+    exact, exact_costs = fitting.Captures(config, CARD, repeats=False).capture(training)
     assert graph.content(families=False) == exact.content(families=False)
     assert [cost.workspace_bytes for cost in costs.ops] == [cost.workspace_bytes for cost in exact_costs.ops]
     assert [cost.seconds for cost in costs.ops] == pytest.approx([cost.seconds for cost in exact_costs.ops], abs=1e-12)
@@ -164,21 +164,21 @@ def test_layers_repeat_only_in_models_with_enough_equal_layers(tmp_path: Path) -
     kinds = ["sliding_attention"] * 3 + ["full_attention"] * 2 + ["sliding_attention"] * 6
     config = read_config(tmp_path, {**ALTERNATING, "layer_types": kinds})
     captures = fitting.Captures(config, CARD)
-    graph, _ = captures.of(configs.Training(batch=2, sequence=32))
+    graph, _ = captures.capture(configs.Training(batch=2, sequence=32))
     # The last six layers are equal and follow the others, which saves two layers.
     assert captures.repeats
-    exact, _ = fitting.Captures(config, CARD, repeats=False).of(configs.Training(batch=2, sequence=32))
+    exact, _ = fitting.Captures(config, CARD, repeats=False).capture(configs.Training(batch=2, sequence=32))
     assert graph.content(families=False) == exact.content(families=False)
     config = read_config(tmp_path, {**ALTERNATING, "layer_types": ["sliding_attention"] * 9 + ["full_attention"] * 2})
     captures = fitting.Captures(config, CARD)
-    captures.of(configs.Training(batch=2, sequence=32))
+    captures.capture(configs.Training(batch=2, sequence=32))
     assert not captures.repeats
 
 
 def capture_shallow(folder: Path, content: dict[str, Any], **options: Any) -> tuple[CostedStep, tuple[Stack, ...]]:
     config = read_config(folder, content)
     captures = fitting.Captures(config, CARD)
-    step, captured = captures._captured(configs.Training(batch=2, sequence=32, blocks=KEPT_BLOCKS, **options))
+    step, captured = captures._capture_step(configs.Training(batch=2, sequence=32, blocks=KEPT_BLOCKS, **options))
     return captured, step.stacks
 
 

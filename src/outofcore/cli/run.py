@@ -40,7 +40,7 @@ class Launch:
 
 
 class LaunchRequest(BaseException):
-    """Carries a launch out of the command-line parser, so that the parser's exception handlers do not enclose the script."""
+    """Carries a launch out of the command-line parser, so that the parser does not catch the script's errors."""
 
     def __init__(self, launch: Launch) -> None:
         super().__init__()

@@ -147,7 +147,7 @@ class _TrainCommand:
         steps_done: int,
         step: outofcore.Step[..., Any] | None = None,
     ) -> list[_StepResult]:
-        """Run and display steps, after ``steps_done`` earlier ones; with ``step``, results have its memory and copies."""
+        """Run and display steps after ``steps_done`` others; results include memory and copies of ``step``."""
         batches = self.processes.select_batches(self.work.batches(), steps_done)
         results: list[_StepResult] = []
         with display.shown:
