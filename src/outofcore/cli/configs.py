@@ -221,7 +221,7 @@ def read_config(target: str) -> ModelConfig:
         if is_out_of_memory(error):
             raise
         raise InputError(
-            f"{path}: transformers cannot use this configuration of a {name}: {_one_line(error)}"
+            f"{path}: transformers cannot use this configuration of a {name}: {_one_line(error)}; correct the file"
         ) from error
     model_class = _model_class(path, content, config, transformers)
     return ModelConfig(
@@ -507,7 +507,8 @@ def _build_model(model_config: ModelConfig, training: Training, dtype: torch.dty
             raise
         problem = "does not support gradient checkpointing" if "checkpointing" in str(error) else "cannot be built"
         raise InputError(
-            f"{model_config.path}: {model_config.model_class.__name__} {problem}: {_one_line(error)}"
+            f"{model_config.path}: {model_config.model_class.__name__} {problem}: {_one_line(error)}; "
+            "correct the file, or leave --checkpointing out if it is given"
         ) from error
     return model
 

@@ -172,7 +172,7 @@ def _translated_errors() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise CommunicationError(
-            f"the processes of the step could not compare their next calls: {error}. Another process has "
+            f"the processes of the step could not exchange messages: {error}. Another process has "
             "ended, or did not reach the step within the timeout of the process group; end this one too, and let "
             "torchrun restart all of them"
         ) from error
