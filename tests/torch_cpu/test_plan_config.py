@@ -260,16 +260,16 @@ def test_largest_size_fits_and_the_next_does_not(content: dict[str, Any], tokens
     budget, need = 16 << 20, fitting._step_need(graph, costs, None)
     field = "sequence" if tokens else "batch"
     axis = fitting.sequence_axis(config) if tokens else fitting.BATCH_AXIS
-    largest = fitting._SizeSearch(captures, training, axis, budget).found(LENGTH if tokens else 2, need)
+    largest = fitting._SizeSearch(captures, training, axis, budget).find(LENGTH if tokens else 2, need)
     assert largest.size > 0
     assert largest.placed
 
     def smallest(size: int) -> int:
-        return fitting.Captures(config, CARD).smallest(fitting.replace(training, **{field: size}))
+        return fitting.Captures(config, CARD).smallest_budget(fitting.replace(training, **{field: size}))
 
     assert smallest(largest.size) == largest.smallest_budget <= budget
     if largest.limit:
-        assert largest.size == (config.sequence_limit or fitting.BATCH_AXIS.most)
+        assert largest.size == (config.sequence_limit or fitting.BATCH_AXIS.max_strides)
     else:
         assert smallest(largest.size + largest.step) >= largest.next_smallest_budget > budget
 

@@ -47,7 +47,7 @@ Printer = Callable[[str], None]
 
 @contextmanager
 def answer_printer(*, alone: bool) -> Generator[Printer]:
-    """Yield a function that prints the answer; with ``alone``, other output goes to standard error."""
+    """Yield a print function; with ``alone``, it prints after the block, and all other output goes to stderr."""
     if not alone:
         yield print
         return
@@ -60,6 +60,7 @@ def answer_printer(*, alone: bool) -> Generator[Printer]:
 
 @contextmanager
 def _descriptor_to_errors() -> Generator[None]:
+    """Redirect file descriptor 1 to standard error in the block, for the output of native code."""
     try:
         saved = os.dup(1)
     except OSError:  # the process has no standard output
@@ -144,7 +145,7 @@ class PolicyResult:
 
 
 def plan_subject(subject: Subject, budget: int, policy: str) -> PolicyResult:
-    """Plan a step; raise ``InputError`` for an unknown policy or if the homes are too small."""
+    """Plan a step; without a plan, return the reason. Raise ``InputError`` for an unknown policy or too small homes."""
     start = perf_counter()
     subject = subject.for_budget(budget)
     try:

@@ -207,7 +207,7 @@ def _find_subject(
     graph: Path | None,
     places: PlaceOptions,
     quiet: bool,
-    sharers: SharingOptions,
+    sharing: SharingOptions,
     onnx: OnnxOptions,
 ) -> answer.Subject:
     if graph is not None:
@@ -220,8 +220,8 @@ def _find_subject(
         quiet=quiet,
         cache=places.cache_argument,
         host_budget=places.host_bytes,
-        ranks=sharers.ranks,
-        between=parse_optional_bytes(sharers.between),
+        ranks=sharing.ranks,
+        between=parse_optional_bytes(sharing.between),
     )
 
 

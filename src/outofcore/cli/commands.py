@@ -29,7 +29,7 @@ _UNIT = re.compile(r"[KMGT]i?B?|%", re.IGNORECASE)
 
 
 class Command(TyperCommand):
-    """A command with value names instead of Python types in its help; it detects ``--budget 6 GiB``."""
+    """A command with value names instead of Python types in its help; it refuses ``--budget 6 GiB`` (two words)."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _with_metavars(super().get_params(ctx))

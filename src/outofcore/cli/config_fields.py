@@ -37,16 +37,17 @@ QUANTISED = ("quantization_config", "compression_config", "quantization", "load_
 _METHODS = ("quant_method", "quantization_method", "format", "quant_algo")
 
 
-def check_sizes(path: Path, content: Mapping[str, Any], kind: Any, class_of: Callable[[object], Any]) -> None:
-    """Refuse sizes that no model has; ``class_of`` returns the class of transformers for a ``model_type``."""
-    _check_fields(path, content, "", kind, class_of)
+def check_sizes(path: Path, content: Mapping[str, Any], config_class: Any, class_of: Callable[[object], Any]) -> None:
+    """Refuse impossible sizes; ``class_of`` returns the class of configurations with a ``model_type``."""
+    _check_fields(path, content, "", config_class, class_of)
 
 
 def _check_fields(
-    path: Path, content: Mapping[str, Any], prefix: str, kind: Any, class_of: Callable[[object], Any]
+    path: Path, content: Mapping[str, Any], prefix: str, config_class: Any, class_of: Callable[[object], Any]
 ) -> None:
-    defaults = _default_config(kind)
-    renamed: Mapping[str, str] = getattr(kind, "attribute_map", {})
+    """Check the sizes in a configuration and those nested in it; ``prefix`` names the enclosing fields."""
+    defaults = _default_config(config_class)
+    renamed: Mapping[str, str] = getattr(config_class, "attribute_map", {})
     core = _CORE | {renamed.get(name, name) for name in _CORE}
     for name, value in content.items():
         default = _default_value(defaults, name)
@@ -58,9 +59,9 @@ def _check_fields(
     _check_heads(path, content, prefix, defaults, renamed)
 
 
-def _default_config(kind: Any) -> Any:
+def _default_config(config_class: Any) -> Any:
     try:
-        return None if kind is None else kind()
+        return None if config_class is None else config_class()
     except Exception:  # some classes of transformers require fields
         return None
 
@@ -87,6 +88,7 @@ def _is_size(name: str, value: object, default: object) -> bool:
 
 
 def _check_size(path: Path, label: str, name: str, value: Any, default: Any, *, is_core: bool) -> None:
+    """Refuse a size, or a size in a list, that is not whole or out of range; ``label`` is its full name."""
     if isinstance(value, dict) or (value is None and not (is_core and _is_whole(default))):
         return
     max_size = _MAX_LAYERS if _STACKED.fullmatch(name) else _MAX_SIZE
@@ -114,6 +116,8 @@ def _short_text(value: object) -> str:
 def _check_heads(
     path: Path, content: Mapping[str, Any], prefix: str, defaults: Any, renamed: Mapping[str, str]
 ) -> None:
+    """Refuse a number of heads that is no multiple of its groups or, in most models, does not divide the width."""
+
     def field_of(name: str) -> tuple[str, int] | None:
         key_name = next((key for key in (name, renamed.get(name, name)) if key in content), renamed.get(name, name))
         value = content.get(key_name, _default_value(defaults, key_name))
@@ -121,12 +125,14 @@ def _check_heads(
 
     heads, groups, width = field_of("num_attention_heads"), field_of("num_key_value_heads"), field_of("hidden_size")
     if heads and groups and heads[1] % groups[1] and "num_key_value_heads" in content:
-        raise InputError(f"{path}: {heads[0]} is {heads[1]}, not a multiple of {groups[0]}, {groups[1]}")
+        raise InputError(f"{path}: {heads[0]} is {heads[1]}, not a multiple of {groups[0]}, {groups[1]}; correct one")
     if any(content.get(name) for name in _HEAD_WIDTHS) or not _heads_divide_width(defaults):
         return
     for head_field in (heads, field_of("encoder_attention_heads"), field_of("decoder_attention_heads")):
         if width and head_field and width[1] % head_field[1]:
-            raise InputError(f"{path}: {width[0]} is {width[1]}, not a multiple of {head_field[0]}, {head_field[1]}")
+            raise InputError(
+                f"{path}: {width[0]} is {width[1]}, not a multiple of {head_field[0]}, {head_field[1]}; correct one"
+            )
 
 
 def _heads_divide_width(defaults: Any) -> bool:

@@ -1,8 +1,4 @@
-"""Steps of a model described only by its ``config.json`` of transformers.
-
-transformers builds the model without weights, on the device "meta". Only its own code runs, and no files are
-downloaded.
-"""
+"""Steps of a model described only by its ``config.json``: transformers builds it on "meta", without downloads."""
 
 from __future__ import annotations
 
@@ -113,7 +109,7 @@ _TASKS = {
 
 @dataclass(frozen=True)
 class Training:
-    """How to train a model."""
+    """The user's options for a step: how to train the model, or a forward pass alone."""
 
     batch: int = 8
     sequence: int | None = None  # tokens per sample; None: a default for the model
@@ -147,13 +143,13 @@ class ModelConfig:
 
     @property
     def sequence_limit(self) -> int | None:
-        """The number of positions of the model; None: no limit, or it reads no tokens."""
+        """The maximum number of tokens in a sequence; None if the configuration sets no limit."""
         limits = (getattr(self.text, name, None) for name in _POSITION_FIELDS)
         return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether the model takes a sequence of tokens of any length."""
+        """Whether the user may choose how many tokens a sequence has; not if the model matches texts with images."""
         return (
             isinstance(getattr(self.text, "vocab_size", None), int)
             and self.labels is not Labels.PAIRS
@@ -183,7 +179,7 @@ class ConfiguredStep:
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Silence advice of transformers and peft, which users of this command cannot follow."""
+    """Silence logs, warnings and standard error: users of this command cannot follow transformers' advice."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -211,8 +207,8 @@ def read_config(target: str) -> ModelConfig:
         ) from error
     name = _model_type(path, content, CONFIG_MAPPING, transformers.__version__)
 
-    def class_of(kind: object) -> Any:
-        return CONFIG_MAPPING[kind] if isinstance(kind, str) and kind in CONFIG_MAPPING else None
+    def class_of(model_type: object) -> Any:
+        return CONFIG_MAPPING[model_type] if isinstance(model_type, str) and model_type in CONFIG_MAPPING else None
 
     check_dtype(path, content, lambda dtype: isinstance(getattr(torch, dtype, None), torch.dtype))
     with _quiet():
@@ -225,11 +221,11 @@ def read_config(target: str) -> ModelConfig:
         if is_out_of_memory(error):
             raise
         raise InputError(
-            f"{path}: transformers cannot use this configuration of a {name}: {_one_line(error)}"
+            f"{path}: transformers cannot use this configuration of a {name}: {_one_line(error)}; correct the file"
         ) from error
-    kind = _model_class(path, content, config, transformers)
+    model_class = _model_class(path, content, config, transformers)
     return ModelConfig(
-        path, config, kind, _model_labels(kind), _config_notes(config, content), quantisation_of(content)
+        path, config, model_class, _model_labels(model_class), _config_notes(config, content), quantisation_of(content)
     )
 
 
@@ -288,6 +284,7 @@ def _without_quantisation(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_in_file(config: Any, content: Mapping[str, Any], key: str) -> bool:
+    """Return whether a size needs no note: the file has it, under either name, or it is not a whole number."""
     names = {key, getattr(type(config), "attribute_map", {}).get(key, key)}
     return bool(names & content.keys()) or not isinstance(getattr(config, key), int)
 
@@ -308,19 +305,19 @@ def _model_class(path: Path, content: Mapping[str, Any], config: Any, transforme
     architectures = content.get("architectures")
     if isinstance(architectures, list) and architectures:
         name = str(architectures[0])
-        kind = getattr(transformers, name, None)
-        if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        model_class = getattr(transformers, name, None)
+        if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
             raise InputError(
                 f"{path}: transformers {transformers.__version__} has no model {name!r}, which 'architectures' names; "
                 f"check its spelling, or install a newer release: {_INSTALL} --upgrade"
             )
-        config_class = getattr(kind, "config_class", None)
+        config_class = getattr(model_class, "config_class", None)
         if isinstance(config_class, type) and not isinstance(config, config_class):
             raise InputError(
                 f"{path}: 'architectures' names {name}, which takes a {config_class.__name__}, but 'model_type' is "
                 f"{config.model_type!r}; both must name the same model"
             )
-        return kind
+        return model_class
     from transformers.models.auto import modeling_auto  # noqa: PLC0415
 
     for task in ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_CLASSIFICATION", "MASKED_LM"):
@@ -332,18 +329,22 @@ def _model_class(path: Path, content: Mapping[str, Any], config: Any, transforme
     )
 
 
-def _model_labels(kind: type[nn.Module]) -> Labels:
+def _model_labels(model_class: type[nn.Module]) -> Labels:
     from transformers.models.auto import modeling_auto  # noqa: PLC0415
 
     for task, labels in _TASKS.items():
         for name in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").values():
-            if kind.__name__ in ((name,) if isinstance(name, str) else name):
+            if model_class.__name__ in ((name,) if isinstance(name, str) else name):
                 argument = "return_loss" if labels is Labels.PAIRS else "labels"
                 argument = "start_positions" if labels is Labels.SPANS else argument
-                return labels if argument in signature(kind.forward).parameters else Labels.NONE
+                return labels if argument in signature(model_class.forward).parameters else Labels.NONE
     # The name decides for classes that are in no table, such as classes for a single model.
-    if "labels" in signature(kind.forward).parameters:
-        return Labels.CLASSES if "Classification" in kind.__name__ and "Token" not in kind.__name__ else Labels.TOKENS
+    if "labels" in signature(model_class.forward).parameters:
+        return (
+            Labels.CLASSES
+            if "Classification" in model_class.__name__ and "Token" not in model_class.__name__
+            else Labels.TOKENS
+        )
     return Labels.NONE
 
 
@@ -352,7 +353,7 @@ _STATE_TENSORS = {"adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "momentum":
 
 
 def size_text(step: ConfiguredStep, training: Training) -> str:
-    """Describe the bytes of a step that are known before it is captured, in one line."""
+    """Return a line with the bytes of parameters, gradients and optimizer state, known without a capture."""
     parameters = [(p.numel() * p.element_size(), p.requires_grad) for p in step.user.models[0].parameters()]
     parts = [f"{format_bytes(sum(count for count, _ in parameters))} of parameters"]
     if training.trains:
@@ -363,7 +364,7 @@ def size_text(step: ConfiguredStep, training: Training) -> str:
 
 
 def parameter_dtype(model_config: ModelConfig, training: Training) -> torch.dtype:
-    """Return the requested or configured dtype of the parameters, or bfloat16 for quantised ones."""
+    """Return the dtype requested or configured; bfloat16 if a quantised model is configured with an untrainable one."""
     if training.dtype is not None:
         if training.dtype not in _DTYPES:
             raise InputError(f"there is no dtype {training.dtype!r}; choose one of fp32, bf16 and fp16")
@@ -475,7 +476,8 @@ def _check_options(model_config: ModelConfig, training: Training) -> None:
     limit = model_config.sequence_limit
     if training.sequence is not None and limit is not None and training.sequence > limit:
         raise InputError(
-            f"{model_config.path}: the model has positions for {limit} tokens, but --sequence is {training.sequence}"
+            f"{model_config.path}: the model has positions for {limit} tokens, but --sequence is {training.sequence}; "
+            f"use at most {limit}"
         )
     if not training.trains and (training.lora is not None or training.checkpointing or training.clip is not None):
         raise InputError("a forward pass alone has no gradients: leave --lora, --checkpointing and --clip out")
@@ -486,7 +488,7 @@ def _check_options(model_config: ModelConfig, training: Training) -> None:
 
 
 def sequence_length(model_config: ModelConfig, training: Training) -> int | None:
-    """Return the tokens of a sequence; None if the model has no sequence."""
+    """Return the tokens per sequence: the user's or a default; None if the user cannot choose them."""
     if not model_config.reads_tokens:
         return None
     return training.sequence or min(_DEFAULT_SEQUENCE, model_config.sequence_limit or _DEFAULT_SEQUENCE)
@@ -505,13 +507,14 @@ def _build_model(model_config: ModelConfig, training: Training, dtype: torch.dty
             raise
         problem = "does not support gradient checkpointing" if "checkpointing" in str(error) else "cannot be built"
         raise InputError(
-            f"{model_config.path}: {model_config.model_class.__name__} {problem}: {_one_line(error)}"
+            f"{model_config.path}: {model_config.model_class.__name__} {problem}: {_one_line(error)}; "
+            "correct the file, or leave --checkpointing out if it is given"
         ) from error
     return model
 
 
 def find_stacks(model: nn.Module, config: Any) -> list[Stack]:
-    """Return the lists of layers of a model that are equal, or alternate, from some layer on."""
+    """Return a stack for each list of layers that, from some layer on, are equal or repeat in a fixed period."""
     stacks: list[Stack] = []
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{stack.path}.") for stack in stacks):
@@ -521,7 +524,7 @@ def find_stacks(model: nn.Module, config: Any) -> list[Stack]:
 
 
 def _best_stack(path: str, kinds: Sequence[int]) -> Stack | None:
-    """Return the stack that needs the fewest layers; None if it would not be shorter."""
+    """Return the stack in a list of layer kinds that needs the fewest layers built; None if all are needed."""
     count, best = len(kinds), None
     fewest = count
     for first in range(count):
@@ -592,13 +595,15 @@ def _add_adapters(model: nn.Module, rank: int) -> nn.Module:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise InputError(f"peft cannot put adapters on {type(model).__name__}: {_one_line(error)}") from error
+        raise InputError(
+            f"peft cannot put adapters on {type(model).__name__}: {_one_line(error)}; leave --lora out"
+        ) from error
 
 
 def _inputs(
     model_config: ModelConfig, model: nn.Module, training: Training, dtype: torch.dtype, length: int | None
 ) -> tuple[dict[str, torch.Tensor], Unit, float]:
-    """Return the model's inputs by name, unwritten; the unit of work, and the amount."""
+    """Return unwritten inputs by name, with labels if it trains; and the unit and amount of work per step."""
     config, accepted = model_config.config, signature(model_config.model_class.forward).parameters
     main_input = cast("str", getattr(model, "main_input_name", "input_ids"))
     count = training.batch
@@ -668,6 +673,7 @@ def _required_field(model_config: ModelConfig, config: Any, name: str) -> Any:
 
 
 def _make_call(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], Any]:
+    """Return a function that calls the model on a batch, without a cache and, in training, with a loss."""
     inner = cast("Any", model).get_base_model() if hasattr(model, "peft_config") else model
     accepted = signature(inner.forward).parameters
     extra: dict[str, Any] = {}

@@ -1,8 +1,4 @@
-"""Whether a model described by its configuration fits a device, its speed there, and helpful changes.
-
-The step is captured without weights, from a few of its equal layers (``estimation.repeating``) if possible. This takes
-a second or less for any size, so the search for the largest size uses the step itself.
-"""
+"""Whether a model described by its configuration fits a device, its speed there, and helpful changes."""
 
 from __future__ import annotations
 
@@ -45,7 +41,7 @@ _PIECES = 8
 
 @dataclass(frozen=True)
 class Axis:
-    """A size of a step that is searched."""
+    """A size of a step, batch or sequence, of which the largest that fits is searched."""
 
     field: str  # of ``Training``
     unit_name: str  # the unit
@@ -54,15 +50,16 @@ class Axis:
     is_models: bool = False  # whether that limit is the model's own
     min_size: int = 1  # the smallest size
 
-    def training_at(self, training: Training, count: int) -> Training:
-        return replace(training, **{self.field: max(count * self.stride, self.min_size)})
+    def training_at(self, training: Training, strides: int) -> Training:
+        """Return the options with this size set to ``strides`` times the stride, but at least ``min_size``."""
+        return replace(training, **{self.field: max(strides * self.stride, self.min_size)})
 
 
 BATCH_AXIS = Axis("batch", "samples", 1, 1 << 16)
 
 
 def sequence_axis(model_config: ModelConfig) -> Axis:
-    """Return the axis of sequence lengths: multiples of 64, which suit kernels, unless positions are few."""
+    """Return the axis of sequence lengths: multiples of 64, or of 1 if the model has fewer than 256 positions."""
     max_tokens = model_config.sequence_limit or 1 << 24
     stride = 64 if max_tokens >= 4 * 64 else 1
     return Axis(
@@ -129,8 +126,8 @@ class Fit:
     device: Device | None
     need: Need
     plans: tuple[PlanFigures, ...]
-    longest: Largest | None
-    batch: Largest | None
+    longest: Largest | None  # sequence; None without a memory size, or if the model has no sequence
+    batch: Largest | None  # None without a memory size
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
     warning: str = ""
@@ -142,10 +139,10 @@ class Fit:
 
 
 class Captures:
-    """Steps of one configuration with costs of a device, captured once per training options.
+    """Captures steps of one configuration, with costs for a device, each once per ``Training``.
 
-    Steps are derived from ``KEPT`` blocks of layers if the first one passes a check against a capture with one block
-    less. If it fails, or with ``repeats`` False, all layers are captured.
+    A step is derived from a capture with only ``KEPT_BLOCKS`` blocks of equal layers. The first such step is checked
+    against a capture with one block less. If they differ, or ``repeats`` is False, all layers are captured.
     """
 
     def __init__(
@@ -169,7 +166,7 @@ class Captures:
         return bool(self._repeats)
 
     def capture(self, training: Training) -> tuple[StepGraph, Costs]:
-        """Return a step with its costs; raise as ``fit`` does."""
+        """Return a step's graph and costs; raise ``InputError`` or ``CaptureError`` if it cannot be captured."""
         if training not in self._known:
             self._known[training] = self._derive_step(training) or self._capture_step(training)[1]
         step = self._known[training]
@@ -181,7 +178,7 @@ class Captures:
         return self._smallest[training]
 
     def is_placed(self, training: Training, memory: int) -> bool:
-        """Return whether an offload-all plan fits a memory size; of equal layers only a few are planned."""
+        """Return whether an offload-all plan fits ``memory`` bytes, planning only the captured ones of equal layers."""
         if (training, memory) not in self._placed:
             graph, costs = self.capture(training)
             memory_left = memory
@@ -200,7 +197,7 @@ class Captures:
         self._placed[training, memory] = True
 
     def _derive_step(self, training: Training) -> CostedStep | None:
-        """Return a step derived from a few of its equal layers; None if layers do not match."""
+        """Return the step derived from a few equal layers, or whole if no layers are equal; None on failure."""
         if self._repeats is False:
             return None
         try:
@@ -254,8 +251,7 @@ def fit(
 ) -> Fit:
     """Compute the answer for a configuration; print facts that need no capture with ``say``.
 
-    Raises ``InputError`` if an option does not suit the model, ``CaptureError`` if the step cannot be captured as one
-    graph.
+    Raises ``InputError`` for an unsuitable option, ``CaptureError`` if the step cannot be captured as one graph.
     """
     start = perf_counter()
     captures = Captures(model_config, card or device("a100-80gb"), tell)
@@ -331,13 +327,14 @@ def _plan_figures(
     policy: PolicyLike,
     items: float,
     card: Device | None,
-    bounds: dict[int, float],
+    known_bounds: dict[int, float],
 ) -> PlanFigures:
+    """Plan the step for a budget; ``known_bounds`` are lower bounds in seconds by budget."""
     try:
         planned = planning.plan_step(graph, costs, budget, policy, params=QUICK_SEARCH)
         if card is None:
             return PlanFigures(budget, True)
-        bound = bounds.get(budget) or _lower_bound(graph, costs, budget)
+        bound = known_bounds.get(budget) or _lower_bound(graph, costs, budget)
     except BudgetError as error:
         return PlanFigures(budget, False, reason=str(error))
     seconds = planned.timeline.step_seconds
@@ -358,9 +355,12 @@ class _SizeSearch:
     def _smallest_budget(self, count: int) -> int:
         return self._captures.smallest_budget(self._axis.training_at(self._training, count))
 
-    def find(self, now: int, need: Need) -> Largest:
+    def find(self, current_size: int, current_need: Need) -> Largest:
+        """Return the largest size that fits; the user's step has ``current_size`` and needs ``current_need``."""
         axis, memory = self._axis, self._memory
-        size = _search_count(self._smallest_budget, {now / axis.stride: need.smallest_budget}, memory, axis.max_strides)
+        size = _search_count(
+            self._smallest_budget, {current_size / axis.stride: current_need.smallest_budget}, memory, axis.max_strides
+        )
         method = "derived from equal layers" if self._captures.repeats else "captured whole"
         if not size:
             min_budget, reason = self._smallest_budget(1), f"the smallest size was {method} and does not fit"
@@ -372,29 +372,26 @@ class _SizeSearch:
             return replace(largest, limit=True, certainty=f"{reason}, which fits the device")
         planned = "with a plan" if placed else "without a plan"
         certainty = f"{method}, {planned}; the next size does not fit"
-        in_core = self._in_core(now / axis.stride, need, size)
+        in_core = self._in_core(current_size / axis.stride, current_need, size)
         in_core = None if in_core is None else in_core * axis.stride
         return replace(
             largest, next_smallest_budget=self._smallest_budget(size + 1), certainty=certainty, in_core=in_core
         )
 
-    def _in_core(self, now: float, need: Need, size: int) -> int | None:
-        """Estimate the size up to which all tensors stay resident, by linear interpolation."""
-        if need.in_core_budget > self._memory and now <= 1:
+    def _in_core(self, current_count: float, current_need: Need, size: int) -> int | None:
+        """Estimate up to how many strides all tensors stay resident, by linear interpolation; None if unknown."""
+        if current_need.in_core_budget > self._memory and current_count <= 1:
             return 0
-        above = planning.in_core_budget(*self._captures.capture(self._axis.training_at(self._training, size)))
-        if above <= self._memory:
+        largest_need = planning.in_core_budget(*self._captures.capture(self._axis.training_at(self._training, size)))
+        if largest_need <= self._memory:
             return size
-        points = {now: need.in_core_budget, float(size): above}
-        crossing = _crossing(points, self._memory) if now != size else None
+        points = {current_count: current_need.in_core_budget, float(size): largest_need}
+        crossing = _crossing(points, self._memory) if current_count != size else None
         return None if crossing is None else max(min(int(crossing), size), 0)
 
 
 def _search_count(need: Callable[[int], int], known_points: dict[float, int], memory: int, max_count: int) -> int:
-    """Return the largest count up to ``max_count`` with a need that fits the memory; 0 if no count fits.
-
-    Guesses assume that needs are linear in the count; every fourth guess bisects the interval.
-    """
+    """Return the largest count, up to ``max_count``, with a ``need`` in bytes that fits; 0 if all need too much."""
     points = dict(known_points)
 
     def fits(count: int) -> bool:
@@ -425,7 +422,7 @@ def _search_count(need: Callable[[int], int], known_points: dict[float, int], me
 
 
 def _crossing(points: dict[float, int], memory: int) -> float | None:
-    """Return where the line through the two points nearest to the memory meets it; None if it falls."""
+    """Return where a line through the two points nearest to ``memory`` reaches it; None if the line does not rise."""
     points = points if len(points) > 1 else {0.0: 0, **points}
     if len(points) < 2:
         return None
@@ -465,15 +462,15 @@ def _changes(
 
 
 def _with_split_loss(model_config: ModelConfig, training: Training, graph: StepGraph) -> StepGraph | None:
-    """Return the step with logits and their gradients cut, as by a loss in pieces; None without logits."""
-    words, length = getattr(model_config.text, "vocab_size", None), training.sequence
-    if not isinstance(words, int) or not model_config.reads_tokens:
+    """Return the step with logits and their gradients ``_PIECES`` times smaller; None without logits."""
+    vocabulary, length = getattr(model_config.text, "vocab_size", None), training.sequence
+    if not isinstance(vocabulary, int) or not model_config.reads_tokens:
         return None
-    counts = [s.bytes for s in graph.storages if s.kind is StorageKind.INPUT]
-    tokens = training.batch * length if length else max((count // 8 for count in counts), default=0)
+    input_bytes = [s.bytes for s in graph.storages if s.kind is StorageKind.INPUT]
+    tokens = training.batch * length if length else max((count // 8 for count in input_bytes), default=0)
     # A language model may compute no loss for the last token of each sample.
     lengths = {tokens, tokens - training.batch}
-    loss_sizes = {count * words * item for count in lengths for item in (2, 4) if count > 0}
+    loss_sizes = {count * vocabulary * item for count in lengths for item in (2, 4) if count > 0}
     pieces = [s for s in graph.storages if s.kind is StorageKind.ACTIVATION and s.bytes in loss_sizes]
     if not pieces:
         return None

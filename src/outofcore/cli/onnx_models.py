@@ -104,10 +104,7 @@ def _meta_inputs(model: OnnxModel, path: str, sizes: Mapping[str, int]) -> tuple
 
 
 def read_inputs(model: OnnxModel, arrays: Sequence[str]) -> tuple[torch.Tensor, ...]:
-    """Read inputs in the order of the model, from "x.npz", "x.npy" (one input) or "name=x.npy" files.
-
-    Raises ``InputError`` for a file that cannot be read, or a missing or unknown input.
-    """
+    """Read inputs in the order of the model, from "x.npz", "x.npy" (one input) or "name=x.npy" files."""
     arrays_by_name: dict[str, np.ndarray[Any, Any]] = {}
     for text in arrays:
         name, _, path = text.rpartition("=") if "=" in text and not Path(text).exists() else ("", "", text)
@@ -128,7 +125,7 @@ def read_inputs(model: OnnxModel, arrays: Sequence[str]) -> tuple[torch.Tensor, 
         if declared.name not in arrays_by_name:
             raise InputError(
                 f"no file contains the model's input {declared.name!r}; the files contain "
-                f"{', '.join(arrays_by_name) or 'no arrays'}"
+                f"{', '.join(arrays_by_name) or 'no arrays'}; give it as --input {declared.name}=x.npy"
             )
         inputs.append(_to_tensor(declared.name, arrays_by_name.pop(declared.name), DTYPES.get(declared.code or 0)))
     if arrays_by_name:
@@ -150,10 +147,13 @@ def _read_arrays(path: Path) -> np.ndarray[Any, Any] | dict[str, np.ndarray[Any,
 
 
 def _to_tensor(name: str, array: np.ndarray[Any, Any], dtype: torch.dtype | None) -> torch.Tensor:
+    """Return an array as a tensor; convert float32 to ``dtype`` if NumPy lacks that."""
     try:
         tensor = torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
     except TypeError as error:
-        raise InputError(f"the input {name!r} has the dtype {array.dtype}, which PyTorch lacks; convert it") from error
+        raise InputError(
+            f"the input {name!r} has the dtype {array.dtype}, which PyTorch lacks; store it in another"
+        ) from error
     if dtype in _DTYPES_WITHOUT_NUMPY and tensor.dtype is torch.float32:
         return tensor.to(dtype)
     return tensor
@@ -167,7 +167,7 @@ def write_outputs(path: Path, outputs: Mapping[str, torch.Tensor]) -> None:
                 with file.open(f"{name}.npy", "w", force_zip64=True) as member:
                     np.lib.format.write_array(member, writable.detach().cpu().contiguous().numpy(), allow_pickle=False)
     except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+        raise InputError(f"cannot write {path}: {error.strerror or error}; choose another --output") from error
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -195,7 +195,10 @@ def run_model(
     outputs_by_name: dict[str, torch.Tensor] = {}
     for name, output_value in zip(names, outputs, strict=True):
         if not isinstance(output_value, torch.Tensor):
-            raise InputError(f"the output {name!r} is not a tensor, so it cannot be written")
+            raise InputError(
+                f"the output {name!r} is a {type(output_value).__name__}, but run supports only tensors; "
+                "remove it from the outputs of the file"
+            )
         outputs_by_name[name] = output_value
     if output is not None:
         write_outputs(output, outputs_by_name)

@@ -76,7 +76,7 @@ def parse_optional_bytes(text: str | None) -> int | None:
 
 
 def check_budget(budgets: str | None) -> None:
-    """Raise ``InputError`` for a small number without a unit, such as ``6``; budgets have commas between."""
+    """Raise ``InputError`` if one of the comma-separated budgets is a small number without a unit, such as 6."""
     for text in () if budgets is None else budgets.split(","):
         number = text.strip()
         if number.isdigit() and 0 < int(number) < _MIN_BARE_BUDGET:
@@ -148,7 +148,7 @@ class PlaceOptions:
 
 
 def _print_devices(value: str) -> str:
-    """Print the devices that can be simulated and exit, if the value is ``list``."""
+    """Print the devices that can be simulated and exit, if the value is ``list``; else return the value."""
     if value != "list":
         return value
     rows: list[tuple[str, ...]] = [("device", "memory", "to the host", "16 bits", "tf32", "fp32", "name")]
@@ -259,6 +259,7 @@ class AnswerOptions:
         return self.compare or self.sweep
 
     def refuse_for_config(self, places: PlaceOptions, sharers: SharingOptions) -> None:
+        """Refuse given options that a model's configuration does not support."""
         reason = "this option does not work with a model's config.json; leave it out"
         options = {
             "--compare": self.compare,
@@ -385,7 +386,7 @@ class ZooOptions:
     seed: Annotated[int, _training(help="Seed of weights, data and dropout.")] = 0
 
     def refuse(self, source: str, but: frozenset[str] = frozenset()) -> None:
-        """Refuse given options, except the named ones, for a source that would ignore them."""
+        """Refuse options that differ from their defaults, except ``but``, since ``source`` would ignore them."""
         reason = f"only models of the zoo take this option; {source} sets it itself"
         for field in fields(self):
             is_given = field.name not in but and getattr(self, field.name) != field.default
@@ -397,7 +398,7 @@ class ZooOptions:
 
 @dataclass(frozen=True)
 class ConfigOptions:
-    """Options for a model's configuration only; see ``outofcore.cli.configs``."""
+    """Options for a model's configuration only; see ``outofcore.cli.configs.Training``."""
 
     sequence: Annotated[int | None, _configured(help="Tokens per sequence.")] = None
     dtype: Annotated[
@@ -416,9 +417,11 @@ class ConfigOptions:
     ] = False
 
     def training(self, zoo: ZooOptions, batch: int) -> dict[str, Any]:
+        """Return the arguments of ``configs.Training``, some of them from the options of the zoo."""
         return {**asdict(self), "batch": batch, "optimizer": zoo.optimizer, "amp": zoo.amp, "clip": zoo.clip}
 
     def refuse(self) -> None:
+        """Refuse given options, for a target that is no model's configuration."""
         reason = "only a model's config.json takes this option; leave it out"
         refuse(*((bool(value), f"--{name}", reason) for name, value in asdict(self).items()))
 
@@ -432,7 +435,7 @@ Debug = Annotated[
 def command(
     app: typer.Typer, example: str, *, cls: type[Command] = Command, **settings: Any
 ) -> Callable[[Function], Function]:
-    """Register a function as a command; fields of parameters that are dataclasses become options."""
+    """Return a decorator that makes a function a command; fields of its dataclass parameters become options."""
 
     def register(function: Function) -> Function:
         option_classes: dict[str, type] = {}
@@ -462,10 +465,10 @@ def command(
     return register
 
 
-def _options_of(kind: type) -> list[inspect.Parameter]:
-    hints = get_type_hints(kind, include_extras=True)
+def _options_of(option_class: type) -> list[inspect.Parameter]:
+    hints = get_type_hints(option_class, include_extras=True)
     only = inspect.Parameter.KEYWORD_ONLY
-    return [inspect.Parameter(f.name, only, default=f.default, annotation=hints[f.name]) for f in fields(kind)]
+    return [inspect.Parameter(f.name, only, default=f.default, annotation=hints[f.name]) for f in fields(option_class)]
 
 
 def _run_reporting_errors(*functions: Callable[[], None], debug: bool) -> None:

@@ -26,6 +26,8 @@ EFFORT = 4_000_000_000
 
 @dataclass(frozen=True)
 class Table:
+    """The records of a CSV file, with a rectangle for each row."""
+
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     rectangles: tuple[Rectangle, ...]
@@ -92,6 +94,8 @@ def _short_text(field: str) -> str:
 
 
 def _rectangle(number: int, fields: Mapping[str, str], end_offset: int) -> Rectangle:
+    """Parse the fields of line ``number``; ``end_offset`` is added to the ends of its lifetime and gap."""
+
     def whole(name: str) -> int:
         try:
             return int(fields[name])

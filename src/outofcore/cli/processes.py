@@ -30,8 +30,9 @@ class CommandProcesses:
             return network
         return torch.nn.parallel.DistributedDataParallel(network)
 
-    def select_batches(self, batches: Iterator[T], begun: int) -> Iterator[T]:
-        return itertools.islice(batches, begun * self.count + self.rank, None, self.count)
+    def select_batches(self, batches: Iterator[T], steps_done: int) -> Iterator[T]:
+        """Return this process's share of the batches that follow ``steps_done`` earlier steps."""
+        return itertools.islice(batches, steps_done * self.count + self.rank, None, self.count)
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ class Launch:
 
 
 class LaunchRequest(BaseException):
-    """Carries a launch out of the command-line parser, so that its handlers do not enclose the script."""
+    """Carries a launch out of the command-line parser, so that the parser does not catch the script's errors."""
 
     def __init__(self, launch: Launch) -> None:
         super().__init__()
@@ -48,6 +48,7 @@ class LaunchRequest(BaseException):
 
 
 def check_launch(launch: Launch) -> Launch:
+    """Return the launch; raise ``InputError`` with advice if Python could not run its script."""
     if launch.is_module:
         return launch
     target, script = launch.target, split_script(launch.target)
@@ -102,6 +103,7 @@ def _print_traceback(raised: BaseException | None) -> None:
 
 
 def _exit(raised: BaseException | None, *, failed: bool) -> NoReturn:
+    """Exit with the script's exception or status; with 1 instead of 0 if our own loop ``failed``."""
     if isinstance(raised, SystemExit):
         code = raised.code
         raise SystemExit(1 if failed and code in (None, 0) else code)
@@ -113,7 +115,7 @@ def _exit(raised: BaseException | None, *, failed: bool) -> NoReturn:
 
 
 def _strip_own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Drop our leading frames, and frames of a loader that found invalid code."""
+    """Return a traceback without its leading frames in this file and in Python's import system."""
     own_files = (__file__, "<frozen importlib")
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(own_files):
         trace = trace.tb_next
@@ -134,6 +136,7 @@ def _flush() -> None:
 
 
 def _prepare_main(launch: Launch) -> tuple[CodeType, ModuleType]:
+    """Return the code to run and its new ``__main__`` module; set ``sys.argv`` and ``sys.path`` as Python does."""
     is_container = not launch.is_module and (Path(launch.target).is_dir() or zipfile.is_zipfile(launch.target))
     if launch.is_module:
         module_spec = _module_spec(launch)
@@ -204,15 +207,14 @@ def _set_first_search_folder(folder: str) -> None:
 
 
 class _LoopStarter:
-    """Starts the loop once PyTorch is imported, and stops it at the end; ``raised`` ended the script.
+    """Starts the loop once the script imports PyTorch, and stops it when the script ends."""
 
-    Importing PyTorch earlier would read environment variables that the script may still set.
-    """
+    # Importing PyTorch earlier would read environment variables that the script may still set.
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._loop: Loop | None = None
-        self.raised: BaseException | None = None
+        self.raised: BaseException | None = None  # the exception that ended the script
         self._finder: _TorchFinder | None = None
 
     def __enter__(self) -> None:

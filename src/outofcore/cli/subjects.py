@@ -43,6 +43,7 @@ _DEFAULT_NETWORK = GroupCost(50e-6, 1.0 * GIB)
 
 
 def _group_cost(place: LocalMachine | Device, between: int | None) -> GroupCost:
+    """Return an assumed cost of collectives: ``between`` bytes per second, by default a preset's host link."""
     default_rate = place.in_bytes_per_s if isinstance(place, Device) else _DEFAULT_NETWORK.bytes_per_s
     return replace(_DEFAULT_NETWORK, bytes_per_s=default_rate if between is None else float(between))
 
@@ -55,7 +56,9 @@ def find_workload(model: str, options: Mapping[str, Any]) -> zoo.Workload:
         raise InputError(f"the zoo has no {model!r}; did you mean {normalized}?")
     if match is None and model not in zoo.names():
         if Path(model).is_dir():
-            raise InputError(f"the zoo has no {model!r}, and the folder {model} has no config.json")
+            raise InputError(
+                f"the zoo has no {model!r}, and the folder {model} has no config.json; add one, or name a model"
+            )
         suggestion = nearest(model, MODELS)
         raise InputError(
             f"the zoo has no {model!r}{f'; did you mean {suggestion}?' if suggestion else '.'} Its models are "
@@ -80,7 +83,7 @@ class PlainStep:
 
 
 def build_user_step(target: str) -> PlainStep:
-    """Run the user's function "folder/file.py:function"; raise ``InputError`` if that fails."""
+    """Return the step that the user's function "folder/file.py:function" builds; raise ``InputError`` if it fails."""
     script = split_script(target)
     if script is None:
         raise InputError(f"{target!r} names no function in a file; write it as my_script.py:build")
@@ -178,7 +181,7 @@ def find_step(
         forward = forward_step(model, dims, arrays)
         return PlainStep(UserStep(forward, [forward.model], []), forward.inputs, forward.title)
     if dims or arrays:
-        raise InputError("--dim and --input are for ONNX files")
+        raise InputError("--dim and --input are for ONNX files; leave them out")
     if kind is TargetKind.CONFIG:
         raise InputError(f"{model} is a model's configuration; only the command plan takes it")
     return build_user_step(model) if kind is TargetKind.SCRIPT else plain_step(find_workload(model, options))
@@ -195,7 +198,7 @@ def subject_of(
     ranks: int | None = None,
     between: int | None = None,
 ) -> Subject:
-    """Measure the costs of a step, or estimate them if ``device`` names a preset.
+    """Return a step with its costs: measured, or estimated if ``device`` names a preset.
 
     ``ranks`` processes share the model, and each sends ``between`` bytes per second.
     """

@@ -54,6 +54,7 @@ def classify_target(target: str) -> TargetKind:
 
 
 def split_script(target: str) -> tuple[Path, str] | None:
+    """Split "folder/file.py:function" into path and name; None for any other text."""
     match = _FUNCTION.fullmatch(target)
     return None if match is None else (Path(match["file"]), match["name"])
 
@@ -85,7 +86,7 @@ def _script_message(target: str) -> str:
 
 
 def functions_in(path: Path, *, include_all: bool = False) -> list[str]:
-    """Return the public functions of a script, ``build`` first; by default those without arguments."""
+    """Return names of public functions of a script, ``build`` first; by default only if they require no arguments."""
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except OSError as error:
@@ -147,6 +148,7 @@ def nearest_sibling(path: Path) -> Path | None:
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
+    """Return the choice that is most similar to a name, ignoring case; "" if all are too different."""
     lowered = {original.lower(): original for original in choices}
     matches = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
     return lowered[matches[0]] if matches else ""

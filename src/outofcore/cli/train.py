@@ -133,21 +133,22 @@ class _TrainCommand:
         network = work.build().to(device)
         optimizer = work.optimizer(network)
         _seed_dropout(work, processes)
-        begun = 0 if options.resume is None else _saved_steps(outofcore.load(options.resume, network, optimizer))
+        steps_done = 0 if options.resume is None else _saved_steps(outofcore.load(options.resume, network, optimizer))
         plain = work.make_step(processes.wrap(network), optimizer)
-        results = self.run_steps(display, lambda *batch: plain(*(tensor.to(device) for tensor in batch)), begun)
+        results = self.run_steps(display, lambda *batch: plain(*(tensor.to(device) for tensor in batch)), steps_done)
         if options.save is not None and not processes.rank:
-            outofcore.save(options.save, network, optimizer, extra={"steps": begun + options.steps})
+            outofcore.save(options.save, network, optimizer, extra={"steps": steps_done + options.steps})
         _print_summary(results)
 
     def run_steps(
         self,
         display: _LineDisplay | _BarDisplay,
         run: TrainStep,
-        begun: int,
+        steps_done: int,
         step: outofcore.Step[..., Any] | None = None,
     ) -> list[_StepResult]:
-        batches = self.processes.select_batches(self.work.batches(), begun)
+        """Run and display steps after ``steps_done`` others; results include memory and copies of ``step``."""
+        batches = self.processes.select_batches(self.work.batches(), steps_done)
         results: list[_StepResult] = []
         with display.shown:
             for number, batch in enumerate(itertools.islice(batches, self.options.steps), 1):
@@ -284,6 +285,7 @@ def _built_step(
     *,
     shard: bool = False,
 ) -> Generator[_BuiltStep]:
+    """Build the model or load it from ``resume``, and yield its step; its home is closed at the end."""
     with ExitStack() as stack:
         home = _open_home(places, stack)
         if home is None:
@@ -292,9 +294,9 @@ def _built_step(
             network = outofcore.build(work.build, home=home) if resume is None else work.skeleton()
         optimizer = work.optimizer(network)
         _seed_dropout(work, processes)
-        begun = 0 if resume is None else _saved_steps(outofcore.load(resume, network, optimizer, home=home))
+        steps_done = 0 if resume is None else _saved_steps(outofcore.load(resume, network, optimizer, home=home))
         network = processes.wrap(network, shard=shard)
-        yield _BuiltStep(UserStep(work.make_step(network, optimizer), [network], [optimizer]), begun, home)
+        yield _BuiltStep(UserStep(work.make_step(network, optimizer), [network], [optimizer]), steps_done, home)
 
 
 def report(model: str, zoo: Mapping[str, Any], budget: int, options: ReportOptions, places: PlaceOptions) -> None:

@@ -51,7 +51,7 @@ class Agreement:
 
     @property
     def is_joined(self) -> bool:
-        """Whether processes synchronise: at once if a model is wrapped, else after the first collective."""
+        """Whether other processes run the step too, as a wrapped model or an earlier collective shows."""
         return self._group is not None
 
     def _set_group(self, groups: Sequence[ProcessGroup]) -> None:
@@ -62,12 +62,12 @@ class Agreement:
             self._group = group
 
     def join(self, collectives: Sequence[Collective]) -> None:
-        """Record the collectives of a step."""
+        """Synchronise with the group of a step's collectives, or with all processes, unless a group is known."""
         if self._group is None and collectives:
             self._set_group([collective.group for collective in collectives])
 
     def rendezvous(self, facts: StepFacts | None, device: torch.device) -> bool:
-        """Return whether all processes have a plan for the next call; ``facts`` is None without one.
+        """Return whether all processes have a plan for the next call; ``facts`` is None if this one lacks it.
 
         Raises ``StateError`` for different collectives, ``InputError`` for different steps of a shared model.
         """
@@ -115,7 +115,7 @@ class Agreement:
         return 0 if self._group is None else self._group.rank()
 
     def costs(self, collectives: Sequence[Collective], device: torch.device) -> dict[int, GroupCost]:
-        """Return the cost of each group by its number of processes; all processes must call this at once."""
+        """Return costs of collectives by the number of processes in a group; all processes must call this at once."""
         for collective in collectives:
             if collective.group.size() not in self._costs:
                 with _translated_errors():
@@ -123,7 +123,7 @@ class Agreement:
         return self._costs
 
     def from_leader(self, leader: int, make: Callable[[], Any]) -> Any:
-        """Run ``make`` in one process, and return its result in all; if it fails, all raise an error."""
+        """Run ``make`` in process ``leader``, and return its result in all; if it fails, all raise an error."""
         if self._group is None:
             return make()
         group = self._group
@@ -149,7 +149,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def synchronized(self) -> Iterator[None]:
-        """Leave the block when all processes do; raise this one's error, or ``StateError`` for another's."""
+        """Wait for all processes at the end of the block; raise this one's error, or ``StateError`` for another's."""
         with _reported_errors(self._exchange_texts):
             yield
         for rank, other_error in enumerate(self._exchange_texts("")):
@@ -167,11 +167,12 @@ class Agreement:
 
 @contextlib.contextmanager
 def _translated_errors() -> Iterator[None]:
+    """Turn a ``RuntimeError`` of ``torch.distributed`` in the block into a ``CommunicationError``."""
     try:
         yield
     except RuntimeError as error:
         raise CommunicationError(
-            f"the processes of the step could not compare their next calls: {error}. Another process has "
+            f"the processes of the step could not exchange messages: {error}. Another process has "
             "ended, or did not reach the step within the timeout of the process group; end this one too, and let "
             "torchrun restart all of them"
         ) from error

@@ -47,7 +47,7 @@ class LoopLifetime:
         weakref.finalize(self, _stop, self._last_loop).atexit = False
 
     def _stop_loop(self, error: BaseException | None = None) -> None:
-        """Stop the loop, if one runs, and add its explanation to the error that ended it."""
+        """Stop the loop, if any; its own error becomes a note on ``error``, which ended the training, or is raised."""
         if self._last_loop is None:
             return
         try:

@@ -8,7 +8,7 @@ from outofcore.api import LoopStats, StepStats
 
 
 class Meter:
-    """Adds up statistics between two readings; values are means over steps, except the peak."""
+    """Reads statistics for the steps since the last reading: means over these steps, except the peak."""
 
     def __init__(self) -> None:
         self._before = LoopStats()
@@ -19,7 +19,7 @@ class Meter:
         self._before, self._began = stats, time.perf_counter()
 
     def read_loop(self, stats: LoopStats, steps: int) -> dict[str, float]:
-        """Return the values of a loop's steps since the last reading, in wall-clock time with data loading."""
+        """Return the values for ``steps`` steps of a loop since the last reading; their time includes data loading."""
         count, before, began = max(steps, 1), self._before, self._began
         self.reset(stats)
         return {

@@ -58,7 +58,7 @@ class StepMetrics:
         self._method = next((name for name in _METHODS if callable(getattr(writer, name, None))), "")
         if writer is not None and not self._method:
             raise InputError(
-                f"the writer lacks the methods {', '.join(_METHODS)}: give a SummaryWriter, a run of wandb, or "
+                f"the writer needs one of the methods {', '.join(_METHODS)}: give a SummaryWriter, a run of wandb, or "
                 f"an object like them, not {type(writer).__name__}"
             )
         self._source, self._every, self._prefix = source, every, prefix

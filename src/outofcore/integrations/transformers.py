@@ -66,7 +66,7 @@ class OutOfCoreCallback(LoopLifetime, TrainerCallback):
 
 
 class _LogValues(TrainerCallback):
-    """Adds values to the logs before the callbacks that report them."""
+    """Adds statistics of the loop to a trainer's logs, before other callbacks report these."""
 
     def __init__(self, owner: OutOfCoreCallback) -> None:
         self._owner = owner

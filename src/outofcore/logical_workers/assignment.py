@@ -12,8 +12,7 @@ from outofcore.errors import InputError
 def shares(workers: int, seconds: Sequence[float]) -> tuple[int, ...]:
     """Return the number of workers of each process, at least one, that minimises the time of the slowest.
 
-    ``seconds`` has the time of a turn by process. The greedy choice is optimal: any other assignment gives some process
-    a worker that greedy refused, so that process ends no sooner than the slowest does here.
+    ``seconds`` has the time of a turn by process.
 
     >>> shares(4, [1.0, 1.0])
     (2, 2)
@@ -27,6 +26,8 @@ def shares(workers: int, seconds: Sequence[float]) -> tuple[int, ...]:
         )
     if not all(math.isfinite(duration) and duration > 0 for duration in seconds):
         raise InputError(f"the time of a turn must be a positive number of seconds for each process, not {seconds}")
+    # Greedy is optimal: any other assignment gives some process a worker that greedy refused, so that this process ends
+    # no sooner than the slowest does here.
     counts = [1] * len(seconds)
     for _ in range(workers - len(seconds)):
         counts[min(range(len(seconds)), key=lambda p: ((counts[p] + 1) * seconds[p], p))] += 1

@@ -2,10 +2,9 @@
 
 The processes form a chain. Each adds its gradients to a piece and sends it on; the last one has the sum, which comes
 back the same way. Pieces form a pipeline, one round apart, in both directions at once. So the sum has the order of the
-workers on any number W of processes.
-
-It sends 2 (W - 1) times the gradients in total, as a ring all-reduce does in an order that depends on W. See Patarasuk
-and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009, section 3.
+workers on any number W of processes. It sends 2 (W - 1) times the gradients in total, as a ring all-reduce does in an
+order that depends on W. See Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+2009, section 3.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Span:
 
 
 def cut_pieces(extents: Sequence[Extent], max_bytes: int) -> list[tuple[Span, ...]]:
-    """Cut tensors, in order, into pieces of one dtype; ``max_bytes`` is a multiple of the page size."""
+    """Cut tensors, in order, into pieces of one dtype and at most ``max_bytes``, a multiple of the page size."""
     result: list[tuple[Span, ...]] = []
     open_spans: list[Span] = []
     free_bytes, dtype = 0, ""
@@ -61,7 +60,7 @@ class Round:
 
 
 def schedule_rounds(count: int, processes: int, position: int) -> Iterator[Round]:
-    """Yield the rounds of the process at a place in the chain, until it has the sum of all pieces."""
+    """Yield the rounds of one process, by its position in the chain, to sum ``count`` pieces."""
     turn = 2 * (processes - 1)
     for number in range(count + turn - position if count else 0):
         forward, back = number - position, number - turn + position

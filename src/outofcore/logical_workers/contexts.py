@@ -62,11 +62,13 @@ class Context:
 
     @staticmethod
     def capture(gpu: torch.device | None) -> Context:
+        """Return the current states of the global random generators."""
         on_gpu = None if gpu is None else torch.cuda.get_rng_state(gpu)
         numpy: Any = np.random.get_state(legacy=False)
         return Context(random.getstate(), numpy, torch.get_rng_state(), on_gpu)
 
     def apply(self, gpu: torch.device | None) -> None:
+        """Set the global random generators to these states."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch)
@@ -104,7 +106,7 @@ class Context:
 
 @contextlib.contextmanager
 def preserve_generators(gpu: torch.device | None) -> Iterator[None]:
-    """Restore the generators at the end of the block."""
+    """Restore the states of the global random generators at the end of the block."""
     before = Context.capture(gpu)
     try:
         yield

@@ -49,7 +49,7 @@ def _matmul_precision(backend: Any) -> str:
 
 
 def model_facts(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], home: OpenHome) -> dict[str, str]:
-    """Return names, shapes and contents, which must be equal in processes that start together."""
+    """Return facts about models and optimizers that must be equal in all processes at the start."""
     names: list[str] = []
     contents, buffers = 0, PieceBuffers(1)
     for number, model in enumerate(models):

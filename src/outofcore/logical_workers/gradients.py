@@ -16,7 +16,7 @@ PIECE_BYTES = 1 << 20
 
 
 class TensorRows:
-    """Dense tensors as rows of elements, in memory or at a home."""
+    """Dense tensors, each viewed as one row of elements, in memory or at a home."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], home: OpenHome) -> None:
         self._rows = [_row(tensor) for tensor in tensors]
@@ -107,7 +107,7 @@ class Gradients:
         return self.layout
 
     def store(self, turn: int, *, add: bool) -> None:
-        """Move ``.grad`` to the home, or add it to the gradients stored for the turn."""
+        """Move ``.grad`` to the home; with ``add``, add it to the gradients stored for the turn."""
         layout = self.update_layout()
         if turn not in self.stored:
             self.stored[turn] = layout.allocate(self._home)

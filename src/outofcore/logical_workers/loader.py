@@ -21,10 +21,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order of samples: as in ``torch.utils.data.DistributedSampler`` with one replica per worker.
-
-    Of every N consecutive samples each worker has one; ``drop_last`` is true.
-    """
+    """The order of samples: that of a ``DistributedSampler`` with a replica per worker and ``drop_last=True``."""
 
     workers: int
     batch_size: int  # of one worker
@@ -47,6 +44,7 @@ class SampleOrder:
         return torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + epoch))
 
     def samples(self, order: torch.Tensor, step: int, worker: int) -> list[int]:
+        """Return the numbers of a worker's samples in a step of an epoch with this ``order``."""
         step_samples = self.workers * self.batch_size
         return order[step * step_samples : (step + 1) * step_samples][worker :: self.workers].tolist()
 
@@ -89,15 +87,17 @@ class WorkerProgress:
         return batches
 
     def contexts_before(self, batches: object) -> dict[int, Context]:
+        """Return each worker's context before a step; for batches of ``draw_batches``, the context after drawing."""
         return self._drawn[1] if self._drawn is not None and batches is self._drawn[0] else self.contexts
 
     def end_step(self, batches: object, contexts: dict[int, Context]) -> None:
+        """Set the contexts after a step, and advance the position if its batches were drawn."""
         if self._drawn is not None and batches is self._drawn[0] and self.order is not None:
             self.place = self.place.after(self.order)
         self.restore(contexts)
 
     def skip(self, batches: object) -> None:
-        """Record that batches have been used, unless a step has done so."""
+        """Count the last drawn batches as used, unless a step has used them."""
         if self._drawn is not None and batches is self._drawn[0]:
             self.end_step(batches, self._drawn[1])
 
@@ -115,9 +115,9 @@ class Loader:
     """
 
     def __init__(
-        self, course: WorkerProgress, dataset: Samples, order: SampleOrder, collate: Callable[[list[Any]], Any] | None
+        self, progress: WorkerProgress, dataset: Samples, order: SampleOrder, collate: Callable[[list[Any]], Any] | None
     ) -> None:
-        self._course = course
+        self._course = progress
         self._dataset = dataset
         self.order = order
         self._collate: Callable[[list[Any]], Any] = collate or default_collate
@@ -132,17 +132,17 @@ class Loader:
         return self.order.steps
 
     def __iter__(self) -> Iterator[dict[int, Any]]:
-        course, epoch = self._course, self._course.place.epoch
+        progress, epoch = self._course, self._course.place.epoch
         order = self.order.epoch_order(epoch)
-        while course.place.epoch == epoch:
-            step = course.place.step
+        while progress.place.epoch == epoch:
+            step = progress.place.step
 
             def batch_of(worker: int, step: int = step) -> Any:
                 return self._collate([self._dataset[number] for number in self.order.samples(order, step, worker)])
 
-            batches = course.draw_batches(batch_of)
+            batches = progress.draw_batches(batch_of)
             yield batches
-            course.skip(batches)
+            progress.skip(batches)
 
 
 def make_order(dataset: Any, workers: int, batch_size: int, seed: int, shuffle: bool) -> SampleOrder:
@@ -157,7 +157,8 @@ def make_order(dataset: Any, workers: int, batch_size: int, seed: int, shuffle: 
     order = SampleOrder(workers, batch_size, len(dataset), seed, shuffle)
     if not order.steps:
         raise InputError(
-            f"{order.length} samples are too few for one batch of {batch_size} for each of {workers} workers"
+            f"{order.length} samples are too few for one batch of {batch_size} for each of {workers} workers; use a "
+            "smaller batch_size, or more samples"
         )
     return order
 

@@ -93,6 +93,7 @@ class OrderedSum:
         *,
         first: bool,
     ) -> None:
+        """Add this process's gradients in ``spans`` to ``total``; with ``first``, its old content does not count."""
         start = 0
         for span in spans:
             part = total[start : start + span.count]

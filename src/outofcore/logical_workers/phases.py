@@ -26,10 +26,7 @@ def combine_phases(
     optimizers: Sequence[Optimizer],
     update: Callable[[], object] | None,
 ) -> Callable[..., Any]:
-    """Combine a worker's turn and, if the first argument is true, the update, so that they share an arena.
-
-    A turn that adds to gradients of the one before is a separate capture.
-    """
+    """Return a function that runs a worker's turn or, if its first argument is true, the update."""
 
     @functools.wraps(step, assigned=("__name__", "__qualname__", "__doc__"), updated=())
     def phase(updates: bool, /, *args: Any, **kwargs: Any) -> Any:
@@ -54,6 +51,7 @@ def combine_phases(
 
 @contextlib.contextmanager
 def _without_step(optimizer: Optimizer) -> Iterator[None]:
+    """Let ``optimizer.step`` raise ``CaptureError`` in the block."""
     attributes = vars(optimizer)
     before = attributes.get("step")
     attributes["step"] = _refuse

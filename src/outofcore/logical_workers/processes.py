@@ -31,14 +31,10 @@ class StepComparison:
 
 
 class WorkerProcesses:
-    """The processes that train together; the constructor raises ``StateError`` if one is missing.
-
-    They are the processes of ``torch.distributed`` if it is initialised; otherwise torchrun's, for which it is
-    initialised now.
-    """
+    """The processes that train together: of ``torch.distributed``, which the constructor initialises for torchrun."""
 
     def __init__(self, timeout: timedelta) -> None:
-        self.bytes_sent = 0  # by ``send`` and ``share``
+        self.bytes_sent = 0  # by ``send`` and ``broadcast``
         self._timeout = timeout
         self._group: Any = None
         self.rank, self.count = 0, 1
@@ -75,23 +71,23 @@ class WorkerProcesses:
 
     @contextlib.contextmanager
     def synchronized(self, activity: str) -> Iterator[StepComparison]:
-        """Leave the block when all processes do; raise this one's error, or ``StateError`` for another's."""
-        meeting = StepComparison()
+        """Wait for all processes at the end of the block; raise this one's error, or ``StateError`` for another's."""
+        comparison = StepComparison()
         try:
-            yield meeting
+            yield comparison
         except BaseException as error:  # after any error, since the other processes wait for this one
             try:
                 self._gather_numbers([0, 0, 0])
             except StateError as another:
                 error.add_note(str(another))
             raise
-        numbers = self._gather_numbers([1, meeting.steps, meeting.digest])
+        numbers = self._gather_numbers([1, comparison.steps, comparison.digest])
         failed = [rank for rank, (succeeded, _, _) in enumerate(numbers) if not succeeded]
         if failed:
             raise StateError(
                 f"process {failed[0]} failed in {activity} and reports the cause; this process has made no changes"
             )
-        meeting.by_rank = [(steps, digest) for _, steps, digest in numbers]
+        comparison.by_rank = [(steps, digest) for _, steps, digest in numbers]
 
     def _gather_numbers(self, numbers: list[int]) -> list[list[int]]:
         if self.count == 1:
@@ -140,11 +136,9 @@ _POLL_SECONDS = 0.01
 
 
 def agree_on_start(store: Any, rank: int, count: int, timeout: timedelta) -> str:
-    """Return a name that all processes of this start agree on, and that no earlier start used.
-
-    torchrun keeps its store when it restarts processes, so keys of earlier starts remain. Each process but the first
-    announces itself under a fresh name, and the first answers it with the name of the start.
-    """
+    """Return a name that all processes of this start agree on, and that no earlier start used."""
+    # torchrun keeps its store when it restarts processes, so keys of earlier starts remain. Each process but the first
+    # announces itself under a fresh name, and the first answers it with the name of the start.
     end = time.monotonic() + timeout.total_seconds()
     fresh = uuid.uuid4().hex
 

@@ -44,18 +44,19 @@ class SavedTraining(Struct):
 
     @staticmethod
     def of(
-        facts: dict[str, str], steps: int, contexts: Mapping[int, SavedContext], course: WorkerProgress
+        facts: dict[str, str], steps: int, contexts: Mapping[int, SavedContext], progress: WorkerProgress
     ) -> SavedTraining:
-        order = course.order
+        order = progress.order
         return SavedTraining(
             facts,
             steps,
             {str(worker): context for worker, context in contexts.items()},
-            _SavedPlace(course.place.epoch, course.place.step),
+            _SavedPlace(progress.place.epoch, progress.place.step),
             None if order is None else _SavedOrder(order.batch_size, order.length, order.seed, order.shuffle),
         )
 
     def extra(self, extra: Any) -> dict[str, Any]:
+        """Return the value to save as the checkpoint's ``extra``: this part and the user's own."""
         return {_KEY: msgspec.to_builtins(self), "extra": extra}
 
     @staticmethod
@@ -72,7 +73,9 @@ class SavedTraining(Struct):
             for context in saved.contexts.values():
                 Context.from_saved(context)
         except (msgspec.ValidationError, ValueError) as error:
-            raise InputError(f"the workers in the checkpoint in {folder} cannot be read: {error}") from error
+            raise InputError(
+                f"the workers in the checkpoint in {folder} cannot be read: {error}; load another checkpoint"
+            ) from error
         return saved, extra.get("extra")
 
     def check_compatible(self, folder: Path, workers: int, current_facts: Mapping[str, str], *, exact: bool) -> None:
@@ -96,10 +99,11 @@ class SavedTraining(Struct):
             )
         _log.warning("%s was %s and is now %s; the bits of later steps change", name, before, now)
 
-    def restore(self, course: WorkerProgress, workers: range, count: int) -> None:
+    def restore(self, progress: WorkerProgress, workers: range, count: int) -> None:
+        """Set position, order and contexts in ``progress`` for this process's ``workers``, some of ``count``."""
         saved_order = self.order
-        course.place = DataPosition(self.place.epoch, self.place.step)
-        course.order = saved_order and SampleOrder(
+        progress.place = DataPosition(self.place.epoch, self.place.step)
+        progress.order = saved_order and SampleOrder(
             count, saved_order.batch_size, saved_order.length, saved_order.seed, saved_order.shuffle
         )
-        course.restore({k: Context.from_saved(self.contexts[str(k)]) for k in workers})
+        progress.restore({k: Context.from_saved(self.contexts[str(k)]) for k in workers})

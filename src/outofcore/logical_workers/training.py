@@ -173,15 +173,15 @@ class Elastic:
         started, sent = time.perf_counter(), self._processes.bytes_sent
         turns = Turns()
         with contextlib.ExitStack() as undo:
-            with self._processes.synchronized("this step") as meeting:
+            with self._processes.synchronized("this step") as comparison:
                 self._check_batches(batches)
                 undo.callback(self._undo_turns, turns)
                 with preserve_generators(self._gpu):
                     losses, contexts = self._take_turns(batches, turns)
                 self.step.prepare(True)
-                meeting.steps, meeting.digest = self.steps, self._digest(turns)
+                comparison.steps, comparison.digest = self.steps, self._digest(turns)
                 waited = time.perf_counter()
-            self._check_comparison(meeting)
+            self._check_comparison(comparison)
             self._sum_gradients(turns)
             turns.broadcast(self._processes)
             undo.pop_all()
@@ -190,16 +190,16 @@ class Elastic:
         self.steps += 1
         self._progress.end_step(batches, contexts)
         self._timed.append(statistics.median(turns.seconds))
-        now, size = time.perf_counter(), self._gradients.bytes
+        now, gradient_bytes = time.perf_counter(), self._gradients.bytes
         self._stats = ElasticStats(
             seconds=now - started,
             turn_seconds=tuple(turns.seconds),
             switch_seconds=turns.switch_seconds,
             sum_seconds=summed - waited,
             update_seconds=now - summed,
-            gradient_bytes=size,
+            gradient_bytes=gradient_bytes,
             bytes_sent=self._processes.bytes_sent - sent,
-            least_bytes=2 * (self.processes - 1) * size // self.processes,
+            least_bytes=2 * (self.processes - 1) * gradient_bytes // self.processes,
         )
         return losses
 
@@ -220,6 +220,7 @@ class Elastic:
             )
 
     def _take_turns(self, batches: Mapping[int, Any], turns: Turns) -> tuple[dict[int, Any], dict[int, Context]]:
+        """Run a turn of each worker; return by worker its result and its random generators afterwards."""
         calls = {worker: step_arguments(batches[worker]) for worker in self.workers}
         first_contexts = self._progress.contexts_before(batches)
         for args, kwargs in calls.values():
@@ -247,11 +248,8 @@ class Elastic:
         return losses, contexts
 
     def _can_accumulate(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether the next turn may add to the gradients in ``.grad``, as in plain PyTorch.
-
-        It may at process 0 if each gradient is added once: two backward passes would add in another order elsewhere. It
-        also needs a plan, which may not fit the budget.
-        """
+        """Return whether the next turn may add to the gradients in ``.grad``, and has a plan that fits the budget."""
+        # Only on process 0, and if one op adds to each gradient: otherwise sums depend on the number of processes.
         if self.rank > 0 or not self._accumulates:
             return False
         try:
@@ -268,6 +266,7 @@ class Elastic:
         return self._accumulates
 
     def _store_gradients(self, number: int, turns: Turns) -> None:
+        """Move the gradients of turn ``number`` to the home; process 0 sums them over its turns."""
         before = self._gradients.layout
         if number and self._gradients.update_layout() is not before:
             raise StateError(
@@ -280,17 +279,19 @@ class Elastic:
             turns.stored.append(turn)
 
     def _digest(self, turns: Turns) -> int:
+        """Return a checksum of the gradients' layout and the written buffers, which all processes must share."""
         layout = self._gradients.layout
         return crc32(repr((layout and layout.digest, turns.keys)).encode())
 
-    def _check_comparison(self, meeting: StepComparison) -> None:
-        different = [(rank, steps) for rank, (steps, _) in enumerate(meeting.by_rank) if steps != meeting.steps]
+    def _check_comparison(self, comparison: StepComparison) -> None:
+        """Raise ``StateError`` if processes are at different steps, or did different work in this one."""
+        different = [(rank, steps) for rank, (steps, _) in enumerate(comparison.by_rank) if steps != comparison.steps]
         if different:
             raise StateError(
-                f"process {different[0][0]} is at step {different[0][1]}, and this one at {meeting.steps}: an update "
-                "failed; restart all processes from the last checkpoint"
+                f"process {different[0][0]} is at step {different[0][1]}, and this one at {comparison.steps}: an "
+                "update failed; restart all processes from the last checkpoint"
             )
-        if any(digest != meeting.digest for _, digest in meeting.by_rank):
+        if any(digest != comparison.digest for _, digest in comparison.by_rank):
             raise StateError(
                 "the workers have gradients of different parameters, or write different buffers, which cannot be "
                 "summed: make the step do the same for every worker"
@@ -338,15 +339,15 @@ class Elastic:
         Raises:
             InputError: the dataset is unsuitable, or the training is in the middle of data in another order.
         """
-        course = self._progress
+        progress = self._progress
         order = make_order(dataset, self._worker_count, batch_size, seed, shuffle)
-        if course.order is not None and order != course.order and course.place != DataPosition():
+        if progress.order is not None and order != progress.order and progress.place != DataPosition():
             raise InputError(
-                f"the training is in the middle of an epoch of {course.order}, but this loader has {order}; finish the "
-                "epoch with the same dataset, batch size and order"
+                f"the training is in the middle of an epoch of {progress.order}, but this loader has {order}; finish "
+                "the epoch with the same dataset, batch size and order"
             )
-        course.order = order
-        return Loader(course, dataset, order, collate)
+        progress.order = order
+        return Loader(progress, dataset, order, collate)
 
     # Assignment of workers
 

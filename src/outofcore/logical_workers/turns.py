@@ -12,7 +12,7 @@ from outofcore.logical_workers.processes import WorkerProcesses
 
 
 class Turns:
-    """The turns of one step."""
+    """The turns of one step: which buffers they write, their values for the update, and times."""
 
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []

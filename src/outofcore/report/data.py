@@ -56,7 +56,7 @@ class StepReport:
 
 
 def step_report(graph: StepGraph, plan: Plan, program: Program, timeline: Timeline, budget: int) -> StepReport:
-    """Summarise one step of a placed program; ``budget`` is the user's, and the plan's may be less."""
+    """Summarise one step of a placed program; ``budget`` is the user's, even if the plan was made for less."""
     compute = 0.0
     recomputed = 0
     for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):

@@ -54,10 +54,8 @@ def process_memory() -> ProcessMemory:
 
 
 def peak_memory_bytes() -> int | None:
-    """Return the peak physical memory (RSS) of this process, exact to about a MiB; None if unknown.
-
-    ``getrusage`` is not used, since a process inherits its value from its parent.
-    """
+    """Return the peak physical memory (RSS) of this process, exact to about a MiB; None if unknown."""
+    # Not by getrusage, since a process inherits that value from its parent.
     return _parse_kib(_field(Path("/proc/self/status"), "VmHWM"))
 
 

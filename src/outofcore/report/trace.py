@@ -34,7 +34,9 @@ class LoopMeasurements:
     homes: tuple[str, ...]  # names of the links, by number
     memory: MemoryOverTime
     on_demand: Collection[int]  # ids of ops that ran without a plan
-    marks: tuple[tuple[float, str, str], ...]  # seconds from the start of the step, name, text
+    marks: tuple[
+        tuple[float, str, str], ...
+    ]  # departures from the plan: seconds from the start of the step, name, text
 
 
 def trace_events(
@@ -44,7 +46,7 @@ def trace_events(
     origin_us: float = 0.0,
     measured: LoopMeasurements | None = None,
 ) -> list[Event]:
-    """Return a process for each named timeline, with a thread for each queue, its waits, and memory."""
+    """Return events that show each named timeline as a process: threads for queues and waits, and its memory."""
     events: list[Event] = []
     for number, (name, timeline) in enumerate(timelines):
         process = _FIRST_PROCESS + number
@@ -168,8 +170,8 @@ def write_trace(
 ) -> None:
     """Write named timelines as a trace, compressed if the path ends in ``.gz``.
 
-    ``beside`` is a trace exported by ``torch.profiler`` to merge; the step began at ``began_ns`` (nanoseconds since
-    1970). Raises ``InputError`` if a file cannot be read or written.
+    ``profiler_trace``, a trace exported by ``torch.profiler``, is merged into it; for that, ``began_ns`` is the start
+    of the step in nanoseconds since 1970. Raises ``InputError`` if a file cannot be read or written.
     """
     content: dict[str, Any] = {"displayTimeUnit": "ms", "traceEvents": []}
     origin = 0.0

@@ -57,7 +57,7 @@ class TimeSpent:
 
 
 def time_spent(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[TimeSpent, tuple[StepWait, ...]]:
-    """Return a step's time by use, and its waits in order of time; the timeline is simulated or measured."""
+    """Return a step's time by use, and its waits in order of time, except those below 1e-5 of the step."""
     ops = recomputed = last_op = 0.0
     for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):
         if isinstance(instruction, Run) and not instruction.communicates:
@@ -66,7 +66,7 @@ def time_spent(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[
                 recomputed += end - start
             else:
                 ops += end - start
-    blame = _CauseFinder(graph, program, timeline)
+    finder = _CauseFinder(graph, program, timeline)
     waits: list[StepWait] = []
     between = 0.0
     for stall in stalls(program, timeline):
@@ -77,12 +77,12 @@ def time_spent(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[
         wait_start = timeline.starts[stall.instruction] - stall.seconds
         explained = max(min(timeline.ends[stall.waits_for] - wait_start, stall.seconds), 0.0)
         between += stall.seconds - explained
-        waits.append(blame.wait_of(wait_start, explained, stall.instruction, stall.waits_for))
+        waits.append(finder.wait_of(wait_start, explained, stall.instruction, stall.waits_for))
     last = max(range(len(timeline.ends)), key=timeline.ends.__getitem__, default=None)
     end = 0.0
     if last is not None and timeline.ends[last] > last_op:  # only copies and collectives end after the last op
         end = timeline.ends[last] - last_op
-        waits.append(blame.wait_at_end(last_op, end, last))
+        waits.append(finder.wait_at_end(last_op, end, last))
     between += max(timeline.step_seconds - last_op - end, 0.0)
     seconds_by_reason = {reason: sum(w.seconds for w in waits if w.reason is reason) for reason in Reason}
     copies = seconds_by_reason[Reason.LINK] + seconds_by_reason[Reason.COPY]
@@ -94,7 +94,7 @@ def time_spent(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[
 
 
 class _CauseFinder:
-    """Finds the reason why a copy was not complete sooner."""
+    """Finds for a wait the reason why the copy or collective that it waits for was not complete sooner."""
 
     def __init__(self, graph: StepGraph, program: Program, timeline: Timeline) -> None:
         self._graph, self._program, self._timeline = graph, program, timeline
@@ -104,6 +104,7 @@ class _CauseFinder:
             self._lanes.setdefault(lane_of(instruction), []).append(index)
 
     def wait_of(self, start: float, seconds: float, instruction: int, cause: int) -> StepWait:
+        """Describe the wait of one instruction for another (``cause``), with its reason."""
         awaited = self._program.instructions[cause]
         if isinstance(awaited, Run) and awaited.communicates:
             reason, text = Reason.OTHERS, f"waits for {self._instruction_name(cause)}"
@@ -126,6 +127,7 @@ class _CauseFinder:
         )
 
     def _delay_cause(self, copy: int) -> tuple[Reason, str]:
+        """Return why a copy was not complete sooner, with one sentence about it."""
         instructions, timeline = self._program.instructions, self._timeline
         instruction, start = instructions[copy], timeline.starts[copy]
         lane = self._lanes[lane_of(instruction)]
@@ -149,6 +151,7 @@ class _CauseFinder:
         return Reason.ROOM, f"The copy had no memory before {self._instruction_name(latest)} released it."
 
     def _latest_awaited(self, waits: tuple[Wait, ...]) -> int | None:
+        """Return the index of the awaited instruction that ended last; None without one."""
         targets = [
             self._lanes[wait.queue, wait.home][wait.count - 1]
             for wait in waits
