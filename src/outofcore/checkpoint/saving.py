@@ -118,9 +118,10 @@ def _collect_contents(
     shards: Shards | None,
     omitted: Collection[int],
 ) -> tuple[dict[str, NamedTensors], dict[str, Any]]:
-    """Return the tensors of each data file by its stem, and the plain data; skip ``omitted`` ids."""
+    """Return the named tensors of each data file by its stem, and the index without files; skip ``omitted`` ids."""
 
     def part_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor | ShardRange:
+        """Return this process's range of a parameter, or of a value of its shape, if the parameter is sharded."""
         shard = None if shards is None else shards.shard_of(parameter)
         if shard is None:
             return value
@@ -169,6 +170,7 @@ def _save(
     faces: Faces | None,
     together: ShardGatherer | None,
 ) -> None:
+    """Write the data files and then the index; on an error, delete what was written."""
     with contextlib.ExitStack() as stack:
         if together is not None:
             stack.enter_context(
@@ -193,7 +195,7 @@ def _save(
 
 
 class ShardGatherer:
-    """Sends the ranges of all processes to the first one, which writes the files."""
+    """Sends the ranges of all processes to process 0, which writes the files."""
 
     def __init__(self, shards: Shards, faces: Faces | None) -> None:
         self._shards = shards
@@ -201,6 +203,7 @@ class ShardGatherer:
         self._remaining = 0
 
     def gather_generators(self) -> NamedTensors:
+        """Return the names and states of the CPU generators of all processes but process 0."""
         shards = self._shards
         states: list[Any] = [None] * shards.group.size()
         with translate_group_errors():
@@ -208,7 +211,7 @@ class ShardGatherer:
         return [(generator_name(rank), state) for rank, state in enumerate(states) if rank]
 
     def send(self, items: Sequence[torch.Tensor | ShardRange]) -> None:
-        """Send this process's ranges to the first one, as long as it asks for them."""
+        """Send this process's ranges to process 0, until it asks for no more."""
         for part in items:
             if not isinstance(part, ShardRange):
                 continue
@@ -222,7 +225,7 @@ class ShardGatherer:
 
     @contextlib.contextmanager
     def receiving(self, count: int) -> Iterator[None]:
-        """Receive this many tensors in this context; notify the other processes if it fails."""
+        """Expect ``count`` sharded tensors in this context; if it ends early, tell the other processes to stop."""
         self._remaining = count
         try:
             yield
@@ -231,6 +234,7 @@ class ShardGatherer:
                 self._broadcast_more(more=False)
 
     def pour(self, part: ShardRange, out: OutFile, buffer: memoryview) -> None:
+        """Append a whole sharded tensor to a file, with the ranges of all processes."""
         self._remaining -= 1
         self._broadcast_more()
         if not part.shard.is_row_major:
@@ -252,6 +256,7 @@ class ShardGatherer:
         return message[0]
 
     def _gathered_pieces(self, part: ShardRange) -> Iterator[torch.Tensor]:
+        """Yield the pieces of a sharded tensor: this process's, then those received from each other process."""
         yield from self._local_pieces(part)
         chunks, max_elements = part.shard.chunks, BUFFER_BYTES // part.tensor.element_size()
         for rank in range(1, chunks.ranks):
@@ -273,6 +278,7 @@ def generator_name(rank: int) -> str:
 def _optimizer_tensors(
     number: int, optimizer: Optimizer, model_ids: set[int], part_of: Callable[..., torch.Tensor | ShardRange]
 ) -> NamedTensors:
+    """Return an optimizer's tensors by name in the file: settings, parameters of no model, and state."""
     named: NamedTensors = []
     for index, group in enumerate(optimizer.param_groups):
         named += [
@@ -295,6 +301,7 @@ def _optimizer_tensors(
 def _write_file(
     path: Path, tensors: NamedTensors, faces: Faces | None, buffer: memoryview, together: ShardGatherer | None
 ) -> dict[str, int]:
+    """Write a safetensors file, and return its size and checksum."""
     with OutFile(path) as out:
         out.write(header_for([(name, item.whole if isinstance(item, ShardRange) else item) for name, item in tensors]))
         for _, item in tensors:
@@ -317,10 +324,7 @@ def _check_devices(number: int, tensors: NamedTensors) -> None:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[str]:
-    """Create the folder if needed, lock it, and yield the suffix of new data files: "-000001.safetensors".
-
-    Raises ``TransferError`` if the folder is not writable, ``StateError`` if another process is saving into it.
-    """
+    """Lock a folder, created if needed, and yield the suffix of new data files, such as "-000001.safetensors"."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -344,7 +348,7 @@ def lock_folder(folder: Path) -> Iterator[str]:
 
 
 def commit_index(folder: Path, index: Mapping[str, Any], files: set[str]) -> None:
-    """Replace the index, and delete unused data files; on ``TransferError`` the old index is kept."""
+    """Replace the index, and delete data files that are not in ``files``; on ``TransferError`` keep the old index."""
     new = folder / _NEW_INDEX
     data = (json.dumps({"format": FORMAT, **index}, separators=(",", ":"), ensure_ascii=False) + "\n").encode()
     try:
@@ -369,7 +373,7 @@ def commit_index(folder: Path, index: Mapping[str, Any], files: set[str]) -> Non
 
 
 def delete_unused_files(folder: Path, files: set[str]) -> None:
-    """Delete the data files that are not in ``files``; ignore errors."""
+    """Delete data files that are not in ``files``, and an unfinished index; ignore errors."""
     for path in folder.iterdir():
         if path.name == _NEW_INDEX or (_DATA.fullmatch(path.name) and path.name not in files):
             # The next save tries again.
@@ -385,7 +389,7 @@ def read_index(folder: Path) -> Index:
 
 
 def indexed_files(folder: Path) -> set[str]:
-    """Return the names of a checkpoint's data files; empty without a readable checkpoint."""
+    """Return the names of a checkpoint's data files; an empty set if there is no readable index."""
     try:
         return set(read_index(folder).files)
     except InputError:

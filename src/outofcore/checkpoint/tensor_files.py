@@ -216,6 +216,7 @@ class OutFile:
             raise self._error(error) from error
 
     def _flush(self, count: int) -> None:
+        """Write ``count`` bytes of the buffer, without direct I/O if the file system refuses it."""
         place = Location(self._descriptor, self._flushed, count, self, Cache.PAST)
         _, failure = transfer(place, self._buffer[:count], writes=True)
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
@@ -291,9 +292,9 @@ def append_tensor(tensor: torch.Tensor, out: OutFile, faces: Faces | None, buffe
 def fill(
     tensor: torch.Tensor, entry: Entry, source: InFile, faces: Faces | None, buffer: memoryview, crc32: int = 0
 ) -> int:
-    """Fill a strided CPU tensor from an entry of its shape, converting the dtype.
+    """Fill a strided CPU tensor from an entry of its shape, converting the dtype; raises ``TransferError``.
 
-    ``buffer`` has whole pages. Return ``crc32``, the checksum before the entry, continued. Raises ``TransferError``.
+    ``buffer`` has whole pages. ``crc32`` is the checksum of the bytes before the entry; return that up to its end.
     """
     at, count = entry.begin, entry.end - entry.begin
     if not count:
@@ -329,7 +330,7 @@ def fill_range(
     buffer: memoryview,
     crc32: int = 0,
 ) -> int:
-    """Fill a flat tensor with the entry's elements from ``start`` on, like ``fill``; read the whole entry."""
+    """Fill a flat tensor with an entry's elements from ``start`` on; otherwise like ``fill``, which reads all of it."""
     itemsize = entry.dtype.itemsize
     step = len(buffer) // itemsize
     count = (entry.end - entry.begin) // itemsize
@@ -347,7 +348,7 @@ def fill_range(
 
 
 def _row_major_slot(tensor: torch.Tensor, faces: Faces | None, *, to_write: bool) -> tuple[HomeStore, int] | None:
-    """Return the home and slot of a tensor if its elements fill the slot in row-major order."""
+    """Return a tensor's home and offset there if its elements fill its slot in row-major order, else None."""
     whole = (
         tensor.is_contiguous()
         and tensor.storage_offset() == 0
@@ -358,7 +359,7 @@ def _row_major_slot(tensor: torch.Tensor, faces: Faces | None, *, to_write: bool
 
 
 def _pieces(tensor: torch.Tensor, max_bytes: int, itemsize: int) -> Iterator[torch.Tensor]:
-    """Yield a tensor in row-major pieces of at most ``most`` bytes, at ``itemsize`` bytes per element."""
+    """Yield a tensor in row-major pieces of at most ``max_bytes``, at ``itemsize`` bytes per element."""
     if tensor.numel() * itemsize <= max_bytes:
         yield tensor
         return

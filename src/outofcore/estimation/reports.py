@@ -33,7 +33,7 @@ class ReportedStep:
     simulated: str = ""  # the device of the costs; "": this machine
 
     def timelines(self, planned_name: str) -> list[tuple[str, Timeline]]:
-        """Return the measured timeline, if any, and the planned one under the name ``foreseen``."""
+        """Return the measured timeline, if any, and the planned one under the name ``planned_name``."""
         ran = [] if self.measured is None else [("measured", self.measured)]
         return [*ran, (planned_name, self.planned.timeline)]
 

@@ -33,7 +33,7 @@ PlanProgress = Callable[[int, int], None]
 
 
 def predict_point(graph: StepGraph, costs: Costs, budget: int, policy: PolicyLike = "auto") -> Point:
-    """Plan for one budget, and return the prediction; raises ``InputError`` for an unknown policy."""
+    """Plan for one budget and predict the step, without a time if no plan fits; raises ``InputError``."""
     try:
         planned = planning.plan_step(graph, costs, budget, policy)
     except BudgetError:
@@ -50,7 +50,7 @@ def point_of(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> P
 
 
 def budgets_between(smallest: int, in_core: int, count: int = CURVE_POINTS) -> tuple[int, ...]:
-    """Return budgets at equal ratios, from the smallest to that of a step in core."""
+    """Return up to ``count`` budgets at equal ratios from ``smallest`` to ``in_core``; below 2, only ``in_core``."""
     smallest, in_core = max(smallest, 1), max(in_core, smallest, 1)
     if count < 2 or smallest == in_core:
         return (in_core,)
@@ -86,9 +86,9 @@ def _best_point(new: Point, before: Sequence[Point]) -> Point:
 def find_lossless_budget(
     graph: StepGraph, costs: Costs, points: Sequence[Point], policy: PolicyLike = "auto"
 ) -> tuple[int, tuple[Point, ...]]:
-    """Find by bisection the smallest budget with a step at most 1 % slower than in core.
+    """Find, with at most three more plans, a small budget with a step at most 1 % slower than in core.
 
-    The last of ``points`` must be in core. Also return the points including the bisection.
+    The last of ``points`` must be in core. Also return all points, sorted by budget.
     """
     ordered = sorted(points, key=lambda p: p.budget)
     limit = (ordered[-1].seconds or 0.0) * LOSSLESS_RATIO
@@ -142,7 +142,7 @@ def build_insight(
 
 
 def _faster_machines(graph: StepGraph, costs: Costs, planned: Planned) -> list[Help]:
-    """Return the seconds that the same program saves with faster ops or a faster link."""
+    """Return the seconds that the same program saves with ops, or with links, that are twice as fast."""
     now = planned.timeline.step_seconds
     faster = replace(costs, ops=tuple(OpCost(cost.seconds / 2, cost.workspace_bytes) for cost in costs.ops))
     cases = [("ops twice as fast", faster)]
@@ -162,7 +162,7 @@ def _describe_error(predicted: float, measured: float) -> str:
     return f" The step took {abs(ratio):.0%} {direction} than predicted: the machine has changed since it was measured."
 
 
-def _describe_bottleneck(spent: TimeSpent, moves: bool) -> str:
+def _describe_bottleneck(spent: TimeSpent, copies: bool) -> str:
     total = spent.seconds or 1.0
     shares = {
         "the link": spent.for_copies + spent.end,
@@ -172,7 +172,7 @@ def _describe_bottleneck(spent: TimeSpent, moves: bool) -> str:
     worst = max(shares, key=lambda name: shares[name])
     lost = sum(shares.values())
     if lost <= _NEGLIGIBLE_SHARE * total:
-        reason = "all copies overlap with ops" if moves else "no tensor is evicted"
+        reason = "all copies overlap with ops" if copies else "no tensor is evicted"
         return f"Ops are the limit: {reason}. Only faster ops or a smaller model would help."
     cost = f"{format_seconds(shares[worst])} of {format_seconds(total)}"
     if worst == "the link":
@@ -292,7 +292,7 @@ def estimate_graph(
     parts: tuple[StepGraph, Costs] | None = None,
     tell: ProgressCallback,
 ) -> Estimate:
-    """Plan a step for these budgets and for a range of its own; raises ``GraphError`` if it has no ops.
+    """Plan a step for ``budgets`` and several from smallest to in core; raises ``GraphError`` without ops.
 
     ``machine`` names the machine of the costs; "": this one. ``parts`` is the step with split ops, for smaller budgets.
     """
