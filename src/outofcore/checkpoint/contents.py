@@ -116,7 +116,7 @@ def collect_contents(model: nn.Module) -> ModelContents:
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise StateError(
                 f"the module {path or 'itself'} has extra state (get_extra_state), which a checkpoint cannot store; "
-                "save it by yourself, or with extra="
+                "save that state in a file of its own, or with extra="
             )
     for name, tensor, persistent in _named_tensors(model):
         window = (storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -203,7 +203,9 @@ def check_plain(value: Any, description: str) -> None:
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise StateError(f"{description} has the key {key!r}, and a checkpoint can only store string keys")
+                raise StateError(
+                    f"{description} has the key {key!r}, and a checkpoint can only store string keys: use str(key)"
+                )
             check_plain(item, description)
     elif isinstance(value, list | tuple):
         for item in value:
@@ -256,4 +258,7 @@ def restore_plain_generators(saved: SavedGenerators, file: Path) -> None:
         random.setstate((python.version, tuple(python.state), python.gauss))
         np.random.set_state((numpy.kind, key, numpy.position, numpy.has_gauss, numpy.gauss))
     except (ValueError, TypeError) as error:
-        raise InputError(f"{file}: the states of the random generators cannot be restored ({error})") from error
+        raise InputError(
+            f"{file}: the states of the random generators cannot be restored ({error}); use the versions of Python and "
+            "NumPy that saved them"
+        ) from error

@@ -49,7 +49,10 @@ class Checkpoint:
         for stem, name in self._index.names.items():
             file = read_header(folder / name)
             if file.bytes != self._index.files[name].bytes:
-                raise InputError(f"{file.path} is not the file that was saved: it has {file.bytes} bytes")
+                raise InputError(
+                    f"{file.path} is not the file that was saved: it has {file.bytes} bytes, and "
+                    f"{self._index.files[name].bytes} were saved; use another copy of the checkpoint"
+                )
             self._files[stem] = file
         self._shards: Shards | None = None
         self._ranges: dict[int, Shard] = {}  # by the id of a tensor that is filled with a range of a sharded tensor
@@ -172,7 +175,10 @@ class Checkpoint:
 
     def _check_counts(self, passed: int, saved: int, kind: str) -> None:
         if passed != saved:
-            raise InputError(f"the checkpoint in {self.folder} has {saved} {kind}, and {passed} were passed")
+            raise InputError(
+                f"the checkpoint in {self.folder} has {saved} {kind}, and the call passes {passed}; pass the models "
+                "and optimizers that were saved, in the same order"
+            )
 
     def _model_targets(self, number: int, model: SavedModel, tensors: Targets) -> Targets:
         """Return a model's saved tensors by their names in the file; raises ``InputError`` unless all names match."""
@@ -181,10 +187,14 @@ class Checkpoint:
         for name, tensor in tensors.items():
             saved = name if name in saved_names else model.aliases.get(name)
             if saved is None:
-                raise InputError(f"the checkpoint in {self.folder} has no {name}, which model {number} has")
+                raise InputError(
+                    f"the checkpoint in {self.folder} has no {name}, which model {number} has; pass the model that was "
+                    "saved"
+                )
             if saved in targets:
                 raise InputError(
-                    f"{name} and {saved} were one tensor when {self.folder} was saved, and are two tensors now"
+                    f"{name} and {saved} were one tensor when {self.folder} was saved, and are two tensors now; "
+                    "tie them before loading"
                 )
             targets[saved] = tensor
             if saved in model.omitted:
@@ -256,7 +266,10 @@ class Checkpoint:
             shape = tuple(tensor.shape) if shard is None else shard.shape
             check_fits(name, tensor, shape, entry, self.folder)
             if tensor.device.type != "cpu":
-                raise InputError(f"{name} is on {tensor.device}; a checkpoint is loaded into models on the CPU")
+                raise InputError(
+                    f"{name} is on {tensor.device}; a checkpoint is loaded into models on the CPU: "
+                    'move the model there with .to("cpu")'
+                )
 
     def _allocate_missing(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], faces: Faces | None

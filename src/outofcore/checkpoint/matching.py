@@ -57,7 +57,10 @@ def check_weights(model: nn.Module, weights: Weights) -> None:
 def check_fits(name: str, tensor: torch.Tensor, shape: tuple[int, ...], entry: Entry, path: Path) -> None:
     """Raise ``InputError`` unless an entry has this shape, and a dtype that converts to the tensor's."""
     if shape != entry.shape:
-        raise InputError(f"{name} has the shape {shape}, and {entry.shape} in {path}")
+        raise InputError(
+            f"{name} has the shape {shape}, and {entry.shape} in {path}; use the model that was saved, or a "
+            "file of this model"
+        )
     if tensor.dtype != entry.dtype and _dtype_kind(tensor.dtype) != _dtype_kind(entry.dtype):
         raise InputError(
             f"{name} is of {tensor.dtype}, and of {entry.dtype} in {path}: the numbers there mean something else "

@@ -384,7 +384,7 @@ def delete_unused_files(folder: Path, files: set[str]) -> None:
 def read_index(folder: Path) -> Index:
     """Read the index of a checkpoint; raises ``InputError`` (or its subclass ``GraphError``)."""
     if not (folder / INDEX).is_file():
-        raise InputError(f"there is no checkpoint in {folder}: it has no {INDEX}")
+        raise InputError(f"there is no checkpoint in {folder}: it has no {INDEX}; name the folder that was saved into")
     return decode_json(folder / INDEX, FORMAT, Index, whole=False)
 
 

@@ -110,7 +110,7 @@ def read_header(path: Path) -> TensorFile:
             total = stamp.bytes
             length = int.from_bytes(file.read(_HEADER_LENGTH.size), "little")
             if total < _HEADER_LENGTH.size or length > min(_MAX_HEADER_BYTES, total - _HEADER_LENGTH.size):
-                raise InputError(f"{path} is not a safetensors file, or was cut off")
+                raise InputError(f"{path} is not a safetensors file, or was cut off; use another copy of the file")
             text = file.read(length)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
@@ -120,7 +120,9 @@ def read_header(path: Path) -> TensorFile:
         entries = [_parse_entry(name, item, start) for name, item in described.items() if name != _METADATA]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_REASON_CHARACTERS]
-        raise InputError(f"the header of {path} is not that of a safetensors file ({reason})") from error
+        raise InputError(
+            f"the header of {path} is not that of a safetensors file ({reason}); use another copy of the file"
+        ) from error
     end = start
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.begin != end or entry.end - entry.begin != math.prod(entry.shape) * entry.dtype.itemsize:
@@ -130,7 +132,10 @@ def read_header(path: Path) -> TensorFile:
             )
         end = entry.end
     if end != total:
-        raise InputError(f"{path} has {total} bytes, and its header describes {end}: it was cut off or changed")
+        raise InputError(
+            f"{path} has {total} bytes, and its header describes {end}: it was cut off or changed; use another copy "
+            "of the file"
+        )
     return TensorFile(path, {entry.name: entry for entry in entries}, total, stamp)
 
 

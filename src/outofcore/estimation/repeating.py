@@ -352,7 +352,7 @@ class _BlockRepeater:
             storages.append(replace(old, id=len(storages), name=stack.shift_name(old.name, by)))
 
         def inner(pair: tuple[int, int], copy_number: int) -> int:
-            """Return the storage that copy ``k`` uses where blocks one and two use the pair's storages."""
+            """Return the storage that copy ``copy_number`` uses where blocks one and two use the pair's storages."""
             s, t = pair
             match self._block[s], self._block[t]:
                 case (1, 2):
