@@ -176,7 +176,7 @@ class Checkpoint:
     def _check_counts(self, passed: int, saved: int, kind: str) -> None:
         if passed != saved:
             raise InputError(
-                f"the checkpoint in {self.folder} has {saved} {kind}, and the call passes {passed}; pass the models "
+                f"the checkpoint in {self.folder} has {saved} {kind}, and {passed} in this call; pass the models "
                 "and optimizers that were saved, in the same order"
             )
 

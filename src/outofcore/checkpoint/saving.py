@@ -1,8 +1,4 @@
-"""Save a checkpoint into a folder: numbered data files, and an index that names the current ones.
-
-A save writes and syncs new files, replaces the index by an atomic rename, and then deletes the old files. An
-interrupted save leaves the previous checkpoint intact.
-"""
+"""Save a checkpoint into a folder: new numbered data files, then an atomically replaced index that names them."""
 
 from __future__ import annotations
 

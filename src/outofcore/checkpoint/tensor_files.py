@@ -1,8 +1,4 @@
-"""Read and write safetensors files, streaming tensors in pieces past the page cache.
-
-The format (https://github.com/huggingface/safetensors#format): 8 bytes with the header's length, at most 100 MB of
-JSON, then the tensors without gaps. Tensors are little-endian and in row-major order.
-"""
+"""Read and write safetensors files in pieces, past the page cache (https://github.com/huggingface/safetensors)."""
 
 from __future__ import annotations
 

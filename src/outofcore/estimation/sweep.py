@@ -86,10 +86,7 @@ def _best_point(new: Point, before: Sequence[Point]) -> Point:
 def find_lossless_budget(
     graph: StepGraph, costs: Costs, points: Sequence[Point], policy: PolicyLike = "auto"
 ) -> tuple[int, tuple[Point, ...]]:
-    """Find, with at most three more plans, a small budget with a step at most 1 % slower than in core.
-
-    The last of ``points`` must be in core. Also return all points, sorted by budget.
-    """
+    """Find a small budget with a step at most 1 % slower than in core (the last point); also return all points."""
     ordered = sorted(points, key=lambda p: p.budget)
     limit = (ordered[-1].seconds or 0.0) * LOSSLESS_RATIO
     index = next(i for i, p in enumerate(ordered) if p.seconds is not None and p.seconds <= limit)
@@ -117,8 +114,7 @@ def build_insight(
 ) -> Insight:
     """Compare a planned step with other budgets and faster machines, and find its bottleneck.
 
-    The verdict is on the ``measured`` timeline, if any. ``count`` is the number of other budgets to plan for; 0 also
-    skips the larger budget.
+    The verdict is on ``measured``, if given. ``count`` is the number of other budgets; 0 also skips the larger one.
     """
     smallest, in_core = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)
     current = point_of(graph, costs, budget, planned)
@@ -292,10 +288,7 @@ def estimate_graph(
     parts: tuple[StepGraph, Costs] | None = None,
     tell: ProgressCallback,
 ) -> Estimate:
-    """Plan a step for ``budgets`` and several from smallest to in core; raises ``GraphError`` without ops.
-
-    ``machine`` names the machine of the costs; "": this one. ``parts`` is the step with split ops, for smaller budgets.
-    """
+    """Plan a step for ``budgets`` and several from smallest to in core; raises ``GraphError`` if it has no ops."""
     if not graph.ops:
         raise GraphError("the step has no ops, so it has no costs to estimate; compute with tensors in it")
     smallest, in_core = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)

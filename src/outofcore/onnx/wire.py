@@ -1,7 +1,6 @@
-"""Remove large tensors from a model file, so that protobuf does not copy them into memory.
+"""Replace large tensors of a model file by their positions, so that protobuf does not copy them into memory.
 
-The raw bytes of tensors from ``LARGE_BYTES`` on are replaced by their position in the file. The package ``onnx`` parses
-the remaining small message. Encoding: https://protobuf.dev/programming-guides/encoding/
+The package ``onnx`` parses the rest. Encoding: https://protobuf.dev/programming-guides/encoding/
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class _SlimState:
 
 
 def remove_large_tensors(source: memoryview) -> SlimModel:
-    """Remove the large raw bytes of a model file; raises ``InputError`` if it is incomplete."""
+    """Remove large raw bytes from a model's message; raises ``InputError`` if the file is incomplete."""
     # The key is random, so that no file can contain it.
     walk = _SlimState(source, f"outofcore-{secrets.token_hex(16)}")
     message = _copy_message(walk, "Model", 0, len(source), 0)
@@ -71,6 +70,7 @@ def remove_large_tensors(source: memoryview) -> SlimModel:
 
 
 def _copy_message(walk: _SlimState, kind: str, begin: int, end: int, depth: int) -> bytes:
+    """Return a message of type ``kind`` without large raw bytes, whose ranges are added to ``walk.ranges``."""
     source, inner = walk.source, _TENSOR_PATHS[kind]
     parts: list[bytes | memoryview] = []
     copied = at = begin  # bytes before `copied` are in `parts`
@@ -80,7 +80,7 @@ def _copy_message(walk: _SlimState, kind: str, begin: int, end: int, depth: int)
         body = length = 0
         number, form = tag >> 3, tag & 7
         if number == 0:
-            raise InputError(f"a field without a number at byte {start}")
+            raise InputError(f"the field at byte {start} has no number")
         if form == _WireType.VARINT:
             _, at = _read_varint(source, at, end)
             continue
@@ -90,7 +90,7 @@ def _copy_message(walk: _SlimState, kind: str, begin: int, end: int, depth: int)
             length, at = _read_varint(source, at, end)
             body, at = at, at + length
         else:
-            raise InputError(f"a field of the unknown form {form} at byte {start}")
+            raise InputError(f"the field at byte {start} has the unknown form {form}")
         if at > end:
             raise InputError(f"the field at byte {start} ends after its message; the file was cut off")
         if form != _WireType.MESSAGE or length < LARGE_BYTES:
@@ -119,7 +119,7 @@ def _read_varint(source: memoryview, at: int, end: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, at
         shift += 7
-    raise InputError(f"a number that does not end at byte {at}; the file was cut off")
+    raise InputError(f"a number has no end up to byte {at}; the file was cut off")
 
 
 def _encode_varint(value: int) -> bytes:

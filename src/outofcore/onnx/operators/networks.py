@@ -82,7 +82,7 @@ WINDOW_ATTRIBUTES = ("auto_pad", "pads", "strides", "dilations")
 
 
 class _SlidingWindow:
-    """The windows of a convolution or of pooling; ``pads`` are before and after each dimension."""
+    """The windows of a convolution or pooling; ``pads`` are pairs before and after each dimension."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class _SlidingWindow:
     ) -> None:
         rank = len(kernel)
         if rank not in _CONV or len(sizes) != rank:
-            raise Unsupported(f"windows in {rank} dimensions")
+            raise Unsupported(f"it has windows in {rank} dimensions, and 1 to 3 are supported")
         self.sizes, self.kernel = list(sizes), list(kernel)
         self.strides = _per_dimension("strides", strides, rank, 1)
         self.dilations = _per_dimension("dilations", dilations, rank, 1)
@@ -124,7 +124,7 @@ class _SlidingWindow:
         )
 
     def ceil_pads(self) -> list[tuple[int, int]]:
-        """Return the padding that rounds the number of windows up (``ceil_mode``)."""
+        """Return the additional pads that round the number of windows up (``ceil_mode``)."""
         missing_pads: list[tuple[int, int]] = []
         for i, (before, after) in enumerate(self.pads):
             free = self.sizes[i] + before + after - (self.dilations[i] * (self.kernel[i] - 1) + 1)
@@ -135,6 +135,7 @@ class _SlidingWindow:
         return missing_pads
 
     def window_sums(self, x: Tensor) -> Tensor:
+        """Return the sum of each window of a padded tensor, per channel."""
         ones = x.new_ones(1, 1, *self.kernel)
         flat = x.reshape(-1, 1, *x.shape[2:])
         y = _CONV[len(self.kernel)](flat, ones, None, self.strides, 0, self.dilations)
@@ -213,7 +214,7 @@ def max_pool(
 
 
 def _flat_places(places: Tensor, x: Tensor, padded: list[int], offset: list[int], *, by_column: bool) -> Tensor:
-    """Convert PyTorch's indices, within a padded channel, to indices into the whole tensor."""
+    """Convert PyTorch's indices within a padded channel to ONNX's indices into the whole tensor."""
     sizes = list(x.shape[2:])
     parts: list[Tensor] = []
     for size, before in zip(reversed(padded), reversed(offset), strict=True):

@@ -63,6 +63,7 @@ def dequantize(
 
 
 def _subtract_zero(x: Tensor, zero: Tensor | None, shape: list[int] | None = None, kind: Any = torch.int32) -> Tensor:
+    """Return integers minus their zero point, reshaped to ``shape``, as dtype ``kind``."""
     numbers = x.to(torch.int32)
     if zero is not None:
         zero = zero.to(torch.int32)
@@ -82,6 +83,7 @@ def matmul_integer(a: Tensor, b: Tensor, a_zero: Tensor | None = None, b_zero: T
 def _integer_conv(
     x: Tensor, x_zero: Tensor | None, w: Tensor, w_zero: Tensor | None, b: Tensor | None, **window: Any
 ) -> Tensor:
+    """Convolve integers minus their zero points; the result is float64, which is exact here."""
     # Double precision is exact for sums of products of bytes.
     wide = torch.float64
     shape = [-1, *([1] * (w.dim() - 1))]
@@ -97,6 +99,7 @@ def conv_integer(
 
 
 def _requantize(y: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Divide by a scale, round, add the zero point, and clamp to its dtype."""
     limits = torch.iinfo(zero.dtype)
     scaled = torch.round(y / scale.to(torch.float64)) + zero.to(y.dtype)
     return torch.clamp(scaled, limits.min, limits.max).to(zero.dtype)

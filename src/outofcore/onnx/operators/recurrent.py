@@ -88,8 +88,6 @@ def _lstm(direction: _Direction, x: Tensor, now: _States) -> _States:
 
 @dataclass(frozen=True)
 class _LayerType:
-    """A type of recurrent layer."""
-
     step: Callable[[_Direction, Tensor, _States], _States]
     gates: int  # stacked along the rows of the weights
     activations: tuple[str, ...]  # by default
@@ -142,15 +140,12 @@ def recurrent(
     *states: Tensor | None,
     asked: RecurrentAttributes,
 ) -> tuple[Tensor, ...]:
-    """Run all directions of a layer; ``x`` is (time, batch, inputs), with layout=1 the batch first.
-
-    ``states`` are hidden state, cell state and peepholes, the latter two of an LSTM: (directions, batch, size) or None.
-    """
+    """Run a layer in all directions; ``states`` are hidden state, and of an LSTM cell state and peepholes."""
     cell, count, hidden = _CELLS[asked.op], w.shape[0], r.shape[-1]
     if count != (2 if asked.direction == "bidirectional" else 1):
         raise Unsupported(f"it runs {asked.direction} and has weights for {count} directions")
     if w.shape[1] != cell.gates * hidden:
-        raise Unsupported(f"weights of {w.shape[1]} rows for a state of {hidden}")
+        raise Unsupported(f"its weights have {w.shape[1]} rows, and a state of {hidden} needs {cell.gates * hidden}")
     functions = asked.activations_by_direction(count)
     first, second, peepholes = (*states, None, None, None)[:3]
     begin = [first, second] if asked.op == "LSTM" else [first]
