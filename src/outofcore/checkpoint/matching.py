@@ -109,7 +109,7 @@ def _advice(file_names: Collection[str], model_names: Collection[str]) -> str:
 
 
 def _common_prefix(longer: Iterable[str], shorter: set[str]) -> str:
-    """Return the prefix that most often turns a shorter name into a longer one; "" if none does."""
+    """Return the prefix that most often turns a shorter name into a longer one, or ""."""
     counts: Counter[str] = Counter()
     for name in longer:
         parts = name.split(".")

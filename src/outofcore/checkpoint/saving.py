@@ -96,15 +96,15 @@ def save_checkpoint(
         files, index = _collect_contents(models, optimizers, extra, None, omitted)
         _save(folder, files, index, faces, None)
         return
-    together = ShardGatherer(shards, faces)
+    gatherer = ShardGatherer(shards, faces)
     with shards.finish_together("save the model"):
         files, index = _collect_contents(models, optimizers, extra, shards, omitted)
-    files["training"] += together.gather_generators()
+    files["training"] += gatherer.gather_generators()
     with shards.finish_together("save the model"):
         if shards.rank:
-            together.send([item for named in files.values() for _, item in named])
+            gatherer.send([item for named in files.values() for _, item in named])
         else:
-            _save(folder, files, index, faces, together)
+            _save(folder, files, index, faces, gatherer)
 
 
 def _collect_contents(
@@ -164,25 +164,25 @@ def _save(
     files: Mapping[str, NamedTensors],
     index: Mapping[str, Any],
     faces: Faces | None,
-    together: ShardGatherer | None,
+    gatherer: ShardGatherer | None,
 ) -> None:
-    """Write the data files and then the index; on an error, delete what was written."""
+    """Write the data files and then the index; on an error, delete the new files."""
     with contextlib.ExitStack() as stack:
-        if together is not None:
+        if gatherer is not None:
             stack.enter_context(
-                together.receiving(sum(isinstance(i, ShardRange) for named in files.values() for _, i in named))
+                gatherer.receiving(sum(isinstance(i, ShardRange) for named in files.values() for _, i in named))
             )
-        ending = stack.enter_context(lock_folder(folder))
+        suffix = stack.enter_context(lock_folder(folder))
         # Free the disk space of files that an interrupted save left.
         delete_unused_files(folder, indexed_files(folder))
         written: dict[str, dict[str, int]] = {}
         buffer = allocate_buffer()
         try:
             for stem, tensors in files.items():
-                name = f"{stem}{ending}"
+                name = f"{stem}{suffix}"
                 written[name] = {}
-                written[name] = _write_file(folder / name, tensors, faces, buffer, together)
-            names = {stem: f"{stem}{ending}" for stem in files}
+                written[name] = _write_file(folder / name, tensors, faces, buffer, gatherer)
+            names = {stem: f"{stem}{suffix}" for stem in files}
             commit_index(folder, {**index, "names": names, "files": written}, set(written))
         except Exception:
             delete_unused_files(folder, indexed_files(folder))
@@ -221,7 +221,7 @@ class ShardGatherer:
 
     @contextlib.contextmanager
     def receiving(self, count: int) -> Iterator[None]:
-        """Expect ``count`` sharded tensors in this context; if it ends early, tell the other processes to stop."""
+        """Expect ``count`` sharded tensors in this context; if it ends early, stop the other processes."""
         self._remaining = count
         try:
             yield
@@ -295,7 +295,7 @@ def _optimizer_tensors(
 
 
 def _write_file(
-    path: Path, tensors: NamedTensors, faces: Faces | None, buffer: memoryview, together: ShardGatherer | None
+    path: Path, tensors: NamedTensors, faces: Faces | None, buffer: memoryview, gatherer: ShardGatherer | None
 ) -> dict[str, int]:
     """Write a safetensors file, and return its size and checksum."""
     with OutFile(path) as out:
@@ -303,8 +303,8 @@ def _write_file(
         for _, item in tensors:
             if not isinstance(item, ShardRange):
                 append_tensor(item, out, faces, buffer)
-            elif together is not None:
-                together.pour(item, out, buffer)
+            elif gatherer is not None:
+                gatherer.pour(item, out, buffer)
         out.finish()
         return {"bytes": out.bytes, "crc32": out.crc32}
 

@@ -331,7 +331,7 @@ def fill_range(
     buffer: memoryview,
     crc32: int = 0,
 ) -> int:
-    """Fill a flat tensor with an entry's elements from ``start`` on; otherwise like ``fill``, which reads all of it."""
+    """Fill a flat tensor with an entry's elements from ``start`` on; otherwise like ``fill``."""
     itemsize = entry.dtype.itemsize
     step = len(buffer) // itemsize
     count = (entry.end - entry.begin) // itemsize

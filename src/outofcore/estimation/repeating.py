@@ -300,7 +300,7 @@ class _BlockRepeater:
         return labels
 
     def _check_storages(self) -> None:
-        """Raise ``_MismatchError`` unless the middle blocks have equal storages and the step returns none of them."""
+        """Raise ``_MismatchError`` unless the middle blocks have equal storages and no output is among them."""
         roles: list[dict[object, tuple[int, StorageKind]]] = [{}, {}]
         self._storage_by_role: dict[tuple[int, object], int] = {}
         for s, block in self._block.items():
@@ -330,14 +330,14 @@ class _BlockRepeater:
             pairs[field] = list(zip(first_refs, second_refs, strict=True))
         return pairs
 
-    def _refer_differently(self, s: int, t: int) -> bool:
-        """Return whether two storages do not correspond that matching ops of both blocks use."""
-        blocks = self._block[s], self._block[t]
-        if s == t:
+    def _refer_differently(self, first_storage: int, second_storage: int) -> bool:
+        """Return whether the storages have different roles for matching ops of blocks one and two."""
+        blocks = self._block[first_storage], self._block[second_storage]
+        if first_storage == second_storage:
             return blocks[0] in (_ONE, _TWO)
         if blocks in ((_FIRST, _ONE), (_TWO, _LAST)):
-            return self._graph.storages[s].bytes != self._graph.storages[t].bytes
-        return blocks != (_ONE, _TWO) or self._role[s] != self._role[t]
+            return self._graph.storages[first_storage].bytes != self._graph.storages[second_storage].bytes
+        return blocks != (_ONE, _TWO) or self._role[first_storage] != self._role[second_storage]
 
     def repeat(self, count: int) -> CostedStep:
         """Return the step with ``count`` blocks, at least one, instead of the two in the middle."""
@@ -365,7 +365,7 @@ class _BlockRepeater:
                     return new[s, None]
 
         def outer(refs: tuple[int, ...], op_block: int | None) -> tuple[int, ...]:
-            """Return the storages of an op that is not repeated; ``op_block`` is its block, None if it has none."""
+            """Return the storages of an op that is not repeated; ``op_block`` is its block, or None."""
             blocks = [self._block[s] for s in refs]
             if not {_ONE, _TWO} & set(blocks):
                 return tuple(new[s, None] for s in refs)

@@ -66,7 +66,7 @@ def plan_curve(
     policy: PolicyLike = "auto",
     tell: PlanProgress | None = None,
 ) -> tuple[Point, ...]:
-    """Return the predicted step time for each budget, which never rises with the budget."""
+    """Return a prediction for each budget, in rising order; the step time never rises with the budget."""
     ordered = sorted(set(budgets))
     points: list[Point] = []
     for number, budget in enumerate(ordered, 1):

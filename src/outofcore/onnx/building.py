@@ -102,7 +102,7 @@ class Builder:
             self._values[declared.name] = _Value(node)
 
     def build(self, graph: Graph, prefix: str, hosts: int = 0) -> list[fx.Node]:
-        """Build the graph (first inputs: ``hosts`` host values); return the outer nodes to pass after the inputs."""
+        """Build the graph, whose first ``hosts`` inputs are host values, and return the outer nodes that it needs."""
         for declared in graph.inputs[:hosts]:
             value = self._values[declared.name]
             self._values[declared.name] = None if value is None else replace(value, is_host=True)
@@ -114,7 +114,7 @@ class Builder:
         return list(self._imports)
 
     def _nodes(self, graph: Graph, prefix: str) -> list[_Value | None]:
-        """Add a graph's weights and nodes to the values by name, and return the values of its outputs."""
+        """Build a graph's weights and nodes, record their values by name, and return those of its outputs."""
         uses = defaultdict[str, _Use](lambda: _Use.NONE)
         _record_uses(graph, uses)
         for name, stored in graph.tensors.items():
@@ -131,7 +131,7 @@ class Builder:
         return [self._find(item.name) for item in graph.outputs]
 
     def _inline(self, graph: Graph, prefix: str, values: MutableMapping[str, _Value | None]) -> list[_Value | None]:
-        """Build the nodes of another graph in place, with ``values`` by name, and return its outputs."""
+        """Build another graph's nodes into this graph, with its inputs in ``values``, and return its outputs."""
         before, self._values = self._values, values
         try:
             return self._nodes(graph, prefix)
@@ -193,7 +193,7 @@ class Builder:
         return node
 
     def _constant(self, name: str, stored: StoredTensor, use: _Use) -> _Value | None:
-        """Return a stored tensor as a constant if small or only read as numbers, otherwise as a weight."""
+        """Return a stored tensor as a constant if it is small or only read as numbers, otherwise as a weight."""
         looked_at = _Use.READ in use and _Use.COMPUTED not in use
         if is_mapped(stored) and not (self._has_contents or looked_at):
             tensor = torch.empty(stored.shape, dtype=DTYPES[stored.code], device="meta")
@@ -278,7 +278,7 @@ class Builder:
     def _fold_constants(
         self, node: Node, operator: Operator, inputs: Sequence[_Value | None], keywords: Mapping[str, Any]
     ) -> list[_Value] | None:
-        """Compute small results of constants and known shapes; None if the node must run with the model."""
+        """Compute a node's outputs now if its inputs are known and they are small; otherwise return None."""
         tensors = [None if value is None else value.tensor if operator.by_shape else value.constant for value in inputs]
         if not operator.pure or any(value is not None and x is None for value, x in zip(inputs, tensors, strict=True)):
             return None
@@ -300,7 +300,7 @@ class Builder:
     def _call_operator(
         self, node: Node, operator: Operator, inputs: Sequence[_Value | None], keywords: Mapping[str, Any]
     ) -> list[_Value | None]:
-        """Add a call of an operator with its inputs where it needs them, and return its outputs."""
+        """Add the call of an operator, each input on the device that it needs, and return its outputs."""
         values = [value for value in inputs if value is not None and value.node is not None]
         on_host = operator.pure and operator.size is None and bool(values) and all(value.is_host for value in values)
         arguments: list[Any] = []
@@ -333,7 +333,7 @@ class Builder:
     def _call_control(
         self, node: Node, operator: Operator, values_in: Sequence[_Value | None], prefix: str
     ) -> list[_Value | None]:
-        """Build the graphs inside a node as modules, call them by a module, and return its outputs."""
+        """Make modules of the graphs inside a node, call them through one module, and return the node's outputs."""
         graphs = {name: x for name, x in node.attributes.items() if isinstance(x, Graph)}
         modules = {name: fx.GraphModule(nn.Module(), fx.Graph()) for name in graphs}
         outer: dict[str, Any] = {}

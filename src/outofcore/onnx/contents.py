@@ -206,8 +206,8 @@ def _normalize_domain(name: str) -> str:
 # ---- graphs ---------------------------------------------------------------------------------------------------------
 
 
-def _read_graph(reading: _Reader, proto: Any, around: frozenset[str], depth: int) -> Graph:
-    """Read and check a graph; ``around`` are the values of outer graphs that it may use."""
+def _read_graph(reading: _Reader, proto: Any, outer_values: frozenset[str], depth: int) -> Graph:
+    """Read and check a graph; ``outer_values`` are the values of outer graphs that it may use."""
     if depth > MAX_DEPTH:
         raise InputError(f"graphs are nested more than {MAX_DEPTH} deep; simplify the model")
     tensors: dict[str, StoredTensor] = {}
@@ -221,13 +221,13 @@ def _read_graph(reading: _Reader, proto: Any, around: frozenset[str], depth: int
     outputs = tuple(_read_declared(item) for item in proto.output)
     inputs_and_weights = frozenset(inputs) | frozenset(tensors)
     raw = list(proto.node)
-    nodes = _read_nodes(reading, raw, inputs_and_weights, around, depth)
+    nodes = _read_nodes(reading, raw, inputs_and_weights, outer_values, depth)
     produced = {name for node in nodes for name in node.outputs if name}
     ends = _first_duplicate([item.name for item in outputs])
     if ends is not None:
         raise InputError(f"two outputs of the graph are called {ends!r}; export the model again")
     for item in outputs:
-        if item.name not in produced and item.name not in inputs_and_weights and item.name not in around:
+        if item.name not in produced and item.name not in inputs_and_weights and item.name not in outer_values:
             raise InputError(
                 f"no node produces the output {item.name!r} of the graph {proto.name!r}; export the model again"
             )
@@ -263,26 +263,26 @@ def _first_duplicate(names: Sequence[str]) -> str | None:
 
 
 def _read_nodes(
-    reading: _Reader, raw: Sequence[Any], inputs_and_weights: frozenset[str], around: frozenset[str], depth: int
+    reading: _Reader, raw: Sequence[Any], inputs_and_weights: frozenset[str], outer_values: frozenset[str], depth: int
 ) -> tuple[Node, ...]:
-    """Read the nodes of a graph in topological order; ``around`` are the values of outer graphs."""
-    makers: dict[str, int] = {}
+    """Read the nodes of a graph in topological order; ``outer_values`` are the values of outer graphs."""
+    producers: dict[str, int] = {}
     for place, proto in enumerate(raw):
         _check_text(proto.name, proto.op_type, proto.domain, proto.overload, *proto.input, *proto.output)
         for name in proto.output:
             if not name:
                 continue
-            if name in makers or name in inputs_and_weights:
+            if name in producers or name in inputs_and_weights:
                 raise InputError(
                     f"the value {name!r} is made twice, the second time by {_title(proto)}; export the model again"
                 )
-            makers[name] = place
-    waits = [
-        {makers[name] for name in _outer_names(proto, reading, depth) if name in makers}
+            producers[name] = place
+    predecessors = [
+        {producers[name] for name in _outer_names(proto, reading, depth) if name in producers}
         for place, proto in enumerate(raw)
     ]
-    order = _topological_order(raw, waits)
-    available = around | inputs_and_weights
+    order = _topological_order(raw, predecessors)
+    available = outer_values | inputs_and_weights
     visible = set(available)
     nodes: list[Node] = []
     for place in order:
@@ -317,13 +317,13 @@ def _outer_names(proto: Any, reading: _Reader, depth: int) -> set[str]:
     return names
 
 
-def _topological_order(raw: Sequence[Any], waits: Sequence[set[int]]) -> list[int]:
-    """Return the file's order if it is topological, as the standard demands, otherwise a topological one."""
-    if all(predecessor < place for place, predecessors in enumerate(waits) for predecessor in predecessors):
+def _topological_order(raw: Sequence[Any], needed: Sequence[set[int]]) -> list[int]:
+    """Return the file's order if it is topological, else a topological one; raises ``InputError`` for a cycle."""
+    if all(predecessor < place for place, predecessors in enumerate(needed) for predecessor in predecessors):
         return list(range(len(raw)))
-    remaining = [set(predecessors) for predecessors in waits]
+    remaining = [set(predecessors) for predecessors in needed]
     users: dict[int, list[int]] = {}
-    for place, predecessors in enumerate(waits):
+    for place, predecessors in enumerate(needed):
         for predecessor in predecessors:
             users.setdefault(predecessor, []).append(place)
     ready = [place for place in reversed(range(len(raw))) if not remaining[place]]
@@ -350,7 +350,7 @@ def _title(proto: Any) -> str:
 
 
 def _read_node(reading: _Reader, proto: Any, visible: frozenset[str], depth: int) -> Node:
-    """Read a node; inline its function if it is the model's, or one of ONNX for an unsupported operator."""
+    """Read a node; a model's function, or ONNX's for an operator that is not supported, becomes its ``body``."""
     reading.nodes[0] += 1
     if reading.nodes[0] > _MAX_NODES:
         raise InputError(f"the model has more than {_MAX_NODES:,} nodes with its functions inlined; simplify it")
@@ -581,7 +581,7 @@ def _has_type(type_name: str, value: Any) -> bool:
 
 
 def _read_tensor(reading: _Reader, proto: Any) -> StoredTensor:
-    """Read a tensor's description and the bytes, or the place of large or external ones."""
+    """Read a tensor: its description, and its bytes or, if large or external, their place in a file."""
     _check_text(proto.name)
     shape, code = tuple(proto.dims), proto.data_type
     title = f"the tensor {proto.name!r}" if proto.name else "a tensor of an attribute"

@@ -122,7 +122,7 @@ def _check_input(declared: DeclaredValue, value: Any) -> None:
         if not fits:
             shape = ", ".join(str(dim.name or "?") if dim.size is None else str(dim.size) for dim in declared.shape)
             raise InputError(
-                f"the input {declared.name!r} must have the shape [{shape}], and has {list(value.shape)}; pass such a tensor"
+                f"the input {declared.name!r} must have the shape [{shape}], and has {list(value.shape)}; reshape it"
             )
 
 

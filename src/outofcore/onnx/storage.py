@@ -50,7 +50,8 @@ class Files:
         """Return a stored tensor, mapped if large; raises ``InputError`` for text and unreadable files."""
         if stored.code == STRING:
             raise InputError(
-                f"the tensor {stored.name!r} contains text, which PyTorch tensors do not support; remove it before the export"
+                f"the tensor {stored.name!r} contains text, which PyTorch tensors do not support; "
+                "remove it before the export"
             )
         dtype, data = DTYPES[stored.code], stored.data
         if isinstance(data, FileRange):

@@ -64,14 +64,14 @@ class _SlimState:
 def remove_large_tensors(source: memoryview) -> SlimModel:
     """Remove large raw bytes from a model's message; raises ``InputError`` if the file is incomplete."""
     # The key is random, so that no file can contain it.
-    walk = _SlimState(source, f"outofcore-{secrets.token_hex(16)}")
-    message = _copy_message(walk, "Model", 0, len(source), 0)
-    return SlimModel(message, walk.ranges, walk.key)
+    state = _SlimState(source, f"outofcore-{secrets.token_hex(16)}")
+    message = _copy_message(state, "Model", 0, len(source), 0)
+    return SlimModel(message, state.ranges, state.key)
 
 
-def _copy_message(walk: _SlimState, kind: str, begin: int, end: int, depth: int) -> bytes:
-    """Return a message of type ``kind`` without large raw bytes, whose ranges are added to ``walk.ranges``."""
-    source, inner = walk.source, _TENSOR_PATHS[kind]
+def _copy_message(state: _SlimState, kind: str, begin: int, end: int, depth: int) -> bytes:
+    """Return a message of type ``kind`` without large raw bytes, whose ranges are added to ``state.ranges``."""
+    source, inner = state.source, _TENSOR_PATHS[kind]
     parts: list[bytes | memoryview] = []
     copied = at = begin  # bytes before `copied` are in `parts`
     while at < end:
@@ -97,12 +97,12 @@ def _copy_message(walk: _SlimState, kind: str, begin: int, end: int, depth: int)
             continue
         replaced = None
         if kind == "Tensor" and number == _TensorField.RAW_DATA:
-            entry = _encode_field(1, walk.key.encode()) + _encode_field(2, str(len(walk.ranges)).encode())
+            entry = _encode_field(1, state.key.encode()) + _encode_field(2, str(len(state.ranges)).encode())
             place = _encode_varint(_TensorField.DATA_LOCATION << 3 | _WireType.VARINT) + _encode_varint(1)  # EXTERNAL
             replaced = _encode_field(_TensorField.EXTERNAL_DATA, entry) + place
-            walk.ranges.append((body, length))
+            state.ranges.append((body, length))
         elif number in inner and depth < MAX_DEPTH:
-            replaced = _encode_field(number, _copy_message(walk, inner[number], body, at, depth + 1))
+            replaced = _encode_field(number, _copy_message(state, inner[number], body, at, depth + 1))
         if replaced is not None:
             parts += [source[copied:start], replaced]
             copied = at

@@ -32,7 +32,8 @@ class GPTShape:
     def __post_init__(self) -> None:
         if self.width % self.heads:
             raise InputError(
-                f"gpt: {self.heads} heads do not divide a width of {self.width}; use a width that is a multiple of {self.heads}"
+                f"gpt: {self.heads} heads do not divide a width of {self.width}; "
+                f"use a width that is a multiple of {self.heads}"
             )
 
     @property

@@ -148,24 +148,24 @@ def recurrent(
         raise Unsupported(f"its weights have {w.shape[1]} rows, and a state of {hidden} needs {cell.gates * hidden}")
     functions = asked.activations_by_direction(count)
     first, second, peepholes = (*states, None, None, None)[:3]
-    begin = [first, second] if asked.op == "LSTM" else [first]
+    start_states = [first, second] if asked.op == "LSTM" else [first]
     if asked.layout:
         x = x.transpose(0, 1)
-        begin = [None if state is None else state.transpose(0, 1) for state in begin]
+        start_states = [None if state is None else state.transpose(0, 1) for state in start_states]
     outputs: list[Tensor] = []
-    ends: list[_States] = []
+    final_states: list[_States] = []
     for place in range(count):
         bias, of_state = (None, None) if b is None else b[place].reshape(2, -1)
         peeps = None if peepholes is None else peepholes[place]
         is_variant = bool(asked.input_forget or asked.linear_before_reset)
         direction = _Direction(r[place], of_state, peeps, functions[place], asked.clip, is_variant)
-        now = tuple(x.new_zeros(x.shape[1], hidden) if state is None else state[place] for state in begin)
+        now = tuple(x.new_zeros(x.shape[1], hidden) if state is None else state[place] for state in start_states)
         backwards = asked.direction == "reverse" or place == 1
         y, end = direction.run(cell, F.linear(x, w[place], bias), now, lengths, backwards=backwards)
         outputs.append(y)
-        ends.append(end)
+        final_states.append(end)
     y = torch.stack(outputs, 1)
-    last = [torch.stack(list(parts)) for parts in zip(*ends, strict=True)]
+    last = [torch.stack(list(parts)) for parts in zip(*final_states, strict=True)]
     if asked.layout:
         return y.permute(2, 0, 1, 3), *(state.transpose(0, 1) for state in last)
     return y, *last
