@@ -181,7 +181,7 @@ class Checkpoint:
             )
 
     def _model_targets(self, number: int, model: SavedModel, tensors: Targets) -> Targets:
-        """Return a model's tensors to fill by their names in the file; raises ``InputError`` unless all names match."""
+        """Return a model's tensors to fill, by name in the file, without omitted ones; refuse other models."""
         saved_names = self._files[model.stem].entries.keys() | model.omitted.keys()
         targets: Targets = {}
         for name, tensor in tensors.items():
