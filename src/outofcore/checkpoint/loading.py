@@ -208,7 +208,7 @@ class Checkpoint:
         return {name: self._target(tensor) for name, tensor in targets.items() if name not in model.omitted}
 
     def _check_omitted(self, description: str, parameter: torch.Tensor, saved: OmittedParameter) -> None:
-        """Raise ``InputError`` unless a parameter has the omitted one's shape and dtype, is frozen, and has data."""
+        """Raise ``InputError`` unless a parameter has the saved shape and dtype, is frozen, and has data."""
         current = OmittedParameter.of(parameter)
         if current != saved:
             raise InputError(

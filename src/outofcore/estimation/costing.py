@@ -187,7 +187,7 @@ def _largest_step(steps: list[StepVariants]) -> StepVariants:
 
 
 def _add_collective_costs(captured: Captured, costs: Costs, sharing: AssumedSharding | None) -> Costs:
-    """Replace the costs of collectives by those of the assumed group; without ``sharing``, change none."""
+    """Give collectives the costs of the assumed group; return ``costs`` unchanged without ``sharing``."""
     if sharing is None:
         return costs
     ops = [

@@ -242,7 +242,7 @@ class _CostedOp:
 def _build_step(
     storages: tuple[Storage, ...], parts: Sequence[_CostedOp], outputs: tuple[int, ...], costs: Costs
 ) -> CostedStep:
-    """Build a step of these ops, numbered in this order; ``costs`` are those of the step before."""
+    """Build a step of these ops, numbered in this order; ``costs`` belong to the step before the change."""
     ops = tuple(part.op if part.op.id == at else replace(part.op, id=at) for at, part in enumerate(parts))
     return CostedStep(
         StepGraph(storages, ops, outputs),

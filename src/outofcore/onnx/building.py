@@ -102,7 +102,7 @@ class Builder:
             self._values[declared.name] = _Value(node)
 
     def build(self, graph: Graph, prefix: str, hosts: int = 0) -> list[fx.Node]:
-        """Build the graph, whose first ``hosts`` inputs are host values, and return the outer nodes that it needs."""
+        """Build the graph and return the outer nodes that it needs; its first ``hosts`` inputs are host values."""
         for declared in graph.inputs[:hosts]:
             value = self._values[declared.name]
             self._values[declared.name] = None if value is None else replace(value, is_host=True)
@@ -114,7 +114,7 @@ class Builder:
         return list(self._imports)
 
     def _nodes(self, graph: Graph, prefix: str) -> list[_Value | None]:
-        """Build a graph's weights and nodes, record their values by name, and return those of its outputs."""
+        """Build a graph's weights and nodes, record their values by name, and return the output values."""
         uses = defaultdict[str, _Use](lambda: _Use.NONE)
         _record_uses(graph, uses)
         for name, stored in graph.tensors.items():
@@ -165,7 +165,7 @@ class Builder:
     # ---- values -----------------------------------------------------------------------------------------------------
 
     def _find(self, name: str) -> _Value | None:
-        """Return the value of a name here or in an outer graph; raises ``InputError`` if there is none."""
+        """Return the value of a name here or in an outer graph; raises ``InputError`` for an unknown name."""
         if name in self._values:
             return self._values[name]
         if self._outer is None:
@@ -173,7 +173,7 @@ class Builder:
         return self._import(self._outer._find(name))
 
     def _import(self, value: _Value | None) -> _Value | None:
-        """Return an outer graph's value as an input of this graph; constants stay as they are."""
+        """Return an outer graph's value as an input of this graph; return a constant unchanged."""
         if value is None or value.node is None:
             return value
         if value.node not in self._imports:

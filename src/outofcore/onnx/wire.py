@@ -70,7 +70,7 @@ def remove_large_tensors(source: memoryview) -> SlimModel:
 
 
 def _copy_message(state: _SlimState, kind: str, begin: int, end: int, depth: int) -> bytes:
-    """Return a message of type ``kind`` without large raw bytes, whose ranges are added to ``state.ranges``."""
+    """Return a message of type ``kind`` without large raw bytes, and add their ranges to ``state.ranges``."""
     source, inner = state.source, _TENSOR_PATHS[kind]
     parts: list[bytes | memoryview] = []
     copied = at = begin  # bytes before `copied` are in `parts`

@@ -157,7 +157,7 @@ def _draw_gratings(batch: int, size: int, generator: torch.Generator) -> tuple[T
 
 
 def volume_batches(batch: int, size: int, classes: int, seed: int) -> Batches:
-    """Yield noisy volumes (batch, 3, size, size, size) of ellipsoids, and each voxel's class as int64 (0: none)."""
+    """Yield noisy volumes (batch, 3, size, size, size) of ellipsoids, and each voxel's class as int64 (0: outside)."""
     generator = torch.Generator().manual_seed(seed)
     brightness = torch.randn(classes, 3, generator=generator)
     ticks = torch.linspace(-1, 1, size)
