@@ -82,7 +82,7 @@ class SavedGenerators(Struct):
 
 
 class Index(Struct):
-    """The index of a checkpoint: plain data, and the current data files."""
+    """The JSON index of a checkpoint: all data except tensors, and the names of the files with the tensors."""
 
     format: str
     models: list[SavedModel]
@@ -101,7 +101,7 @@ class Index(Struct):
 
 @dataclass(frozen=True)
 class ModelContents:
-    """The tensors of a model by their first names, each once even if modules share it."""
+    """The tensors of a model; a tensor with several names appears once, under the first of them."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])  # in its state dict
     non_persistent: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])  # non-persistent buffers
@@ -109,14 +109,14 @@ class ModelContents:
 
 
 def collect_contents(model: nn.Module) -> ModelContents:
-    """Collect the tensors of a model; raises ``StateError`` if a module has other state."""
+    """Collect the tensors of a model; raises ``StateError`` if a module defines ``get_extra_state``."""
     contents = ModelContents()
     first_names: dict[Any, str] = {}
     for path, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise StateError(
                 f"the module {path or 'itself'} has extra state (get_extra_state), which a checkpoint cannot store; "
-                "save it by yourself, or with extra="
+                "save that state in a file of its own, or with extra="
             )
     for name, tensor, persistent in _named_tensors(model):
         window = (storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -130,6 +130,7 @@ def collect_contents(model: nn.Module) -> ModelContents:
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Yield each name, its tensor, and whether state dicts include it; a shared tensor comes once per name."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield name, parameter, True
     for path, module in model.named_modules(remove_duplicate=False):
@@ -142,11 +143,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]
 def unchanged_parameter_ids(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], written: Collection[torch.Tensor]
 ) -> set[int]:
-    """Return the ids of frozen parameters that training does not change.
-
-    A parameter is changed if it has a gradient or optimizer state, is among the ``written`` tensors, or shares memory
-    with a buffer or a changed parameter.
-    """
+    """Return the ids of frozen parameters that training cannot change: no gradient, no state, no shared memory."""
     frozen: dict[int, int] = {}
     stateful = {id(parameter) for optimizer in optimizers for parameter, state in optimizer.state.items() if state}
     changing = {storage_key(tensor) for tensor in (*written, *(b for model in models for b in model.buffers()))}
@@ -170,7 +167,7 @@ def model_parameter_ids(models: Sequence[nn.Module]) -> set[int]:
 
 
 def plain_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return each group's settings except tensors, for JSON; raises ``StateError`` for other objects."""
+    """Return the size and non-tensor settings of each group; raises ``StateError`` if JSON cannot hold one."""
     groups: list[dict[str, Any]] = []
     for index, group in enumerate(optimizer.param_groups):
         settings = {n: v for n, v in group.items() if n != "params" and not isinstance(v, torch.Tensor)}
@@ -181,7 +178,7 @@ def plain_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def plain_state(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """Return the state except tensors, by parameter number; raises ``StateError`` for other objects."""
+    """Return the non-tensor state by parameter number; raises ``StateError`` for state that cannot be saved."""
     parameters = parameters_of(optimizer)
     parameter_ids = {id(parameter) for parameter in parameters}
     for key in optimizer.state:
@@ -206,7 +203,9 @@ def check_plain(value: Any, description: str) -> None:
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise StateError(f"{description} has the key {key!r}, and a checkpoint can only store string keys")
+                raise StateError(
+                    f"{description} has the key {key!r}, and a checkpoint can only store string keys: use str(key)"
+                )
             check_plain(item, description)
     elif isinstance(value, list | tuple):
         for item in value:
@@ -227,7 +226,7 @@ def generator_tensors() -> list[tuple[str, torch.Tensor]]:
 
 
 def restore_generators(tensors: dict[str, torch.Tensor]) -> None:
-    """Set PyTorch's generators; skip missing CUDA devices."""
+    """Set PyTorch's default generators to the saved states; ignore states of absent CUDA devices."""
     if CPU_GENERATOR in tensors:
         torch.set_rng_state(tensors[CPU_GENERATOR])
     for name, state in tensors.items():
@@ -236,6 +235,7 @@ def restore_generators(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def plain_generators() -> dict[str, Any]:
+    """Return the states of ``random`` and ``numpy.random`` as plain data."""
     version, numbers, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=False)
     return {
@@ -251,11 +251,14 @@ def plain_generators() -> dict[str, Any]:
 
 
 def restore_plain_generators(saved: SavedGenerators, file: Path) -> None:
-    """Set ``random`` and ``numpy.random``; raises ``InputError`` for states of incompatible versions."""
+    """Set ``random`` and ``numpy.random``; raises ``InputError`` if this version cannot take the saved states."""
     python, numpy = saved.python, saved.numpy
     key = np.array(numpy.key, dtype=np.uint32)
     try:
         random.setstate((python.version, tuple(python.state), python.gauss))
         np.random.set_state((numpy.kind, key, numpy.position, numpy.has_gauss, numpy.gauss))
     except (ValueError, TypeError) as error:
-        raise InputError(f"{file}: the states of the random generators cannot be restored ({error})") from error
+        raise InputError(
+            f"{file}: the states of the random generators cannot be restored ({error}); use the versions of Python and "
+            "NumPy that saved them"
+        ) from error

@@ -40,7 +40,7 @@ Targets = dict[str, torch.Tensor]
 
 
 class Checkpoint:
-    """A checkpoint in a folder; raises ``InputError`` if it is missing or damaged."""
+    """A checkpoint in a folder, to be loaded; the constructor raises ``InputError`` if it is missing or damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -49,7 +49,10 @@ class Checkpoint:
         for stem, name in self._index.names.items():
             file = read_header(folder / name)
             if file.bytes != self._index.files[name].bytes:
-                raise InputError(f"{file.path} is not the file that was saved: it has {file.bytes} bytes")
+                raise InputError(
+                    f"{file.path} is not the file that was saved: it has {file.bytes} bytes, and "
+                    f"{self._index.files[name].bytes} were saved; use another copy of the checkpoint"
+                )
             self._files[stem] = file
         self._shards: Shards | None = None
         self._ranges: dict[int, Shard] = {}  # by the id of a tensor that is filled with a range of a sharded tensor
@@ -125,7 +128,7 @@ class Checkpoint:
         _log.info("loaded %s from %s", format_bytes(sum(file.bytes for file in self._files.values())), self.folder)
 
     def targets_by_file(self, models: Sequence[nn.Module]) -> list[tuple[str, Targets]]:
-        """Return the stem of each model's file, and the tensors to fill by their names in the file."""
+        """Return each model's file stem and tensors to fill, by name; raises ``InputError`` on mismatches."""
         saved = self._index.models
         self._check_counts(len(models), len(saved), "models")
         return [
@@ -142,12 +145,12 @@ class Checkpoint:
         return parameter if shard is None else self._record_range(shard, shard.own_range)
 
     def _record_range(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
-        """Record that a tensor is filled with a range of a sharded tensor."""
+        """Record that a tensor holds only this process's range of a sharded tensor, and return it."""
         self._ranges[id(tensor)] = shard
         return tensor
 
     def _accepts_entry(self, parameter: torch.Tensor, tensor: Any, entry: Entry) -> bool:
-        """Return whether an existing tensor fits a file's entry for a parameter; record its range, if any."""
+        """Return whether an entry can fill a parameter's existing state; if that is sharded, record its range."""
         shard = self._shard_of(parameter)
         if not isinstance(tensor, torch.Tensor):
             return False
@@ -159,6 +162,7 @@ class Checkpoint:
         return False
 
     def _allocate(self, parameter: torch.Tensor, entry: Entry, faces: Faces | None) -> torch.Tensor:
+        """Allocate a tensor for an entry, at home if large; if it is sharded, only this process's range."""
         shard = self._shard_of(parameter)
         if shard is None or entry.shape != shard.shape:
             return _allocate_tensor(parameter, entry, faces)
@@ -171,19 +175,26 @@ class Checkpoint:
 
     def _check_counts(self, passed: int, saved: int, kind: str) -> None:
         if passed != saved:
-            raise InputError(f"the checkpoint in {self.folder} has {saved} {kind}, and {passed} were passed")
+            raise InputError(
+                f"the checkpoint in {self.folder} has {saved} {kind}, and {passed} in this call; pass the models "
+                "and optimizers that were saved, in the same order"
+            )
 
     def _model_targets(self, number: int, model: SavedModel, tensors: Targets) -> Targets:
-        """Return the tensors of a model by their names in the file; a tied tensor may have another name there."""
+        """Return a model's tensors to fill, by name in the file, without omitted ones; refuse other models."""
         saved_names = self._files[model.stem].entries.keys() | model.omitted.keys()
         targets: Targets = {}
         for name, tensor in tensors.items():
             saved = name if name in saved_names else model.aliases.get(name)
             if saved is None:
-                raise InputError(f"the checkpoint in {self.folder} has no {name}, which model {number} has")
+                raise InputError(
+                    f"the checkpoint in {self.folder} has no {name}, which model {number} has; pass the model that was "
+                    "saved"
+                )
             if saved in targets:
                 raise InputError(
-                    f"{name} and {saved} were one tensor when {self.folder} was saved, and are two tensors now"
+                    f"{name} and {saved} were one tensor when {self.folder} was saved, and are two tensors now; "
+                    "tie them before loading"
                 )
             targets[saved] = tensor
             if saved in model.omitted:
@@ -197,7 +208,7 @@ class Checkpoint:
         return {name: self._target(tensor) for name, tensor in targets.items() if name not in model.omitted}
 
     def _check_omitted(self, description: str, parameter: torch.Tensor, saved: OmittedParameter) -> None:
-        """Raise ``InputError`` if a parameter cannot be the omitted one."""
+        """Raise ``InputError`` unless a parameter has the saved shape and dtype, is frozen, and has data."""
         current = OmittedParameter.of(parameter)
         if current != saved:
             raise InputError(
@@ -226,12 +237,15 @@ class Checkpoint:
             )
 
     def _optimizer_targets(self, number: int, optimizer: Optimizer, model_ids: set[int]) -> Targets:
+        """Return an optimizer's existing tensors that the file can fill: settings, state, parameters of no model."""
         entries = self._files["training"].entries
         targets: Targets = {}
-        for place, parameter in enumerate(parameters_of(optimizer)):
-            state: dict[str, Any] = {f"state.{place}.{n}": v for n, v in optimizer.state.get(parameter, {}).items()}
+        for index_in_optimizer, parameter in enumerate(parameters_of(optimizer)):
+            state: dict[str, Any] = {
+                f"state.{index_in_optimizer}.{n}": v for n, v in optimizer.state.get(parameter, {}).items()
+            }
             if id(parameter) not in model_ids:
-                entry = entries.get(f"optimizer.{number}.parameter.{place}")
+                entry = entries.get(f"optimizer.{number}.parameter.{index_in_optimizer}")
                 if entry is not None and tuple(parameter.shape) == entry.shape and parameter.dtype == entry.dtype:
                     targets[entry.name] = self._target(parameter)
             for name, tensor in state.items():
@@ -252,11 +266,15 @@ class Checkpoint:
             shape = tuple(tensor.shape) if shard is None else shard.shape
             check_fits(name, tensor, shape, entry, self.folder)
             if tensor.device.type != "cpu":
-                raise InputError(f"{name} is on {tensor.device}; a checkpoint is loaded into models on the CPU")
+                raise InputError(
+                    f"{name} is on {tensor.device}; a checkpoint is loaded into models on the CPU: "
+                    'move the model there with .to("cpu")'
+                )
 
     def _allocate_missing(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], faces: Faces | None
     ) -> Targets:
+        """Return new tensors for optimizer state that is missing or does not fit, and tensors for all gradients."""
         entries = self._files["training"].entries
         allocated: Targets = {}
         for number, optimizer in enumerate(optimizers):
@@ -280,7 +298,7 @@ class Checkpoint:
         return allocated
 
     def _fill(self, stem: str, targets: Targets, faces: Faces | None, buffer: memoryview) -> None:
-        """Fill the targets from one file, read sequentially, and compare its checksum."""
+        """Read a file from begin to end, fill its targets, and raise ``TransferError`` if its checksum is wrong."""
         file = self._files[stem]
         saved_crc32 = self._index.files[self._index.names[stem]].crc32
         entries = sorted(file.entries.values(), key=lambda entry: (entry.begin, entry.end))
@@ -328,7 +346,7 @@ def _is_like(tensor: torch.Tensor, entry: Entry) -> bool:
 
 
 def _allocate_tensor(parameter: torch.Tensor, entry: Entry, faces: Faces | None) -> torch.Tensor:
-    """Allocate a tensor for a file's entry, with the parameter's layout if their shapes are equal."""
+    """Allocate a tensor for an entry, at home if large, with the parameter's layout if their shapes are equal."""
     shape = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
     if tuple(parameter.shape) == entry.shape:
         shape = torch.empty_like(parameter, dtype=entry.dtype, device="meta")

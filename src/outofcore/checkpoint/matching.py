@@ -20,10 +20,7 @@ _WRAPPER_PARTS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wr
 
 
 def check_weights(model: nn.Module, weights: Weights) -> None:
-    """Check that weight files fit the model, and warn of tensors that only one of them has.
-
-    Raises ``InputError`` if no meta tensor of the model is in the files, or if one has another shape or kind of dtype.
-    """
+    """Raise ``InputError`` unless weight files fit the meta tensors of a model; warn of unmatched tensors."""
     named = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
     meta_tensors = {name: tensor for name, tensor in named.items() if tensor.is_meta}
     path = weights.path
@@ -58,9 +55,12 @@ def check_weights(model: nn.Module, weights: Weights) -> None:
 
 
 def check_fits(name: str, tensor: torch.Tensor, shape: tuple[int, ...], entry: Entry, path: Path) -> None:
-    """Raise ``InputError`` unless an entry has this shape, and a dtype of the tensor's kind."""
+    """Raise ``InputError`` unless an entry has this shape, and a dtype that converts to the tensor's."""
     if shape != entry.shape:
-        raise InputError(f"{name} has the shape {shape}, and {entry.shape} in {path}")
+        raise InputError(
+            f"{name} has the shape {shape}, and {entry.shape} in {path}; use the model that was saved, or a "
+            "file of this model"
+        )
     if tensor.dtype != entry.dtype and _dtype_kind(tensor.dtype) != _dtype_kind(entry.dtype):
         raise InputError(
             f"{name} is of {tensor.dtype}, and of {entry.dtype} in {path}: the numbers there mean something else "
@@ -69,6 +69,7 @@ def check_fits(name: str, tensor: torch.Tensor, shape: tuple[int, ...], entry: E
 
 
 def _dtype_kind(dtype: torch.dtype) -> str:
+    """Return a name that is equal for dtypes that convert to each other; each float8 dtype has its own."""
     if dtype.is_complex:
         return "complex"
     if dtype.is_floating_point:
@@ -81,23 +82,25 @@ def format_names(names: Collection[str]) -> str:
     return first if len(names) <= _MAX_NAMES else f"{first} and {len(names) - _MAX_NAMES} more"
 
 
-def _advice(theirs: Collection[str], ours: Collection[str]) -> str:
-    """Return advice if names would match without a prefix or a wrapper's part, otherwise ""."""
-    prefix = _common_prefix(theirs, set(ours))
+def _advice(file_names: Collection[str], model_names: Collection[str]) -> str:
+    """Return how to make names match that differ by a prefix or a wrapper's part; "" if they do not."""
+    prefix = _common_prefix(file_names, set(model_names))
     if prefix:
         return (
             f"the file's names begin with {prefix!r}: save the state_dict() of the module inside, or rename them: "
             f"save_file({{name.removeprefix({prefix!r}): t for name, t in load_file(path).items()}}, new_path)"
         )
-    prefix = _common_prefix(ours, set(theirs))
+    prefix = _common_prefix(model_names, set(file_names))
     if prefix:
         return (
             f"the model's names begin with {prefix!r}: materialize model.get_submodule({prefix[:-1]!r}) with these "
             "weights first, and then the whole model"
         )
-    bare = {_strip_wrappers(name) for name in theirs} & {_strip_wrappers(name) for name in ours}
+    bare = {_strip_wrappers(name) for name in file_names} & {_strip_wrappers(name) for name in model_names}
     if bare:
-        marks = [mark for mark in _WRAPPER_PARTS if any(mark in name.split(".") for name in (*theirs, *ours))]
+        marks = [
+            mark for mark in _WRAPPER_PARTS if any(mark in name.split(".") for name in (*file_names, *model_names))
+        ]
         return (
             f"the names differ by {' and '.join(marks)}, which a wrapper such as torch.compile or "
             "DistributedDataParallel adds: save and materialize the module without it"
@@ -106,7 +109,7 @@ def _advice(theirs: Collection[str], ours: Collection[str]) -> str:
 
 
 def _common_prefix(longer: Iterable[str], shorter: set[str]) -> str:
-    """Return the most common prefix that turns shorter names into longer ones."""
+    """Return the prefix that most often turns a shorter name into a longer one, or ""."""
     counts: Counter[str] = Counter()
     for name in longer:
         parts = name.split(".")

@@ -1,8 +1,4 @@
-"""Save a checkpoint into a folder: numbered data files, and an index that names the current ones.
-
-A save writes and syncs new files, replaces the index by an atomic rename, and then deletes the old files. An
-interrupted save leaves the previous checkpoint intact.
-"""
+"""Save a checkpoint into a folder: new numbered data files, then an atomically replaced index that names them."""
 
 from __future__ import annotations
 
@@ -100,15 +96,15 @@ def save_checkpoint(
         files, index = _collect_contents(models, optimizers, extra, None, omitted)
         _save(folder, files, index, faces, None)
         return
-    together = ShardGatherer(shards, faces)
+    gatherer = ShardGatherer(shards, faces)
     with shards.finish_together("save the model"):
         files, index = _collect_contents(models, optimizers, extra, shards, omitted)
-    files["training"] += together.gather_generators()
+    files["training"] += gatherer.gather_generators()
     with shards.finish_together("save the model"):
         if shards.rank:
-            together.send([item for named in files.values() for _, item in named])
+            gatherer.send([item for named in files.values() for _, item in named])
         else:
-            _save(folder, files, index, faces, together)
+            _save(folder, files, index, faces, gatherer)
 
 
 def _collect_contents(
@@ -118,9 +114,10 @@ def _collect_contents(
     shards: Shards | None,
     omitted: Collection[int],
 ) -> tuple[dict[str, NamedTensors], dict[str, Any]]:
-    """Return the tensors of each data file by its stem, and the plain data; skip ``omitted`` ids."""
+    """Return the named tensors of each data file by its stem, and the index without files; skip ``omitted`` ids."""
 
     def part_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor | ShardRange:
+        """Return this process's range of a parameter, or of a value of its shape, if the parameter is sharded."""
         shard = None if shards is None else shards.shard_of(parameter)
         if shard is None:
             return value
@@ -167,24 +164,25 @@ def _save(
     files: Mapping[str, NamedTensors],
     index: Mapping[str, Any],
     faces: Faces | None,
-    together: ShardGatherer | None,
+    gatherer: ShardGatherer | None,
 ) -> None:
+    """Write the data files and then the index; on an error, delete the new files."""
     with contextlib.ExitStack() as stack:
-        if together is not None:
+        if gatherer is not None:
             stack.enter_context(
-                together.receiving(sum(isinstance(i, ShardRange) for named in files.values() for _, i in named))
+                gatherer.receiving(sum(isinstance(i, ShardRange) for named in files.values() for _, i in named))
             )
-        ending = stack.enter_context(lock_folder(folder))
+        suffix = stack.enter_context(lock_folder(folder))
         # Free the disk space of files that an interrupted save left.
         delete_unused_files(folder, indexed_files(folder))
         written: dict[str, dict[str, int]] = {}
         buffer = allocate_buffer()
         try:
             for stem, tensors in files.items():
-                name = f"{stem}{ending}"
+                name = f"{stem}{suffix}"
                 written[name] = {}
-                written[name] = _write_file(folder / name, tensors, faces, buffer, together)
-            names = {stem: f"{stem}{ending}" for stem in files}
+                written[name] = _write_file(folder / name, tensors, faces, buffer, gatherer)
+            names = {stem: f"{stem}{suffix}" for stem in files}
             commit_index(folder, {**index, "names": names, "files": written}, set(written))
         except Exception:
             delete_unused_files(folder, indexed_files(folder))
@@ -193,7 +191,7 @@ def _save(
 
 
 class ShardGatherer:
-    """Sends the ranges of all processes to the first one, which writes the files."""
+    """Sends the ranges of all processes to process 0, which writes the files."""
 
     def __init__(self, shards: Shards, faces: Faces | None) -> None:
         self._shards = shards
@@ -201,6 +199,7 @@ class ShardGatherer:
         self._remaining = 0
 
     def gather_generators(self) -> NamedTensors:
+        """Return the names and states of the CPU generators of all processes but process 0."""
         shards = self._shards
         states: list[Any] = [None] * shards.group.size()
         with translate_group_errors():
@@ -208,7 +207,7 @@ class ShardGatherer:
         return [(generator_name(rank), state) for rank, state in enumerate(states) if rank]
 
     def send(self, items: Sequence[torch.Tensor | ShardRange]) -> None:
-        """Send this process's ranges to the first one, as long as it asks for them."""
+        """Send this process's ranges to process 0, until it asks for no more."""
         for part in items:
             if not isinstance(part, ShardRange):
                 continue
@@ -222,7 +221,7 @@ class ShardGatherer:
 
     @contextlib.contextmanager
     def receiving(self, count: int) -> Iterator[None]:
-        """Receive this many tensors in this context; notify the other processes if it fails."""
+        """Expect ``count`` sharded tensors in this context; if it ends early, stop the other processes."""
         self._remaining = count
         try:
             yield
@@ -231,6 +230,7 @@ class ShardGatherer:
                 self._broadcast_more(more=False)
 
     def pour(self, part: ShardRange, out: OutFile, buffer: memoryview) -> None:
+        """Append a whole sharded tensor to a file, with the ranges of all processes."""
         self._remaining -= 1
         self._broadcast_more()
         if not part.shard.is_row_major:
@@ -252,6 +252,7 @@ class ShardGatherer:
         return message[0]
 
     def _gathered_pieces(self, part: ShardRange) -> Iterator[torch.Tensor]:
+        """Yield the pieces of a sharded tensor: this process's, then those received from each other process."""
         yield from self._local_pieces(part)
         chunks, max_elements = part.shard.chunks, BUFFER_BYTES // part.tensor.element_size()
         for rank in range(1, chunks.ranks):
@@ -273,6 +274,7 @@ def generator_name(rank: int) -> str:
 def _optimizer_tensors(
     number: int, optimizer: Optimizer, model_ids: set[int], part_of: Callable[..., torch.Tensor | ShardRange]
 ) -> NamedTensors:
+    """Return an optimizer's tensors by name in the file: settings, parameters of no model, and state."""
     named: NamedTensors = []
     for index, group in enumerate(optimizer.param_groups):
         named += [
@@ -293,15 +295,16 @@ def _optimizer_tensors(
 
 
 def _write_file(
-    path: Path, tensors: NamedTensors, faces: Faces | None, buffer: memoryview, together: ShardGatherer | None
+    path: Path, tensors: NamedTensors, faces: Faces | None, buffer: memoryview, gatherer: ShardGatherer | None
 ) -> dict[str, int]:
+    """Write a safetensors file, and return its size and checksum."""
     with OutFile(path) as out:
         out.write(header_for([(name, item.whole if isinstance(item, ShardRange) else item) for name, item in tensors]))
         for _, item in tensors:
             if not isinstance(item, ShardRange):
                 append_tensor(item, out, faces, buffer)
-            elif together is not None:
-                together.pour(item, out, buffer)
+            elif gatherer is not None:
+                gatherer.pour(item, out, buffer)
         out.finish()
         return {"bytes": out.bytes, "crc32": out.crc32}
 
@@ -317,10 +320,7 @@ def _check_devices(number: int, tensors: NamedTensors) -> None:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[str]:
-    """Create the folder if needed, lock it, and yield the suffix of new data files: "-000001.safetensors".
-
-    Raises ``TransferError`` if the folder is not writable, ``StateError`` if another process is saving into it.
-    """
+    """Lock a folder, created if needed, and yield the suffix of new data files, such as "-000001.safetensors"."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -344,7 +344,7 @@ def lock_folder(folder: Path) -> Iterator[str]:
 
 
 def commit_index(folder: Path, index: Mapping[str, Any], files: set[str]) -> None:
-    """Replace the index, and delete unused data files; on ``TransferError`` the old index is kept."""
+    """Replace the index, and delete data files that are not in ``files``; on ``TransferError`` keep the old index."""
     new = folder / _NEW_INDEX
     data = (json.dumps({"format": FORMAT, **index}, separators=(",", ":"), ensure_ascii=False) + "\n").encode()
     try:
@@ -369,7 +369,7 @@ def commit_index(folder: Path, index: Mapping[str, Any], files: set[str]) -> Non
 
 
 def delete_unused_files(folder: Path, files: set[str]) -> None:
-    """Delete the data files that are not in ``files``; ignore errors."""
+    """Delete data files that are not in ``files``, and an unfinished index; ignore errors."""
     for path in folder.iterdir():
         if path.name == _NEW_INDEX or (_DATA.fullmatch(path.name) and path.name not in files):
             # The next save tries again.
@@ -380,12 +380,12 @@ def delete_unused_files(folder: Path, files: set[str]) -> None:
 def read_index(folder: Path) -> Index:
     """Read the index of a checkpoint; raises ``InputError`` (or its subclass ``GraphError``)."""
     if not (folder / INDEX).is_file():
-        raise InputError(f"there is no checkpoint in {folder}: it has no {INDEX}")
+        raise InputError(f"there is no checkpoint in {folder}: it has no {INDEX}; name the folder that was saved into")
     return decode_json(folder / INDEX, FORMAT, Index, whole=False)
 
 
 def indexed_files(folder: Path) -> set[str]:
-    """Return the names of a checkpoint's data files; empty without a readable checkpoint."""
+    """Return the names of a checkpoint's data files; an empty set if there is no readable index."""
     try:
         return set(read_index(folder).files)
     except InputError:

@@ -1,8 +1,4 @@
-"""Read and write safetensors files, streaming tensors in pieces past the page cache.
-
-The format (https://github.com/huggingface/safetensors#format): 8 bytes with the header's length, at most 100 MB of
-JSON, then the tensors without gaps. Tensors are little-endian and in row-major order.
-"""
+"""Read and write safetensors files in pieces, past the page cache (https://github.com/huggingface/safetensors)."""
 
 from __future__ import annotations
 
@@ -110,7 +106,7 @@ def read_header(path: Path) -> TensorFile:
             total = stamp.bytes
             length = int.from_bytes(file.read(_HEADER_LENGTH.size), "little")
             if total < _HEADER_LENGTH.size or length > min(_MAX_HEADER_BYTES, total - _HEADER_LENGTH.size):
-                raise InputError(f"{path} is not a safetensors file, or was cut off")
+                raise InputError(f"{path} is not a safetensors file, or was cut off; use another copy of the file")
             text = file.read(length)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
@@ -120,7 +116,9 @@ def read_header(path: Path) -> TensorFile:
         entries = [_parse_entry(name, item, start) for name, item in described.items() if name != _METADATA]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_REASON_CHARACTERS]
-        raise InputError(f"the header of {path} is not that of a safetensors file ({reason})") from error
+        raise InputError(
+            f"the header of {path} is not that of a safetensors file ({reason}); use another copy of the file"
+        ) from error
     end = start
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.begin != end or entry.end - entry.begin != math.prod(entry.shape) * entry.dtype.itemsize:
@@ -130,7 +128,10 @@ def read_header(path: Path) -> TensorFile:
             )
         end = entry.end
     if end != total:
-        raise InputError(f"{path} has {total} bytes, and its header describes {end}: it was cut off or changed")
+        raise InputError(
+            f"{path} has {total} bytes, and its header describes {end}: it was cut off or changed; use another copy "
+            "of the file"
+        )
     return TensorFile(path, {entry.name: entry for entry in entries}, total, stamp)
 
 
@@ -216,6 +217,7 @@ class OutFile:
             raise self._error(error) from error
 
     def _flush(self, count: int) -> None:
+        """Write ``count`` bytes of the buffer, without direct I/O if the file system refuses it."""
         place = Location(self._descriptor, self._flushed, count, self, Cache.PAST)
         _, failure = transfer(place, self._buffer[:count], writes=True)
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
@@ -291,9 +293,9 @@ def append_tensor(tensor: torch.Tensor, out: OutFile, faces: Faces | None, buffe
 def fill(
     tensor: torch.Tensor, entry: Entry, source: InFile, faces: Faces | None, buffer: memoryview, crc32: int = 0
 ) -> int:
-    """Fill a strided CPU tensor from an entry of its shape, converting the dtype.
+    """Fill a strided CPU tensor from an entry of its shape, converting the dtype; raises ``TransferError``.
 
-    ``buffer`` has whole pages. Return ``crc32``, the checksum before the entry, continued. Raises ``TransferError``.
+    ``buffer`` has whole pages. ``crc32`` is the checksum of the bytes before the entry; return that up to its end.
     """
     at, count = entry.begin, entry.end - entry.begin
     if not count:
@@ -329,7 +331,7 @@ def fill_range(
     buffer: memoryview,
     crc32: int = 0,
 ) -> int:
-    """Fill a flat tensor with the entry's elements from ``start`` on, like ``fill``; read the whole entry."""
+    """Fill a flat tensor with an entry's elements from ``start`` on; otherwise like ``fill``."""
     itemsize = entry.dtype.itemsize
     step = len(buffer) // itemsize
     count = (entry.end - entry.begin) // itemsize
@@ -347,7 +349,7 @@ def fill_range(
 
 
 def _row_major_slot(tensor: torch.Tensor, faces: Faces | None, *, to_write: bool) -> tuple[HomeStore, int] | None:
-    """Return the home and slot of a tensor if its elements fill the slot in row-major order."""
+    """Return a tensor's home and offset there if its elements fill its slot in row-major order, else None."""
     whole = (
         tensor.is_contiguous()
         and tensor.storage_offset() == 0
@@ -358,7 +360,7 @@ def _row_major_slot(tensor: torch.Tensor, faces: Faces | None, *, to_write: bool
 
 
 def _pieces(tensor: torch.Tensor, max_bytes: int, itemsize: int) -> Iterator[torch.Tensor]:
-    """Yield a tensor in row-major pieces of at most ``most`` bytes, at ``itemsize`` bytes per element."""
+    """Yield a tensor in row-major pieces of at most ``max_bytes``, at ``itemsize`` bytes per element."""
     if tensor.numel() * itemsize <= max_bytes:
         yield tensor
         return

@@ -104,15 +104,15 @@ def capture_variants(
     split: Split,
     tell: ProgressCallback = ignore_progress,
 ) -> StepVariants:
-    """Capture a call of a step; takes the arguments and raises the errors of ``cost_step``."""
+    """Capture a call of a step, from which its variants are derived; raises ``CaptureError``."""
     if isinstance(target, Device):
         # Without the device, the rounding of an update of a range cannot be checked.
         local_backend, cache, layouts, home_bytes = None, None, None, 0
     else:
         local_backend, cache, layouts = target.backend, target.cache, KernelLayouts()
         home_bytes = target.stores[0].capacity if target.stores else None
-    plain = user.capturer(args, kwargs, CPU if local_backend is None else local_backend.device, layouts)
-    capture = capture_and_split_sums(capture_and_fuse(plain, kernels, tell), is_on=split is Split.CLOSE)
+    capturer = user.capturer(args, kwargs, CPU if local_backend is None else local_backend.device, layouts)
+    capture = capture_and_split_sums(capture_and_fuse(capturer, kernels, tell), is_on=split is Split.CLOSE)
     return StepVariants(capture(), capture, local_backend, cache, split, home_bytes)
 
 
@@ -146,6 +146,7 @@ def cost_step(
         tell("measure copies", 1, 1)
 
     def costs_of(step: StepVariants, variant: Variant, stage: str) -> tuple[StepGraph, Costs]:
+        """Return the graph of a variant, and its measured or estimated costs."""
         captured = step.get_variant(variant)
         if isinstance(target, Device):
             graph, costs = captured.graph.unwatched(), estimate_costs(captured, target)
@@ -186,6 +187,7 @@ def _largest_step(steps: list[StepVariants]) -> StepVariants:
 
 
 def _add_collective_costs(captured: Captured, costs: Costs, sharing: AssumedSharding | None) -> Costs:
+    """Give collectives the costs of the assumed group; return ``costs`` unchanged without ``sharing``."""
     if sharing is None:
         return costs
     ops = [
@@ -205,6 +207,7 @@ def estimate_costs(captured: Captured, device: Device) -> Costs:
 
 
 def _op_seconds(captured: Captured, op: Op, call: Call, device: Device) -> float:
+    """Estimate the time of an op by its arithmetic and moved bytes; 0 if it only makes views or allocates."""
     values = [captured.values[index] for index in _values_of(call)]
     if not op.touched or not values or _is_allocation(call):
         return 0.0
@@ -264,6 +267,7 @@ def _convolution_operations(outer: tuple[int, ...], weight: tuple[int, ...]) -> 
 
 
 def _number_format(dtypes: list[torch.dtype], work: Work) -> Number:
+    """Return the format that sets the speed of an op: half precision if its first floating-point dtype is."""
     floating = [dtype for dtype in dtypes if dtype.is_floating_point]
     if floating and floating[0] in _HALVES:
         return Number.HALF
@@ -272,6 +276,6 @@ def _number_format(dtypes: list[torch.dtype], work: Work) -> Number:
 
 
 def _values_of(call: Call) -> list[int]:
-    """Return the distinct inputs and outputs of a call."""
+    """Return the distinct inputs and outputs of a call, as indices of captured values."""
     inputs = [ref.value for ref in leaves_in((call.args, call.kwargs), Ref)]
     return list(dict.fromkeys([*inputs, *(value for value in call.results if value is not None)]))

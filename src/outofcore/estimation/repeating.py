@@ -73,7 +73,7 @@ class _MismatchError(Exception):
 
 
 def deepen_step(step: CostedStep, stacks: Iterable[Stack], blocks: int | None = None) -> CostedStep | None:
-    """Derive the step of the deep model from a shallow one; None: the inner blocks do not match.
+    """Derive the step of the deep model from a shallow one; return None if the inner blocks do not match.
 
     The shallow step has ``KEPT_BLOCKS`` blocks per stack. ``blocks``, at least 3, replaces the number of every stack.
     """
@@ -87,7 +87,7 @@ def deepen_step(step: CostedStep, stacks: Iterable[Stack], blocks: int | None = 
 
 
 def are_equal_steps(a_step: CostedStep, b_step: CostedStep) -> bool:
-    """Return whether two steps are equal, ignoring names, storage ids and the order of update inputs."""
+    """Return whether two steps are equal, ignoring names and ids of storages and the order of update inputs."""
     first, first_costs, second, second_costs = a_step.graph, a_step.costs, b_step.graph, b_step.costs
     if len(first.ops) != len(second.ops) or len(first.outputs) != len(second.outputs):
         return False
@@ -137,6 +137,7 @@ def _reads_by_parameter(graph: StepGraph, op: Op) -> list[list[int]]:
 
 
 def _join_updates_at_end(step: CostedStep) -> CostedStep:
+    """Join the updates of small parameters into one op per kind of update, at the end of the step."""
     graph, costs = step.graph, step.costs.ops
     joint = [op for op in graph.ops if _is_joint_update(graph, op)]
     ids = {op.id for op in joint}
@@ -177,7 +178,7 @@ def _chunk_and_hoist_updates(step: CostedStep) -> CostedStep:
 
 
 def _split_joint_update(graph: StepGraph, op: Op, cost: OpCost) -> list[tuple[float, _CostedOp]]:
-    """Split a joint update into chunks, each with the parameter at which it is full."""
+    """Split a joint update into chunks, each with its place in the order of parameters."""
     max_bytes = traits_of(CPU).update_bytes.chunk
     kinds = (StorageKind.PARAMETER, StorageKind.OPTIMIZER_STATE)
     chunks: list[tuple[float, list[list[int]]]] = []
@@ -241,6 +242,7 @@ class _CostedOp:
 def _build_step(
     storages: tuple[Storage, ...], parts: Sequence[_CostedOp], outputs: tuple[int, ...], costs: Costs
 ) -> CostedStep:
+    """Build a step of these ops, numbered in this order; ``costs`` belong to the step before the change."""
     ops = tuple(part.op if part.op.id == at else replace(part.op, id=at) for at, part in enumerate(parts))
     return CostedStep(
         StepGraph(storages, ops, outputs),
@@ -253,7 +255,7 @@ def _build_step(
 
 
 class _BlockRepeater:
-    """A step with ``KEPT_BLOCKS`` blocks of a stack; the two in the middle match."""
+    """Repeats the two middle blocks of a shallow step; raises ``_MismatchError`` if they differ."""
 
     def __init__(self, step: CostedStep, stack: Stack) -> None:
         self._step, self._stack = step, stack
@@ -298,6 +300,7 @@ class _BlockRepeater:
         return labels
 
     def _check_storages(self) -> None:
+        """Raise ``_MismatchError`` unless the middle blocks have equal storages and no output is among them."""
         roles: list[dict[object, tuple[int, StorageKind]]] = [{}, {}]
         self._storage_by_role: dict[tuple[int, object], int] = {}
         for s, block in self._block.items():
@@ -309,7 +312,7 @@ class _BlockRepeater:
             raise _MismatchError
 
     def _match_ops(self, first: Op, second: Op) -> dict[str, list[tuple[int, int]]]:
-        """Return the storages of two matching ops, paired by field."""
+        """Return the storages of two ops, paired by field; raises ``_MismatchError`` if the ops do not match."""
         costs = self._step.costs.ops
         alike = (first.name, first.rerunnable, first.random, first.family) == (
             second.name,
@@ -327,13 +330,14 @@ class _BlockRepeater:
             pairs[field] = list(zip(first_refs, second_refs, strict=True))
         return pairs
 
-    def _refer_differently(self, s: int, t: int) -> bool:
-        blocks = self._block[s], self._block[t]
-        if s == t:
+    def _refer_differently(self, first_storage: int, second_storage: int) -> bool:
+        """Return whether the storages have different roles for matching ops of blocks one and two."""
+        blocks = self._block[first_storage], self._block[second_storage]
+        if first_storage == second_storage:
             return blocks[0] in (_ONE, _TWO)
         if blocks in ((_FIRST, _ONE), (_TWO, _LAST)):
-            return self._graph.storages[s].bytes != self._graph.storages[t].bytes
-        return blocks != (_ONE, _TWO) or self._role[s] != self._role[t]
+            return self._graph.storages[first_storage].bytes != self._graph.storages[second_storage].bytes
+        return blocks != (_ONE, _TWO) or self._role[first_storage] != self._role[second_storage]
 
     def repeat(self, count: int) -> CostedStep:
         """Return the step with ``count`` blocks, at least one, instead of the two in the middle."""
@@ -341,50 +345,54 @@ class _BlockRepeater:
         storages: list[Storage] = []
         new: dict[tuple[object, int | None], int] = {}
         blocks, roles = [self._block[s.id] for s in graph.storages], [self._role.get(s.id) for s in graph.storages]
-        for s, k in _repeated_order(blocks, roles, count, strict=False) or ():
+        for s, copy_number in _repeated_order(blocks, roles, count, strict=False) or ():
             old = graph.storages[s]
-            by = self._name_shift(self._block[s], k, count)
-            new[s if k is None else self._role[s], k] = len(storages)
+            by = self._name_shift(self._block[s], copy_number, count)
+            new[s if copy_number is None else self._role[s], copy_number] = len(storages)
             storages.append(replace(old, id=len(storages), name=stack.shift_name(old.name, by)))
 
-        def inner(pair: tuple[int, int], k: int) -> int:
+        def inner(pair: tuple[int, int], copy_number: int) -> int:
+            """Return the storage that copy ``copy_number`` uses where blocks one and two use the pair's storages."""
             s, t = pair
             match self._block[s], self._block[t]:
                 case (1, 2):
-                    return new[self._role[s], k]
+                    return new[self._role[s], copy_number]
                 case (0, 1):
-                    return new[s, None] if k == 1 else new[self._role[t], k - 1]
+                    return new[s, None] if copy_number == 1 else new[self._role[t], copy_number - 1]
                 case (2, 3):
-                    return new[t, None] if k == count else new[self._role[s], k + 1]
+                    return new[t, None] if copy_number == count else new[self._role[s], copy_number + 1]
                 case _:
                     return new[s, None]
 
-        def outer(refs: tuple[int, ...], label: int | None) -> tuple[int, ...]:
+        def outer(refs: tuple[int, ...], op_block: int | None) -> tuple[int, ...]:
+            """Return the storages of an op that is not repeated; ``op_block`` is its block, or None."""
             blocks = [self._block[s] for s in refs]
             if not {_ONE, _TWO} & set(blocks):
                 return tuple(new[s, None] for s in refs)
-            if label is not None:
-                near, end = (_ONE, 1) if label == _FIRST else (_TWO, count)
+            if op_block is not None:
+                near, end = (_ONE, 1) if op_block == _FIRST else (_TWO, count)
                 if (_ONE + _TWO - near) in blocks:
                     raise _MismatchError
                 return tuple(new[(self._role[s], end) if self._block[s] == near else (s, None)] for s in refs)
             order = _repeated_order(blocks, [self._role.get(s) for s in refs], count)
             if order is None:
                 raise _MismatchError
-            return tuple(new[refs[at] if k is None else self._role[refs[at]], k] for at, k in order)
+            return tuple(
+                new[refs[at] if copy_number is None else self._role[refs[at]], copy_number] for at, copy_number in order
+            )
 
         parts: list[_CostedOp] = []
         order = _repeated_order(self._labels, [self._index_in_block.get(op.id) for op in graph.ops], count)
         if order is None:
             raise _MismatchError
-        for at, k in order:
-            op, cost, label = graph.ops[at], self._step.costs.ops[at], self._labels[at]
-            module = stack.shift_name(op.module, self._name_shift(label, k, count))
-            if k is not None:
+        for at, copy_number in order:
+            op, cost, op_block = graph.ops[at], self._step.costs.ops[at], self._labels[at]
+            module = stack.shift_name(op.module, self._name_shift(op_block, copy_number, count))
+            if copy_number is not None:
                 references = self._references[self._index_in_block[at]]
-                fields = {field: tuple(inner(pair, k) for pair in references[field]) for field in references}
+                fields = {field: tuple(inner(pair, copy_number) for pair in references[field]) for field in references}
             else:
-                fields = {field: outer(getattr(op, field), label) for field in _STORAGE_FIELDS}
+                fields = {field: outer(getattr(op, field), op_block) for field in _STORAGE_FIELDS}
                 cost = self._scale_cost(op, cost, fields["reads"] + fields["mutates"], storages)
             new_op = replace(op, id=len(parts), module=module, **fields)
             parts.append(_CostedOp(new_op, cost, at in self._step.raising))
@@ -412,7 +420,7 @@ class _BlockRepeater:
 def _repeated_order(
     blocks: Sequence[int | None], roles: Sequence[object], count: int, *, strict: bool = True
 ) -> list[tuple[int, int | None]] | None:
-    """Return the order of items with ``count`` inner blocks instead of two; None: these do not match.
+    """Return the order of items with ``count`` inner blocks instead of two; None if the two do not match.
 
     An item is an index into ``blocks`` and, for a repeated item, the number of its block, from 1. Copies run in the
     direction in which block two follows or precedes block one. Unless ``strict``, unmatched items follow block one.

@@ -33,7 +33,7 @@ class ReportedStep:
     simulated: str = ""  # the device of the costs; "": this machine
 
     def timelines(self, planned_name: str) -> list[tuple[str, Timeline]]:
-        """Return the measured timeline, if any, and the planned one under the name ``foreseen``."""
+        """Return the measured timeline, if any, and the planned one under the name ``planned_name``."""
         ran = [] if self.measured is None else [("measured", self.measured)]
         return [*ran, (planned_name, self.planned.timeline)]
 
@@ -41,10 +41,7 @@ class ReportedStep:
 def report_step(
     path: Path, step: ReportedStep, title: str, *, count: int | None = None, notes: Sequence[tuple[str, str]] = ()
 ) -> None:
-    """Write the report of a step as an HTML file, and create its folder; raises ``InputError``.
-
-    ``count`` is the number of other budgets on the curve of step time; ``notes`` are names and texts of further facts.
-    """
+    """Write the report of a step as HTML; ``count`` is the number of other budgets on its curve of step time."""
     graph, costs, planned = step.graph, step.costs, step.planned
     with show_progress() as tell:
         budget_insight = build_insight(

@@ -33,7 +33,7 @@ PlanProgress = Callable[[int, int], None]
 
 
 def predict_point(graph: StepGraph, costs: Costs, budget: int, policy: PolicyLike = "auto") -> Point:
-    """Plan for one budget, and return the prediction; raises ``InputError`` for an unknown policy."""
+    """Plan for one budget and predict the step, without a time if no plan fits; raises ``InputError``."""
     try:
         planned = planning.plan_step(graph, costs, budget, policy)
     except BudgetError:
@@ -50,7 +50,7 @@ def point_of(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> P
 
 
 def budgets_between(smallest: int, in_core: int, count: int = CURVE_POINTS) -> tuple[int, ...]:
-    """Return budgets at equal ratios, from the smallest to that of a step in core."""
+    """Return up to ``count`` budgets at equal ratios from ``smallest`` to ``in_core``; below 2, only ``in_core``."""
     smallest, in_core = max(smallest, 1), max(in_core, smallest, 1)
     if count < 2 or smallest == in_core:
         return (in_core,)
@@ -66,7 +66,7 @@ def plan_curve(
     policy: PolicyLike = "auto",
     tell: PlanProgress | None = None,
 ) -> tuple[Point, ...]:
-    """Return the predicted step time for each budget, which never rises with the budget."""
+    """Return a prediction for each budget, in rising order; the step time never rises with the budget."""
     ordered = sorted(set(budgets))
     points: list[Point] = []
     for number, budget in enumerate(ordered, 1):
@@ -86,10 +86,7 @@ def _best_point(new: Point, before: Sequence[Point]) -> Point:
 def find_lossless_budget(
     graph: StepGraph, costs: Costs, points: Sequence[Point], policy: PolicyLike = "auto"
 ) -> tuple[int, tuple[Point, ...]]:
-    """Find by bisection the smallest budget with a step at most 1 % slower than in core.
-
-    The last of ``points`` must be in core. Also return the points including the bisection.
-    """
+    """Find a small budget with a step at most 1 % slower than in core (the last point); also return all points."""
     ordered = sorted(points, key=lambda p: p.budget)
     limit = (ordered[-1].seconds or 0.0) * LOSSLESS_RATIO
     index = next(i for i, p in enumerate(ordered) if p.seconds is not None and p.seconds <= limit)
@@ -117,8 +114,7 @@ def build_insight(
 ) -> Insight:
     """Compare a planned step with other budgets and faster machines, and find its bottleneck.
 
-    The verdict is on the ``measured`` timeline, if any. ``count`` is the number of other budgets to plan for; 0 also
-    skips the larger budget.
+    The verdict is on ``measured``, if given. ``count`` is the number of other budgets; 0 also skips the larger one.
     """
     smallest, in_core = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)
     current = point_of(graph, costs, budget, planned)
@@ -142,7 +138,7 @@ def build_insight(
 
 
 def _faster_machines(graph: StepGraph, costs: Costs, planned: Planned) -> list[Help]:
-    """Return the seconds that the same program saves with faster ops or a faster link."""
+    """Return the seconds that the same program saves with ops, or with links, that are twice as fast."""
     now = planned.timeline.step_seconds
     faster = replace(costs, ops=tuple(OpCost(cost.seconds / 2, cost.workspace_bytes) for cost in costs.ops))
     cases = [("ops twice as fast", faster)]
@@ -162,7 +158,7 @@ def _describe_error(predicted: float, measured: float) -> str:
     return f" The step took {abs(ratio):.0%} {direction} than predicted: the machine has changed since it was measured."
 
 
-def _describe_bottleneck(spent: TimeSpent, moves: bool) -> str:
+def _describe_bottleneck(spent: TimeSpent, copies: bool) -> str:
     total = spent.seconds or 1.0
     shares = {
         "the link": spent.for_copies + spent.end,
@@ -172,7 +168,7 @@ def _describe_bottleneck(spent: TimeSpent, moves: bool) -> str:
     worst = max(shares, key=lambda name: shares[name])
     lost = sum(shares.values())
     if lost <= _NEGLIGIBLE_SHARE * total:
-        reason = "all copies overlap with ops" if moves else "no tensor is evicted"
+        reason = "all copies overlap with ops" if copies else "no tensor is evicted"
         return f"Ops are the limit: {reason}. Only faster ops or a smaller model would help."
     cost = f"{format_seconds(shares[worst])} of {format_seconds(total)}"
     if worst == "the link":
@@ -292,10 +288,7 @@ def estimate_graph(
     parts: tuple[StepGraph, Costs] | None = None,
     tell: ProgressCallback,
 ) -> Estimate:
-    """Plan a step for these budgets and for a range of its own; raises ``GraphError`` if it has no ops.
-
-    ``machine`` names the machine of the costs; "": this one. ``parts`` is the step with split ops, for smaller budgets.
-    """
+    """Plan a step for ``budgets`` and several from smallest to in core; raises ``GraphError`` if it has no ops."""
     if not graph.ops:
         raise GraphError("the step has no ops, so it has no costs to estimate; compute with tensors in it")
     smallest, in_core = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)

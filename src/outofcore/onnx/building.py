@@ -80,7 +80,7 @@ def copy_to_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 class Builder:
-    """Builds the graph of a model, or of a node within it."""
+    """Builds the graph of a model, or the graph inside of a node such as ``Loop``."""
 
     def __init__(
         self, module: fx.GraphModule, files: Files, graph: Graph, *, has_contents: bool, outer: Builder | None = None
@@ -102,10 +102,7 @@ class Builder:
             self._values[declared.name] = _Value(node)
 
     def build(self, graph: Graph, prefix: str, hosts: int = 0) -> list[fx.Node]:
-        """Build the module's graph; the first ``hosts`` inputs are host values.
-
-        Return nodes of the outer graph. The module takes their values after its inputs and before the device.
-        """
+        """Build the graph and return the outer nodes that it needs; its first ``hosts`` inputs are host values."""
         for declared in graph.inputs[:hosts]:
             value = self._values[declared.name]
             self._values[declared.name] = None if value is None else replace(value, is_host=True)
@@ -117,6 +114,7 @@ class Builder:
         return list(self._imports)
 
     def _nodes(self, graph: Graph, prefix: str) -> list[_Value | None]:
+        """Build a graph's weights and nodes, record their values by name, and return the output values."""
         uses = defaultdict[str, _Use](lambda: _Use.NONE)
         _record_uses(graph, uses)
         for name, stored in graph.tensors.items():
@@ -133,6 +131,7 @@ class Builder:
         return [self._find(item.name) for item in graph.outputs]
 
     def _inline(self, graph: Graph, prefix: str, values: MutableMapping[str, _Value | None]) -> list[_Value | None]:
+        """Build another graph's nodes into this graph, with its inputs in ``values``, and return its outputs."""
         before, self._values = self._values, values
         try:
             return self._nodes(graph, prefix)
@@ -140,6 +139,7 @@ class Builder:
             self._values = before
 
     def _outputs(self, node: Node, prefix: str) -> Sequence[_Value | None]:
+        """Build a node, by inlining its body or branch if possible, and return its outputs."""
         inputs = [self._find(name) if name else None for name in node.inputs]
         inner = f"{prefix}{node.name}/"
         if node.body is not None:
@@ -147,7 +147,9 @@ class Builder:
             return self._inline(node.body, inner, dict(zip_longest(names, inputs)))
         operator = find(node.domain, node.op, node.version)
         if operator is None:
-            raise InputError(f"{node} is not supported and has no body")
+            raise InputError(
+                f"{node} is not supported and has no body; write it with other operators before the export"
+            )
         keywords = self._keywords(node, operator)
         constants = self._fold_constants(node, operator, inputs, keywords)
         if constants is not None:
@@ -163,13 +165,15 @@ class Builder:
     # ---- values -----------------------------------------------------------------------------------------------------
 
     def _find(self, name: str) -> _Value | None:
+        """Return the value of a name here or in an outer graph; raises ``InputError`` for an unknown name."""
         if name in self._values:
             return self._values[name]
         if self._outer is None:
-            raise InputError(f"no node produces {name!r}")
+            raise InputError(f"no node produces {name!r}; export the model again")
         return self._import(self._outer._find(name))
 
     def _import(self, value: _Value | None) -> _Value | None:
+        """Return an outer graph's value as an input of this graph; return a constant unchanged."""
         if value is None or value.node is None:
             return value
         if value.node not in self._imports:
@@ -189,6 +193,7 @@ class Builder:
         return node
 
     def _constant(self, name: str, stored: StoredTensor, use: _Use) -> _Value | None:
+        """Return a stored tensor as a constant if it is small or only read as numbers, otherwise as a weight."""
         looked_at = _Use.READ in use and _Use.COMPUTED not in use
         if is_mapped(stored) and not (self._has_contents or looked_at):
             tensor = torch.empty(stored.shape, dtype=DTYPES[stored.code], device="meta")
@@ -200,6 +205,7 @@ class Builder:
         return self._weight(name, tensor, stored, use)
 
     def _weight(self, name: str, tensor: Tensor, stored: StoredTensor, use: _Use) -> _Value | None:
+        """Register a tensor as a parameter or buffer of the outermost module, and return its value here."""
         if self._outer is not None:
             return self._import(self._outer._weight(name, tensor, stored, use))
         holder, leaf, target = _place(self._module, name)
@@ -223,6 +229,7 @@ class Builder:
         return self._call(outofcore.aligned, value.node) if value.is_unaligned and aligned else value.node
 
     def _materialize_once(self, value: _Value, device_kind: str) -> fx.Node:
+        """Return the node with a value's copy on the model's device or, if ``device_kind`` is "cpu", on the CPU."""
         node = self._materialized.get((value, device_kind))
         if node is None:
             keywords = {"device": self._device} if device_kind == "device" else {}
@@ -241,6 +248,7 @@ class Builder:
     # ---- operators --------------------------------------------------------------------------------------------------
 
     def _keywords(self, node: Node, operator: Operator) -> dict[str, Any]:
+        """Return the keywords of a call: attributes, their defaults, and facts such as the opset."""
         count = max((place + 1 for place, name in enumerate(node.outputs) if name), default=1)
         builder_values = {"version": node.version, "op": node.op, "outputs": len(node.outputs), "count": count}
         keywords: dict[str, Any] = {}
@@ -251,23 +259,26 @@ class Builder:
             elif isinstance(value, StoredTensor):
                 tensor = self._files.read_tensor(value)
                 if tensor.numel() != 1:
-                    raise InputError(f"{node}: the attribute {name!r} must hold one number")
+                    raise InputError(f"{node}: the attribute {name!r} must hold one number; export the model again")
                 value = (to_list(tensor)[0], tensor.dtype)
             elif name in _DTYPE_ATTRIBUTES and name in node.attributes:
                 if value and (value not in DTYPES or value in (21, 22)):
-                    raise InputError(f"{node}: PyTorch does not compute with its data type {value} here")
+                    raise InputError(
+                        f"{node}: PyTorch does not compute with its data type {value} here; use another type"
+                    )
                 value = DTYPES.get(value, inspect.Parameter.empty)
             if value is not inspect.Parameter.empty:
                 keywords[keyword] = value
         return keywords
 
     def _function(self, node: Node, operator: Operator) -> tuple[Any, tuple[str, ...]]:
+        """Return the function for an operator, and arguments that precede the inputs."""
         return (compute_plain, (node.op,)) if operator.is_plain and self._is_narrow else (operator.run, ())
 
     def _fold_constants(
         self, node: Node, operator: Operator, inputs: Sequence[_Value | None], keywords: Mapping[str, Any]
     ) -> list[_Value] | None:
-        """Compute small results of constants and known shapes; None: they must be computed at run time."""
+        """Compute a node's outputs now if its inputs are known and they are small; otherwise return None."""
         tensors = [None if value is None else value.tensor if operator.by_shape else value.constant for value in inputs]
         if not operator.pure or any(value is not None and x is None for value, x in zip(inputs, tensors, strict=True)):
             return None
@@ -289,6 +300,7 @@ class Builder:
     def _call_operator(
         self, node: Node, operator: Operator, inputs: Sequence[_Value | None], keywords: Mapping[str, Any]
     ) -> list[_Value | None]:
+        """Add the call of an operator, each input on the device that it needs, and return its outputs."""
         values = [value for value in inputs if value is not None and value.node is not None]
         on_host = operator.pure and operator.size is None and bool(values) and all(value.is_host for value in values)
         arguments: list[Any] = []
@@ -321,6 +333,7 @@ class Builder:
     def _call_control(
         self, node: Node, operator: Operator, values_in: Sequence[_Value | None], prefix: str
     ) -> list[_Value | None]:
+        """Make modules of the graphs inside a node, call them through one module, and return the node's outputs."""
         graphs = {name: x for name, x in node.attributes.items() if isinstance(x, Graph)}
         modules = {name: fx.GraphModule(nn.Module(), fx.Graph()) for name in graphs}
         outer: dict[str, Any] = {}
@@ -346,7 +359,7 @@ class Builder:
 
 
 def _is_narrow(graph: Graph) -> bool:
-    """Return whether a graph has dtypes for which PyTorch has few kernels."""
+    """Return whether a graph has unsigned dtypes for which PyTorch has few kernels."""
     codes = {declared.code for declared in graph.inputs} | {stored.code for stored in graph.tensors.values()}
     for node in graph.nodes:
         for name, value in node.attributes.items():
@@ -381,6 +394,7 @@ def _record_uses(graph: Graph, uses: dict[str, _Use]) -> None:
 
 
 def _constant_of(node: Node) -> StoredTensor | None:
+    """Return the tensor of a ``Constant`` node, and None for other nodes."""
     if (node.domain, node.op) != ("", "Constant"):
         return None
     attributes = node.attributes
@@ -392,11 +406,11 @@ def _constant_of(node: Node) -> StoredTensor | None:
             if key in attributes:
                 array = np.array(attributes[key], dtype=kind)
                 return StoredTensor("", code, array.shape, np.frombuffer(array.tobytes(), dtype=np.uint8))
-    raise InputError(f"{node} is a constant without a number")
+    raise InputError(f"{node} is a constant without a number, such as text; remove it before the export")
 
 
 def _place(root: nn.Module, name: str) -> tuple[nn.Module, str, str]:
-    """Return the module for a tensor, its name there, and its full name; dots separate modules."""
+    """Return the module for a tensor (adding modules for dots), its name there, and its full name."""
     *parts, leaf = name.split(".")
     holder = root
     for part in parts:

@@ -1,7 +1,4 @@
-"""Read and check an ONNX file (https://github.com/onnx/onnx/blob/main/docs/IR.md) as frozen graphs.
-
-Any error in a file is raised here, as an ``InputError``, before a tensor is made or an op runs.
-"""
+"""Read and check ONNX files (https://github.com/onnx/onnx/blob/main/docs/IR.md); errors are ``InputError``."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ STRING = 8  # TensorProto.STRING
 
 
 class _Immutable:
-    """A base of immutable classes, which ``deepcopy`` does not copy."""
+    """A base of immutable classes; ``deepcopy`` returns the same object."""
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
@@ -133,10 +130,7 @@ class _Reader:
 
 
 def read_model(path: Path, onnx: Any, is_supported: Callable[[str, str, int], bool]) -> Model:
-    """Read an ONNX file, and check all of it except the bytes of its tensors; raises ``InputError``.
-
-    ``is_supported`` takes the domain, name and version of an operator.
-    """
+    """Read an ONNX file and check all but its tensors' bytes; ``is_supported`` takes domain, operator and opset."""
     from google.protobuf.message import DecodeError  # noqa: PLC0415 - it comes with the package onnx
 
     try:
@@ -168,22 +162,23 @@ def _read_model(reading: _Reader, proto: Any) -> Model:
     for item in proto.opset_import:
         domain = _normalize_domain(item.domain)
         if domain in opsets:
-            raise InputError(f"the opset of the domain {domain or 'ai.onnx'!r} is given twice")
+            raise InputError(f"the opset of the domain {domain or 'ai.onnx'!r} is given twice; export the model again")
         opsets[domain] = item.version
     if not proto.HasField("graph") or not opsets:
         raise InputError(
-            "it has no graph or no opset, so it is not an ONNX model; save it again with onnx.save or torch.onnx.export"
+            "the file has no graph or no opset, so it is not an ONNX model; save it again with onnx.save or "
+            "torch.onnx.export"
         )
     reading.opsets = _check_opsets(opsets)
     for function in proto.functions:
         _check_text(function.name, function.overload, *function.input, *function.output)
         key = (_normalize_domain(function.domain), function.name, function.overload)
         if key in reading.functions:
-            raise InputError(f"the function {function.name!r} is defined twice")
+            raise InputError(f"the function {function.name!r} is defined twice; export the model again")
         reading.functions[key] = function
     graph = _read_graph(reading, proto.graph, frozenset(), 0)
     if not graph.outputs:
-        raise InputError("the graph has no outputs")
+        raise InputError("the graph has no outputs; export the model again")
     return Model(reading.path, opsets.get("", 0), graph)
 
 
@@ -191,7 +186,7 @@ def _check_opsets(opsets: Mapping[str, int]) -> Mapping[str, int]:
     version = opsets.get("", 1)
     if not 1 <= version <= NEWEST_OPSET:
         raise InputError(
-            f"it needs opset {version}, and opsets 1 to {NEWEST_OPSET} are supported; export it for one of these"
+            f"the model needs opset {version}, and opsets 1 to {NEWEST_OPSET} are supported; export it for one of these"
         )
     return opsets
 
@@ -211,9 +206,10 @@ def _normalize_domain(name: str) -> str:
 # ---- graphs ---------------------------------------------------------------------------------------------------------
 
 
-def _read_graph(reading: _Reader, proto: Any, around: frozenset[str], depth: int) -> Graph:
+def _read_graph(reading: _Reader, proto: Any, outer_values: frozenset[str], depth: int) -> Graph:
+    """Read and check a graph; ``outer_values`` are the values of outer graphs that it may use."""
     if depth > MAX_DEPTH:
-        raise InputError(f"graphs lie more than {MAX_DEPTH} deep within each other")
+        raise InputError(f"graphs are nested more than {MAX_DEPTH} deep; simplify the model")
     tensors: dict[str, StoredTensor] = {}
     for item in proto.initializer:
         _add_unique(tensors, item.name, _read_tensor(reading, item), "initializer")
@@ -225,14 +221,16 @@ def _read_graph(reading: _Reader, proto: Any, around: frozenset[str], depth: int
     outputs = tuple(_read_declared(item) for item in proto.output)
     inputs_and_weights = frozenset(inputs) | frozenset(tensors)
     raw = list(proto.node)
-    nodes = _read_nodes(reading, raw, inputs_and_weights, around, depth)
+    nodes = _read_nodes(reading, raw, inputs_and_weights, outer_values, depth)
     produced = {name for node in nodes for name in node.outputs if name}
     ends = _first_duplicate([item.name for item in outputs])
     if ends is not None:
-        raise InputError(f"two outputs of the graph are called {ends!r}")
+        raise InputError(f"two outputs of the graph are called {ends!r}; export the model again")
     for item in outputs:
-        if item.name not in produced and item.name not in inputs_and_weights and item.name not in around:
-            raise InputError(f"no node produces the output {item.name!r} of the graph {proto.name!r}")
+        if item.name not in produced and item.name not in inputs_and_weights and item.name not in outer_values:
+            raise InputError(
+                f"no node produces the output {item.name!r} of the graph {proto.name!r}; export the model again"
+            )
     outer = _used_names(nodes, outputs) - produced - inputs_and_weights
     required_inputs = tuple(item for name, item in inputs.items() if name not in tensors)
     return Graph(proto.name, required_inputs, outputs, nodes, tensors, frozenset(outer))
@@ -249,7 +247,7 @@ def _used_names(nodes: Sequence[Node], outputs: Sequence[DeclaredValue]) -> set[
 def _add_unique(table: dict[str, Any], name: str, item: Any, kind: str) -> None:
     _check_text(name)
     if not name:
-        raise InputError(f"an {kind} of a graph has no name")
+        raise InputError(f"an {kind} of a graph has no name; export the model again")
     if name in table:
         raise InputError(f"two {kind}s of a graph are called {name!r}; names must differ")
     table[name] = item
@@ -265,31 +263,33 @@ def _first_duplicate(names: Sequence[str]) -> str | None:
 
 
 def _read_nodes(
-    reading: _Reader, raw: Sequence[Any], inputs_and_weights: frozenset[str], around: frozenset[str], depth: int
+    reading: _Reader, raw: Sequence[Any], inputs_and_weights: frozenset[str], outer_values: frozenset[str], depth: int
 ) -> tuple[Node, ...]:
-    """Read the nodes of a graph in topological order."""
-    makers: dict[str, int] = {}
+    """Read the nodes of a graph in topological order; ``outer_values`` are the values of outer graphs."""
+    producers: dict[str, int] = {}
     for place, proto in enumerate(raw):
         _check_text(proto.name, proto.op_type, proto.domain, proto.overload, *proto.input, *proto.output)
         for name in proto.output:
             if not name:
                 continue
-            if name in makers or name in inputs_and_weights:
-                raise InputError(f"the value {name!r} is made twice, the second time by {_title(proto)}")
-            makers[name] = place
-    waits = [
-        {makers[name] for name in _outer_names(proto, reading, depth) if name in makers}
+            if name in producers or name in inputs_and_weights:
+                raise InputError(
+                    f"the value {name!r} is made twice, the second time by {_title(proto)}; export the model again"
+                )
+            producers[name] = place
+    predecessors = [
+        {producers[name] for name in _outer_names(proto, reading, depth) if name in producers}
         for place, proto in enumerate(raw)
     ]
-    order = _topological_order(raw, waits)
-    available = around | inputs_and_weights
+    order = _topological_order(raw, predecessors)
+    available = outer_values | inputs_and_weights
     visible = set(available)
     nodes: list[Node] = []
     for place in order:
         proto = raw[place]
         for name in proto.input:
             if name and name not in visible:
-                raise InputError(f"{_title(proto)} uses {name!r}, which no node produces")
+                raise InputError(f"{_title(proto)} uses {name!r}, which no node produces; export the model again")
         nodes.append(_read_node(reading, proto, frozenset(visible) if _has_graphs(proto) else frozenset(), depth))
         visible.update(name for name in proto.output if name)
     return tuple(nodes)
@@ -300,10 +300,10 @@ def _has_graphs(proto: Any) -> bool:
 
 
 def _outer_names(proto: Any, reading: _Reader, depth: int) -> set[str]:
-    """Return the outer values that a node or its inner graphs may use."""
+    """Return the names of values that a node or its inner graphs take from outside."""
     names = {name for name in proto.input if name}
     if depth > MAX_DEPTH:
-        raise InputError(f"graphs lie more than {MAX_DEPTH} deep within each other")
+        raise InputError(f"graphs are nested more than {MAX_DEPTH} deep; simplify the model")
     for item in proto.attribute:
         for graph in (*((item.g,) if item.type == 5 else ()), *(item.graphs if item.type == 10 else ())):
             local_names = {declared.name for declared in graph.input} | {
@@ -317,13 +317,13 @@ def _outer_names(proto: Any, reading: _Reader, depth: int) -> set[str]:
     return names
 
 
-def _topological_order(raw: Sequence[Any], waits: Sequence[set[int]]) -> list[int]:
-    """Return a topological order: the file's, if it is one, as the specification demands."""
-    if all(predecessor < place for place, predecessors in enumerate(waits) for predecessor in predecessors):
+def _topological_order(raw: Sequence[Any], needed: Sequence[set[int]]) -> list[int]:
+    """Return the file's order if it is topological, else a topological one; raises ``InputError`` for a cycle."""
+    if all(predecessor < place for place, predecessors in enumerate(needed) for predecessor in predecessors):
         return list(range(len(raw)))
-    remaining = [set(predecessors) for predecessors in waits]
+    remaining = [set(predecessors) for predecessors in needed]
     users: dict[int, list[int]] = {}
-    for place, predecessors in enumerate(waits):
+    for place, predecessors in enumerate(needed):
         for predecessor in predecessors:
             users.setdefault(predecessor, []).append(place)
     ready = [place for place in reversed(range(len(raw))) if not remaining[place]]
@@ -337,7 +337,10 @@ def _topological_order(raw: Sequence[Any], waits: Sequence[set[int]]) -> list[in
                 ready.append(user)
     if len(order) < len(raw):
         place = min(set(range(len(raw))) - set(order))
-        raise InputError(f"the graph has a cycle, among others through {_title(raw[place])}; it cannot be run")
+        raise InputError(
+            f"the graph has a cycle, among others through {_title(raw[place])}, so it cannot be run; "
+            "export the model again"
+        )
     return order
 
 
@@ -347,6 +350,7 @@ def _title(proto: Any) -> str:
 
 
 def _read_node(reading: _Reader, proto: Any, visible: frozenset[str], depth: int) -> Node:
+    """Read a node; a model's function, or ONNX's for an operator that is not supported, becomes its ``body``."""
     reading.nodes[0] += 1
     if reading.nodes[0] > _MAX_NODES:
         raise InputError(f"the model has more than {_MAX_NODES:,} nodes with its functions inlined; simplify it")
@@ -359,7 +363,10 @@ def _read_node(reading: _Reader, proto: Any, visible: frozenset[str], depth: int
         name = proto.name or next(iter(proto.output), proto.op_type)
         return Node(name, proto.op_type, domain, version, tuple(proto.input), tuple(proto.output), {}, body)
     if domain not in reading.opsets:
-        raise InputError(f"{_title(proto)} is of the domain {domain or 'ai.onnx'!r}, which has no opset in the model")
+        raise InputError(
+            f"{_title(proto)} is of the domain {domain or 'ai.onnx'!r}, which has no opset in the model; "
+            "export the model again"
+        )
     name = proto.name or next(iter(proto.output), proto.op_type)
     node = Node(
         name,
@@ -393,14 +400,17 @@ def _read_node(reading: _Reader, proto: Any, visible: frozenset[str], depth: int
 
 
 def _inline_function(reading: _Reader, proto: Any, function: Any, attributes: Mapping[str, Any], depth: int) -> Graph:
+    """Read a function as the graph of a call, with the call's attributes; raises ``InputError`` on recursion."""
     title = f"{function.domain}::{function.name}"
     key = (function.domain, function.name, function.overload)
     if key in reading.calls:
-        raise InputError(f"the function {title} calls itself; it cannot be run")
+        raise InputError(f"the function {title} calls itself, so it cannot be run; write it without recursion")
     if depth > MAX_DEPTH:
-        raise InputError(f"functions call each other more than {MAX_DEPTH} deep")
+        raise InputError(f"functions call each other more than {MAX_DEPTH} deep; simplify the model")
     if len(proto.input) > len(function.input) or len(proto.output) > len(function.output):
-        raise InputError(f"{_title(proto)} has more inputs or outputs than the function {title}")
+        raise InputError(
+            f"{_title(proto)} has more inputs or outputs than the function {title}; export the model again"
+        )
     opsets: dict[str, int] = {_normalize_domain(item.domain): item.version for item in function.opset_import}
     defaults = {
         item.name: _read_attribute(reading, title, item, frozenset(), depth) for item in function.attribute_proto
@@ -413,12 +423,14 @@ def _inline_function(reading: _Reader, proto: Any, function: Any, attributes: Ma
     )
     names = list(function.input)
     if _first_duplicate(names) is not None:
-        raise InputError(f"two inputs of the function {title} are called {_first_duplicate(names)!r}")
+        raise InputError(
+            f"two inputs of the function {title} are called {_first_duplicate(names)!r}; export the model again"
+        )
     nodes = _read_nodes(inner, list(function.node), frozenset(names), frozenset(), depth + 1)
     produced = {name for node in nodes for name in node.outputs if name}
     for name in function.output:
         if name not in produced and name not in names:
-            raise InputError(f"no node produces the output {name!r} of the function {title}")
+            raise InputError(f"no node produces the output {name!r} of the function {title}; export the model again")
     inputs = tuple(DeclaredValue(name, None, None) for name in names)
     outputs = tuple(DeclaredValue(name, None, None) for name in list(function.output)[: len(proto.output)])
     return Graph(title, inputs, outputs, nodes, {})
@@ -438,7 +450,7 @@ def _read_declared(item: Any) -> DeclaredValue:
         for dim in shape:
             _check_text(dim.name)
             if dim.size is not None and dim.size < 0:
-                raise InputError(f"{item.name!r} is declared with the size {dim.size}")
+                raise InputError(f"{item.name!r} is declared with the size {dim.size}; export the model again")
     return DeclaredValue(item.name, tensor.elem_type or None, shape)
 
 
@@ -461,15 +473,17 @@ _VALUE_FIELDS[11] = "sparse_tensor"
 
 
 def _read_attributes(reading: _Reader, proto: Any, visible: frozenset[str], depth: int) -> dict[str, Any]:
+    """Return a node's attributes, with references replaced by attributes of the function's call."""
     attributes: dict[str, Any] = {}
     for item in proto.attribute:
         _check_text(item.name, item.ref_attr_name)
         if item.name in attributes:
-            raise InputError(f"{_title(proto)} has the attribute {item.name!r} twice")
+            raise InputError(f"{_title(proto)} has the attribute {item.name!r} twice; export the model again")
         if item.ref_attr_name:
             if reading.attributes is None:
                 raise InputError(
-                    f"{_title(proto)} refers to the function attribute {item.name!r} outside of a function"
+                    f"{_title(proto)} refers to the function attribute {item.name!r} outside of a function; "
+                    "export the model again"
                 )
             if item.ref_attr_name in reading.attributes:
                 attributes[item.name] = reading.attributes[item.ref_attr_name]
@@ -479,8 +493,11 @@ def _read_attributes(reading: _Reader, proto: Any, visible: frozenset[str], dept
 
 
 def _read_attribute(reading: _Reader, title: str, item: Any, visible: frozenset[str], depth: int) -> Any:
+    """Return an attribute's value: numbers, text, ``StoredTensor``, ``Graph``, or a tuple of these."""
     if item.type not in _VALUE_FIELDS:
-        raise InputError(f"{title}: the attribute {item.name!r} is of the unknown type {item.type}")
+        raise InputError(
+            f"{title}: the attribute {item.name!r} is of the unknown type {item.type}; export the model again"
+        )
     name = _VALUE_FIELDS[item.type]
     value = getattr(item, name)
     if name == "s":
@@ -512,6 +529,7 @@ def _schema(package: Any, domain: str, name: str, version: int) -> Any:
 
 
 def _check_schema(reading: _Reader, node: Node, schema: Any) -> None:
+    """Raise ``InputError`` unless a node has the attributes, inputs and outputs of its operator's schema."""
     if schema.deprecated:
         raise InputError(
             f"{node}: ONNX has removed this operator; convert the model to a newer opset with onnx.version_converter"
@@ -519,25 +537,29 @@ def _check_schema(reading: _Reader, node: Node, schema: Any) -> None:
     for name, value in node.attributes.items():
         if name not in schema.attributes:
             if node.domain == "":
-                raise InputError(f"{node} has an attribute {name!r}, which the operator does not have")
+                raise InputError(
+                    f"{node} has an attribute {name!r}, which the operator does not have; export the model again"
+                )
             continue
         type_name = schema.attributes[name].type.name
         if not _has_type(type_name, value):
-            raise InputError(f"{node}: the attribute {name!r} is not of the type {type_name}")
+            raise InputError(f"{node}: the attribute {name!r} is not of the type {type_name}; export the model again")
     for name, item in schema.attributes.items():
         if item.required and name not in node.attributes:
-            raise InputError(f"{node} lacks its attribute {name!r}")
+            raise InputError(f"{node} lacks its attribute {name!r}; export the model again")
     counts = (
         ("inputs", len(node.inputs), schema.min_input, schema.max_input),
         ("outputs", len(node.outputs), schema.min_output, schema.max_output),
     )
     for kind, count, min_count, max_count in counts:
         if not min_count <= count <= max_count:
-            raise InputError(f"{node} has {count} {kind}, and the operator {min_count} to {max_count}")
+            raise InputError(
+                f"{node} has {count} {kind}, and the operator {min_count} to {max_count}; export the model again"
+            )
     for place, formal in enumerate(schema.inputs):
         option = formal.option.name
         if option == "Single" and place < len(node.inputs) and not node.inputs[place]:
-            raise InputError(f"{node} lacks its input {formal.name!r}")
+            raise InputError(f"{node} lacks its input {formal.name!r}; export the model again")
 
 
 def _has_type(type_name: str, value: Any) -> bool:
@@ -559,11 +581,12 @@ def _has_type(type_name: str, value: Any) -> bool:
 
 
 def _read_tensor(reading: _Reader, proto: Any) -> StoredTensor:
+    """Read a tensor: its description, and its bytes or, if large or external, their place in a file."""
     _check_text(proto.name)
     shape, code = tuple(proto.dims), proto.data_type
     title = f"the tensor {proto.name!r}" if proto.name else "a tensor of an attribute"
     if any(size < 0 for size in shape) or math.prod(max(size, 1) for size in shape) > _MAX_ELEMENTS:
-        raise InputError(f"{title} has the impossible shape {shape}")
+        raise InputError(f"{title} has the impossible shape {shape}; export the model again")
     if proto.HasField("segment"):
         raise InputError(f"{title} is in segments, which are not supported; save the model again")
     if code == STRING and not proto.external_data:
@@ -572,7 +595,7 @@ def _read_tensor(reading: _Reader, proto: Any) -> StoredTensor:
     if code not in BITS:
         names = reading.onnx.TensorProto.DataType
         name = names.Name(code) if code in names.values() else str(code)
-        raise InputError(f"{title} is of the data type {name}, which is not supported")
+        raise InputError(f"{title} is of the data type {name}, which is not supported; convert it to another type")
     count = math.prod(shape)
     byte_count = (count * BITS[code] + 7) // 8
     entries = {entry.key: entry.value for entry in proto.external_data}
@@ -600,12 +623,14 @@ def _check_length(title: str, shape: tuple[int, ...], code: int, length: int, by
 
 def _check_shape(title: str, array: np.ndarray[Any, Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     if array.size != math.prod(shape):
-        raise InputError(f"{title} has {array.size} elements, and its shape {shape} needs {math.prod(shape)}")
+        raise InputError(
+            f"{title} has {array.size} elements, and its shape {shape} needs {math.prod(shape)}; export the model again"
+        )
     return array.reshape(shape)
 
 
 def _read_typed_field(reading: _Reader, title: str, proto: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Return the bytes of a tensor that is stored in a typed field."""
+    """Return the bytes of a tensor that is stored as numbers in a typed field, not as raw bytes."""
     code = proto.data_type
     name, kind = _TYPED_FIELDS.get(code, ("int32_data", np.int32))
     values = np.array(list(getattr(proto, name)), dtype=kind)
@@ -613,7 +638,9 @@ def _read_typed_field(reading: _Reader, title: str, proto: Any, shape: tuple[int
     if code in (14, 15):
         number_count *= 2
     if values.size != number_count:
-        raise InputError(f"{title} has {values.size} numbers, and its shape {shape} needs {number_count}")
+        raise InputError(
+            f"{title} has {values.size} numbers, and its shape {shape} needs {number_count}; export the model again"
+        )
     if name == "int32_data" and code != 6:  # int32_data stores an element of a smaller type per number
         values = values.astype({8: np.uint8, 4: np.uint8, 16: np.uint16}[BITS[code]])
     return np.frombuffer(values.tobytes(), dtype=np.uint8)
@@ -632,7 +659,7 @@ _TYPED_FIELDS: dict[int, tuple[str, Any]] = {
 
 
 def _find_external(model: Path, title: str, entries: Mapping[str, str], byte_count: int) -> FileRange:
-    """Return the place of a tensor in an external file, which must be in the model's folder."""
+    """Return the place of a tensor in an external file; raises ``InputError`` outside of the model's folder."""
     # A downloaded model could otherwise read any file of the user.
     location = entries.get("location", "")
     folder = model.resolve().parent
@@ -641,23 +668,25 @@ def _find_external(model: Path, title: str, entries: Mapping[str, str], byte_cou
         "data next to the model, not as a link, and save the model with that name"
     )
     if not location:
-        raise InputError(f"{title} is in another file, and the model has no name for it")
+        raise InputError(f"{title} is in another file, and the model has no name for it; export the model again")
     if "\0" in location or Path(location).is_absolute() or ".." in Path(location.replace("\\", "/")).parts:
         raise InputError(outside)
     path = model.parent / location
     try:
         real = path.resolve(strict=True)
     except (OSError, RuntimeError) as error:
-        raise InputError(f"{title} is stored in {path}, which cannot be read: {error}") from error
+        raise InputError(f"{title} is stored in {path}, which cannot be read: {error}; put the file there") from error
     if not real.is_relative_to(folder) and not real.is_relative_to(model.parent.resolve()):
         raise InputError(outside)
     if not real.is_file():
-        raise InputError(f"{title} is stored in {path}, which is not a file")
+        raise InputError(f"{title} is stored in {path}, which is not a file; put the data there")
     try:
         offset = int(entries.get("offset") or 0)
         length = int(entries.get("length") or byte_count)
     except ValueError as error:
-        raise InputError(f"{title}: its offset or length in {location!r} is not a number") from error
+        raise InputError(
+            f"{title}: its offset or length in {location!r} is not a number; export the model again"
+        ) from error
     size = real.stat().st_size
     if offset < 0 or length < 0 or offset + length > size:
         raise InputError(
@@ -674,18 +703,18 @@ def _read_sparse(reading: _Reader, proto: Any) -> StoredTensor:
     title = f"the sparse tensor {values.name!r}"
     count = math.prod(shape)
     if any(size < 0 for size in shape) or count * BITS[values.code] > 8 << 30 or BITS[values.code] < 8:
-        raise InputError(f"{title} has the shape {shape}, which is too large to make dense")
+        raise InputError(f"{title} has the shape {shape}, which is too large to make dense; store it as a dense tensor")
     if places.code != 7 or len(values.shape) != 1 or places.shape[:1] != values.shape or len(places.shape) > 2:
-        raise InputError(f"{title} has values and indices that do not match")
+        raise InputError(f"{title} has values and indices that do not match; export the model again")
     positions = _bytes_of(places).view(np.int64).reshape(places.shape)
     if positions.ndim == 2:
         if positions.shape[1] != len(shape):
-            raise InputError(f"{title} has indices for another number of dimensions")
+            raise InputError(f"{title} has indices for another number of dimensions; export the model again")
         if positions.size and ((positions < 0) | (positions >= np.array(shape, dtype=np.int64))).any():
-            raise InputError(f"{title} has indices outside of its shape {shape}")
+            raise InputError(f"{title} has indices outside of its shape {shape}; export the model again")
         positions = positions @ np.array([math.prod(shape[place + 1 :]) for place in range(len(shape))], dtype=np.int64)
     if positions.size and (positions.min() < 0 or positions.max() >= count):
-        raise InputError(f"{title} has indices outside of its shape {shape}")
+        raise InputError(f"{title} has indices outside of its shape {shape}; export the model again")
     width = BITS[values.code] // 8
     dense = np.zeros((count, width), dtype=np.uint8)
     dense[positions] = _bytes_of(values).reshape(-1, width)

@@ -40,7 +40,6 @@ class OnnxModel(fx.GraphModule):
     """
 
     def __init__(self, model: Model, *, has_contents: bool = True) -> None:
-        """Build the module; without contents, large weights stay on the meta device."""
         super().__init__(nn.Module(), fx.Graph(), "OnnxModel")
         names = tuple(item.name for item in model.graph.outputs)
         self.meta["onnx"] = _Signature(model.path, model.graph.inputs, names, model.opset)
@@ -87,7 +86,9 @@ class OnnxModel(fx.GraphModule):
     def _bind_inputs(self, args: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
         path, names = self.meta["onnx"].path, self.input_names
         if len(args) > len(names):
-            raise InputError(f"{path.name} has {len(names)} inputs and was given {len(args)}")
+            raise InputError(
+                f"{path.name} has {len(names)} inputs and was given {len(args)}; it takes {', '.join(names)}"
+            )
         table = dict(zip(names, args, strict=False))
         for name, value in named.items():
             if name not in names or name in table:
@@ -106,7 +107,7 @@ def _check_input(declared: DeclaredValue, value: Any) -> None:
     if isinstance(value, list) and declared.code is None:  # a sequence
         return
     if not isinstance(value, Tensor):
-        raise InputError(f"the input {declared.name!r} must be a tensor, and is {type(value).__name__}")
+        raise InputError(f"the input {declared.name!r} must be a tensor, and is {type(value).__name__}; convert it")
     if declared.code is None:
         return
     dtype = DTYPES.get(declared.code)
@@ -120,11 +121,13 @@ def _check_input(declared: DeclaredValue, value: Any) -> None:
         )
         if not fits:
             shape = ", ".join(str(dim.name or "?") if dim.size is None else str(dim.size) for dim in declared.shape)
-            raise InputError(f"the input {declared.name!r} must have the shape [{shape}], and has {list(value.shape)}")
+            raise InputError(
+                f"the input {declared.name!r} must have the shape [{shape}], and has {list(value.shape)}; reshape it"
+            )
 
 
 def _describe_failure(error: BaseException) -> str | None:
-    """Return a message with the node that raised an error; None: no node did."""
+    """Return a message with the node that raised an error, and its inputs; None if no node did."""
     failed: tuple[fx.Node, dict[str, Any]] | None = None
     traceback: TracebackType | None = error.__traceback__
     while traceback is not None:

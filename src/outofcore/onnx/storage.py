@@ -41,7 +41,7 @@ DTYPES: dict[int, torch.dtype] = {
 
 
 class Files:
-    """The files of a model, each mapped once."""
+    """The files of a model, each mapped into memory once."""
 
     def __init__(self) -> None:
         self._open: dict[Path, mmap.mmap] = {}
@@ -49,7 +49,10 @@ class Files:
     def read_tensor(self, stored: StoredTensor) -> torch.Tensor:
         """Return a stored tensor, mapped if large; raises ``InputError`` for text and unreadable files."""
         if stored.code == STRING:
-            raise InputError(f"the tensor {stored.name!r} contains text, which PyTorch tensors do not support")
+            raise InputError(
+                f"the tensor {stored.name!r} contains text, which PyTorch tensors do not support; "
+                "remove it before the export"
+            )
         dtype, data = DTYPES[stored.code], stored.data
         if isinstance(data, FileRange):
             source = self.mapping(data)
@@ -68,7 +71,7 @@ class Files:
         return _view_bytes(array, dtype).reshape(stored.shape)
 
     def mapping(self, place: FileRange) -> mmap.mmap:
-        """Map the file of a range; raises ``InputError`` if it cannot be read."""
+        """Return the mapping of the file of a range; raises ``InputError`` if it is unreadable or too short."""
         if place.path not in self._open:
             try:
                 with place.path.open("rb") as file:
@@ -84,7 +87,7 @@ class Files:
 
 
 def _view_bytes(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
-    """View the bytes of an array, at any address, as a tensor."""
+    """View the bytes of an array as a flat tensor; the array may begin at any address."""
     width = dtype.itemsize
     whole = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}[width]
     return torch.from_numpy(np.frombuffer(array.data, dtype=whole)).view(dtype)

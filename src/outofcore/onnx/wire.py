@@ -1,7 +1,6 @@
-"""Remove large tensors from a model file, so that protobuf does not copy them into memory.
+"""Replace large tensors of a model file by their positions, so that protobuf does not copy them into memory.
 
-The raw bytes of tensors from ``LARGE_BYTES`` on are replaced by their position in the file. The package ``onnx`` parses
-the remaining small message. Encoding: https://protobuf.dev/programming-guides/encoding/
+The package ``onnx`` parses the rest. Encoding: https://protobuf.dev/programming-guides/encoding/
 """
 
 from __future__ import annotations
@@ -63,15 +62,16 @@ class _SlimState:
 
 
 def remove_large_tensors(source: memoryview) -> SlimModel:
-    """Remove the large raw bytes of a model file; raises ``InputError`` if it is incomplete."""
+    """Remove large raw bytes from a model's message; raises ``InputError`` if the file is incomplete."""
     # The key is random, so that no file can contain it.
-    walk = _SlimState(source, f"outofcore-{secrets.token_hex(16)}")
-    message = _copy_message(walk, "Model", 0, len(source), 0)
-    return SlimModel(message, walk.ranges, walk.key)
+    state = _SlimState(source, f"outofcore-{secrets.token_hex(16)}")
+    message = _copy_message(state, "Model", 0, len(source), 0)
+    return SlimModel(message, state.ranges, state.key)
 
 
-def _copy_message(walk: _SlimState, kind: str, begin: int, end: int, depth: int) -> bytes:
-    source, inner = walk.source, _TENSOR_PATHS[kind]
+def _copy_message(state: _SlimState, kind: str, begin: int, end: int, depth: int) -> bytes:
+    """Return a message of type ``kind`` without large raw bytes, and add their ranges to ``state.ranges``."""
+    source, inner = state.source, _TENSOR_PATHS[kind]
     parts: list[bytes | memoryview] = []
     copied = at = begin  # bytes before `copied` are in `parts`
     while at < end:
@@ -80,7 +80,7 @@ def _copy_message(walk: _SlimState, kind: str, begin: int, end: int, depth: int)
         body = length = 0
         number, form = tag >> 3, tag & 7
         if number == 0:
-            raise InputError(f"a field without a number at byte {start}")
+            raise InputError(f"the field at byte {start} has no number")
         if form == _WireType.VARINT:
             _, at = _read_varint(source, at, end)
             continue
@@ -90,19 +90,19 @@ def _copy_message(walk: _SlimState, kind: str, begin: int, end: int, depth: int)
             length, at = _read_varint(source, at, end)
             body, at = at, at + length
         else:
-            raise InputError(f"a field of the unknown form {form} at byte {start}")
+            raise InputError(f"the field at byte {start} has the unknown form {form}")
         if at > end:
             raise InputError(f"the field at byte {start} ends after its message; the file was cut off")
         if form != _WireType.MESSAGE or length < LARGE_BYTES:
             continue
         replaced = None
         if kind == "Tensor" and number == _TensorField.RAW_DATA:
-            entry = _encode_field(1, walk.key.encode()) + _encode_field(2, str(len(walk.ranges)).encode())
+            entry = _encode_field(1, state.key.encode()) + _encode_field(2, str(len(state.ranges)).encode())
             place = _encode_varint(_TensorField.DATA_LOCATION << 3 | _WireType.VARINT) + _encode_varint(1)  # EXTERNAL
             replaced = _encode_field(_TensorField.EXTERNAL_DATA, entry) + place
-            walk.ranges.append((body, length))
+            state.ranges.append((body, length))
         elif number in inner and depth < MAX_DEPTH:
-            replaced = _encode_field(number, _copy_message(walk, inner[number], body, at, depth + 1))
+            replaced = _encode_field(number, _copy_message(state, inner[number], body, at, depth + 1))
         if replaced is not None:
             parts += [source[copied:start], replaced]
             copied = at
@@ -119,7 +119,7 @@ def _read_varint(source: memoryview, at: int, end: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, at
         shift += 7
-    raise InputError(f"a number that does not end at byte {at}; the file was cut off")
+    raise InputError(f"a number has no end up to byte {at}; the file was cut off")
 
 
 def _encode_varint(value: int) -> bytes:

@@ -64,7 +64,7 @@ def text_batches(batch: int, context: int, seed: int) -> Batches:
 
 
 def image_source(size: int, requested: ImageSource | None = None) -> ImageSource:
-    """Return the image source for this edge length; raises ``InputError`` for missing packages."""
+    """Return ``requested``, or the best installed source for this edge length; raises ``InputError``."""
     needs = {ImageSource.PHOTOS: ("sklearn", "PIL"), ImageSource.DIGITS: ("sklearn",), ImageSource.GENERATED: ()}
     if requested is not None:
         missing = [package for package in needs[requested] if find_spec(package) is None]
@@ -80,13 +80,9 @@ def image_source(size: int, requested: ImageSource | None = None) -> ImageSource
 
 
 def image_batches(batch: int, size: int, classes: int, seed: int, source: ImageSource) -> Batches:
-    """Yield images (batch, 3, size, size) float32 with labels (batch,) int64.
+    """Yield images (batch, 3, size, size) float32 of about zero mean, with labels (batch,) int64 below ``classes``.
 
-    - Photos: random crops of scikit-learn's two sample photographs. The label is the photograph and its quarter.
-    - Digits: scikit-learn's handwritten digits (8×8), enlarged, in grey. The label is the digit.
-    - Generated: gratings in noise. The label is their direction and colour: 10 classes.
-
-    Labels are taken modulo ``classes``. Values have about zero mean and order one.
+    A label is a crop's photograph and quarter, a digit, or a grating's direction and colour (10), modulo ``classes``.
     """
     draw = _image_sampler(source, batch, size, torch.Generator().manual_seed(seed))
     while True:
@@ -97,6 +93,7 @@ def image_batches(batch: int, size: int, classes: int, seed: int, source: ImageS
 def _image_sampler(
     source: ImageSource, batch: int, size: int, generator: torch.Generator
 ) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Return a function that draws a random batch from a source: images (batch, 3, size, size) in 0..1, and labels."""
     match source:
         case ImageSource.PHOTOS:
             photographs = _photographs()
@@ -160,11 +157,7 @@ def _draw_gratings(batch: int, size: int, generator: torch.Generator) -> tuple[T
 
 
 def volume_batches(batch: int, size: int, classes: int, seed: int) -> Batches:
-    """Yield noisy volumes (batch, 3, size, size, size) float32 and masks (batch, size, size, size) int64.
-
-    Class 0 is the background; each other class has one to three ellipsoids in a volume. The channels show the classes
-    at different brightness.
-    """
+    """Yield noisy volumes (batch, 3, size, size, size) of ellipsoids, and each voxel's class as int64 (0: outside)."""
     generator = torch.Generator().manual_seed(seed)
     brightness = torch.randn(classes, 3, generator=generator)
     ticks = torch.linspace(-1, 1, size)

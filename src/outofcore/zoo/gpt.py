@@ -32,7 +32,8 @@ class GPTShape:
     def __post_init__(self) -> None:
         if self.width % self.heads:
             raise InputError(
-                f"gpt: {self.heads} heads do not divide a width of {self.width}; use a width that is a multiple of it"
+                f"gpt: {self.heads} heads do not divide a width of {self.width}; "
+                f"use a width that is a multiple of {self.heads}"
             )
 
     @property
@@ -46,7 +47,7 @@ def choose_shape(parameters: int, context: int, vocab: int, dropout: float) -> G
     """Choose layers and width for a model of about ``parameters`` parameters.
 
     Minimise |log(count / parameters)| + |log2(width / layers / 64)| / 20 over widths that are multiples of 64. Raises
-    ``InputError`` if the smallest model has more than twice the parameters.
+    ``InputError`` if even the smallest model has more than twice the parameters.
     """
 
     def error(shape: GPTShape) -> float:

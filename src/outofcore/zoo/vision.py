@@ -21,9 +21,8 @@ class ResNetShape:
 def choose_resnet_shape(depth: int) -> ResNetShape:
     """Distribute ``depth`` layers over four stages; raises ``InputError`` with the nearest valid depths.
 
-    Depths 18, 34, 50, 101 and 152 follow table 1. Other depths have bottleneck blocks of three layers:
-    ``depth = 3 (n1 + n2 + n3 + n4) + 2``, as in SuperNeurons (Wang et al., PPoPP 2018, section 4). Up to 152 layers the
-    stages have (3, 4, n, 3) blocks, beyond that (6, 32, n, 6); this rule is our own.
+    Depths 18, 34, 50, 101 and 152 follow table 1 of ResNet's paper. Others have ``3 (n1 + n2 + n3 + n4) + 2`` layers,
+    as in SuperNeurons (Wang et al., PPoPP 2018, section 4), with (3, 4, n, 3) blocks, or (6, 32, n, 6) above 152.
     """
     match depth:
         case 18:
@@ -96,10 +95,7 @@ def _shortcut(channels: int, out: int, stride: int) -> nn.Module:
 
 
 class ResNet(nn.Module):
-    """(N, 3, H, W) images to (N, classes) logits (He et al., arXiv 1512.03385, section 4.1 and table 1).
-
-    As is usual today, bottleneck blocks halve the resolution in the 3×3 convolution, not in the first 1×1.
-    """
+    """(N, 3, H, W) images to (N, classes) logits (He et al., arXiv 1512.03385); 3×3 convolutions have the stride."""
 
     def __init__(self, depth: int = 50, classes: int = 1000) -> None:
         super().__init__()
@@ -243,10 +239,8 @@ class UNet3d(nn.Module):
     """(N, channels, D, H, W) volumes to (N, classes, D, H, W) logits; D, H and W are multiples of 8.
 
     Çiçek et al.: 3D U-Net, arXiv 1606.06650, section 2 and figure 2. With ``base`` 32 it has the paper's 19,069,955
-    parameters, without the normalisations. Unlike there, convolutions are padded, and classes have equal weights.
-
-    Limit: on CUDA ``torch.use_deterministic_algorithms(True)`` needs ``warn_only`` for the backward pass of 3D max
-    pooling, although its windows do not overlap here.
+    parameters, without the normalisations. Unlike there, convolutions are padded, and classes have equal weights. On
+    CUDA ``torch.use_deterministic_algorithms(True)`` needs ``warn_only`` for the backward pass of the pooling.
     """
 
     def __init__(self, base: int = 32, channels: int = 3, classes: int = 3) -> None:

@@ -98,6 +98,7 @@ class ZooOptions:
                 object.__setattr__(self, name, read(value))
 
     def check(self, name: str, takes: frozenset[str]) -> None:
+        """Raise ``InputError`` for options that the workload ``name`` does not take, or that are out of range."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in _SHAPE_OPTIONS and value is not None and field.name not in takes:
@@ -226,7 +227,7 @@ class Workload:
         return train_step
 
     def make_turn(self, model: nn.Module) -> TrainStep:
-        """Make a step without the update, for ``outofcore.elastic``."""
+        """Make a step of forward and backward pass, without the update, for ``outofcore.elastic``."""
         loss_of, amp = self.loss, self.options.amp
 
         def precision(device: torch.device) -> AbstractContextManager[object]:
@@ -327,6 +328,7 @@ def _densenet121(options: ZooOptions) -> Workload:
 
 
 def _vision(name: str, options: ZooOptions, shape: str, network: Callable[[], nn.Module]) -> Workload:
+    """Make the workload of an image classifier; ``shape`` describes its layers, ``network`` makes the model."""
     size = options.size or 224
     if size < 32:
         raise InputError(f"{name} halves its input five times, so the size must be at least 32, and {size} is not")
@@ -380,6 +382,7 @@ def _gpt(options: ZooOptions) -> Workload:
 
 
 def _gpt_shape(options: ZooOptions) -> GPTShape:
+    """Return the shape that the options give, or that fits ``params``; raises ``InputError`` if they contradict."""
     context, vocab = options.context or 1024, options.vocab or _MIN_VOCAB
     dropout = 0.1 if options.dropout is None else options.dropout
     if vocab < _MIN_VOCAB:

@@ -15,10 +15,10 @@ _NO_ITERATION = "it runs 0 times, so its collected outputs have no shape"
 class ControlNode(nn.Module):
     """A node with graphs; ``forward`` takes a device, the inputs, and outer values by graph."""
 
-    def __init__(self, graphs: dict[str, Any], attributes: dict[str, Any], states: int) -> None:
+    def __init__(self, graphs: dict[str, Any], attributes: dict[str, Any], output_count: int) -> None:
         super().__init__()
         self.attributes = attributes
-        self.states = states
+        self.states = output_count
         for name, graph in graphs.items():
             self.add_module(name, graph)
 
@@ -39,13 +39,13 @@ class LoopNode(ControlNode):
 
     def forward(self, device: torch.device, inputs: list[Any], outer: dict[str, list[Any]]) -> list[Any]:
         limit, condition, *values = inputs
-        goes = condition is None or bool(condition[0])
+        goes_on = condition is None or bool(condition[0])
         scanned: list[list[Tensor]] = []
         turn = 0
-        while goes and (limit is None or turn < limit[0]):
-            now, going = torch.tensor(turn), torch.tensor(goes)
-            results = self.run("body", [now, going, *values], outer, device)
-            goes, values = bool(results[0].item()), results[1 : 1 + len(values)]
+        while goes_on and (limit is None or turn < limit[0]):
+            iteration, condition_tensor = torch.tensor(turn), torch.tensor(goes_on)
+            results = self.run("body", [iteration, condition_tensor, *values], outer, device)
+            goes_on, values = bool(results[0].item()), results[1 : 1 + len(values)]
             scanned.append(results[1 + len(values) :])
             turn += 1
         if not turn and self.states > len(values):

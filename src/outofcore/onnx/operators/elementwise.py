@@ -17,6 +17,7 @@ UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def _compute_wide(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Compute on unsigned dtypes by way of int64, because PyTorch lacks kernels for them."""
     kind = next((tensor.dtype for tensor in tensors if tensor.dtype in UNSIGNED), None)
     if kind is None:
         return function(*tensors)
@@ -90,7 +91,7 @@ register_function("LeakyRelu", F.leaky_relu, negative_slope=("alpha", 0.01))
 
 
 def compute_plain(name: str, *tensors: Tensor) -> Tensor:
-    """Compute a plain operator on unsigned dtypes by way of int64."""
+    """Compute a unary or binary operator, on unsigned dtypes by way of int64."""
     return _compute_wide(_UNARY.get(name) or _BINARY[name], *tensors)
 
 
@@ -231,7 +232,7 @@ def hardmax(x: Tensor, *, axis: int = -1) -> Tensor:
 
 @operator("Softmax", "LogSoftmax", "Hardmax")
 def flat_softmax(x: Tensor, *, op: str, axis: int = 1) -> Tensor:
-    """Flatten all axes from ``axis`` on, as before opset 13."""
+    """Compute softmax over all axes from ``axis`` on together, as before opset 13."""
     axis = axis_of(axis, x.dim())
     flat = x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
     if op == "Hardmax":

@@ -82,7 +82,7 @@ WINDOW_ATTRIBUTES = ("auto_pad", "pads", "strides", "dilations")
 
 
 class _SlidingWindow:
-    """The windows of a convolution or of pooling; ``pads`` are before and after each dimension."""
+    """The windows of a convolution or pooling; ``pads`` are pairs before and after each dimension."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class _SlidingWindow:
     ) -> None:
         rank = len(kernel)
         if rank not in _CONV or len(sizes) != rank:
-            raise Unsupported(f"windows in {rank} dimensions")
+            raise Unsupported(f"it has windows in {rank} dimensions, and 1 to 3 are supported")
         self.sizes, self.kernel = list(sizes), list(kernel)
         self.strides = _per_dimension("strides", strides, rank, 1)
         self.dilations = _per_dimension("dilations", dilations, rank, 1)
@@ -124,7 +124,7 @@ class _SlidingWindow:
         )
 
     def ceil_pads(self) -> list[tuple[int, int]]:
-        """Return the padding that rounds the number of windows up (``ceil_mode``)."""
+        """Return the additional pads that round the number of windows up (``ceil_mode``)."""
         missing_pads: list[tuple[int, int]] = []
         for i, (before, after) in enumerate(self.pads):
             free = self.sizes[i] + before + after - (self.dilations[i] * (self.kernel[i] - 1) + 1)
@@ -135,6 +135,7 @@ class _SlidingWindow:
         return missing_pads
 
     def window_sums(self, x: Tensor) -> Tensor:
+        """Return the sum of each window of a padded tensor, per channel."""
         ones = x.new_ones(1, 1, *self.kernel)
         flat = x.reshape(-1, 1, *x.shape[2:])
         y = _CONV[len(self.kernel)](flat, ones, None, self.strides, 0, self.dilations)
@@ -167,26 +168,28 @@ def conv_transpose(
     **window: Any,
 ) -> Tensor:
     windows = _SlidingWindow(x.shape[2:], w.shape[2:], auto_pad, **window)
-    rank, by, wide = len(windows.kernel), windows.strides, windows.dilations
-    more = _per_dimension("output_padding", output_padding, rank, 0)
-    whole = [(x.shape[2 + i] - 1) * by[i] + (windows.kernel[i] - 1) * wide[i] + 1 + more[i] for i in range(rank)]
+    rank, strides, dilations = len(windows.kernel), windows.strides, windows.dilations
+    extra = _per_dimension("output_padding", output_padding, rank, 0)
+    full_sizes = [
+        (x.shape[2 + i] - 1) * strides[i] + (windows.kernel[i] - 1) * dilations[i] + 1 + extra[i] for i in range(rank)
+    ]
     target = None if output_shape is None else list(output_shape)[-rank:]
     if target is None and auto_pad in ("SAME_UPPER", "SAME_LOWER"):
-        target = [size * step for size, step in zip(windows.sizes, by, strict=True)]
+        target = [size * step for size, step in zip(windows.sizes, strides, strict=True)]
     if target is not None:
-        windows.pads = [((n - m) // 2, n - m - (n - m) // 2) for n, m in zip(whole, target, strict=True)]
+        windows.pads = [((n - m) // 2, n - m - (n - m) // 2) for n, m in zip(full_sizes, target, strict=True)]
         if auto_pad in ("NOTSET", "", "SAME_LOWER"):
             windows.pads = [(behind, before) for before, behind in windows.pads]
     if windows.has_symmetric_pads() and all(
-        amount < max(pair) for amount, pair in zip(more, zip(by, wide, strict=True), strict=True)
+        amount < max(pair) for amount, pair in zip(extra, zip(strides, dilations, strict=True), strict=True)
     ):
-        return _CONV_TRANSPOSE[rank](x, w, b, by, windows.before, more, group, wide)
-    y = _CONV_TRANSPOSE[rank](x, w, b, by, 0, 0, group, wide)
-    if any(more):
-        y = _pad(y, [(0, amount) for amount in more])
+        return _CONV_TRANSPOSE[rank](x, w, b, strides, windows.before, extra, group, dilations)
+    y = _CONV_TRANSPOSE[rank](x, w, b, strides, 0, 0, group, dilations)
+    if any(extra):
+        y = _pad(y, [(0, amount) for amount in extra])
         if b is not None:  # the added elements are the bias alone
-            inside = torch.zeros(whole, dtype=torch.bool, device=y.device)
-            inside[tuple(slice(0, whole[i] - more[i]) for i in range(rank))] = True
+            inside = torch.zeros(full_sizes, dtype=torch.bool, device=y.device)
+            inside[tuple(slice(0, full_sizes[i] - extra[i]) for i in range(rank))] = True
             y = torch.where(inside, y, b.reshape(-1, *([1] * rank)))
     return _pad(y, [(-before, -after) for before, after in windows.pads])
 
@@ -197,23 +200,23 @@ def max_pool(
 ) -> tuple[Tensor, ...]:
     windows = _SlidingWindow(x.shape[2:], kernel_shape, **window)
     kernel, before, wants_places = windows.kernel, windows.before, count > 1
-    wide = x if x.is_floating_point() else x.to(torch.float32)
+    padded = x if x.is_floating_point() else x.to(torch.float32)
     if not windows.has_pooling_pads():
-        wide = _pad(wide, windows.pads, -math.inf)
-        wide = _pad(wide, windows.ceil_pads(), -math.inf) if ceil_mode else wide
+        padded = _pad(padded, windows.pads, -math.inf)
+        padded = _pad(padded, windows.ceil_pads(), -math.inf) if ceil_mode else padded
         before, ceil_mode = [0] * len(kernel), 0
     # Both ONNX and PyTorch drop a last window that would start after the data.
     arguments = (kernel, windows.strides, before, windows.dilations, bool(ceil_mode))
-    pooled = _MAX[len(kernel)](wide, *arguments, return_indices=wants_places)
+    pooled = _MAX[len(kernel)](padded, *arguments, return_indices=wants_places)
     if not wants_places:
         return (pooled.to(x.dtype),)
     offset = [0] * len(kernel) if windows.has_pooling_pads() else windows.before
-    places = _flat_places(pooled[1], x, list(wide.shape[2:]), offset, by_column=bool(storage_order))
+    places = _flat_places(pooled[1], x, list(padded.shape[2:]), offset, by_column=bool(storage_order))
     return pooled[0].to(x.dtype), places
 
 
 def _flat_places(places: Tensor, x: Tensor, padded: list[int], offset: list[int], *, by_column: bool) -> Tensor:
-    """Convert PyTorch's indices, within a padded channel, to indices into the whole tensor."""
+    """Convert PyTorch's indices within a padded channel to ONNX's indices into the whole tensor."""
     sizes = list(x.shape[2:])
     parts: list[Tensor] = []
     for size, before in zip(reversed(padded), reversed(offset), strict=True):

@@ -39,9 +39,9 @@ def quantize(
 ) -> Tensor:
     dtype = zero.dtype if zero is not None and not output_dtype else DTYPES[output_dtype or 2]
     wide = torch.float64 if x.dtype is torch.float64 else torch.float32
-    kind = precision or wide
+    compute_dtype = precision or wide
     # Results are rounded half to even after the division.
-    scaled = (x.to(kind) / _broadcast_parameter(scale.to(kind), x, axis, block_size)).to(wide)
+    scaled = (x.to(compute_dtype) / _broadcast_parameter(scale.to(compute_dtype), x, axis, block_size)).to(wide)
     if dtype.is_floating_point:
         return cast(scaled, to=dtype, saturate=saturate)
     low, high = _RANGES.get(output_dtype, (torch.iinfo(dtype).min, torch.iinfo(dtype).max))
@@ -62,12 +62,13 @@ def dequantize(
     return (numbers.to(scale.dtype) * _broadcast_parameter(scale, x, axis, block_size)).to(dtype)
 
 
-def _subtract_zero(x: Tensor, zero: Tensor | None, shape: list[int] | None = None, kind: Any = torch.int32) -> Tensor:
+def _subtract_zero(x: Tensor, zero: Tensor | None, shape: list[int] | None = None, dtype: Any = torch.int32) -> Tensor:
+    """Return integers minus their zero point (reshaped to ``shape`` unless it is one number) as ``dtype``."""
     numbers = x.to(torch.int32)
     if zero is not None:
         zero = zero.to(torch.int32)
         numbers = numbers - (zero if shape is None or zero.dim() == 0 else zero.reshape(shape))
-    return numbers.to(kind)
+    return numbers.to(dtype)
 
 
 def _row_shape(zero: Tensor | None) -> list[int] | None:
@@ -82,6 +83,7 @@ def matmul_integer(a: Tensor, b: Tensor, a_zero: Tensor | None = None, b_zero: T
 def _integer_conv(
     x: Tensor, x_zero: Tensor | None, w: Tensor, w_zero: Tensor | None, b: Tensor | None, **window: Any
 ) -> Tensor:
+    """Convolve integers minus their zero points; the result is float64, which is exact here."""
     # Double precision is exact for sums of products of bytes.
     wide = torch.float64
     shape = [-1, *([1] * (w.dim() - 1))]
@@ -97,6 +99,7 @@ def conv_integer(
 
 
 def _requantize(y: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Divide by a scale, round, add the zero point, and clamp to its dtype."""
     limits = torch.iinfo(zero.dtype)
     scaled = torch.round(y / scale.to(torch.float64)) + zero.to(y.dtype)
     return torch.clamp(scaled, limits.min, limits.max).to(zero.dtype)

@@ -88,8 +88,6 @@ def _lstm(direction: _Direction, x: Tensor, now: _States) -> _States:
 
 @dataclass(frozen=True)
 class _LayerType:
-    """A type of recurrent layer."""
-
     step: Callable[[_Direction, Tensor, _States], _States]
     gates: int  # stacked along the rows of the weights
     activations: tuple[str, ...]  # by default
@@ -142,35 +140,32 @@ def recurrent(
     *states: Tensor | None,
     asked: RecurrentAttributes,
 ) -> tuple[Tensor, ...]:
-    """Run all directions of a layer; ``x`` is (time, batch, inputs), with layout=1 the batch first.
-
-    ``states`` are hidden state, cell state and peepholes, the latter two of an LSTM: (directions, batch, size) or None.
-    """
+    """Run a layer in all directions; ``states`` are hidden state, and of an LSTM cell state and peepholes."""
     cell, count, hidden = _CELLS[asked.op], w.shape[0], r.shape[-1]
     if count != (2 if asked.direction == "bidirectional" else 1):
         raise Unsupported(f"it runs {asked.direction} and has weights for {count} directions")
     if w.shape[1] != cell.gates * hidden:
-        raise Unsupported(f"weights of {w.shape[1]} rows for a state of {hidden}")
+        raise Unsupported(f"its weights have {w.shape[1]} rows, and a state of {hidden} needs {cell.gates * hidden}")
     functions = asked.activations_by_direction(count)
     first, second, peepholes = (*states, None, None, None)[:3]
-    begin = [first, second] if asked.op == "LSTM" else [first]
+    start_states = [first, second] if asked.op == "LSTM" else [first]
     if asked.layout:
         x = x.transpose(0, 1)
-        begin = [None if state is None else state.transpose(0, 1) for state in begin]
+        start_states = [None if state is None else state.transpose(0, 1) for state in start_states]
     outputs: list[Tensor] = []
-    ends: list[_States] = []
+    final_states: list[_States] = []
     for place in range(count):
         bias, of_state = (None, None) if b is None else b[place].reshape(2, -1)
         peeps = None if peepholes is None else peepholes[place]
         is_variant = bool(asked.input_forget or asked.linear_before_reset)
         direction = _Direction(r[place], of_state, peeps, functions[place], asked.clip, is_variant)
-        now = tuple(x.new_zeros(x.shape[1], hidden) if state is None else state[place] for state in begin)
+        now = tuple(x.new_zeros(x.shape[1], hidden) if state is None else state[place] for state in start_states)
         backwards = asked.direction == "reverse" or place == 1
         y, end = direction.run(cell, F.linear(x, w[place], bias), now, lengths, backwards=backwards)
         outputs.append(y)
-        ends.append(end)
+        final_states.append(end)
     y = torch.stack(outputs, 1)
-    last = [torch.stack(list(parts)) for parts in zip(*ends, strict=True)]
+    last = [torch.stack(list(parts)) for parts in zip(*final_states, strict=True)]
     if asked.layout:
         return y.permute(2, 0, 1, 3), *(state.transpose(0, 1) for state in last)
     return y, *last

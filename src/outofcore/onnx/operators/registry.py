@@ -14,16 +14,15 @@ Function = Callable[..., Any]
 
 
 class Unsupported(Exception):  # noqa: N818 - the model shows it as an InputError with the name of the node
-    """A node needs an unsupported feature."""
+    """An error of a node that needs an unsupported feature, or has invalid inputs."""
 
 
 @dataclass(frozen=True)
 class Operator:
     """The implementation of an operator.
 
-    ``run`` is a function, or a class of modules that run inner graphs. It takes the inputs in the standard's order,
-    None for omitted inputs, and attributes by keyword. The builder sets the keywords ``device``, ``version``, ``op``,
-    ``outputs`` (number of outputs) and ``count`` (of these, in use).
+    ``run``, a function or a class of modules, takes inputs (None: omitted), attributes by keyword, and from the builder
+    the keywords ``device``, ``version``, ``op``, ``outputs`` (how many) and ``count`` (how many are in use).
     """
 
     run: Function
@@ -51,7 +50,7 @@ def operator(
     attributes: type[Any] | None = None,
     **flags: Any,
 ) -> Callable[[Function], Function]:
-    """Register a function as operators from an opset on; its keywords and ``also`` name attributes.
+    """Register a function as operators from opset ``since`` on; its keywords and ``also`` name attributes.
 
     With ``attributes``, a dataclass with the attributes, the function takes an instance as its keyword ``asked``.
     """
@@ -80,7 +79,7 @@ def _take_attributes(kind: type[Any], function: Function) -> Function:
 def register_function(
     name: str, function: Function, *, since: int = 1, plain: bool = False, **attributes: tuple[str, Any]
 ) -> None:
-    """Register a PyTorch function; ``attributes`` maps its keywords to attributes and defaults."""
+    """Register a PyTorch function; ``attributes`` maps its keywords to ONNX attributes and defaults."""
     register_operator([name], Operator(function, since, attributes, is_plain=plain))
 
 
@@ -96,12 +95,11 @@ def find(domain: str, name: str, version: int) -> Operator | None:
 
 
 def to_list(x: Tensor) -> list[Any]:
-    """Return the elements of a tensor as a flat list."""
     return x.reshape(-1).tolist()
 
 
 def axis_of(axis: int, rank: int) -> int:
     """Return an axis counted from the front; raises ``ValueError`` if it is out of range."""
     if not -rank <= axis < max(rank, 1):
-        raise ValueError(f"axis {axis} of a tensor with {rank} dimensions")
+        raise ValueError(f"axis {axis} is out of range for a tensor with {rank} dimensions")
     return axis + rank if axis < 0 else axis

@@ -80,7 +80,7 @@ def resize(
 def _interpolate(
     attributes: ResizeAttributes, x: Tensor, scales_and_sizes: list[tuple[float, int]], *, has_scales: bool
 ) -> Tensor | None:
-    """Resize with ``F.interpolate`` by a scale and size per axis; None: it would give another result."""
+    """Resize with ``F.interpolate`` by a scale and size per axis; None if that would give another result."""
     spatial = x.dim() - 2
     if not 1 <= spatial <= 3 or any(scales_and_sizes[i] != (1.0, x.shape[i]) for i in (0, 1)):
         return None
@@ -150,6 +150,7 @@ _NEAREST: dict[str, Callable[[Tensor], Tensor]] = {
 def _resize_axis(
     attributes: ResizeAttributes, x: Tensor, axis: int, size: int, scale: float, window: tuple[float, float]
 ) -> Tensor:
+    """Resize along one axis by picking or weighting neighbours; ``window`` is the cropped share of the axis."""
     length = x.shape[axis]
     at = _coordinates(attributes, length, size, scale, window, x.device)
     if attributes.mode == "nearest":
@@ -176,6 +177,7 @@ def _resize_axis(
 
 
 def _sample_weight(mode: str, distance: Tensor, a: float) -> Tensor:
+    """Return the weight of a neighbour at a distance, linear or cubic with the coefficient ``a``."""
     d = distance.abs()
     if mode == "linear":
         return (1 - d).clamp(min=0)

@@ -187,6 +187,7 @@ def pad(
 
 
 def _pad_mirrored(x: Tensor, axis: int, before: int, after: int, mode: str) -> Tensor:
+    """Pad one axis by repeating the tensor's own elements; raises ``Unsupported`` for an unknown mode."""
     length = x.shape[axis]
     at = torch.arange(-before, length + after, device=x.device)
     if mode == "edge":
