@@ -826,7 +826,7 @@ def fakes(name: str, small: bool) -> Measured:
             if failure:
                 rows.append({"op": op.name, "what": "raises", "real": failure})
     failures = Counter(f"{row['op']} {row['what']}" for row in rows if not row.get("survived"))
-    result: Measured = {"families": len(families), "unseen": len(captured.graph.unseen), "differences": rows}
+    result: Measured = {"families": len(families), "unseen": len(captured.graph.unused), "differences": rows}
     if failures:
         print_result(measurement=f"fakes: {name}", **result)
         raise RefusedError(f"a step would raise for {', '.join(failures)}")

@@ -14,7 +14,7 @@ from itertools import product
 from optimum.moment import Event, Location, Moment, advance, free_at
 from optimum.prices import Prices
 from outofcore.analysis.gaps import constant_bytes, gaps_of, is_large, placed_bytes
-from outofcore.analysis.recipes import Content, History, can_recompute, replay
+from outofcore.analysis.recipes import Content, History, can_recompute, ops_to_recompute
 from outofcore.costs import Costs
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.lowering import lower
@@ -169,7 +169,7 @@ class Fluid:
             is_here = moment.places[storage] is Location.RESIDENT and version == history.version_at(storage, op)
             return is_here or moment.home[storage] == version
 
-        runs = replay(history, [current[s] for s in due], is_available)
+        runs = ops_to_recompute(history, [current[s] for s in due], is_available)
         created = {content for index in runs for content in history.makes(self.graph.ops[index])}
         byproducts = [s for s in dropped if s not in due and current[s] in created]
         for choice in product((True, False), repeat=len(byproducts)):

@@ -280,7 +280,7 @@ def has_global_optimizer_hooks() -> bool:
     return any(not OWN_OPTIMIZER_HOOKS.issuperset(hooks) for hooks in _GLOBAL_HOOKS)
 
 
-def without_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def empty_step_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return empty attributes for step hooks, which replace the hooks of an optimizer copy in its ``__dict__``."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     return {name: type(optimizer.__dict__[name])() for name in names if name in optimizer.__dict__}
@@ -360,7 +360,7 @@ def tensor_leaves(result: Any) -> list[torch.Tensor]:
     return [leaf for leaf in result_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 
-def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def view_storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View all bytes of a tensor's storage as a uint8 tensor."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))

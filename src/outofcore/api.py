@@ -112,7 +112,7 @@ def _open_pinned_home(
     return OpenHome(open_device_homes(backend, home, host_budget), stays_open=False)
 
 
-def _check_name(check: str) -> None:
+def _require_known_check(check: str) -> None:
     if check not in {mode.value for mode in Check}:
         raise InputError(f"there is no check {check!r}; choose one of {', '.join(mode.value for mode in Check)}")
 
@@ -121,7 +121,7 @@ def _open_home(
     home: str | os.PathLike[str] | None, host_budget: int | str | None, check: CheckName, *, stays_open: bool
 ) -> OpenHome:
     """Open a home in host memory or on a disk; ``stays_open``: after the last step over it is closed."""
-    _check_name(check)
+    _require_known_check(check)
     return OpenHome(
         [enable_checks(store, Check(check)) for store in open_homes(home, host_budget)], stays_open=stays_open
     )
@@ -260,7 +260,7 @@ def compile(
     check_modules(user.models, is_captured=not dynamic)
     _check_devices(user.models, backend.device)
     if dynamic:
-        _check_followable(backend.device, home, chosen, kernels, splits)
+        _check_can_run_eagerly(backend.device, home, chosen, kernels, splits)
     store = open_cache(cache)
     check_supported(user.models)
     load_native(backend.flavor)
@@ -323,7 +323,7 @@ def _sharing_group(shard: ProcessGroup | bool | None, dynamic: bool | None, kern
     return group if group.size() > 1 else None
 
 
-def _check_followable(device: torch.device, home: object, policy: Policy, kernels: str, splits: Split) -> None:
+def _check_can_run_eagerly(device: torch.device, home: object, policy: Policy, kernels: str, splits: Split) -> None:
     """Refuse options that ``dynamic=True`` does not support, and load the native code of eager loops."""
     if device.type != "cpu":
         raise InputError(f"dynamic=True works on the CPU only, and the step is for {device}; leave 'dynamic' out")
@@ -426,7 +426,7 @@ def budget(
         )
     if target.type != "cpu" and check == Check.FULL.value:
         raise InputError(f"copies of a loop on {target} are not checked; leave 'check' out")
-    _check_name(check)
+    _require_known_check(check)
     store = open_cache(cache)
     if policy is not None:
         policy = policy_of(policy)

@@ -152,7 +152,7 @@ class StepGraph:
         return tuple(tuple(ops) for ops in users)
 
     @cached_property
-    def unseen(self) -> frozenset[int]:
+    def unused(self) -> frozenset[int]:
         """Storages that only their creator uses, and that are not outputs."""
         outputs = frozenset(self.outputs)
         return frozenset(s for s in self.creator if s not in outputs and len(self.uses[s]) == 1)

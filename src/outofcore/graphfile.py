@@ -186,7 +186,19 @@ def _numbers(path: Path, place: str, named: Sequence[int | str], keys: Mapping[i
 
 
 def write_graph(path: Path, file: GraphFile) -> None:
-    """Write a graph file, by gzip if its name ends in ``.gz``; ``InputError`` if it cannot be written."""
+    """Write a graph file, compressed by gzip if its name ends in ``.gz``.
+
+    Raises:
+        InputError: the file cannot be written.
+
+    >>> import tempfile
+    >>> from outofcore.costs import Costs
+    >>> from outofcore.graph import StepGraph
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_graph(Path(folder) / "graph.json", GraphFile.of(StepGraph((), ()), Costs(())))
+    ...     (Path(folder) / "graph.json").read_text()
+    '{"format":"outofcore-graph/1","storages":[],"ops":[],"outputs":[],"homes":[]}\\n'
+    """
     graph, costs, keys = file.graph, file.costs, file.keys
 
     def keys_of(storages: Sequence[int]) -> tuple[int | str, ...]:

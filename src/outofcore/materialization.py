@@ -21,9 +21,9 @@ from outofcore._torch_internals import (
     HigherOrderOperator,
     TorchDispatchMode,
     shares_storage,
-    storage_bytes,
     storage_key,
     tensor_leaves,
+    view_storage_bytes,
 )
 from outofcore.analysis import is_large
 from outofcore.capture.guard import check_shapes
@@ -350,10 +350,10 @@ class _InitializationMode(TorchDispatchMode):
                     value = args[index] if index < len(args) else named.get(argument.name)
                     self._watched.difference_update(map(storage_key, tensor_leaves([value])))
         for tensor in used:
-            self._note(tensor)
+            self._record_use(tensor)
         return out
 
-    def _note(self, tensor: torch.Tensor) -> None:
+    def _record_use(self, tensor: torch.Tensor) -> None:
         """Record the use of a tensor at home, and drop caches if used tensors exceed 16 MiB."""
         if self._faces is None or self._faces.find(tensor) is None:
             return
@@ -399,7 +399,7 @@ def _can_move(tensor: torch.Tensor) -> bool:
 
 def _move_to_home(tensors: Sequence[torch.Tensor], faces: Faces, mapped: MappedFiles) -> None:
     """Move tensors that share one storage home; a storage mapped from a file is already there."""
-    old = storage_bytes(tensors[0])
+    old = view_storage_bytes(tensors[0])
     face = faces.adopt_mapped(old, mapped)
     if face is None:
         face = faces.allocate(old.numel())

@@ -135,7 +135,7 @@ class Peers:
 
     def join_planning(self, step: PlannedStep, facts: StepFacts) -> None:
         """Take part while other processes plan a step that this process has planned already."""
-        _, leader, _ = self._compare(replace(facts, is_new=False), step.captured)
+        _, leader, _ = self._exchange_facts(replace(facts, is_new=False), step.captured)
         self._ranks.from_leader(leader, lambda: None)
         with self._ranks.synchronized():
             pass  # the other processes plan in this block
@@ -156,11 +156,11 @@ class Peers:
             raise
         if not ranks.is_joined:
             return self._planner.plan_alone(traced, recapture, alternatives), facts
-        everyone, leader, groups = self._compare(facts, traced)
+        everyone, leader, groups = self._exchange_facts(facts, traced)
         is_alike = everyone[leader].graph == facts.graph
         return self._plan_by_leader(leader, traced, recapture, groups, is_alike), facts
 
-    def _compare(
+    def _exchange_facts(
         self, facts: StepFacts, captured: Captured
     ) -> tuple[tuple[StepFacts, ...], int, Mapping[int, GroupCost]]:
         """Exchange facts, which must match; return them by rank, the rank that plans, and the costs of groups."""

@@ -124,12 +124,27 @@ class PlanDocument(Struct):
 
 
 def write_plan(path: Path, file: PlanFile, keys: Sequence[int | str]) -> None:
-    """Write a plan file, by gzip for ``.gz``; ``keys``: the graph file's ids. ``InputError`` if that fails."""
+    """Write a plan file, by gzip if its name ends in ``.gz``; ``keys`` are the graph file's ids.
+
+    Raises:
+        InputError: the file cannot be written.
+
+    >>> import tempfile
+    >>> file = PlanFile(4096, Plan("auto", 4096, ()), Program((), ()), 0.5)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_plan(Path(folder) / "plan.json", file, keys=())
+    ...     read_plan(Path(folder) / "plan.json", keys=()) == file
+    True
+    """
     write_json(path, document_of(file, keys))
 
 
 def document_of(file: PlanFile, keys: Sequence[int | str]) -> PlanDocument:
-    """Return the JSON document of a plan; ``keys`` are the graph file's ids of storages."""
+    """Return the JSON document of a plan; ``keys`` are the names of its storages.
+
+    >>> document_of(PlanFile(4096, Plan("auto", 4096, ()), Program((), ()), 0.5), keys=()).budget
+    4096
+    """
     plan, program = file.plan, file.program
 
     def names_of(storages: Sequence[int]) -> tuple[int | str, ...]:
@@ -189,7 +204,12 @@ def read_plan(path: Path, keys: Sequence[int | str]) -> PlanFile:
 
 
 def plan_of(file: PlanDocument, keys: Sequence[int | str], path: Path) -> PlanFile:
-    """Return the plan of a document read from ``path``; raise ``GraphError`` like ``read_plan``."""
+    """Return the plan of a document read from ``path``; raises ``GraphError`` like ``read_plan``.
+
+    >>> file = PlanFile(4096, Plan("auto", 4096, ()), Program((), ()), 0.5)
+    >>> plan_of(document_of(file, keys=()), (), Path("plan.json")) == file
+    True
+    """
     numbers = {key: number for number, key in enumerate(keys)}
     plan, program = file.plan, file.program
 

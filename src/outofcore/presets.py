@@ -102,7 +102,11 @@ def _device(
 
 
 def devices() -> tuple[Device, ...]:
-    """Return all presets."""
+    """Return all presets.
+
+    >>> devices()[0].key
+    'k40c-12gb'
+    """
     return (
         _device("k40c-12gb", "NVIDIA Tesla K40c 12 GB, PCIe 3", 12, 288, 10.0, fp32=4.29),
         _device("t4-16gb", "NVIDIA T4 16 GB, PCIe 3", 15, 320, 12.0, fp32=8.1, half=65),
@@ -193,5 +197,14 @@ def _parse_quantity(text: str, part: str, units: dict[str, float], expected: str
 
 
 def simulated(name: str | None) -> Device | None:
-    """Return the device of a name or numbers; None for a real one such as "cuda:0". ``InputError`` if it is neither."""
+    """Return the device that a name or numbers describe; None for a real device such as "cuda:0".
+
+    Raises:
+        InputError: the name is not a device.
+
+    >>> simulated("cuda:1") is None
+    True
+    >>> simulated("k40c").home().name
+    'host'
+    """
     return None if name is None or name.partition(":")[0] in ("cpu", "cuda") else device(name)

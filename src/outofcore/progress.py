@@ -18,7 +18,10 @@ ProgressCallback = Callable[[str, int, int], None]
 
 
 def ignore_progress(stage: str, done: int, total: int) -> None:
-    """Ignore progress."""
+    """Ignore progress.
+
+    >>> ignore_progress("plan", 1, 4)
+    """
 
 
 @contextmanager
@@ -28,6 +31,10 @@ def show_progress(tell: ProgressCallback | None = None, *, show: bool | None = N
     Args:
         tell: user callback ``(stage, done, total)``; replaces the progress bar.
         show: whether to draw a bar on standard error. None: only on a terminal or in a notebook.
+
+    >>> with show_progress(lambda stage, done, total: print(f"{stage}: {done} of {total}")) as tell:
+    ...     tell("plan", 1, 4)
+    plan: 1 of 4
     """
     if tell is not None:
         yield tell

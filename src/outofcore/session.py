@@ -317,7 +317,7 @@ class Session:
                 self.engine.synchronize()
                 self.refresh(leaving=True)
                 self.steps.leave_arena()
-                self.eager_calls.adopt_from(self.keeper.give_to_allocator)
+                self.eager_calls.adopt_from(self.keeper.move_out_and_forget_all)
                 self._forget_steps()
                 self._signature = None
         return self.eager_calls

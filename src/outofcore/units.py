@@ -103,7 +103,11 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a duration with three significant digits in a suitable unit, such as "1.20 ms"."""
+    """Format a duration with three significant digits in a suitable unit.
+
+    >>> format_seconds(0.0012), format_seconds(90)
+    ('1.20 ms', '90.0 s')
+    """
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= factor:
             value = seconds / factor
@@ -113,5 +117,9 @@ def format_seconds(seconds: float) -> str:
 
 
 def round_up(count: int, multiple: int) -> int:
-    """Round ``count`` up to a multiple of ``multiple``."""
+    """Round ``count`` up to a multiple of ``multiple``.
+
+    >>> round_up(5000, 4096)
+    8192
+    """
     return -(-count // multiple) * multiple

@@ -153,7 +153,7 @@ def choose_variant(step: VariantPlanner[P], room: int) -> P:
             continue
         if planned is not None:
             planned = _split_for_speed(step, planned, room)
-            refusal = _refuse_later_calls(step, planned, room)
+            refusal = _find_later_refusal(step, planned, room)
             if refusal is not None:
                 raise refusal
             return planned
@@ -241,7 +241,7 @@ def _split_for_speed(step: VariantPlanner[P], planned: P, room: int) -> P:
     return split_step
 
 
-def _refuse_later_calls(step: VariantPlanner[P], planned: P, room: int) -> BudgetError | None:
+def _find_later_refusal(step: VariantPlanner[P], planned: P, room: int) -> BudgetError | None:
     """Return the error of later calls that do not fit into ``room``; None if they fit.
 
     They keep the split of this plan. Without one they may use the lowest-memory variant or any split.

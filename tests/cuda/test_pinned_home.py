@@ -116,7 +116,7 @@ def test_pages_are_populated_before_use(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(memory, "_RUN_BYTES", MIB)  # several threads
     home = Pins().home(64 * MIB)
     home.ensure(8 * MIB)
-    assert home._open_region().resident_bytes() == 8 * MIB
+    assert home._require_region().resident_bytes() == 8 * MIB
     home.face(0, 4096).fill_(7)
     home.discard(0, 4096)  # a device addresses pinned pages physically, so they must stay
     assert int(home.face(0, 4096).min()) == 7

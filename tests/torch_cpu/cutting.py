@@ -6,7 +6,7 @@ from outofcore.capture import Captured
 from outofcore.execution.backend import CpuBackend
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.equality import find_mismatches
-from outofcore.transforms.passes import hoist_order, reorder, reuse
+from outofcore.transforms.passes import hoist_order, reorder, reuse_arguments
 from outofcore.transforms.split import split_step
 
 ROOM = 1 << 30  # bytes for exactness checks
@@ -25,5 +25,5 @@ def split_all(captured: Captured, parts: int, verdicts: Cache, max_bytes: int = 
             break
         refused |= mismatches
     assert len(split.captured.graph.ops) > len(captured.graph.ops)
-    reused = reuse(split.captured, min_bytes=1)
+    reused = reuse_arguments(split.captured, min_bytes=1)
     return reorder(reused, hoist_order(reused))

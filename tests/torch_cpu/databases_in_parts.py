@@ -36,7 +36,7 @@ from outofcore.capture import Captured, capture_step
 from outofcore.execution.backend import CpuBackend
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.equality import find_mismatches
-from outofcore.transforms.passes import hoist_order, reorder, reuse
+from outofcore.transforms.passes import hoist_order, reorder, reuse_arguments
 from outofcore.transforms.split import split_step
 
 ROOM = 1 << 30
@@ -119,7 +119,7 @@ def split_with_checks(captured: Captured, parts: int, verdicts: Cache) -> tuple[
         if not mismatches:
             break
         refused |= mismatches
-    reused = reuse(split_result.captured, min_bytes=1)
+    reused = reuse_arguments(split_result.captured, min_bytes=1)
     return reorder(reused, hoist_order(reused)), len(split_result.checks), len(refused)
 
 

@@ -13,7 +13,7 @@ from capture_cases import Case
 from exactness import CASES, check_exact
 
 from outofcore.capture import Captured
-from outofcore.transforms.passes import hoist_order, reorder, reuse, split_convolutions
+from outofcore.transforms.passes import hoist_order, reorder, reuse_arguments, split_convolutions
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1),
@@ -69,7 +69,7 @@ def _one_seed() -> Iterator[None]:
 
 
 def transform(captured: Captured) -> Captured:
-    captured = reuse(split_convolutions(captured), min_bytes=1)
+    captured = reuse_arguments(split_convolutions(captured), min_bytes=1)
     return reorder(captured, hoist_order(captured))
 
 

@@ -9,14 +9,14 @@ import torch
 from replay import Replay
 
 from outofcore.capture import Captured, capture_step
-from outofcore.transforms.passes import reuse
+from outofcore.transforms.passes import reuse_arguments
 
 SHAPE = (6, 5)
 
 
 def capture_reusing(step: Callable[..., torch.Tensor], *args: torch.Tensor) -> Captured:
     model = torch.nn.Linear(1, 1)
-    return reuse(capture_step(step, [model], [], args, {}), min_bytes=1)
+    return reuse_arguments(capture_step(step, [model], [], args, {}), min_bytes=1)
 
 
 def find_overwrites(step: Callable[..., torch.Tensor], *args: torch.Tensor) -> list[bool]:
@@ -120,4 +120,4 @@ def test_scalar_multiply_runs_in_place() -> None:
 def test_small_results_are_not_computed_in_place() -> None:
     model = torch.nn.Linear(1, 1)
     traced = capture_step(lambda x: (x.cos() + 1).sum(), [model], [], (torch.randn(SHAPE),), {})
-    assert reuse(traced) is traced
+    assert reuse_arguments(traced) is traced

@@ -70,7 +70,7 @@ def test_train_requires_either_a_budget_or_eager() -> None:
         (["plan", "gpt", "--budget", "much"], "cannot read 'much' as a byte count"),
         (
             ["plan", "gpt", "--device", "xpu"],
-            "choose cpu or cuda for one that is here, or to simulate one of k40c-12gb",
+            "choose cpu or cuda for a device of this machine, or one of k40c-12gb",
         ),
         (["doctor", "--home", "/no/such/folder"], "/no/such/folder"),
     ],

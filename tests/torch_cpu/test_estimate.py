@@ -224,7 +224,7 @@ def test_report_runs_the_step_of_a_script(script: Path, tmp_path: Path) -> None:
     [
         ("missing", "has no function 'missing'"),
         ("number", "has no function 'number'"),
-        ("three", "returned 3 things; it must return four"),
+        ("three", "returned 3 values; it must return four values"),
         ("wrong", "must be the step, a function, not Tensor"),
         ("fails", "ZeroDivisionError"),
     ],

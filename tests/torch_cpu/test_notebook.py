@@ -39,7 +39,8 @@ train_step.__name__ = "<b>mine</b>"
     "step.report('report.html', budgets=0)",
     "step.close()\nrun = outofcore.budget('1MiB', model).start()\ntrain_step(x)\nrun",
     "run.stop()\nrun.stats",
-    "outofcore.progress.ignore_progress('a', 1, 2)\nwith outofcore.progress.show_progress() as tell:\n    tell('<i>', 1, 4)",
+    "from outofcore import progress\nprogress.ignore_progress('a', 1, 2)\n"
+    "with progress.show_progress() as show:\n    show('<i>', 1, 4)",
     # A cell that runs twice, one that loses its loop, and one that fails.
     *["run = outofcore.budget('1MiB', model).start()\ntrain_step(x).item()"] * 2,
     "outofcore.stop()",

@@ -78,7 +78,7 @@ def test_plan_command_plans_for_assumed_processes() -> None:
     options = ["plan", "gpt", *GPT, "--device", "a100-40gb-pcie4", "--shard"]
     result = CliRunner().invoke(app, [*options, "--ranks", "8", "--between", "10GiB"])
     assert result.exit_code == 0, result.output
-    assert "spread over 8 processes that each send 10.0 GiB/s (assumed)" in " ".join(result.output.split())
+    assert "sharded over 8 processes that each send 10.0 GiB/s (assumed)" in " ".join(result.output.split())
     assert CliRunner().invoke(app, options).exit_code == 2
 
 

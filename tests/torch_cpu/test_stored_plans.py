@@ -90,7 +90,12 @@ def forbid_planning(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
 
     for name in ("plan_step", "plans_of_step", "plan_in_core", "smallest_budget", "explain_too_small"):
         monkeypatch.setattr(f"outofcore.planning.{name}", never)
-    for name in ("variant.smallest_budget", "planning.placing.pack", "planning.placing.place", "planning.placing.fit"):
+    for name in (
+        "variant.smallest_budget",
+        "planning.placing.pack",
+        "planning.placing.place",
+        "planning.placing.fit_policy",
+    ):
         monkeypatch.setattr(f"outofcore.{name}", never)
     monkeypatch.setattr(links, "measure_link", never)
     monkeypatch.setattr(ops._OpBench, "_measure", never)
@@ -234,7 +239,7 @@ def test_prepare_replaces_a_quick_plan(tmp_path: Path) -> None:
     assert before.is_quick
     with compile_step(budget, tmp_path, split="off") as step:
         step.prepare(torch.randn(BATCH, WIDTH))
-        (entry,) = step._session.steps.known.values()
+        (entry,) = step._session.steps.by_signature.values()
         assert not entry.step.is_quick
         assert entry.step.planning_seconds > 0
     _, after = run(budget, tmp_path, split="off")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from outofcore.analysis import full_overwrites_of, gaps_of, is_fetched, live_bytes
-from outofcore.analysis.recipes import History, can_recompute, replay
+from outofcore.analysis.recipes import History, can_recompute, ops_to_recompute
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import GraphError
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
@@ -133,7 +133,7 @@ def test_overwritten_contents_are_lost_after_their_last_use() -> None:
     assert history.last_op_with((0, 0), 99) == 0 and history.last_op_with((0, 1), 99) == 99
     assert history.always_available(0)((0, 0)) and not history.always_available(1)((0, 0))
     with pytest.raises(GraphError, match="version 0 of storage 0"):
-        replay(history, [(0, 0)], history.always_available(2))
+        ops_to_recompute(history, [(0, 0)], history.always_available(2))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.6])

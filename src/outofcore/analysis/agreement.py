@@ -71,13 +71,13 @@ class _SplitSearch:
     def _assign(self, op: int, split_index: int) -> None:
         self._unassign(op)
         self.chosen[op] = split_index
-        self._count(op, split_index, 1)
+        self._count_accesses(op, split_index, 1)
 
     def _unassign(self, op: int) -> None:
         if op in self.chosen:
-            self._count(op, self.chosen.pop(op), -1)
+            self._count_accesses(op, self.chosen.pop(op), -1)
 
-    def _count(self, op: int, split_index: int, sign: int) -> None:
+    def _count_accesses(self, op: int, split_index: int, sign: int) -> None:
         """Add (``sign`` 1) or subtract (-1) the bytes that an op accesses under a split."""
         for storage, axis, accessed_bytes in self._uses[op][split_index].cells:
             accessed = self._accessed[storage]

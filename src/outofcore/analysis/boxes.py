@@ -109,7 +109,7 @@ class Axes:
         """Return the range of lines of each axis."""
         return list(pairwise((*self.starts, len(self.lines.sizes))))
 
-    def whole(self) -> Box:
+    def whole_box(self) -> Box:
         return tuple((0, size) for size in self.sizes)
 
     def box_of(self, place: PlacedWindow) -> Box | None:
@@ -133,7 +133,7 @@ class Axes:
 
     def grain(self, place: PlacedWindow, dims: Interval) -> int | None:
         """Return the number that must divide the ends of parts of the merged ``dims``; None if they begin no axis."""
-        run = self.run(place, dims)
+        run = self.lines_of_dims(place, dims)
         if run is None:
             return None
         first, end = run
@@ -143,16 +143,16 @@ class Axes:
         return prod(self.lines.sizes[spans[first] : end])
 
     @staticmethod
-    def run(place: PlacedWindow, dims: Interval) -> Interval | None:
+    def lines_of_dims(place: PlacedWindow, dims: Interval) -> Interval | None:
         """Return the range of lines that dimensions of a window cover; None if they are not consecutive."""
         runs = [run for run in place.runs[dims[0] : dims[1]] if run != (0, 0)]
         if not runs or any(previous[1] != following[0] for previous, following in pairwise(runs)):
             return None
         return runs[0][0], runs[-1][1]
 
-    def part(self, place: PlacedWindow, dims: Interval, low: int, high: int) -> Box | None:
+    def box_of_part(self, place: PlacedWindow, dims: Interval, low: int, high: int) -> Box | None:
         """Return the box of part ``low:high`` of the merged ``dims``, even beyond the storage; None if it is no box."""
-        run, box = self.run(place, dims), self.box_of(place)
+        run, box = self.lines_of_dims(place, dims), self.box_of(place)
         if run is None or box is None:
             return None
         first, end = run
@@ -176,7 +176,7 @@ class Axes:
         steps = [prod(widths[axis + 1 :]) for axis in range(len(widths))]
         runs = list(place.runs)
         if dims is not None:
-            runs[dims[0] : dims[1]] = [self.run(place, dims) or (0, 0)]
+            runs[dims[0] : dims[1]] = [self.lines_of_dims(place, dims) or (0, 0)]
         strides: list[int] = []
         for run, size in zip(runs, sizes, strict=True):
             if size == 1 or run == (0, 0):

@@ -90,16 +90,16 @@ def constant_bytes(graph: StepGraph) -> int:
 
 def live_bytes(graph: StepGraph) -> int:
     """Return the most bytes that are live at once without eviction, a lower bound of the arena for it."""
-    return max(_live(graph, graph.storages))
+    return max(_live_bytes_by_op(graph, graph.storages))
 
 
 def peak_activation_op(graph: StepGraph) -> int:
     """Return the first op with the most live activation bytes, usually the start of the backward pass."""
-    live = _live(graph, [s for s in graph.storages if s.kind is StorageKind.ACTIVATION])
+    live = _live_bytes_by_op(graph, [s for s in graph.storages if s.kind is StorageKind.ACTIVATION])
     return live.index(max(live))
 
 
-def _live(graph: StepGraph, storages: Iterable[Storage]) -> list[int]:
+def _live_bytes_by_op(graph: StepGraph, storages: Iterable[Storage]) -> list[int]:
     """Return for each op the bytes of these storages that are live while it runs."""
     n = len(graph.ops)
     change = [0] * (n + 1)

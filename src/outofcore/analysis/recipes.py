@@ -102,7 +102,9 @@ class History:
         return is_available
 
 
-def replay(history: History, targets: Iterable[Content], is_available: Callable[[Content], bool]) -> tuple[int, ...]:
+def ops_to_recompute(
+    history: History, targets: Iterable[Content], is_available: Callable[[Content], bool]
+) -> tuple[int, ...]:
     """Return in graph order the ops that recompute targets, also available targets; may raise ``GraphError``."""
     unique_targets = dict.fromkeys(targets)
     pending = list(unique_targets)

@@ -188,10 +188,10 @@ RunOp = Callable[..., torch.Tensor]
 
 def read_ending(result: Any, mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) -> StepEnding:
     """Read results and gradients after a step, recording copies where needed; raises ``CaptureError``."""
-    _check_flags(mirror)
+    _check_requires_grad(mirror)
     _restore_storages(mirror, tables, guard, run)
     if mirror.sharding is not None:
-        mirror.sharding.end(run)
+        mirror.sharding.sync_all(run)
     ending = StepEnding()
     _read_gradients(ending, mirror, tables, run)
     leaves, ending.spec = tree_flatten(result)
@@ -216,7 +216,7 @@ def check_inputs(mirror: Mirror, tables: Tables) -> None:
             )
 
 
-def _check_flags(mirror: Mirror) -> None:
+def _check_requires_grad(mirror: Mirror) -> None:
     for state in mirror.states:
         if state.fake.requires_grad != state.requires_grad:
             raise CaptureError(

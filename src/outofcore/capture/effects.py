@@ -90,7 +90,7 @@ def _state_setter(bits: Any, state: Any) -> Callable[[Any], None]:
     return lambda _: setattr(bits, "state", state)
 
 
-def _position(iterator: Iterator[Any]) -> Any:
+def _describe_position(iterator: Iterator[Any]) -> Any:
     """Describe how far an iterator has advanced, without advancing it."""
     if isinstance(iterator, types.GeneratorType):
         frame = iterator.gi_frame
@@ -229,7 +229,7 @@ class ReachableState:
                 PositionSource(label, lambda: repr(bits.state), _state_setter(bits, bits.state), repr(bits.state))
             )
         elif isinstance(value, Iterator) and not isinstance(value, nn.Module):
-            read = functools.partial(_position, value)
+            read = functools.partial(_describe_position, value)
             self.sources.append(PositionSource(label, read, None, read()))
         elif not isinstance(value, types.ModuleType | nn.Module | Optimizer):
             yield from self._visit_object(label, value)

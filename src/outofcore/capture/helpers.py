@@ -50,7 +50,7 @@ def _settings() -> Mapping[str, Any]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "onednn": backends.mkldnn.enabled,
         "cudnn": (backends.cudnn.enabled, backends.cudnn.deterministic, backends.cudnn.benchmark),
-        "precisions": [internals.precision_of(backend, op) for backend, op in _precisions()],
+        "precisions": [internals.precision_of(backend, op) for backend, op in _precision_settings()],
     }
 
 
@@ -60,13 +60,13 @@ def _apply_settings(settings: Mapping[str, Any]) -> None:
     torch.use_deterministic_algorithms(settings["deterministic"])
     backends.mkldnn.set_flags(settings["onednn"])
     backends.cudnn.enabled, backends.cudnn.deterministic, backends.cudnn.benchmark = settings["cudnn"]
-    for (backend, op), precision in zip(_precisions(), settings["precisions"], strict=True):
+    for (backend, op), precision in zip(_precision_settings(), settings["precisions"], strict=True):
         if precision is not None and internals.precision_of(backend, op) != precision:
             with contextlib.suppress(RuntimeError):
                 getattr(backend, op).fp32_precision = precision
 
 
-def _precisions() -> list[tuple[Any, str]]:
+def _precision_settings() -> list[tuple[Any, str]]:
     """List the backends and operators with a float32 precision setting."""
     backends = torch.backends
     return [

@@ -159,9 +159,9 @@ class StateLayouts:
                     f"the step of {type(optimizer).__name__} cannot be tried on tensors without contents: {error}; use "
                     "an optimizer of torch.optim, or call its step() once before the training step is compiled"
                 ) from error
-        self._check_hidden(shadow, [leaf for _, leaf in leaves])
+        self._refuse_hidden_tensors(shadow, [leaf for _, leaf in leaves])
         return [
-            StateLayout(self._tensors(entry), tuple(entry), places.get(id(leaf), 0))
+            StateLayout(self._planned_tensors(entry), tuple(entry), places.get(id(leaf), 0))
             for entry, (_, leaf) in zip(state, leaves, strict=True)
         ]
 
@@ -177,7 +177,7 @@ class StateLayouts:
                 return shape_of(value).empty(self._device if moves else value.device)
         return copy.deepcopy(value)
 
-    def _tensors(self, entries: dict[str, Any]) -> dict[str, TensorShape]:
+    def _planned_tensors(self, entries: dict[str, Any]) -> dict[str, TensorShape]:
         """Return the layouts of the state tensors on the step's device; refuse tensors inside of other values."""
         tensors: dict[str, TensorShape] = {}
         for name, value in entries.items():
@@ -190,7 +190,7 @@ class StateLayouts:
                 raise self._hidden_state_error(f"inside a {type(value).__name__} in its state {name!r}")
         return tensors
 
-    def _check_hidden(self, shadow: Optimizer, leaves: Sequence[torch.Tensor]) -> None:
+    def _refuse_hidden_tensors(self, shadow: Optimizer, leaves: Sequence[torch.Tensor]) -> None:
         """Refuse an optimizer that has stored a tensor outside of the state of its parameters."""
         allowed = {"state", "param_groups", *map(id, leaves)}
         candidates = [

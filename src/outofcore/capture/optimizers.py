@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from outofcore._torch_internals import plain_optimizer_step, without_hooks
+from outofcore._torch_internals import empty_step_hooks, plain_optimizer_step
 from outofcore.capture.device_traits import traits_of
 from outofcore.capture.tables import leaves_in
 from outofcore.errors import StateError
@@ -155,7 +155,7 @@ def run_shadow(
     shadow: Optimizer = object.__new__(kind)
     shadow.__dict__.update(optimizer.__dict__)
     shadow.__dict__.pop("step", None)
-    shadow.__dict__.update(without_hooks(optimizer))
+    shadow.__dict__.update(empty_step_hooks(optimizer))
     groups: dict[int, list[torch.Tensor]] = {}
     for index, leaf in leaves:
         groups.setdefault(index, []).append(leaf)
@@ -194,7 +194,7 @@ class OptimizerUpdate:
         first = updates[0]
         return cls(first.optimizer, [member for update in updates for member in update.members], first._created)
 
-    def has_ranges(self) -> bool:
+    def can_update_ranges(self) -> bool:
         """Return whether the update has one parameter, and updating ranges of it gives the same bits."""
         if len(self.members) != 1:
             return False
@@ -528,7 +528,7 @@ class BoundUpdate:
         self._entries = []  # an error during the step must not leave it valid
         shadow.__dict__.update(optimizer.__dict__)
         shadow.__dict__.pop("step", None)
-        shadow.__dict__.update(without_hooks(optimizer))
+        shadow.__dict__.update(empty_step_hooks(optimizer))
         shadow.state = state
         shadow.param_groups = [
             {**optimizer.param_groups[index], "params": list(leaves)} for index, leaves in self._groups.items()

@@ -36,9 +36,9 @@ from outofcore.capture.refusals import (
     higher_order_refusal,
     refusal,
     translate_error,
-    undeclared_tensor,
-    value_dependent_gradient,
-    zero_gradient,
+    undeclared_tensor_refusal,
+    value_dependent_gradient_refusal,
+    zero_gradient_refusal,
 )
 from outofcore.capture.substitute import Substitute
 from outofcore.capture.tables import Tables, covers, describe, leaves_in, map_leaves
@@ -120,9 +120,9 @@ class OpRecorder(TorchDispatchMode):
             if check is not None:
                 return self._record_check(args[0], check)
         if name in _LIFTS and not isinstance(args[0], FakeTensor):
-            return self._bake(func, args, kwargs)
+            return self._record_constant(func, args, kwargs)
         if name == "aten::_efficientzerotensor":
-            raise zero_gradient()
+            raise zero_gradient_refusal()
         for beginnings, (message, reason, advice) in _REFUSED.items():
             if name.startswith(beginnings):
                 raise refusal(message.format(func=func, name=name), reason, advice)
@@ -146,7 +146,7 @@ class OpRecorder(TorchDispatchMode):
         tables = self._tables
         named = operators.arguments_by_name(func, args, kwargs)
         if node is not None and _depends_on_values(node.name(), func, args):
-            raise value_dependent_gradient(node.name().partition("Backward")[0].lower())
+            raise value_dependent_gradient_refusal(node.name().partition("Backward")[0].lower())
         written = operators.written_arguments(func, named)
         arguments = [(argument, tensor) for argument, item in named.items() for tensor in leaves_in(item)]
         for _, tensor in arguments:
@@ -168,7 +168,7 @@ class OpRecorder(TorchDispatchMode):
             return self._store_constants(self._known.results(func, args, kwargs), error)
         if self._layouts is not None:
             result = self._layouts.correct(func, family, call_func, args, kwargs, result)
-        self._check_sizes(func, [tensor for _, tensor in arguments], [value for _, value in before])
+        self._check_unresized(func, [tensor for _, tensor in arguments], [value for _, value in before])
 
         module, source = self._provenance.locate_op()
         leaves = result_leaves(result)
@@ -269,7 +269,7 @@ class OpRecorder(TorchDispatchMode):
     def _check_tensor(self, tensor: torch.Tensor) -> None:
         """Refuse undeclared, sparse and quantised tensors."""
         if not isinstance(tensor, FakeTensor):
-            raise undeclared_tensor(tensor)
+            raise undeclared_tensor_refusal(tensor)
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise refusal(
                 f"the step makes a {tensor.layout if tensor.layout is not torch.strided else 'quantised'} tensor",
@@ -277,7 +277,7 @@ class OpRecorder(TorchDispatchMode):
                 "use dense tensors",
             )
 
-    def _check_sizes(self, func: OpOverload, tensors: list[torch.Tensor], values: list[int]) -> None:
+    def _check_unresized(self, func: OpOverload, tensors: list[torch.Tensor], values: list[int]) -> None:
         """Refuse an operator that has resized the memory of an argument."""
         for tensor, value in zip(tensors, values, strict=True):
             storage = self._tables.find_storage(tensor)
@@ -364,7 +364,7 @@ class OpRecorder(TorchDispatchMode):
             source=source,
         )
 
-    def _bake(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _record_constant(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a small tensor made from Python data as a constant, and its copy as the op's result."""
         real: torch.Tensor = args[0]
         if real.numel() > MAX_BAKED_ELEMENTS:
@@ -406,7 +406,7 @@ class OpRecorder(TorchDispatchMode):
         tensors = leaves_in(results)
         if not tensors or any(tensor.numel() > MAX_BAKED_ELEMENTS for tensor in tensors):
             raise error
-        return map_leaves(results, lambda real: self._bake(torch.ops.aten.lift_fresh.default, (real,), {}))
+        return map_leaves(results, lambda real: self._record_constant(torch.ops.aten.lift_fresh.default, (real,), {}))
 
     def record_effect(self, name: str, func: Callable[..., None], rehearse: Callable[..., None]) -> None:
         """Record an op that touches no storage: a change of a generator's state."""
@@ -471,12 +471,12 @@ def record_generators(recorder: OpRecorder) -> Iterator[None]:
     def record(action: str, device: torch.device, apply: Callable[[], None]) -> None:
         recorder.record_effect(f"generator.{action}.{device.type}", apply, _do_nothing)
 
-    def get(device: torch.device) -> GeneratorState:
+    def save_state(device: torch.device) -> GeneratorState:
         slot = GeneratorState(device)
         record("save", device, slot.save)
         return slot
 
-    def put(state: Any, device: torch.device) -> None:
+    def restore_state(state: Any, device: torch.device) -> None:
         if not isinstance(state, GeneratorState):
             raise refusal(
                 "the step sets a random generator to a state from outside",
@@ -485,8 +485,8 @@ def record_generators(recorder: OpRecorder) -> Iterator[None]:
             )
         record("restore", device, state.restore)
 
-    def seed(seeder: Callable[[int], Any]) -> Callable[[int], torch.Generator]:
-        def seeded(seed: int) -> torch.Generator:
+    def recording_seeder(seeder: Callable[[int], Any]) -> Callable[[int], torch.Generator]:
+        def record_seed(seed: int) -> torch.Generator:
             number = int(seed)
 
             def apply() -> None:
@@ -495,27 +495,31 @@ def record_generators(recorder: OpRecorder) -> Iterator[None]:
             recorder.record_effect("generator.seed", apply, _do_nothing)
             return torch.default_generator
 
-        return seeded
+        return record_seed
 
     def fresh_seed() -> int:
         raise refusal("the step calls torch.seed()", "the seed is unknown during the capture", "seed before it")
 
     seed_all, seed_cuda, seed_all_cuda = map(
-        seed, (torch.manual_seed, torch.cuda.manual_seed, torch.cuda.manual_seed_all)
+        recording_seeder, (torch.manual_seed, torch.cuda.manual_seed, torch.cuda.manual_seed_all)
     )
     with contextlib.ExitStack() as stack:
         for module in (torch, torch.random):
-            stack.enter_context(patch_attribute(module, "get_rng_state", lambda: get(CPU)))
-            stack.enter_context(patch_attribute(module, "set_rng_state", lambda new_state: put(new_state, CPU)))
+            stack.enter_context(patch_attribute(module, "get_rng_state", lambda: save_state(CPU)))
+            stack.enter_context(
+                patch_attribute(module, "set_rng_state", lambda new_state: restore_state(new_state, CPU))
+            )
             stack.enter_context(patch_attribute(module, "manual_seed", seed_all))
             stack.enter_context(patch_attribute(module, "seed", fresh_seed))
         for module in (torch.cuda, torch.cuda.random):
             stack.enter_context(
-                patch_attribute(module, "get_rng_state", lambda device="cuda": get(_cuda_device(device)))
+                patch_attribute(module, "get_rng_state", lambda device="cuda": save_state(_cuda_device(device)))
             )
             stack.enter_context(
                 patch_attribute(
-                    module, "set_rng_state", lambda new_state, device="cuda": put(new_state, _cuda_device(device))
+                    module,
+                    "set_rng_state",
+                    lambda new_state, device="cuda": restore_state(new_state, _cuda_device(device)),
                 )
             )
             stack.enter_context(patch_attribute(module, "manual_seed", seed_cuda))

@@ -73,14 +73,14 @@ def suggest_loop(error: CaptureError, devices: Iterable[torch.device]) -> Captur
     return error
 
 
-def value_read(function: str) -> CaptureError:
+def value_read_refusal(function: str) -> CaptureError:
     if called_from("torch/amp/grad_scaler.py"):
         return grad_scaler_refusal()
     written, advice = _READS.get(function, (function, _READ_ADVICE))
     return refusal(f"{written} reads the value of a tensor", NO_VALUES, advice)
 
 
-def value_dependent_gradient(function: str) -> CaptureError:
+def value_dependent_gradient_refusal(function: str) -> CaptureError:
     """Return the error for a gradient formula that depends on values."""
     instead = "write torch.cumprod(x, dim).select(dim, -1)" if function == "prod" else "use real numbers"
     return refusal(
@@ -110,7 +110,7 @@ def higher_order_refusal(name: str, module: str) -> CaptureError:
     )
 
 
-def zero_gradient() -> CaptureError:
+def zero_gradient_refusal() -> CaptureError:
     """Return the error for a tensor that PyTorch creates where a derivative is zero everywhere."""
     reason = "PyTorch allocates no memory for such a tensor, and handles it specially in later operators"
     if is_differentiating_forward():
@@ -135,7 +135,7 @@ def grad_scaler_refusal() -> CaptureError:
     )
 
 
-def undeclared_tensor(tensor: torch.Tensor) -> CaptureError:
+def undeclared_tensor_refusal(tensor: torch.Tensor) -> CaptureError:
     """Return the error for a tensor from outside of the step that was not declared."""
     dtype, name = str(tensor.dtype).removeprefix("torch."), find_name_on_stack(tensor)
     return refusal(
@@ -151,7 +151,7 @@ def translate_error(error: Exception, function: str) -> CaptureError | None:
     """Return the ``CaptureError`` for an error of the fake tensors; None for other errors."""
     match error:
         case DataDependentOutputException():
-            return value_read(function)
+            return value_read_refusal(function)
         case RuntimeError() if "its data is not allocated yet" in str(error):
             return refusal(
                 f"{function or 'code below the operators of PyTorch'} reads the memory of a tensor",
@@ -159,7 +159,7 @@ def translate_error(error: Exception, function: str) -> CaptureError | None:
                 "keep the arithmetic in tensors; register custom kernels as operators, with torch.library",
             )
         case NotImplementedError() if "Not available for 'meta' device type" in str(error):
-            return value_read("untyped_storage")
+            return value_read_refusal("untyped_storage")
         case NotImplementedError() if "Cannot access storage of" in str(error):
             return refusal(
                 f"{function or 'the step'} makes a tensor that has no memory of the usual kind, such as a sparse one",

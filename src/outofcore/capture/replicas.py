@@ -170,14 +170,14 @@ class _Replica:
         """Broadcast buffers, run the wrapped module, and prepare the reduction of its gradients."""
         model = self._model
         if self._sync_forward and model.broadcast_buffers:
-            self._receive_buffers()
+            self._broadcast_buffers()
         result = model.module(*inputs, **kwargs)
         self._is_armed = self._sync_forward = torch.is_grad_enabled() and bool(model.require_backward_grad_sync)
         if self._is_armed:
-            self._prepare()
+            self._prepare_buckets()
         return result
 
-    def _receive_buffers(self) -> None:
+    def _broadcast_buffers(self) -> None:
         """Record the broadcast of process 0's buffers into the buffers of all processes."""
         buffers = [self._fakes.get(id(buffer), buffer) for buffer in parallel_buffers(self._model)]
         group = self._model.process_group
@@ -189,7 +189,7 @@ class _Replica:
                 for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
                     tensor.copy_(part.view(tensor.shape))
 
-    def _prepare(self) -> None:
+    def _prepare_buckets(self) -> None:
         """Assign the parameters to buckets for the next backward pass."""
         first, later = bucket_limits(self._model)
         parameters = self._parameters

@@ -149,7 +149,7 @@ class Sharding:
 
     def fake(self, shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a fake of the parameter, and the row that backs it."""
-        row = self._row(shard.chunks.padded_elements, shard.dtype)
+        row = self._new_row(shard.chunks.padded_elements, shard.dtype)
         with self._mode, torch.no_grad():
             return nn.Parameter(shard.whole_of(row), requires_grad=shard.parameter.requires_grad), row
 
@@ -162,7 +162,7 @@ class Sharding:
 
     def begin_gradient(self, shard: Shard, fake: torch.Tensor) -> int:
         """Gather the earlier gradient into a fake, and return the value index of this process's range."""
-        row = self._row(shard.chunks.padded_elements, shard.dtype)
+        row = self._new_row(shard.chunks.padded_elements, shard.dtype)
         chunk, value = self._add_persistent_chunk(shard, StorageKind.GRADIENT, f"{shard.name}.grad")
         self._gather_first(shard, row, chunk, f"{shard.name}.grad")
         with self._mode, torch.no_grad():
@@ -177,13 +177,13 @@ class Sharding:
         )
         return value
 
-    def _row(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+    def _new_row(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         with self._mode, torch.no_grad():
             return torch.empty(count, dtype=dtype, device=self.tables.device)
 
     def _add_persistent_chunk(self, shard: Shard, kind: StorageKind, name: str) -> tuple[torch.Tensor, int]:
         """Return a fake of a persistent chunk on a new storage, and the value index of the range on it."""
-        chunk = self._row(shard.chunks.chunk_elements, shard.dtype)
+        chunk = self._new_row(shard.chunks.chunk_elements, shard.dtype)
         storage = self.tables.add(chunk, kind, name)
         return chunk, self.tables.index_of(Value(storage, shard.dtype, (shard.count,), (1,)))
 
@@ -247,7 +247,7 @@ class Sharding:
         """Queue a small gradient; reduce the queue if it is long, else at the end of the backward pass."""
         if not self._armed:
             self._armed = True
-            call_after_backward(self._finish)
+            call_after_backward(self._reduce_queued)
         _gradient_of(fake, "a parameter")
         queued = self._small.setdefault(fake.dtype, [])
         queued.append(fake)
@@ -255,7 +255,7 @@ class Sharding:
             del self._small[fake.dtype]
             self._reduce_together(queued)
 
-    def _finish(self) -> None:
+    def _reduce_queued(self) -> None:
         self._armed = False
         queued, self._small = list(self._small.values()), {}
         with torch.no_grad():
@@ -310,7 +310,7 @@ class Sharding:
 
     # After the step
 
-    def end(self, run: RunOp) -> None:
+    def sync_all(self, run: RunOp) -> None:
         for traced in self._traced.values():
             run(traced.sync)
 

@@ -133,7 +133,7 @@ class Shards:
         self._whole: list[torch.Tensor] = []  # tensors that every process has in full
         for key, name, kind, tensor in entries:
             if kind is StorageKind.PARAMETER and owners[storage_key(tensor)] == 1 and _can_shard(tensor):
-                self.entries.append(self._shard(key, name, tensor))
+                self.entries.append(self._new_shard(key, name, tensor))
             else:
                 self._whole.append(tensor)
         self._by_id = {id(shard.parameter): shard for shard in self.entries}
@@ -149,7 +149,7 @@ class Shards:
                     "with outofcore_elementwise = True.)"
                 )
 
-    def _shard(self, key: str, name: str, parameter: Any) -> Shard:
+    def _new_shard(self, key: str, name: str, parameter: Any) -> Shard:
         chunks, rank = Chunks(parameter.numel(), self.group.size()), self.group.rank()
         shape, stride = tuple(parameter.shape), parameter.stride()
         own_range = torch.empty(chunks.count(rank), dtype=parameter.dtype, device="meta")

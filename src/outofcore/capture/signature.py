@@ -244,7 +244,7 @@ def _is_hashable(item: Any) -> bool:
 
 def _leaf_change(before: Any, after: Any) -> str:
     if not (isinstance(before, tuple) and isinstance(after, tuple) and len(before) == len(after) == 6):
-        return f"changed from {_constant(before)} to {_constant(after)}"
+        return f"changed from {_format_leaf(before)} to {_format_leaf(after)}"
     names = ("shape", "strides", "dtype", "device", "requires_grad", "identity")
     for name, old, new in zip(names, before, after, strict=True):
         if old != new:
@@ -255,7 +255,7 @@ def _leaf_change(before: Any, after: Any) -> str:
     return "is the same"
 
 
-def _constant(leaf: Any) -> str:
+def _format_leaf(leaf: Any) -> str:
     if isinstance(leaf, tuple) and len(leaf) == 2:
         return repr(leaf[1])
     return "a tensor" if isinstance(leaf, tuple) else leaf.__name__
@@ -281,8 +281,9 @@ def _stride_changes(names: list[str], old: Sequence[Any], new: Sequence[Any]) ->
 
 def _phase_changes(old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
     before, after = dict(old), dict(new)
+    none = type(None)
     return [
-        f"{name} changed from {_constant(before.get(name, type(None)))} to {_constant(after.get(name, type(None)))}"
+        f"{name} changed from {_format_leaf(before.get(name, none))} to {_format_leaf(after.get(name, none))}"
         for name in dict.fromkeys((*before, *after))
         if before.get(name) != after.get(name)
     ]

@@ -36,8 +36,8 @@ from outofcore.capture.refusals import (
     higher_order_refusal,
     refusal,
     translate_error,
-    undeclared_tensor,
-    value_read,
+    undeclared_tensor_refusal,
+    value_read_refusal,
 )
 from outofcore.capture.tables import map_leaves
 from outofcore.errors import CaptureError
@@ -112,7 +112,7 @@ class Substitute(TorchFunctionMode):
             is_fake = isinstance(tensor, FakeTensor) or is_wrapper(tensor)
             replacement = tensor if is_fake else self._fakes.get(id(tensor))
             if replacement is None:
-                raise undeclared_tensor(tensor)
+                raise undeclared_tensor_refusal(tensor)
             return replacement
 
         return map_leaves(tree, fake)
@@ -135,7 +135,7 @@ class Substitute(TorchFunctionMode):
             if name in _READS:
                 return self._read_value(func, name, args, kwargs or {})
             if name in _EXPOSES_BYTES:
-                raise value_read(name)
+                raise value_read_refusal(name)
             if name in _FACTORIES:
                 _refuse_array(args, kwargs or {})
             try:
@@ -163,7 +163,7 @@ class Substitute(TorchFunctionMode):
         """Answer a read of a known tensor's value; refuse others."""
         value = None if name == "data_ptr" or args[0].requires_grad else self.known.value(args[0])
         if value is None:
-            raise value_read(name)
+            raise value_read_refusal(name)
         with without_modes():
             result = func(value, *args[1:], **kwargs)
         return result if isinstance(result, str) else self.known.lend(args[0], result)
@@ -217,7 +217,7 @@ class Substitute(TorchFunctionMode):
     def _value_readers(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         """Yield functions that read values, with replacements that refuse or use known values."""
 
-        def refusing(error: Callable[[], CaptureError]) -> Callable[..., Any]:
+        def refuse_with(error: Callable[[], CaptureError]) -> Callable[..., Any]:
             def refuse(*_: Any, **__: Any) -> Any:
                 raise self._record_refusal(error())
 
@@ -229,37 +229,37 @@ class Substitute(TorchFunctionMode):
             # Without a mode, the tensor is a known value.
             value = tensor if has_no_dispatch_modes() else self.known.value(tensor)
             if value is None:
-                raise self._record_refusal(value_read("tolist"))
+                raise self._record_refusal(value_read_refusal("tolist"))
             with without_modes():
                 return as_list(value)
 
-        def of_storage(name: str) -> Callable[..., Any]:
+        def checked_storage_method(name: str) -> Callable[..., Any]:
             original = getattr(torch.UntypedStorage, name)
 
             def call(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
                 # Only PyTorch itself may use storages of tensors without contents, to create them.
                 if storage.device.type == "meta" and not called_from(*_FAKE_SOURCES):
-                    raise self._record_refusal(value_read("untyped_storage"))
+                    raise self._record_refusal(value_read_refusal("untyped_storage"))
                 return original(storage, *args, **kwargs)
 
             return call
 
         scale = torch.amp.GradScaler.scale
 
-        def scaled(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+        def refuse_scaling(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
             if scaler.is_enabled():
                 raise self._record_refusal(grad_scaler_refusal())
             return scale(scaler, outputs)
 
-        yield torch, "from_numpy", refusing(_numpy_refusal)
+        yield torch, "from_numpy", refuse_with(_numpy_refusal)
         for owner in (torch, torch.utils.dlpack):
-            yield owner, "to_dlpack", refusing(partial(value_read, "__dlpack__"))
+            yield owner, "to_dlpack", refuse_with(partial(value_read_refusal, "__dlpack__"))
         for name in _STORAGE_READS:
             if hasattr(torch.UntypedStorage, name):
-                yield torch.UntypedStorage, name, of_storage(name)
+                yield torch.UntypedStorage, name, checked_storage_method(name)
         for kind in (torch.Tensor, FakeTensor):
             yield kind, "tolist", tolist
-        yield torch.amp.GradScaler, "scale", scaled
+        yield torch.amp.GradScaler, "scale", refuse_scaling
 
 
 def average_counts(models: Sequence[nn.Module]) -> dict[int, int]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from outofcore._torch_internals import storage_bytes
+from outofcore._torch_internals import view_storage_bytes
 from outofcore.analysis import is_large
 from outofcore.capture.shards import Shard, Shards
 from outofcore.checkpoint.contents import (
@@ -95,11 +95,11 @@ class Checkpoint:
                 if (key := f"buffer.{number}.{name}") in self._files["training"].entries:
                     training_targets[key] = tensor
         for number, (optimizer, saved) in enumerate(zip(optimizers, saved_optimizers, strict=True)):
-            self._check_optimizer(number, optimizer, saved)
+            self._check_group_sizes(number, optimizer, saved)
             training_targets |= self._optimizer_targets(number, optimizer, model_parameter_ids(models))
         fillings.append(("training", training_targets))
         for stem, targets in fillings:
-            self._check_shapes(stem, targets)
+            self._check_targets(stem, targets)
         # All checks have passed: tensors are changed from here on.
         allocated = self._allocate_missing(models, optimizers, faces)
         training_targets |= allocated
@@ -169,7 +169,7 @@ class Checkpoint:
         count = shard.chunks.chunk_elements * entry.dtype.itemsize
         base = torch.zeros(count, dtype=torch.uint8)
         if faces is not None and is_large(count):
-            base = storage_bytes(faces.allocate(count))
+            base = view_storage_bytes(faces.allocate(count))
         local = torch.empty(0, dtype=entry.dtype).set_(base.untyped_storage(), 0, (shard.count,), (1,))
         return self._record_range(shard, local)
 
@@ -227,7 +227,7 @@ class Checkpoint:
                 "checkpoint that was saved with frozen=True"
             )
 
-    def _check_optimizer(self, number: int, optimizer: Optimizer, saved: SavedOptimizer) -> None:
+    def _check_group_sizes(self, number: int, optimizer: Optimizer, saved: SavedOptimizer) -> None:
         group_sizes = [len(group["params"]) for group in optimizer.param_groups]
         saved_sizes = [group.parameters for group in saved.groups]
         if group_sizes != saved_sizes:
@@ -259,7 +259,7 @@ class Checkpoint:
                     targets[key] = value
         return targets
 
-    def _check_shapes(self, stem: str, targets: Targets) -> None:
+    def _check_targets(self, stem: str, targets: Targets) -> None:
         for name, tensor in targets.items():
             entry = self._files[stem].entries[name]
             shard = self._ranges.get(id(tensor))
@@ -353,7 +353,7 @@ def _allocate_tensor(parameter: torch.Tensor, entry: Entry, faces: Faces | None)
     count = shape.untyped_storage().nbytes()
     if faces is None or not is_large(count):
         return torch.empty_strided(shape.shape, shape.stride(), dtype=entry.dtype)
-    base = storage_bytes(faces.allocate(count)).untyped_storage()
+    base = view_storage_bytes(faces.allocate(count)).untyped_storage()
     return torch.empty(0, dtype=entry.dtype).set_(base, 0, shape.shape, shape.stride())
 
 

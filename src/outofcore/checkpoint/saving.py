@@ -93,21 +93,21 @@ def save_checkpoint(
     """
     omitted = set[int]() if frozen else unchanged_parameter_ids(models, optimizers, written)
     if shards is None:
-        files, index = _collect_contents(models, optimizers, extra, None, omitted)
-        _save(folder, files, index, faces, None)
+        files, index = _collect_state(models, optimizers, extra, None, omitted)
+        _write_checkpoint(folder, files, index, faces, None)
         return
     gatherer = ShardGatherer(shards, faces)
     with shards.finish_together("save the model"):
-        files, index = _collect_contents(models, optimizers, extra, shards, omitted)
+        files, index = _collect_state(models, optimizers, extra, shards, omitted)
     files["training"] += gatherer.gather_generators()
     with shards.finish_together("save the model"):
         if shards.rank:
             gatherer.send([item for named in files.values() for _, item in named])
         else:
-            _save(folder, files, index, faces, gatherer)
+            _write_checkpoint(folder, files, index, faces, gatherer)
 
 
-def _collect_contents(
+def _collect_state(
     models: Sequence[nn.Module],
     optimizers: Sequence[Optimizer],
     extra: Any,
@@ -159,7 +159,7 @@ def _collect_contents(
     return files, index
 
 
-def _save(
+def _write_checkpoint(
     folder: Path,
     files: Mapping[str, NamedTensors],
     index: Mapping[str, Any],
@@ -229,7 +229,7 @@ class ShardGatherer:
             if self._remaining:
                 self._broadcast_more(more=False)
 
-    def pour(self, part: ShardRange, out: OutFile, buffer: memoryview) -> None:
+    def append_whole(self, part: ShardRange, out: OutFile, buffer: memoryview) -> None:
         """Append a whole sharded tensor to a file, with the ranges of all processes."""
         self._remaining -= 1
         self._broadcast_more()
@@ -304,7 +304,7 @@ def _write_file(
             if not isinstance(item, ShardRange):
                 append_tensor(item, out, faces, buffer)
             elif gatherer is not None:
-                gatherer.pour(item, out, buffer)
+                gatherer.append_whole(item, out, buffer)
         out.finish()
         return {"bytes": out.bytes, "crc32": out.crc32}
 

@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from msgspec import Struct
 
-from outofcore._torch_internals import memory_of, storage_bytes
+from outofcore._torch_internals import memory_of, view_storage_bytes
 from outofcore.errors import InputError, TransferError
 from outofcore.execution.aliases import Faces
 from outofcore.jsonfile import decode_json, refuse
@@ -374,7 +374,7 @@ def _pieces(tensor: torch.Tensor, max_bytes: int, itemsize: int) -> Iterator[tor
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     start = tensor.storage_offset() * tensor.element_size()
-    return memory_of(storage_bytes(tensor)[start : start + tensor.numel() * tensor.element_size()])
+    return memory_of(view_storage_bytes(tensor)[start : start + tensor.numel() * tensor.element_size()])
 
 
 def _drop_cache(tensor: torch.Tensor, faces: Faces | None) -> None:

@@ -52,14 +52,14 @@ def answer_printer(*, alone: bool) -> Generator[Printer]:
         yield print
         return
     answers: list[str] = []
-    with contextlib.redirect_stdout(sys.stderr), _descriptor_to_errors():
+    with contextlib.redirect_stdout(sys.stderr), _redirect_descriptor():
         yield answers.append
     for text in answers:
         print(text)
 
 
 @contextmanager
-def _descriptor_to_errors() -> Generator[None]:
+def _redirect_descriptor() -> Generator[None]:
     """Redirect file descriptor 1 to standard error in the block, for the output of native code."""
     try:
         saved = os.dup(1)
@@ -326,14 +326,16 @@ def _compare_text(subject: Subject, budgets: Sequence[tuple[str, int]], cells: S
     lines = _heading_lines(subject)
     head = ("policy", "fits", "step", "slowdown", "evicted", "fetched", "recompute", "peak", "planning")
     for label, budget in budgets:
-        rows = [(result.policy, *_figures(subject, result, compute)) for _, result in cells if result.budget == budget]
+        rows = [
+            (result.policy, *_figure_texts(subject, result, compute)) for _, result in cells if result.budget == budget
+        ]
         name = "" if label == format_bytes(budget) else f", {label}"
         lines.append(f"budget {_bytes_text(budget)}{name}")
         lines.append(columns([head, *rows]))
     return "\n".join(lines)
 
 
-def _figures(subject: Subject, result: PolicyResult, compute: float) -> tuple[str, ...]:
+def _figure_texts(subject: Subject, result: PolicyResult, compute: float) -> tuple[str, ...]:
     report = result.report
     plan_time = format_seconds(result.plan_seconds)
     if report is None:

@@ -35,10 +35,10 @@ class Command(TyperCommand):
         return _with_metavars(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        self._check_counts(ctx, args)
+        self._refuse_separate_units(ctx, args)
         return super().parse_args(ctx, args)
 
-    def _check_counts(self, ctx: Any, args: list[str]) -> None:
+    def _refuse_separate_units(self, ctx: Any, args: list[str]) -> None:
         try:
             values, _, _ = self.make_parser(ctx).parse_args(list(args))
         except Exception:  # super().parse_args raises it again

@@ -138,20 +138,20 @@ class ModelConfig:
     quantised: str = ""  # the field and method of quantisation, if any
 
     @property
-    def text(self) -> Any:
+    def text_config(self) -> Any:
         return self.config.get_text_config()
 
     @property
     def sequence_limit(self) -> int | None:
         """The maximum number of tokens in a sequence; None if the configuration sets no limit."""
-        limits = (getattr(self.text, name, None) for name in _POSITION_FIELDS)
+        limits = (getattr(self.text_config, name, None) for name in _POSITION_FIELDS)
         return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
 
     @property
     def reads_tokens(self) -> bool:
         """Whether the user may choose how many tokens a sequence has; not if the model matches texts with images."""
         return (
-            isinstance(getattr(self.text, "vocab_size", None), int)
+            isinstance(getattr(self.text_config, "vocab_size", None), int)
             and self.labels is not Labels.PAIRS
             and (
                 "input_ids" in signature(self.model_class.forward).parameters
@@ -370,7 +370,7 @@ def parameter_dtype(model_config: ModelConfig, training: Training) -> torch.dtyp
             raise InputError(f"there is no dtype {training.dtype!r}; choose one of fp32, bf16 and fp16")
         return _DTYPES[training.dtype]
     configured = (
-        getattr(model_config.config, "dtype", None) or getattr(model_config.text, "dtype", None) or torch.float32
+        getattr(model_config.config, "dtype", None) or getattr(model_config.text_config, "dtype", None) or torch.float32
     )
     dtype = getattr(torch, configured, None) if isinstance(configured, str) else configured
     if model_config.quantised and dtype not in _DTYPES.values():
@@ -429,12 +429,12 @@ def configured_step(model_config: ModelConfig, training: Training) -> Configured
         parameter_count,
         trained_count if training.trains else 0,
         tuple(notes),
-        _warning(model_config, training, dtype),
+        _quantisation_warning(model_config, training, dtype),
         tuple(stacks),
     )
 
 
-def _warning(model_config: ModelConfig, training: Training, dtype: torch.dtype) -> str:
+def _quantisation_warning(model_config: ModelConfig, training: Training, dtype: torch.dtype) -> str:
     if not model_config.quantised:
         return ""
     name = str(dtype).removeprefix("torch.")

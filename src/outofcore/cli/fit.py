@@ -153,9 +153,9 @@ class Captures:
         *,
         repeats: bool | None = None,
     ) -> None:
-        self._found, self._where, self._tell = model_config, target_device, tell
-        self._known: dict[Training, CostedStep] = {}
-        self._few: dict[Training, CostedStep] = {}  # the same steps with few blocks
+        self._model_config, self._device, self._tell = model_config, target_device, tell
+        self._steps: dict[Training, CostedStep] = {}
+        self._shallow_steps: dict[Training, CostedStep] = {}  # the same steps with few blocks
         self._smallest: dict[Training, int] = {}
         self._placed: dict[tuple[Training, int], bool] = {}
         # Whether equal layers are derived from a few; None: unknown yet.
@@ -167,9 +167,9 @@ class Captures:
 
     def capture(self, training: Training) -> tuple[StepGraph, Costs]:
         """Return a step's graph and costs; raise ``InputError`` or ``CaptureError`` if it cannot be captured."""
-        if training not in self._known:
-            self._known[training] = self._derive_step(training) or self._capture_step(training)[1]
-        step = self._known[training]
+        if training not in self._steps:
+            self._steps[training] = self._derive_step(training) or self._capture_step(training)[1]
+        step = self._steps[training]
         return step.graph, step.costs
 
     def smallest_budget(self, training: Training) -> int:
@@ -182,8 +182,8 @@ class Captures:
         if (training, memory) not in self._placed:
             graph, costs = self.capture(training)
             memory_left = memory
-            if training in self._few:
-                few = self._few[training]
+            if training in self._shallow_steps:
+                few = self._shallow_steps[training]
                 memory_left -= self.smallest_budget(training) - planning.smallest_budget(few.graph, few.costs)
                 graph, costs = few.graph, few.costs
             self._placed[training, memory] = False
@@ -211,7 +211,7 @@ class Captures:
                 expected = deepen_step(shallow, step.stacks, KEPT_BLOCKS - 1)
                 deep = deep if expected is not None and are_equal_steps(expected, shallower) else None
             if deep is not None:
-                self._few[training] = shallow
+                self._shallow_steps[training] = shallow
         except (InputError, CaptureError):
             deep = None  # its code needs all layers, or the whole model fails too, with a better message
         if self._repeats is None:
@@ -219,12 +219,13 @@ class Captures:
         return deep
 
     def _capture_step(self, training: Training) -> tuple[ConfiguredStep, CostedStep]:
-        step = configured_step(self._found, training)
+        step = configured_step(self._model_config, training)
         try:
-            return step, estimate_step(step.user, step.inputs, self._where, self._tell)
+            return step, estimate_step(step.user, step.inputs, self._device, self._tell)
         except CaptureError as error:
+            model = self._model_config.model_class.__name__
             raise CaptureError(
-                f"{self._found.path}: {self._found.model_class.__name__} cannot be captured as one graph: {error} "
+                f"{self._model_config.path}: {model} cannot be captured as one graph: {error} "
                 "outofcore.budget(...) can train it, but it cannot be planned ahead."
             ) from error
         except OutOfCoreError:
@@ -233,10 +234,11 @@ class Captures:
             if is_out_of_memory(error):
                 raise
             # Errors of transformers mostly come from the configuration.
+            model, text = self._model_config.model_class.__name__, " ".join(str(error).split())[:400]
             raise InputError(
-                f"{self._found.path}: a step of {self._found.model_class.__name__} fails: {type(error).__name__}: "
-                f"{' '.join(str(error).split())[:400]}; its fields contradict each other, or the model needs other "
-                "inputs; for those, write a function that builds your step, and give it as my_script.py:build"
+                f"{self._model_config.path}: a step of {model} fails: {type(error).__name__}: {text}; its fields "
+                "contradict each other, or the model needs other inputs; for those, write a function that "
+                "builds your step, and give it as my_script.py:build"
             ) from error
 
 
@@ -286,7 +288,7 @@ def fit(
         tell("search for the largest that fits", 1, 2)
         batch = _SizeSearch(captures, training, BATCH_AXIS, limit).find(training.batch, need)
         tell("search for the largest that fits", 2, 2)
-    changes = _changes(captures, model_config, training, memory, tell)
+    changes = _try_changes(captures, model_config, training, memory, tell)
     if card is None:
         need = replace(need, compute_seconds=None, bound_seconds=None)
     return Fit(
@@ -434,7 +436,7 @@ def _crossing(points: dict[float, int], memory: int) -> float | None:
 # Helpful changes
 
 
-def _changes(
+def _try_changes(
     captures: Captures, model_config: ModelConfig, training: Training, memory: int | None, tell: ProgressCallback
 ) -> list[Change]:
     graph, costs = captures.capture(training)
@@ -463,7 +465,7 @@ def _changes(
 
 def _with_split_loss(model_config: ModelConfig, training: Training, graph: StepGraph) -> StepGraph | None:
     """Return the step with logits and their gradients ``_PIECES`` times smaller; None without logits."""
-    vocabulary, length = getattr(model_config.text, "vocab_size", None), training.sequence
+    vocabulary, length = getattr(model_config.text_config, "vocab_size", None), training.sequence
     if not isinstance(vocabulary, int) or not model_config.reads_tokens:
         return None
     input_bytes = [s.bytes for s in graph.storages if s.kind is StorageKind.INPUT]
@@ -518,7 +520,7 @@ def answer_text(result: Fit) -> str:
     ]
     if need.compute_seconds is not None:
         rows.append(
-            ("ops alone", f"{format_seconds(need.compute_seconds)} per step{_rate(result, need.compute_seconds)}")
+            ("ops alone", f"{format_seconds(need.compute_seconds)} per step{_rate_text(result, need.compute_seconds)}")
         )
     for plan in result.plans:
         rows.append((f"within {format_bytes(plan.budget)}", _plan_text(result, plan)))
@@ -546,7 +548,7 @@ def answer_text(result: Fit) -> str:
     return "\n".join(parts)
 
 
-def _rate(result: Fit, seconds: float) -> str:
+def _rate_text(result: Fit, seconds: float) -> str:
     return f", {result.items / seconds:,.0f} {result.unit.value} per second" if seconds and result.items else ""
 
 
@@ -559,7 +561,7 @@ def _plan_text(result: Fit, plan: PlanFigures) -> str:
     verdict = "fits, with copies" if plan.bytes_in or plan.bytes_out else "fits, and nothing moves"
     bound = plan.bound_seconds or 0.0
     bound_text = "" if plan.seconds <= 1.01 * bound else f"; any plan takes at least {format_seconds(bound)}"
-    return f"{verdict}: {format_seconds(plan.seconds)} per step{_rate(result, plan.seconds)}{bound_text}"
+    return f"{verdict}: {format_seconds(plan.seconds)} per step{_rate_text(result, plan.seconds)}{bound_text}"
 
 
 def _largest_text(largest: Largest, unit: str) -> str:
@@ -575,7 +577,7 @@ def _change_row(result: Fit, change: Change) -> tuple[str, ...]:
     times: tuple[str, ...] = ()
     if result.device is not None:
         bound = need.bound_seconds
-        times = ("does not fit",) if bound is None else (f"{format_seconds(bound)}{_rate(result, bound)}",)
+        times = ("does not fit",) if bound is None else (f"{format_seconds(bound)}{_rate_text(result, bound)}",)
     return (
         change.what,
         format_bytes(need.smallest_budget),

@@ -153,7 +153,7 @@ def cost_step(
         else:
             costs = step.costs(variant, timed=True, advance=partial(tell, stage))
             graph, costs = captured.graph, replace(costs, homes=links)
-        return graph, _add_collective_costs(captured, costs, sharing)
+        return graph, _replace_collective_costs(captured, costs, sharing)
 
     steps = _distinct_calls(first)
     whole = costs_of(_largest_step(steps), LOWEST_MEMORY, "measure ops")
@@ -186,7 +186,7 @@ def _largest_step(steps: list[StepVariants]) -> StepVariants:
     return steps[0] if len(steps) == 1 else max(steps, key=lambda step: step.smallest_arena(LOWEST_MEMORY) or 0)
 
 
-def _add_collective_costs(captured: Captured, costs: Costs, sharing: AssumedSharding | None) -> Costs:
+def _replace_collective_costs(captured: Captured, costs: Costs, sharing: AssumedSharding | None) -> Costs:
     """Give collectives the costs of the assumed group; return ``costs`` unchanged without ``sharing``."""
     if sharing is None:
         return costs
@@ -208,7 +208,7 @@ def estimate_costs(captured: Captured, device: Device) -> Costs:
 
 def _op_seconds(captured: Captured, op: Op, call: Call, device: Device) -> float:
     """Estimate the time of an op by its arithmetic and moved bytes; 0 if it only makes views or allocates."""
-    values = [captured.values[index] for index in _values_of(call)]
+    values = [captured.values[index] for index in _inputs_and_outputs(call)]
     if not op.touched or not values or _is_allocation(call):
         return 0.0
     # Expanded dimensions, of stride 0, repeat the same bytes.
@@ -275,7 +275,7 @@ def _number_format(dtypes: list[torch.dtype], work: Work) -> Number:
     return Number.TF32 if work is Work.CONVOLUTION else Number.FP32
 
 
-def _values_of(call: Call) -> list[int]:
+def _inputs_and_outputs(call: Call) -> list[int]:
     """Return the distinct inputs and outputs of a call, as indices of captured values."""
     inputs = [ref.value for ref in leaves_in((call.args, call.kwargs), Ref)]
     return list(dict.fromkeys([*inputs, *(value for value in call.results if value is not None)]))

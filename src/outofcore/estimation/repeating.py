@@ -281,7 +281,7 @@ class _BlockRepeater:
                 self._block[s.id] = block
                 if block is not None:
                     self._role[s.id] = stack.shift_name(s.name, -block)
-        self._check_storages()
+        self._check_storages_match()
         self._references = [self._match_ops(first, second) for first, second in pairs]
 
     def _label_ops(self) -> list[int | None]:
@@ -299,7 +299,7 @@ class _BlockRepeater:
             raise _MismatchError
         return labels
 
-    def _check_storages(self) -> None:
+    def _check_storages_match(self) -> None:
         """Raise ``_MismatchError`` unless the middle blocks have equal storages and no output is among them."""
         roles: list[dict[object, tuple[int, StorageKind]]] = [{}, {}]
         self._storage_by_role: dict[tuple[int, object], int] = {}
@@ -325,12 +325,12 @@ class _BlockRepeater:
         pairs: dict[str, list[tuple[int, int]]] = {}
         for field in _STORAGE_FIELDS:
             first_refs, second_refs = getattr(first, field), getattr(second, field)
-            if len(first_refs) != len(second_refs) or any(map(self._refer_differently, first_refs, second_refs)):
+            if len(first_refs) != len(second_refs) or any(map(self._differ_in_role, first_refs, second_refs)):
                 raise _MismatchError
             pairs[field] = list(zip(first_refs, second_refs, strict=True))
         return pairs
 
-    def _refer_differently(self, first_storage: int, second_storage: int) -> bool:
+    def _differ_in_role(self, first_storage: int, second_storage: int) -> bool:
         """Return whether the storages have different roles for matching ops of blocks one and two."""
         blocks = self._block[first_storage], self._block[second_storage]
         if first_storage == second_storage:

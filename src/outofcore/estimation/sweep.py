@@ -125,7 +125,7 @@ def build_insight(
         budgets = {*budgets_between(smallest, in_core, count), *((budget + extra,) if extra else ())} - {budget}
     curve_points = plan_curve(graph, costs, budgets, policy, tell)
     points = sorted([*curve_points, current], key=lambda p: p.budget)
-    helps = _faster_machines(graph, costs, planned)
+    helps = _savings_of_faster_machines(graph, costs, planned)
     larger = next((p for p in curve_points if p.budget == budget + extra and extra), None)
     if larger is not None and larger.seconds is not None and current.seconds is not None:
         helps.append(Help(f"{format_bytes(extra)} more budget", max(current.seconds - larger.seconds, 0.0)))
@@ -137,7 +137,7 @@ def build_insight(
     return Insight(smallest, in_core, costs.compute_seconds, tuple(points), tuple(helps), verdict)
 
 
-def _faster_machines(graph: StepGraph, costs: Costs, planned: Planned) -> list[Help]:
+def _savings_of_faster_machines(graph: StepGraph, costs: Costs, planned: Planned) -> list[Help]:
     """Return the seconds that the same program saves with ops, or with links, that are twice as fast."""
     now = planned.timeline.step_seconds
     faster = replace(costs, ops=tuple(OpCost(cost.seconds / 2, cost.workspace_bytes) for cost in costs.ops))

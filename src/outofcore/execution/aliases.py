@@ -230,7 +230,7 @@ class PersistentState:
     def current_bytes(self) -> torch.Tensor:
         """Return the current bytes as uint8: a view if the tensors share the expected layout, else a copy."""
         if self.has_expected_layout():
-            return internals.storage_bytes(self.aliases[0].tensor)[: self.bytes]
+            return internals.view_storage_bytes(self.aliases[0].tensor)[: self.bytes]
         gathered = torch.zeros(self.bytes, dtype=torch.uint8, device=self.aliases[0].tensor.device)
         for alias in self.aliases:
             tensor_on(gathered, alias.value).copy_(alias.tensor.data)
@@ -506,7 +506,7 @@ class Faces:
             return
         count = tensor.untyped_storage().nbytes()
         base = self.allocate(count) if is_large(count) else torch.empty(count, dtype=torch.uint8)
-        base.copy_(internals.storage_bytes(tensor))
+        base.copy_(internals.view_storage_bytes(tensor))
         self.drop_cache(base)
         rebase_tensor(tensor, base)
 

@@ -202,7 +202,7 @@ class Arena:
 
     def memory(self, offset: int, count: int) -> memoryview:
         region = self.region
-        self._check(offset, count)
+        self._check_range(offset, count)
         return region.memory(offset, count)
 
     def view(self, offset: int, count: int) -> torch.Tensor:
@@ -217,15 +217,15 @@ class Arena:
     def move(self, start: int, to: int, count: int) -> bool:
         """Move bytes within the arena, also to an overlapping range; return True."""
         region = self.region
-        self._check(start, count)
-        self._check(to, count)
+        self._check_range(start, count)
+        self._check_range(to, count)
         ctypes.memmove(region.address + to, region.address + start, count)
         return True
 
     def discard(self, offset: int, count: int) -> None:
         """Release the physical memory of the whole pages in the range; they then read as zeros."""
         region = self.region
-        self._check(offset, count)
+        self._check_range(offset, count)
         advise_pages(region.address + offset, count, mmap.MADV_DONTNEED)
 
     def resident_bytes(self) -> int:
@@ -256,7 +256,7 @@ class Arena:
         _ = self.region
         return read_counters(self.library, self.handle)
 
-    def _check(self, offset: int, count: int) -> None:
+    def _check_range(self, offset: int, count: int) -> None:
         """Raise ``ArenaError`` if a range is not within the arena."""
         if offset < 0 or count < 0 or offset + count > self.bytes:
             raise ArenaError(

@@ -112,7 +112,7 @@ class _Binder:
         self.counts[queue] += 1
         return self.counts[queue], (queue, self.counts[queue]) in self.awaited
 
-    def run(self, index: int, instruction: Run, queue: int) -> BoundRun:
+    def bind_run(self, index: int, instruction: Run, queue: int) -> BoundRun:
         """Bind an op: replace references by tensors over blocks, and list where its results must be."""
         captured, program = self.captured, self.program
         op, call = captured.graph.ops[instruction.op], captured.calls[instruction.op]
@@ -122,13 +122,13 @@ class _Binder:
             if value_index is None:
                 continue
             value = captured.values[value_index]
-            target = self.tensor(value_index, blocks[value.storage])
+            target = self.tensor_in_block(value_index, blocks[value.storage])
             # An unused result may be elsewhere, or missing.
-            if target.numel() and value.storage not in captured.graph.unseen:
+            if target.numel() and value.storage not in captured.graph.unused:
                 results.append((leaf, target.data_ptr(), target, target.stride()))
 
         def to_tensor(ref: Ref) -> torch.Tensor:
-            return self.tensor(ref.value, blocks[captured.values[ref.value].storage])
+            return self.tensor_in_block(ref.value, blocks[captured.values[ref.value].storage])
 
         args, kwargs = map_leaves((call.args, call.kwargs), to_tensor, Ref)
         func = call.func
@@ -142,7 +142,7 @@ class _Binder:
         waits = _wait_pairs(instruction.waits)
         return BoundRun(index, op.id, func, args, kwargs, tuple(results), waits, *self.next_number(queue), draws)
 
-    def copy(self, index: int, instruction: CopyOut | CopyIn, queue: int) -> BoundCopy:
+    def bind_copy(self, index: int, instruction: CopyOut | CopyIn, queue: int) -> BoundCopy:
         """Bind a copy; raise ``GraphError`` if it copies a workspace."""
         block, home = self.program.blocks[instruction.block], instruction.home
         if block.storage is None:
@@ -150,7 +150,7 @@ class _Binder:
         waits = _wait_pairs(instruction.waits)
         return BoundCopy(index, block.storage, home, block.offset, block.bytes, waits, *self.next_number(queue))
 
-    def tensor(self, value_index: int, block: Block) -> torch.Tensor:
+    def tensor_in_block(self, value_index: int, block: Block) -> torch.Tensor:
         """Return the tensor of a value in a block, created at its first use."""
         tensor = self.tensors.get((value_index, block.id))
         if tensor is None:
@@ -167,7 +167,7 @@ class _Binder:
         """Return host memory for a small tensor that a step on a GPU keeps on the CPU."""
         constant = self.captured.constants.get(storage)
         if constant is not None:
-            return internals.storage_bytes(constant)
+            return internals.view_storage_bytes(constant)
         return torch.zeros(count, dtype=torch.uint8)
 
 
@@ -189,9 +189,9 @@ def bind(captured: Captured, program: Program, arena: DeviceArena, homes: int = 
             )
         queue = queue_number(*lane_of(instruction))
         if isinstance(instruction, Run):
-            (collectives if instruction.communicates else runs).append(binder.run(index, instruction, queue))
+            (collectives if instruction.communicates else runs).append(binder.bind_run(index, instruction, queue))
         else:
-            copies[queue - 1].append(binder.copy(index, instruction, queue))
+            copies[queue - 1].append(binder.bind_copy(index, instruction, queue))
     return BoundProgram(captured.graph, program, arena, tuple(runs), tuple(map(tuple, copies)), tuple(collectives))
 
 

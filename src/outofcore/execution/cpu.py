@@ -232,7 +232,7 @@ def _move_unplanned_state(table: ScopeTable, update: BoundUpdate, lender: Lender
         _log.info("%s keeps tensors that are not in the plan, outside of the arena until the next call", update.name)
     for tensors in by_storage.values():
         with table.use_process_memory():
-            old_bytes = internals.storage_bytes(tensors[0])
+            old_bytes = internals.view_storage_bytes(tensors[0])
             home_bytes = None if lender is None else lender.allocate_lasting(old_bytes.numel())
             new_bytes = old_bytes.clone() if home_bytes is None else home_bytes.copy_(old_bytes)
         for tensor in tensors:
@@ -316,7 +316,7 @@ class CpuEngine:
                     communicator.begin(bound.collectives, starts, ends)
                 lender = self._connect_lender(arena)
                 with internals.below_autograd():
-                    self.update_failure = self._compute(bound, table, lender)
+                    self.update_failure = self._run_ops(bound, table, lender)
         finally:
             table.end()
             try:
@@ -372,7 +372,7 @@ class CpuEngine:
         recording = self._replayed[bound] = _RecordedCalls(Replay(load_native(), count), [False] * count)
         return recording
 
-    def _compute(self, bound: BoundProgram, table: ScopeTable, lender: Lender | None) -> Exception | None:
+    def _run_ops(self, bound: BoundProgram, table: ScopeTable, lender: Lender | None) -> Exception | None:
         """Run the ops, and record or replay their calls; return the exception of an optimizer's code, or None."""
         replayed = self._find_recording(bound)
         is_new = replayed is not None and replayed.span_ends is None

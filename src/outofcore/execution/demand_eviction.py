@@ -280,13 +280,13 @@ class DemandEviction:
         """Return whether a block has bytes that a later instruction, or the next step, needs."""
         users = self._users_by_block[block.id]
         if not block.wraps:
-            waits = block.dies >= len(self._program.instructions) or self._is_awaited(users)
+            waits = block.dies >= len(self._program.instructions) or self._has_unfinished_user(users)
             return self._starts[block.born] > 0 and waits
         if block.born == block.dies == 0 or self._starts[block.born] > 0:
             return True
-        return self._is_awaited([user for user in users if user < block.dies])
+        return self._has_unfinished_user([user for user in users if user < block.dies])
 
-    def _is_awaited(self, users: Sequence[int]) -> bool:
+    def _has_unfinished_user(self, users: Sequence[int]) -> bool:
         """Return whether one of these instructions has not ended; True without instructions."""
         return not users or any(self._ends[user] <= 0 for user in users)
 

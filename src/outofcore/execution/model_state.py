@@ -95,7 +95,7 @@ class StateKeeper:
             face.owned = True
             state.home, state.slot = face.home, face.offset
             state.become(StatePlace.HOME)
-            state.set_shown(internals.storage_bytes(state.aliases[0].tensor)[: state.bytes])
+            state.set_shown(internals.view_storage_bytes(state.aliases[0].tensor)[: state.bytes])
 
     def _adopt_mapped_file(self, state: PersistentState) -> bool:
         """Adopt the file that the user has mapped for a state as its slot; return False if that is impossible."""
@@ -351,7 +351,7 @@ class StateKeeper:
             if state.place in (StatePlace.HOME, StatePlace.ARENA):
                 self.moves.move_to_own_memory(state)
 
-    def give_to_allocator(self) -> None:
+    def move_out_and_forget_all(self) -> None:
         """Move all states to ordinary host memory, free their slots' memory, and forget them."""
         for state in self._states.values():
             if state.is_unused():

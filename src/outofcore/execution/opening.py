@@ -16,7 +16,7 @@ from outofcore.execution.aliases import Faces
 from outofcore.execution.backend import Backend, CpuBackend
 from outofcore.execution.cuda.backend import CudaBackend
 from outofcore.execution.engines import ReplayMode
-from outofcore.runtime.file_io import copy_buffer
+from outofcore.runtime.file_io import new_copy_buffer
 from outofcore.runtime.homes import DiskHome, HomeStore, HostHome
 from outofcore.runtime.slots import Slots
 from outofcore.units import PAGE_BYTES, parse_bytes
@@ -91,7 +91,7 @@ class OpenHome:
         if source_place is not None:
             source_place[0].start()  # the tensor may have been changed since it was last written there
         if source_place is not None and target_place is not None:
-            buffer, count = copy_buffer(), source.numel() * source.element_size()
+            buffer, count = new_copy_buffer(), source.numel() * source.element_size()
             for offset in range(0, count, len(buffer)):
                 piece = buffer[: min(len(buffer), count - offset)]
                 source_place[0].read(source_place[1] + offset, piece)

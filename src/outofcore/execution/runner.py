@@ -173,7 +173,7 @@ class Runner:
             constant = None if block.storage is None else self.captured.constants.get(block.storage)
             if block.storage is not None and constant is not None and block.storage not in foreign:
                 count = self.captured.unrounded_bytes(block.storage)
-                arena.view(block.offset, count).copy_(internals.storage_bytes(constant)[:count])
+                arena.view(block.offset, count).copy_(internals.view_storage_bytes(constant)[:count])
 
     def yield_arena(self) -> None:
         """Release the arena, but leave the states in it to the next program."""

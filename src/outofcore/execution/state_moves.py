@@ -13,7 +13,7 @@ from outofcore.errors import SpillError
 from outofcore.execution.aliases import Faces, PersistentState, StatePlace
 from outofcore.execution.arena import DeviceArena
 from outofcore.program import Block, Program
-from outofcore.runtime.file_io import copy_buffer
+from outofcore.runtime.file_io import new_copy_buffer
 
 _log = logging.getLogger("outofcore")
 
@@ -140,7 +140,7 @@ class StateMoves:
         new = self._take_slot(state.home, state)
         with contextlib.ExitStack() as undo:
             undo.callback(slots.free, new, placed_bytes(state.bytes))
-            buffer = copy_buffer()
+            buffer = new_copy_buffer()
             for start in range(0, state.bytes, len(buffer)):
                 piece = buffer[: min(len(buffer), state.bytes - start)]
                 slots.home.read(old + start, piece)

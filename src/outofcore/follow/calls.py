@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from outofcore._torch_internals import storage_address, storage_bytes, storage_key, tree_flatten, tree_unflatten
+from outofcore._torch_internals import storage_address, storage_key, tree_flatten, tree_unflatten, view_storage_bytes
 from outofcore.follow.devices import CPU
 from outofcore.follow.failures import explain_error
 from outofcore.follow.loop import Loop
@@ -131,7 +131,7 @@ class BudgetedCalls:
                 by_storage.setdefault(storage_key(tensor), []).append(tensor)
         # Another step may own that memory, so the model moves to a copy.
         for tensors in by_storage.values():
-            copy = storage_bytes(tensors[0]).clone()
+            copy = view_storage_bytes(tensors[0]).clone()
             for tensor in tensors:
                 rebase_tensor(tensor, copy)
         _log.info("adopted %d tensors from other memory", len(untracked))

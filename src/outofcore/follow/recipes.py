@@ -107,10 +107,10 @@ def _replace_saved(result: torch.Tensor, library: ctypes.CDLL) -> None:
         packed = _PackedTensor(address, library)
         # Keep a tensor that was changed since it was saved: PyTorch raises an error for it in the backward pass.
         if saved.is_unchanged():
-            saved.replace(functools.partial(_pack_again, packed), _unpack)
+            saved.replace(functools.partial(_return_packed, packed), _unpack)
 
 
-def _pack_again(packed: _PackedTensor, _: torch.Tensor) -> _PackedTensor:
+def _return_packed(packed: _PackedTensor, _: torch.Tensor) -> _PackedTensor:
     return packed
 
 

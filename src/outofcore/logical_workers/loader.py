@@ -43,7 +43,7 @@ class SampleOrder:
             return torch.arange(self.length)
         return torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + epoch))
 
-    def samples(self, order: torch.Tensor, step: int, worker: int) -> list[int]:
+    def sample_numbers(self, order: torch.Tensor, step: int, worker: int) -> list[int]:
         """Return the numbers of a worker's samples in a step of an epoch with this ``order``."""
         step_samples = self.workers * self.batch_size
         return order[step * step_samples : (step + 1) * step_samples][worker :: self.workers].tolist()
@@ -117,7 +117,7 @@ class Loader:
     def __init__(
         self, progress: WorkerProgress, dataset: Samples, order: SampleOrder, collate: Callable[[list[Any]], Any] | None
     ) -> None:
-        self._course = progress
+        self._progress = progress
         self._dataset = dataset
         self.order = order
         self._collate: Callable[[list[Any]], Any] = collate or default_collate
@@ -125,20 +125,22 @@ class Loader:
     @property
     def epoch(self) -> int:
         """The number of completed epochs, which is the number of the current epoch."""
-        return self._course.place.epoch
+        return self._progress.place.epoch
 
     def __len__(self) -> int:
         """Return the steps of a whole epoch."""
         return self.order.steps
 
     def __iter__(self) -> Iterator[dict[int, Any]]:
-        progress, epoch = self._course, self._course.place.epoch
+        progress, epoch = self._progress, self._progress.place.epoch
         order = self.order.epoch_order(epoch)
         while progress.place.epoch == epoch:
             step = progress.place.step
 
             def batch_of(worker: int, step: int = step) -> Any:
-                return self._collate([self._dataset[number] for number in self.order.samples(order, step, worker)])
+                return self._collate(
+                    [self._dataset[number] for number in self.order.sample_numbers(order, step, worker)]
+                )
 
             batches = progress.draw_batches(batch_of)
             yield batches

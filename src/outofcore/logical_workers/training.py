@@ -233,7 +233,7 @@ class Elastic:
             if number:
                 if not self._can_accumulate(args, kwargs):
                     self._store_gradients(number - 1, turns)
-                turns.reset()
+                turns.restore_buffers()
             first_contexts[worker].apply(self._gpu)
             began = time.perf_counter()
             turns.switch_seconds += began - idle_since
@@ -306,7 +306,7 @@ class Elastic:
 
     def _undo_turns(self, turns: Turns) -> None:
         self._gradients.clear()
-        turns.reset()
+        turns.restore_buffers()
 
     # Data
 

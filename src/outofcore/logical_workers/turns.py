@@ -40,7 +40,7 @@ class Turns:
     def save_after_worker_0(self) -> None:
         self._after_worker_0 = self._copies()
 
-    def reset(self) -> None:
+    def restore_buffers(self) -> None:
         if self._initial:
             self._write(self._initial)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from outofcore.analysis.gaps import final_gap, full_overwrites_of, gaps_of, is_fetched, placed_bytes
-from outofcore.analysis.recipes import Content, History, replay
+from outofcore.analysis.recipes import Content, History, ops_to_recompute
 from outofcore.costs import Costs
 from outofcore.errors import GraphError
 from outofcore.graph import Op, StepGraph, StorageKind
@@ -284,7 +284,7 @@ class _Lowering:
             on_device = version[storage] == needed_version and (storage in present or storage in coming)
             return on_device or needed_version in homes[storage].values()
 
-        return replay(self.history, {(storage, version[storage]) for storage in storages}, is_there)
+        return ops_to_recompute(self.history, {(storage, version[storage]) for storage in storages}, is_there)
 
     def _is_read(self, storage: int, chain: Sequence[int]) -> bool:
         """Return whether an op of the chain reads a storage at its current version."""
@@ -306,7 +306,7 @@ class _Lowering:
         def on_device(content: Content) -> bool:
             return content[0] in present and version[content[0]] == content[1]
 
-        let_go = _last_reads(history, runs, targets)
+        let_go = _contents_freed_by_run(history, runs, targets)
         blocks: dict[Content, int] = {}
         for index, gone in zip(runs, let_go, strict=True):
             op = graph.ops[index]
@@ -382,7 +382,7 @@ class _Lowering:
         )
 
 
-def _last_reads(history: History, runs: Sequence[int], targets: Set[Content]) -> list[list[Content]]:
+def _contents_freed_by_run(history: History, runs: Sequence[int], targets: Set[Content]) -> list[list[Content]]:
     """Return, for each run, the contents that can be freed after it: no later run reads them, no target is one."""
     ops = history.graph.ops
     read_next = set(targets)  # contents whose next event is a run that reads them, or the end

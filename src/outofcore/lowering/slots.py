@@ -49,7 +49,7 @@ def permanent_slots(graph: StepGraph, program: Program) -> dict[int, int]:
     return homes | dict.fromkeys(used, 0) | {lodging.storage: lodging.home for lodging in program.lodgings}
 
 
-def slots_of(graph: StepGraph, program: Program) -> Iterator[Slot]:
+def temporary_slots(graph: StepGraph, program: Program) -> Iterator[Slot]:
     """Return the temporary slots of a program, in the order in which they become free."""
     permanent = set(permanent_slots(graph, program).items())
     last: dict[tuple[int, int], list[int]] = {}  # the copies of the latest stay, by storage and home
@@ -92,7 +92,7 @@ def assign_slots(graph: StepGraph, costs: Costs, program: Program) -> list[SlotR
             return None
     takers: dict[int, Slot] = {}
     givers: dict[int, list[Slot]] = {}
-    for slot in slots_of(graph, program):
+    for slot in temporary_slots(graph, program):
         takers[slot.copy_out] = slot
         givers.setdefault(slot.last_copy, []).append(slot)
     arrived = [0] * len(capacity)  # number of copies in so far

@@ -90,7 +90,7 @@ class Builder:
         self._has_contents = has_contents
         self._outer = outer
         self._graph = fx.Graph()
-        self._is_narrow: bool = _is_narrow(graph) if outer is None else outer._is_narrow
+        self._is_narrow: bool = _has_unsigned_dtypes(graph) if outer is None else outer._is_narrow
         self._values: MutableMapping[str, _Value | None] = {}
         self._imports: dict[fx.Node, _Value] = {}  # by nodes of the outer graph
         self._materialized: dict[tuple[_Value, str], fx.Node] = {}
@@ -106,27 +106,27 @@ class Builder:
         for declared in graph.inputs[:hosts]:
             value = self._values[declared.name]
             self._values[declared.name] = None if value is None else replace(value, is_host=True)
-        nodes = [self._device_node(result) for result in self._nodes(graph, prefix)]
+        nodes = [self._device_node(result) for result in self._build_nodes(graph, prefix)]
         self._graph.output(nodes[0] if self._outer is None and len(nodes) == 1 else tuple(nodes))
         if not self._device.users and self._outer is None:
             self._graph.erase_node(self._device)
         self._module.graph = self._graph
         return list(self._imports)
 
-    def _nodes(self, graph: Graph, prefix: str) -> list[_Value | None]:
+    def _build_nodes(self, graph: Graph, prefix: str) -> list[_Value | None]:
         """Build a graph's weights and nodes, record their values by name, and return the output values."""
         uses = defaultdict[str, _Use](lambda: _Use.NONE)
         _record_uses(graph, uses)
         for name, stored in graph.tensors.items():
-            self._values[name] = self._constant(prefix + name, stored, uses[name])
+            self._values[name] = self._constant_or_weight(prefix + name, stored, uses[name])
         for node in graph.nodes:
             self._current_node = node
             stored = _constant_of(node)
             if stored is None:
-                values = self._outputs(node, prefix)
+                values = self._build_node(node, prefix)
             else:
                 name = node.outputs[0]
-                values = [self._constant(prefix + name, stored, uses[name] & ~_Use.TRAINED)]
+                values = [self._constant_or_weight(prefix + name, stored, uses[name] & ~_Use.TRAINED)]
             self._values.update({name: value for name, value in zip(node.outputs, values, strict=False) if name})
         return [self._find(item.name) for item in graph.outputs]
 
@@ -134,11 +134,11 @@ class Builder:
         """Build another graph's nodes into this graph, with its inputs in ``values``, and return its outputs."""
         before, self._values = self._values, values
         try:
-            return self._nodes(graph, prefix)
+            return self._build_nodes(graph, prefix)
         finally:
             self._values = before
 
-    def _outputs(self, node: Node, prefix: str) -> Sequence[_Value | None]:
+    def _build_node(self, node: Node, prefix: str) -> Sequence[_Value | None]:
         """Build a node, by inlining its body or branch if possible, and return its outputs."""
         inputs = [self._find(name) if name else None for name in node.inputs]
         inner = f"{prefix}{node.name}/"
@@ -150,7 +150,7 @@ class Builder:
             raise InputError(
                 f"{node} is not supported and has no body; write it with other operators before the export"
             )
-        keywords = self._keywords(node, operator)
+        keywords = self._call_keywords(node, operator)
         constants = self._fold_constants(node, operator, inputs, keywords)
         if constants is not None:
             return constants
@@ -192,7 +192,7 @@ class Builder:
         node.meta["onnx"] = self._current_node
         return node
 
-    def _constant(self, name: str, stored: StoredTensor, use: _Use) -> _Value | None:
+    def _constant_or_weight(self, name: str, stored: StoredTensor, use: _Use) -> _Value | None:
         """Return a stored tensor as a constant if it is small or only read as numbers, otherwise as a weight."""
         looked_at = _Use.READ in use and _Use.COMPUTED not in use
         if is_mapped(stored) and not (self._has_contents or looked_at):
@@ -202,13 +202,13 @@ class Builder:
         is_whole = not tensor.is_floating_point() and not tensor.is_complex()
         if looked_at or not tensor.dim() or (is_whole and tensor.numel() <= _MAX_CONSTANT_ELEMENTS):
             return _Value(None, tensor.clone() if is_mapped(stored) else tensor)
-        return self._weight(name, tensor, stored, use)
+        return self._register_weight(name, tensor, stored, use)
 
-    def _weight(self, name: str, tensor: Tensor, stored: StoredTensor, use: _Use) -> _Value | None:
+    def _register_weight(self, name: str, tensor: Tensor, stored: StoredTensor, use: _Use) -> _Value | None:
         """Register a tensor as a parameter or buffer of the outermost module, and return its value here."""
         if self._outer is not None:
-            return self._import(self._outer._weight(name, tensor, stored, use))
-        holder, leaf, target = _place(self._module, name)
+            return self._import(self._outer._register_weight(name, tensor, stored, use))
+        holder, leaf, target = _find_or_add_module(self._module, name)
         if _Use.TRAINED in use and tensor.dtype in _TRAINED_DTYPES:
             holder.register_parameter(leaf, nn.Parameter(tensor))
         else:
@@ -247,7 +247,7 @@ class Builder:
 
     # ---- operators --------------------------------------------------------------------------------------------------
 
-    def _keywords(self, node: Node, operator: Operator) -> dict[str, Any]:
+    def _call_keywords(self, node: Node, operator: Operator) -> dict[str, Any]:
         """Return the keywords of a call: attributes, their defaults, and facts such as the opset."""
         count = max((place + 1 for place, name in enumerate(node.outputs) if name), default=1)
         builder_values = {"version": node.version, "op": node.op, "outputs": len(node.outputs), "count": count}
@@ -358,7 +358,7 @@ class Builder:
         return self._unpack(node, result)
 
 
-def _is_narrow(graph: Graph) -> bool:
+def _has_unsigned_dtypes(graph: Graph) -> bool:
     """Return whether a graph has unsigned dtypes for which PyTorch has few kernels."""
     codes = {declared.code for declared in graph.inputs} | {stored.code for stored in graph.tensors.values()}
     for node in graph.nodes:
@@ -367,7 +367,7 @@ def _is_narrow(graph: Graph) -> bool:
                 codes.add(value.code)
             elif name in _DTYPE_ATTRIBUTES or name == "output_dtype":
                 codes.add(value)
-        if any(map(_is_narrow, (*node.inner_graphs(), *(() if node.body is None else (node.body,))))):
+        if any(map(_has_unsigned_dtypes, (*node.inner_graphs(), *(() if node.body is None else (node.body,))))):
             return True
     return any(DTYPES.get(code) in UNSIGNED for code in codes if code is not None)
 
@@ -409,7 +409,7 @@ def _constant_of(node: Node) -> StoredTensor | None:
     raise InputError(f"{node} is a constant without a number, such as text; remove it before the export")
 
 
-def _place(root: nn.Module, name: str) -> tuple[nn.Module, str, str]:
+def _find_or_add_module(root: nn.Module, name: str) -> tuple[nn.Module, str, str]:
     """Return the module for a tensor (adding modules for dots), its name there, and its full name."""
     *parts, leaf = name.split(".")
     holder = root

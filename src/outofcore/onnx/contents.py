@@ -126,7 +126,7 @@ class _Reader:
     opsets: Mapping[str, int] = field(default_factory=dict[str, int])
     calls: tuple[Any, ...] = ()
     attributes: Mapping[str, Any] | None = None  # of the call of the function that is being inlined
-    nodes: list[int] = field(default_factory=lambda: [0])
+    node_count: list[int] = field(default_factory=lambda: [0])
 
 
 def read_model(path: Path, onnx: Any, is_supported: Callable[[str, str, int], bool]) -> Model:
@@ -274,7 +274,8 @@ def _read_nodes(
                 continue
             if name in producers or name in inputs_and_weights:
                 raise InputError(
-                    f"the value {name!r} is made twice, the second time by {_title(proto)}; export the model again"
+                    f"the value {name!r} is made twice, the second time by {_describe_node(proto)}; "
+                    "export the model again"
                 )
             producers[name] = place
     predecessors = [
@@ -289,7 +290,9 @@ def _read_nodes(
         proto = raw[place]
         for name in proto.input:
             if name and name not in visible:
-                raise InputError(f"{_title(proto)} uses {name!r}, which no node produces; export the model again")
+                raise InputError(
+                    f"{_describe_node(proto)} uses {name!r}, which no node produces; export the model again"
+                )
         nodes.append(_read_node(reading, proto, frozenset(visible) if _has_graphs(proto) else frozenset(), depth))
         visible.update(name for name in proto.output if name)
     return tuple(nodes)
@@ -338,21 +341,21 @@ def _topological_order(raw: Sequence[Any], needed: Sequence[set[int]]) -> list[i
     if len(order) < len(raw):
         place = min(set(range(len(raw))) - set(order))
         raise InputError(
-            f"the graph has a cycle, among others through {_title(raw[place])}, so it cannot be run; "
+            f"the graph has a cycle, among others through {_describe_node(raw[place])}, so it cannot be run; "
             "export the model again"
         )
     return order
 
 
-def _title(proto: Any) -> str:
+def _describe_node(proto: Any) -> str:
     name = proto.name or next(iter(proto.output), "")
     return f"node {name!r} ({proto.domain or 'ai.onnx'}::{proto.op_type})"
 
 
 def _read_node(reading: _Reader, proto: Any, visible: frozenset[str], depth: int) -> Node:
     """Read a node; a model's function, or ONNX's for an operator that is not supported, becomes its ``body``."""
-    reading.nodes[0] += 1
-    if reading.nodes[0] > _MAX_NODES:
+    reading.node_count[0] += 1
+    if reading.node_count[0] > _MAX_NODES:
         raise InputError(f"the model has more than {_MAX_NODES:,} nodes with its functions inlined; simplify it")
     domain = _normalize_domain(proto.domain)
     attributes = _read_attributes(reading, proto, visible, depth)
@@ -364,7 +367,7 @@ def _read_node(reading: _Reader, proto: Any, visible: frozenset[str], depth: int
         return Node(name, proto.op_type, domain, version, tuple(proto.input), tuple(proto.output), {}, body)
     if domain not in reading.opsets:
         raise InputError(
-            f"{_title(proto)} is of the domain {domain or 'ai.onnx'!r}, which has no opset in the model; "
+            f"{_describe_node(proto)} is of the domain {domain or 'ai.onnx'!r}, which has no opset in the model; "
             "export the model again"
         )
     name = proto.name or next(iter(proto.output), proto.op_type)
@@ -377,7 +380,7 @@ def _read_node(reading: _Reader, proto: Any, visible: frozenset[str], depth: int
         tuple(proto.output),
         attributes,
     )
-    schema = _schema(reading.onnx, domain, proto.op_type, node.version)
+    schema = _find_schema(reading.onnx, domain, proto.op_type, node.version)
     if reading.is_supported(domain, proto.op_type, node.version):
         if schema is not None:
             _check_schema(reading, node, schema)
@@ -409,7 +412,7 @@ def _inline_function(reading: _Reader, proto: Any, function: Any, attributes: Ma
         raise InputError(f"functions call each other more than {MAX_DEPTH} deep; simplify the model")
     if len(proto.input) > len(function.input) or len(proto.output) > len(function.output):
         raise InputError(
-            f"{_title(proto)} has more inputs or outputs than the function {title}; export the model again"
+            f"{_describe_node(proto)} has more inputs or outputs than the function {title}; export the model again"
         )
     opsets: dict[str, int] = {_normalize_domain(item.domain): item.version for item in function.opset_import}
     defaults = {
@@ -478,17 +481,17 @@ def _read_attributes(reading: _Reader, proto: Any, visible: frozenset[str], dept
     for item in proto.attribute:
         _check_text(item.name, item.ref_attr_name)
         if item.name in attributes:
-            raise InputError(f"{_title(proto)} has the attribute {item.name!r} twice; export the model again")
+            raise InputError(f"{_describe_node(proto)} has the attribute {item.name!r} twice; export the model again")
         if item.ref_attr_name:
             if reading.attributes is None:
                 raise InputError(
-                    f"{_title(proto)} refers to the function attribute {item.name!r} outside of a function; "
+                    f"{_describe_node(proto)} refers to the function attribute {item.name!r} outside of a function; "
                     "export the model again"
                 )
             if item.ref_attr_name in reading.attributes:
                 attributes[item.name] = reading.attributes[item.ref_attr_name]
             continue
-        attributes[item.name] = _read_attribute(reading, _title(proto), item, visible, depth)
+        attributes[item.name] = _read_attribute(reading, _describe_node(proto), item, visible, depth)
     return attributes
 
 
@@ -521,7 +524,7 @@ def _decode_text(value: bytes) -> str:
     return value.decode("utf-8", errors="replace")
 
 
-def _schema(package: Any, domain: str, name: str, version: int) -> Any:
+def _find_schema(package: Any, domain: str, name: str, version: int) -> Any:
     try:
         return package.defs.get_schema(name, max_inclusive_version=version, domain=domain)
     except package.defs.SchemaError:

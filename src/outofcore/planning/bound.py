@@ -29,7 +29,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import accumulate, zip_longest
 
-from outofcore.analysis.recipes import Content, History, replay
+from outofcore.analysis.recipes import Content, History, ops_to_recompute
 from outofcore.costs import Costs
 from outofcore.errors import GraphError
 from outofcore.graph import StepGraph
@@ -55,7 +55,7 @@ class LowerBound(Relaxation):
     def __init__(self, problem: Problem) -> None:
         ops, costs = problem.graph.ops, problem.costs
         history = History.of(problem.graph)
-        self.writers, runs = _writers(problem, history), _runs(problem, history)
+        self.writers, runs = _writers(problem, history), _required_runs(problem, history)
         super().__init__(problem, runs, _spans(problem.free_bytes.tolist()), interior=True)
         # The first and the last op of each span, which may be the same, define the moments.
         last = {span: i for i, span in enumerate(self.spans)}
@@ -192,7 +192,7 @@ def _writers(problem: Problem, history: History) -> dict[int, int]:
     return {g: history.writes[info.gap.storage][info.segment - 1] for g, info in gaps.items() if info.segment}
 
 
-def _runs(problem: Problem, history: History) -> dict[int, tuple[int, ...]]:
+def _required_runs(problem: Problem, history: History) -> dict[int, tuple[int, ...]]:
     """Map each gap that may be recomputed to the ops that its recomputation must at least run."""
     graph = problem.graph
     last_use: dict[Content, int] = {}
@@ -216,7 +216,7 @@ def _runs(problem: Problem, history: History) -> dict[int, tuple[int, ...]]:
         if info.segment and not info.cyclic and not info.final:
             may_hold = partial(may_be_held, start=info.gap.start)
             with suppress(GraphError):
-                runs[g] = replay(history, [(info.gap.storage, info.segment)], may_hold)
+                runs[g] = ops_to_recompute(history, [(info.gap.storage, info.segment)], may_hold)
     return runs
 
 

@@ -149,7 +149,7 @@ def plans_of_step(
             raise explain_too_small(graph, costs, budget, describe, front.smallest)
         plans = [planned]
     else:
-        plans = _published_policy_plans(graph, costs, budget, policy)
+        plans = _plans_of_policy(graph, costs, budget, policy)
     if not plans:
         bounded = any(home.bytes is not None for home in costs.homes)
         smallest = smallest_budget(graph, costs)
@@ -182,7 +182,7 @@ def plan_in_core(graph: StepGraph, costs: Costs, budget: int) -> Planned | None:
     return planned
 
 
-def _published_policy_plans(graph: StepGraph, costs: Costs, budget: int, policy: Policy) -> list[Planned]:
+def _plans_of_policy(graph: StepGraph, costs: Costs, budget: int, policy: Policy) -> list[Planned]:
     """Return the plans of any policy but ``auto`` that fit the budget, the best first."""
     if isinstance(policy, ProfileGuided):
         planned = policy.place(graph, costs, budget)

@@ -454,7 +454,7 @@ class ExactnessTrial:
         trial_range: TrialRange,
         draw: int = 0,
     ) -> None:
-        self.claim, self.split, self.func = check, check.split, _operator(check.call)
+        self.check, self.split, self.func = check, check.split, _operator(check.call)
         self.low, self.high, self.parts, self.device = trial_range.low, trial_range.high, trial_range.parts, device
         self.is_whole = (self.low, self.high) == (0, self.split.extent)
         self.generator = torch.Generator(device).manual_seed(_SEED + draw)
@@ -495,7 +495,7 @@ class ExactnessTrial:
         call: Call | None = None,
     ) -> dict[str, Any]:
         """Return the arguments by name; with ``settle`` adjust constants to the part ``low:high``."""
-        call = call or self.claim.call
+        call = call or self.check.call
         named = with_tensors(arguments_by_name(self.func, call.args, call.kwargs), tensors)
         if settle and self.split.adjust is not None and not (self.is_whole and (low, high) == (self.low, self.high)):
             self.split.adjust(named, low, high)
@@ -506,17 +506,17 @@ class ExactnessTrial:
     ) -> tuple[list[Any], dict[ArgumentName, torch.Tensor]]:
         """Run the op on the part ``low:high``; return its results, and the arguments that it wrote in place."""
         named = self._named_arguments(tensors, low, high, call=call)
-        args, kwargs = arrange_arguments(self.func, self.claim.call, named)
+        args, kwargs = arrange_arguments(self.func, self.check.call, named)
         written = written_arguments(self.func, named)
         out = self.func(*args, **kwargs)
         return internals.result_leaves(out), {name: t for name, t in tensors.items() if name[0] in written}
 
-    def _part(self, name: ArgumentName, low: int, high: int) -> torch.Tensor:
+    def _argument_part(self, name: ArgumentName, low: int, high: int) -> torch.Tensor:
         """Return a copy of an argument's slice for a part; copy an argument passed whole only if need be."""
         tensor, cut = self.arguments[name], self.split.argument_cuts.get(name)
-        if name in self.claim.gathered_strides:
+        if name in self.check.gathered_strides:
             return torch.empty_strided(
-                tensor.shape, self.claim.gathered_strides[name], dtype=tensor.dtype, device=self.device
+                tensor.shape, self.check.gathered_strides[name], dtype=tensor.dtype, device=self.device
             ).copy_(tensor)
         if cut is None:
             return (
@@ -544,11 +544,11 @@ class ExactnessTrial:
         written = written_arguments(self.func, self._named_arguments(self.arguments, self.low, self.high))
         # Only written arguments need a copy.
         arguments = {name: _copy_with_layout(t) if name[0] in written else t for name, t in self.arguments.items()}
-        whole_results, changed = self._run(arguments, self.low, self.high, self.claim.reference)
+        whole_results, changed = self._run(arguments, self.low, self.high, self.check.reference)
         for low, high in self.parts:
-            for arguments in self._parts(low, high):
+            for arguments in self._placings_of_part(low, high):
                 part_results, written = self._run(arguments, low, high)
-                for place, index in enumerate(self.claim.call.results):
+                for place, index in enumerate(self.check.call.results):
                     if index is None or not isinstance(whole_results[place], torch.Tensor):
                         continue
                     cut = self.split.result_cuts.get(place)
@@ -561,7 +561,7 @@ class ExactnessTrial:
                         return False
         return True
 
-    def _parts(self, low: int, high: int) -> Iterator[dict[ArgumentName, torch.Tensor]]:
+    def _placings_of_part(self, low: int, high: int) -> Iterator[dict[ArgumentName, torch.Tensor]]:
         """Yield a part's arguments several times, with misaligned or gapped slices as copies and as views."""
         written = written_arguments(self.func, self._named_arguments(self.arguments, low, high))
         views: dict[ArgumentName, torch.Tensor] = {}
@@ -578,7 +578,10 @@ class ExactnessTrial:
                 views[name] = view
         for number in range(min(1 << len(views), _EFFORT.max_placings)):
             views_used = {name for place, name in enumerate(views) if number >> place & 1}
-            yield {name: views[name] if name in views_used else self._part(name, low, high) for name in self.arguments}
+            yield {
+                name: views[name] if name in views_used else self._argument_part(name, low, high)
+                for name in self.arguments
+            }
 
     def _merge_cut(self, tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
         return tensor.flatten(cut.dims[0], cut.dims[1] - 1) if self.is_whole else tensor

@@ -26,7 +26,7 @@ class Difference:
 
 def find_differences(captured: Captured, op: Op, leaves: Sequence[object]) -> list[Difference]:
     """Return the gravest difference of each flattened result that differs from the captured one."""
-    unseen = captured.graph.unseen
+    unseen = captured.graph.unused
     all_differences: list[Difference] = []
     for leaf, index in enumerate(captured.calls[op.id].results):
         if index is None or captured.values[index].storage in unseen:

@@ -254,7 +254,7 @@ class _OpBench:
         target = arena.view(block.offset, count)
         constant = captured.constants.get(storage)
         if constant is not None:
-            target[: captured.unrounded_bytes(storage)].copy_(internals.storage_bytes(constant))
+            target[: captured.unrounded_bytes(storage)].copy_(internals.view_storage_bytes(constant))
             return
         contents.fill_bytes(target, self._dtypes[storage])
 

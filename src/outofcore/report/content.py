@@ -78,10 +78,10 @@ def page_content(
             for instruction in program.instructions
         ],
         "timelines": [
-            _timeline(graph, program, name, timeline, None if number or measured is None else measured.memory)
+            _timeline_content(graph, program, name, timeline, None if number or measured is None else measured.memory)
             for number, (name, timeline) in enumerate(timelines)
         ],
-        "insight": None if page.insight is None else _insight(page.insight),
+        "insight": None if page.insight is None else _insight_content(page.insight),
         "notes": [list(note) for note in page.notes],
     }
 
@@ -96,7 +96,7 @@ def _lane_name(queue: Queue, home: int, homes: Sequence[str]) -> str:
     return f"{LANES[queue]}, {homes[home] if home < len(homes) else home}"
 
 
-def _timeline(
+def _timeline_content(
     graph: StepGraph, program: Program, name: str, timeline: Timeline, memory: MemoryOverTime | None
 ) -> Object:
     spent, waits = time_spent(graph, program, timeline)
@@ -219,7 +219,7 @@ def _decision_text(data: Storage, decisions: Sequence[Decision]) -> str:
     return "resident"
 
 
-def _insight(insight: Insight) -> Object:
+def _insight_content(insight: Insight) -> Object:
     return {
         "smallest": insight.smallest_budget,
         "in_core": insight.in_core_budget,

@@ -176,7 +176,7 @@ def write_trace(
     content: dict[str, Any] = {"displayTimeUnit": "ms", "traceEvents": []}
     origin = 0.0
     if profiler_trace is not None:
-        content = _read(profiler_trace)
+        content = _read_trace(profiler_trace)
         origin = (began_ns - int(content.get("baseTimeNanoseconds", 0))) / 1e3
     content["traceEvents"] = [*content["traceEvents"], *trace_events(graph, program, timelines, origin, measured)]
     data = json.dumps(content).encode("utf-8")
@@ -188,7 +188,7 @@ def write_trace(
         raise InputError(f"cannot write the trace {path}: {error}; choose a path that can be written") from error
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_trace(path: Path) -> dict[str, Any]:
     try:
         data = path.read_bytes()
         content: object = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)

@@ -101,7 +101,7 @@ def transfer(location: Location, memory: memoryview, *, writes: bool) -> tuple[i
     return count, 0
 
 
-def copy_buffer() -> memoryview:
+def new_copy_buffer() -> memoryview:
     """Allocate ``BUFFER_BYTES`` of page-aligned memory; raises ``TransferError`` if the system gives none."""
     try:
         return Region(map_anonymous(BUFFER_BYTES), BUFFER_BYTES).memory(0, BUFFER_BYTES)
@@ -117,7 +117,7 @@ def copy_buffer() -> memoryview:
 def _thread_buffer() -> memoryview:
     memory: memoryview | None = getattr(_buffers, "memory", None)
     if memory is None:
-        memory = _buffers.memory = copy_buffer()
+        memory = _buffers.memory = new_copy_buffer()
     return memory
 
 

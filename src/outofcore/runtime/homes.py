@@ -20,7 +20,7 @@ from outofcore.errors import SpillError, StateError, TransferError
 from outofcore.report.machine import available_memory_bytes
 from outofcore.runtime.checks import Check, SlotChecksums, damage_error
 from outofcore.runtime.checksums import checksum
-from outofcore.runtime.file_io import BUFFER_BYTES, MEMORY, ByteStore, Location, copy_buffer
+from outofcore.runtime.file_io import BUFFER_BYTES, MEMORY, ByteStore, Location, new_copy_buffer
 from outofcore.runtime.file_ranges import FIRST_RANGE, FileRanges
 from outofcore.runtime.folders import default_spill_directory, file_system_of, in_memory
 from outofcore.runtime.memory import (
@@ -110,7 +110,7 @@ class HomeStore(ByteStore):
         if self.sums is None or not self.sums.full or offset not in self.sums.recorded:
             return
         count, expected = self.sums.recorded[offset]
-        buffer, actual = copy_buffer(), 0
+        buffer, actual = new_copy_buffer(), 0
         for start in range(0, count, BUFFER_BYTES):
             piece = buffer[: min(BUFFER_BYTES, count - start)]
             super().read(offset + start, piece)
@@ -232,7 +232,7 @@ class HostHome(HomeStore):
         return _physical_bytes() if available is None else available
 
     def ensure(self, count: int) -> None:
-        region = self._open_region()
+        region = self._require_region()
         total = round_up(count, PAGE_BYTES)
         if total <= self._bytes:
             return
@@ -247,7 +247,7 @@ class HostHome(HomeStore):
         self._bytes = total
 
     def locate(self, offset: int, count: int) -> Location:
-        region = self._open_region()
+        region = self._require_region()
         check_slot(offset, count, self._bytes)
         return Location(MEMORY, region.address + offset, count, region)
 
@@ -258,14 +258,14 @@ class HostHome(HomeStore):
         )
 
     def face(self, offset: int, count: int) -> torch.Tensor:
-        region = self._open_region()
+        region = self._require_region()
         check_slot(offset, count, self._bytes)
         return tensor_over(region.memory(offset, count))
 
     def discard(self, offset: int, count: int) -> None:
         """Free the pages; they are zero when they are next used."""
         super().discard(offset, count)
-        advise_pages(self._open_region().address + offset, round_up(count, PAGE_BYTES), mmap.MADV_DONTNEED)
+        advise_pages(self._require_region().address + offset, round_up(count, PAGE_BYTES), mmap.MADV_DONTNEED)
 
     def _sibling(self, count: int) -> HostHome:
         return HostHome(count)
@@ -273,7 +273,7 @@ class HostHome(HomeStore):
     def close(self) -> None:
         self._region = None
 
-    def _open_region(self) -> Region:
+    def _require_region(self) -> Region:
         if self._region is None:
             raise StateError("the host home is closed; compile the step again to go on")
         return self._region
@@ -344,7 +344,7 @@ class PinnedHome(HostHome):
         added = self.bytes - start
         if not added or self._refused:
             return
-        address = self._open_region().address + start
+        address = self._require_region().address + start
         if start:
             self._borders.append(start)
         try:
@@ -436,7 +436,7 @@ class DiskHome(HomeStore):
         return self._ranges
 
     def move_range(self, offset: int, pages: tuple[int, int]) -> None:
-        self._ranges.move(offset, pages, self._open_file())
+        self._ranges.move(offset, pages, self._require_file())
 
     def check(self, count: int) -> None:
         count = max(count - self._ranges.bytes, 0)
@@ -460,20 +460,20 @@ class DiskHome(HomeStore):
     def locate(self, offset: int, count: int) -> Location:
         if offset >= FIRST_RANGE:
             return self._ranges.locate(offset, count)
-        file = self._open_file()
+        file = self._require_file()
         check_slot(offset, count, file.bytes)
         return file.locate(offset, count)
 
     def transfer_error(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
         if offset >= FIRST_RANGE:
             return self._ranges.transfer_error(offset, count, failure)
-        return self._open_file().transfer_error(offset, count, failure, writes=writes)
+        return self._require_file().transfer_error(offset, count, failure, writes=writes)
 
     def face(self, offset: int, count: int) -> torch.Tensor:
         """Map pages of the file as shared memory, coherent with direct I/O on Linux."""
         if offset >= FIRST_RANGE:
             return self._face_in_file(offset)
-        file = self._open_file()
+        file = self._require_file()
         check_slot(offset, count, file.bytes)
         if not count:
             return torch.empty(0, dtype=torch.uint8)
@@ -513,7 +513,7 @@ class DiskHome(HomeStore):
         """Drop the slot from the page cache; its pages in the file are reused by the next slot."""
         super().discard(offset, count)
         if offset < FIRST_RANGE:
-            self._open_file().forget(offset, count)
+            self._require_file().forget(offset, count)
 
     def start(self) -> None:
         """Check the length of the spill file, and that other files are unchanged."""
@@ -533,7 +533,7 @@ class DiskHome(HomeStore):
         if self._file is not None:
             self._file.close()
 
-    def _open_file(self) -> SpillFile:
+    def _require_file(self) -> SpillFile:
         if self._file is None or self._closed:
             raise StateError("the disk home is not open; call ensure() first, and do not use it after close()")
         return self._file

@@ -183,7 +183,7 @@ def allocate_slots(graph: StepGraph, costs: Costs, program: Program, slots: Sequ
     spare: list[list[SlotPiece]] = [[] for _ in slots]
     allocated: list[list[SlotPiece]] = [[] for _ in slots]
     pieces: dict[int, tuple[SlotPiece, ...]] = {}
-    order = _order_turns(graph, costs, program)
+    order = _assign_temporary_slots(graph, costs, program)
     try:
         for turn in order:
             home, count = turn.slot.home, slot_bytes(graph.storages[turn.slot.storage].bytes)
@@ -217,7 +217,7 @@ def needed_bytes(graph: StepGraph, costs: Costs, program: Program) -> list[int]:
     for storage, home in permanent_slots(graph, program).items():
         needed[home] += slot_bytes(graph.storages[storage].bytes)
     spare = [0] * len(needed)
-    for turn in _order_turns(graph, costs, program):
+    for turn in _assign_temporary_slots(graph, costs, program):
         home, size = turn.slot.home, slot_bytes(graph.storages[turn.slot.storage].bytes)
         spare[home] += sum(slot_bytes(graph.storages[slot.storage].bytes) for slot in turn.freed)
         needed[home] += max(size - spare[home], 0)
@@ -225,7 +225,7 @@ def needed_bytes(graph: StepGraph, costs: Costs, program: Program) -> list[int]:
     return needed
 
 
-def _order_turns(graph: StepGraph, costs: Costs, program: Program) -> list[SlotReuse]:
+def _assign_temporary_slots(graph: StepGraph, costs: Costs, program: Program) -> list[SlotReuse]:
     """Return the temporary slots in order, each with the slots freed before; raises ``GraphError`` without room."""
     order = assign_slots(graph, costs, program)
     if order is None:

@@ -200,7 +200,7 @@ class _Fusion:
         calls = [captured.calls[op] for op in ops]
         self._created = dict.fromkeys(storage for op in members for storage in op.creates)
         mutated = dict.fromkeys(s for op in members for s in op.mutates if s not in self._created)
-        reads = tuple(dict.fromkeys(self._read_first(members)))
+        reads = tuple(dict.fromkeys(self._storages_read_first(members)))
         self.inputs = self._find_inputs(calls, mutated)
         results = [value for call in calls for value in call.results if value is not None]
         outputs = [v for v in dict.fromkeys(results) if self._is_used_outside(captured.values[v].storage)]
@@ -222,7 +222,7 @@ class _Fusion:
             module_class=heaviest.module_class,
         )
 
-    def _read_first(self, members: Sequence[Op]) -> Iterator[int]:
+    def _storages_read_first(self, members: Sequence[Op]) -> Iterator[int]:
         """Yield storages from outside of the group that it reads before it overwrites them."""
         overwritten: set[int] = set()
         for op in members:

@@ -178,7 +178,7 @@ class _TracedRecipe:
             self._run(call)
         returned: list[torch.Tensor] = []
         for index in recipe.results:
-            result = self._read(index)
+            result = self._tensor_of(index)
             stride = recipe.values[index].stride
             returned.append(result if result.stride() == stride else force_strides(result, stride))
         final_contents = [
@@ -193,26 +193,26 @@ class _TracedRecipe:
         tensor, value = self.contents[storage]
         return _view_as(tensor, value, self.recipe.values[index])
 
-    def _read(self, index: int) -> torch.Tensor:
+    def _tensor_of(self, index: int) -> torch.Tensor:
         if index in self.untouched:
             return self.untouched[index]
         return self._contents_as(self.recipe.values[index].storage, index)
 
     def _run(self, call: Call) -> None:
         func: Any = call.func
-        args, kwargs = map_leaves((call.args, call.kwargs), lambda ref: self._read(ref.value), Ref)
+        args, kwargs = map_leaves((call.args, call.kwargs), lambda ref: self._tensor_of(ref.value), Ref)
         tensors = arguments_by_name(func, args, kwargs)
         refs = arguments_by_name(func, call.args, call.kwargs)
         results, written = _run_functional(func, args, kwargs, tensors)
         for leaf, index in enumerate(call.results):
             if index is not None:
-                self._write(index, results[leaf])
+                self._set_contents(index, results[leaf])
         for name in written_arguments(func, refs):
             ref = refs.get(name)
             if isinstance(ref, Ref):
-                self._write(ref.value, written[name])
+                self._set_contents(ref.value, written[name])
 
-    def _write(self, index: int, tensor: torch.Tensor) -> None:
+    def _set_contents(self, index: int, tensor: torch.Tensor) -> None:
         """Record a tensor as the new contents of a value's storage; refuse another shape or data type."""
         value = self.recipe.values[index]
         if tuple(tensor.shape) != value.shape or tensor.dtype != value.dtype:

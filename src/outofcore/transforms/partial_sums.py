@@ -203,7 +203,7 @@ def _split_sum(view: CallView) -> SumSplit | None:
 def _split_weight_gradients(*arguments: str, sized: str = "") -> Callable[[CallView], SumSplit | None]:
     """Return a rule that splits gradients of weights by samples; ``sized`` is the argument with their number."""
 
-    def settle(named: dict[str, Any], low: int, high: int) -> None:
+    def set_size(named: dict[str, Any], low: int, high: int) -> None:
         if sized:
             named[sized] = high - low
 
@@ -214,7 +214,7 @@ def _split_weight_gradients(*arguments: str, sized: str = "") -> Callable[[CallV
         cuts: dict[ArgumentName, Cut] = {(name, -1): Cut((0, 1)) for name in arguments}
         if any((value := view.value(name)) is None or value.shape[0] != first.shape[0] for name in arguments):
             return None
-        return SumSplit(first.shape[0], cuts, settle)
+        return SumSplit(first.shape[0], cuts, set_size)
 
     return rule
 

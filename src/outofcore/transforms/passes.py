@@ -137,7 +137,7 @@ def recompute_casts(captured: Captured) -> Captured:
     casts: dict[int, list[tuple[Op, Call]]] = {}  # the second casts, by the op before which they run
 
     @cache
-    def in_copy(ref: Ref) -> Ref:
+    def ref_in_copy(ref: Ref) -> Ref:
         value = values[ref.value]
         if value.storage not in copy_of:
             return ref
@@ -150,7 +150,7 @@ def recompute_casts(captured: Captured) -> Captured:
         [saved] = op.creates
         copy = copy_of[saved] = len(storages)
         storages.append(replace(storages[saved], id=copy))
-        results = tuple(None if value is None else in_copy(Ref(value)).value for value in call.results)
+        results = tuple(None if value is None else ref_in_copy(Ref(value)).value for value in call.results)
         first_use = next(use for use in graph.uses[saved] if use > turn)
         casts.setdefault(first_use, []).append((replace(op, creates=(copy,)), replace(call, results=results)))
 
@@ -158,7 +158,7 @@ def recompute_casts(captured: Captured) -> Captured:
     for op, call in zip(graph.ops, captured.calls, strict=True):
         pairs += casts.get(op.id, [])
         if op.id > turn and not copy_of.keys().isdisjoint(op.touched):
-            args, kwargs = map_leaves((call.args, call.kwargs), in_copy, Ref)
+            args, kwargs = map_leaves((call.args, call.kwargs), ref_in_copy, Ref)
             used = {
                 name: tuple(copy_of.get(s, s) for s in getattr(op, name)) for name in ("reads", "mutates", "discards")
             }
@@ -207,7 +207,7 @@ class OverwritingOverload:
         return kwargs if self.out is None else {**kwargs, self.out: args[self.place]}
 
 
-def reuse(captured: Captured, *, min_bytes: int = LARGE_BYTES) -> Captured:
+def reuse_arguments(captured: Captured, *, min_bytes: int = LARGE_BYTES) -> Captured:
     """Write elementwise results of at least ``min_bytes`` over arguments of the same layout at their last use."""
     graph = captured.graph
     reused: dict[int, int] = {}  # replaced storage -> reused storage
@@ -402,12 +402,12 @@ def _join(row: Sequence[tuple[Op, Call]]) -> tuple[Op, Call]:
 
 def rewrite_for_speed(traced: Captured) -> Captured:
     """Rewrite a trace for plentiful memory: joined updates and reused arguments."""
-    return reuse(join_updates(drop_shape_only_arguments(traced)))
+    return reuse_arguments(join_updates(drop_shape_only_arguments(traced)))
 
 
 def rewrite_for_lowest_memory(traced: Captured) -> Captured:
     """Rewrite a trace to need the least memory: split ops and hoisted updates."""
-    captured = reuse(split_convolutions(recompute_casts(drop_shape_only_arguments(traced))))
+    captured = reuse_arguments(split_convolutions(recompute_casts(drop_shape_only_arguments(traced))))
     return reorder(captured, hoist_order(captured))
 
 

@@ -317,7 +317,7 @@ class _Replay:
         # By storage and home; absent until the first access.
         self.homes: dict[tuple[int, int], _Location] = {}
         for storage in sorted(at_home):
-            self._home(storage, lodgings.get(storage, 0)).version = 0
+            self._home_location(storage, lodgings.get(storage, 0)).version = 0
         # By block: its stay, and in ``later_stays`` that of a wrapping block after it is born again.
         self.stays: list[_Location | None] = [None] * len(program.blocks)
         self.later_stays: dict[int, _Location] = {}
@@ -338,14 +338,14 @@ class _Replay:
             if isinstance(instruction, Run):
                 self._run(instruction)
                 continue
-            location = self._cell(instruction.block)
-            home = self._home(self.program.blocks[instruction.block].storage or 0, instruction.home)
+            location = self._block_location(instruction.block)
+            home = self._home_location(self.program.blocks[instruction.block].storage or 0, instruction.home)
             source, target = (location, home) if isinstance(instruction, CopyOut) else (home, location)
             self._read(source, instruction.version)
             self._write(target, instruction.version)
         self._check_end()
 
-    def _home(self, storage: int, home: int) -> _Location:
+    def _home_location(self, storage: int, home: int) -> _Location:
         location = self.homes.get((storage, home))
         if location is None:
             location = self.homes[storage, home] = _Location((storage, home), None)
@@ -364,7 +364,7 @@ class _Replay:
 
     def _run(self, run: Run) -> None:
         op = self.graph.ops[run.op]
-        locations = {s: self._cell(b) for s, b in zip(self.step.touched[run.op], run.blocks, strict=True)}
+        locations = {s: self._block_location(b) for s, b in zip(self.step.touched[run.op], run.blocks, strict=True)}
         garbage = op.discards if run.again else ()
         for storage, version in zip(op.reads, self.before[run.op], strict=True):
             if storage not in garbage:
@@ -372,9 +372,9 @@ class _Replay:
         for storage, version in self.after[run.op]:
             self._write(locations[storage], None if storage in garbage else version)
         if run.workspace is not None:
-            self._write(self._cell(run.workspace), None)
+            self._write(self._block_location(run.workspace), None)
 
-    def _cell(self, number: int) -> _Location:
+    def _block_location(self, number: int) -> _Location:
         """Return the location of a block's present stay; a new stay takes over its bytes."""
         location, block = self.stays[number], self.program.blocks[number]
         later = block.wraps and _stay_of(block, self.index) == 1
@@ -415,11 +415,11 @@ class _Replay:
         for earlier in (former.writer, *former.readers.values()):
             if earlier is not None and ended[order.queue[earlier]] < order.position[earlier]:
                 place = self._name(location)
-                self._refuse(
+                self._raise_unordered(
                     earlier, place if former is location else f"the bytes of {self._name(former)}, then of {place}"
                 )
 
-    def _refuse(self, earlier: int, bytes_of: str) -> NoReturn:
+    def _raise_unordered(self, earlier: int, bytes_of: str) -> NoReturn:
         names = f"{self.step.instruction(self.index)} may start before {self.step.instruction(earlier)}"
         raise ValidationError(f"{names} has ended, and both touch {bytes_of}; it must wait")
 
@@ -430,7 +430,7 @@ class _Replay:
             raise ValidationError(f"{name} needs version {version}, but {self._describe_contents(location)}")
         writer = None if self.alone else location.writer
         if writer is not None and self.ended[self.order.queue[writer]] < self.order.position[writer]:
-            self._refuse(writer, self._name(location))
+            self._raise_unordered(writer, self._name(location))
         location.readers[self.queue] = self.index
 
     def _write(self, location: _Location, version: int | None) -> None:
@@ -454,10 +454,10 @@ class _Replay:
         if not set(self.program.results) <= set(range(len(self.final))):
             raise ValidationError(f"the results {self.program.results} name storages that the graph does not have")
         ends = [
-            (self._home(storage, self.lodgings.get(storage, 0)), self.final[storage], "is a result")
+            (self._home_location(storage, self.lodgings.get(storage, 0)), self.final[storage], "is a result")
             for storage in self.program.results
         ]
-        ends += [(self._home(s, self.lodgings.get(s, 0)), 0, "is marked clean") for s in self.program.clean]
+        ends += [(self._home_location(s, self.lodgings.get(s, 0)), 0, "is marked clean") for s in self.program.clean]
         for block in self.wrapping.values():
             stay = _stay_of(block, block.born)
             last = (self.later_stays.get(block.id) if stay else self.stays[block.id]) or _Location(

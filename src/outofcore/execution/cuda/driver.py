@@ -115,7 +115,7 @@ class CudaDriver:
 
     def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
         action = _Action(_Kind.COPY, _stream_index(stream), target.data_ptr(), source.data_ptr(), target.numel())
-        self._check(self._issue_one(action))
+        self._check_status(self._issue_one(action))
 
     def copy_user_memory(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.cuda.stream(self._streams[stream]):
@@ -126,7 +126,7 @@ class CudaDriver:
         transfers = [self._create_transfer(action) for action in actions if isinstance(action, FileTransfer)]
         remaining = iter(transfers)
         array = (_Action * len(actions))(*(self._to_native(action, remaining) for action in actions))
-        issue, handles, check = load_native(Flavor.CUDA).outofcore_issue, self._handles, self._check
+        issue, handles, check = load_native(Flavor.CUDA).outofcore_issue, self._handles, self._check_status
         pointer, count = ctypes.c_void_p(ctypes.addressof(array)), ctypes.c_int64(len(actions))
         # The owners of the addresses live as long as the tape.
         owners = (array, transfers, tuple(actions))
@@ -199,7 +199,7 @@ class CudaDriver:
         issue = load_native(Flavor.CUDA).outofcore_issue
         return int(issue(ctypes.byref(action), ctypes.c_int64(1), self._handles))
 
-    def _check(self, status: int) -> None:
+    def _check_status(self, status: int) -> None:
         """Raise ``DeviceError`` if a status of CUDA is an error."""
         if status:
             message = load_native(Flavor.CUDA).outofcore_cuda_error(status).decode()

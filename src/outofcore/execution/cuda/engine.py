@@ -429,4 +429,4 @@ def _bytes_of(port: Port) -> torch.Tensor:
     """Return the bytes of a port as a uint8 tensor."""
     tensor = port.tensor
     start = tensor.storage_offset() * tensor.element_size()
-    return internals.storage_bytes(tensor)[start : start + port.bytes]
+    return internals.view_storage_bytes(tensor)[start : start + port.bytes]

@@ -18,7 +18,7 @@ class ControlNode(nn.Module):
     def __init__(self, graphs: dict[str, Any], attributes: dict[str, Any], output_count: int) -> None:
         super().__init__()
         self.attributes = attributes
-        self.states = output_count
+        self.output_count = output_count
         for name, graph in graphs.items():
             self.add_module(name, graph)
 
@@ -48,7 +48,7 @@ class LoopNode(ControlNode):
             goes_on, values = bool(results[0].item()), results[1 : 1 + len(values)]
             scanned.append(results[1 + len(values) :])
             turn += 1
-        if not turn and self.states > len(values):
+        if not turn and self.output_count > len(values):
             raise Unsupported(_NO_ITERATION)
         return [*values, *(torch.stack(parts) for parts in zip(*scanned, strict=True))]
 
@@ -61,7 +61,7 @@ class ScanNode(ControlNode):
         attributes = self.attributes
         count: int = attributes["num_scan_inputs"]
         states = inputs[: len(inputs) - count]
-        collected_count = self.states - len(states)
+        collected_count = self.output_count - len(states)
         axes, turned = (
             attributes.get("scan_input_axes", (0,) * count),
             attributes.get("scan_input_directions", (0,) * count),

@@ -80,7 +80,7 @@ def matmul_integer(a: Tensor, b: Tensor, a_zero: Tensor | None = None, b_zero: T
     return torch.matmul(_subtract_zero(a, a_zero, _row_shape(a_zero)), _subtract_zero(b, b_zero))
 
 
-def _integer_conv(
+def _convolve_in_float64(
     x: Tensor, x_zero: Tensor | None, w: Tensor, w_zero: Tensor | None, b: Tensor | None, **window: Any
 ) -> Tensor:
     """Convolve integers minus their zero points; the result is float64, which is exact here."""
@@ -88,14 +88,14 @@ def _integer_conv(
     wide = torch.float64
     shape = [-1, *([1] * (w.dim() - 1))]
     bias = None if b is None else b.to(wide)
-    return conv(_subtract_zero(x, x_zero, kind=wide), _subtract_zero(w, w_zero, shape, wide), bias, **window)
+    return conv(_subtract_zero(x, x_zero, dtype=wide), _subtract_zero(w, w_zero, shape, wide), bias, **window)
 
 
 @operator("ConvInteger", also=("group", *WINDOW_ATTRIBUTES))
 def conv_integer(
     x: Tensor, w: Tensor, x_zero: Tensor | None = None, w_zero: Tensor | None = None, **window: Any
 ) -> Tensor:
-    return _integer_conv(x, x_zero, w, w_zero, None, **window).to(torch.int32)
+    return _convolve_in_float64(x, x_zero, w, w_zero, None, **window).to(torch.int32)
 
 
 def _requantize(y: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class _QuantizedTensor(NamedTuple):
 def quantized_matmul(*inputs: Tensor) -> Tensor:
     a, b, y_scale, y_zero = _QuantizedTensor(*inputs[:3]), _QuantizedTensor(*inputs[3:6]), *inputs[6:]
     rows, wide = _row_shape(a.zero), torch.float64
-    product = torch.matmul(_subtract_zero(a.numbers, a.zero, rows, wide), _subtract_zero(b.numbers, b.zero, kind=wide))
+    product = torch.matmul(_subtract_zero(a.numbers, a.zero, rows, wide), _subtract_zero(b.numbers, b.zero, dtype=wide))
     first = a.scale if rows is None else a.scale.reshape(rows)
     return _requantize(product * (first.to(wide) * b.scale.to(wide)), y_scale, y_zero)
 
@@ -123,6 +123,6 @@ def quantized_matmul(*inputs: Tensor) -> Tensor:
 @operator("QLinearConv", also=("group", *WINDOW_ATTRIBUTES))
 def quantized_conv(*inputs: Tensor, **window: Any) -> Tensor:
     x, w, (y_scale, y_zero, *bias) = _QuantizedTensor(*inputs[:3]), _QuantizedTensor(*inputs[3:6]), inputs[6:]
-    y = _integer_conv(x.numbers, x.zero, w.numbers, w.zero, bias[0] if bias else None, **window)
+    y = _convolve_in_float64(x.numbers, x.zero, w.numbers, w.zero, bias[0] if bias else None, **window)
     scale = w.scale.to(y.dtype).reshape([1, -1, *([1] * (w.numbers.dim() - 2))]) if w.scale.dim() else w.scale
     return _requantize(y * (x.scale.to(y.dtype) * scale), y_scale, y_zero)

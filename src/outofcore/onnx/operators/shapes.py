@@ -175,7 +175,7 @@ def pad(
     pairs = {place: (given_pads[order], given_pads[order + len(places)]) for order, place in enumerate(places)}
     if mode != "constant":
         for place, (before, after) in pairs.items():
-            x = _pad_mirrored(x, place, before, after, mode) if before or after else x
+            x = _pad_with_own_elements(x, place, before, after, mode) if before or after else x
         return x
     flat = [amount for place in reversed(range(x.dim())) for amount in pairs.get(place, (0, 0))]
     if filling is None:
@@ -186,7 +186,7 @@ def pad(
     return torch.where(outside, filling.reshape(()).to(x.dtype), zeros.to(x.dtype))
 
 
-def _pad_mirrored(x: Tensor, axis: int, before: int, after: int, mode: str) -> Tensor:
+def _pad_with_own_elements(x: Tensor, axis: int, before: int, after: int, mode: str) -> Tensor:
     """Pad one axis by repeating the tensor's own elements; raises ``Unsupported`` for an unknown mode."""
     length = x.shape[axis]
     at = torch.arange(-before, length + after, device=x.device)

@@ -173,7 +173,7 @@ class _GreedyEviction:
                     return self._record_failure(due)
             self.clock += seconds
             for g in due:
-                self._forget_children(g)
+                self._forget_dependencies(g)
             for content in self.dying.get(op, ()):
                 self._mark_stale(content)
             for g in self.opening.get(op, ()):
@@ -194,7 +194,7 @@ class _GreedyEviction:
     def _evict_one(self, op: int, among: frozenset[int]) -> bool:
         """Evict the cheapest gap of these contents by the heuristic; return False if they have no gap."""
         allowed = self.resident & np.isin(self.content, list(among))
-        return self._evict_first(op, allowed)
+        return self._evict_cheapest(op, allowed)
 
     def _make_room(self, op: int, need: int, locked: frozenset[int]) -> bool:
         """Evict by the heuristic until an op with its chain fits; return False if no more can be evicted."""
@@ -206,11 +206,11 @@ class _GreedyEviction:
                 if self.state.content[g] in locked:
                     allowed[g] = False
         while self.held[op] + need > self.limit:
-            if not self._evict_first(op, allowed):
+            if not self._evict_cheapest(op, allowed):
                 return False
         return True
 
-    def _evict_first(self, op: int, allowed: NDArray[np.bool_]) -> bool:
+    def _evict_cheapest(self, op: int, allowed: NDArray[np.bool_]) -> bool:
         """Evict the allowed gap that is cheapest by the heuristic, and disallow it; return False if no gap is left."""
         min_age = _MIN_AGE * (self.clock + 1e-12)
         open_now = np.flatnonzero(allowed)
@@ -262,7 +262,7 @@ class _GreedyEviction:
             self.dependent_seconds[ancestor] += maker_seconds
         self._mark_stale(content)
 
-    def _forget_children(self, g: int) -> None:
+    def _forget_dependencies(self, g: int) -> None:
         """Stop counting the seconds of a gap, resident again, for the contents that its chain needed."""
         contents = self.template.contents
         content = self.state.content[g]
@@ -285,7 +285,7 @@ class _GreedyEviction:
                     self.held[op : state.end[g]] += state.bytes[g]
                     self.resident[g] = self.stale[g] = True
                     self.last[g] = self.clock
-                    self._forget_children(g)
+                    self._forget_dependencies(g)
 
     def _mark_stale(self, content: int) -> None:
         """Mark the chains out of date that depend on a content that was evicted or made."""

@@ -100,7 +100,7 @@ class _Classifier:
 
     def _keep_fitting(self, classes: list[MapClass], stalling: frozenset[int]) -> tuple[float, list[MapClass]]:
         """Keep the maps that stall the forward pass, then all others that fit; return the seconds and classes."""
-        filled, room = list(classes), self.trials.least_room(classes)
+        filled, room = list(classes), self.trials.room_with_kept_maps(classes)
         order = sorted(range(len(filled)), key=lambda m: (-self.trials.maps[m].start, m))
         for maps, stops in (([m for m in order if m in stalling], True), (order, False)):
             for m in maps:

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from math import isqrt
 
 from outofcore.analysis.gaps import placed_bytes
-from outofcore.analysis.recipes import Content, History, replay
+from outofcore.analysis.recipes import Content, History, ops_to_recompute
 from outofcore.costs import Costs
 from outofcore.errors import GraphError
 from outofcore.graph import StepGraph
@@ -135,7 +135,7 @@ class _Checkpoints:
             for gap in sorted(gaps, key=lambda gap: graph.creator[gap.storage]):
                 target = (gap.storage, history.version_at(gap.storage, fetch))
                 try:
-                    replay(history, [target], at_hand)
+                    ops_to_recompute(history, [target], at_hand)
                 except GraphError:
                     dropped.discard(gap.storage)  # it stays resident, so others may be recomputed from it
                     continue

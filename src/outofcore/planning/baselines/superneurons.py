@@ -96,7 +96,7 @@ class _Segments:
     def of(graph: StepGraph, costs: Costs) -> _Segments:
         waiting = waiting_gaps(graph)
         history = History.of(graph)
-        branching = _branching_storages(graph, costs, waiting)
+        branching = _checkpoint_storages(graph, costs, waiting)
         checkpoints = [
             gap for gap in waiting if gap.storage in branching or not can_recompute(history, gap.storage, gap.end)
         ]
@@ -143,24 +143,26 @@ class _Segments:
         return placed_bytes(self.graph.storages[gap.storage].bytes)
 
 
-def _branching_storages(graph: StepGraph, costs: Costs, waiting: tuple[Gap, ...]) -> set[int]:
+def _checkpoint_storages(graph: StepGraph, costs: Costs, waiting: tuple[Gap, ...]) -> set[int]:
     """Return the checkpoints: storages made by heavy ops or joins, and forks (see ``SuperNeurons``)."""
     turn = min((gap.end for gap in waiting), default=0)
     random_storages = {s for op in graph.ops if op.random for s in op.mutates + op.creates}
-    forward = [op for op in graph.ops[:turn] if any(_is_made(graph, s) for s in op.creates)]
+    forward = [op for op in graph.ops[:turn] if any(_is_large_result(graph, s) for s in op.creates)]
     median_intensity = median(_seconds_per_byte(graph, costs, op) for op in forward) if forward else 0.0
     readers: dict[int, int] = {}
     branching: set[int] = set()
     for op in graph.ops[:turn]:
-        read = {s for s in op.reads if _is_made(graph, s) and s not in random_storages}
+        read = {s for s in op.reads if _is_large_result(graph, s) and s not in random_storages}
         for storage in read - set(op.mutates):
             readers[storage] = readers.get(storage, 0) + 1
         if len(read) > 1 or _seconds_per_byte(graph, costs, op) > _HEAVY * median_intensity:
-            branching.update(s for s in op.mutates + op.creates if _is_made(graph, s) and s not in random_storages)
+            branching.update(
+                s for s in op.mutates + op.creates if _is_large_result(graph, s) and s not in random_storages
+            )
     return branching | {storage for storage, count in readers.items() if count > 1}
 
 
-def _is_made(graph: StepGraph, storage: int) -> bool:
+def _is_large_result(graph: StepGraph, storage: int) -> bool:
     return storage in graph.creator and is_large(graph.storages[storage].bytes)
 
 

@@ -15,7 +15,7 @@ from enum import Enum
 from itertools import accumulate
 
 from outofcore.analysis.gaps import is_large, placed_bytes
-from outofcore.analysis.recipes import Content, History, can_recompute, replay
+from outofcore.analysis.recipes import Content, History, can_recompute, ops_to_recompute
 from outofcore.costs import Costs
 from outofcore.errors import GraphError
 from outofcore.graph import StepGraph
@@ -104,7 +104,7 @@ class StepSimulator:
         recompute_seconds = sum(chain.seconds for chain in self._chains(classes).values())
         return sum(cost.seconds for cost in self.costs.ops) + recompute_seconds
 
-    def least_room(self, classes: list[MapClass]) -> Ints:
+    def room_with_kept_maps(self, classes: list[MapClass]) -> Ints:
         """Return for each op the bytes left if only maps of class ``KEEP`` are on the device."""
         evicted = [gap for gap, map_class in zip(self.maps, classes, strict=True) if map_class is not MapClass.KEEP]
         evictions = [Decision(gap, Residency.OFFLOAD, gap.start + 1, gap.end) for gap in evicted]
@@ -121,7 +121,7 @@ class StepSimulator:
     def run(self, classes: list[MapClass]) -> SimulatedStep | None:
         """Simulate the step with a class for each map; return None if it does not fit."""
         chains = self._chains(classes)
-        room = self.least_room(classes)
+        room = self.room_with_kept_maps(classes)
         extra = [0.0] * self.ops
         decisions: list[Decision] = []
         for op, chain in chains.items():
@@ -171,10 +171,10 @@ class StepSimulator:
 
             contents = [(self.maps[m].storage, history.version_at(self.maps[m].storage, op)) for m in targets]
             try:
-                runs = replay(history, contents, is_held)
+                runs = ops_to_recompute(history, contents, is_held)
             except GraphError:
                 # An input of the chain exists only at the start of the step.
-                runs = replay(history, contents, always)
+                runs = ops_to_recompute(history, contents, always)
             contents_made = {content for index in runs for content in history.makes(graph.ops[index])}
             passed = [
                 recomputed[storage]

@@ -24,13 +24,13 @@ class Selection:
 
     def __init__(self, choices: Choices) -> None:
         self.choices, self._search = choices, choices.open_search()
-        self._patience = max_chain_runs(choices)
+        self._max_runs = max_chain_runs(choices)
 
     def drop(self, limit: int) -> Choices | None:
         """Return choices in which large blocks take at most ``limit`` bytes, or None if the search fails."""
         self._search.restore(array("q"))
         # An op with its chain must stay within the problem's limit, which may be lower.
-        best = self._search.drop(limit, min(limit, self.choices.problem.limit), self._patience)
+        best = self._search.drop(limit, min(limit, self.choices.problem.limit), self._max_runs)
         return None if best is None else choices_from_pairs(self.choices, best.pairs, limit)
 
     def settle(self, gaps: Iterable[int]) -> Choices:
@@ -40,7 +40,7 @@ class Selection:
         for g in gaps:
             pairs.extend((g, self.choices.end[g]))
         self._search.restore(pairs)
-        return choices_from_pairs(self.choices, self._search.settle(limit, limit, self._patience).pairs, limit)
+        return choices_from_pairs(self.choices, self._search.settle(limit, limit, self._max_runs).pairs, limit)
 
 
 def max_chain_runs(choices: Choices) -> int:

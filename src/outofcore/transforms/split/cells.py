@@ -24,4 +24,4 @@ class CellMap:
     def box(self, storage: int, value: int, cut: Cut | None, low: int, high: int) -> Box | None:
         """Return the box of a value (by index) on a cut storage, or of its part; None if it is not a box."""
         axes, place = self.axes[storage], self.places[value]
-        return axes.box_of(place) if cut is None else axes.part(place, cut.dims, *cut.ends(low, high))
+        return axes.box_of(place) if cut is None else axes.box_of_part(place, cut.dims, *cut.ends(low, high))

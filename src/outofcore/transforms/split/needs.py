@@ -35,14 +35,14 @@ class SplitNeeds:
         self.ranged, self._min_bytes, self._workspaces, self._home = ranged, min_bytes, workspaces, home
         self._refused_splits = {key.rpartition(" at [")[0] for key in refused}
         self._splits: dict[int, list[OpSplit]] = {}
-        self.lines = self._cuttable()  # of storages that may be cut
+        self.lines = self._lines_of_cuttable()  # of storages that may be cut
         self.places = {  # by value index
             index: place
             for index, value in enumerate(self.values)
             if value.storage in self.lines and (place := place_window(self.lines[value.storage], value.window()))
         }
 
-    def _cuttable(self) -> dict[int, Lines]:
+    def _lines_of_cuttable(self) -> dict[int, Lines]:
         """Return the arrays of storages that may be cut, in which all values on them are boxes."""
         graph = self.graph
         values_by_storage: dict[int, list[Value]] = {}
@@ -99,7 +99,7 @@ class SplitNeeds:
 
     def _can_narrow(self, index: int, cut: Cut) -> bool:
         value = self.values[index]
-        placed_well = index in self.places and Axes.run(self.places[index], cut.dims) is not None
+        placed_well = index in self.places and Axes.lines_of_dims(self.places[index], cut.dims) is not None
         return (placed_well or value.storage not in self.lines) and value.merge_dims(cut.dims) is not None
 
     def value_bytes(self, index: int) -> int:
@@ -163,7 +163,7 @@ class SplitNeeds:
 
     def axis(self, index: int, cut: Cut) -> int:
         """Return the line of a value's storage at which the cut axis begins."""
-        run = Axes.run(self.places[index], cut.dims)
+        run = Axes.lines_of_dims(self.places[index], cut.dims)
         return -1 if run is None else run[0]
 
     def uses(self, op: int, split: OpSplit, storages: Set[int]) -> SplitUses:

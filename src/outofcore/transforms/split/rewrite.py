@@ -102,7 +102,7 @@ class StepBuilder:
         for index in dict.fromkeys(ref.value for ref in refs_of(call)):
             value = self.captured.values[index]
             if value.storage in cuts and value.storage not in op.creates:
-                part = self.writer.argument(op, index, None, 0, 0)
+                part = self.writer.gather_argument(op, index, None, 0, 0)
                 new_values[index] = self.writer.index_of(part)
                 new_storages.setdefault(value.storage, part.storage)
                 if value.storage in op.reads:
@@ -137,7 +137,7 @@ class StepBuilder:
         for storage in op.creates:
             if storage in cuts:
                 dtype = next(v.dtype for v in self.captured.values if v.storage == storage)
-                box = self.cell_map.axes[storage].whole()
+                box = self.cell_map.axes[storage].whole_box()
                 self.writer.scatter(op, storage, dtype, box, new_storages[storage])
                 self.writer.whole_boxes[storage, box] = new_storages[storage], op.id
         return piece
@@ -174,7 +174,9 @@ class StepBuilder:
             if index is None or shape is None or (place not in split.result_cuts and number):
                 results.append(None)
                 continue
-            results.append(self.writer.result_of(op, index, split.result_cuts.get(place), shape, low, high, unplaced))
+            results.append(
+                self.writer.place_result(op, index, split.result_cuts.get(place), shape, low, high, unplaced)
+            )
         for name in arguments.shapes:
             part = self._shape_argument(op, parts[name], results, reads)
             if name[1] < 0:
@@ -202,7 +204,7 @@ class StepBuilder:
                 arguments.shapes.append(name)
                 arguments.parts[name] = self._shape_of(old, cut, low, high)
                 continue
-            part = arguments.parts[name] = self.writer.argument(op, index, cut, low, high)
+            part = arguments.parts[name] = self.writer.gather_argument(op, index, cut, low, high)
             if old.storage in op.reads or (name[0] in written and not self._covers_storage(part)):
                 arguments.reads.append(part.storage)
             if name[0] in written:
@@ -235,7 +237,7 @@ class StepBuilder:
         mutates: list[int] = []
         for name, index in named_refs(call):
             old = self.captured.values[index]
-            part = self.writer.argument(op, index, split.argument_cuts.get(name), low, high)
+            part = self.writer.gather_argument(op, index, split.argument_cuts.get(name), low, high)
             parts.append(part)
             reads.append(part.storage)
             if old.storage in op.mutates and (old.shape or is_last):
@@ -260,15 +262,17 @@ class StepBuilder:
         call, (low, high) = self.captured.calls[op.id], choice.ends[number : number + 2]
         func: Any = call.func
         named = arguments_by_name(func, call.args, call.kwargs)
-        table = self.writer.argument(op, named["weight"].value, choice.split.argument_cuts["weight", -1], low, high)
-        indices = self.writer.argument(op, named["indices"].value, None, 0, 0)
-        from_low = self._run(op, _aten.sub.Scalar, (indices, low), indices.shape, indices.dtype)
+        table = self.writer.gather_argument(
+            op, named["weight"].value, choice.split.argument_cuts["weight", -1], low, high
+        )
+        indices = self.writer.gather_argument(op, named["indices"].value, None, 0, 0)
+        from_low = self._add_op(op, _aten.sub.Scalar, (indices, low), indices.shape, indices.dtype)
         last = number == len(choice.ends) - 2
         bounds = (0 if number else None, None if last else high - low - 1)
-        clamped = self._run(op, _aten.clamp.default, (from_low, *bounds), indices.shape, indices.dtype)
+        clamped = self._add_op(op, _aten.clamp.default, (from_low, *bounds), indices.shape, indices.dtype)
         index: Any = call.results[0]
         whole = self.captured.values[index]
-        rows = self._run(op, _aten.embedding.default, (table, clamped), whole.shape, whole.dtype)
+        rows = self._add_op(op, _aten.embedding.default, (table, clamped), whole.shape, whole.dtype)
         target = self._looked_up.get(op.id)
         if target is None:
             target = whole
@@ -280,9 +284,9 @@ class StepBuilder:
             self.writer.make_empty(op, target)
             self.writer.copy(op, target, rows)
         else:
-            is_in_slice = self._run(op, _aten.eq.Tensor, (from_low, clamped), indices.shape, torch.bool)
+            is_in_slice = self._add_op(op, _aten.eq.Tensor, (from_low, clamped), indices.shape, torch.bool)
             column = replace(is_in_slice, shape=(*is_in_slice.shape, 1), stride=(*is_in_slice.stride, 1))
-            chosen = self._run(op, _aten.where.self, (column, rows, target), whole.shape, whole.dtype)
+            chosen = self._add_op(op, _aten.where.self, (column, rows, target), whole.shape, whole.dtype)
             self.writer.copy(op, target, chosen)
         if last and target.storage != whole.storage:
             box = require(self.cell_map.axes[whole.storage].box_of(self.cell_map.places[index]), op)
@@ -292,15 +296,15 @@ class StepBuilder:
 
     def _rebase_indices(self, op: Op, index: int, low: int, high: int, left_out: int = -1) -> Value:
         """Add ops that count table indices from row ``low``; return the new indices."""
-        indices = self.writer.argument(op, index, None, 0, 0)
+        indices = self.writer.gather_argument(op, index, None, 0, 0)
 
         def run(func: OpOverload, args: tuple[Any, ...]) -> Value:
             is_comparison = func in (_aten.ne.Tensor, _aten.eq.Scalar)
-            return self._run(op, func, args, indices.shape, torch.bool if is_comparison else indices.dtype)
+            return self._add_op(op, func, args, indices.shape, torch.bool if is_comparison else indices.dtype)
 
         return rebase_indices(indices, low, high, left_out, run)
 
-    def _run(
+    def _add_op(
         self, like: Op, func: OpOverload, args: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype
     ) -> Value:
         """Add an op with one contiguous result of this shape and data type; return the result."""

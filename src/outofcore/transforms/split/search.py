@@ -95,13 +95,13 @@ class SplitSearch:
     def _choose_splits(self, ops: Sequence[int], storages: Set[int]) -> dict[int, OpSplit]:
         """Choose a split for each op that needs little memory and copies few bytes between parts."""
 
-        def beyond(op: int, split: OpSplit) -> int:
+        def excess(op: int, split: OpSplit) -> int:
             min_bytes = self.needs.part_bytes(op, split, min(MOST_PARTS, split.extent))
             return max(min_bytes - self.max_bytes, 0) // max(self.max_bytes // _NEGLIGIBLE, 1)
 
         splits: dict[int, list[OpSplit]] = {}
         for op in ops:
-            needs = [beyond(op, split) for split in self.needs.splits(op)]
+            needs = [excess(op, split) for split in self.needs.splits(op)]
             splits[op] = [split for split, need in zip(self.needs.splits(op), needs, strict=True) if need == min(needs)]
         uses = {op: [self.needs.uses(op, split, storages) for split in splits[op]] for op in ops}
         whole_bytes: dict[int, int] = {}  # bytes that unsplit ops access
@@ -221,7 +221,7 @@ class SplitSearch:
                 axes = self.axes.get(storage)
                 if axes is None or not cut.is_adjacent:
                     continue
-                box = axes.part(self.needs.places[index], cut.dims, 0, split.extent)
+                box = axes.box_of_part(self.needs.places[index], cut.dims, 0, split.extent)
                 if box is None:
                     continue
                 axis = axes.starts.index(self.needs.axis(index, cut))
@@ -258,7 +258,7 @@ class SplitSearch:
             if axes is None:
                 continue
             for low, high in itertools.pairwise(ends):
-                box = axes.part(place, cut.dims, *cut.ends(low, high))
+                box = axes.box_of_part(place, cut.dims, *cut.ends(low, high))
                 shape = cut.part_shape(value.shape, low, high)
                 if box is None or axes.strides(place, shape, box, cut.dims) is None:
                     return False
@@ -291,7 +291,7 @@ class SplitSearch:
                 if storage in self.axes and single_axis.get(storage) in (None, self.needs.axis(index, cut)):
                     ends = self._ends[op]
                     for low, high in itertools.pairwise(ends):
-                        box = self.axes[storage].part(self.needs.places[index], cut.dims, *cut.ends(low, high))
+                        box = self.axes[storage].box_of_part(self.needs.places[index], cut.dims, *cut.ends(low, high))
                         if box is not None:
                             add(storage, box)
         for op, call in enumerate(self.captured.calls):

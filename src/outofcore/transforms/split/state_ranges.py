@@ -60,7 +60,7 @@ def is_update(captured: Captured, op: int, home: int | None) -> bool:
     call = captured.calls[op]
     return (
         isinstance(call.func, OptimizerUpdate)
-        and call.func.has_ranges()
+        and call.func.can_update_ranges()
         and traits_of(captured.device).updates_ranges
         and home != 0
         and call.args[1][0] is not None

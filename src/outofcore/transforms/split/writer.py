@@ -152,7 +152,7 @@ class StepWriter:
     def _gather(self, like: Op, storage: int, dtype: torch.dtype, box: Box, *, reusable: bool) -> int:
         """Return a storage with a box of a cut storage, zero beyond its edges; reuse a copy later if ``reusable``."""
         axes = self.cell_map.axes[storage]
-        inside = clip_box(box, axes.whole())
+        inside = clip_box(box, axes.whole_box())
         overlapping = list(cells(self.cell_map.cuts[storage], inside)) if inside else []
         if len(overlapping) == 1 and overlapping[0] == box:
             return self._cell(storage, box)
@@ -205,7 +205,7 @@ class StepWriter:
         """Forget earlier copies of a storage's boxes, because it is written."""
         self.whole_boxes = {key: entry for key, entry in self.whole_boxes.items() if key[0] != storage}
 
-    def argument(self, op: Op, index: int, cut: Cut | None, low: int, high: int) -> Value:
+    def gather_argument(self, op: Op, index: int, cut: Cut | None, low: int, high: int) -> Value:
         """Return a value, or its slice for a part of an op; add ops that gather or copy it if needed."""
         value, cell_map = self.captured.values[index], self.cell_map
         storage = value.storage
@@ -235,7 +235,7 @@ class StepWriter:
             self.copy(op, copy.narrow(dim, inside_ends[0] - first, inside_ends[1] - first), part)
         return copy
 
-    def result_of(
+    def place_result(
         self,
         op: Op,
         index: int,
@@ -253,9 +253,9 @@ class StepWriter:
         if old.storage in cell_map.cuts:
             axes, place = cell_map.axes[old.storage], cell_map.places[index]
             if cut is None:
-                box, stride = axes.box_of(place), axes.strides(place, value.shape, axes.whole())
+                box, stride = axes.box_of(place), axes.strides(place, value.shape, axes.whole_box())
             else:
-                box = axes.part(place, cut.dims, *cut.ends(low, high))
+                box = axes.box_of_part(place, cut.dims, *cut.ends(low, high))
                 stride = axes.strides(place, value.shape, box, cut.dims) if box else None
             box = require(box, op)
             is_cell = list(cells(cell_map.cuts[old.storage], box)) == [box]

@@ -27,7 +27,7 @@ void issue_copy(Space& space, Block& block, bool in) {
   ++space.counters[kWrites];
   space.counters[kWrittenBytes] += block.bytes;
   space.observer.add(follow::Event::kOut, block.copy_start, block.copy_end, block.id, block.bytes,
-                     static_cast<int32_t>(follow::Copied::kBeside));
+                     static_cast<int32_t>(follow::Copied::kOverlapped));
 }
 void begin_copy(Space& space, Block& block, bool in) {
   block.copied_version = block.version;

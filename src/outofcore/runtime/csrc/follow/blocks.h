@@ -209,7 +209,7 @@ bool destroy_if_free(Block* block) {
 }
 
 void observe_copy(Space& space, const Block& block, follow::Event event) {
-  const auto mode = block.copy_waited ? follow::Copied::kWaited : follow::Copied::kBeside;
+  const auto mode = block.copy_waited ? follow::Copied::kWaited : follow::Copied::kOverlapped;
   space.observer.add(event, block.copy_start, block.copy_end, block.id, block.bytes, static_cast<int32_t>(mode));
 }
 

@@ -32,7 +32,7 @@ enum class Event : int32_t {
 };
 
 // How a copy was made, in the order of `Copied` in observed.py.
-enum class Copied : int32_t { kBeside, kWaited, kOnDemand };
+enum class Copied : int32_t { kOverlapped, kWaited, kOnDemand };
 
 // Why the loop deviated from its plan, in the order of `Cause` in observed.py.
 enum class Cause : int64_t {

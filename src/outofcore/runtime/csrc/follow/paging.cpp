@@ -229,9 +229,9 @@ const borders::Border kBorders[] = {
                                  kPeakSmallBytes, kPeakTotalBytes, kExceedances, kArenaBytes),
     ENUM("Adopted", Adopted, kNo, kYes, kHasArray),
     ENUM("Excess", Excess, kRefused, kAllowed, kMeasured),
-    ENUM("Recompute", follow::Recompute, kOff, kChosen, kEverything, kNoting),
+    ENUM("Recompute", follow::Recompute, kOff, kChosen, kAll, kNoting),
     ENUM("Event", follow::Event, kHeld, kTaken, kGiven, kOp, kTouch, kIn, kOut, kLeft, kFreed),
-    ENUM("Copied", follow::Copied, kBeside, kWaited, kOnDemand),
+    ENUM("Copied", follow::Copied, kOverlapped, kWaited, kOnDemand),
     ENUM("Cause", follow::Cause, kOp, kEnd, kMemory, kPlace),
 };
 

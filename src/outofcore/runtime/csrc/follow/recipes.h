@@ -25,7 +25,7 @@ namespace follow {
 enum class Recompute {
   kOff,
   kChosen,      // selected storages
-  kEverything,  // all that can be recomputed
+  kAll,  // all that can be recomputed
   kNoting,      // off, but records the candidates
 };
 
@@ -126,7 +126,7 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
 
   // Differs between steps that recompute different storages.
   int64_t variant() const {
-    return mode == Recompute::kChosen ? choices_ : mode == Recompute::kEverything ? -1 : 0;
+    return mode == Recompute::kChosen ? choices_ : mode == Recompute::kAll ? -1 : 0;
   }
   void choose(const int64_t* ids, int64_t count) {
     ++choices_;
@@ -139,7 +139,7 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
 
   // Whether to capture the lineage of a storage with the role of `twin`.
   bool asks_for(int64_t twin) const {
-    return mode == Recompute::kEverything || mode == Recompute::kNoting ||
+    return mode == Recompute::kAll || mode == Recompute::kNoting ||
            (mode == Recompute::kChosen && chosen_.count(twin) != 0);
   }
 
@@ -158,7 +158,7 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
     origin.steps.assign(1, step);
     origin.result = result;
     origin.complete = effect == RerunEffect::kMakes;
-    origin.is_recomputed = mode == Recompute::kEverything;
+    origin.is_recomputed = mode == Recompute::kAll;
     if (mode == Recompute::kChosen && chosen_.count(twin) != 0) {
       origin.is_recomputed = true;
       chosen_.insert(origin.id);
