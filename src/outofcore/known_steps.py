@@ -24,29 +24,20 @@ from outofcore.runtime.memory import trim_heap
 
 @dataclass
 class KnownStep:
-    """A planned step with the record of its runs.
-
-    Attributes:
-        runs: the number of runs of this plan.
-        measured: timelines to compare with the prediction, if all processes follow one plan.
-        is_judged: whether ``measured`` was compared with the prediction.
-        covered_surges: the number of the session's surges (see ``plan_updates``) that the plan covers; -1: not its own.
-        unplanned_step: the step with surges added to its costs, until it has a plan; None: it is ``step``.
-        refusal: why ``unplanned_step`` could not be planned.
-        has_overflowed: whether a home has served an allocation beyond the budget under this plan.
-    """
+    """A planned step with the record of its runs."""
 
     step: PlannedStep
     facts: StepFacts | None = None
     runner: Runner | None = None
-    runs: int = 0
+    runs: int = 0  # of this plan
+    # Timelines to compare with the prediction, if all processes follow one plan.
     measured: list[Timeline] = field(default_factory=list[Timeline])
     watch: PlanWatch | None = None
-    covered_surges: int = 0
-    unplanned_step: PlannedStep | None = None
-    refusal: BudgetError | None = None
-    has_overflowed: bool = False
-    is_judged: bool = False
+    covered_surges: int = 0  # how many of the session's surges (see ``plan_updates``) the plan covers; -1: not its own
+    unplanned_step: PlannedStep | None = None  # ``step`` with surges in its costs, until it has a plan
+    refusal: BudgetError | None = None  # why ``unplanned_step`` could not be planned
+    has_overflowed: bool = False  # a home has served an allocation beyond the budget under this plan
+    is_judged: bool = False  # ``measured`` was compared with the prediction
 
     @property
     def arena_bytes(self) -> int:

@@ -36,26 +36,17 @@ _log = logging.getLogger("outofcore")
 
 @dataclass(frozen=True)
 class StepFacts:
-    """Facts about a step that a process sends to its peers.
-
-    Attributes:
-        states: the key of each parameter and buffer, with its dtype and shape as text.
-        collectives: the collectives of the step, as text.
-        orders: for each ``DistributedDataParallel``, its parameter numbers in the order of their gradients.
-        graph: a digest of the captured step.
-        is_new: whether the process has no plan for this call.
-        error: why the process cannot run the step; empty: it can.
-    """
+    """Facts about a step that a process sends to its peers."""
 
     versions: str
     budget: str
     policy: str
-    states: tuple[tuple[str, str], ...] = ()
-    collectives: tuple[str, ...] = ()
-    orders: tuple[tuple[int, ...], ...] = ()
-    graph: str = ""
-    is_new: bool = False
-    error: str = ""
+    states: tuple[tuple[str, str], ...] = ()  # the key of each parameter and buffer; its dtype and shape as text
+    collectives: tuple[str, ...] = ()  # the collectives of the step, as text
+    orders: tuple[tuple[int, ...], ...] = ()  # for each DDP module, parameter numbers in the order of their gradients
+    graph: str = ""  # a digest of the captured step
+    is_new: bool = False  # the process has no plan for this call
+    error: str = ""  # why the process cannot run the step; empty: it can
 
 
 class Ranks(Protocol):

@@ -55,29 +55,19 @@ class WatchPhase(Enum):
 
 @dataclass(frozen=True)
 class PlanWatch:
-    """The record of the steps of one plan; all times are seconds.
-
-    Attributes:
-        exchange_seconds: approximate time to exchange a program.
-        steps: by all plans so far.
-        step_seconds: time of a step; 0 if unknown.
-        measured: timelines of the last steps in the phase ``MEASURING``, until one step after it.
-        recent: times of the last steps in the phase ``STEADY``.
-        is_plan_wanted: whether a better plan is likely; it is made once it is affordable.
-        spent_seconds: time for which training stood still.
-    """
+    """The record of the steps of one plan; all times are seconds."""
 
     predicted_seconds: float
-    exchange_seconds: float
+    exchange_seconds: float  # approximate time to exchange a program
     is_quick: bool
     phase: WatchPhase = WatchPhase.MEASURING
-    steps: int = 0
-    step_seconds: float = 0.0
-    measured: tuple[Timeline, ...] = ()
-    recent: tuple[float, ...] = ()
-    is_plan_wanted: bool = False
+    steps: int = 0  # by all plans so far
+    step_seconds: float = 0.0  # time of a step; 0 if unknown
+    measured: tuple[Timeline, ...] = ()  # the last steps in the phase ``MEASURING``, until one step after it
+    recent: tuple[float, ...] = ()  # times of the last steps in the phase ``STEADY``
+    is_plan_wanted: bool = False  # a better plan is likely; it is made once it is affordable
     start_seconds: float = _START_SECONDS
-    spent_seconds: float = 0.0
+    spent_seconds: float = 0.0  # time for which training stood still
 
     @staticmethod
     def of(program: Program, predicted: float, *, is_quick: bool) -> PlanWatch:

@@ -43,14 +43,10 @@ def ops_to_fuse(
 ) -> tuple[tuple[int, ...], ...]:
     """Return groups of ascending op ids to fuse, in the order of their last ops, where each group runs.
 
-    Args:
-        graph: the step.
-        fusible: ops that a compiler can fuse: without random numbers, collectives and side effects.
-        alone: fusible ops that are compiled even without others, if they touch a storage of ``min_bytes`` or more.
-        scratch: known scratch bytes by op.
-        min_bytes: minimum size of a storage for which its writer and reader are fused.
-        max_ops: maximum number of ops in a group.
-        reach: maximum distance of an op from the last op of a group that it joins.
+    ``fusible`` ops have no random numbers, collectives or side effects. Those in ``alone`` are compiled even without
+    others, if they touch a storage of ``min_bytes`` or more. ``scratch`` has the known scratch bytes by op.
+    A writer and a reader are fused for a storage of ``min_bytes`` or more. ``reach`` is the maximum distance of an op
+    from the last op of a group that it joins.
     """
     groups = _FusionSearch(graph, frozenset(fusible), scratch or {}, min_bytes, max_ops, reach).groups()
     alone_ops = {op for op in alone if any(graph.storages[s].bytes >= min_bytes for s in graph.ops[op].touched)}

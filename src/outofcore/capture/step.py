@@ -81,7 +81,6 @@ def capture_step(
         CaptureError: the step reads a tensor's value, uses an undeclared tensor, or does something else that one graph
             cannot express.
         VersionError: this PyTorch lacks a private name on which captures rely.
-        Exception: errors of the user's code, unchanged.
     """
     require(Feature.COMPILE)
     with CAPTURE_LOCK:

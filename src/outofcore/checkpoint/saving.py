@@ -86,10 +86,7 @@ def save_checkpoint(
     ``faces`` read tensors from their home; ``extra`` is plain data for JSON. All processes of ``shards`` call this
     together: the first writes whole tensors, and the others send it their ranges in small pieces. ``frozen=False``
     leaves out frozen parameters that training does not change; ``written`` are the tensors that steps write.
-
-    Raises:
-        TransferError: a write or a read failed; the previous checkpoint is still complete.
-        StateError: some state cannot be saved, another process is saving into the folder, or a process has failed.
+    If a write or a read fails, the previous checkpoint is still complete.
     """
     omitted = set[int]() if frozen else unchanged_parameter_ids(models, optimizers, written)
     if shards is None:

@@ -268,10 +268,9 @@ class Arena:
 class ScopeTable:
     """The planned requests of a program: a list for each scope, which is one run of an op.
 
-    ``begin(scope)`` selects a scope's list for the calling thread, and ``end()`` deselects it. In between, the thread's
-    k-th request is served at the k-th planned address if its size is the planned one. Another request is served off the
-    plan, and does not advance the list. Requests of a scope may share bytes if the first is planned to be freed before
-    the second; if it is not, the second is served off the plan.
+    Between ``begin(scope)`` and ``end()`` the calling thread's k-th request is served at the k-th planned address if its
+    size is the planned one. Another request is served off the plan, and does not advance the list. So is a request that
+    shares planned bytes with an earlier request of the scope that is not freed in time.
 
     ``scopes`` are (bytes, offset in the arena); an offset of None leaves a request to the stock allocator.
     ``workspaces`` are (bytes, offset) of each op's workspace, which serves off-plan requests, too.

@@ -220,18 +220,9 @@ def measure_link(
     Bandwidth is the median of several copies, latency the median of one-page copies. The first Ctrl-C takes effect
     after the measurement, a second one after the current copies.
 
-    Args:
-        home: an open or unopened home; for a device preferably pinned memory, or a disk.
-        buffer_bytes: size of a copy, rounded up to whole pages.
-        seconds: approximate duration. At least three copies are timed.
-        driver: the device; None: the memory of the process.
-        compute: the concurrent work; by default ops bound by arithmetic and by memory in turn.
-
-    Raises:
-        ArenaError: the device has no room for two buffers and 192 MiB for ops.
-        SpillError: the home has no room for the measurement.
-        StateError: the system cannot start a thread for copies.
-        TransferError: a copy failed.
+    ``buffer_bytes`` is the size of a copy, rounded up to whole pages, and ``seconds`` the approximate duration, of at
+    least three copies. ``driver`` is the device (None: the memory of the process). ``compute`` is the concurrent work,
+    by default ops bound by arithmetic and by memory in turn. Raises ``ArenaError`` or ``SpillError`` without room.
     """
     size = round_up(buffer_bytes, PAGE_BYTES)
     folder = home.directory if isinstance(home, DiskHome) else None

@@ -295,11 +295,8 @@ class PinnedHome(HostHome):
     are pageable, with a warning. A copy between a device and host memory must not cross two stretches (CUDA returns
     cudaErrorInvalidValue), so the ends of stretches are ``edges``.
 
-    Args:
-        pin: pins whole pages from an address on; returns False on failure.
-        unpin: undoes that, given the address.
-        limit: as for ``HostHome``. An explicit limit is trusted: some virtual machines get more memory than their
-            system reports.
+    ``pin`` pins whole pages from an address on, and returns False on failure; ``unpin`` undoes that. An explicit
+    ``limit`` is trusted, since some virtual machines get more memory than their system reports.
     """
 
     def __init__(

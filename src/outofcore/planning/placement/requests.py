@@ -76,13 +76,8 @@ def workspace_layout(
 ) -> Requests:
     """Return the requests of one op, with its scratch memory placed by the quick rules of ``pack``.
 
-    Args:
-        events: allocator calls of the op's thread while the op ran.
-        result_pointers: the key of each result by the address of its storage, read while the results were alive.
-        alignment: of requests below 64 KiB; larger ones begin on pages.
-
-    Raises:
-        GraphError: the log is damaged: it allocates an address that is in use.
+    ``events`` are the allocator calls of the op's thread while the op ran. ``result_pointers`` has the key of each
+    result by the address of its storage. ``alignment`` is for requests below 64 KiB; larger ones begin on pages.
     """
     sizes: list[int] = []
     placements: list[Placement] = []

@@ -153,9 +153,8 @@ class CompiledSearch:
 
     *Annealing* (``anneal``; Kirkpatrick, Gelatt & Vecchi, "Optimization by simulated annealing", 1983) tries random
     changes of one gap, or of two that trade places. It minimises the seconds of recomputation plus a price for every
-    byte above the limit at each op. Prices rise while an op is above the limit and fall otherwise, like the multipliers
-    of a Lagrangian relaxation, so the search passes through states that do not fit. The same seed and state give the
-    same result.
+    byte above the limit at each op. Prices rise while an op is above the limit and fall otherwise, so the search passes
+    through states that do not fit. The same seed and state give the same result.
 
     *Greedy* (``drop`` and ``settle``): see ``remat.selection``. The arguments are those of ``Gaps`` in ``search.h``.
     """

@@ -38,14 +38,10 @@ def split_step(
 ) -> SplitStep:
     """Split ops that need more than ``max_bytes`` bytes, where possible.
 
-    Args:
-        refused: keys of checks with a mismatch.
-        parts: split every op that can be split into this many parts, even small ones.
-        min_bytes: storages with fewer bytes stay whole.
-        limit: largest number of ops; with more the step stays unchanged.
-        workspaces: known scratch bytes of whole ops, by family.
-        home: capacity of the first home in bytes, or None without a limit. Cut parameters and optimizer state are there
-            between steps; with 0 updates stay whole.
+    ``refused`` are keys of checks with a mismatch. With ``parts``, every op that can be split is split into this many
+    parts, even a small one. Storages below ``min_bytes`` stay whole, and the whole step if it would exceed ``limit`` ops.
+    ``workspaces`` are known scratch bytes of whole ops, by family. ``home`` is the capacity in bytes of the first home
+    (None: unlimited), where cut parameters and optimizer state are between steps; with 0 updates stay whole.
     """
     captured = shrink_losses(split_convolutions(drop_shape_only_arguments(traced)), max_bytes if parts is None else 0)
     unfit = set(refused)
