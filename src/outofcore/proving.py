@@ -23,7 +23,7 @@ _log = logging.getLogger("outofcore")
 def prove_plan(graph: StepGraph, costs: Costs, budget: int, candidates: Iterable[Planned]) -> Planned:
     """Return the first plan that the validator accepts; ``budget`` is in bytes of the arena.
 
-    Raises ``ValidationError`` if all are invalid, ``BudgetError`` if ``candidates`` raises it first.
+    Raises ``ValidationError`` if none is valid, or ``BudgetError`` if ``candidates`` raises it before any was rejected.
     """
     failures: list[str] = []
     plans = iter(candidates)

@@ -361,7 +361,7 @@ class _Access:
 
     @contextlib.contextmanager
     def exclusive(self) -> Generator[None]:
-        """Hold the step for this thread and start its home; ``StateError`` if a thread holds the step already."""
+        """Hold the step for this thread, and let its home see the user's changes; ``StateError`` if it is held."""
         if not self._running.acquire(blocking=False):
             raise StateError("this step is running already; call it from one thread at a time")
         try:

@@ -151,7 +151,7 @@ class Axes:
         return runs[0][0], runs[-1][1]
 
     def box_of_part(self, place: PlacedWindow, dims: Interval, low: int, high: int) -> Box | None:
-        """Return the box of part ``low:high`` of the merged ``dims``, even beyond the storage; None if it is no box."""
+        """Return the box that elements ``low:high`` of a window's ``dims``, merged into one, cover; None if no box."""
         run, box = self.lines_of_dims(place, dims), self.box_of(place)
         if run is None or box is None:
             return None

@@ -32,7 +32,7 @@ class Command(TyperCommand):
     """A command with value names instead of Python types in its help; it refuses ``--budget 6 GiB`` (two words)."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return _with_metavars(super().get_params(ctx))
+        return _set_metavars(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         self._refuse_separate_units(ctx, args)
@@ -58,10 +58,10 @@ class Group(TyperGroup):
     """The program, with value names in its help."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return _with_metavars(super().get_params(ctx))
+        return _set_metavars(super().get_params(ctx))
 
 
-def _with_metavars(params: list[Any]) -> list[Any]:
+def _set_metavars(params: list[Any]) -> list[Any]:
     for param in params:
         if isinstance(param, TyperArgument):
             # Some releases of typer print the type of an argument even if it has a metavar.

@@ -160,7 +160,7 @@ def quantisation_of(content: Mapping[str, Any]) -> str:
     """Return the field that marks weights as quantised, with the method; empty if no field does."""
     for name, value in content.items():
         if name in QUANTISED and value:
-            return f"{name} ({_method(value)})"
+            return f"{name} ({_quantization_text(value)})"
         if isinstance(value, dict) and name.endswith("_config"):
             inner = quantisation_of(cast("dict[str, Any]", value))
             if inner:
@@ -168,7 +168,8 @@ def quantisation_of(content: Mapping[str, Any]) -> str:
     return ""
 
 
-def _method(value: Any) -> str:
+def _quantization_text(value: Any) -> str:
+    """Describe quantization settings, such as "bitsandbytes, 4 bits"."""
     if not isinstance(value, dict):
         return str(value)
     settings = cast("dict[str, Any]", value)

@@ -548,7 +548,7 @@ def _layer_kinds(layers: Sequence[nn.Module], config: Any) -> list[int]:
         if isinstance(values, list | tuple) and len(cast("Sequence[Any]", values)) == len(layers)
     ]
     descriptions = [
-        _describe_layer(layer) | {("", str(number)): repr(values[index]) for number, values in enumerate(per_layer)}
+        _layer_facts(layer) | {("", str(number)): repr(values[index]) for number, values in enumerate(per_layer)}
         for index, layer in enumerate(layers)
     ]
     first = descriptions[0] if descriptions else {}
@@ -565,7 +565,7 @@ def _layer_kinds(layers: Sequence[nn.Module], config: Any) -> list[int]:
     return [kinds.setdefault(description, len(kinds)) for description in signatures]
 
 
-def _describe_layer(layer: nn.Module) -> dict[tuple[str, str], object]:
+def _layer_facts(layer: nn.Module) -> dict[tuple[str, str], object]:
     description: dict[tuple[str, str], object] = {}
     for path, module in layer.named_modules():
         description[path, ""] = type(module)

@@ -288,7 +288,7 @@ def fit(
         tell("search for the largest that fits", 1, 2)
         batch = _SizeSearch(captures, training, BATCH_AXIS, limit).find(training.batch, need)
         tell("search for the largest that fits", 2, 2)
-    changes = _try_changes(captures, model_config, training, memory, tell)
+    changes = _predict_changes(captures, model_config, training, memory, tell)
     if card is None:
         need = replace(need, compute_seconds=None, bound_seconds=None)
     return Fit(
@@ -436,9 +436,10 @@ def _crossing(points: dict[float, int], memory: int) -> float | None:
 # Helpful changes
 
 
-def _try_changes(
+def _predict_changes(
     captures: Captures, model_config: ModelConfig, training: Training, memory: int | None, tell: ProgressCallback
 ) -> list[Change]:
+    """Return what the step would need with each single change that may save memory, even if it does not fit then."""
     graph, costs = captures.capture(training)
     changes: list[Change] = []
     pieces = _with_split_loss(model_config, training, graph)

@@ -103,7 +103,7 @@ def _print_traceback(raised: BaseException | None) -> None:
 
 
 def _exit(raised: BaseException | None, *, failed: bool) -> NoReturn:
-    """Exit with the script's exception or status; with 1 instead of 0 if our own loop ``failed``."""
+    """Exit like Python after a script that ``raised``; with 1 instead of 0 if the loop of outofcore ``failed``."""
     if isinstance(raised, SystemExit):
         code = raised.code
         raise SystemExit(1 if failed and code in (None, 0) else code)

@@ -268,8 +268,8 @@ class Arena:
 class ScopeTable:
     """The planned requests of a program: a list for each scope, which is one run of an op.
 
-    Between ``begin(scope)`` and ``end()`` the calling thread's k-th request is served at the k-th planned address if its
-    size is the planned one. Another request is served off the plan, and does not advance the list. So is a request that
+    Between ``begin(scope)`` and ``end()``, the calling thread's k-th request gets the k-th planned address if its size
+    is the planned one. Another request is served off the plan, and does not advance the list. So is a request that
     shares planned bytes with an earlier request of the scope that is not freed in time.
 
     ``scopes`` are (bytes, offset in the arena); an offset of None leaves a request to the stock allocator.

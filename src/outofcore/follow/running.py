@@ -56,7 +56,7 @@ sources = Sources(_running_models)
 
 @contextlib.contextmanager
 def _report_backward_passes() -> Iterator[None]:
-    """Report the end of each outermost backward pass, unless it fails or keeps its graph."""
+    """Report each outermost backward pass, and whether it completed: it did not if it failed or kept its graph."""
 
     def run_engine(engine: Any, outputs: Any, gradients: Any, keep_graph: Any, *args: Any, **kwargs: Any) -> Any:
         outermost, complete = current_autograd_node() is None, False

@@ -229,7 +229,7 @@ class Builder:
         return self._call(outofcore.aligned, value.node) if value.is_unaligned and aligned else value.node
 
     def _materialize_once(self, value: _Value, device_kind: str) -> fx.Node:
-        """Return the node with a value's copy on the model's device or, if ``device_kind`` is "cpu", on the CPU."""
+        """Return the node that copies a value to the model's device ("device") or the CPU ("cpu"); add it only once."""
         node = self._materialized.get((value, device_kind))
         if node is None:
             keywords = {"device": self._device} if device_kind == "device" else {}
@@ -278,7 +278,7 @@ class Builder:
     def _fold_constants(
         self, node: Node, operator: Operator, inputs: Sequence[_Value | None], keywords: Mapping[str, Any]
     ) -> list[_Value] | None:
-        """Compute a node's outputs now if its inputs are known and they are small; otherwise return None."""
+        """Return a node's outputs, computed now, if its inputs are known and its outputs are small; otherwise None."""
         tensors = [None if value is None else value.tensor if operator.by_shape else value.constant for value in inputs]
         if not operator.pure or any(value is not None and x is None for value, x in zip(inputs, tensors, strict=True)):
             return None

@@ -123,7 +123,7 @@ class LowerBound(Relaxation):
         self.program.add_row(back, low=low)
 
     def _add_flow_out(self, home: int) -> None:
-        """Add rows for the bytes that are not yet copied out to a home at each moment (``queue`` and ``left``)."""
+        """Add variables for the bytes that wait to be copied out to a home at each moment, and their lower bounds."""
         program, rate = self.program, self.problem.homes[home].bytes_per_s_out / UNIT
         written: list[dict[int, float]] = [{} for _ in self.passing]
         used: list[tuple[int, float, tuple[tuple[int, int], ...]]] = []

@@ -98,7 +98,7 @@ def _live_bytes(blocks: Sequence[Block], end: int) -> NDArray[np.int64]:
 
 
 def _liftable_blocks(program: Program, small: Sequence[Block], is_full: NDArray[np.bool_]) -> set[int]:
-    """Return the ids of small blocks that only recomputation touches, while the arena is not full."""
+    """Return the ids of small blocks that only recomputed ops touch, and during whose lives the arena is never full."""
     recomputation, elsewhere = set[int](), set[int]()
     for instruction in program.instructions:
         if isinstance(instruction, Run):

@@ -92,10 +92,7 @@ class Attempts:
 
 
 def _find_excesses(program: Program, budget: int, op_count: int) -> _Excesses:
-    """Return, for each block that ends above the budget, its ops, the bytes above the budget, and its storage.
-
-    The storage is -1 unless the block is large and sticks out by most of its own size.
-    """
+    """Return ops, excess bytes and storage (-1: small, or mostly below) of each block that ends above the budget."""
     op_at: list[int] = []  # for each instruction, the op that runs first at it or after it
     upcoming = op_count
     for instruction in reversed(program.instructions):

@@ -82,8 +82,8 @@ def check_capacity(step: ValidatedStep, order: ExecutionOrder, costs: Costs, lod
         permanent_bytes = sum(size[s] for s in here)
         if permanent_bytes > place.bytes:
             raise ValidationError(
-                f"home {home} ({place.name}) holds {place.bytes} bytes, but storages that stay there from step to step "
-                f"need {permanent_bytes}"
+                f"home {home} ({place.name}) has room for {place.bytes} bytes, but storages that stay there from step "
+                f"to step need {permanent_bytes}; enlarge the home or plan again"
             )
         ends = _last_reads([copy for copy in copies if copy[2].home == home])
         temporary_bytes: dict[int, int] = {}  # by copy out, the bytes of its slot until its last copy in has ended

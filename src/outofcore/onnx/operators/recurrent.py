@@ -73,6 +73,7 @@ def _gru(direction: _Direction, x: Tensor, now: _States) -> _States:
 
 
 def _lstm(direction: _Direction, x: Tensor, now: _States) -> _States:
+    """Return the states after one time step; ``x`` is the input times its weights."""
     h, c = now
     inner, outer, forget, new = (x + F.linear(h, direction.r, direction.bias)).chunk(4, -1)
     peeps = None if direction.peepholes is None else direction.peepholes.chunk(3)

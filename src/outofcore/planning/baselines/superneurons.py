@@ -78,7 +78,10 @@ def superneurons(graph: StepGraph, costs: Costs, budget: int, *, recompute: bool
         count = bisect_left(range(max_count + 1), True, key=fits)
         if count <= max_count:
             return Plan("superneurons", budget, parts.decisions(count, recompute, ahead))
-    raise BudgetError(f"the step needs more than {budget} bytes even with every checkpoint offloaded")
+    raise BudgetError(
+        f"the step needs more than {budget} bytes even with every checkpoint offloaded; raise the budget, or choose "
+        "another policy than superneurons"
+    )
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ class Choices:
         )
 
     def chain(self, at: int, gaps: Sequence[int], max_seconds: float = float("inf")) -> Chain | None:
-        """Return the chain before op ``at`` that makes these gaps in at most ``limit`` seconds, or None."""
+        """Return the chain before op ``at`` that recomputes these gaps in at most ``max_seconds``, or None."""
         targets = sorted({self.content[g] for g in gaps})
         result = self.compiled.find_chain(at, targets, max_seconds, self.kind, self.fetch)
         if result is None:
