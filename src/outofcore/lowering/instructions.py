@@ -29,6 +29,8 @@ class _Stay:
 
 @dataclass
 class _Lowering:
+    """Lowers one plan op by op, and tracks where each version of a storage is: in which block, at which homes."""
+
     graph: StepGraph
     costs: Costs
     plan: Plan
@@ -292,10 +294,7 @@ class _Lowering:
         return self.history is not None and any(content in self.history.needs(self.graph.ops[index]) for index in chain)
 
     def _recompute(self, storages: list[int], runs: Sequence[int]) -> None:
-        """Append runs of the ops ``runs``, which recompute the current versions of storages in new blocks.
-
-        Intermediate results get temporary blocks. Resident inputs are read in place, since no run writes them.
-        """
+        """Append runs of the ops ``runs``, which recompute storages in new blocks; other results use temporary ones."""
         graph, history, version = self.graph, self.history, self.version
         if history is None:
             return
@@ -321,6 +320,7 @@ class _Lowering:
                 if storage in needs and storage in makes:
                     used[storage] = blocks.pop(content)  # written in place, which overwrites the former contents
                 elif storage in needs:
+                    # Resident inputs are read in place, since recomputed ops do not write them.
                     used[storage] = blocks[content] if content in blocks else present[storage]
                 else:
                     used[storage] = self._new_stay(storage)
@@ -359,6 +359,7 @@ class _Lowering:
             self._end_stay(workspace)
 
     def _program(self) -> Program:
+        """Build the program from the instructions and stays so far; its blocks have no addresses yet."""
         graph, version = self.graph, self.version
         blocks: list[Block] = []
         for index, stay in enumerate(self.stays):

@@ -245,7 +245,7 @@ class StepSimulator:
     def _timeline(
         self, swapped: list[int], times: tuple[float, ...], releases: dict[int, int], fetches: dict[int, int]
     ) -> tuple[float, frozenset[int], frozenset[int]]:
-        """Return the seconds of the step, the maps with a copy out that stalled it, and those with such a copy in."""
+        """Return the seconds of the step, the maps that it waited for to be copied out, and to be copied in."""
         events: list[tuple[int, int, int]] = []  # the op before which it happens, the kind, the map
         for m in swapped:
             gap = self.maps[m]
