@@ -18,7 +18,7 @@ from outofcore.units import PAGE_BYTES
 
 @dataclass(slots=True)
 class _Stay:
-    """A range of instructions over which a storage or a workspace (None) has a block."""
+    """The instructions over which one block belongs to a storage, or to a workspace if ``storage`` is None."""
 
     storage: int | None
     bytes: int
@@ -29,6 +29,8 @@ class _Stay:
 
 @dataclass
 class _Lowering:
+    """Lowers one plan op by op, and tracks where each version of a storage is: in which block, at which homes."""
+
     graph: StepGraph
     costs: Costs
     plan: Plan
@@ -51,7 +53,7 @@ class _Lowering:
         self.history = History.of(self.graph) if recomputes else None
 
     def run(self) -> Program:
-        """Return the program: before each op its fetches and recomputation, after it the evictions."""
+        """Return the program: for each op, fetches and recomputation, then the op itself, then evictions."""
         graph, n = self.graph, len(self.graph.ops)
         version, homes, staying = self.version, self.homes, set(self.plan.staying)
         releases: dict[int, list[Decision]] = defaultdict(list)
@@ -173,7 +175,7 @@ class _Lowering:
         return self._program()
 
     def _decisions(self) -> list[Decision]:
-        """Check the plan; return its decisions to offload or recompute, and a default one for each other input."""
+        """Check and return the decisions except KEEP. Other inputs that are read are fetched before the first op."""
         n = len(self.graph.ops)
         decisions: list[Decision] = []
         arriving: set[int] = set()
@@ -218,7 +220,7 @@ class _Lowering:
         return decisions
 
     def _check_staying(self) -> None:
-        """Raise ``GraphError`` if a staying storage is not a gradient of the step, or has a decision."""
+        """Raise ``GraphError`` if ``plan.staying`` has a storage with a decision, or one that is not a gradient."""
         decided = {decision.gap.storage for decision in self.plan.decisions}
         for storage in self.plan.staying:
             if storage not in self.graph.gradients_left:
@@ -230,14 +232,14 @@ class _Lowering:
                 raise GraphError(f"storage {storage} cannot stay on the device: a decision evicts it")
 
     def _new_stay(self, storage: int | None, byte_count: int = 0, *, wraps: bool = False) -> int:
-        """Start a stay before the next instruction, or before the step if it wraps; return its index, the block."""
+        """Add a block that is held from the next instruction on (``wraps``: from the start); return its index."""
         if storage is not None:
             byte_count = self.placed[storage]
         self.stays.append(_Stay(storage, byte_count, 0 if wraps else len(self.instructions), wraps=wraps))
         return len(self.stays) - 1
 
     def _begin_stay(self, storage: int, *, is_last: bool) -> None:
-        """Give a storage a new block; on the last stay of a wrapping storage, give it its wrapping block."""
+        """Give a storage a new block. ``is_last``: give it the block that wraps into the next step, if it has one."""
         if is_last and storage in self.wrapping:
             self.block_of[storage] = block = self.wrapping[storage]
             self.stays[block].born = len(self.instructions)
@@ -248,7 +250,7 @@ class _Lowering:
         self.stays[block].dies = len(self.instructions)
 
     def _check_recompute(self, decision: Decision) -> None:
-        """Raise ``GraphError`` if the storage exists before the step, or is not dropped right after its last use."""
+        """Raise ``GraphError`` unless the step itself makes the storage, and releases it as soon as the gap starts."""
         gap = decision.gap
         data = self.graph.storages[gap.storage]
         name = f"storage {gap.storage} ({data.name or data.kind.value})"
@@ -261,7 +263,7 @@ class _Lowering:
             )
 
     def _fetch(self, decision: Decision, last_stay: dict[int, int]) -> None:
-        """Append the copy in of a decision to a new block; raise ``GraphError`` if its home has no copy."""
+        """Append a copy from a decision's home to a new block; raise ``GraphError`` if that home has no copy."""
         storage = decision.gap.storage
         self._begin_stay(storage, is_last=decision.gap.end == last_stay.get(storage))
         version = self.homes[storage].get(decision.home)
@@ -273,7 +275,7 @@ class _Lowering:
         self.instructions.append(CopyIn(self.block_of[storage], version, home=decision.home))
 
     def _recomputation_sequence(self, storages: list[int], coming: Set[int]) -> Sequence[int]:
-        """Return the ops that recompute storages, in order; storages in ``coming`` are fetched before them."""
+        """Return the ops that recompute storages, in order. They may read storages in ``coming``, fetched before."""
         if self.history is None:
             return ()
         version, homes = self.version, self.homes
@@ -292,10 +294,7 @@ class _Lowering:
         return self.history is not None and any(content in self.history.needs(self.graph.ops[index]) for index in chain)
 
     def _recompute(self, storages: list[int], runs: Sequence[int]) -> None:
-        """Recompute storages at their current versions by the ops ``runs``, in new blocks.
-
-        Intermediates get temporary blocks. Resident storages are read in place: recomputed ops do not write them.
-        """
+        """Append runs of the ops ``runs``, which recompute storages in new blocks; other results use temporary ones."""
         graph, history, version = self.graph, self.history, self.version
         if history is None:
             return
@@ -321,6 +320,7 @@ class _Lowering:
                 if storage in needs and storage in makes:
                     used[storage] = blocks.pop(content)  # written in place, which overwrites the former contents
                 elif storage in needs:
+                    # Resident inputs are read in place, since recomputed ops do not write them.
                     used[storage] = blocks[content] if content in blocks else present[storage]
                 else:
                     used[storage] = self._new_stay(storage)
@@ -338,7 +338,7 @@ class _Lowering:
             self.block_of[storage] = blocks[storage, version[storage]]
 
     def _fetch_intermediate(self, storage: int, version: int) -> int:
-        """Copy in an input of a recomputation from the first home that holds this version; return its block."""
+        """Append a copy of this version of a storage from the first home that holds it; return the new block."""
         home = min(home for home, held_version in self.homes[storage].items() if held_version == version)
         block = self._new_stay(storage)
         self.instructions.append(CopyIn(block, version, home=home))
@@ -350,7 +350,7 @@ class _Lowering:
         self._append_run(op, self.block_of)
 
     def _append_run(self, op: Op, blocks: dict[int, int], *, recompute: bool = False) -> None:
-        """Append a run of an op on these blocks, with a workspace block if the op needs one."""
+        """Append a run of an op on ``blocks`` (by storage), with a workspace block if the op needs one."""
         scratch = placed_bytes(self.costs.ops[op.id].workspace_bytes)
         workspace = self._new_stay(None, scratch) if scratch else None
         used = tuple(blocks[s] for s in op.touched)
@@ -359,6 +359,7 @@ class _Lowering:
             self._end_stay(workspace)
 
     def _program(self) -> Program:
+        """Build the program from the instructions and stays so far; its blocks have no addresses yet."""
         graph, version = self.graph, self.version
         blocks: list[Block] = []
         for index, stay in enumerate(self.stays):
@@ -383,7 +384,7 @@ class _Lowering:
 
 
 def _contents_freed_by_run(history: History, runs: Sequence[int], targets: Set[Content]) -> list[list[Content]]:
-    """Return, for each run, the contents that can be freed after it: no later run reads them, no target is one."""
+    """Return for each run the contents to free after it. Targets and contents that later runs read are kept."""
     ops = history.graph.ops
     read_next = set(targets)  # contents whose next event is a run that reads them, or the end
     released: list[list[Content]] = []

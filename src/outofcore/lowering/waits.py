@@ -26,7 +26,7 @@ _LEARNT = frozenset({StorageKind.PARAMETER, StorageKind.OPTIMIZER_STATE, Storage
 
 
 class _FreeTimes:
-    """When each byte of the arena is free, as disjoint intervals in order of address."""
+    """The clock at which each byte of the arena becomes free, as disjoint intervals in order of address."""
 
     def __init__(self, start: _Clock) -> None:
         self._initial = start
@@ -34,7 +34,7 @@ class _FreeTimes:
         self._pieces: list[tuple[int, _Clock]] = []  # the end of each interval, and when it is free
 
     def free_time(self, start: int, end: int) -> _Clock:
-        """Return the clock from which on all of [start, end) is free."""
+        """Return the earliest clock at which all bytes of [start, end) are free."""
         needed = self._initial
         at = max(bisect_right(self._starts, start) - 1, 0)
         while at < len(self._starts) and self._starts[at] < end:
@@ -69,7 +69,7 @@ class _FreeTimes:
 
 
 def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Program:
-    """Give each instruction of a placed program its necessary waits.
+    """Return a placed program in which each instruction has the waits that it needs.
 
     An instruction waits for the last accesses of the bytes that it uses, in blocks and home slots, unless its queue or
     another wait implies this. Updates of the model also wait for all earlier collectives: if one fails, the step is
@@ -167,7 +167,7 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
 
 
 def _is_final(graph: StepGraph, program: Program, instruction: Instruction) -> bool:
-    """Return whether an instruction changes the model or sends a gradient home: then no undo is possible."""
+    """Return whether an instruction changes the model or copies a gradient home, after which no undo is possible."""
     if isinstance(instruction, Run):
         changed = graph.ops[instruction.op].mutates
         kinds = {graph.storages[s].kind for s in changed if s in graph.persistent or graph.storages[s].arrives}
@@ -183,7 +183,7 @@ def _with_waits(instruction: Instruction, waits: tuple[Wait, ...]) -> Instructio
 
 
 def _lanes(program: Program) -> list[tuple[Queue, int]]:
-    """Return the queues of a program, each with its home, in the order of the entries of a clock."""
+    """Return each queue of a program with its home, in the order of the entries of a clock."""
     homes = {i.home for i in program.instructions if not isinstance(i, Run)} | {0}
     copies = [(queue, home) for home in sorted(homes) for queue in (Queue.COPY_OUT, Queue.COPY_IN)]
     has_collectives = any(isinstance(i, Run) and i.communicates for i in program.instructions)

@@ -92,7 +92,7 @@ class LowerBound(Relaxation):
         return max(*self.queue_seconds, (self.queue_seconds[0] + self.program.objective()) * (1 - _TOLERANCE))
 
     def _require_recomputation(self, runs: Mapping[int, tuple[int, ...]]) -> None:
-        """Require time for recomputation; one run of an op can serve one gap of each storage."""
+        """Require that the step takes the seconds of recomputation; one run of an op serves one gap of each storage."""
         ops, costs = self.problem.graph.ops, self.problem.costs
         served: dict[int, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
         for g, needed in runs.items():
@@ -123,7 +123,7 @@ class LowerBound(Relaxation):
         self.program.add_row(back, low=low)
 
     def _add_flow_out(self, home: int) -> None:
-        """Add variables for the bytes that wait to be copied out to a home at each moment, and their lower bounds."""
+        """Add variables and rows for the bytes that wait, at each moment, to be copied out to a home."""
         program, rate = self.program, self.problem.homes[home].bytes_per_s_out / UNIT
         written: list[dict[int, float]] = [{} for _ in self.passing]
         used: list[tuple[int, float, tuple[tuple[int, int], ...]]] = []
@@ -145,7 +145,7 @@ class LowerBound(Relaxation):
             self.flows[m].append(pending)
 
     def _add_flow_in(self, home: int) -> None:
-        """Add rows for the bytes that are fetched from a home before their use, at each moment (``early``)."""
+        """Add variables and rows for the bytes held at each moment because they were fetched before their use."""
         program, rate, n = self.program, self.problem.homes[home].bytes_per_s_in / UNIT, len(self.spans)
         due: list[dict[int, float]] = [{} for _ in self.passing]
         due_always, there = [0.0] * len(self.passing), [0.0] * len(self.passing)
@@ -173,7 +173,7 @@ class LowerBound(Relaxation):
             self.flows[m].append(early[m])
 
     def _limit_memory(self) -> None:
-        """Limit resident bytes and bytes in flight at each moment, and resident bytes at each op."""
+        """Require that resident bytes and bytes in flight fit at each moment, and resident bytes at each op."""
         problem, stays = self.problem, self.resident_terms()
         binding = binding_ops(problem.free_bytes.tolist(), [stay[1:] for stay in stays])
         rows = sorted([*zip(self.moments, self.flows, strict=True), *((i, []) for i in binding)])
@@ -193,7 +193,7 @@ def _writers(problem: Problem, history: History) -> dict[int, int]:
 
 
 def _required_runs(problem: Problem, history: History) -> dict[int, tuple[int, ...]]:
-    """Map each gap that may be recomputed to the ops that its recomputation must at least run."""
+    """Map each recomputable gap to the ops that any recomputation of it must run."""
     graph = problem.graph
     last_use: dict[Content, int] = {}
     for storage, uses in enumerate(graph.uses):
@@ -221,7 +221,7 @@ def _required_runs(problem: Problem, history: History) -> dict[int, tuple[int, .
 
 
 def _spans(free: Sequence[int]) -> list[int]:
-    """Return the number of each op's span; in long steps only the tightest ops have their own."""
+    """Return the span number of each op. In long steps only ops with few free bytes have a span of their own."""
     width = 1 if len(free) <= 12 * _OWN_SPANS else -(-len(free) // _OWN_SPANS)
     tight = {min(range(i, min(i + width, len(free))), key=free.__getitem__) for i in range(0, len(free), width)}
     begins = [i in tight or i - 1 in tight for i in range(len(free))]

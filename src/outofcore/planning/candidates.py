@@ -40,13 +40,13 @@ class Candidate:
 
 
 class CandidateTuner:
-    """Creates and changes the candidates of a step; ``choices`` have no recomputation."""
+    """Creates and improves the candidates of a step; the given ``choices`` must recompute no gap."""
 
     def __init__(self, choices: Choices, params: SearchParams) -> None:
         self.problem, self.params, self._tuner = choices.problem, params, Tuner(choices)
 
     def create(self, origin: str, choices: Choices, homes: Ints) -> list[Candidate]:
-        """Return a tuned candidate for each slack with which the state can be made to fit."""
+        """Tune ``choices`` with each slack of the parameters; return a candidate for each that fits."""
         state = TunerState(choices.kind, choices.fetch, array("q", homes.tolist()))
         candidates: list[Candidate] = []
         for slack in self.params.slacks:
@@ -64,7 +64,7 @@ class CandidateTuner:
         leaving: Set[int] = frozenset(),
         seed: int = 0,
     ) -> Candidate | None:
-        """Return a candidate after random changes that did not slow it; None if it cannot fit (see ``Tuner.begin``)."""
+        """Improve a candidate by random changes; return None if it cannot fit. Arguments: see ``Tuner.begin``."""
         start = self._tuner.begin(candidate.tuned_state.state, candidate.slack, _PASSES, spared, leaving)
         if start is None:
             return None

@@ -56,7 +56,7 @@ _KEEP_ALL: array[int] = array("q")
 
 @dataclass(frozen=True)
 class FrontState:
-    """A state of the front: the most ``bytes`` of large blocks, and the ``seconds`` of recomputation."""
+    """A set of gaps to recompute, the peak ``bytes`` of large blocks, and the ``seconds`` of recomputation."""
 
     how: str  # the walk and the limit that found it
     bytes: int
@@ -66,7 +66,7 @@ class FrontState:
 
 @dataclass
 class Front:
-    """The front of a step without homes, computed on demand and cached."""
+    """The least recomputation for each budget, for a step without homes; computed on demand and cached."""
 
     graph: StepGraph
     costs: Costs
@@ -91,14 +91,14 @@ class Front:
     def _anneal(
         self, walk: str, k: int, changes_each: int, effort: int = 1, temperature: float = _WARM
     ) -> FrontState | None:
-        """Anneal within the ``k``-th limit from the present state; return None if no visited state fits."""
+        """Anneal from the search's present state; return the best state within ``limits[k]``, or None."""
         changes = effort * min(changes_each * len(self.choices.recomputable), _MAX_CHANGES)
         return self._state(
             walk, k, self.search.anneal(self.limits[k], changes, effort * _WORK // len(self.limits), temperature, k)
         )
 
     def _search_greedily(self, k: int) -> FrontState | None:
-        """Return a state within the ``k``-th limit by greedy search from the in-core state; None without success."""
+        """Search greedily from the in-core state; return a state within ``limits[k]``, or None."""
         limit = self.limits[k]
         self.search.restore(_KEEP_ALL)
         return self._state("greedy search", k, self.search.drop(limit, limit, max_chain_runs(self.choices)))
@@ -109,7 +109,7 @@ class Front:
 
     @cached_property
     def _states_down(self) -> list[FrontState]:
-        """The states found in the walk down, the lowest last."""
+        """The states found under ever lower limits; the last one needs the fewest bytes."""
         states: list[FrontState] = []
         lowest = failed = 0
         for k in reversed(range(len(self.limits))):
@@ -136,7 +136,7 @@ class Front:
         return states
 
     def _climb(self, last: int) -> list[FrontState]:
-        """Continue the walk up to the limit of index ``last``; return the best states by limit, up to that one."""
+        """Anneal under ever higher limits up to ``limits[last]``; return the best state of each, the lowest first."""
         changes_each, first = self.params.annealing, bisect_left(self.limits, self._states_down[-1].bytes)
         for k in range(first + len(self._states_up), last + 1) if changes_each else ():
             fitting = [state for state in (*self._states_down, *self._states_up[-1:]) if state.bytes <= self.limits[k]]
@@ -174,7 +174,7 @@ class Front:
         return smallest
 
     def plan(self, budget: int) -> Planned | None:
-        """Return the best plan for a budget, with the outcomes of placing states; None if the budget is too small."""
+        """Return the fastest plan within a budget, with all attempts in ``candidates``; None if no plan fits."""
         if budget < self.smallest:
             return None
         outcomes: list[CandidateOutcome] = []

@@ -35,7 +35,7 @@ _WHOLE = 1 - 1e-6
 
 @dataclass(frozen=True)
 class GapShares:
-    """A solution of the linear program."""
+    """A solution of the linear program: the resident, offloaded and recomputed share of each gap."""
 
     resident: Floats  # shape (gaps,), the resident share
     offloaded: Floats  # shape (gaps, homes), the share at each home
@@ -43,7 +43,7 @@ class GapShares:
     in_flight: Floats  # shape (ops,), bytes in flight
 
     def round_to_choice(self, problem: Problem) -> Ints | None:
-        """Return a choice that keeps the gaps with the largest resident shares that fit; None if homes overflow."""
+        """Choose the device or a home for each gap, the largest resident shares first; None if homes are too small."""
         choice = np.where(self.resident >= _WHOLE, ON_DEVICE, self.offloaded.argmax(axis=1))
         room: Ints = (
             problem.free_bytes - np.ceil(self.in_flight).astype(np.int64) - problem.resident_bytes(choice == ON_DEVICE)
@@ -59,7 +59,7 @@ class GapShares:
 def solve(
     problem: Problem, recompute_seconds: Mapping[int, float], margin: float = 0.0, *, weight: float
 ) -> GapShares | None:
-    """Solve the linear program with a share ``margin`` of the limit left free; return None if it has no solution."""
+    """Solve the program; None if infeasible. ``margin``: share of the limit left free; ``weight``: cost of copying."""
     if not problem.homes or not problem.is_feasible:
         return None
     return _Guide(problem, recompute_seconds, margin, weight).solve()
@@ -97,14 +97,14 @@ class _Guide(Relaxation):
         return GapShares(np.clip(resident, 0, 1), np.clip(offloaded, 0, 1), np.clip(recomputed, 0, 1), flowing)
 
     def _link_units(self, info: GapInfo, home: int, *, arriving: bool) -> float:
-        """Return the bytes, in ``UNIT``, that a link moves in the seconds of one copy, its latency included."""
+        """Return the bytes (in ``UNIT``) that a link could move in the seconds of one copy, latency included."""
         place = self.problem.homes[home]
         if arriving:
             return place.in_seconds(info.copied_bytes) * place.bytes_per_s_in / UNIT
         return place.out_seconds(info.copied_bytes) * place.bytes_per_s_out / UNIT
 
     def _add_flows(self, home: int) -> None:
-        """Add the flow of copies to and from a home over the spans."""
+        """Add variables and rows for the bytes that are being copied to and from a home in each span."""
         program, count, place, n = self.program, len(self.seconds), self.problem.homes[home], len(self.spans)
         # Bytes evicted after each span, and bytes needed back before it, in units.
         leaving, due = ([defaultdict[int, float](float) for _ in range(count)] for _ in range(2))
@@ -153,7 +153,7 @@ class _Guide(Relaxation):
             self.flows[2 * (homes * i + home) : 2 * (homes * i + home) + 2] = outs[i], ins[i]
 
     def _limit_memory(self, free: Ints) -> None:
-        """Limit resident bytes and bytes in flight at each op."""
+        """Require that resident bytes and bytes in flight together fit ``free`` at each op."""
         stays = self.resident_terms()
         ops = binding_ops(self.problem.free_bytes.tolist(), [stay[1:] for stay in stays], self.spans)
         resident = add_levels(self.program, ops, [(column, size / UNIT, ranges) for column, size, ranges in stays])
@@ -166,7 +166,7 @@ class _Guide(Relaxation):
 
 
 def _spans(seconds: Sequence[float]) -> list[int]:
-    """Return the number of each op's span; in long steps spans have about equal seconds."""
+    """Group the ops of a long step into spans of about equal seconds; return the span number of each op."""
     if len(seconds) <= 3 * _SPANS:
         return list(range(len(seconds)))
     longest, max_ops = sum(seconds) / _SPANS, -(-len(seconds) // _SPANS)

@@ -33,7 +33,7 @@ class _SilentHighs(highspy.Highs):
 
 
 class LinearProgram:
-    """A linear program to minimise; ``interior`` is an interior-point method, faster with many optimal vertices."""
+    """A linear program to minimise. ``interior``: by an interior-point method, faster with many optimal vertices."""
 
     def __init__(self, *, interior: bool = False) -> None:
         self._method = "ipm" if interior else "simplex"
@@ -67,7 +67,7 @@ class LinearProgram:
         return len(self._row_upper) - 1
 
     def minimise(self) -> NDArray[np.float64] | None:
-        """Return the optimal values, of shape (variables,), or None; later variables and rows are ignored."""
+        """Solve; return the value of each variable, or None without optimum. Later variables and rows are ignored."""
         solver = self._solver = self._solver or self._build_solver()
         solver.run()
         if self._method != "simplex" and solver.getModelStatus() == highspy.HighsModelStatus.kUnknown:
@@ -81,7 +81,7 @@ class LinearProgram:
         return 0.0 if self._solver is None else float(self._solver.getInfo().objective_function_value)
 
     def dual_values(self) -> tuple[list[float], list[float]]:
-        """Return the dual values of the bounds of variables and of rows, after ``minimise``."""
+        """Return the dual values of variables and of rows after ``minimise``; before it, empty lists."""
         if self._solver is None:
             return [], []
         solution = self._solver.getSolution()
@@ -108,7 +108,7 @@ class LinearProgram:
 def add_levels(
     program: LinearProgram, moments: Sequence[int], stays: Iterable[tuple[int, float, Iterable[tuple[int, int]]]]
 ) -> list[int | None]:
-    """Add variables for the bytes held at some moments, and return them; None while no bytes are held.
+    """Add variables for the held bytes; return the one of each moment, or None for moments without held bytes.
 
     Each equals the one before plus the changes. ``stays`` are variables with factors and half-open ranges of moments.
     """
@@ -133,7 +133,7 @@ def add_levels(
 
 
 def binding_ops(free: Sequence[int], stays: Iterable[HeldRanges], spans: Sequence[int] | None = None) -> list[int]:
-    """Return ops, in order: the memory rows of these ops imply the rows of all other ops in their spans.
+    """Return ops, in order. The memory limits of these ops imply the limits of all other ops in their spans.
 
     Each byte held over op p is held over op i as well, or is in a range around p and not around i. If p has at least
     the bytes of such ranges more room than i, the row of i implies that of p.

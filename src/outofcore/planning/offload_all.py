@@ -33,7 +33,7 @@ def offload_all(graph: StepGraph, budget: int, *, strict: bool = False, costs: C
 
 
 def _homes(graph: StepGraph, costs: Costs) -> dict[int, int]:
-    """Map each storage with ops between its uses to its nearest home with room; empty if the homes are too small."""
+    """Map each storage that can be evicted to the nearest home with room; return {} if the homes are too small."""
     problem = Problem.of(graph, costs, 0)
     choice = problem.fit_homes(0 * problem.all_resident())
     if choice is None:

@@ -65,7 +65,7 @@ class Planned:
 
 
 def place(program: Program, capacity: int | None = None, effort: int = EFFORT) -> Program:
-    """Return the program with an offset for each block; the arena exceeds ``capacity`` if no placement is found."""
+    """Return the program with an offset for each block; its arena exceeds ``capacity`` if no placement fits."""
     small = [block for block in program.blocks if not is_large(block.bytes)]
     large = [block for block in program.blocks if is_large(block.bytes)]
     end = len(program.instructions)
@@ -88,7 +88,7 @@ def place(program: Program, capacity: int | None = None, effort: int = EFFORT) -
 
 
 def _live_bytes(blocks: Sequence[Block], end: int) -> NDArray[np.int64]:
-    """Return the bytes of blocks at each of ``end`` instructions."""
+    """Return the bytes of held blocks at each of ``end`` instructions."""
     change = np.zeros(end + 1, dtype=np.int64)
     for block in blocks:
         for first, last in rectangle_of(block, end).segments:
@@ -98,7 +98,7 @@ def _live_bytes(blocks: Sequence[Block], end: int) -> NDArray[np.int64]:
 
 
 def _liftable_blocks(program: Program, small: Sequence[Block], is_full: NDArray[np.bool_]) -> set[int]:
-    """Return the ids of small blocks that only recomputed ops touch, and during whose lives the arena is never full."""
+    """Return ids of small blocks that only recomputed ops touch, and that are never held while the arena is full."""
     recomputation, elsewhere = set[int](), set[int]()
     for instruction in program.instructions:
         if isinstance(instruction, Run):
@@ -117,7 +117,7 @@ def _pack(blocks: Sequence[Block], end: int, capacity: int | None, effort: int) 
 
 
 def rectangle_of(block: Block, end: int) -> Rectangle:
-    """Return the rectangle of a block in a program with ``end`` instructions."""
+    """Return the rectangle (lifetime and bytes) of a block in a program with ``end`` instructions."""
     if not block.wraps:
         return Rectangle(block.id, block.born, block.dies, block.bytes)
     gap = None if block.born == block.dies == 0 else (block.dies, block.born)
@@ -157,7 +157,7 @@ def keep_all(budget: int) -> Plan:
 
 
 def fit_plan(graph: StepGraph, costs: Costs, budget: int, plan: Plan, effort: int = EFFORT) -> Planned | None:
-    """Lower, place and simulate one plan; return None if its blocks do not fit the budget."""
+    """Lower, place and simulate one plan; return None if it exceeds the budget or a home."""
     lowered = lower(graph, costs, plan)
     if copies_in_before_room(graph, costs, lowered) is None:
         return None
@@ -176,7 +176,7 @@ def resimulate(graph: StepGraph, costs: Costs, planned: Planned) -> Planned:
 
 
 def fit_policy(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Plan]) -> Planned | None:
-    """Search for a room in which the policy's plan can be placed within the budget; None if no attempt succeeds."""
+    """Ask a policy for plans with less room until one can be placed within the budget; return it, or None."""
     room = room_for_large(graph, costs, budget)
     too_large, too_small = room, 0  # the smallest room whose plan does not fit; the largest room without a plan
     previous_decisions, excess_bytes = None, 0
@@ -207,7 +207,7 @@ def fit_policy(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[in
 
 
 def comparison_seconds(costs: Costs, planned: Planned) -> float:
-    """Return the seconds by which programs are compared: of the step, and a small share of copying."""
+    """Return the seconds by which plans are compared: of the step, plus a small share of the copies."""
     if costs.homes and costs.homes[0].compute_slowdown:  # the simulated time contains the cost of copies
         return planned.timeline.step_seconds
     copying = 0.0

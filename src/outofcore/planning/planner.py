@@ -56,7 +56,7 @@ def explain_too_small(
     describe: Callable[[int], str] | None = None,
     smallest: int | None = None,
 ) -> BudgetError:
-    """Return the error for a too small budget; it names the neediest op, its storages and the smallest budget."""
+    """Return the error for a too small budget, with the op that needs the most bytes and the smallest budget."""
     needs = large_needs(graph, costs)
     smallest = smallest_budget(graph, costs) if smallest is None else smallest
     worst = max(range(len(needs)), key=needs.__getitem__) if needs else None
@@ -129,7 +129,7 @@ def plans_of_step(
     *,
     params: SearchParams | None = None,
 ) -> Iterator[Planned]:
-    """Yield the plans of ``plan_step``, the best first, and then one that offloads everything, if needed."""
+    """Yield all plans that fit, the best first, then one that offloads everything; raise like ``plan_step``."""
     policy = policy_of(policy)
     whole = lower(graph, costs, keep_all(budget))
     if budget < _min_feasible_bytes(graph, costs, whole):
@@ -172,7 +172,7 @@ def plans_of_step(
 
 
 def plan_in_core(graph: StepGraph, costs: Costs, budget: int) -> Planned | None:
-    """Return the in-core plan, with resident gradients as far as they fit; None if it exceeds the budget."""
+    """Return the plan without evictions, which keeps gradients if they fit; None if it exceeds the budget."""
     if not graph.gradients_left:
         return fit_plan(graph, costs, budget, keep_all(budget))
     planned = fit_plan(graph, costs, budget, keep_all_gradients(graph, keep_all(budget)))

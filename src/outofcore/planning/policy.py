@@ -86,7 +86,7 @@ _Policy = TypeVar("_Policy", bound=PolicyLike)
 
 @dataclass(frozen=True)
 class CheckedPolicy:
-    """Base of policies that checks the types of its fields; a wrong one raises ``InputError``."""
+    """Base class of policies; raises ``InputError`` if a field has a value of the wrong type."""
 
     name = ""
 
@@ -101,7 +101,7 @@ class CheckedPolicy:
                 )
 
     def require(self, field_name: str, is_valid: bool, valid_values: str) -> None:
-        """Raise ``InputError`` unless a value is valid; ``valid_values`` describes such values."""
+        """Raise ``InputError`` about a field unless ``is_valid``; the message contains ``valid_values``."""
         if not is_valid:
             raise InputError(
                 f"the policy {self.name!r}: {field_name} must be {valid_values}, not {getattr(self, field_name)!r}"
@@ -208,7 +208,7 @@ def fitting_plans(policy: Policy, graph: StepGraph, costs: Costs, budget: int) -
 
 
 def first_fitting_plan(policy: Policy, graph: StepGraph, costs: Costs, budget: int) -> list[Planned]:
-    """Return the plan of the first variant that fits the budget, in a list that may be empty."""
+    """Return a list with the plan of the first variant that fits the budget; empty if no variant fits."""
     for variant in policy.variants(graph, costs, budget):
         planned = _fit_variant(policy, graph, costs, budget, variant)
         if planned is not None:
@@ -217,7 +217,7 @@ def first_fitting_plan(policy: Policy, graph: StepGraph, costs: Costs, budget: i
 
 
 def _fit_variant(policy: Policy, graph: StepGraph, costs: Costs, budget: int, variant: Asked) -> Planned | None:
-    """Return a variant's plan that fits the budget, or None; raise if the policy returns an invalid plan."""
+    """Return the plan of a variant within the budget, or None; raise an error if the policy's plan is invalid."""
 
     def named_plan(room: int) -> Plan:
         plan = variant(room)

@@ -50,7 +50,7 @@ _Decisions = dict[Gap, Decision]
 def polish_plan(
     problem: Problem, budget: int, best: Planned | None, starts: Sequence[Plan], params: SearchParams
 ) -> Planned | None:
-    """Return the best plan found near the ``starts``, which need not fit; None if ``best`` is no slower."""
+    """Search near ``starts``, which need not fit the budget; return a plan better than ``best``, or None."""
     worthwhile = int(_RUNS * problem.costs.compute_seconds / _TRY_SECONDS)
     tries = min(params.polish_ops // max(len(problem.graph.ops), 1), _TRIES, worthwhile)
     goal = (lower_bound_seconds(problem.graph, problem.costs, budget) or 0.0) * _GOOD
@@ -94,7 +94,7 @@ class _Polisher:
         return comparison_seconds(self.costs, planned) * (1 + _OVER * over)
 
     def improve(self, start: Plan, tries: int, seed: int) -> Planned | None:
-        """Return the best plan after ``tries`` changes; it may exceed the budget. None: the homes are too small."""
+        """Try ``tries`` changes; return the best plan, even above the budget. None: ``start`` exceeds a home."""
         draw, staying = random.Random(seed), start.staying
         best = self._place({d.gap: d for d in start.decisions}, staying, inf)
         if best is None:
@@ -109,7 +109,7 @@ class _Polisher:
         return best
 
     def _place(self, decisions: _Decisions, staying: tuple[int, ...], max_seconds: float) -> Planned | None:
-        """Place a plan; return None if the homes are too small, or it surely takes over ``max_seconds``."""
+        """Place and simulate a plan; None if a home is too small, or the step must take over ``max_seconds``."""
         decided = {gap.storage for gap in decisions}
         plan = Plan(
             "auto",
@@ -144,7 +144,7 @@ class _Polisher:
         return decisions
 
     def _swap_gaps(self, decisions: _Decisions, decision: Decision, draw: random.Random) -> None:
-        """Keep an offloaded or recomputed gap, and offload or recompute another one that overlaps it."""
+        """Make the gap of a decision resident, and offload or recompute an overlapping gap, if there is one."""
         gap = decision.gap
         partners = [o for o in self.gaps if o not in decisions and o.start < gap.end and gap.start < o.end]
         if partners and gap.start >= 0:
@@ -153,7 +153,7 @@ class _Polisher:
             decisions[partner] = self._new_decision(partner, draw)
 
     def _change_decision(self, decisions: _Decisions, decision: Decision, draw: random.Random) -> None:
-        """Change a decision at random, in place: its times, home or residency; or delete it, to keep the gap."""
+        """Change the times, home or residency of a decision in ``decisions`` at random, or delete the decision."""
         gap, kind, shift = decision.gap, draw.random(), draw.choice(_SHIFTS)
         homes = self.homes.get(gap, tuple(range(len(self.costs.homes))))
         if decision.residency is Residency.RECOMPUTE:

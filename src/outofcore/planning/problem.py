@@ -27,7 +27,7 @@ ON_DEVICE = -1
 
 @dataclass(frozen=True, slots=True)
 class GapInfo:
-    """A gap of a large storage that has ops inside, or that follows the storage's last use."""
+    """A gap of a large storage: one with ops inside, or the one after the last use."""
 
     gap: Gap  # the use interval, in op indices
     bytes: int  # size in the arena
@@ -111,14 +111,14 @@ class Problem:
         return np.where(self._must_offload, 0, ON_DEVICE)
 
     def ops_inside(self, info: GapInfo) -> tuple[tuple[int, int], ...]:
-        """Return the half-open ranges of ops inside a gap; a cyclic gap has two."""
+        """Return the half-open ranges of ops inside a gap: two if it continues into the next step."""
         n = len(self.graph.ops)
         if not info.cyclic:
             return ((info.gap.start + 1, info.gap.end),)
         return ((info.gap.start + 1, n), (0, info.gap.end - n))
 
     def resident_bytes(self, is_kept: NDArray[np.bool_]) -> Ints:
-        """Return the bytes of resident gaps over each op, of shape (ops,); ``is_kept`` has shape (gaps,)."""
+        """Return the bytes of kept gaps at each op, of shape (ops,); ``is_kept`` has shape (gaps,)."""
         first, last, second_end, sizes = self._ranges
         delta = np.zeros(len(self.graph.ops) + 1, dtype=np.int64)
         kept_sizes = sizes * is_kept
@@ -139,7 +139,7 @@ class Problem:
         return all(bool(np.all(room[first:last] >= info.bytes)) for first, last in self.ops_inside(info))
 
     def copies_needed(self, choice: Ints) -> list[bool]:
-        """Return for each gap whether offloading it needs a copy-out (the copy at home is out of date)."""
+        """Return for each gap whether it is offloaded by a copy out; a current copy at home makes that unnecessary."""
         leaving: dict[int, list[int]] = {}
         at_home: dict[tuple[int, int], int] = {}
         home_of: list[int] = choice.tolist()
@@ -165,9 +165,9 @@ class Problem:
         return needed
 
     def fit_homes(self, choice: Ints, shares: NDArray[np.float64] | None = None) -> Ints | None:
-        """Return the choice with storages moved where a home would overflow; None if the homes are too small.
+        """Move storages to other homes until no home overflows; return the new choice. None: the homes are too small.
 
-        Storages with the largest share at a home (``shares``, by gap and home) stay, then storages with the most copies
+        Storages with the largest ``shares`` (by gap and home) keep their home first, then storages with the most copies
         per op of residence.
         """
         if all(home.bytes is None for home in self.homes):
@@ -208,7 +208,7 @@ class Problem:
         return choice
 
     def _ops_at_home(self, gaps: Iterable[int]) -> tuple[int, int]:
-        """Return the half-open range of ops over which a storage needs a slot at the home of these gaps."""
+        """Return the half-open range of ops during which the storage of these gaps needs a slot at home."""
         infos = [self.gaps[g] for g in gaps]
         # A frozen storage keeps its slot from step to step.
         if any(info.cyclic or info.gap.storage in self.graph.frozen for info in infos):
@@ -230,7 +230,7 @@ class Problem:
 
     @cached_property
     def _ranges(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """Starts, ends, ends of second ranges at the start of the step (0: none), and bytes of all gaps."""
+        """By gap: start, end, end of its range at the start of the next step (0: none), and bytes."""
         n = len(self.graph.ops)
         inside = [self.ops_inside(info) for info in self.gaps]
         ranges = np.array([ranges[0] for ranges in inside], dtype=np.int64).reshape(-1, 2)

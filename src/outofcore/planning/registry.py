@@ -105,7 +105,7 @@ def _parse_arguments(text: str, arguments: str) -> dict[str, Any]:
 
 
 def _check_fields(name: str, kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values after checking that their fields exist, and for ``SearchParams`` their types."""
+    """Check that ``kind`` has these fields (for ``SearchParams`` also the values); return the values."""
     names = [field.name for field in fields(kind)]
     for key in values:
         if key not in names:

@@ -53,7 +53,7 @@ class Relaxation:
         return [self.resident[g], *([self.recomputed[g]] if g in self.recomputed else []), *sent]
 
     def share_at_home(self, g: int, home: int) -> tuple[float, dict[int, float]]:
-        """Return the share of a gap at a home, as a constant plus terms; the last home has the remainder."""
+        """Return the share of a gap at a home as a constant and terms (factor by variable) to add to it."""
         info = self.problem.gaps[g]
         if (g, home) in self._offloaded:
             return 0.0, {self._offloaded[g, home]: 1.0}
@@ -93,7 +93,7 @@ class Relaxation:
         return [(column, gaps[g].bytes, self.problem.ops_inside(gaps[g])) for g, column in self.resident.items()]
 
     def limit_homes(self) -> None:
-        """Limit the bytes at each op in homes of limited capacity, inputs and outputs included."""
+        """Require at each op that no home holds more than its capacity, inputs and outputs included."""
         problem, n = self.problem, len(self.problem.graph.ops)
         for home, place in enumerate(problem.homes):
             if place.bytes is None:

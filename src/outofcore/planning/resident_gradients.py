@@ -30,7 +30,7 @@ def keep_all_gradients(graph: StepGraph, plan: Plan) -> Plan:
 
 
 def keep_fitting_gradients(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> Planned:
-    """Return the plan with as many gradients staying as fit the budget; never a slower plan."""
+    """Keep as many gradients on the device after the step as fit without slowing it; return the plan."""
     order = undecided_gradients(graph, planned.plan)
     best, max_worth = planned, comparison_seconds(costs, planned)
     fits, too_many, count = 0, len(order) + 1, len(order)

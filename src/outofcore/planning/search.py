@@ -66,7 +66,7 @@ def search(graph: StepGraph, costs: Costs, budget: int, params: SearchParams, wh
 
 @dataclass
 class _CandidateSearch:
-    """One search for plans of a step: candidates are states with schedules, plans are placed candidates."""
+    """One search for plans of a step: it tunes candidates (states with schedules) and places the best."""
 
     graph: StepGraph
     costs: Costs
@@ -114,7 +114,7 @@ class _CandidateSearch:
             self._offload_everything()
 
     def _tune_further(self, seed: int) -> list[Candidate]:
-        """Return the best candidates of each slack, tuned further; empty if one is good already."""
+        """Tune the best candidates of each slack further and return them; return [] if a candidate is good already."""
         if not self.params.further or self._is_good(_GOOD):
             return []
         best = [
@@ -188,7 +188,7 @@ class _CandidateSearch:
     # Placing
 
     def _tune_to_fit(self, candidate: Candidate, attempts: Attempts) -> Candidate | None:
-        """Return the candidate, tuned to leave free the bytes that its placements lacked; None if it cannot."""
+        """Tune a candidate to leave free the bytes that earlier placements lacked; return None if it cannot fit."""
         if not attempts.spared_bytes.any() and not attempts.forced_offloads:
             return candidate
         return self.candidate_tuner.tune(
@@ -217,7 +217,7 @@ class _CandidateSearch:
         )
 
     def _place_best(self, candidates: list[Candidate]) -> None:
-        """Place candidates, the best first; one that does not fit is tuned to leave more bytes free."""
+        """Place candidates, the best first. If one does not fit, tune it to leave more bytes free and try again."""
         for candidate in sorted(candidates, key=lambda candidate: candidate.value):
             attempts = Attempts(self.graph, self.costs, self.budget)
             trial: Candidate | None = candidate
@@ -244,7 +244,7 @@ class _CandidateSearch:
                 return
 
     def _polish(self) -> None:
-        """Record a better plan if the local search over placed plans finds one."""
+        """Search near the best plans (``polish_plan``), and record the plan found if it is better."""
         ranked = sorted(
             (planned for _, planned in self.planned), key=lambda planned: comparison_seconds(self.costs, planned)
         )
@@ -263,7 +263,7 @@ class _CandidateSearch:
             self._record("polished", better)
 
     def ranked_plans(self) -> list[Planned]:
-        """Return the placed plans, the fastest first and with all outcomes; in small steps polish them before."""
+        """Polish the plans of a small step. Return all plans, the fastest first, with all outcomes in the first."""
         if self.params.polish_ops and len(self.graph.ops) <= MAX_OPS:
             self._polish()
         ranked = sorted(

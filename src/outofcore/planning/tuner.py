@@ -84,7 +84,7 @@ class TunedState:
 
 
 class Tuner:
-    """The local search over the states of a step; ``choices`` have no recomputation."""
+    """A local search over the residencies and copy schedules of a step; ``choices`` must recompute no gap."""
 
     def __init__(self, choices: Choices) -> None:
         self._problem = problem = choices.problem
@@ -129,7 +129,7 @@ class Tuner:
     def begin(
         self, state: TunerState, slack: float, passes: int, spared: Ints | None = None, leaving: Set[int] = frozenset()
     ) -> TunedState | None:
-        """Go to a state and schedule it, repairing it if it does not fit; return None if that fails.
+        """Start from a state: schedule its copies, and repair it if it does not fit. Return None if that fails.
 
         Args:
             slack: how much earlier than just in time a copy in may start, in multiples of its own seconds.

@@ -13,7 +13,7 @@ _HomeCopy = tuple[int, int, CopyOut | CopyIn]  # index of the instruction, stora
 
 
 def check_homes(step: ValidatedStep, costs: Costs | None) -> dict[int, int]:
-    """Check the homes of copies, ``program.lodgings`` and clean storages; return the lodgings as home by storage."""
+    """Check homes, lodgings and clean storages; return ``program.lodgings`` as a map from storage to home."""
     graph, program = step.graph, step.program
     count = None if costs is None else max(len(costs.homes), 1)
 
@@ -62,7 +62,7 @@ def check_homes(step: ValidatedStep, costs: Costs | None) -> dict[int, int]:
 
 
 def check_capacity(step: ValidatedStep, order: ExecutionOrder, costs: Costs, lodgings: dict[int, int]) -> None:
-    """Check that every copy out has room at its home when it starts, however the queues run."""
+    """Check that each copy out finds room at its home, in every order of instructions that the waits allow."""
     graph, program = step.graph, step.program
     size = [storage.bytes for storage in graph.storages]
     copies: list[_HomeCopy] = [
@@ -103,7 +103,7 @@ def check_capacity(step: ValidatedStep, order: ExecutionOrder, costs: Costs, lod
 
 
 def _last_reads(copies: Sequence[_HomeCopy]) -> dict[int, int]:
-    """Map each copy out to the last copy in before the next copy out of its storage, or else to itself."""
+    """Map each copy out to the last copy in that reads it; map it to itself if it is never read."""
     ends: dict[int, int] = {}
     last: dict[int, int] = {}
     for index, storage, instruction in reversed(copies):

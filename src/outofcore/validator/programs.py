@@ -72,7 +72,7 @@ def _stay_of(block: Block, index: int) -> int:
 
 
 def _check_blocks(step: ValidatedStep) -> None:
-    """Check ids, sizes, offsets and lifetimes of blocks; a persistent storage or constant may wrap in one block."""
+    """Check ids, sizes, offsets and lifetimes of blocks. Persistent storages and constants may wrap, in one block."""
     graph, end = step.graph, len(step.program.instructions)
     lasting = graph.persistent | {s.id for s in graph.storages if s.kind is StorageKind.CONSTANT}
     wrapping: dict[int | None, int] = {}
@@ -121,7 +121,7 @@ def _check_blocks(step: ValidatedStep) -> None:
 
 
 def _check_instructions(step: ValidatedStep, costs: Costs | None) -> None:
-    """Check that instructions use existing, held blocks, that runs fit their ops, and that no workspace is copied."""
+    """Check that instructions use blocks that are held, that runs match their ops, and that no workspace is copied."""
     blocks = step.program.blocks
     for index, instruction in enumerate(step.program.instructions):
         used = instruction.blocks if isinstance(instruction, Run) else (instruction.block,)
@@ -144,7 +144,7 @@ def _check_instructions(step: ValidatedStep, costs: Costs | None) -> None:
 
 
 def _check_run(step: ValidatedStep, index: int, run: Run, costs: Costs | None) -> None:
-    """Check that a run is on the right queue and uses blocks of its op's storages, and a large enough workspace."""
+    """Check the queue of a run, the storages of its blocks, and that its workspace is large enough."""
     if not 0 <= run.op < len(step.graph.ops):
         raise ValidationError(f"instruction {index} runs op {run.op}, which the graph does not have")
     if run.communicates != step.graph.ops[run.op].communicates:
@@ -238,7 +238,7 @@ def _check_room(step: ValidatedStep, budget: int) -> None:
 
 
 def _add_live_block(step: ValidatedStep, live: list[tuple[int, int, int]], block: Block, index: int | None) -> None:
-    """Add a block to ``live``; raise ``ValidationError`` if it overlaps a live block."""
+    """Add a block to ``live`` at instruction ``index`` (None: at the start); raise ``ValidationError`` on overlap."""
     if block.offset < 0 or block.bytes == 0:
         return
     begin, end = block.offset, block.offset + block.bytes
@@ -255,7 +255,7 @@ def _add_live_block(step: ValidatedStep, live: list[tuple[int, int, int]], block
 
 
 def _staying_blocks(step: ValidatedStep) -> dict[int, Block]:
-    """Return the block that holds each staying gradient when the step ends; check that there is exactly one."""
+    """Return the block in which each gradient of ``program.staying`` ends the step; check that there is just one."""
     graph, program = step.graph, step.program
     blocks: dict[int, Block] = {}
     for storage in program.staying:
@@ -280,7 +280,7 @@ def _staying_blocks(step: ValidatedStep) -> dict[int, Block]:
 
 @dataclass(eq=False, slots=True)
 class _Location:
-    """A stay of a block, or a home slot: its version and its last accesses."""
+    """A block while it is held, or a slot at a home, with its version and its last accesses."""
 
     of: Block | tuple[int, int]  # the block; or the storage and its home
     version: int | None  # None: garbage, or bytes too old to trust
@@ -289,7 +289,7 @@ class _Location:
 
 
 class _Replay:
-    """Replays versions through blocks and homes, and checks that each conflict is ordered."""
+    """Follows versions through blocks and homes, and checks that waits order all conflicting accesses."""
 
     def __init__(self, step: ValidatedStep, order: ExecutionOrder, lodgings: dict[int, int]) -> None:
         graph, program = step.graph, step.program
@@ -375,7 +375,7 @@ class _Replay:
             self._write(self._block_location(run.workspace), None)
 
     def _block_location(self, number: int) -> _Location:
-        """Return the location of a block's present stay; a new stay takes over its bytes."""
+        """Return the location of a block at the current instruction; its first use takes over the block's bytes."""
         location, block = self.stays[number], self.program.blocks[number]
         later = block.wraps and _stay_of(block, self.index) == 1
         if later:
@@ -393,7 +393,7 @@ class _Replay:
         return location
 
     def _take_over_bytes(self, location: _Location, begin: int, end: int) -> None:
-        """Make a new stay the holder of its bytes, and check that all former users of these have ended."""
+        """Make a location the holder of bytes [begin, end); check that all users of former holders have ended."""
         begins, ends, holders = self.begins, self.ends, self.holders
         low, high = bisect_right(ends, begin), bisect_left(begins, end)
         for former in () if self.alone else holders[low:high]:
@@ -410,7 +410,7 @@ class _Replay:
         begins[low:high], ends[low:high], holders[low:high] = zip(*news, strict=True)
 
     def _check_ordered(self, former: _Location, location: _Location) -> None:
-        """Check that the users of ``former`` have ended before this instruction: ``location`` reuses its bytes."""
+        """Check that all users of ``former`` have ended, since ``location`` reuses its bytes."""
         ended, order = self.ended, self.order
         for earlier in (former.writer, *former.readers.values()):
             if earlier is not None and ended[order.queue[earlier]] < order.position[earlier]:
@@ -424,7 +424,7 @@ class _Replay:
         raise ValidationError(f"{names} has ended, and both touch {bytes_of}; it must wait")
 
     def _read(self, location: _Location, version: int) -> None:
-        """Check that a location holds this version and that its writer has ended; record the current reader."""
+        """Check that a location holds ``version`` and that its writer has ended; record this instruction as reader."""
         if location.version != version:
             name = self.step.instruction(self.index)
             raise ValidationError(f"{name} needs version {version}, but {self._describe_contents(location)}")
@@ -434,7 +434,7 @@ class _Replay:
         location.readers[self.queue] = self.index
 
     def _write(self, location: _Location, version: int | None) -> None:
-        """Check that all earlier accesses of a location have ended; record the current writer and the version."""
+        """Check that all earlier accesses of a location have ended; record this instruction and ``version``."""
         if not self.alone:
             self._check_ordered(location, location)
         if location.readers:
@@ -443,7 +443,7 @@ class _Replay:
         location.version = version
 
     def _check_end(self) -> None:
-        """Check that everything seen after the step, or by the next step, ends at its last version."""
+        """Check that the results, and the state for the next step, have their last versions when the step ends."""
         mutated = {storage for op in self.graph.ops for storage in op.mutates}
         due = (set(self.graph.outputs) - self.staying.keys()) | (self.graph.persistent - self.wrapping.keys())
         due |= {s.id for s in self.graph.storages if s.arrives and s.id in mutated}

@@ -79,7 +79,7 @@ class DTR(CheckedPolicy):
 
 
 def evict_online(choices: Choices, limit: int) -> Snapshot | None:
-    """Simulate greedy eviction, and return the gaps that are then recomputed; None if an op cannot fit.
+    """Simulate greedy eviction, and return the gaps to recompute; None if an op does not fit.
 
     A plan drops a storage right after the use before its eviction, and keeps only the last fetch before the next use.
     So it may take more bytes and seconds than the simulation. ``choices`` must have every gap resident.
@@ -149,7 +149,7 @@ class _GreedyEviction:
             self.dying.setdefault(op, []).append(content)
 
     def run(self) -> Snapshot | None:
-        """Simulate the step; return None, with the gaps in ``unrecomputable``, if an op does not fit."""
+        """Simulate the step; return the recomputed gaps. None if an op does not fit: see ``unrecomputable``."""
         state, contents = self.state, self.template.contents
         self.held = state.held.copy()  # without evicted gaps
         for op, seconds in enumerate(contents.seconds):
@@ -185,7 +185,7 @@ class _GreedyEviction:
         self.unrecomputable = due
 
     def _bytes_and_locked(self, op: int, chain: Chain | None) -> tuple[int, frozenset[int]]:
-        """Return the bytes of an op with its chain, and the contents that must stay for it."""
+        """Return the bytes of an op with the chain before it, and the contents that may not be evicted for it."""
         op_bytes = int(self.state.alone[op])
         if chain is None:
             return op_bytes, frozenset()
@@ -197,7 +197,7 @@ class _GreedyEviction:
         return self._evict_cheapest(op, allowed)
 
     def _make_room(self, op: int, need: int, locked: frozenset[int]) -> bool:
-        """Evict by the heuristic until an op with its chain fits; return False if no more can be evicted."""
+        """Evict contents, except ``locked``, until ``need`` bytes are free at an op; return False if that fails."""
         if self.held[op] + need <= self.limit:
             return True
         allowed = self.resident.copy()
@@ -211,7 +211,7 @@ class _GreedyEviction:
         return True
 
     def _evict_cheapest(self, op: int, allowed: NDArray[np.bool_]) -> bool:
-        """Evict the allowed gap that is cheapest by the heuristic, and disallow it; return False if no gap is left."""
+        """Evict the gap with the lowest score and remove it from ``allowed``; return False if there is no such gap."""
         min_age = _MIN_AGE * (self.clock + 1e-12)
         open_now = np.flatnonzero(allowed)
         if not len(open_now):
@@ -227,7 +227,7 @@ class _GreedyEviction:
         return True
 
     def _update_cost(self, op: int, g: int) -> None:
-        """Find the chain of a resident gap before an op, and set its cost: infinity if it cannot be recomputed."""
+        """Set the seconds that evicting gap ``g`` at an op would cost; infinity if it cannot be recomputed."""
         state = self.state
         self.stale[g] = False
         chain = state.chain(op, (g,))
@@ -246,7 +246,7 @@ class _GreedyEviction:
         self.cost[g] = chain.seconds + self.dependent_seconds[content]
 
     def _evict(self, op: int, g: int) -> None:
-        """Mark a gap as recomputed from an op on, and count its seconds for each content that it needs."""
+        """Evict gap ``g`` at an op, and add its seconds to the cost of each content that its chain needs."""
         state, contents = self.state, self.template.contents
         content = state.content[g]
         state.kind[g], state.fetch[g] = RECOMPUTED, state.end[g]
@@ -263,7 +263,7 @@ class _GreedyEviction:
         self._mark_stale(content)
 
     def _forget_dependencies(self, g: int) -> None:
-        """Stop counting the seconds of a gap, resident again, for the contents that its chain needed."""
+        """Subtract the seconds that ``_evict`` added, since gap ``g`` is resident again."""
         contents = self.template.contents
         content = self.state.content[g]
         maker_seconds = contents.seconds[contents.maker[content]]
@@ -271,7 +271,7 @@ class _GreedyEviction:
             self.dependent_seconds[dependency] -= maker_seconds
 
     def _bring_back(self, op: int, chain: Chain) -> None:
-        """Mark contents as resident that a chain has made and a later op needs."""
+        """Mark evicted gaps as resident again if a chain has made their contents and a later op uses them."""
         state = self.state
         for content in sorted(chain.contents.made):
             self._mark_stale(content)

@@ -16,7 +16,7 @@ from outofcore.planning.problem import Ints
 
 @dataclass(frozen=True)
 class Held:
-    """The bytes of a step in which everything stays on the device.
+    """Computes the bytes that a step holds at each op under given decisions.
 
     Attributes:
         graph: the step.
@@ -41,7 +41,7 @@ class Held:
         return placed_bytes(self.graph.storages[gap.storage].bytes)
 
     def under(self, decisions: Iterable[Decision]) -> Ints:
-        """Return for each op the bytes held under decisions, at most one about each gap."""
+        """Return the bytes held at each op under ``decisions``, which name each gap at most once."""
         n = len(self.kept)
         change = np.zeros(n + 1, dtype=np.int64)
         for decision in decisions:
@@ -54,7 +54,7 @@ class Held:
 
 
 def _add(change: Ints, n: int, first: int, last: int, count: int) -> None:
-    """Record a change of ``count`` bytes over ops [first, last), where ``n`` is the first op of the next step."""
+    """Add ``count`` bytes over ops [first, last) to the differences ``change``; ops from ``n`` on wrap to 0."""
     for begin, end in ((first, min(last, n)), (max(first - n, 0), last - n)):
         if begin < end:
             change[begin] += count

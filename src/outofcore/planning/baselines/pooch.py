@@ -64,7 +64,7 @@ class PoocH(CheckedPolicy):
 
 
 def pooch(graph: StepGraph, costs: Costs, budget: int, *, effort: int = 500_000) -> Plan:
-    """Plan a step by classification (see ``PoocH``); raise ``BudgetError`` if swapping all is not enough."""
+    """Plan a step (see ``PoocH``); raise ``BudgetError`` if it does not fit even with every feature map swapped."""
     trials = StepSimulator.of(graph, costs, budget)
     in_core = trials.run([MapClass.KEEP] * len(trials.maps))
     if in_core is not None:
@@ -84,7 +84,7 @@ class _Classifier:
     visited: int = field(default=0)  # nodes of the tree search
 
     def keep(self, classes: list[MapClass], tried: frozenset[int]) -> tuple[float, list[MapClass]]:
-        """Search for maps to keep from a node of the tree, not ``tried`` ones; return the best seconds and classes."""
+        """Search for more maps to keep, except ``tried``, from a node of the tree; return the best seconds, classes."""
         self.visited += 1
         trial = self.trials.run(classes)
         if trial is None:
@@ -99,7 +99,7 @@ class _Classifier:
         return best
 
     def _keep_fitting(self, classes: list[MapClass], stalling: frozenset[int]) -> tuple[float, list[MapClass]]:
-        """Keep the maps that stall the forward pass, then all others that fit; return the seconds and classes."""
+        """Keep ``stalling`` maps up to the first that does not fit, then all that fit; return seconds and classes."""
         filled, room = list(classes), self.trials.room_with_kept_maps(classes)
         order = sorted(range(len(filled)), key=lambda m: (-self.trials.maps[m].start, m))
         for maps, stops in (([m for m in order if m in stalling], True), (order, False)):
@@ -113,7 +113,7 @@ class _Classifier:
         return (inf if trial is None else trial.seconds), filled
 
     def recompute(self, classes: list[MapClass]) -> SimulatedStep:
-        """Recompute the group with the smallest ratio, repeatedly until it reaches 1; return the simulated step."""
+        """Recompute groups of swapped maps while that adds fewer seconds than swapping; return the simulated step."""
         trials, classes, now = self.trials, list(classes), self._run(classes)
         swapped = [m for m, map_class in enumerate(classes) if map_class is MapClass.SWAP and trials.can_recompute(m)]
         group_size = 3 * len(swapped) * trials.ops // max(self.effort, 1) + 1
@@ -141,7 +141,7 @@ class _Classifier:
         return trial
 
     def _added_seconds_ratio(self, classes: list[MapClass], group: tuple[int, ...], now: SimulatedStep) -> float:
-        """Return the seconds added by recomputing a group over the seconds added by swapping it."""
+        """Return the ratio of the seconds that recomputing a group adds to the seconds that swapping it adds."""
 
         def with_class(new_class: MapClass) -> list[MapClass]:
             return [new_class if m in group else map_class for m, map_class in enumerate(classes)]

@@ -48,7 +48,7 @@ class ProfileGuided(CheckedPolicy):
         return (keep_all,)
 
     def place(self, graph: StepGraph, costs: Costs, budget: int) -> Planned | None:
-        """Return the plan with its addresses; None if they exceed the budget."""
+        """Return the in-core plan with addresses by best fit; None if it exceeds the budget."""
         keep_gradients = keep_all_gradients(graph, keep_all(budget)) if graph.gradients_left else keep_all(budget)
         plans = dict.fromkeys((keep_gradients, keep_all(budget)))
         for plan in plans:
@@ -59,7 +59,7 @@ class ProfileGuided(CheckedPolicy):
 
 
 def _place_by_rule(program: Program) -> Program:
-    """Return the program with offsets by best fit, small blocks below the large ones."""
+    """Place blocks by best fit, small ones below the large ones; return the placed program."""
     small = [block for block in program.blocks if not is_large(block.bytes)]
     large = [block for block in program.blocks if is_large(block.bytes)]
     offsets: dict[int, int] = {}

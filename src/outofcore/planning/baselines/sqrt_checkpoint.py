@@ -87,7 +87,7 @@ class _Checkpoints:
 
     @staticmethod
     def of(graph: StepGraph, waiting: tuple[Gap, ...], count: int) -> _Checkpoints:
-        """Choose the borders of ``count`` segments that have about equal waiting bytes and few crossing bytes."""
+        """Cut the forward pass into ``count`` segments of about equal bytes, at ops that few bytes cross."""
         turn = min((gap.end for gap in waiting), default=0)
         crossing = _crossing_bytes(graph, {gap.storage for gap in waiting}, turn)
         created = sorted(
@@ -105,7 +105,7 @@ class _Checkpoints:
         return _Checkpoints(graph, History.of(graph), waiting, turn, tuple(borders))
 
     def decisions(self) -> Iterator[Decision]:
-        """Yield the decisions to recompute gaps; all gaps of a segment are recomputed when the first of them ends."""
+        """Yield a decision for each recomputed gap. A segment is recomputed as a whole, when its first gap ends."""
         graph, history = self.graph, self.history
         checkpoints: set[int] = set()
         for border in self.borders:
@@ -143,7 +143,7 @@ class _Checkpoints:
                 yield Decision(gap, Residency.RECOMPUTE, gap.start + 1, fetch)
 
     def _is_held_at(self, op: int, dropped: set[int]) -> Callable[[Content], bool]:
-        """Return a predicate for contents that are surely on the device or at home right before an op."""
+        """Return a function that checks whether a content is surely on the device or at home right before an op."""
         graph, history = self.graph, self.history
         always_held = history.always_available(op)
 
@@ -157,7 +157,7 @@ class _Checkpoints:
 
 
 def _crossing_bytes(graph: StepGraph, waiting: set[int], turn: int) -> Sequence[tuple[int, int]]:
-    """Return by op the bytes that cross a border before it: of storages that do not wait over the turn, and of all."""
+    """Return two counts of bytes that cross a border before each op: not waiting over the turn, and all."""
     writes = History.of(graph).writes
     lost = [0] * (turn + 2)
     whole = [0] * (turn + 2)

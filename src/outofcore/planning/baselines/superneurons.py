@@ -117,7 +117,7 @@ class _Segments:
         )
 
     def decisions(self, count: int, recompute: bool, ahead: bool) -> tuple[Decision, ...]:
-        """Return decisions for the first ``count`` checkpoints and, if ``recompute``, for all segments."""
+        """Offload ``count`` checkpoints and, if ``recompute``, recompute all segments. ``ahead``: fetch one ahead."""
         decisions: list[Decision] = []
         due: dict[Gap, int] = {gap: gap.end for gap in self.checkpoints[:count]}
         checkpoints_of: dict[int, list[Gap]] = {}  # by the op that makes them

@@ -135,7 +135,7 @@ class Rewriting:
         return Rewriting(graph, costs, Held.of(graph, costs), tuple(gaps), times)
 
     def decisions(self, threshold: int, ahead: int, group: int, mode: Mode) -> tuple[Decision, ...]:
-        """Return the decisions to offload gaps, by storage, under the distances and the mode of ``TFLMS``."""
+        """Return decisions to offload the gaps that these options of ``TFLMS`` select, in order of storage."""
         swapped: dict[Gap, int] = {}
         for gap, written in self.gaps:
             is_far = gap.end - written > threshold and gap.end > gap.start + 1

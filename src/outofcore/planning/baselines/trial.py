@@ -50,7 +50,7 @@ class _Chain:
 
 @dataclass(frozen=True)
 class StepSimulator:
-    """A simulator of a step with kept, swapped and recomputed feature maps; ``maps`` are their gaps, by storage."""
+    """Simulates a step with each feature map kept, swapped or recomputed; ``maps`` are the gaps of these maps."""
 
     graph: StepGraph
     costs: Costs
@@ -111,7 +111,7 @@ class StepSimulator:
         return self.limit - self.occupancy.under(evictions)
 
     def reserve(self, room: Ints, m: int) -> bool:
-        """Subtract the bytes of a map over its gap from ``room``; return False if they do not fit."""
+        """Subtract map ``m`` from ``room`` over its gap and return True; return False if it does not fit."""
         gap = self.maps[m]
         if int(room[gap.start + 1 : gap.end].min(initial=self.sizes[m])) < self.sizes[m]:
             return False
@@ -146,7 +146,7 @@ class StepSimulator:
         return best
 
     def _chains(self, classes: list[MapClass]) -> dict[int, _Chain]:
-        """Return, by op, the chains that make the recomputed maps; each keeps all such maps that it passes through."""
+        """Map ops to the recomputation (chain) before them. A chain keeps every recomputed map that it makes."""
         graph, history = self.graph, self.history
         recomputed = {gap.storage: m for m, gap in enumerate(self.maps) if classes[m] is MapClass.RECOMPUTE}
         back: dict[int, int] = {}
@@ -190,7 +190,7 @@ class StepSimulator:
         return chains
 
     def _chain(self, op: int, maps: tuple[int, ...], runs: tuple[int, ...]) -> _Chain:
-        """Return the chain that runs before an op: the maps that it makes, its seconds, and the bytes that it adds."""
+        """Return the chain of ``runs`` before an op, with its seconds and the bytes that it needs in addition."""
         graph = self.graph
         returned = {self.maps[m].storage for m in maps}
         alive = {s for s in returned if s in graph.ops[op].touched}
@@ -210,7 +210,7 @@ class StepSimulator:
         return placed_bytes(count) if is_large(count) else 0
 
     def _releases(self, swapped: list[int], room: Ints, times: tuple[float, ...]) -> dict[int, int]:
-        """Return, by map, the op from which its room is free: when its copy-out ends, or when the room is needed."""
+        """Return for each map the op at which its bytes are freed: after its copy out, or when they are needed."""
         releases: dict[int, int] = {}
         link_free = 0.0
         for m in sorted(swapped, key=lambda m: self.maps[m].start):
@@ -226,7 +226,7 @@ class StepSimulator:
     def _fetches(
         self, swapped: list[int], room: Ints, times: tuple[float, ...], releases: dict[int, int], delayed: bool
     ) -> dict[int, int]:
-        """Return, by map, the op at which its copy-in starts: the first with room or, if ``delayed``, a later one."""
+        """Return for each map the op at which its copy in starts: once it fits or, if ``delayed``, just in time."""
         latest: dict[int, float] = {}
         due = float("inf")
         for m in sorted(swapped, key=lambda m: -self.maps[m].end):
@@ -245,7 +245,7 @@ class StepSimulator:
     def _timeline(
         self, swapped: list[int], times: tuple[float, ...], releases: dict[int, int], fetches: dict[int, int]
     ) -> tuple[float, frozenset[int], frozenset[int]]:
-        """Return the seconds of the step, and the maps whose copies out and in were waited for."""
+        """Return the seconds of the step, the maps that it waited for to be copied out, and to be copied in."""
         events: list[tuple[int, int, int]] = []  # the op before which it happens, the kind, the map
         for m in swapped:
             gap = self.maps[m]

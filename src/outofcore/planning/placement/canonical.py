@@ -43,7 +43,7 @@ _NOISE = 0.3
 def search(
     rectangles: Rectangles, capacity: int, params: PlacementParams, watch: Deadline
 ) -> tuple[CanonicalResult, Ints]:
-    """Search for a placement within a capacity; return the result, and the offsets if one is found."""
+    """Search for a placement within a capacity; return the result and the offsets, valid only for FOUND."""
     offsets, effort = np.zeros(len(rectangles), np.int64), params.effort
     techniques = sum(
         bit
@@ -70,7 +70,7 @@ def search(
 
 
 def components(rectangles: Rectangles) -> list[Ints]:
-    """Return the indices of each group of rectangles that is separated in time, the smallest group first."""
+    """Group rectangles so that groups do not overlap in time; return the indices of each, the smallest first."""
     last = np.where(rectangles.second_end <= rectangles.slots, rectangles.second_end, rectangles.end)
     order = np.argsort(rectangles.begin, kind="stable")
     reach = np.maximum.accumulate(last[order])
@@ -79,7 +79,7 @@ def components(rectangles: Rectangles) -> list[Ints]:
 
 
 def _runs(rectangles: Rectangles, restarts: bool) -> Iterator[tuple[Ints, int]]:
-    """Yield, without end, an order of the rectangles and the number of nodes to search with it."""
+    """Yield endlessly an order in which to try the rectangles, and the number of nodes to search with it."""
     width = rectangles.lifetimes.astype(np.float64)
     total = _peak_during(rectangles).astype(np.float64)
     run = 0
@@ -100,7 +100,7 @@ _ORDERS = ("WAT", "TAW", "TWA")
 
 
 def _peak_during(rectangles: Rectangles) -> Ints:
-    """Return for each rectangle the most bytes that are live at a moment of its lifetime."""
+    """Return for each rectangle the most bytes that are held at once during its lifetime."""
     live = rectangles.live_bytes()
     peaks = np.empty(len(rectangles), np.int64)
     for i, (begin, end) in enumerate(zip(rectangles.begin.tolist(), rectangles.end.tolist(), strict=True)):

@@ -66,7 +66,7 @@ def best_fit(rectangles: Rectangles, worth: NDArray[np.float64], snug: float = 0
 
 
 def first_fit(rectangles: Rectangles, order: Ints) -> Ints:
-    """Return offsets by first fit: in order, each at the lowest offset that is free."""
+    """Place the rectangles in ``order``, each at the lowest free offset; return the offsets."""
     offsets = np.zeros(len(rectangles), np.int64)
     order = np.ascontiguousarray(order, np.int64)
     load_library().outofcore_first_fit(_layout(rectangles), order.ctypes.data, offsets.ctypes.data)

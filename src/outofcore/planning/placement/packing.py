@@ -81,7 +81,7 @@ def best_fit(rectangles: Sequence[Rectangle]) -> Packing:
 
 
 def _pack_with(rectangles: Sequence[Rectangle], place: Callable[[Rectangles, int], tuple[Ints, int] | Ints]) -> Packing:
-    """Place all rectangles; ``place`` returns offsets for rectangles that are neither empty nor always held."""
+    """Place all rectangles; ``place`` is called only for rectangles that are neither empty nor always held."""
     _check(rectangles)
     offsets = [0] * len(rectangles)
     segments = [r.segments for r in rectangles]
@@ -157,7 +157,7 @@ def _place(layout: Rectangles, bound: int, capacity: int | None, params: Placeme
 
 
 def _rules(layout: Rectangles, params: PlacementParams) -> Iterator[Callable[[], Ints]]:
-    """Yield functions that return offsets by a quick rule, the most promising first."""
+    """Yield quick placement rules, the most promising first; each is a function that returns offsets."""
     lifetime, size = _normalize(layout.lifetimes), _normalize(layout.sizes)
     area = _normalize(layout.lifetimes * layout.sizes.astype(np.float64))
     yield lambda: compiled.best_fit(layout, area)

@@ -81,7 +81,7 @@ class Rectangles:
     def of(
         rectangles: Sequence[Rectangle], base: int, segments: Sequence[tuple[tuple[int, int], ...]] | None = None
     ) -> Rectangles:
-        """Build the arrays of rectangles with a size and a lifetime; ``segments`` are theirs, if computed."""
+        """Convert rectangles with bytes and a lifetime to arrays. ``segments``: each one's, if computed already."""
         parts = [r.segments for r in rectangles] if segments is None else segments
         bounds = np.array([(p[0], p[-1]) for p in parts], dtype=np.int64).reshape(-1, 2, 2)
         moments, places = np.unique(bounds, return_inverse=True)

@@ -27,7 +27,7 @@ Snapshot = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class ChainContents:
-    """The ops and contents of a chain."""
+    """The ops of a chain, and the contents that it makes, reads and copies in."""
 
     ops: tuple[int, ...]  # in the order in which they run
     made: frozenset[int]  # contents that it makes
@@ -37,7 +37,7 @@ class ChainContents:
 
 
 class Chain:
-    """The ops that run again right before one op."""
+    """A sequence of ops that run again right before one op, to recompute freed storages."""
 
     __slots__ = ("_links", "bytes", "seconds", "target_bytes")
 
@@ -58,7 +58,7 @@ class Chain:
 
 @dataclass
 class Choices:
-    """Residencies of all gaps of a problem, and the chains that follow from them."""
+    """The residency of each gap of a problem, and the recomputation (chains) that this requires."""
 
     problem: Problem
     contents: StepContents
@@ -112,7 +112,7 @@ class Choices:
         return tuple((g, self.kind[g], self.fetch[g]) for g in self.recomputable if self.kind[g] == RECOMPUTED)
 
     def apply_snapshot(self, snapshot: Snapshot) -> bool:
-        """Go from choices with every gap resident to a snapshot; False (and unusable choices) if that fails."""
+        """Recompute the gaps of a snapshot; every gap must be resident before. After False the choices are unusable."""
         targets: dict[int, list[int]] = {}
         for g, kind, fetch in snapshot:
             self.problem.reserve(self.held, g, self.bytes[g])
@@ -131,7 +131,7 @@ class Choices:
         return True
 
     def open_search(self) -> CompiledSearch:
-        """Return a compiled search that begins with these choices, in which every gap must be resident."""
+        """Return a compiled search that starts from these choices; every gap must be resident."""
         return CompiledSearch(
             self.compiled,
             end=self.end,
@@ -145,7 +145,7 @@ class Choices:
         )
 
     def chain(self, at: int, gaps: Sequence[int], max_seconds: float = float("inf")) -> Chain | None:
-        """Return the chain before op ``at`` that recomputes these gaps in at most ``max_seconds``, or None."""
+        """Return the chain that recomputes these gaps before op ``at``; None if it is impossible in ``max_seconds``."""
         targets = sorted({self.content[g] for g in gaps})
         result = self.compiled.find_chain(at, targets, max_seconds, self.kind, self.fetch)
         if result is None:
@@ -155,7 +155,7 @@ class Choices:
         return Chain(seconds, max_bytes, target_bytes, partial(_unpack_contents, lists, self.contents.size))
 
     def overload(self) -> Ints:
-        """Return the bytes above the limit at each op; an op with its chain must keep to the problem's limit."""
+        """Return the bytes above the limit at each op. An op and its chain alone must fit the problem's own limit."""
         excess = self.held + self.need
         excess -= self.limit
         if self.limit > self.problem.limit:
@@ -180,7 +180,7 @@ def recompute_decisions(choices: Choices) -> tuple[Decision, ...]:
 
 
 def arrival_decisions(choices: Choices) -> tuple[Decision, ...]:
-    """Return decisions to fetch, as early as possible, those inputs that have no room at the start of the step."""
+    """Return a decision for each input that does not fit at the start of the step: fetch it as early as it fits."""
     room = choices.limit - (choices.held + choices.need)
     decisions: list[Decision] = []
     for info in choices.problem.gaps:

@@ -100,7 +100,7 @@ class CompiledChains:
     def find_chain(
         self, at: int, targets: Sequence[int], max_seconds: float, kind: array[int], fetch: array[int]
     ) -> tuple[float, int, int, ChainLists] | None:
-        """Return the seconds, most bytes, bytes left and lists of the chain that makes ``targets``, or None."""
+        """Return the seconds, most bytes, bytes left after it and lists of a chain that makes ``targets``, or None."""
         target_array = (_COUNT * len(targets))(*targets)
         if not self._chain(
             self._handle,
@@ -120,7 +120,7 @@ class CompiledChains:
 
 
 class ChainLists:
-    """The ops, contents made, contents seen and contents from home of a chain, in the library's layout."""
+    """The ops of a chain and the contents that it makes, depends on and copies in, in the library's layout."""
 
     __slots__ = ("_counts", "_raw")
 
@@ -185,7 +185,7 @@ class CompiledSearch:
         self._best = _Best()
 
     def anneal(self, limit: int, changes: int, work: int, temperature: float, seed: int) -> BestState | None:
-        """Anneal from the present state, and change it; return the best state within the limit, or None.
+        """Anneal from the present state, which changes; return the best state within the limit, or None.
 
         At most ``changes`` are tried and ``work`` ops inspected. ``temperature`` is the initial one, in mean seconds of
         an op that may run again.
@@ -219,7 +219,7 @@ class CompiledSearch:
 
 
 def _lists(name: str, lists: Iterable[Sequence[int]]) -> dict[str, array[int]]:
-    """Return the concatenated lists, and the index at which each begins."""
+    """Concatenate lists into the array ``name``; return it, and an array of the indices at which each begins."""
     lists = list(lists)
     return {
         f"{name}_from": array("q", accumulate(map(len, lists), initial=0)),

@@ -16,7 +16,7 @@ FLEETING, AT_HOME, ALWAYS = 0, 1, 2
 
 @dataclass(frozen=True)
 class StepContents:
-    """All contents of a step, and its ops, by number."""
+    """The contents (versions of storages) and ops of a step, numbered for the native searches."""
 
     first: list[int]  # by storage, the number of its version 0
     storage: list[int]  # by content

@@ -20,21 +20,21 @@ _RUNS_EACH, _EXTRA, _MOST, _MANY = 1000, 50, 300_000, 150
 
 
 class Selection:
-    """The greedy search over the gaps of a step; ``choices`` have no recomputation."""
+    """Greedy searches for gaps to recompute, starting from ``choices`` that recompute no gap."""
 
     def __init__(self, choices: Choices) -> None:
         self.choices, self._search = choices, choices.open_search()
         self._max_runs = max_chain_runs(choices)
 
     def drop(self, limit: int) -> Choices | None:
-        """Return choices in which large blocks take at most ``limit`` bytes, or None if the search fails."""
+        """Recompute gaps until large blocks take at most ``limit`` bytes; return the choices, or None on failure."""
         self._search.restore(array("q"))
         # An op with its chain must stay within the problem's limit, which may be lower.
         best = self._search.drop(limit, min(limit, self.choices.problem.limit), self._max_runs)
         return None if best is None else choices_from_pairs(self.choices, best.pairs, limit)
 
     def settle(self, gaps: Iterable[int]) -> Choices:
-        """Return choices that recompute these gaps before their next use, or earlier if that saves seconds."""
+        """Return choices that recompute ``gaps``, but each earlier or not at all if that saves seconds and fits."""
         limit = self.choices.problem.limit
         pairs = array("q")
         for g in gaps:
@@ -50,7 +50,7 @@ def max_chain_runs(choices: Choices) -> int:
 
 
 def choices_from_pairs(base: Choices, pairs: array[int], limit: int) -> Choices:
-    """Return choices within a limit that recompute ``pairs`` (see ``BestState.pairs``)."""
+    """Return ``base`` with the gaps in ``pairs`` recomputed (see ``BestState.pairs``), under another limit."""
     choices = Choices(base.problem, base.contents, limit, like=base)
     snapshot = tuple((g, RECOMPUTED, fetch) for g, fetch in zip(pairs[::2], pairs[1::2], strict=True))
     if not choices.apply_snapshot(snapshot):
