@@ -76,7 +76,7 @@ class _InvalidValue:
 
 
 def _parse(path: Path, read_float: Callable[[str], float]) -> object:
-    """Parse a JSON file, plain or gzip; refuse infinite and NaN numbers, and objects with a key twice."""
+    """Parse a JSON file, plain or gzip; raise ``GraphError`` for numbers that are not finite, and duplicate keys."""
     try:
         content = path.read_bytes()
         if content.startswith(_GZIP_MAGIC):

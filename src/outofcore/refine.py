@@ -38,7 +38,7 @@ def is_off(predicted: float, timelines: Sequence[Timeline]) -> bool:
 
 
 def find_quiet_steps(costs: Costs, program: Program, timelines: Sequence[Timeline]) -> list[Timeline]:
-    """Return the quiet steps among consecutive whole steps; all op costs may be wrong by one factor."""
+    """Return the quiet ones of consecutive measured steps; costs of ops only need correct ratios."""
     paces = [pace(program, step_times(program, timeline, ()), costs.ops) for timeline in timelines]
     return [timeline for timeline, quiet in zip(timelines, mark_quiet_steps(paces), strict=True) if quiet]
 
@@ -114,7 +114,7 @@ def _op_seconds(costs: Costs, program: Program, times: Sequence[StepTimes], name
 def _derive_slowdown(
     homes: tuple[Home, ...], program: Program, times: Sequence[StepTimes], names: Sequence[str]
 ) -> tuple[Home, ...]:
-    """Return the homes, with measured ``compute_slowdown`` if enough copies ran with ops, all at one home."""
+    """Return the homes with measured ``compute_slowdown``; unchanged if several are used, or copies rarely overlap."""
     used = {i.home for i in program.instructions if isinstance(i, CopyOut | CopyIn)}
     if len(used) != 1 or not times:
         return homes

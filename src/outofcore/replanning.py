@@ -80,7 +80,7 @@ class PlanWatch:
         return SHARE * max(self.steps, FIRST_STEPS) * self.step_seconds
 
     def can_afford(self, seconds: float) -> bool:
-        """Return whether training may stand still for that many more seconds."""
+        """Return whether planning may stop training for another ``seconds``, within the allowed total."""
         return self.spent_seconds + seconds <= self.allowed_seconds
 
     @property
@@ -100,7 +100,7 @@ class PlanWatch:
     # Events
 
     def record_step(self, program: Program, timeline: Timeline) -> PlanWatch:
-        """Record a step other than the first of its program; decide whether a better plan is wanted."""
+        """Return the record with one more step (not the first of a program); decide whether a better plan is wanted."""
         seconds = timeline.step_seconds
         now = replace(self, steps=self.steps + 1)
         if self.phase is WatchPhase.STEADY:
@@ -132,13 +132,13 @@ class PlanWatch:
         )
 
     def keep_plan(self, predicted: float | None = None) -> PlanWatch:
-        """Record that the plan stays; ``predicted``: its new predicted seconds, if they are corrected."""
+        """Record that the plan stays; ``predicted``: its predicted seconds with corrected costs, if they changed."""
         return replace(
             self, predicted_seconds=self.predicted_seconds if predicted is None else predicted
         )._enter_steady()
 
     def record_exchange(self, predicted: float, seconds: float) -> PlanWatch:
-        """Record that a plan of ``predicted`` seconds replaced this one, which stopped training for ``seconds``."""
+        """Record that a plan of ``predicted`` seconds replaced this one, and that the exchange took ``seconds``."""
         now = replace(
             self,
             predicted_seconds=predicted,

@@ -32,7 +32,7 @@ class StepState:
         save_checkpoint(folder, user.models, user.optimizers, faces, extra, shards, frozen=frozen, written=written)
 
     def load(self, folder: Path) -> Any:
-        """Load a checkpoint in all processes; if one refuses it, in no process; return its ``extra``."""
+        """Load a checkpoint in all processes; if one rejects the files, no process changes. Return its ``extra``."""
         user = self._user
         if user.shards is not None and not user.shards.is_sharded:
             self._session.spread()
@@ -47,7 +47,7 @@ class StepState:
         return checkpoint.extra
 
     def _fail_together(self, _: object, error: BaseException | None, __: object) -> None:
-        """Fail in all processes that share the models if one of them fails."""
+        """Raise the error of this or another process in all processes that share the models."""
         if self._user.shards is not None:
             self._user.shards.raise_any_error(error, "load the checkpoint")
 
@@ -94,7 +94,7 @@ class StepState:
 
     @contextmanager
     def _forget_plans_if_state_is_lost(self) -> Generator[None]:
-        """Forget all plans if an optimizer loses its state in this block: later plans have no room to create it."""
+        """Forget all plans if an optimizer loses its state in this context, since they have no room to create it."""
         optimizers = self._user.optimizers
         had_state = [bool(optimizer.state) for optimizer in optimizers]
         yield
