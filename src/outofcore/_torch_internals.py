@@ -504,7 +504,7 @@ for _name in ("data", "register_hooks", "unpack_hook"):
 
 
 def saved_tensors_of(node: Any | None) -> Iterator[SavedTensor]:
-    """Yield the saved tensors of an autograd node, except freed tensors and those with hooks."""
+    """Yield the saved tensors of an autograd node, except freed tensors and tensors with hooks."""
     for saved, unpacked in _names_of_saved(type(node)):
         value = getattr(node, saved)
         raws = value if isinstance(value, tuple | list) else (value,)
@@ -599,7 +599,7 @@ def parallel_buffers(model: Any) -> list[torch.Tensor]:
 
 
 def bucket_limits(model: Any) -> tuple[list[int], list[int]]:
-    """Return DDP's bucket limits in bytes, for the first step and after the rebuild."""
+    """Return DDP's bucket limits in bytes: for the first step, and for later steps with rebuilt buckets."""
     limits: list[int] = list(getattr(model, "bucket_bytes_cap_list", ()))
     if limits:
         return limits, limits
@@ -610,7 +610,7 @@ def bucket_limits(model: Any) -> tuple[list[int], list[int]]:
 def bucket_assignment(
     parameters: list[torch.nn.Parameter], limits: list[int], order: list[int] | None = None
 ) -> list[list[int]]:
-    """Return the parameter indices of each DDP bucket; ``order``: indices in the order of their gradients."""
+    """Return the parameter indices of each DDP bucket; ``order``: parameter indices, by first ready gradient."""
     ordered = parameters if order is None else [parameters[index] for index in order]
     return _buckets_by_size(ordered, limits, [False] * len(parameters), order or [])[0]
 

@@ -109,7 +109,7 @@ def typical_seconds(runs: Sequence[tuple[float, float]]) -> float:
 
 
 def read_counters(proc: Path = _PROC) -> Counters:
-    """Read the clocks, and the waits of this process's threads for a core."""
+    """Read the clocks, and the seconds for which threads of this process have waited for a core."""
     try:
         tasks = [*(proc / "self" / "task").iterdir()]
     except OSError:
@@ -118,7 +118,7 @@ def read_counters(proc: Path = _PROC) -> Counters:
 
 
 def read_loop_counters(proc: Path = _PROC) -> Counters:
-    """Read the clocks, the calling thread's waits for a core, and the CPU time of other processes."""
+    """Read the clocks, the seconds for which this thread has waited for a core, and the CPU time of other processes."""
     try:
         user, nice, system, *_ = map(int, (proc / "stat").read_text().splitlines()[0].split()[1:])
         others_seconds = (user + nice + system) / os.sysconf("SC_CLK_TCK") - process_time()

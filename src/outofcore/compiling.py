@@ -127,7 +127,7 @@ def load_functions(
 def native_callback(function: Callable[..., int], *arguments: Any, failed: int) -> Any:
     """Wrap a Python function as a native callback ``void (arguments..., int64_t* answer)``.
 
-    After Ctrl-C ``answer`` is unchanged, and the native caller must check. After other exceptions, which ctypes prints,
+    After Ctrl-C ``answer`` is unchanged; the native caller must check it. After other exceptions, which ctypes prints,
     it is ``failed``.
     """
 

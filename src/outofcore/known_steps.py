@@ -134,12 +134,12 @@ class KnownSteps:
         self.by_signature.clear()
 
     def leave_arena(self) -> None:
-        """Evict all tensors, and free the arena."""
+        """Evict all tensors from the arena, and free its memory."""
         self.leave_program()
         self.release_arena()
 
     def leave_program(self) -> None:
-        """Evict all tensors, and keep the arena."""
+        """Evict all tensors from the arena, and keep its memory."""
         self._engine.synchronize()
         with DeferredSignals("the move of the model out of the arena"):
             self.deactivate()

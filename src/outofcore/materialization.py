@@ -172,7 +172,7 @@ def materialize(
 
 
 def _fill(model: nn.Module, faces: Faces, files: Weights | None, init: Init | None) -> None:
-    """Allocate the meta tensors of a model and initialize or load them; refuse those without contents."""
+    """Allocate the meta tensors of a model and initialize or load them; ``InputError`` if one gets no contents."""
     if files is not None:
         check_weights(model, files)
     in_place = {} if files is None else _find_in_files(model, files, faces)
@@ -290,7 +290,7 @@ def _allocate_tensor(model: nn.Module, name: str, tensor: torch.Tensor, base: to
 
 
 def _inner_first(module: nn.Module, visited: set[int]) -> Iterator[nn.Module]:
-    """Yield all modules, each once, in the order in which their constructors end."""
+    """Yield a module and its inner modules, inner modules first, except modules in ``visited``."""
     if id(module) in visited:
         return
     visited.add(id(module))
@@ -389,7 +389,7 @@ class _InitializationMode(TorchDispatchMode):
 
 
 def _can_move(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor may be stored at home: large, dense, on the CPU."""
+    """Return whether a tensor can move to a home: it is large, dense, and on the CPU."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         and is_in_host_memory(tensor)

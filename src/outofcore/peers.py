@@ -154,7 +154,7 @@ class Peers:
     def _exchange_facts(
         self, facts: StepFacts, captured: Captured
     ) -> tuple[tuple[StepFacts, ...], int, Mapping[int, GroupCost]]:
-        """Compare facts with all processes; return the facts by rank, the rank that plans, and costs by group size."""
+        """Compare facts with all processes; return them by rank, the rank that plans, and costs by group size."""
         everyone = self._ranks.compare_facts(facts)
         groups = self._ranks.costs(collectives_of(captured), self._planner.backend.device)
         return everyone, next(rank for rank, facts_of_rank in enumerate(everyone) if facts_of_rank.is_new), groups

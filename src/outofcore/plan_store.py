@@ -47,7 +47,7 @@ class PlanStore(Generic[_Document]):
     kind: type[_Document]
 
     def find(self, key: str, check: Callable[[_Document, Path], _Plan]) -> _Plan | None:
-        """Load a document, and return the result of ``check`` on it; None without one. Delete an unusable document."""
+        """Return ``check(document, path)`` for a stored document, or None without one. Delete an unusable document."""
         if self.folder is None:
             return None
         path = self._path(self.folder, key)

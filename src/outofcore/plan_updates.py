@@ -164,7 +164,7 @@ class PlanUpdater:
             self._steps.replace_plan(entry, new_step)
 
     def _store_measurements(self, before: PlannedStep, after: PlannedStep, ops: Collection[int] | None) -> None:
-        """Store in the cache the measurements of ``ops`` (None: all) and links, and a plan that a full search found."""
+        """Store the measurements of ``ops`` (None: all) and links, and the plan ``after`` unless it is a quick one."""
         if self._cache is None:
             return
         facts = self._backend.facts()

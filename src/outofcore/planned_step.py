@@ -62,12 +62,10 @@ class PlannedStep:
 
     @property
     def arena_bytes(self) -> int:
-        """The arena size of the plan."""
         return self.planned.program.arena_bytes
 
     @property
     def has_evictions(self) -> bool:
-        """Whether the plan evicts any storage."""
         return self.planned.plan.policy != "keep-all"
 
     @property

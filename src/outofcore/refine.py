@@ -50,9 +50,9 @@ def refine_costs(
     moved: frozenset[int],
     families: Sequence[str] = (),
 ) -> Costs:
-    """Return the plan's costs with measured seconds of ops and measured bandwidth of copies.
+    """Return the costs with seconds of ops and bandwidths of copies corrected by measured timelines.
 
-    ``moved`` are storages that were copied to a home and not to the caller's memory; ``families``: of each op.
+    ``moved``: storages that were copied to a home, not to the caller's memory. ``families``: the family of each op.
     """
     quiet_timelines = find_quiet_steps(costs, program, timelines)
     names = [families[op] if families and families[op] else f"#{op}" for op in range(len(costs.ops))]
@@ -92,7 +92,7 @@ class _Family:
 
 
 def _op_seconds(costs: Costs, program: Program, times: Sequence[StepTimes], names: Sequence[str]) -> list[float]:
-    """Return the seconds of each op: the median of its family, or its own if that clearly differs."""
+    """Return the seconds of each op: the median of its family, or its own median if the two clearly differ."""
     families: dict[str, _Family] = {}
     by_op: dict[int, list[float]] = {}  # by op, including its recomputations
     for index, instruction in enumerate(program.instructions):

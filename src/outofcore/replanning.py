@@ -46,7 +46,7 @@ _DRIFT_INTERVAL, _MAX_DRIFT = 12, 0.1
 
 
 class WatchPhase(Enum):
-    """The phase of a plan that is compared with its steps; see the table above."""
+    """The phase of comparing a plan with its measured steps; see the table above."""
 
     MEASURING = "measuring"
     WAITING = "waiting"
@@ -55,7 +55,7 @@ class WatchPhase(Enum):
 
 @dataclass(frozen=True)
 class PlanWatch:
-    """The record of the steps of one plan; all times are seconds."""
+    """The comparison of a plan with its measured steps, and the time spent on planning; times are in seconds."""
 
     predicted_seconds: float
     exchange_seconds: float  # approximate time to exchange a program
@@ -80,7 +80,7 @@ class PlanWatch:
         return SHARE * max(self.steps, FIRST_STEPS) * self.step_seconds
 
     def can_afford(self, seconds: float) -> bool:
-        """Return whether planning may stop training for another ``seconds``, within the allowed total."""
+        """Return whether planning may stop training for ``seconds`` more."""
         return self.spent_seconds + seconds <= self.allowed_seconds
 
     @property
@@ -122,7 +122,7 @@ class PlanWatch:
         return replace(self, steps=self.steps + 1)
 
     def record_planning(self, seconds: float) -> PlanWatch:
-        """Record that planning has started, for which training stood still for ``seconds``."""
+        """Record that planning has started, and that its start stopped training for ``seconds``."""
         return replace(
             self,
             phase=WatchPhase.WAITING,

@@ -347,7 +347,6 @@ class Session:
             _log.info("new tensors adopted for %s", ", ".join(changed))
 
     def _discard_captures(self) -> None:
-        """Forget all plans, since the memory layout or the sharing of tensors has changed."""
         _log.info("all plans are forgotten: the memory layout or sharing of tensors has changed")
         self.forget_plans()
 

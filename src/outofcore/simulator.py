@@ -103,7 +103,7 @@ def _times(graph: StepGraph, costs: Costs, program: Program, order: Iterable[int
 
 
 def busiest_seconds(graph: StepGraph, costs: Costs, program: Program) -> float:
-    """Return the busy seconds of the busiest queue, a lower bound of the step."""
+    """Return the busy seconds of the busiest queue, a lower bound of the step time."""
     busy: dict[tuple[Queue, int], float] = {}
     for instruction in program.instructions:
         if isinstance(instruction, Run):
@@ -163,7 +163,7 @@ def _runnable_order(program: Program) -> list[int]:
 
 
 def _lanes(program: Program) -> dict[tuple[Queue, int], list[int]]:
-    """Return the indices of the instructions of each lane: a queue, or for copies, a queue of one home."""
+    """Return the instruction indices of each lane. A lane is a queue; each home has its own lanes for copies."""
     lanes: dict[tuple[Queue, int], list[int]] = {(queue, 0): [] for queue in Queue}
     for index, instruction in enumerate(program.instructions):
         lanes.setdefault(lane_of(instruction), []).append(index)
@@ -237,7 +237,7 @@ def resident_bytes(program: Program, timeline: Timeline) -> list[tuple[float, in
 
 
 def _stays(program: Program, timeline: Timeline) -> list[list[tuple[float, float]]]:
-    """Return for each block the time spans, at most two, in which it is held; infinity: until after the step."""
+    """Return for each block the time spans, at most two, in which it is held; infinity: after the end of the step."""
     infinity = float("inf")
     # Two stays (begin, end) for each block; the first stay of a wrapping block is the one that starts the step.
     begins = [[infinity, infinity] for _ in program.blocks]

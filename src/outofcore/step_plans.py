@@ -92,7 +92,7 @@ class StepPlans:
         return key_of(_FORMAT, PLAN_FORMAT, graph.content(), policy, facts)
 
     def find(self, key: str, use: Callable[[StoredPlan], _Step]) -> _Step | None:
-        """Load a plan, and return the result of ``use`` on it; None without one. Delete the plan if ``use`` raises."""
+        """Return ``use(plan)`` for the stored plan, or None if no plan is stored. Delete the plan if ``use`` raises."""
 
         def check(file: _PlanRecord, path: Path) -> _Step:
             choice = VariantChoice(key, file.variant, file.workspaces)
@@ -103,7 +103,7 @@ class StepPlans:
     def keep(
         self, choice: VariantChoice, graph: StepGraph, costs: Costs, budget: int, planned: Planned, *, is_quick: bool
     ) -> None:
-        """Store a plan; if a quick search found it, keep a stored plan of a full search for equal scratch memory.
+        """Store a plan. A quick search's plan does not replace a full search's plan for equal scratch memory.
 
         A stored plan that was made on a busy machine is replaced if the new one was not.
         """

@@ -18,7 +18,7 @@ from outofcore.session import Session
 
 
 class StepState:
-    """The persistent state of a step; a load that fails half way leaves the session torn."""
+    """Saves and loads the persistent state of a step. A load that fails half way marks the session torn."""
 
     def __init__(self, user: UserStep[..., Any], home: OpenHome, session: Session) -> None:
         self._user, self._home, self._session = user, home, session
@@ -84,7 +84,7 @@ class StepState:
         self._session.torn = ""
 
     def _check_whole(self, call: str) -> None:
-        """Raise ``StateError`` if the model is sharded."""
+        """Raise ``StateError`` if the model is sharded; ``call`` is the user's call, for the message."""
         shards = self._user.shards
         if shards is not None and shards.is_sharded:
             raise StateError(

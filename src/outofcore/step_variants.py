@@ -91,7 +91,7 @@ class StepVariants:
 
     @property
     def added_bytes(self) -> int:
-        """The bytes of gradients at the start of later calls but not of the first."""
+        """The bytes of gradients that exist at the start of later calls, but not of the first call."""
         first = self.traced
         kept_gradients = {g.parameter: first.values[g.value].storage for g in first.gradients_left}
         changed = steady_state_gradients(first)
@@ -188,7 +188,7 @@ class StepVariants:
 
 @dataclass(frozen=True)
 class VariantPlans:
-    """The plans of a step's variants in an arena.
+    """Plans the variants of a step for one arena, on request.
 
     Attributes:
         room: bytes of the arena.
@@ -210,7 +210,7 @@ class VariantPlans:
 
     @property
     def added_bytes(self) -> int:
-        """The bytes of gradients at the start of later calls but not of the first."""
+        """The bytes of gradients that exist at the start of later calls, but not of the first call."""
         return self.step.added_bytes if self.repeats else 0
 
     def smallest_arena(self, variant: Variant) -> int | None:
@@ -221,7 +221,7 @@ class VariantPlans:
         return self.step.find_variant(variant) is not None
 
     def plan(self, variant: Variant) -> PlannedStep | None:
-        """Return the step planned in a variant; None for ``FUSED`` if it needs evictions."""
+        """Plan the step in a variant and return it; None for ``FUSED`` if it needs evictions."""
         captured = self.step.get_variant(variant)
         if variant.form is Form.FUSED:
             if live_bytes(captured.graph) > self.room:

@@ -122,7 +122,7 @@ class VariantPlanner(VariantSizes, Protocol[P_co]):
 
     @property
     def added_bytes(self) -> int:
-        """The bytes of gradients at the start of later calls but not of the first."""
+        """The bytes of gradients that exist at the start of later calls, but not of the first call."""
         ...
 
     def has(self, variant: Variant) -> bool:
@@ -130,7 +130,7 @@ class VariantPlanner(VariantSizes, Protocol[P_co]):
         ...
 
     def plan(self, variant: Variant) -> P_co | None:
-        """Return the step planned in a variant; None for ``FUSED`` if it needs evictions."""
+        """Plan the step in a variant and return it; None for ``FUSED`` if it needs evictions."""
         ...
 
     def later_refusal(self, variant: Variant, first: BudgetError | None = None) -> BudgetError | None:
