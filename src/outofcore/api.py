@@ -85,7 +85,7 @@ def _user_step(step: Callable[P, R], model: Any, optimizer: Any) -> UserStep[P, 
 
 
 def _as_list(value: Any, kind: type, argument: str) -> list[Any]:
-    """Return None, one value or several as a list; ``InputError`` if one is not of type ``kind``."""
+    """Convert an argument (None, one value or several) to a list; ``InputError`` for a value of another type."""
     if value is None:
         return []
     items = list(value) if isinstance(value, Iterable) and not isinstance(value, kind) else [value]
@@ -120,7 +120,7 @@ def _require_known_check(check: str) -> None:
 def _open_home(
     home: str | os.PathLike[str] | None, host_budget: int | str | None, check: CheckName, *, stays_open: bool
 ) -> OpenHome:
-    """Open a home in host memory or on a disk; ``stays_open``: even after the last step that uses it is closed."""
+    """Open a home in host memory or on a disk; ``stays_open``: it stays open after its last step is closed."""
     _require_known_check(check)
     return OpenHome(
         [enable_checks(store, Check(check)) for store in open_homes(home, host_budget)], stays_open=stays_open
@@ -155,7 +155,7 @@ def open_home(
 
 
 def _check_devices(models: Sequence[nn.Module], device: torch.device) -> None:
-    """Raise ``InputError`` if a tensor of a model is on the meta device, or on a device except CPU and ``device``."""
+    """Raise ``InputError`` if a model has a tensor on the meta device, or on a device except CPU and ``device``."""
     for number, model in enumerate(models):
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             # CPU tensors are fine for a GPU step: the plan fetches them, so the model need not fit on the device.
@@ -304,7 +304,7 @@ def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:
 
 
 def _sharing_group(shard: ProcessGroup | bool | None, dynamic: bool | None, kernels: str) -> ProcessGroup | None:
-    """Return the group of processes that share the model; None for one process. Raises ``InputError``."""
+    """Return the group of processes that share the model, or None for one process; ``InputError`` if unsuitable."""
     if shard is None or shard is False:
         return None
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
