@@ -45,7 +45,7 @@ _missing: dict[Feature, list[str]] = {}
 
 
 class _Substitute(type):
-    """The type of the placeholder for a missing private name; calling the placeholder raises."""
+    """The metaclass of placeholders for missing private names; calling a placeholder raises ``VersionError``."""
 
     refusal: VersionError
 
@@ -54,7 +54,7 @@ class _Substitute(type):
 
 
 def _private(name: str, *features: Feature, default: Any = None) -> Any:
-    """Return a private PyTorch object by its name; record a missing one for ``features``, and return a substitute.
+    """Return a private PyTorch object by its name. If it is missing, record that for ``features``; return a substitute.
 
     The substitute is ``default``, or else a placeholder that raises ``VersionError`` when called.
     """
@@ -281,7 +281,7 @@ def has_global_optimizer_hooks() -> bool:
 
 
 def empty_step_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return empty attributes for step hooks, which replace the hooks of an optimizer copy in its ``__dict__``."""
+    """Return attributes without step hooks, to put into the ``__dict__`` of a copied optimizer."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     return {name: type(optimizer.__dict__[name])() for name in names if name in optimizer.__dict__}
 
@@ -407,7 +407,7 @@ def let_device_idle(cycles: int) -> None:
 
 
 def cublas_workspaces() -> tuple[int, int]:
-    """Return the bytes of the cuBLAS and cuBLASLt workspaces of a thread and stream; if unknown, the usual ones."""
+    """Return the bytes of the cuBLAS and cuBLASLt workspaces of a thread and stream; if unknown, the usual sizes."""
     names = ("_ZN2at4cuda22getChosenWorkspaceSizeEv", "_ZN2at4cuda26getCUDABlasLtWorkspaceSizeEv")
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"))
@@ -429,7 +429,7 @@ _address: Any = _private("torch._C.TensorBase.data_ptr", default=torch.Tensor.da
 
 
 def is_aligned(tensor: torch.Tensor, bytes_: int) -> bool:
-    """Return whether the address of a CPU tensor is a multiple of ``bytes_``; True in a capture, without an address."""
+    """Return whether the address of a CPU tensor is a multiple of ``bytes_``; always True during a capture."""
     # The address is read without modes: recorded ops later run with other tensors.
     if _modes_of_this_thread() > 0 or isinstance(tensor, FakeTensor):
         return True
@@ -479,7 +479,7 @@ _new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_cha
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor saved by an autograd node without hooks, which may have been modified since."""
+    """A tensor that an autograd node saved for backward, without hooks; it may have been modified since."""
 
     tensor: torch.Tensor
     _raw: Any
@@ -495,7 +495,7 @@ class SavedTensor:
         return True
 
     def replace(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
-        """Let the node save ``pack(tensor)``, computed now, and restore it by ``unpack`` in backward."""
+        """Make the node save ``pack(tensor)`` instead; backward restores the tensor by calling ``unpack``."""
         self._raw.register_hooks(pack, unpack)
 
 
@@ -504,7 +504,7 @@ for _name in ("data", "register_hooks", "unpack_hook"):
 
 
 def saved_tensors_of(node: Any | None) -> Iterator[SavedTensor]:
-    """Yield the saved tensors of an autograd node, except freed tensors and those with hooks."""
+    """Yield the saved tensors of an autograd node, except freed tensors and tensors with hooks."""
     for saved, unpacked in _names_of_saved(type(node)):
         value = getattr(node, saved)
         raws = value if isinstance(value, tuple | list) else (value,)
@@ -519,7 +519,7 @@ def saved_tensors_of(node: Any | None) -> Iterator[SavedTensor]:
 
 @functools.lru_cache(maxsize=1024)
 def _names_of_saved(node_type: type) -> tuple[tuple[str, str], ...]:
-    """Return the attributes of saved tensors of a node type, as pairs: of the raw and of the unpacked tensor."""
+    """Return pairs of attribute names, for each saved tensor of a node type: its raw object, and the tensor."""
     names = dir(node_type)
     attributes: list[tuple[str, str]] = []
     for name in names:
@@ -571,7 +571,7 @@ def make_finished_work() -> Any:
 
 
 def convert_reduction(reduction: Any) -> Any:
-    """Convert a reduction to its name, such as "sum", or a name to its reduction; None if there is none."""
+    """Convert a reduction to its name, such as "sum", or a name to a reduction; None if it is unknown."""
     names = {name.lower(): getattr(_dist.ReduceOp.RedOpType, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX")}
     if isinstance(reduction, str):
         return names.get(reduction)
@@ -599,7 +599,7 @@ def parallel_buffers(model: Any) -> list[torch.Tensor]:
 
 
 def bucket_limits(model: Any) -> tuple[list[int], list[int]]:
-    """Return DDP's bucket limits in bytes, for the first step and after the rebuild."""
+    """Return DDP's bucket limits in bytes: for the first step, and for later steps with rebuilt buckets."""
     limits: list[int] = list(getattr(model, "bucket_bytes_cap_list", ()))
     if limits:
         return limits, limits
@@ -610,7 +610,7 @@ def bucket_limits(model: Any) -> tuple[list[int], list[int]]:
 def bucket_assignment(
     parameters: list[torch.nn.Parameter], limits: list[int], order: list[int] | None = None
 ) -> list[list[int]]:
-    """Return the parameter indices of each DDP bucket; ``order``: indices in the order of ready gradients."""
+    """Return the parameter indices of each DDP bucket; ``order``: parameter indices, by first ready gradient."""
     ordered = parameters if order is None else [parameters[index] for index in order]
     return _buckets_by_size(ordered, limits, [False] * len(parameters), order or [])[0]
 
@@ -799,7 +799,7 @@ def compile_traced(
 def _empty_at_offset(
     shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return a tensor at an offset in its storage: GPU kernels copy arguments whose alignment differs."""
+    """Return a tensor at an offset in its storage, since GPU kernels copy arguments of another alignment."""
     return torch.empty(offset + extent(shape, stride), dtype=dtype, device=device).as_strided(shape, stride, offset)
 
 
@@ -830,5 +830,5 @@ def _check_triton(compiler: dict[str, Any]) -> None:
 
 
 def force_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor with other strides by an operator that Inductor can trace."""
+    """Return a tensor with the given strides, by an operator that Inductor can trace."""
     return torch.ops.prims.inductor_force_stride_order.default(tensor, strides)

@@ -71,7 +71,7 @@ SplitName = Literal["exact", "close", "off"]
 
 
 def _user_step(step: Callable[P, R], model: Any, optimizer: Any) -> UserStep[P, R]:
-    """Return the step with lists of its models and optimizers; refuse arguments of other types."""
+    """Return the step with lists of its models and optimizers; raise ``InputError`` for other types."""
     if not callable(step) or (isinstance(step, nn.Module) and isinstance(model, Optimizer)):
         description = "the model" if isinstance(step, nn.Module) else f"of type {type(step).__name__}"
         raise InputError(
@@ -85,7 +85,7 @@ def _user_step(step: Callable[P, R], model: Any, optimizer: Any) -> UserStep[P, 
 
 
 def _as_list(value: Any, kind: type, argument: str) -> list[Any]:
-    """Return None, one value or several as a list; ``InputError`` if one is not of type ``kind``."""
+    """Convert an argument (None, one value or several) to a list; ``InputError`` for a value of another type."""
     if value is None:
         return []
     items = list(value) if isinstance(value, Iterable) and not isinstance(value, kind) else [value]
@@ -120,7 +120,7 @@ def _require_known_check(check: str) -> None:
 def _open_home(
     home: str | os.PathLike[str] | None, host_budget: int | str | None, check: CheckName, *, stays_open: bool
 ) -> OpenHome:
-    """Open a home in host memory or on a disk; ``stays_open``: after the last step over it is closed."""
+    """Open a home in host memory or on a disk; ``stays_open``: it stays open after its last step is closed."""
     _require_known_check(check)
     return OpenHome(
         [enable_checks(store, Check(check)) for store in open_homes(home, host_budget)], stays_open=stays_open
@@ -155,7 +155,7 @@ def open_home(
 
 
 def _check_devices(models: Sequence[nn.Module], device: torch.device) -> None:
-    """Refuse models with tensors on the device meta, or on another device than the CPU or ``device``."""
+    """Raise ``InputError`` if a model has a tensor on the meta device, or on a device except CPU and ``device``."""
     for number, model in enumerate(models):
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             # CPU tensors are fine for a GPU step: the plan fetches them, so the model need not fit on the device.
@@ -294,7 +294,7 @@ def compile(
 
 
 def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:
-    """Return the kernel compiler of a step; None for PyTorch's own kernels. ``compiles=False``: only to plan."""
+    """Return the kernel compiler of a step; None for PyTorch's own kernels. ``compiles=False``: for planning only."""
     if name not in ("eager", "inductor"):
         raise InputError(f"there are no kernels {name!r}; choose 'eager' or 'inductor'")
     if name == "eager":
@@ -304,7 +304,7 @@ def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:
 
 
 def _sharing_group(shard: ProcessGroup | bool | None, dynamic: bool | None, kernels: str) -> ProcessGroup | None:
-    """Return the processes that share a model; None for a single process. Refuse unsuitable arguments."""
+    """Return the group of processes that share the model, or None for one process; ``InputError`` if unsuitable."""
     if shard is None or shard is False:
         return None
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
@@ -324,7 +324,7 @@ def _sharing_group(shard: ProcessGroup | bool | None, dynamic: bool | None, kern
 
 
 def _check_can_run_eagerly(device: torch.device, home: object, policy: Policy, kernels: str, splits: Split) -> None:
-    """Refuse options that ``dynamic=True`` does not support, and load the native code of eager loops."""
+    """Raise ``InputError`` for options that ``dynamic=True`` does not support; load the native code of eager loops."""
     if device.type != "cpu":
         raise InputError(f"dynamic=True works on the CPU only, and the step is for {device}; leave 'dynamic' out")
     if isinstance(home, OpenHome):
@@ -447,7 +447,7 @@ _within = budget
 
 
 def _budget_of(limit: int | str | None, device: torch.device, models: Sequence[nn.Module]) -> int:
-    """Return a budget in bytes; log it if it is a share of memory or the default."""
+    """Convert a budget to bytes; log the result if the budget was a percentage or None."""
     count, text = resolve_budget(limit, device, models)
     if text:
         _log.warning("outofcore: budget %s", text)

@@ -74,7 +74,7 @@ class DiskCounters:
 
 
 def was_busy(counted: Counters, *, computes: bool = True) -> bool:
-    """Return whether other processes delayed the measured work; ``computes``: its thread had no reason to sleep."""
+    """Return whether other processes delayed the measured work; ``computes``: the work itself never sleeps."""
     others_seconds = counted.others_seconds
     if others_seconds is not None and others_seconds <= max(_OTHERS_CORES * counted.seconds, _TICKS_SECONDS):
         return False  # threads waited for other threads of this process
@@ -103,13 +103,13 @@ def is_due(busy: int, age: float) -> bool:
 
 
 def typical_seconds(runs: Sequence[tuple[float, float]]) -> float:
-    """Return the median elapsed time of undelayed runs (pairs of elapsed and CPU seconds), else the minimum."""
+    """Return the median elapsed time of undelayed runs, else the minimum; a run is (elapsed, CPU) seconds."""
     quiet = [wall for wall, cpu in runs if wall - cpu <= max(_REPETITION_DELAYED_SHARE * wall, _CLOCKS_SECONDS)]
     return statistics.median(quiet) if quiet else min(wall for wall, _ in runs)
 
 
 def read_counters(proc: Path = _PROC) -> Counters:
-    """Read the clocks, and the waits of this process's threads for a core."""
+    """Read the clocks, and the seconds for which threads of this process have waited for a core."""
     try:
         tasks = [*(proc / "self" / "task").iterdir()]
     except OSError:
@@ -118,7 +118,7 @@ def read_counters(proc: Path = _PROC) -> Counters:
 
 
 def read_loop_counters(proc: Path = _PROC) -> Counters:
-    """Read the clocks, the calling thread's waits for a core, and the CPU time of other processes."""
+    """Read the clocks, the seconds for which this thread has waited for a core, and the CPU time of other processes."""
     try:
         user, nice, system, *_ = map(int, (proc / "stat").read_text().splitlines()[0].split()[1:])
         others_seconds = (user + nice + system) / os.sysconf("SC_CLK_TCK") - process_time()

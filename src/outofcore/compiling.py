@@ -43,7 +43,7 @@ def user_cache_folder() -> Path:
 
 
 def private_folder(path: Path) -> Path:
-    """Create a folder and return it; ``OSError`` if another user owns it or may write to it, or this one may not."""
+    """Create a folder and return it; raise ``OSError`` if other users can write to it, or if this one cannot."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
@@ -127,7 +127,7 @@ def load_functions(
 def native_callback(function: Callable[..., int], *arguments: Any, failed: int) -> Any:
     """Wrap a Python function as a native callback ``void (arguments..., int64_t* answer)``.
 
-    After Ctrl-C ``answer`` is unchanged, and the native caller must check. After other exceptions, which ctypes prints,
+    After Ctrl-C ``answer`` is unchanged; the native caller must check it. After other exceptions, which ctypes prints,
     it is ``failed``.
     """
 
@@ -147,7 +147,7 @@ def native_callback(function: Callable[..., int], *arguments: Any, failed: int) 
 
 @contextlib.contextmanager
 def _build_lock(folder: Path) -> Generator[None]:
-    """Let only one process at a time build in a folder, since all processes of a job start at once."""
+    """Hold a lock on a folder, so that of several processes only one at a time builds in it."""
     with (folder / "lock").open("w") as lock:
         with contextlib.suppress(OSError):  # without file locks, each process builds its own
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -16,7 +16,7 @@ _OPS = frozenset({Queue.COMPUTE, Queue.COMMUNICATE})  # queues without a home
 
 
 def apply_contention(program: Program, alone: Timeline, homes: Sequence[Home]) -> Timeline:
-    """Return the timeline under contention; ``alone`` has the durations without it."""
+    """Return the timeline of a program with contention; ``alone`` is its timeline without."""
     # Planners call this often: lanes are numbers, and a set of lanes is a bit mask.
     lines: dict[_Lane, list[int]] = {(Queue.COMPUTE, 0): []}
     for index, instruction in enumerate(program.instructions):
@@ -70,7 +70,7 @@ def _lane(wait: Wait) -> _Lane:
 def _slowdown_factors(
     running: Sequence[_Lane], numbers: Mapping[_Lane, int], homes: Sequence[Home]
 ) -> list[tuple[int, float]]:
-    """Return the number of each running lane and the factor by which its instruction is slowed."""
+    """Return, for each running lane, its number and the factor by which contention lengthens its instruction."""
     slowdown = sum(homes[home].compute_slowdown for queue, home in running if queue not in _OPS)
     factors: list[tuple[int, float]] = []
     for lane in running:

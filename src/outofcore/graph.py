@@ -164,11 +164,11 @@ class StepGraph:
 
     @cached_property
     def overwritten(self) -> frozenset[int]:
-        """Storages except constants that an op overwrites as a whole."""
+        """Storages that an op overwrites as a whole, except constants."""
         return frozenset(s for _, s in self.overwrites if self.storages[s].kind is not StorageKind.CONSTANT)
 
     def content(self, *, families: bool = True) -> tuple[object, ...]:
-        """Return values that identify the graph, without source lines, module classes and, on request, families."""
+        """Return values that identify the graph, except source lines and module classes; families only on request."""
         left_out = {"source", "module_class"} if families else {"source", "module_class", "family"}
         values_of = attrgetter(*(item.name for item in fields(Op) if item.name not in left_out))
         storages = [(s.id, s.bytes, s.kind.value, s.name, s.watched) for s in self.storages]

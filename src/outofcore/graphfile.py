@@ -157,6 +157,8 @@ def _default_name(key: int | str) -> str:
 
 
 def _op(path: Path, number: int, op: _OpEntry, keys: Mapping[int | str, int]) -> Op:
+    """Return an op of a file, with the ids of its storages converted to numbers."""
+
     def storages(field: str, named: Sequence[int | str]) -> tuple[int, ...]:
         return _numbers(path, f"$.ops[{number}].{field}", named, keys)
 
@@ -178,7 +180,7 @@ def _op(path: Path, number: int, op: _OpEntry, keys: Mapping[int | str, int]) ->
 
 
 def _numbers(path: Path, place: str, named: Sequence[int | str], keys: Mapping[int | str, int]) -> tuple[int, ...]:
-    """Return the numbers of storages, without duplicates, by their ids in the file; refuse unknown ids."""
+    """Convert the ids of storages in a file to numbers, without duplicates; ``GraphError`` for an unknown id."""
     for index, key in enumerate(named):
         if key not in keys:
             refuse(path, f"{place}[{index}]", f"is {key!r}, and no storage has that id")

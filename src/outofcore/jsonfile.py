@@ -50,7 +50,7 @@ def decode_json(path: Path, file_format: str | None, kind: type[T], *, whole: bo
 
 
 def decode_own_json(path: Path, kind: type[T]) -> T:
-    """Read a JSON file that this library has written: faster, with less precise errors."""
+    """Read a JSON file that this library has written; faster than ``decode_json``, with less precise errors."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
@@ -60,7 +60,7 @@ def decode_own_json(path: Path, kind: type[T]) -> T:
 
 
 def convert_json(value: object, kind: type[T], file: str | Path, place: str = "$") -> T:
-    """Convert plain objects to a type; raise ``GraphError`` that names the place in the file."""
+    """Convert plain objects to a type; raise ``GraphError`` with the place in the file if a value is invalid."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -76,7 +76,7 @@ class _InvalidValue:
 
 
 def _parse(path: Path, read_float: Callable[[str], float]) -> object:
-    """Parse a JSON file, plain or gzip; refuse infinite and NaN numbers, and objects with a key twice."""
+    """Parse a JSON file, plain or gzip; raise ``GraphError`` for numbers that are not finite, and duplicate keys."""
     try:
         content = path.read_bytes()
         if content.startswith(_GZIP_MAGIC):

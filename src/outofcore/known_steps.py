@@ -91,7 +91,7 @@ class KnownSteps:
         return tensors
 
     def activate(self, entry: KnownStep) -> None:
-        """Bring the program of a step into the arena; make its runner if needed."""
+        """Make a step the active one, with its tensors in the arena; create its runner and a larger arena if needed."""
         if entry is self.active:
             return
         with DeferredSignals("the move of the model to its place"):
@@ -110,7 +110,7 @@ class KnownSteps:
             self.active = entry
 
     def replace_plan(self, entry: KnownStep, new_step: PlannedStep) -> None:
-        """Replace the plan of a step, which is not active then."""
+        """Replace the plan of a step; the step leaves the arena and is no longer active."""
         if entry is self.active:
             self.deactivate()
         states = None
@@ -134,12 +134,12 @@ class KnownSteps:
         self.by_signature.clear()
 
     def leave_arena(self) -> None:
-        """Evict all tensors, and free the arena."""
+        """Evict all tensors from the arena, and free its memory."""
         self.leave_program()
         self.release_arena()
 
     def leave_program(self) -> None:
-        """Evict all tensors, and keep the arena."""
+        """Evict all tensors from the arena, and keep its memory."""
         self._engine.synchronize()
         with DeferredSignals("the move of the model out of the arena"):
             self.deactivate()
@@ -147,7 +147,7 @@ class KnownSteps:
                 self._keeper.moves.leave_arena(self.arena)
 
     def deactivate(self) -> None:
-        """Make no step active; the tensors of the active one stay in the arena for the next program."""
+        """Deactivate the active step; its tensors stay in the arena for the program of the next step."""
         runner, self.active = self.runner, None
         if runner is not None:
             runner.yield_arena()

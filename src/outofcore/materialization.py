@@ -81,7 +81,7 @@ def build(make: Callable[[], Built], *, home: OpenHome) -> Built:
 
 @contextlib.contextmanager
 def _registrations_moving_home(faces: Faces) -> Iterator[None]:
-    """Move tensors home when this thread registers them in modules; tensors that share storage, at the end."""
+    """Move tensors home when this thread registers them in modules; tensors with shared storages move at the end."""
     thread = threading.get_ident()
     # Not the tensors: some are replaced, and references would keep their memory.
     modules: dict[tuple[int, str], weakref.ref[nn.Module]] = {}
@@ -172,7 +172,7 @@ def materialize(
 
 
 def _fill(model: nn.Module, faces: Faces, files: Weights | None, init: Init | None) -> None:
-    """Allocate the meta tensors of a model and initialize or load them; refuse those without contents."""
+    """Allocate the meta tensors of a model and initialize or load them; ``InputError`` if one gets no contents."""
     if files is not None:
         check_weights(model, files)
     in_place = {} if files is None else _find_in_files(model, files, faces)
@@ -202,7 +202,7 @@ def _fill(model: nn.Module, faces: Faces, files: Weights | None, init: Init | No
 
 
 def _find_in_files(model: nn.Module, files: Weights, faces: Faces) -> dict[str, tuple[ReadFile, Entry]]:
-    """Return by name the file and entry of each meta tensor that stays in its file: large, in its final form.
+    """Return the file and entry, by name, of each meta tensor that can be read in place, without conversion.
 
     Raises ``InputError`` if a file was changed since its header was read.
     """
@@ -290,7 +290,7 @@ def _allocate_tensor(model: nn.Module, name: str, tensor: torch.Tensor, base: to
 
 
 def _inner_first(module: nn.Module, visited: set[int]) -> Iterator[nn.Module]:
-    """Yield all modules, each once, in the order in which their constructors end."""
+    """Yield a module and its inner modules, inner modules first, except modules in ``visited``."""
     if id(module) in visited:
         return
     visited.add(id(module))
@@ -304,7 +304,7 @@ def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _is_in_files(module: nn.Module, tensors: dict[str, torch.Tensor], in_files: set[int]) -> bool:
-    """Return whether the files have all of ``tensors`` that belong to a module itself."""
+    """Return whether the files contain all tensors of a module itself, without its inner modules."""
     ids = {id(tensor) for tensor in tensors.values()}
     return all(id(tensor) in in_files for tensor in _own_tensors(module) if id(tensor) in ids)
 
@@ -354,7 +354,7 @@ class _InitializationMode(TorchDispatchMode):
         return out
 
     def _record_use(self, tensor: torch.Tensor) -> None:
-        """Record the use of a tensor at home, and drop caches if used tensors exceed 16 MiB."""
+        """Record that an op used a tensor at home; free the memory of such tensors when they exceed 16 MiB."""
         if self._faces is None or self._faces.find(tensor) is None:
             return
         key = storage_key(tensor)
@@ -389,7 +389,7 @@ class _InitializationMode(TorchDispatchMode):
 
 
 def _can_move(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor may be stored at home: large, dense, on the CPU."""
+    """Return whether a tensor can move to a home: it is large, dense, and on the CPU."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         and is_in_host_memory(tensor)
@@ -398,7 +398,7 @@ def _can_move(tensor: torch.Tensor) -> bool:
 
 
 def _move_to_home(tensors: Sequence[torch.Tensor], faces: Faces, mapped: MappedFiles) -> None:
-    """Move tensors that share one storage home; a storage mapped from a file is already there."""
+    """Move tensors of one storage to the home; a storage that is mapped from a file stays in the file."""
     old = view_storage_bytes(tensors[0])
     face = faces.adopt_mapped(old, mapped)
     if face is None:

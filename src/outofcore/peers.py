@@ -36,7 +36,7 @@ _log = logging.getLogger("outofcore")
 
 @dataclass(frozen=True)
 class StepFacts:
-    """Facts about a step that a process sends to its peers."""
+    """Facts about a step that a process sends to the other processes that run it."""
 
     versions: str
     budget: str
@@ -93,7 +93,7 @@ class Peers:
     # The shared model
 
     def spread(self) -> None:
-        """Shard the models over the processes; if they are sharded already, check them."""
+        """Shard the models over the processes. Models that are sharded already are only checked."""
         shards = self._shards
         if shards is None:
             return
@@ -108,7 +108,7 @@ class Peers:
             self._shards.show_gradients()
 
     def gather(self) -> None:
-        """Gather a sharded model in all processes."""
+        """Collect the whole model in each process from its shards; after a failure, only log a warning."""
         shards = self._shards
         if shards is None or not shards.is_sharded:
             return
@@ -121,11 +121,11 @@ class Peers:
     # Plans
 
     def rendezvous(self, facts: StepFacts | None) -> bool:
-        """Wait for the others; return whether all have a plan for this call. ``facts``: None without one here."""
+        """Wait for the other processes; return whether all have a plan for the call. ``facts``: None without one."""
         return self._ranks.rendezvous(facts, self._planner.backend.device)
 
     def join_planning(self, step: PlannedStep, facts: StepFacts) -> None:
-        """Take part while other processes plan a step that this process has planned already."""
+        """Communicate with other processes while they plan a step for which this process already has a plan."""
         _, leader, _ = self._exchange_facts(replace(facts, is_new=False), step.captured)
         self._ranks.from_leader(leader, lambda: None)
         with self._ranks.synchronized():
@@ -154,7 +154,7 @@ class Peers:
     def _exchange_facts(
         self, facts: StepFacts, captured: Captured
     ) -> tuple[tuple[StepFacts, ...], int, Mapping[int, GroupCost]]:
-        """Exchange facts, which must match; return them by rank, the rank that plans, and the costs of groups."""
+        """Compare facts with all processes; return them by rank, the rank that plans, and costs by group size."""
         everyone = self._ranks.compare_facts(facts)
         groups = self._ranks.costs(collectives_of(captured), self._planner.backend.device)
         return everyone, next(rank for rank, facts_of_rank in enumerate(everyone) if facts_of_rank.is_new), groups
@@ -162,7 +162,7 @@ class Peers:
     def _plan_by_leader(
         self, leader: int, traced: Captured, recapture: Recapture, groups: Mapping[int, GroupCost], is_alike: bool
     ) -> PlannedStep:
-        """Return the step with the leader's plan; if that does not fit the capture here, with a plan of its own.
+        """Return the step with the plan of rank ``leader``, or with a plan of this process if that is not valid here.
 
         ``is_alike``: whether the leader has captured the same graph.
         """
@@ -219,9 +219,9 @@ class Peers:
         surprises: Mapping[int, Requests],
         keep: Callable[[PlannedStep, bool], None],
     ) -> PlannedStep | None:
-        """Replan a step for all processes with the measurements of rank 0; return None if the plan stays.
+        """Plan a step again for all processes with the measurements of rank 0, and return it; None if the plan stays.
 
-        ``keep`` is called in rank 0 with the new step, and whether the predicted times were wrong.
+        ``surprises``: unplanned requests by op. Rank 0 calls ``keep`` with the new step and whether times were wrong.
         """
         policy, stores = self._planner.policy, self._planner.stores
 
@@ -260,7 +260,7 @@ def _is_valid_plan(captured: Captured, room: int, costs: Costs, planned: Planned
 
 
 def _shorter_updates(captured: Captured, shards: Shards | None) -> list[int]:
-    """Return the ids of updates of shards that are shorter than in rank 0, and so need less memory."""
+    """Return the ids of optimizer updates that have shorter shards here than in rank 0, and need less memory."""
     short = (
         {id(shard.parameter) for shard in shards.entries if shard.count < shard.chunks.count(0)} if shards else set()
     )
@@ -272,7 +272,7 @@ def _shorter_updates(captured: Captured, shards: Shards | None) -> list[int]:
 
 
 def _with_own_requests(profiles: Sequence[OpProfile], local: Mapping[int, OpProfile]) -> tuple[OpProfile, ...]:
-    """Return the profiles of another process, with the requests of some ops in this process."""
+    """Return op profiles of another process, with the memory requests in ``local``, by op, in place of its own."""
     return tuple(
         replace(p, requests=local[op].requests, first_requests=local[op].first_requests) if op in local else p
         for op, p in enumerate(profiles)

@@ -47,7 +47,7 @@ class PlanStore(Generic[_Document]):
     kind: type[_Document]
 
     def find(self, key: str, check: Callable[[_Document, Path], _Plan]) -> _Plan | None:
-        """Return the result of ``check`` for the stored document; None without one. Delete it if unusable."""
+        """Return ``check(document, path)`` for a stored document, or None without one. Delete an unusable document."""
         if self.folder is None:
             return None
         path = self._path(self.folder, key)

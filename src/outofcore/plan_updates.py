@@ -51,7 +51,7 @@ class TooSmallError(Exception):
 
 
 class PlanUpdater:
-    """An observer of a session's steps that replaces their plans if times or memory requests differ."""
+    """Watches the runs of a session's steps, and replaces a plan if its times or memory requests were wrong."""
 
     def __init__(self, steps: KnownSteps, planner: StepPlanner, peers: Peers | None) -> None:
         self._steps, self._peers = steps, peers
@@ -64,7 +64,7 @@ class PlanUpdater:
         self._surge_count = 0
 
     def record_run(self, entry: KnownStep, timeline: Timeline | None) -> None:
-        """Record a run of a step, and plan again if needed."""
+        """Record a run of a step; if its times or memory requests differ from the plan, plan again or schedule it."""
         if entry.runner is None or timeline is None:
             return
         if self._peers is not None and self._peers.must_share_plan:
@@ -90,7 +90,7 @@ class PlanUpdater:
         self._adopt_finished_plan()
 
     def _plan_for_times(self, entry: KnownStep, watch: PlanWatch) -> None:
-        """Plan with measured times in another process, or here if that is quick; else keep the plan."""
+        """Plan a step again with measured times, in another process or, if affordable, here; else keep the plan."""
         # Peers would wait for this process, and each process would search concurrently with its steps.
         if self._peers is not None and self._peers.joined:
             entry.watch = watch.keep_plan()
@@ -122,7 +122,7 @@ class PlanUpdater:
             self._adopt_plan(entry, entry.watch, answer)
 
     def _adopt_plan(self, entry: KnownStep, watch: PlanWatch, answer: PlanResult) -> None:
-        """Adopt the answer to a planning job: run its plan, correct the prediction, or keep the plan."""
+        """Handle the answer to a planning job: run its plan, or keep the old one and correct its prediction."""
         before, begin = entry.step, self._clock()
         new_step = with_answer(before, answer, watch.step_seconds, self._stores)
         if new_step is None:
@@ -142,7 +142,7 @@ class PlanUpdater:
         entry.watch = watch.record_exchange(predicted, self._clock() - begin)
 
     def _judge_shared_plan(self, entry: KnownStep, runner: Runner, timeline: Timeline, peers: Peers) -> None:
-        """Compare a shared plan once with the measurements of rank 0, for all processes."""
+        """Compare the shared plan once with steps measured in rank 0; if it was wrong, replace it in all processes."""
         if entry.is_judged:
             return
         entry.runs += 1
@@ -164,7 +164,7 @@ class PlanUpdater:
             self._steps.replace_plan(entry, new_step)
 
     def _store_measurements(self, before: PlannedStep, after: PlannedStep, ops: Collection[int] | None) -> None:
-        """Store the measurements of ``ops`` (None: of all) and links, and a thoroughly searched plan, in the cache."""
+        """Store the measurements of ``ops`` (None: all) and links, and the plan ``after`` unless it is a quick one."""
         if self._cache is None:
             return
         facts = self._backend.facts()
@@ -181,7 +181,7 @@ class PlanUpdater:
     # Requests beyond the plan
 
     def record_surges(self, entry: KnownStep) -> bool:
-        """Record the requests of the last run that its plan has no room for; return whether there were any."""
+        """Record memory requests of the last run that exceeded its plan (surges); return whether there were any."""
         runner = entry.runner
         if runner is None or (self._peers is not None and self._peers.must_share_plan):
             return False
@@ -215,9 +215,9 @@ class PlanUpdater:
         return True
 
     def plan_for_surges(self, entry: KnownStep, *, must_grow: bool) -> None:
-        """Plan a step again if ops have requested more memory than its plan expects (a surge).
+        """Plan a step again if ops have requested more memory than its plan has for them (a surge).
 
-        Raises ``TooSmallError`` if the step ``must_grow`` and no plan had room for its surges.
+        ``must_grow``: raise ``TooSmallError`` if no plan has room for the surges.
         """
         if entry.covered_surges != self._surge_count:
             has_own_surges, entry.covered_surges = entry.covered_surges < 0, self._surge_count
@@ -231,7 +231,7 @@ class PlanUpdater:
             raise TooSmallError(entry.refusal)
 
     def _plan_again(self, entry: KnownStep, step: PlannedStep) -> None:
-        """Plan a step with surges by a quick search; if that fails, keep its plan and the ``refusal``."""
+        """Plan a step with surges by a quick search. If that fails, keep the plan and set ``entry.refusal``."""
         before = entry.step
         if before.has_evictions:
             self._steps.leave_arena()  # frees memory for planning

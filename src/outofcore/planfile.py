@@ -124,7 +124,7 @@ class PlanDocument(Struct):
 
 
 def write_plan(path: Path, file: PlanFile, keys: Sequence[int | str]) -> None:
-    """Write a plan file, by gzip if its name ends in ``.gz``; ``keys`` are the graph file's ids.
+    """Write a plan file, by gzip if its name ends in ``.gz``; ``keys`` are the graph file's ids of storages.
 
     Raises:
         InputError: the file cannot be written.
@@ -140,7 +140,7 @@ def write_plan(path: Path, file: PlanFile, keys: Sequence[int | str]) -> None:
 
 
 def document_of(file: PlanFile, keys: Sequence[int | str]) -> PlanDocument:
-    """Return the JSON document of a plan; ``keys`` are the names of its storages.
+    """Return the JSON document of a plan; ``keys`` are the graph file's ids of storages.
 
     >>> document_of(PlanFile(4096, Plan("auto", 4096, ()), Program((), ()), 0.5), keys=()).budget
     4096
@@ -204,7 +204,7 @@ def read_plan(path: Path, keys: Sequence[int | str]) -> PlanFile:
 
 
 def plan_of(file: PlanDocument, keys: Sequence[int | str], path: Path) -> PlanFile:
-    """Return the plan of a document read from ``path``; raises ``GraphError`` like ``read_plan``.
+    """Convert a document that was read from ``path`` to a plan; ``keys`` and errors are as for ``read_plan``.
 
     >>> file = PlanFile(4096, Plan("auto", 4096, ()), Program((), ()), 0.5)
     >>> plan_of(document_of(file, keys=()), (), Path("plan.json")) == file

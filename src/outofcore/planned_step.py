@@ -62,12 +62,10 @@ class PlannedStep:
 
     @property
     def arena_bytes(self) -> int:
-        """The arena size of the plan."""
         return self.planned.program.arena_bytes
 
     @property
     def has_evictions(self) -> bool:
-        """Whether the plan evicts any storage."""
         return self.planned.plan.policy != "keep-all"
 
     @property
@@ -87,7 +85,7 @@ class PlannedStep:
 def plan_in_core(
     captured: Captured, costs: Costs, profiles: tuple[OpProfile, ...], budget: int, stores: Sequence[HomeStore]
 ) -> PlannedStep | None:
-    """Return the step with a plan without evictions; None if it does not fit or its proof fails."""
+    """Plan a step without evictions and return it; None if it exceeds the budget or the plan is invalid."""
     planned = planning.plan_in_core(captured.graph, costs, budget)
     if planned is None:
         return None
@@ -109,7 +107,7 @@ def plan(
     *,
     quickly: bool = False,
 ) -> PlannedStep:
-    """Return the step with the best plan that passes validation; ``offload-all`` is the last resort.
+    """Plan a step and return it with the first plan that is valid; the plan of ``offload-all`` is tried last.
 
     With ``quickly``, the plan of a quick search is preferred.
 
@@ -132,7 +130,7 @@ def plan(
 
 
 def _plan_quickly(captured: Captured, costs: Costs, budget: int, policy: Policy) -> Planned | None:
-    """Return the plan of a quick search; None if the policy is quick itself, there is no home, or no plan is valid."""
+    """Return a plan by a quick search; None without a valid plan, without homes, or if the full search is quick."""
     quick = quick_policy(policy)
     if quick is policy or not costs.homes:
         return None
@@ -143,14 +141,14 @@ def _plan_quickly(captured: Captured, costs: Costs, budget: int, policy: Policy)
 
 
 def _plan_fully(captured: Captured, costs: Costs, budget: int, policy: Policy) -> Planned:
-    """Return the first valid plan of a full search, or else of ``offload-all``."""
+    """Return the first valid plan of a full search; the plan of ``offload-all`` is tried last."""
     graph = captured.graph
     plans = planning.plans_of_step(graph, costs, budget, policy, storage_describer(captured))
     return prove_plan(graph, costs, budget, chain(plans, _offload_all_plans(graph, costs, budget)))
 
 
 def job_of(step: PlannedStep, policy: Policy, measured: Sequence[Timeline]) -> PlanJob:
-    """Return the job of planning the step again, corrected by ``measured`` timelines of its plan."""
+    """Return a job to plan a step again, with its costs corrected by ``measured`` timelines of the current plan."""
     running = RunningPlan(step.planned, tuple(measured), step.home_storages)
     return PlanJob(step.graph, step.costs, step.budget, policy, running)
 
@@ -158,7 +156,7 @@ def job_of(step: PlannedStep, policy: Policy, measured: Sequence[Timeline]) -> P
 def with_answer(
     step: PlannedStep, answer: PlanResult, measured_seconds: float, stores: Sequence[HomeStore]
 ) -> PlannedStep | None:
-    """Return the step with the answer's plan; None without one, or if a home is full. The seconds are for the log."""
+    """Return the step with the plan of ``answer``; None without a plan, or if a home is full. Seconds are logged."""
     reason = answer.reason
     if answer.planned is not None and answer.costs is not None:
         try:
@@ -174,7 +172,7 @@ def with_answer(
 
 
 def with_plan(step: PlannedStep, costs: Costs, planned: Planned) -> PlannedStep:
-    """Return the step with a new, thoroughly searched plan, and the costs that it was made with."""
+    """Return the step with a new plan from a full search, and with the costs that this plan is based on."""
     profiles = tuple(replace(p, cost=cost) for p, cost in zip(step.profiles, costs.ops, strict=True))
     return replace(step, costs=costs, planned=planned, profiles=profiles, is_quick=False)
 
@@ -185,7 +183,7 @@ def plan_with_times(
     policy: Policy,
     stores: Sequence[HomeStore],
 ) -> PlannedStep | None:
-    """Plan the step again with measured times of ops and copies; None if no plan is found, so the old one stays."""
+    """Plan a step again with measured times of ops and copies, and return it; None, with a warning, if that fails."""
     families = [op.family for op in step.graph.ops]
     costs = refine_costs(step.costs, step.planned.program, measured, step.home_storages, families)
     profiles = tuple(replace(p, cost=cost) for p, cost in zip(step.profiles, costs.ops, strict=True))
@@ -209,7 +207,7 @@ def _log_times(before: PlannedStep, after: PlannedStep, seconds: float) -> None:
 
 
 def select_grown_requests(step: PlannedStep, observed: Mapping[int, Requests]) -> dict[int, Requests]:
-    """Return the observed requests, by op, that need more scratch memory than the step's costs have."""
+    """Select, by op, the observed memory requests that need more scratch memory than the step was planned with."""
     ops = step.costs.ops
     return {op: requests for op, requests in observed.items() if requests.workspace_bytes > ops[op].workspace_bytes}
 
@@ -217,7 +215,7 @@ def select_grown_requests(step: PlannedStep, observed: Mapping[int, Requests]) -
 def with_new_requests(
     step: PlannedStep, requests: Mapping[int, Requests], first: Set[int] = frozenset()
 ) -> PlannedStep:
-    """Return the step with new requests, by op, in its costs; ops in ``first`` make them in the first run only."""
+    """Return the step with new memory requests, by op; ops in ``first`` make them in the first run only."""
     profiles, ops = list(step.profiles), list(step.costs.ops)
     for index, observed in requests.items():
         cost, op = ops[index], step.graph.ops[index]
@@ -245,7 +243,7 @@ def plan_with_requests(
     policy: Policy,
     stores: Sequence[HomeStore],
 ) -> PlannedStep | None:
-    """Plan the step again with the memory that ops requested, by op; None if no plan is found: the old one stays."""
+    """Plan a step again with the memory that ops requested, and return it; None, with a warning, if that fails."""
     updated = with_new_requests(step, surprises)
     try:
         new_step = plan(updated.captured, updated.costs, updated.profiles, step.budget, policy, stores)
@@ -262,12 +260,12 @@ def plan_with_requests(
 
 
 def is_prediction_wrong(step: PlannedStep, measured: Sequence[Timeline]) -> bool:
-    """Return whether the plan evicts, and measured times differ from its prediction by more than 10 %."""
+    """Return whether measured times differ from the predicted one by over 10 %; False for a plan without evictions."""
     return step.has_evictions and is_off(step.planned.timeline.step_seconds, measured)
 
 
 def storage_describer(captured: Captured) -> Callable[[int], str]:
-    """Return a function that describes a storage of a step, with its shape and dtype, for users."""
+    """Return a function that describes a storage, given its id, for messages: its name, shape and dtype."""
     shapes = {}
     for value in captured.values:
         shapes.setdefault(value.storage, (value.shape, value.dtype))
@@ -281,7 +279,7 @@ def storage_describer(captured: Captured) -> Callable[[int], str]:
 
 
 def check_spill(graph: StepGraph, costs: Costs, planned: Planned, stores: Sequence[HomeStore]) -> None:
-    """Refuse a plan that needs more of a home than is available (``SpillError``)."""
+    """Raise ``SpillError`` if a plan needs more bytes of a home than are available; log the peak use of each home."""
     for home, count in zip(stores, needed_bytes(graph, costs, planned.program), strict=True):
         home.check(max(count, home.bytes))
         _log.info("peak use of home %s: %s", home.name, format_bytes(count))
@@ -293,7 +291,7 @@ def _offload_all_plans(graph: StepGraph, costs: Costs, budget: int) -> Iterator[
 
 
 def _check_last_home(graph: StepGraph, costs: Costs, budget: int, policy: Policy, stores: Sequence[HomeStore]) -> None:
-    """Raise ``SpillError`` if a larger last home is all that a plan would need, as when the disk is full."""
+    """Raise ``SpillError`` if a larger last home, such as a disk with more space, would allow a plan."""
     if not costs.homes or costs.homes[-1].bytes is None:
         return
     unlimited = replace(costs, homes=(*costs.homes[:-1], replace(costs.homes[-1], bytes=None)))

@@ -63,7 +63,7 @@ class Device:
         return Home("host", None, self.out_bytes_per_s, self.in_bytes_per_s, _LINK_LATENCY_S)
 
     def seconds(self, work: Work, number: Number, operations: float, moved_bytes: float) -> float:
-        """Return the roofline seconds of an op with this many operations and bytes of device memory traffic."""
+        """Estimate the seconds of an op by a roofline: the larger of its compute and memory time, plus its launch."""
         arithmetic = 0.0
         if work in EFFICIENCY:
             plain, tensor = EFFICIENCY[work]
@@ -94,7 +94,7 @@ def _device(
     tf32: float | None = None,
     half: float | None = None,
 ) -> Device:
-    """Build a device from data-sheet numbers: GiB (0.5 of which the CUDA context takes), GB/s and TFLOP/s."""
+    """Build a device from data-sheet numbers in GiB, GB/s and TFLOP/s; the CUDA context takes 0.5 GiB of it."""
     rates = {Number.FP32: fp32, Number.TF32: tf32, Number.HALF: half}
     link = link_gb_per_s * 1e9
     flops = {number: rate * 1e12 for number, rate in rates.items() if rate is not None}
@@ -163,6 +163,7 @@ def device(name: str) -> Device:
 
 
 def _parse_device(text: str) -> Device:
+    """Return a device from its numbers, such as "24GiB, 80 TFLOPS, 25 GB/s"; ``InputError`` for other text."""
     parts = [part.strip() for part in text.split(",")]
     if len(parts) not in (3, 4) or (len(parts) == 4 and not parts[3].endswith("memory")):
         raise InputError(

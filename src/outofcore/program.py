@@ -21,7 +21,7 @@ class Queue(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A condition to start: ``count`` instructions of a queue have ended; for copies, of the queue of one home."""
+    """A condition to start: ``count`` instructions of a queue have ended. Each home has its own queues of copies."""
 
     queue: Queue
     count: int

@@ -26,7 +26,7 @@ def ignore_progress(stage: str, done: int, total: int) -> None:
 
 @contextmanager
 def show_progress(tell: ProgressCallback | None = None, *, show: bool | None = None) -> Generator[ProgressCallback]:
-    """Yield a progress callback.
+    """Show progress while the context is active; yield the callback that reports it.
 
     Args:
         tell: user callback ``(stage, done, total)``; replaces the progress bar.

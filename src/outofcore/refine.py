@@ -38,7 +38,7 @@ def is_off(predicted: float, timelines: Sequence[Timeline]) -> bool:
 
 
 def find_quiet_steps(costs: Costs, program: Program, timelines: Sequence[Timeline]) -> list[Timeline]:
-    """Return the quiet steps among consecutive whole steps; all op costs may be wrong by one factor."""
+    """Return the quiet ones of consecutive measured steps; costs of ops only need correct ratios."""
     paces = [pace(program, step_times(program, timeline, ()), costs.ops) for timeline in timelines]
     return [timeline for timeline, quiet in zip(timelines, mark_quiet_steps(paces), strict=True) if quiet]
 
@@ -50,9 +50,9 @@ def refine_costs(
     moved: frozenset[int],
     families: Sequence[str] = (),
 ) -> Costs:
-    """Return the plan's costs with measured seconds of ops and measured bandwidth of copies.
+    """Return the costs with seconds of ops and bandwidths of copies corrected by measured timelines.
 
-    ``moved`` are storages that were copied to a home and not to the caller's memory; ``families``: of each op.
+    ``moved``: storages that were copied to a home, not to the caller's memory. ``families``: the family of each op.
     """
     quiet_timelines = find_quiet_steps(costs, program, timelines)
     names = [families[op] if families and families[op] else f"#{op}" for op in range(len(costs.ops))]
@@ -92,7 +92,7 @@ class _Family:
 
 
 def _op_seconds(costs: Costs, program: Program, times: Sequence[StepTimes], names: Sequence[str]) -> list[float]:
-    """Return the seconds of each op: the median of its family, or its own if that clearly differs."""
+    """Return the seconds of each op: the median of its family, or its own median if the two clearly differ."""
     families: dict[str, _Family] = {}
     by_op: dict[int, list[float]] = {}  # by op, including its recomputations
     for index, instruction in enumerate(program.instructions):
@@ -114,7 +114,7 @@ def _op_seconds(costs: Costs, program: Program, times: Sequence[StepTimes], name
 def _derive_slowdown(
     homes: tuple[Home, ...], program: Program, times: Sequence[StepTimes], names: Sequence[str]
 ) -> tuple[Home, ...]:
-    """Return the homes, with measured ``compute_slowdown`` if enough copies ran with ops, all at one home."""
+    """Return the homes with measured ``compute_slowdown``; unchanged if several are used, or copies rarely overlap."""
     used = {i.home for i in program.instructions if isinstance(i, CopyOut | CopyIn)}
     if len(used) != 1 or not times:
         return homes

@@ -46,7 +46,7 @@ _DRIFT_INTERVAL, _MAX_DRIFT = 12, 0.1
 
 
 class WatchPhase(Enum):
-    """The phase of a plan that is compared with its steps; see the table above."""
+    """The phase of comparing a plan with its measured steps; see the table above."""
 
     MEASURING = "measuring"
     WAITING = "waiting"
@@ -55,7 +55,7 @@ class WatchPhase(Enum):
 
 @dataclass(frozen=True)
 class PlanWatch:
-    """The record of the steps of one plan; all times are seconds."""
+    """The comparison of a plan with its measured steps, and the time spent on planning; times are in seconds."""
 
     predicted_seconds: float
     exchange_seconds: float  # approximate time to exchange a program
@@ -80,7 +80,7 @@ class PlanWatch:
         return SHARE * max(self.steps, FIRST_STEPS) * self.step_seconds
 
     def can_afford(self, seconds: float) -> bool:
-        """Return whether training may stand still for that many more seconds."""
+        """Return whether planning may stop training for ``seconds`` more."""
         return self.spent_seconds + seconds <= self.allowed_seconds
 
     @property
@@ -100,7 +100,7 @@ class PlanWatch:
     # Events
 
     def record_step(self, program: Program, timeline: Timeline) -> PlanWatch:
-        """Record a step other than the first of its program; decide whether a better plan is wanted."""
+        """Return the record with one more step (not the first of a program); decide whether a better plan is wanted."""
         seconds = timeline.step_seconds
         now = replace(self, steps=self.steps + 1)
         if self.phase is WatchPhase.STEADY:
@@ -122,7 +122,7 @@ class PlanWatch:
         return replace(self, steps=self.steps + 1)
 
     def record_planning(self, seconds: float) -> PlanWatch:
-        """Record that planning has started, for which training stood still for ``seconds``."""
+        """Record that planning has started, and that its start stopped training for ``seconds``."""
         return replace(
             self,
             phase=WatchPhase.WAITING,
@@ -132,13 +132,13 @@ class PlanWatch:
         )
 
     def keep_plan(self, predicted: float | None = None) -> PlanWatch:
-        """Record that the plan stays; ``predicted``: its new predicted seconds, if they are corrected."""
+        """Record that the plan stays; ``predicted``: its predicted seconds with corrected costs, if they changed."""
         return replace(
             self, predicted_seconds=self.predicted_seconds if predicted is None else predicted
         )._enter_steady()
 
     def record_exchange(self, predicted: float, seconds: float) -> PlanWatch:
-        """Record that a plan of ``predicted`` seconds replaced this one, which stopped training for ``seconds``."""
+        """Record that a plan of ``predicted`` seconds replaced this one, and that the exchange took ``seconds``."""
         now = replace(
             self,
             predicted_seconds=predicted,

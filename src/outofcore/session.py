@@ -42,11 +42,11 @@ _MANY_SIGNATURES = 4
 
 
 class _NoEagerLoopError(Exception):
-    """This system cannot run eager loops; the cause has the reason."""
+    """Calls cannot run as an eager loop on this system; ``__cause__`` has the reason."""
 
 
 class CallOutcome(Enum):
-    """The state of the model if the call raised now; the value becomes the note of the exception."""
+    """The state in which a failed call leaves the model; the value becomes a note of the exception."""
 
     # Raised before the step ran.
     UNCHANGED = "The model and its optimizers are as they were before this step, which can be called again."
@@ -118,7 +118,7 @@ class Session:
         return len({signature._replace(capture=0) for signature in self.steps.by_signature})
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], on_progress: ProgressCallback | None) -> Any:
-        """Run one call by a plan or as an eager loop; ``outcome`` describes the model if it raises."""
+        """Run one call of the step, by a plan or as an eager loop. If it raises, ``outcome`` describes the model."""
         self.outcome = CallOutcome.UNCHANGED
         if self._peers is not None:
             self._peers.check()
@@ -155,7 +155,7 @@ class Session:
     def prepare(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], on_progress: ProgressCallback | None
     ) -> PlannedStep:
-        """Capture and plan a call without running it."""
+        """Capture and plan a call without running it; return the planned step."""
         self.outcome = CallOutcome.UNCHANGED
         self.spread()
         signature, change = self._captures.find(self._signer(args, kwargs))
@@ -166,7 +166,7 @@ class Session:
             self.planner.is_ahead = False
 
     def spread(self) -> None:
-        """Shard the models over the processes that share them; if they are sharded already, check them."""
+        """Shard the models over the processes that share them. Models that are sharded already are only checked."""
         if self._peers is not None:
             self._peers.spread()
 
@@ -178,9 +178,9 @@ class Session:
         on_progress: ProgressCallback | None,
         change: str,
     ) -> KnownStep:
-        """Return the planned step for a call, planned now if this or another process lacks it.
+        """Return the planned step for a call. Plan it now if this process or another one has no plan for it.
 
-        ``change`` describes a Python value, read by the step, that has changed; empty: only inputs may have changed.
+        ``change`` names a changed Python value that the step reads; empty: only inputs may have changed.
         """
         # Tensors that the user sees later must not be inference tensors.
         with torch.inference_mode(mode=False), DeferredSignals("the check for changes between steps"):
@@ -212,7 +212,7 @@ class Session:
         return entry
 
     def _record_reads(self, signature: Signature, entry: KnownStep) -> None:
-        """Record the Python values that a capture has read, to notice changes; forget the oldest captures."""
+        """Record the Python values that a capture has read, to detect changes later. Forget the oldest captures."""
         reads = entry.step.captured.reads
         user = self._user
         roots = [("step", user.function)]
@@ -223,7 +223,7 @@ class Session:
         reads.clear()
 
     def _run_planned(self, entry: KnownStep, signature: Signature, leaves: Sequence[Any]) -> Any:
-        """Run a call by its plan; if an op needs more memory, undo the call, plan again and run it."""
+        """Run a call by its plan. If an op runs out of memory, undo the call, plan with more for it, and retry."""
         must_grow = entry.has_overflowed
         while True:
             self.updates.plan_for_surges(entry, must_grow=must_grow)
@@ -246,7 +246,7 @@ class Session:
             return result
 
     def _call_without_plan(self, refusal: BudgetError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call that fits no plan any more as an eager loop; raise ``refusal`` if that is impossible."""
+        """Run a call as an eager loop because no plan fits the budget; raise ``refusal`` if no loop is possible."""
         alone = not self.home.shared and self._joined_peers is None
         if self._loop is None or not alone or self._dynamic is False:
             raise refusal
@@ -274,7 +274,7 @@ class Session:
         )
 
     def _should_switch_to_eager(self, signature: Signature, change: str) -> bool:
-        """Return whether calls switch to an eager loop: at a new input size, or if read values keep changing."""
+        """Return whether to switch to an eager loop: inputs have new sizes, or Python values change too often."""
         if not self._may_run_eagerly:
             return False
         return (
@@ -284,7 +284,7 @@ class Session:
         )
 
     def _call_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
-        """Run a call as an eager loop for ``reason`` (empty: as before); ``_NoEagerLoopError`` if impossible."""
+        """Run a call as an eager loop; record ``reason`` unless it is empty. May raise ``_NoEagerLoopError``."""
         self.why_followed = reason or self.why_followed
         try:
             eager_calls = self._switch_to_eager()
@@ -300,7 +300,7 @@ class Session:
         return result
 
     def _switch_to_eager(self) -> BudgetedCalls:
-        """Return the eager loop, made at the first call; move tensors to it one by one, within the budget."""
+        """Return the eager loop, created at the first call. Move the model to it, and forget all plans."""
         if self.eager_calls is None:
             if self._loop is None:
                 raise RuntimeError("a step without an eager loop switched to it; please report it")
@@ -325,7 +325,7 @@ class Session:
     # Between steps
 
     def _adopt_changes(self, signature: Signature) -> None:
-        """Adopt tensors that other steps and the user have replaced since the last call; forget outdated plans."""
+        """Use the tensors that the user or other steps have assigned since the last call; forget outdated plans."""
         if self.home.occupy(self, self._on_release) and not self.keeper.reclaim():
             self._discard_captures()
         is_other_structure = self._signature is not None and signature.structure != self._signature.structure
@@ -339,7 +339,7 @@ class Session:
             self.forget_plans()
 
     def refresh(self, *, leaving: bool = False) -> None:
-        """Adopt tensors that the user has assigned (``leaving``: in place), or forget all plans if they do not fit."""
+        """Adopt memory that the user gave to tensors, or forget all plans if it does not fit. ``leaving``: keep it."""
         changed = self.keeper.adopt_replacements(leaving=leaving)
         if changed is None:
             self._discard_captures()
@@ -347,7 +347,6 @@ class Session:
             _log.info("new tensors adopted for %s", ", ".join(changed))
 
     def _discard_captures(self) -> None:
-        """Forget all plans, since the memory layout or the sharing of tensors has changed."""
         _log.info("all plans are forgotten: the memory layout or sharing of tensors has changed")
         self.forget_plans()
 
@@ -374,13 +373,13 @@ class Session:
             self.keeper.release_slots()
 
     def close(self, *, whole: bool = True) -> None:
-        """Move the model to ordinary memory, or leave it at a shared home; with ``whole``, gather its shards."""
+        """End the step: move its model to ordinary memory or a shared home. ``whole``: also gather a sharded model."""
         self._close()
         if whole and self._peers is not None:
             self._peers.gather()
 
     def _close(self) -> None:
-        """Move the model of this process to where it stays, and free all else even if that fails."""
+        """Move this process's tensors out of the arena, and free all resources even if that fails."""
         self.updates.background.close()
         self.engine.close()
         try:
@@ -413,7 +412,7 @@ class Session:
     ) -> KnownStep:
         """Capture, measure and plan a call, together with the other processes of the step.
 
-        ``entry`` is the plan of this process if only others lack one; ``alternatives`` are plans for other read values.
+        ``entry``: the plan here, if only other processes lack one. ``alternatives``: plans for other Python values.
         """
         peers = self._peers
         if peers is None:
@@ -425,7 +424,7 @@ class Session:
         return KnownStep(*peers.plan_together(args, kwargs, facts, alternatives))
 
     def _warn_of_many_signatures(self, seconds: float) -> None:
-        """Warn once about the cost of many input signatures."""
+        """Record the seconds of planning an input signature; at the fourth one, warn about their cost."""
         self._planning_seconds.append(seconds)
         if len(self._planning_seconds) == _MANY_SIGNATURES:
             _log.warning(
@@ -437,7 +436,7 @@ class Session:
             )
 
     def _run(self, entry: KnownStep, leaves: Sequence[Any]) -> Any:
-        """Run a planned step; if it raises, undo it, else stop it like plain PyTorch, else mark the session torn."""
+        """Run a planned step. If it fails, undo it; if that fails, stop it as plain PyTorch would, or mark it torn."""
         runner = entry.runner
         if runner is None:
             raise RuntimeError("a step without a runner was activated; please report it")
@@ -461,11 +460,11 @@ class Session:
         return result
 
     def _may_stop(self, entry: KnownStep) -> bool:
-        """Return whether an interrupt may stop the running step: no update has begun."""
+        """Return whether an interrupt may stop the running step: no optimizer update has begun."""
         return entry.runner is None or entry.runner.may_stop(self.engine)
 
     def _recover(self, action: str, recover: Callable[[Engine], bool], error: BaseException) -> bool:
-        """Return whether ``recover`` restored the model; note a failed copy in ``error``."""
+        """Call ``recover`` to restore the model; return whether it did. Add a note to ``error`` if a copy failed."""
         try:
             return recover(self.engine)
         except TransferError as another:

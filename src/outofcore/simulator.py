@@ -50,7 +50,7 @@ class _ForwardWaitError(Exception):
 
 
 def _times(graph: StepGraph, costs: Costs, program: Program, order: Iterable[int]) -> Timeline:
-    """Return the timeline without contention, for instructions in an ``order`` that their waits allow."""
+    """Simulate the instructions in ``order``, without contention; ``_ForwardWaitError`` if it contradicts a wait."""
     # Planners spend most of their time in this loop: it uses locals and identity tests, and hashes no enums.
     instructions, blocks, storages, homes = program.instructions, program.blocks, graph.storages, costs.homes
     op_costs = costs.ops
@@ -103,7 +103,7 @@ def _times(graph: StepGraph, costs: Costs, program: Program, order: Iterable[int
 
 
 def busiest_seconds(graph: StepGraph, costs: Costs, program: Program) -> float:
-    """Return the busy seconds of the busiest queue, a lower bound of the step."""
+    """Return the busy seconds of the busiest queue, a lower bound of the step time."""
     busy: dict[tuple[Queue, int], float] = {}
     for instruction in program.instructions:
         if isinstance(instruction, Run):
@@ -128,7 +128,7 @@ def _caller_storages(graph: StepGraph) -> frozenset[int]:
 
 
 def _missing_home_error(index: int, instruction: Instruction, storage: int | None) -> ValidationError:
-    """Return the error of a copy from or to a workspace, or of a storage without a home."""
+    """Return the error for a copy of a workspace, or of a storage without a home."""
     direction = "out of" if isinstance(instruction, CopyOut) else "into"
     if storage is None:
         return ValidationError(f"instruction {index} copies {direction} a workspace block, which belongs to no storage")
@@ -139,7 +139,7 @@ def _missing_home_error(index: int, instruction: Instruction, storage: int | Non
 
 
 def _runnable_order(program: Program) -> list[int]:
-    """Return an order in which each instruction follows its waits and its predecessors on its queue."""
+    """Order instructions after their predecessors and the ones they wait for; ``ValidationError`` for a deadlock."""
     lanes = _lanes(program)
     done_counts = dict.fromkeys(lanes, 0)
     order: list[int] = []
@@ -163,7 +163,7 @@ def _runnable_order(program: Program) -> list[int]:
 
 
 def _lanes(program: Program) -> dict[tuple[Queue, int], list[int]]:
-    """Return the indices of the instructions of each lane: a queue, or for copies, a queue of one home."""
+    """Return the instruction indices of each lane. A lane is a queue; each home has its own lanes for copies."""
     lanes: dict[tuple[Queue, int], list[int]] = {(queue, 0): [] for queue in Queue}
     for index, instruction in enumerate(program.instructions):
         lanes.setdefault(lane_of(instruction), []).append(index)
@@ -173,7 +173,7 @@ def _lanes(program: Program) -> dict[tuple[Queue, int], list[int]]:
 def _blockers(
     program: Program, lanes: dict[tuple[Queue, int], list[int]], done_counts: dict[tuple[Queue, int], int]
 ) -> str:
-    """Describe the instruction at the head of each blocked queue and the instruction that it waits for."""
+    """Describe for each blocked queue its next instruction, and the instruction for which it waits."""
     parts: list[str] = []
     for lane, indices in lanes.items():
         if done_counts[lane] == len(indices):
@@ -195,7 +195,7 @@ def _blockers(
 
 
 def stalls(program: Program, timeline: Timeline) -> list[Stall]:
-    """Return the idle periods of the compute queue, attributed to the waits that ended last."""
+    """Return the idle periods of the compute queue, each with the awaited instruction that ended last."""
     lanes = _lanes(program)
     result: list[Stall] = []
     free = 0.0
@@ -237,7 +237,7 @@ def resident_bytes(program: Program, timeline: Timeline) -> list[tuple[float, in
 
 
 def _stays(program: Program, timeline: Timeline) -> list[list[tuple[float, float]]]:
-    """Return the time spans (at most two) in which each block holds bytes; infinity: beyond the step's end."""
+    """Return for each block the time spans, at most two, in which it is held; infinity: after the end of the step."""
     infinity = float("inf")
     # Two stays (begin, end) for each block; the first stay of a wrapping block is the one that starts the step.
     begins = [[infinity, infinity] for _ in program.blocks]
@@ -259,5 +259,5 @@ def _stays(program: Program, timeline: Timeline) -> list[list[tuple[float, float
 
 
 def _stay_of(block: Block, index: int) -> int:
-    """Return 1 if an instruction uses the second stay of a wrapping block, which wraps to the next step; else 0."""
+    """Return the stay of a block that an instruction uses: 1 if that stay lasts into the next step, else 0."""
     return int(block.wraps and index >= block.born and not block.born == block.dies == 0)

@@ -196,7 +196,7 @@ class Step(Generic[P, R]):
         return self._last_planned_step("profiled").costs
 
     def _last_planned_step(self, stage: str) -> PlannedStep:
-        """Return the step of the last planned call; ``StateError`` without one (``stage`` is part of its text)."""
+        """Return the step of the last planned call; without one, raise ``StateError`` with the word ``stage``."""
         if self._session.steps.last_step is None:
             raise StateError(self._no_plan_message(f"it is {stage} at its first call"))
         return self._session.steps.last_step
@@ -228,7 +228,7 @@ class Step(Generic[P, R]):
         return measure_step(self.captured, self.planned, self.timeline, session.steps.off_plan)
 
     def _no_plan_message(self, otherwise: str) -> str:
-        """Return why there is no plan: calls ran as an eager loop, or the first call is yet to come (``otherwise``)."""
+        """Return the error message for a step without a plan; ``otherwise`` is its end if the step was never called."""
         followed = self._session.eager_calls
         if followed is None or followed.last is None:
             return f"the step was not called yet: {otherwise}"
@@ -340,14 +340,14 @@ class Step(Generic[P, R]):
             self._state.load_state_dict(state)
 
     def _release_model(self) -> None:
-        """Move the model to the home, since another step over it is about to run."""
+        """Move the model to its home, because another step with the same model is about to run."""
         self._access.check(self._session.torn)
         with self._access.exclusive():
             self._session.release_model()
 
 
 class _Access:
-    """A guard that admits one thread at a time, in the process that compiled the step, until it is closed."""
+    """A lock on a step: one thread at a time may use it, only in the process that compiled it, until it is closed."""
 
     def __init__(self, home: OpenHome) -> None:
         self._home = home
@@ -361,7 +361,7 @@ class _Access:
 
     @contextlib.contextmanager
     def exclusive(self) -> Generator[None]:
-        """Hold the step for this thread, and let its home see the user's changes; ``StateError`` if it is held."""
+        """Lock the step for this thread, and let its home detect the user's changes; ``StateError`` if it is locked."""
         if not self._running.acquire(blocking=False):
             raise StateError("this step is running already; call it from one thread at a time")
         try:
@@ -372,7 +372,7 @@ class _Access:
             self._running.release()
 
     def check(self, torn: str = "") -> None:
-        """Raise ``StateError`` in a fork, if the step is closed, or if its model is half changed (``torn``: why)."""
+        """Raise ``StateError`` in a fork, for a closed step, or if ``torn`` gives the reason of an earlier failure."""
         if not self.is_compiling_process:
             raise StateError(
                 f"this step belongs to process {self._process}, and this process ({os.getpid()}) is a fork of it, "

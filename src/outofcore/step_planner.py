@@ -64,7 +64,7 @@ class StepPlanner:
         self.on_progress: ProgressCallback = ignore_progress
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Captured, Recapture]:
-        """Capture a call of the step; return it with a function that captures it again."""
+        """Capture a call of the step; return the capture and a function that captures the call again."""
         self.on_progress("capture the step", 0, 1)
         # The capture replaces the model's tensors by fake ones, so an interrupt must wait.
         capture = self._user.capturer(args, kwargs, self.backend.device, self._layouts, self._orders)
@@ -92,7 +92,7 @@ class StepPlanner:
     ) -> PlannedStep:
         """Load the stored plan of a step, or measure and plan it.
 
-        ``groups`` are the costs of collectives by size of their process group; None: no other process shares the plan.
+        ``groups``: costs of collectives by size of their process group; None: no other process uses the plan.
         """
         self.on_progress("capture the step", 1, 1)
         room = self.make_room(traced)
@@ -147,7 +147,7 @@ class StepPlanner:
         return replace(step, choice=choice)
 
     def _load_stored_plan(self, key: str, variants: StepVariants, room: int, *, quickly: bool) -> PlannedStep | None:
-        """Return a step with its stored plan, proved; None without one. If not ``quickly``, refuse a quick one."""
+        """Return a step with its stored plan, validated again; None without one. ``quickly``: accept a quick plan."""
 
         def use(stored: StoredPlan) -> PlannedStep | None:
             if stored.is_quick and not quickly:
@@ -172,7 +172,7 @@ class StepPlanner:
         return step
 
     def _key(self, traced: Captured, room: int) -> str:
-        """Return a key of all inputs of planning, except for costs; empty without a cache."""
+        """Return the key of a step's stored plan, from all inputs of planning except costs; empty without a cache."""
         if self.cache is None:
             return ""
         changed = steady_state_gradients(traced) if self._repeats else {}
@@ -196,7 +196,7 @@ class StepPlanner:
         return room_for_arena(traced, self.backend, self.budget)
 
     def variants_of(self, traced: Captured, recapture: Recapture | None = None) -> StepVariants:
-        """Return the variants of a step; without ``recapture``, ``StepVariants.later`` may not be used."""
+        """Return the variants of a step; ``StepVariants.later`` needs ``recapture``, which captures the step again."""
         capture_again = recapture or _refuse_recapture
         return StepVariants(traced, capture_again, self.backend, self.cache, self._split, self.stores[0].capacity)
 

@@ -61,7 +61,7 @@ class StoredPlan:
     _path: Path
 
     def prove(self, graph: StepGraph, costs: Costs, budget: int) -> Planned:
-        """Return the plan for its variant's graph, validated, with its timeline under these costs.
+        """Validate the plan for the graph of its variant, and return it with its timeline under these costs.
 
         Raises ``GraphError`` if ops need other scratch memory than in the plan, or the graph lacks a name in it.
         """
@@ -92,7 +92,7 @@ class StepPlans:
         return key_of(_FORMAT, PLAN_FORMAT, graph.content(), policy, facts)
 
     def find(self, key: str, use: Callable[[StoredPlan], _Step]) -> _Step | None:
-        """Return the result of ``use`` for the stored plan; None without one. If ``use`` raises, delete the plan."""
+        """Return ``use(plan)`` for the stored plan, or None if no plan is stored. Delete the plan if ``use`` raises."""
 
         def check(file: _PlanRecord, path: Path) -> _Step:
             choice = VariantChoice(key, file.variant, file.workspaces)
@@ -103,9 +103,9 @@ class StepPlans:
     def keep(
         self, choice: VariantChoice, graph: StepGraph, costs: Costs, budget: int, planned: Planned, *, is_quick: bool
     ) -> None:
-        """Store a plan, unless it is from a quick search and the stored one is better.
+        """Store a plan. A quick search's plan does not replace a full search's plan for equal scratch memory.
 
-        A stored plan made with costs of a busy machine is replaced if the new costs are not.
+        A stored plan that was made on a busy machine is replaced if the new one was not.
         """
         needs, is_busy = _needs(costs), costs.is_busy
 

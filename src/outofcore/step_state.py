@@ -18,7 +18,7 @@ from outofcore.session import Session
 
 
 class StepState:
-    """The persistent state of a step; a load that fails half way leaves the session torn."""
+    """Saves and loads the persistent state of a step. A load that fails half way marks the session torn."""
 
     def __init__(self, user: UserStep[..., Any], home: OpenHome, session: Session) -> None:
         self._user, self._home, self._session = user, home, session
@@ -32,7 +32,7 @@ class StepState:
         save_checkpoint(folder, user.models, user.optimizers, faces, extra, shards, frozen=frozen, written=written)
 
     def load(self, folder: Path) -> Any:
-        """Load a checkpoint in all processes; if one refuses it, in no process; return its ``extra``."""
+        """Load a checkpoint in all processes; if one rejects the files, no process changes. Return its ``extra``."""
         user = self._user
         if user.shards is not None and not user.shards.is_sharded:
             self._session.spread()
@@ -47,7 +47,7 @@ class StepState:
         return checkpoint.extra
 
     def _fail_together(self, _: object, error: BaseException | None, __: object) -> None:
-        """Fail in all processes that share the models if one of them fails."""
+        """Raise the error of this or another process in all processes that share the models."""
         if self._user.shards is not None:
             self._user.shards.raise_any_error(error, "load the checkpoint")
 
@@ -84,7 +84,7 @@ class StepState:
         self._session.torn = ""
 
     def _check_whole(self, call: str) -> None:
-        """Raise ``StateError`` if the model is sharded."""
+        """Raise ``StateError`` if the model is sharded; ``call`` is the user's call, for the message."""
         shards = self._user.shards
         if shards is not None and shards.is_sharded:
             raise StateError(
@@ -94,7 +94,7 @@ class StepState:
 
     @contextmanager
     def _forget_plans_if_state_is_lost(self) -> Generator[None]:
-        """Forget all plans if an optimizer loses its state in this block: later plans have no room to create it."""
+        """Forget all plans if an optimizer loses its state in this context, since they have no room to create it."""
         optimizers = self._user.optimizers
         had_state = [bool(optimizer.state) for optimizer in optimizers]
         yield

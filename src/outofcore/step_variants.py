@@ -83,7 +83,7 @@ class StepVariants:
 
     @cached_property
     def later(self) -> StepVariants | None:
-        """The step in later calls; None if it is the same."""
+        """The variants of the step in later calls; None if later calls equal the first."""
         gradients = steady_state_gradients(self.traced)
         if not gradients:
             return None
@@ -91,7 +91,7 @@ class StepVariants:
 
     @property
     def added_bytes(self) -> int:
-        """The bytes of gradients at the start of later calls but not of the first."""
+        """The bytes of gradients that exist at the start of later calls, but not of the first call."""
         first = self.traced
         kept_gradients = {g.parameter: first.values[g.value].storage for g in first.gradients_left}
         changed = steady_state_gradients(first)
@@ -103,20 +103,20 @@ class StepVariants:
         return sum(first.graph.storages[storage].bytes for storage in new_storages)
 
     def find_variant(self, variant: Variant) -> Captured | None:
-        """Return the step in a variant; None if no op can be split so."""
+        """Return the step rewritten as a variant; None if the variant is a split and no op can be split."""
         if variant not in self._captured:
             self._captured[variant] = self._make(variant)
         return self._captured[variant]
 
     def get_variant(self, variant: Variant) -> Captured:
-        """Return the step in a variant that exists."""
+        """Return the step rewritten as a variant; raise ``RuntimeError`` if it has no such variant."""
         captured = self.find_variant(variant)
         if captured is None:
             raise RuntimeError(f"the step has no variant {variant}; please report it")
         return captured
 
     def _make(self, variant: Variant) -> Captured | None:
-        """Return the step rewritten as a variant; None if no op can be split so."""
+        """Rewrite the step as a variant; return None if the variant is a split and no op can be split."""
         if variant.op_bytes is not None:
             split = self._split(variant.op_bytes, variant.room)
             captured = None if split is None else rewrite_for_lowest_memory(split)
@@ -129,7 +129,7 @@ class StepVariants:
         return captured if captured is None or self.backend is None else captured.align_to(self.backend.alignment)
 
     def _split(self, op_bytes: int, room: int) -> Captured | None:
-        """Return the step with split ops, without splits that fail the exactness check; None if no split is left."""
+        """Split ops above ``op_bytes`` where results are bit-identical; return the step, or None if no op is split."""
         refused: frozenset[str] = frozenset()
         while True:
             split = split_step(
@@ -148,7 +148,7 @@ class StepVariants:
             refused |= mismatched
 
     def _mismatches(self, split: SplitStep, room: int) -> frozenset[str]:
-        """Return the splits with results that are not bit-identical to the results of whole ops."""
+        """Return the splits with results that differ from the results of whole ops; ``room``: bytes for the check."""
         if self.backend is None:
             return frozenset()
         if self.backend.driver is None:
@@ -156,7 +156,7 @@ class StepVariants:
         return find_mismatches(split.checks, split.values, self.backend, room, self.cache)
 
     def profiles(self, variant: Variant, *, timed: bool, advance: Advance | None = None) -> tuple[OpProfile, ...]:
-        """Return the profiles of a variant's ops, each family measured once; ``timed``: with seconds."""
+        """Return the profiles of a variant's ops, with seconds if ``timed``; measure each family of ops once."""
         captured = self.get_variant(variant)
         keys = [
             (op.family, call.rehearse_first is not None)
@@ -174,7 +174,7 @@ class StepVariants:
         return profiles
 
     def costs(self, variant: Variant, *, timed: bool = False, advance: Advance | None = None) -> Costs:
-        """Return the costs of a variant's ops, measured where needed (``timed``: with seconds), and a dummy home."""
+        """Return the costs of a variant's ops, with seconds if ``timed``, and a dummy home; measure new ops."""
         if self.backend is None:
             return Costs((OpCost(0.0),) * len(self.get_variant(variant).calls), (SOMEWHERE,))
         profiles = self.profiles(variant, timed=timed, advance=advance)
@@ -188,7 +188,7 @@ class StepVariants:
 
 @dataclass(frozen=True)
 class VariantPlans:
-    """The plans of a step's variants in an arena.
+    """Plans the variants of a step for one arena, on request.
 
     Attributes:
         room: bytes of the arena.
@@ -210,7 +210,7 @@ class VariantPlans:
 
     @property
     def added_bytes(self) -> int:
-        """The bytes of gradients at the start of later calls but not of the first."""
+        """The bytes of gradients that exist at the start of later calls, but not of the first call."""
         return self.step.added_bytes if self.repeats else 0
 
     def smallest_arena(self, variant: Variant) -> int | None:
@@ -221,7 +221,7 @@ class VariantPlans:
         return self.step.find_variant(variant) is not None
 
     def plan(self, variant: Variant) -> PlannedStep | None:
-        """Return the step planned in a variant; None for ``FUSED`` if it needs evictions."""
+        """Plan the step in a variant and return it; None for ``FUSED`` if it needs evictions."""
         captured = self.step.get_variant(variant)
         if variant.form is Form.FUSED:
             if live_bytes(captured.graph) > self.room:
@@ -232,7 +232,7 @@ class VariantPlans:
         return None if planned is None else replace(planned, variant=variant)
 
     def later_refusal(self, variant: Variant, first: BudgetError | None = None) -> BudgetError | None:
-        """Return the error of later calls that do not fit in a variant, else ``first``, that of the first call."""
+        """Return the error if later calls do not fit in a variant, else ``first``, the error of the first call."""
         later = self.step.later if self.repeats else None
         if later is None:
             return first
@@ -252,7 +252,7 @@ class VariantPlans:
 
 
 def _later_cost(profile: OpProfile) -> OpCost:
-    """Return the cost of an op after an optimizer has created its state."""
+    """Return the cost of an op in later calls, when optimizer state exists already."""
     if profile.first_requests is None:
         return profile.cost
     return replace(profile.cost, workspace_bytes=profile.requests.workspace_bytes)

@@ -23,7 +23,7 @@ def rebase_tensor(tensor: torch.Tensor, base: torch.Tensor) -> None:
 
 
 def swap(first: torch.Tensor, second: torch.Tensor) -> None:
-    """Swap two tensor objects; raise ``RuntimeError`` if other objects refer to their contents."""
+    """Swap the contents of two tensor objects; raise ``RuntimeError`` if other objects refer to the contents."""
     try:
         torch.utils.swap_tensors(first, second)
     except RuntimeError:

@@ -67,7 +67,7 @@ def step_times(program: Program, timeline: Timeline, homes: Sequence[Home]) -> S
 
 
 def is_quiet(copies: float) -> bool:
-    """Return whether concurrent copies of an op, on average, are at most 2 % of one copy."""
+    """Return whether an op ran almost without copies: ``copies``, the average number at a time, is at most 0.02."""
     return copies <= _QUIET_COPIES
 
 
@@ -88,7 +88,7 @@ def mark_quiet_steps(paces: Sequence[float]) -> list[bool]:
 
 
 def _slowdown_spans(busy: Mapping[Lane, _Spans], homes: Sequence[Home]) -> list[tuple[float, _Spans]]:
-    """Return the factors by which copies slow ops, with the spans in which they apply."""
+    """Return each factor by which copies slow ops, with the time spans in which it applies."""
     changes = sorted(
         (time, sign * homes[home].compute_slowdown)
         for (_, home), lane_spans in busy.items()
@@ -128,7 +128,7 @@ class _Spans:
 
 
 def _intersect_spans(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the spans that two lists of disjoint, ascending spans share."""
+    """Return the intersection of two lists of disjoint, ascending time spans."""
     shared: list[tuple[float, float]] = []
     i = j = 0
     while i < len(first) and j < len(second):

@@ -122,19 +122,19 @@ class VariantPlanner(VariantSizes, Protocol[P_co]):
 
     @property
     def added_bytes(self) -> int:
-        """The bytes of gradients at the start of later calls but not of the first."""
+        """The bytes of gradients that exist at the start of later calls, but not of the first call."""
         ...
 
     def has(self, variant: Variant) -> bool:
-        """Return whether the step has such a variant: whether any op can be split so."""
+        """Return whether the step has a variant; a split exists if at least one op can be split."""
         ...
 
     def plan(self, variant: Variant) -> P_co | None:
-        """Return the step planned in a variant; None for ``FUSED`` if it needs evictions."""
+        """Plan the step in a variant and return it; None for ``FUSED`` if it needs evictions."""
         ...
 
     def later_refusal(self, variant: Variant, first: BudgetError | None = None) -> BudgetError | None:
-        """Return the error of later calls that do not fit in a variant, else ``first``, that of the first call."""
+        """Return the error if later calls do not fit in a variant, else ``first``, the error of the first call."""
         ...
 
 
@@ -162,7 +162,7 @@ def choose_variant(step: VariantPlanner[P], room: int) -> P:
 
 
 def ladder(step: VariantPlanner[PlannedVariant], room: int, refusals: Refusals) -> Iterator[Variant]:
-    """Yield the variants in the order of trial; the caller adds failed ones to ``refusals``."""
+    """Yield the variants in the order in which to try them; the caller adds each failed one to ``refusals``."""
     if step.may_stay:
         yield FUSED
     yield Variant(Form.LOW_MEMORY, room)
@@ -190,7 +190,7 @@ def smallest_variant(step: VariantSizes) -> tuple[Variant, int]:
 
 
 def finest_split(step: VariantSizes, whole_bytes: int) -> tuple[Variant, int] | None:
-    """Return the split that needs the least memory, with its smallest arena; None if no split needs less.
+    """Return the split with the smallest arena, and that arena in bytes; None if no split is below ``whole_bytes``.
 
     The result depends on the step only, not on a budget, so ``smallest_budget`` reports it.
     """
@@ -221,7 +221,7 @@ def op_sizes(need: int) -> Iterator[int]:
 
 
 def _split_for_speed(step: VariantPlanner[P], planned: P, room: int) -> P:
-    """Return the step planned with split ops if it is predicted to be clearly faster so, else ``planned``."""
+    """Return the step planned with split ops if that is predicted to be 5 % faster, else ``planned``."""
     variant = planned.variant
     slowdown = planned.seconds / max(planned.costs.compute_seconds, 1e-9)
     if not step.may_split or variant.op_bytes is not None or variant.form is Form.FUSED:
@@ -244,7 +244,7 @@ def _split_for_speed(step: VariantPlanner[P], planned: P, room: int) -> P:
 def _find_later_refusal(step: VariantPlanner[P], planned: P, room: int) -> BudgetError | None:
     """Return the error of later calls that do not fit into ``room``; None if they fit.
 
-    They keep the split of this plan. Without one they may use the lowest-memory variant or any split.
+    If this plan splits ops, later calls must use the same split; else they may use LOWEST_MEMORY or any split.
     """
     if planned.arena_bytes + step.added_bytes <= room:
         return None
@@ -262,6 +262,6 @@ def _find_later_refusal(step: VariantPlanner[P], planned: P, room: int) -> Budge
 
 
 def _smallest_refusal(refusals: Refusals) -> tuple[Variant, BudgetError]:
-    """Return the refused variant of the lowest-memory form with the smallest budget in its error, and that error."""
+    """Return the refused lowest-memory variant with the smallest budget in its error, and that error."""
     lowest = [refusal for refusal in refusals if refusal[0].form is Form.LOWEST_MEMORY]
     return min(lowest, key=lambda refusal: refusal[1].smallest_budget or 0)
