@@ -84,7 +84,6 @@ def large_needs(graph: StepGraph, costs: Costs) -> list[int]:
 
 
 def constant_bytes(graph: StepGraph) -> int:
-    """Return the arena bytes of the large constants, which are always resident."""
     return sum(placed_bytes(s.bytes) for s in graph.storages if s.kind is StorageKind.CONSTANT and is_large(s.bytes))
 
 

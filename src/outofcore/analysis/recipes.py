@@ -66,7 +66,7 @@ class History:
         return max(self.last_op_with(content, _ALWAYS), recomputable_until)
 
     def last_op_with(self, content: Content, end: int) -> int:
-        """Return the last op before which a content is not yet overwritten; ``end`` if no op overwrites it."""
+        """Return the last op before which a content exists if it is not evicted; ``end`` if no op overwrites it."""
         storage, version = content
         writes = self.writes[storage]
         if version >= len(writes):

@@ -398,7 +398,6 @@ _uneven: dict[str, bool] = {}
 
 
 def _rounds_gaps_differently(call: Call, tensors: Mapping[ArgumentName, Value], device: torch.device) -> bool:
-    """Return whether an operator rounds elements differently if there are gaps between them."""
     long, run = _make_long_arguments(call, tensors, device)
     with_gaps = {n: torch.stack([t, t], dim=-1)[:, 0] if t.numel() > 1 else t.clone() for n, t in long.items()}
     return not _have_same_bits(run({name: tensor.clone() for name, tensor in long.items()}), run(with_gaps))
@@ -513,7 +512,7 @@ class ExactnessTrial:
         return internals.result_leaves(out), {name: t for name, t in tensors.items() if name[0] in written}
 
     def _argument_part(self, name: ArgumentName, low: int, high: int) -> torch.Tensor:
-        """Return an argument or its slice for a part, as a copy; an argument that is only read whole is not copied."""
+        """Return a copy of an argument or its slice for a part; a whole argument that is only read is not copied."""
         tensor, cut = self.arguments[name], self.split.argument_cuts.get(name)
         if name in self.check.gathered_strides:
             return torch.empty_strided(

@@ -93,6 +93,7 @@ def _measure(group: ProcessGroup, device: torch.device) -> GroupCost:
 
 
 def _median_seconds(group: ProcessGroup, device: torch.device, message: _Message) -> float:
+    """Return the median seconds of an all-reduce of a message's size."""
     tensor = torch.zeros(message.bytes, dtype=torch.uint8, device=device)
     seconds: list[float] = []
     for _ in range(message.rounds + 1):
@@ -110,7 +111,7 @@ def collectives_of(captured: Captured) -> tuple[Collective, ...]:
 def add_collective_costs(
     captured: Captured, profiles: tuple[OpProfile, ...], costs: Mapping[int, GroupCost]
 ) -> tuple[OpProfile, ...]:
-    """Return profiles with the costs of collectives, taken from ``costs`` by group size where it has them."""
+    """Return profiles with the costs of collectives by group size; other ops and groups keep their profiles."""
     updated = list(profiles)
     for index, call in enumerate(captured.calls):
         if isinstance(call.func, Collective) and call.func.group.size() in costs:

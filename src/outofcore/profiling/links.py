@@ -125,7 +125,7 @@ _HOST_WORK, _DEVICE_WORK = ComputeLoad(512, 4, 32 * MIB), ComputeLoad(2048, 1, 6
 def measure_homes(
     stores: Sequence[HomeStore], cache: Cache | None, backend: Backend, buffer_bytes: int
 ) -> tuple[Home, ...]:
-    """Return the costs of a step's homes, each measured on a temporary sibling; raises as ``measure_link``."""
+    """Return the costs of a step's homes, measured on temporary stores of their kind; raises as ``measure_link``."""
     homes: list[Home] = []
     for store in stores:
         sibling = store.sibling(2 * max(buffer_bytes, PAGE_BYTES))

@@ -90,7 +90,7 @@ def contents_to_try(device: torch.device) -> tuple[ScratchContents, ...]:
 
 
 def _balance_groups(named: NamedArguments) -> None:
-    """Set the offsets of a grouped matrix product so that its groups have equal rows, as trained routers do."""
+    """Give each group of a grouped matrix product an equal number of rows, as trained routers do."""
     first, second, offsets = named["self"], named["mat2"], named.get("offs")
     if offsets is None:
         return

@@ -230,7 +230,6 @@ def _view_as(tensor: torch.Tensor, value: Value, target: Value) -> torch.Tensor:
 
 
 def derive_view(tensor: torch.Tensor, view: Derivation) -> torch.Tensor:
-    """Apply the views of a derivation to a tensor."""
     tensor = tensor.permute(view.order).reshape(view.factors)
     for dim, (first, count) in enumerate(view.ranges):
         if count != view.factors[dim]:

@@ -208,7 +208,7 @@ class OverwritingOverload:
 
 
 def reuse_arguments(captured: Captured, *, min_bytes: int = LARGE_BYTES) -> Captured:
-    """Write elementwise results of at least ``min_bytes`` over an equally laid out argument that no later op uses."""
+    """Write elementwise results of at least ``min_bytes`` over an argument of equal layout that no later op uses."""
     graph = captured.graph
     reused: dict[int, int] = {}  # replaced storage -> reused storage
     pairs: list[tuple[Op, Call]] = []

@@ -55,7 +55,7 @@ def checks_of_gathered(
 
 
 def _layout_key(captured: Captured, op: int, strides: Mapping[ArgumentName, tuple[int, ...]]) -> str:
-    """Return a text for the argument layouts in a check's key that the op's family leaves open."""
+    """Return the text of the argument layouts in a check's key, because the op's family omits them."""
     named = named_refs(captured.calls[op])
     shifts = {name: shift for name, index in named if (shift := _misalignment(captured.values[index]))}
     return "".join(

@@ -146,7 +146,7 @@ class SplitNeeds:
         return int(cut_bytes + sum(accessed.values()))
 
     def accesses(self, op: int, split: OpSplit) -> Iterator[tuple[int, Cut | None]]:
-        """Yield the index of each value that a split op accesses, with its cut; None if all parts access the whole."""
+        """Yield the index and the cut of each value that a split op accesses; the cut is None for a whole value."""
         call = self.captured.calls[op]
         for name, index in named_refs(call):
             if name[0] not in split.shape_only:

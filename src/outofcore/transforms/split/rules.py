@@ -379,7 +379,7 @@ def _split_convolution(view: CallView) -> list[OpSplit]:
 
 
 def _split_convolution_backward(view: CallView) -> list[OpSplit]:
-    """Split a backward pass that computes the input's gradient alone, or no input gradient."""
+    """Split a backward pass that computes only the input gradient, or only weight and bias gradients."""
     if view.value("grad_output") is None or not _is_known_convolution(view, "input"):
         return []
     computed = [bool(flag) for flag in view.named["output_mask"]]
@@ -518,6 +518,7 @@ def _split_nll_backward(view: CallView) -> list[OpSplit]:
 
 
 def _split_attention(view: CallView) -> list[OpSplit]:
+    """Split attention by batch or heads."""
     query, key = view.value("query"), view.value("key")
     mask = view.value("attn_mask")
     if query is None or key is None or len(query.shape) != 4 or view.named.get("dropout_p", 0.0):
@@ -552,6 +553,7 @@ def _split_attention(view: CallView) -> list[OpSplit]:
 
 
 def _split_embedding(view: CallView) -> list[OpSplit]:
+    """Split a lookup by its indices, or by slices of the table."""
     indices = view.value("indices")
     if indices is None or not indices.shape:
         return []

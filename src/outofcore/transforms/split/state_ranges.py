@@ -91,7 +91,7 @@ def splits_of_update(captured: Captured, op: int) -> list[OpSplit]:
 
 
 def page_aligned_ends(ends: Sequence[int], size: int) -> list[int]:
-    """Return the first and last end, and other ends rounded to pages, for elements of ``size`` bytes."""
+    """Return the first and last end, and the page-aligned ends between them that are far enough apart."""
     page_aligned = [0]
     for end in ends[1:-1]:
         is_far = min(end - page_aligned[-1], ends[-1] - end) * size >= LARGE_BYTES

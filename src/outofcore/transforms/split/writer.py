@@ -149,7 +149,7 @@ class StepWriter:
         self.emit(like, Call(_aten.copy_.default, args, {}, (None,)), reads, [target.storage])
 
     def _gather(self, like: Op, storage: int, dtype: torch.dtype, box: Box, *, reusable: bool) -> int:
-        """Return a storage that holds a box of a cut storage: its cell, an earlier copy, or a new one, zero-padded."""
+        """Return a cell or copy that holds a box of a cut storage, zero beyond its edges; keep a ``reusable`` copy."""
         axes = self.cell_map.axes[storage]
         inside = clip_box(box, axes.whole_box())
         overlapping = list(cells(self.cell_map.cuts[storage], inside)) if inside else []
