@@ -131,7 +131,7 @@ class Axes:
         return tuple(joined)
 
     def grain(self, place: PlacedWindow, dims: Interval) -> int | None:
-        """Return the divisor of all valid ends of parts along merged ``dims``; None if these dims begin no axis."""
+        """Return the divisor that all ends of parts along merged ``dims`` must have; None if no axis begins there."""
         run = self.lines_of_dims(place, dims)
         if run is None:
             return None

@@ -159,7 +159,7 @@ class _FusionSearch:
 
 
 def _peak_op(graph: StepGraph) -> int:
-    """Return the first op at which the most bytes created by the step are live."""
+    """Return the first op with the most live bytes of storages that the step creates."""
     change = [0] * (len(graph.ops) + 1)
     for storage in graph.creator:
         uses = graph.uses[storage]

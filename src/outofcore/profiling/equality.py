@@ -512,7 +512,7 @@ class ExactnessTrial:
         return internals.result_leaves(out), {name: t for name, t in tensors.items() if name[0] in written}
 
     def _argument_part(self, name: ArgumentName, low: int, high: int) -> torch.Tensor:
-        """Return a copy of an argument or its slice for a part; a whole argument that is only read is not copied."""
+        """Return a copy of an argument or its slice for a part; copy a whole argument only if written or gathered."""
         tensor, cut = self.arguments[name], self.split.argument_cuts.get(name)
         if name in self.check.gathered_strides:
             return torch.empty_strided(

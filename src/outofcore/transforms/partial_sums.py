@@ -222,7 +222,7 @@ def _split_weight_gradients(*arguments: str, sized: str = "") -> Callable[[CallV
 
 
 def _split_layer_norm_gradients(*arguments: str) -> Callable[[CallView], SumSplit | None]:
-    """Return a rule that splits a layer norm's weight gradients along its leading dimensions."""
+    """Return a rule that splits a layer norm's weight gradients along the input's leading dimensions."""
 
     def rule(view: CallView) -> SumSplit | None:
         first = view.value("input")

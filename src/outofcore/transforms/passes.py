@@ -129,7 +129,7 @@ def may_be_overwritten(graph: StepGraph, storage: int) -> bool:
 
 
 def recompute_casts(captured: Captured) -> Captured:
-    """Repeat widening casts in the backward pass, so that only their narrow inputs are saved until then."""
+    """Repeat widening casts in the backward pass, with equal bits, so that only their narrow inputs are saved."""
     graph = captured.graph
     turn = peak_activation_op(graph)
     storages, values = list(graph.storages), list(captured.values)

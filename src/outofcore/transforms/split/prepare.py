@@ -44,7 +44,7 @@ def split_norms(captured: Captured, max_bytes: int, refused: Set[str]) -> tuple[
 
 
 def shrink_losses(captured: Captured, max_bytes: int) -> Captured:
-    """Gather the targets' log-probabilities before large losses, so that the losses read fewer bytes."""
+    """Gather the targets' log-probabilities before large losses, so that losses read fewer bytes; bits stay equal."""
     graph, values = captured.graph, list(captured.values)
     storages = list(graph.storages)
     pairs: list[tuple[Op, Call]] = []
