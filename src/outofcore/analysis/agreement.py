@@ -47,7 +47,7 @@ def choose_splits(
 
 
 class _SplitSearch:
-    """A search for splits: the chosen ones, and the bytes accessed along each axis of each storage."""
+    """Chooses a split for each op, and counts the bytes that ops access along each axis of each storage."""
 
     def __init__(
         self, uses: Mapping[int, Sequence[SplitUses]], unsplit_bytes: Mapping[int, int], single: Set[int]
@@ -84,6 +84,7 @@ class _SplitSearch:
             accessed[axis] = accessed.get(axis, 0) + sign * accessed_bytes
 
     def _copied_bytes(self, storage: int) -> int:
+        """Return the bytes of a storage that ops copy because they are split along another axis or unsplit."""
         accessed = self._accessed[storage]
         along = [count for axis, count in accessed.items() if axis != WHOLE and count]
         if not along:
@@ -92,12 +93,12 @@ class _SplitSearch:
         return accessed[WHOLE] + sum(along) - uncopied_bytes
 
     def _bytes_copied_by(self, ops: Iterable[int]) -> int:
-        """Return the bytes that these ops, and all others on their storages, copy."""
+        """Return the bytes that these ops copy, with all copies of the storages that they access."""
         storages = dict.fromkeys(storage for op in ops for storage in self._touched[op])
         return sum(self._uses[op][self.chosen[op]].copied for op in ops) + sum(map(self._copied_bytes, storages))
 
     def _best_split(self, op: int) -> int:
-        """Return the index of the split with which the fewest bytes are copied; leave the op without a split."""
+        """Return the index of the split of ``op`` that copies the fewest bytes; the op has no split afterwards."""
         costs: list[int] = []
         for split_index in range(len(self._uses[op])):
             self._assign(op, split_index)
@@ -106,7 +107,7 @@ class _SplitSearch:
         return costs.index(min(costs))
 
     def _improve(self, ops: Iterable[int]) -> dict[int, int]:
-        """Change ops and neighbours one by one while this saves bytes; return the former splits of changed ops."""
+        """Change the splits of ops and their neighbours while this saves bytes; return the former splits by op."""
         before: dict[int, int] = {}
         queue = deque(ops)
         waiting = set(queue)
@@ -128,7 +129,7 @@ class _SplitSearch:
         return {neighbour for storage in self._touched[op] for neighbour in self._users[storage]} - {op}
 
     def group_neighbours(self, ops: Iterable[int]) -> list[list[int]]:
-        """Return the groups of ops that are connected by common storages."""
+        """Return ``ops`` in groups; ops that access a common storage are in the same group."""
         remaining = set(ops)
         groups: list[list[int]] = []
         while remaining:
@@ -142,13 +143,13 @@ class _SplitSearch:
         return groups
 
     def change_group(self, group: Sequence[int]) -> bool:
-        """Split a whole group along each axis for which this saves bytes, in turn; return whether any did."""
+        """Try each axis as the split of a whole group, and keep changes that save bytes; return whether any did."""
         axes = sorted({axis for op in group for split in self._uses[op] for _, axis, _ in split.cells if axis != WHOLE})
         changed = [axis for axis in axes if self._change_group_to(axis, group)]
         return bool(changed)
 
     def _change_group_to(self, axis: int, group: Sequence[int]) -> bool:
-        """Split a group along an axis and adapt its neighbours if this saves bytes; return whether it did."""
+        """Split a group along an axis and adapt its neighbours; undo this and return False unless it saves bytes."""
         changed: dict[int, int] = {}
         for op in group:
             splits_along_axis = [

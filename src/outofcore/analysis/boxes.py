@@ -28,14 +28,14 @@ class TensorWindow:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """A storage as a dense array with the dimensions of all tensors on it, called lines, outermost first."""
+    """A storage as a dense array; its dimensions, the lines, are outermost first and fit all tensors on it."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
 
 
 def lines_of(elements: int, windows: Iterable[TensorWindow]) -> Lines | None:
-    """Return the dense array of ``elements`` elements in which all windows are boxes; None if there is none.
+    """Return ``elements`` elements as a dense array in which all windows are boxes; None if there is no such array.
 
     >>> lines_of(24, [TensorWindow((4, 6), (6, 1)), TensorWindow((2, 3), (6, 1), 9)])
     Lines(sizes=(4, 6), strides=(6, 1))
@@ -54,14 +54,14 @@ def lines_of(elements: int, windows: Iterable[TensorWindow]) -> Lines | None:
 
 @dataclass(frozen=True, slots=True)
 class PlacedWindow:
-    """A window as a box in the lines of its storage."""
+    """A tensor's window as a box in the array of its storage."""
 
     box: Box  # an interval for each line
     runs: tuple[Interval, ...]  # the lines of each dimension of the window; (0, 0) for one of size 1
 
 
 def place_window(lines: Lines, window: TensorWindow) -> PlacedWindow | None:
-    """Return a window as a box in the array ``lines``; None if it is not a box there."""
+    """Return a window as a box in the array ``lines``, or None if it is not a box there."""
     starts: list[int] = []
     remainder = window.offset
     for stride in lines.strides:
@@ -96,7 +96,7 @@ def place_window(lines: Lines, window: TensorWindow) -> PlacedWindow | None:
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of a storage, each a range of consecutive lines; ``starts`` has the first line of each axis."""
+    """The axes along which a storage is cut: ranges of consecutive lines, which begin at the lines ``starts``."""
 
     lines: Lines
     starts: tuple[int, ...]
@@ -106,7 +106,6 @@ class Axes:
         return tuple(prod(self.lines.sizes[first:end]) for first, end in self._spans())
 
     def _spans(self) -> list[Interval]:
-        """Return the range of lines of each axis."""
         return list(pairwise((*self.starts, len(self.lines.sizes))))
 
     def whole_box(self) -> Box:
@@ -117,7 +116,7 @@ class Axes:
         return self._join_box(place.box)
 
     def _join_box(self, box: Box) -> Box | None:
-        """Convert a box with an interval for each line to one with an interval for each axis, or return None."""
+        """Convert a box from an interval per line to an interval per axis; None if an axis would need several."""
         joined: list[Interval] = []
         for first, end in self._spans():
             start, length, is_rest_whole = 0, 1, False
@@ -132,7 +131,7 @@ class Axes:
         return tuple(joined)
 
     def grain(self, place: PlacedWindow, dims: Interval) -> int | None:
-        """Return the number that must divide the ends of parts of the merged ``dims``; None if they begin no axis."""
+        """Return the divisor that all ends of parts along merged ``dims`` must have; None if no axis begins there."""
         run = self.lines_of_dims(place, dims)
         if run is None:
             return None
@@ -144,14 +143,14 @@ class Axes:
 
     @staticmethod
     def lines_of_dims(place: PlacedWindow, dims: Interval) -> Interval | None:
-        """Return the range of lines that dimensions of a window cover; None if they are not consecutive."""
+        """Return the range of lines that a window's ``dims`` cover, or None if these lines are not consecutive."""
         runs = [run for run in place.runs[dims[0] : dims[1]] if run != (0, 0)]
         if not runs or any(previous[1] != following[0] for previous, following in pairwise(runs)):
             return None
         return runs[0][0], runs[-1][1]
 
     def box_of_part(self, place: PlacedWindow, dims: Interval, low: int, high: int) -> Box | None:
-        """Return the box that elements ``low:high`` of a window's ``dims``, merged into one, cover; None if no box."""
+        """Return the box that elements ``low:high`` of a window's merged ``dims`` cover, or None if it is not a box."""
         run, box = self.lines_of_dims(place, dims), self.box_of(place)
         if run is None or box is None:
             return None
@@ -171,7 +170,7 @@ class Axes:
     def strides(
         self, place: PlacedWindow, sizes: Sequence[int], box: Box, dims: Interval | None = None
     ) -> tuple[int, ...] | None:
-        """Return the strides of a part of shape ``sizes`` in contiguous memory of its box; None if no strides fit."""
+        """Return the strides of a part of shape ``sizes`` in a contiguous copy of ``box``; None if not regular."""
         widths = [high - low for low, high in box]
         steps = [prod(widths[axis + 1 :]) for axis in range(len(widths))]
         runs = list(place.runs)
@@ -212,7 +211,7 @@ def clip_box(box: Box, bounds: Box) -> Box | None:
 
 
 def cells(cuts: Sequence[Sequence[int]], box: Box) -> Iterator[Box]:
-    """Yield the cells, the boxes between the ascending ``cuts`` of each axis, that intersect a box, in memory order."""
+    """Yield the cells that intersect a box, in memory order. ``cuts`` lists the ascending ends of cells per axis."""
     intervals: list[list[Interval]] = []
     for ends, (low, high) in zip(cuts, box, strict=True):
         first = max(bisect_left(ends, low + 1) - 1, 0)
@@ -221,7 +220,7 @@ def cells(cuts: Sequence[Sequence[int]], box: Box) -> Iterator[Box]:
 
 
 def window_within(outer: Box, inner: Box) -> TensorWindow:
-    """Return the window of the inner box in contiguous memory that holds the outer box."""
+    """Return the window of the box ``inner`` in contiguous memory that holds the box ``outer``."""
     widths = [high - low for low, high in outer]
     strides = tuple(prod(widths[axis + 1 :]) for axis in range(len(widths)))
     offset = sum((low - start) * step for (low, _), (start, _), step in zip(inner, outer, strides, strict=True))

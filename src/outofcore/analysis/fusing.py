@@ -43,10 +43,10 @@ def ops_to_fuse(
 ) -> tuple[tuple[int, ...], ...]:
     """Return groups of ascending op ids to fuse, in the order of their last ops, where each group runs.
 
-    ``fusible`` ops have no random numbers, collectives or side effects. Those in ``alone`` are compiled even without
-    others, if they touch a storage of ``min_bytes`` or more. ``scratch`` has the known scratch bytes by op.
-    A writer and a reader are fused for a storage of ``min_bytes`` or more. ``reach`` is the maximum distance of an op
-    from the last op of a group that it joins.
+    ``fusible`` ops have no random numbers, collectives or side effects. ``alone`` ops are compiled even without others,
+    if they touch a storage of ``min_bytes`` or more. ``scratch`` has the known scratch bytes by op.
+    An op joins the group that wrote a storage of ``min_bytes`` or more for it, if the group's last op is at most
+    ``reach`` ops back.
     """
     groups = _FusionSearch(graph, frozenset(fusible), scratch or {}, min_bytes, max_ops, reach).groups()
     alone_ops = {op for op in alone if any(graph.storages[s].bytes >= min_bytes for s in graph.ops[op].touched)}
@@ -54,6 +54,8 @@ def ops_to_fuse(
 
 
 class _FusionSearch:
+    """Finds groups of fusible ops that save reads of large storages and need no more memory at once."""
+
     def __init__(
         self,
         graph: StepGraph,
@@ -72,7 +74,7 @@ class _FusionSearch:
                 self.writes[storage].append(op.id)
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Return all groups, also of single ops, in the order of their last ops."""
+        """Return all groups, including groups of one op, in the order of their last ops."""
         group_of: dict[int, _Group] = {}  # by op
         last_write: dict[int, int] = {}
         readers: dict[int, list[int]] = {}  # ops that read a storage since its last write
@@ -101,7 +103,7 @@ class _FusionSearch:
         return tuple(sorted(groups, key=lambda ops: ops[-1]))
 
     def _join(self, op: Op, groups: list[_Group]) -> _Group | None:
-        """Merge the groups that an op joins and return the result, to which the op is not yet added."""
+        """Merge the groups that ``op`` should join; return the merged group without ``op``, or None."""
         if op.id not in self.fusible:
             return None
         candidates = list(
@@ -118,7 +120,7 @@ class _FusionSearch:
         return joined
 
     def _gain(self, op: Op, group: _Group) -> int:
-        """Return the bytes that an op saves reading if it joins a group; 0 if it must not join."""
+        """Return the bytes that an op need not read if it joins a group; 0 if it must not join."""
         storages = self.graph.storages
         shared = [s for s in op.reads if s in group.written and storages[s].bytes >= self.min_bytes]
         if any(self._is_held(s, op) for s in shared) and any(self._is_held(s, op) for s in op.creates):
@@ -126,7 +128,7 @@ class _FusionSearch:
         return sum(storages[s].bytes for s in shared)
 
     def _is_held(self, storage: int, op: Op) -> bool:
-        """Return whether contents of a large storage, live at an op before the peak, are used beyond the peak."""
+        """Return whether a large storage's contents at ``op`` are live until after the memory peak."""
         graph = self.graph
         if op.id > self.peak or graph.storages[storage].bytes < self.min_bytes or storage in op.mutates:
             return False
@@ -137,7 +139,7 @@ class _FusionSearch:
         return lasts or any(self.peak < use <= end for use in graph.uses[storage])
 
     def _needed_bytes(self, ops: list[int]) -> int:
-        """Return the bytes of large storages that fused ops need at once; results reuse memory of dead arguments."""
+        """Return the bytes of large storages that fused ops need; their results reuse the memory of dead arguments."""
         graph, members = self.graph, set(ops)
         created = {s for op in ops for s in graph.ops[op].creates}
         count, results, dying = 0, Counter[int](), Counter[int]()
@@ -157,7 +159,7 @@ class _FusionSearch:
 
 
 def _peak_op(graph: StepGraph) -> int:
-    """Return the first op at which the most bytes created by the step are live."""
+    """Return the first op with the most live bytes of storages that the step creates."""
     change = [0] * (len(graph.ops) + 1)
     for storage in graph.creator:
         uses = graph.uses[storage]

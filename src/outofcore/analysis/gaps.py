@@ -26,7 +26,7 @@ def is_large(count: int) -> bool:
 
 
 def gaps_of(graph: StepGraph, storage: int) -> tuple[Gap, ...]:
-    """Return the gaps of a storage in order, last the one across the end of the step; constants have none.
+    """Return the gaps of a storage in order, the gap across the end of the step last; () for a constant.
 
     There is no gap before an op that overwrites a large storage as a whole, except across the end of the step.
     """
@@ -43,7 +43,7 @@ def gaps_of(graph: StepGraph, storage: int) -> tuple[Gap, ...]:
 
 
 def final_gap(graph: StepGraph, storage: int) -> Gap | None:
-    """Return the gap from the last use of an output or changed input to the step's end; None for other storages."""
+    """Return the gap from the last use of a storage to the step's end; None unless it is an output or changed input."""
     uses = graph.uses[storage]
     if not uses or storage not in graph.seen_after:
         return None
@@ -51,7 +51,7 @@ def final_gap(graph: StepGraph, storage: int) -> Gap | None:
 
 
 def full_overwrites_of(graph: StepGraph, storage: int) -> tuple[int, ...]:
-    """Return the ops that overwrite a large storage as a whole and may do so in a new block, in order."""
+    """Return the ops that overwrite a large storage as a whole and may write to a new block, in order."""
     if storage not in graph.overwritten or not is_large(graph.storages[storage].bytes):
         return ()
     uses = graph.uses[storage]
@@ -66,7 +66,7 @@ def is_fetched(graph: StepGraph, gap: Gap) -> bool:
 
 
 def touched_bytes(graph: StepGraph, op: Op) -> int:
-    """Return the arena bytes of the large storages except constants that an op touches."""
+    """Return the arena bytes of all large storages that an op touches, without constants."""
     storages = graph.storages
     return sum(
         placed_bytes(storages[s].bytes)
@@ -76,7 +76,7 @@ def touched_bytes(graph: StepGraph, op: Op) -> int:
 
 
 def large_needs(graph: StepGraph, costs: Costs) -> list[int]:
-    """Return the arena bytes in the region of large blocks that each op needs while it runs."""
+    """Return the arena bytes for large blocks that each op needs while it runs, scratch memory included."""
     return [
         touched_bytes(graph, op) + (placed_bytes(cost.workspace_bytes) if is_large(cost.workspace_bytes) else 0)
         for op, cost in zip(graph.ops, costs.ops, strict=True)
@@ -84,12 +84,11 @@ def large_needs(graph: StepGraph, costs: Costs) -> list[int]:
 
 
 def constant_bytes(graph: StepGraph) -> int:
-    """Return the arena bytes of the large constants, which are always resident."""
     return sum(placed_bytes(s.bytes) for s in graph.storages if s.kind is StorageKind.CONSTANT and is_large(s.bytes))
 
 
 def live_bytes(graph: StepGraph) -> int:
-    """Return the most bytes that are live at once without eviction, a lower bound of the arena for it."""
+    """Return the most bytes that are live at once; without eviction the arena needs at least as much."""
     return max(_live_bytes_by_op(graph, graph.storages))
 
 
@@ -100,7 +99,7 @@ def peak_activation_op(graph: StepGraph) -> int:
 
 
 def _live_bytes_by_op(graph: StepGraph, storages: Iterable[Storage]) -> list[int]:
-    """Return for each op the bytes of these storages that are live while it runs."""
+    """Return for each op how many bytes of ``storages`` are live while it runs."""
     n = len(graph.ops)
     change = [0] * (n + 1)
     for storage in storages:

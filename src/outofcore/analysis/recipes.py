@@ -25,7 +25,7 @@ _ALWAYS = sys.maxsize  # after all ops of any step
 
 @dataclass(frozen=True)
 class History:
-    """The versions of storages in plain execution."""
+    """The versions of all storages in a step, and the ops that write them, without evictions."""
 
     graph: StepGraph
     before: tuple[dict[int, int], ...]  # for each op the versions right before it of the storages that it uses
@@ -33,7 +33,7 @@ class History:
 
     @staticmethod
     def of(graph: StepGraph) -> History:
-        """Find the versions of storages before and after each op of a step."""
+        """Find the versions of storages that each op reads, and the ops that write them."""
         writes: list[list[int]] = [[] for _ in graph.storages]
         before: list[dict[int, int]] = []
         for op in graph.ops:
@@ -44,7 +44,7 @@ class History:
 
     @cached_property
     def recompute_deadlines(self) -> dict[Content, int]:
-        """Map each written content to the last op before which it can be recomputed under any plan, or to -1."""
+        """Map written contents to the last op before which every plan can recompute them; -1 for never."""
         deadlines: dict[Content, int] = {}
         for op in self.graph.ops:
             last = (
@@ -58,7 +58,7 @@ class History:
         return deadlines
 
     def _recomputable_until(self, content: Content, deadlines: Mapping[Content, int]) -> int:
-        """Return the last op before which a content is always available or can be recomputed."""
+        """Return the last op before which a content is available under any plan, or can be recomputed."""
         storage, _ = content
         recomputable_until = deadlines.get(content, -1)
         if storage not in self.graph.persistent and self.graph.storages[storage].kind not in _PREEXISTING_KINDS:
@@ -66,7 +66,7 @@ class History:
         return max(self.last_op_with(content, _ALWAYS), recomputable_until)
 
     def last_op_with(self, content: Content, end: int) -> int:
-        """Return the last op before which a content exists without eviction; ``end`` if no op overwrites it."""
+        """Return the last op before which a content exists if it is not evicted; ``end`` if no op overwrites it."""
         storage, version = content
         writes = self.writes[storage]
         if version >= len(writes):
@@ -77,11 +77,10 @@ class History:
         return max((use for use in uses if use < writes[version]), default=-1)
 
     def version_at(self, storage: int, op: int) -> int:
-        """Return the version of a storage right before an op."""
         return bisect_left(self.writes[storage], op)
 
     def needs(self, op: Op) -> tuple[Content, ...]:
-        """Return the contents that an op needs to run again: its reads, except from storages that it discards."""
+        """Return the contents that an op must read to run again, except contents that it discards."""
         versions = self.before[op.id]
         return tuple((s, versions[s]) for s in op.reads if s not in op.discards)
 
@@ -91,7 +90,7 @@ class History:
         return tuple((s, versions.get(s, 0) + 1) for s in op.mutates + op.creates if s not in op.discards)
 
     def always_available(self, op: int) -> Callable[[Content], bool]:
-        """Return a predicate for contents that are on the device or at home right before an op under any plan."""
+        """Return a predicate: whether a content is on the device or at home right before an op under any plan."""
 
         def is_available(content: Content) -> bool:
             storage, version = content
@@ -105,7 +104,7 @@ class History:
 def ops_to_recompute(
     history: History, targets: Iterable[Content], is_available: Callable[[Content], bool]
 ) -> tuple[int, ...]:
-    """Return in graph order the ops that recompute targets, also available targets; may raise ``GraphError``."""
+    """Return the ops that recompute ``targets``, in graph order; raise ``GraphError`` if one must not run again."""
     unique_targets = dict.fromkeys(targets)
     pending = list(unique_targets)
     visited = set(pending)
@@ -130,7 +129,7 @@ def can_recompute(history: History, storage: int, fetch_at: int) -> bool:
 
 
 def _op_writing(history: History, content: Content) -> Op:
-    """Return the op that writes a content; raise ``GraphError`` if it cannot run again."""
+    """Return the op that writes a content; raise ``GraphError`` if no op does or it cannot run again."""
     storage, version = content
     graph = history.graph
     if version < 1:

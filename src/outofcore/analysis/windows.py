@@ -11,7 +11,7 @@ from outofcore.analysis.chunks import is_dense
 
 @dataclass(frozen=True, slots=True)
 class Derivation:
-    """The views that derive a window from another one, in this order."""
+    """The views that turn one window into another, in the order of the fields."""
 
     order: tuple[int, ...]  # the permutation of the base's dimensions to memory order
     factors: tuple[int, ...]  # the shape to view the result with
@@ -21,7 +21,7 @@ class Derivation:
 
 
 def derive_window(base: TensorWindow, target: TensorWindow) -> Derivation | None:
-    """Return the views that derive ``target`` from ``base`` on the same storage; None if there are none.
+    """Return the views that turn ``base`` into ``target`` on the same storage; None if this is impossible.
 
     The elements of ``base`` must be contiguous in some order of its dimensions. The elements of ``target`` must be at
     regular steps among them without overlap.

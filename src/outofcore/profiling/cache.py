@@ -47,7 +47,7 @@ def default_cache_folder() -> Path:
 
 
 def open_cache(location: bool | str | os.PathLike[str]) -> Cache | None:
-    """Open the user's cache: True for the default folder, False for no cache, or a folder."""
+    """Return the cache in a folder; True means the default folder, and False returns None."""
     if location is False:
         return None
     folder = default_cache_folder() if location is True else Path(location)
@@ -58,7 +58,7 @@ def open_cache(location: bool | str | os.PathLike[str]) -> Cache | None:
 
 @dataclass(frozen=True)
 class Cache:
-    """Measurements in a folder, which is created at the first write."""
+    """A folder of cached measurements, created at the first write."""
 
     folder: Path
 
@@ -82,7 +82,7 @@ class Cache:
         return total
 
     def clear(self) -> int:
-        """Delete the files of the cache, and no others in its folder; return their number."""
+        """Delete the cache's files, but no other files in its folder; return their number."""
         files = self.files()
         for path in files:
             try:
@@ -100,7 +100,7 @@ def _read(path: Path, *_: int) -> _CacheFile:
 
 @dataclass(frozen=True)
 class Shelf:
-    """A file of a cache: the measurements of one kind that depend on the same facts."""
+    """A cache file with the measurements of one kind that depend on the same facts."""
 
     path: Path
     facts: Mapping[str, object]
@@ -121,7 +121,7 @@ class Shelf:
             return {}
 
     def write(self, entries: Mapping[str, object]) -> None:
-        """Add or replace entries; log failures instead of raising."""
+        """Add or replace entries; if that fails, log a warning."""
         if not entries:
             return
         try:
@@ -145,7 +145,7 @@ class Shelf:
 
     @contextlib.contextmanager
     def take_turn(self) -> Iterator[None]:
-        """Hold a lock during a measurement that takes much memory, if the folder is writable."""
+        """Hold a lock during a measurement that needs much memory; go on without it if the folder is not writable."""
         with contextlib.ExitStack() as opened:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +157,7 @@ class Shelf:
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[bool]:
-        """Hold the lock of the file; yield False if another process holds it for too long."""
+        """Hold the file's lock and yield True; yield False if another process holds it for too long."""
         # A separate file, because replacing a locked file leaves the lock on the old one.
         with self.path.with_suffix(".lock").open("wb") as lock:
             until = time.monotonic() + _LOCK_SECONDS

@@ -62,7 +62,7 @@ _ALL_SCRAP_ELEMENTS = 1024 * _SCRAP_ELEMENTS  # elements of all scraps
 
 @dataclass(frozen=True)
 class _TrialEffort:
-    """How thoroughly a split is tried."""
+    """The limits of the trials of a split."""
 
     # Trials are repeated on new numbers until they reach one of these three.
     elements: int = 4096  # compared
@@ -81,7 +81,7 @@ _INTEGER_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 
 @dataclass(frozen=True)
 class TrialRange:
-    """The range ``low:high`` of the axis that a trial computes at once, and the parts to compare with it."""
+    """The range ``low:high`` of an op's axis that a trial runs as a whole, and the parts to compare with it."""
 
     low: int
     high: int
@@ -95,7 +95,7 @@ def find_mismatches(
     max_bytes: int,
     cache: Cache | None = None,
 ) -> frozenset[str]:
-    """Return the keys of checks with a mismatch; trials in this process take at most ``max_bytes``."""
+    """Run exactness checks, within ``max_bytes`` in this process; return the keys of checks with a mismatch."""
     shelf = None if cache is None else op_shelf(cache, backend.facts(), kind="parts")
     verdicts = _Verdicts(values, backend.device, {} if shelf is None else shelf.read())
     for check in checks:
@@ -122,7 +122,7 @@ def find_mismatches(
 
 @dataclass
 class _Verdicts:
-    """Verdicts, True without a mismatch: ``cached`` and ``new`` by cache key, ``holds`` by key of a completed check."""
+    """Verdicts (True: no mismatch): ``cached`` and ``new`` by cache key, ``holds`` by the key of a check."""
 
     values: Sequence[Value]
     device: torch.device
@@ -134,7 +134,7 @@ class _Verdicts:
         return isinstance(self.cached.get(_key(check, (_whole_range(check),))), bool)
 
     def run_here(self, check: ExactnessCheck, ranges: Sequence[TrialRange]) -> None:
-        """Run a check in this process unless its verdict is cached; if memory runs out, count it as a mismatch."""
+        """Take a check's verdict from the cache or a trial in this process; lack of memory counts as a mismatch."""
         key = _key(check, ranges)
         verdict = self.cached.get(key)
         if not isinstance(verdict, bool):
@@ -144,7 +144,7 @@ class _Verdicts:
         self.holds[check.key] = bool(verdict)
 
     def run_in_process(self, checks: Sequence[ExactnessCheck]) -> None:
-        """Run checks on whole ops in a separate process, as far as memory allows."""
+        """Run whole-op checks in a separate process; checks that need over half of the free memory get no verdict."""
         # A trial also needs an unknown amount of scratch memory.
         max_bytes = _free_bytes(self.device) // 2
         unknown = [c for c in checks if not self.is_known(c) and _fits(c, self.values, _whole_range(c), max_bytes)]
@@ -160,7 +160,7 @@ class _Verdicts:
 
 
 def _key(check: ExactnessCheck, ranges: Sequence[TrialRange]) -> str:
-    """Return the cache key of a verdict, with its ranges: a trial on less memory proves less."""
+    """Return the cache key of a check on these ranges; a trial on smaller ranges proves less."""
     tried = [(trial_range.low, trial_range.high, trial_range.parts) for trial_range in ranges]
     return hashlib.sha256(f"stretches, several draws: {check.key} {tried}".encode()).hexdigest()[:24]
 
@@ -170,7 +170,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _run_in_process(checks: Sequence[ExactnessCheck], values: Sequence[Value], device: torch.device) -> dict[str, bool]:
-    """Return verdicts on whole ops from a separate process; checks that crash it have no verdict."""
+    """Return the verdicts of whole-op checks by key, from a separate process; omit checks that crash it."""
     verdicts = {b"True": True, b"False": False}
     results: dict[str, bool] = {}
     while checks:
@@ -189,7 +189,7 @@ def _run_in_process(checks: Sequence[ExactnessCheck], values: Sequence[Value], d
 
 
 def _run_trial_process(work: bytes) -> tuple[list[bytes], int]:
-    """Run ``serve`` in a process; return the verdicts that it printed and its exit status."""
+    """Run ``serve`` in a process on pickled ``work``; return the printed verdicts and the exit status."""
     with tempfile.TemporaryFile() as output:
         helper = start_process(f"{__name__}:serve", work, output)
         try:
@@ -202,7 +202,7 @@ def _run_trial_process(work: bytes) -> tuple[list[bytes], int]:
 
 
 def serve() -> None:
-    """Run the checks received on standard input: the main function of a trial process."""
+    """Run the checks from standard input and print their verdicts: the main function of a trial process."""
     # If memory runs out anyway, the kernel must kill this process first.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
@@ -224,7 +224,7 @@ def _fits(check: ExactnessCheck, values: Sequence[Value], trial_range: TrialRang
 
 
 def choose_trial_ranges(check: ExactnessCheck, values: Sequence[Value], max_bytes: int) -> tuple[TrialRange, ...]:
-    """Choose trial ranges within ``max_bytes`` bytes: the whole op, one at either end, or an empty tuple."""
+    """Return the whole op as the range to try, else a range at each end, or () if ``max_bytes`` is too little."""
     parts, end = list(itertools.pairwise(check.ends)), check.ends[-1]
     # A single part always fits into the budget.
     if len(parts) == 1 or _fits(check, values, _whole_range(check), max_bytes):
@@ -270,7 +270,7 @@ def _bounds(parts: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def _needed_bytes(check: ExactnessCheck, values: Sequence[Value], low: int, high: int, part_length: int) -> int:
-    """Return the bytes that a trial needs: a range, a copy of its in-place arguments, and the longest part."""
+    """Return the bytes of a trial: the range, a copy of its arguments written in place, and the longest part."""
     func, names = _operator(check.call), _argument_values(check.call, values)
     written = written_arguments(func, arguments_by_name(func, check.call.args, check.call.kwargs))
     changed = {name for name in names if name[0] in written}
@@ -316,7 +316,7 @@ def _operator(call: Call) -> Any:
 def _run_check(
     check: ExactnessCheck, values: Sequence[Value], device: torch.device, ranges: Sequence[TrialRange]
 ) -> bool | None:
-    """Return whether the parts match the whole on all ranges; False if the op fails, None if memory runs out."""
+    """Return whether all parts match the whole; False if the op fails or has no range, None if memory runs out."""
     if not ranges:
         return False
     with CAPTURE_LOCK, internals.below_autograd():
@@ -335,6 +335,7 @@ def _run_check(
 
 
 def _count_draws(check: ExactnessCheck, values: Sequence[Value], trial_range: TrialRange) -> int:
+    """Return how often to repeat a trial with new random numbers."""
     func = _operator(check.call)
     written = written_arguments(func, arguments_by_name(func, check.call.args, check.call.kwargs))
     sizes = [prod(values[v].shape) for v in check.call.results if v is not None]
@@ -348,7 +349,7 @@ def _count_draws(check: ExactnessCheck, values: Sequence[Value], trial_range: Tr
 
 
 def _rounds_uniformly(check: ExactnessCheck, values: Sequence[Value], device: torch.device) -> bool:
-    """Return whether an elementwise operator rounds all elements alike, with and without the split."""
+    """Return whether an elementwise operator rounds elements alike in a whole op and in its parts."""
     tensors = _argument_values(check.call, values)
     # Parts may be contiguous although the whole is not.
     has_gaps = any(prod(v.shape) > 1 and not is_dense(v.shape, v.stride) for v in tensors.values())
@@ -358,7 +359,7 @@ def _rounds_uniformly(check: ExactnessCheck, values: Sequence[Value], device: to
 
 
 def _has_no_remainder(check: ExactnessCheck, tensors: Mapping[ArgumentName, Value]) -> bool:
-    """Return whether all parts of an elementwise operator end at full vectors."""
+    """Return whether all parts of an elementwise op, and the threads' chunks of them, end at full vectors."""
     sizes = {prod(value.shape) for value in tensors.values()}
     elements = max(sizes, default=0)
     threads = torch.get_num_threads()
@@ -383,7 +384,7 @@ Rounds = Callable[[Call, Mapping[ArgumentName, Value], torch.device], bool]
 def _rounds_unevenly(
     check: ExactnessCheck, tensors: Mapping[ArgumentName, Value], device: torch.device, rounds: Rounds
 ) -> bool:
-    """Return whether ``rounds`` finds elements that an elementwise operator rounds differently; remember it."""
+    """Return the cached result of ``rounds``: whether an elementwise operator rounds some elements differently."""
     call, func = check.call, _operator(check.call)
     kinds = ", ".join(f"{name}: {value.dtype} {prod(value.shape) > 1}" for name, value in tensors.items())
     constants = [item for item in (*call.args, *call.kwargs.values()) if not isinstance(item, Ref | list | tuple)]
@@ -397,14 +398,13 @@ _uneven: dict[str, bool] = {}
 
 
 def _rounds_gaps_differently(call: Call, tensors: Mapping[ArgumentName, Value], device: torch.device) -> bool:
-    """Return whether an operator rounds elements differently if there are gaps between them."""
     long, run = _make_long_arguments(call, tensors, device)
     with_gaps = {n: torch.stack([t, t], dim=-1)[:, 0] if t.numel() > 1 else t.clone() for n, t in long.items()}
     return not _have_same_bits(run({name: tensor.clone() for name, tensor in long.items()}), run(with_gaps))
 
 
 def _rounds_scraps_differently(call: Call, tensors: Mapping[ArgumentName, Value], device: torch.device) -> bool:
-    """Return whether an operator rounds elements differently in small pieces."""
+    """Return whether an operator rounds elements differently in pieces of a few elements."""
     long, run = _make_long_arguments(call, tensors, device)
     whole = run({name: tensor.clone() for name, tensor in long.items()})
     for start in range(0, _ALL_SCRAP_ELEMENTS, _SCRAP_ELEMENTS):
@@ -419,7 +419,7 @@ def _rounds_scraps_differently(call: Call, tensors: Mapping[ArgumentName, Value]
 def _make_long_arguments(
     call: Call, tensors: Mapping[ArgumentName, Value], device: torch.device
 ) -> tuple[dict[ArgumentName, torch.Tensor], Callable[[Mapping[ArgumentName, torch.Tensor]], torch.Tensor]]:
-    """Return long arguments of an elementwise operator, and a function that runs it on such arguments."""
+    """Return long random arguments of an elementwise operator, and a function that runs it on them."""
     func = _operator(call)
     generator = torch.Generator(device).manual_seed(_SEED)
     tensors_by_name: dict[ArgumentName, torch.Tensor] = {}
@@ -444,7 +444,7 @@ Same = Callable[[torch.Tensor, Any], bool]
 
 
 class ExactnessTrial:
-    """Runs a range of an op as a whole and in parts, on equal random inputs; each draw makes new ones."""
+    """Compares an op's range, run as a whole, with its parts on equal random inputs; ``draw`` selects the numbers."""
 
     def __init__(
         self,
@@ -467,7 +467,7 @@ class ExactnessTrial:
         )
 
     def _make_argument(self, name: ArgumentName, value: Value) -> torch.Tensor:
-        """Make a random argument with the layout of a value, or of its slice that belongs to the range."""
+        """Make a random argument with the layout of a value, or of the value's slice for this trial's range."""
         cut = self.split.argument_cuts.get(name)
         shape, stride = value.shape, value.stride
         if cut is not None and not self.is_whole:
@@ -494,7 +494,7 @@ class ExactnessTrial:
         settle: bool = True,
         call: Call | None = None,
     ) -> dict[str, Any]:
-        """Return the arguments by name; with ``settle`` adjust constants to the part ``low:high``."""
+        """Return the arguments by name; ``settle`` adapts constants, such as sizes, to the part ``low:high``."""
         call = call or self.check.call
         named = with_tensors(arguments_by_name(self.func, call.args, call.kwargs), tensors)
         if settle and self.split.adjust is not None and not (self.is_whole and (low, high) == (self.low, self.high)):
@@ -504,7 +504,7 @@ class ExactnessTrial:
     def _run(
         self, tensors: Mapping[ArgumentName, torch.Tensor], low: int, high: int, call: Call | None = None
     ) -> tuple[list[Any], dict[ArgumentName, torch.Tensor]]:
-        """Run the op on the part ``low:high``; return its results, and the arguments that it wrote in place."""
+        """Run the op on the part ``low:high``; return its results and the arguments that it wrote in place."""
         named = self._named_arguments(tensors, low, high, call=call)
         args, kwargs = arrange_arguments(self.func, self.check.call, named)
         written = written_arguments(self.func, named)
@@ -512,7 +512,7 @@ class ExactnessTrial:
         return internals.result_leaves(out), {name: t for name, t in tensors.items() if name[0] in written}
 
     def _argument_part(self, name: ArgumentName, low: int, high: int) -> torch.Tensor:
-        """Return a copy of an argument's slice for a part; copy an argument passed whole only if need be."""
+        """Return a copy of an argument or its slice for a part; copy a whole argument only if written or gathered."""
         tensor, cut = self.arguments[name], self.split.argument_cuts.get(name)
         if name in self.check.gathered_strides:
             return torch.empty_strided(
@@ -539,7 +539,7 @@ class ExactnessTrial:
         return result
 
     def is_equal(self, same: Same | None = None) -> bool:
-        """Return whether the parts' results and written arguments equal the range's, by ``same`` or to the bit."""
+        """Return whether each part's results and written arguments equal the range's, bit for bit or by ``same``."""
         same = same or _have_same_bits
         written = written_arguments(self.func, self._named_arguments(self.arguments, self.low, self.high))
         # Only written arguments need a copy.
@@ -562,7 +562,7 @@ class ExactnessTrial:
         return True
 
     def _placings_of_part(self, low: int, high: int) -> Iterator[dict[ArgumentName, torch.Tensor]]:
-        """Yield a part's arguments several times, with misaligned or gapped slices as copies and as views."""
+        """Yield a part's arguments in several combinations of copies and views of misaligned or gapped slices."""
         written = written_arguments(self.func, self._named_arguments(self.arguments, low, high))
         views: dict[ArgumentName, torch.Tensor] = {}
         for name, tensor in self.arguments.items():
@@ -587,7 +587,7 @@ class ExactnessTrial:
         return tensor.flatten(cut.dims[0], cut.dims[1] - 1) if self.is_whole else tensor
 
     def _slice(self, tensor: torch.Tensor, cut: Cut | None, low: int, high: int) -> torch.Tensor:
-        """Return the slice of an argument or result of the range that belongs to the part ``low:high``."""
+        """Return the slice of an argument or result for the part ``low:high``; the whole tensor without a cut."""
         if cut is None:
             return tensor
         base = cut.ends(self.low, self.high)[0] if not self.is_whole else 0
@@ -610,7 +610,7 @@ def _representative_parts(ends: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _have_same_bits(first: torch.Tensor, second: Any) -> bool:
-    """Return whether two tensors have the same bits; all NaN are equal."""
+    """Return whether two tensors have the same bits; any NaN equals any other NaN."""
     if not isinstance(second, torch.Tensor) or first.dtype != second.dtype or first.numel() != second.numel():
         return False
     first, second = first.reshape(-1), second.reshape(-1)

@@ -15,7 +15,7 @@ from outofcore.units import format_bytes
 
 @dataclass(frozen=True)
 class Difference:
-    """One result that differs from the capture."""
+    """A result of an op that differs from its captured value."""
 
     leaf: int
     aspect: str  # "kind", "device", "dtype", "shape", "stride" or "bytes"
@@ -25,7 +25,7 @@ class Difference:
 
 
 def find_differences(captured: Captured, op: Op, leaves: Sequence[object]) -> list[Difference]:
-    """Return the gravest difference of each flattened result that differs from the captured one."""
+    """Compare the results ``leaves`` with the captured ones; return the gravest difference of each unlike result."""
     unseen = captured.graph.unused
     all_differences: list[Difference] = []
     for leaf, index in enumerate(captured.calls[op.id].results):
@@ -44,7 +44,7 @@ def find_differences(captured: Captured, op: Op, leaves: Sequence[object]) -> li
 
 
 def _compare(captured: Captured, leaf: int, value: Value, result: object) -> Iterator[Difference]:
-    """Yield the differences of a result from its captured value, the gravest first."""
+    """Yield the differences between a result and its captured value, the gravest first."""
     expected = _describe(value.dtype, value.shape)
     if not isinstance(result, torch.Tensor):
         yield Difference(leaf, "kind", "undefined" if result is None else f"a {type(result).__name__}", expected)

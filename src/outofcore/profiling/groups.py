@@ -46,7 +46,7 @@ _SMALL, _LARGE = _Message(1024, 20), _Message(8 * MIB, 4)
 
 @dataclass(frozen=True)
 class GroupCost:
-    """The cost of a collective in a group of a given size."""
+    """The measured latency and bandwidth of collectives in a process group."""
 
     latency_s: Annotated[float, Meta(ge=0, le=1e6)]
     bytes_per_s: Annotated[float, Meta(gt=0)]  # sent by each process
@@ -58,7 +58,7 @@ class GroupCost:
 
 
 def group_cost(group: ProcessGroup, device: torch.device, cache: Cache | None) -> GroupCost:
-    """Return the cost of a group from rank 0's cache or a measurement; all its processes must call this."""
+    """Return a group's cost from rank 0's cache or a measurement; all processes of the group must call this."""
     key = f"{torch.distributed.get_backend(group)}/{device.type}/{group.size()}"
     shelf = None if cache is None else cache.shelf("groups", machine_facts())
     cached: list[Any] = [None]
@@ -93,6 +93,7 @@ def _measure(group: ProcessGroup, device: torch.device) -> GroupCost:
 
 
 def _median_seconds(group: ProcessGroup, device: torch.device, message: _Message) -> float:
+    """Return the median seconds of an all-reduce of a message's size."""
     tensor = torch.zeros(message.bytes, dtype=torch.uint8, device=device)
     seconds: list[float] = []
     for _ in range(message.rounds + 1):
@@ -110,7 +111,7 @@ def collectives_of(captured: Captured) -> tuple[Collective, ...]:
 def add_collective_costs(
     captured: Captured, profiles: tuple[OpProfile, ...], costs: Mapping[int, GroupCost]
 ) -> tuple[OpProfile, ...]:
-    """Return profiles with the costs of collectives, by group size; a group without costs keeps its profile."""
+    """Return profiles with the costs of collectives by group size; other ops and groups keep their profiles."""
     updated = list(profiles)
     for index, call in enumerate(captured.calls):
         if isinstance(call.func, Collective) and call.func.group.size() in costs:

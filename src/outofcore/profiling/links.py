@@ -64,7 +64,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """A measured link; ``busy`` is as for ``costs.OpCost``, and the properties are as for ``costs.Home``."""
+    """The measured speed of copies to and from a home; ``busy`` is as in ``costs.OpCost``."""
 
     name: str
     capacity: int | None
@@ -125,7 +125,7 @@ _HOST_WORK, _DEVICE_WORK = ComputeLoad(512, 4, 32 * MIB), ComputeLoad(2048, 1, 6
 def measure_homes(
     stores: Sequence[HomeStore], cache: Cache | None, backend: Backend, buffer_bytes: int
 ) -> tuple[Home, ...]:
-    """Return the costs of a step's homes, each measured on a sibling of its store; raises as ``measure_link``."""
+    """Return the costs of a step's homes, measured on temporary stores of their kind; raises as ``measure_link``."""
     homes: list[Home] = []
     for store in stores:
         sibling = store.sibling(2 * max(buffer_bytes, PAGE_BYTES))
@@ -177,7 +177,7 @@ def load_or_measure_link(
 def update_cached_link(
     home: HomeStore, cache: Cache, before: Home, after: Home, device: Mapping[str, object] | None = None
 ) -> None:
-    """Change a link's cached rates and slowdown of ops from ``before`` to ``after``, as steps observed."""
+    """Scale a link's cached rates and set its slowdown of ops, as they changed from ``before`` to ``after``."""
     if before == after:
         return
     shelf = _shelf(cache, device)
@@ -214,7 +214,7 @@ def measure_link(
     driver: Driver | None = None,
     compute: Callable[[], object] | None = None,
 ) -> LinkReport:
-    """Measure the link between memory, or a device, and a home.
+    """Measure the link from process memory, or from the device of ``driver``, to a home.
 
     Copies go between fresh memory and space past the end of the home's contents; the home grows by twice the buffer.
     Bandwidth is the median of several copies, latency the median of one-page copies. The first Ctrl-C takes effect
@@ -315,7 +315,7 @@ def _measure(home: HomeStore, size: int, seconds_per_series: float, bench: _Link
 def _make_ops(
     matrix: torch.Tensor, product: torch.Tensor, source: torch.Tensor, target: torch.Tensor, products: int
 ) -> Callable[[], object]:
-    """Return ops that allocate no memory for results, so that no page fault disturbs them."""
+    """Return a function that runs matrix products and an addition into existing tensors, without page faults."""
     matrix.fill_(0.5)
     source.fill_(0.5)
 
@@ -348,7 +348,7 @@ def _host_bench(home: HomeStore, slots: tuple[int, int], size: int, compute: Cal
 
 
 def time_concurrently(actions: Sequence[_TimedAction], seconds: float, min_runs: int) -> list[list[float]]:
-    """Time actions as ``_TimeActions``: the first in this thread, the others in threads that end first."""
+    """Run actions concurrently, the first in this thread; return their times (see ``_TimeActions``)."""
     times: list[list[float]] = [[] for _ in actions]
     has_enough = [threading.Event() for _ in actions]
     start = threading.Barrier(len(actions))
@@ -400,7 +400,7 @@ def _submit(pool: ThreadPoolExecutor, run: Callable[[int], None], index: int) ->
 
 
 def _join(pool: ThreadPoolExecutor) -> None:
-    """Wait until the threads of a pool have ended, despite interrupts."""
+    """Wait until the threads of a pool have ended, even after an interrupt."""
     try:
         pool.shutdown()
     except BaseException:  # from a signal handler; the threads still use memory that the caller closes
@@ -409,7 +409,7 @@ def _join(pool: ThreadPoolExecutor) -> None:
 
 
 def measure_memory_bandwidth(*, buffer_bytes: int = 64 * MIB) -> float:
-    """Return the bytes per second that PyTorch reads plus writes when it copies a large tensor."""
+    """Measure how many bytes per second PyTorch reads plus writes when it copies a large tensor."""
     source = torch.ones(buffer_bytes, dtype=torch.uint8)
     target = torch.zeros_like(source)
     (times,) = time_concurrently([_TimedAction(lambda: target.copy_(source))], 0.2, 2)
@@ -450,7 +450,7 @@ def _device_bench(
 def _memory_copies(
     driver: Driver, home: HomeStore, arena: DeviceArena, slots: tuple[int, int], size: int
 ) -> tuple[_TimedAction, ...]:
-    """Return copies of ``size`` bytes out and in, and of a page out and in, for a home in host memory."""
+    """Return copies of ``size`` bytes out and in, and of a page out and in, to time for a home in host memory."""
     host = [home.face(slot, size) for slot in slots]
     device = arena.view(0, size), arena.view(size, size)
     host[1].fill_(1)
@@ -486,7 +486,7 @@ def _disk_copies(
 
 
 class _DeviceTimes:
-    """Times actions (see ``_TimeActions``) on concurrent streams by the device's clock."""
+    """Times actions on concurrent streams by the device's clock, as ``_TimeActions`` describes."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -509,7 +509,7 @@ class _DeviceTimes:
         return times
 
     def _issue(self, actions: Sequence[_TimedAction], counts: Sequence[int]) -> list[list[float]]:
-        """Issue actions in turn; return the seconds of repetitions that began while all actions were running."""
+        """Run actions ``counts`` times each; return the seconds of runs that began while all actions were running."""
         driver = self._driver
         begin = driver.create_mark(timed=True)
         driver.record(Stream.COMPUTE, begin)

@@ -99,7 +99,7 @@ def profile_selected(
     cache: Cache | None = None,
     backend: Backend | None = None,
 ) -> dict[int, OpProfile]:
-    """Measure some ops of a captured step, as ``profile_ops`` measures all."""
+    """Measure some ops of a captured step as ``profile_ops`` does; return their profiles by op index."""
     backend = backend or CpuBackend()
     profile_cache = ProfileCache(cache, backend.facts())
     # The first update of a parameter also allocates its state.
@@ -169,7 +169,7 @@ class _OpBench:
         return self._arena
 
     def profile(self, index: int, measure_time: bool, profile_cache: ProfileCache) -> OpProfile:
-        """Return an op's cached profile or measure it; an op that cannot run alone gets a cost of zero."""
+        """Return an op's cached profile or measure it; an op that must not be repeated alone costs zero seconds."""
         captured = self._captured
         op, call = captured.graph.ops[index], captured.calls[index]
         if not op.touched or op.communicates or (not op.rerunnable and call.rehearse is None):
@@ -181,7 +181,7 @@ class _OpBench:
         return profile_cache.add(op, self._measure(op, call, measure_time), timed=measure_time)
 
     def _measure(self, op: Op, call: Call, measure_time: bool) -> OpProfile:
-        """Measure an op on the first scratch contents with which it runs; refuse an op that always fails."""
+        """Measure an op on the first scratch contents on which it runs; raise ``CaptureError`` if it fails on all."""
         failed: Exception | None = None
         try:
             for contents in contents_to_try(self._captured.device):
@@ -205,7 +205,7 @@ class _OpBench:
             del failed  # its traceback refers to this frame, and so to the op's tensors
 
     def _lay_out(self, op: Op, workspace: int) -> tuple[Program, int, int]:
-        """Return a program of this op alone, the offset where existing storages end, and where all blocks end."""
+        """Return a program that runs only this op, the end offset of its arguments, and the end of all its blocks."""
         storages = self._captured.graph.storages
         blocks: list[Block] = []
         offset = 0
@@ -235,7 +235,7 @@ class _OpBench:
     def _bind(
         self, op: Op, requests: Requests, contents: ScratchContents | None
     ) -> tuple[BoundRun, DeviceArena, list[list[tuple[int, int | None]]], int]:
-        """Return the bound op, its arena, its planned requests, and the offset where existing storages end."""
+        """Bind an op to scratch memory; return it with its arena, planned requests and the arguments' end offset."""
         program, arguments_end, end = self._lay_out(op, requests.workspace_bytes)
         arena = self._open_arena(end)
         bound = bind(self._captured, program, arena)
@@ -286,7 +286,7 @@ class _OpBench:
             return workspace_layout(recorder.events, pointers, captured.alignment)
 
     def _check_results(self, op: Op, leaves: Sequence[object]) -> None:
-        """Refuse an op whose kernel returned other tensors than the capture recorded."""
+        """Refuse an op if its kernel's results differ from the captured ones; only log harmless differences."""
         for difference in find_differences(self._captured, op, leaves):
             if difference.is_harmless:
                 _log.info(
@@ -302,7 +302,7 @@ class _OpBench:
             )
 
     def _time(self, op: Op, requests: Requests, contents: ScratchContents) -> float:
-        """Return the typical seconds of an op, with its requests at their planned places."""
+        """Return the typical seconds of an op, with its memory requests at their planned places."""
         # The recording left the arguments in the arena, unless a larger one is needed.
         grown = self._arena is None or self._lay_out(op, requests.workspace_bytes)[2] > self._arena.bytes
         run, arena, planned, _ = self._bind(op, requests, contents if grown else None)
@@ -363,7 +363,7 @@ def machine_facts() -> dict[str, object]:
 
 
 def op_shelf(cache: Cache, device: Mapping[str, object] | None = None, kind: str = "ops") -> Shelf:
-    """Return the cache file for ops under the current settings; kind "parts" is for exactness checks."""
+    """Return the cache file of ops for the current settings; the kind "parts" has verdicts of exactness checks."""
     settings = {
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -385,7 +385,7 @@ def is_cacheable(op: Op) -> bool:
 
 
 class ProfileCache:
-    """The cached profiles of ops, and new ones to be saved; without a cache it finds and saves no profiles."""
+    """The cached profiles of ops, and new ones to be saved; without a cache ``find`` returns None."""
 
     def __init__(self, cache: Cache | None, device: Mapping[str, object] | None = None) -> None:
         self._shelf = None if cache is None else op_shelf(cache, device)
@@ -394,7 +394,7 @@ class ProfileCache:
         self._stale_costs: dict[str, OpCost] = {}  # costs to be measured again
 
     def find(self, op: Op, *, timed: bool, first: bool, results: int | None = None) -> OpProfile | None:
-        """Return an op's cached profile or None; ``first``: its first run differs; ``results``: their number."""
+        """Return an op's cached profile or None. ``first``: its first run differs; ``results``: number of results."""
         value = self._cached.get(_key(op)) if is_cacheable(op) else None
         if value is None or self._shelf is None:
             return None
@@ -420,7 +420,7 @@ class ProfileCache:
         return profile
 
     def add(self, op: Op, profile: OpProfile, *, timed: bool) -> OpProfile:
-        """Add a new measurement; return it, with the shortest time so far while the machine is busy."""
+        """Add a new measurement and return it; if the machine was busy, with the shortest time so far."""
         before = self._stale_costs.get(_key(op))
         if before is not None and profile.cost.busy:
             cost = replace(profile.cost, seconds=min(before.seconds, profile.cost.seconds), busy=before.busy + 1)
@@ -442,7 +442,7 @@ def update_cached_profiles(
     only: Collection[int] | None = None,
     device: Mapping[str, object] | None = None,
 ) -> None:
-    """Replace cached costs of families by costs observed in steps; ``only`` limits this to some ops."""
+    """Replace the cached costs of op families by costs that steps observed; ``only`` selects some ops."""
     families_to_save = None if only is None else {graph.ops[index].family for index in only}
     families: dict[str, list[int]] = {}
     for op in graph.ops:
@@ -506,7 +506,7 @@ class _CachedRequests(Struct):
 
 
 class _CachedProfile(Struct, omit_defaults=True):
-    """A cached profile; without seconds only memory was measured."""
+    """A cached profile; if ``seconds`` is None, only memory was measured."""
 
     seconds: _Seconds | None
     workspace_bytes: _Bytes

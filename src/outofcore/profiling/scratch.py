@@ -26,7 +26,7 @@ NamedArguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class ScratchContents:
-    """Values for the arguments of an op."""
+    """The values with which to fill the arguments of an op before it is measured."""
 
     whole: int = 0  # in integer tensors
     identity: bool = False  # square matrices are the identity, which can be factorised and inverted
@@ -34,7 +34,7 @@ class ScratchContents:
     varied: bool = False  # floats are drawn between 1/4 and 3/4
 
     def fill_bytes(self, target: torch.Tensor, dtype: torch.dtype) -> None:
-        """Fill a storage (contiguous uint8) before ``fill``; ``dtype`` is that of its first value."""
+        """Fill a storage, given as uint8, with halves, random floats or zeros of ``dtype``; ``fill`` comes later."""
         if not (dtype.is_floating_point or dtype.is_complex):
             target.zero_()
             return
@@ -45,7 +45,7 @@ class ScratchContents:
             values.fill_(0.5)
 
     def fill(self, run: BoundRun, device: torch.device = CPU) -> None:
-        """Fill the arguments of an op, which hold halves and zeros; skip constants outside of ``device``."""
+        """Change an op's arguments from the values of ``fill_bytes`` to these; skip constants outside of ``device``."""
         tensors = list(leaves_in([run.args, run.kwargs]))
         scratch = [tensor for tensor in tensors if have_same_type(tensor.device, device)]
         if replace(self, varied=False) != HALVES:
@@ -77,7 +77,7 @@ _RANDOM_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.
 
 
 def contents_to_try(device: torch.device) -> tuple[ScratchContents, ...]:
-    """Return the scratch contents to try in order, until an op runs on one."""
+    """Return scratch contents in the order in which to try them, until an op runs on one of them."""
     if traits_of(device).survives_bad_indices:
         return (
             HALVES,
@@ -90,7 +90,7 @@ def contents_to_try(device: torch.device) -> tuple[ScratchContents, ...]:
 
 
 def _balance_groups(named: NamedArguments) -> None:
-    """Divide the rows evenly among the ragged groups of a matrix product, as trained routers do."""
+    """Give each group of a grouped matrix product an equal number of rows, as trained routers do."""
     first, second, offsets = named["self"], named["mat2"], named.get("offs")
     if offsets is None:
         return
@@ -123,7 +123,7 @@ def _balance_segments(named: NamedArguments) -> None:
 
 
 def _use_longest_sequences(named: NamedArguments) -> None:
-    """Use all frames and the longest possible targets, which need the most memory."""
+    """Set a CTC loss to use all frames and the longest possible targets, which need the most memory."""
     frames, targets, lengths = named["input_lengths"], named["targets"], named["target_lengths"]
     if not isinstance(lengths, torch.Tensor) or not lengths.numel():
         return
@@ -140,7 +140,7 @@ _STRIDE = 7919
 
 
 def spread(indices: torch.Tensor, count: int) -> None:
-    """Fill an integer tensor with values from 0 to ``count`` - 1, as evenly as possible."""
+    """Fill an integer tensor with values from 0 to ``count`` - 1, each about equally often."""
     if indices.dtype in (torch.bool, torch.uint8) or not indices.numel() or count < 2 or _is_expanded(indices):
         return
     numbers = torch.arange(indices.numel(), dtype=torch.int64, device=indices.device)
@@ -152,7 +152,7 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def _row_spreader(name: str) -> Callable[[NamedArguments], None]:
-    """Return a function that spreads row indices; the argument ``name`` has the rows, or is their number."""
+    """Return a function that spreads indices over the rows of the argument ``name``, or over that many rows."""
 
     def fill(named: NamedArguments) -> None:
         rows = named[name]

@@ -28,7 +28,7 @@ _MAX_HELPERS = 8
 
 @contextlib.contextmanager
 def compile_ahead(recipes: Sequence[Recipe], threads: int, cores: int | None = None) -> Iterator[int]:
-    """Compile CPU recipes in helper processes while the block runs, last first; yield the number of helpers."""
+    """Compile CPU recipes, last first, in helper processes during the block; yield the number of helpers."""
     cores = len(os.sched_getaffinity(0)) if cores is None else cores
     cpu_recipes = [recipe for recipe in recipes if recipe.device.type == "cpu"]
     count = min(cores - 1, len(cpu_recipes) // _RECIPES_PER_HELPER, _MAX_HELPERS)
@@ -47,7 +47,7 @@ def compile_ahead(recipes: Sequence[Recipe], threads: int, cores: int | None = N
 
 
 def serve() -> None:
-    """Compile the recipes received on standard input: the main function of a helper process."""
+    """Compile the recipes from standard input: the main function of a helper process."""
     # `kernels` imports this module.
     from outofcore.transforms.kernels import compile_recipe  # noqa: PLC0415
 

@@ -121,7 +121,7 @@ def _scratch_bounds(captured: Captured) -> dict[int, int]:
 
 
 def _is_fusible(captured: Captured, op: Op, call: Call) -> bool:
-    """Return whether an op is one of PyTorch's own that a kernel can compute, as the module describes."""
+    """Return whether an op is an operator of PyTorch that a fused kernel may compute, as the module describes."""
     func: Any = call.func
     if not isinstance(func, OpOverload) or func.namespace != "aten" or call.rehearse is not None:
         return False
@@ -145,7 +145,7 @@ def _is_fusible(captured: Captured, op: Op, call: Call) -> bool:
 
 
 def _is_faster_fused(captured: Captured, call: Call) -> bool:
-    """Return whether Inductor's loop is at least as fast as PyTorch's kernel, by our measurements."""
+    """Return whether we measured Inductor's loop to be at least as fast as PyTorch's own kernel."""
     func: Any = call.func
     name = func._schema.name
     if name in _FASTER_UNFUSED_ON_CPU:
@@ -190,7 +190,7 @@ def _covers_storage(captured: Captured, value: Value) -> bool:
 
 
 class _Fusion:
-    """A group of ops, the recipe of its kernel, and the op that replaces the group, as yet without a family."""
+    """A group of ops to fuse, the recipe of their kernel, and the op that replaces them (``family`` is set later)."""
 
     def __init__(self, captured: Captured, ops: Sequence[int], min_bytes: int) -> None:
         self._captured = captured
@@ -223,14 +223,14 @@ class _Fusion:
         )
 
     def _storages_read_first(self, members: Sequence[Op]) -> Iterator[int]:
-        """Yield storages from outside of the group that it reads before it overwrites them."""
+        """Yield the storages from outside of the group that its ops read before they overwrite them."""
         overwritten: set[int] = set()
         for op in members:
             yield from (s for s in op.reads if s not in self._created and s not in overwritten)
             overwritten.update(s for s in op.mutates if s not in op.reads)
 
     def _find_inputs(self, calls: Sequence[Call], mutated: dict[int, None]) -> tuple[int, ...]:
-        """Return the values that the kernel takes; for a storage that it writes, only the value written."""
+        """Return the kernel's input values; a storage that the kernel writes has a single one, the written value."""
         values = self._captured.values
         bases: dict[int, int] = {}
         inputs: dict[int, None] = {}
@@ -255,7 +255,7 @@ class _Fusion:
         return storage in graph.outputs or not set(self.ops).issuperset(graph.uses[storage])
 
     def _choose_reused_inputs(self, outputs: Sequence[int], mutated: dict[int, None], min_bytes: int) -> dict[int, int]:
-        """Map large created storages to input storages of the same layout, last used here, to write over."""
+        """Map large results to inputs of the same layout that the kernel overwrites, as no later op uses them."""
         graph, values = self._captured.graph, self._captured.values
         values_by_storage: dict[int, list[int]] = {}
         for index in self.inputs:
@@ -283,7 +283,7 @@ class _Fusion:
         return reused
 
     def _find_discarded(self, members: Sequence[Op]) -> set[int]:
-        """Return the storages that one op of the group discards and no other op of it touches."""
+        """Return the storages that one op of the group discards and no other op of the group touches."""
         discarded = {storage for op in members for storage in op.discards}
         return {s for s in discarded if sum(s in op.touched for op in members) == 1}
 

@@ -57,7 +57,7 @@ _CACHED_SECONDS = 0.5  # upper bound for loading a kernel from Inductor's cache
 
 
 def describe_recipe(recipe: Recipe) -> str:
-    """Return a text that identifies the computation of a recipe."""
+    """Return a text that is equal for all recipes of the same computation."""
     values = [
         f"%{index}=s{value.storage}+{value.offset}:{value_text(value)}" for index, value in enumerate(recipe.values)
     ]
@@ -79,7 +79,7 @@ def _argument_text(item: Any) -> str:
 
 
 class Kernel:
-    """A compiled recipe: maps input tensors to a tuple of result tensors."""
+    """A compiled recipe: a function from input tensors to a tuple of result tensors."""
 
     def __init__(self, recipe: Recipe, threads: int, run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]):
         self.recipe = recipe
@@ -103,7 +103,7 @@ class Kernels:
     _is_compiler_missing: bool = False
 
     def compile_all(self, recipes: Iterable[Recipe], tell: ProgressCallback = ignore_progress) -> Mapping[str, Kernel]:
-        """Return the kernels of recipes by recipe text; log and omit recipes that fail to compile."""
+        """Compile recipes and return the kernels by recipe text; log and omit recipes that fail to compile."""
         threads = torch.get_num_threads()
         by_text = {recipe.text: recipe for recipe in recipes}
         new = [recipe for text, recipe in by_text.items() if (text, threads) not in self._compiled]
@@ -123,7 +123,7 @@ class Kernels:
         return {text: kernel for text, kernel in kernels.items() if kernel is not None}
 
     def _compile(self, recipe: Recipe, threads: int) -> Kernel | None:
-        """Compile a recipe; log a failure and return None."""
+        """Compile a recipe; if that fails, log a warning and return None."""
         if not self.compiles:
             return Kernel(recipe, threads, _refuse_to_run)
         try:
@@ -149,14 +149,14 @@ def _refuse_to_run(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def compile_recipe(recipe: Recipe, threads: int) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-    """Compile a recipe or load it from Inductor's cache; raises ``CompilerMissingError`` if it cannot."""
+    """Compile a recipe or load it from Inductor's cache; raise ``CompilerMissingError`` without a compiler."""
     inputs = [(recipe.values[index], recipe.device) for index in recipe.inputs]
     layouts = [(value.shape, value.stride, value.offset, value.dtype, device) for value, device in inputs]
     return compile_traced(_TracedRecipe(recipe), layouts, threads)
 
 
 class _TracedRecipe:
-    """A functional version of a recipe for Inductor to trace; it writes in place only at the end."""
+    """A recipe as a function for Inductor to trace; it computes out of place and copies to its inputs at the end."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -189,7 +189,6 @@ class _TracedRecipe:
         return tuple(returned)
 
     def _contents_as(self, storage: int, index: int) -> torch.Tensor:
-        """Return the current contents of a storage, viewed as the value with this index."""
         tensor, value = self.contents[storage]
         return _view_as(tensor, value, self.recipe.values[index])
 
@@ -213,7 +212,7 @@ class _TracedRecipe:
                 self._set_contents(ref.value, written[name])
 
     def _set_contents(self, index: int, tensor: torch.Tensor) -> None:
-        """Record a tensor as the new contents of a value's storage; refuse another shape or data type."""
+        """Set the contents of a value's storage; raise ``NotFusibleError`` for another shape or data type."""
         value = self.recipe.values[index]
         if tuple(tensor.shape) != value.shape or tensor.dtype != value.dtype:
             raise NotFusibleError(f"expected {value_text(value)}, got {tensor.dtype} {tuple(tensor.shape)}")
@@ -221,7 +220,7 @@ class _TracedRecipe:
 
 
 def _view_as(tensor: torch.Tensor, value: Value, target: Value) -> torch.Tensor:
-    """View a tensor with the layout of ``value`` as ``target``; raise ``NotFusibleError`` if that is impossible."""
+    """View a tensor laid out as ``value`` in the layout of ``target``, or raise ``NotFusibleError``."""
     if value.layout() == target.layout() and value.dtype == target.dtype:
         return tensor
     view = None if value.dtype != target.dtype else derive_window(value.window(), target.window())
@@ -231,7 +230,6 @@ def _view_as(tensor: torch.Tensor, value: Value, target: Value) -> torch.Tensor:
 
 
 def derive_view(tensor: torch.Tensor, view: Derivation) -> torch.Tensor:
-    """Apply the views of a derivation to a tensor."""
     tensor = tensor.permute(view.order).reshape(view.factors)
     for dim, (first, count) in enumerate(view.ranges):
         if count != view.factors[dim]:
@@ -248,7 +246,7 @@ def derive_view(tensor: torch.Tensor, view: Derivation) -> torch.Tensor:
 
 
 def functional_counterpart(func: OpOverload) -> OpOverload | None:
-    """Return the out-of-place overload with an in-place operator's argument types, or None."""
+    """Return the out-of-place overload of an in-place operator with the same argument types, or None."""
     name = func._schema.name.partition("::")[2]
     packet = getattr(_aten, name[:-1], None) if name.endswith("_") else None
     if packet is None:
@@ -265,7 +263,7 @@ def functional_counterpart(func: OpOverload) -> OpOverload | None:
 def _run_functional(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], named: dict[str, Any]
 ) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """Run an operator out of place; return its results, and the tensors to be written by argument name."""
+    """Run an operator out of place; return its results, and the new contents of written arguments by name."""
     name = func._schema.name
     if name == BATCH_NORM:
         return _run_batch_norm(named)

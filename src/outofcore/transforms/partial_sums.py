@@ -38,6 +38,8 @@ _PRECISE = frozenset({torch.float32, torch.float64, torch.complex64, torch.compl
 
 @dataclass(frozen=True)
 class SumSplit:
+    """The axis along which an op's sum can be split."""
+
     extent: int  # of the summed axis
     argument_cuts: Mapping[ArgumentName, Cut]  # the arguments that have this axis
     adjust: Adjust | None = None  # adjusts constants to a part
@@ -50,7 +52,7 @@ def capture_and_split_sums(capture: Callable[..., Captured], *, is_on: bool) -> 
 
 
 def split_sums(captured: Captured, *, part_bytes: int = PART_BYTES) -> Captured:
-    """Split large sums over rows and samples into parts that each add up at least ``part_bytes``."""
+    """Split large sums over rows or samples into partial sums of at least ``part_bytes`` bytes of summands each."""
     batch_independent = _batch_independent_storages(captured)
     values, storages = list(captured.values), list(captured.graph.storages)
     pairs: list[tuple[Op, Call]] = []
@@ -74,7 +76,7 @@ def split_sums(captured: Captured, *, part_bytes: int = PART_BYTES) -> Captured:
 
 
 def _batch_independent_storages(captured: Captured) -> frozenset[int]:
-    """Return persistent storages and storages computed from them alone: they do not depend on the batch."""
+    """Return persistent storages and all storages computed only from them, which do not depend on the batch."""
     graph = captured.graph
     independent = {s.id for s in graph.storages if s.id not in graph.creator and s.kind is not StorageKind.INPUT}
     for op in graph.ops:
@@ -120,7 +122,7 @@ def _find_split(
 def _build_parts(
     op: Op, call: Call, split: SumSplit, ends: tuple[int, ...], values: list[Value], storages: list[Storage]
 ) -> list[tuple[Op, Call]]:
-    """Build an op per part of a sum, and ops that add the parts up; extend ``values`` and ``storages``."""
+    """Build one op per part of a sum and ops that add up their results; extend ``values`` and ``storages``."""
     func: Any = call.func
     pairs: list[tuple[Op, Call]] = []
     numbers: dict[Value, int] = {}
@@ -182,7 +184,7 @@ def _add_value_like(value: Value, op: Op, values: list[Value], storages: list[St
 
 
 def _split_product(view: CallView) -> SumSplit | None:
-    """Split the product of two matrices along the dimension that they share."""
+    """Split the product of two matrices along the dimension that it sums over."""
     first = view.value("self")
     if first is None or len(first.shape) != 2:
         return None
@@ -191,7 +193,7 @@ def _split_product(view: CallView) -> SumSplit | None:
 
 
 def _split_sum(view: CallView) -> SumSplit | None:
-    """Split a sum over the first dimension, possibly among others."""
+    """Split a sum along the first dimension, or return None if it does not sum over that dimension."""
     summand, dims = view.value("self"), view.named.get("dim")
     if summand is None or not summand.shape or not dims or view.named.get("dtype") is not None:
         return None
@@ -201,7 +203,7 @@ def _split_sum(view: CallView) -> SumSplit | None:
 
 
 def _split_weight_gradients(*arguments: str, sized: str = "") -> Callable[[CallView], SumSplit | None]:
-    """Return a rule that splits gradients of weights by samples; ``sized`` is the argument with their number."""
+    """Return a rule that splits weight gradients by samples; ``sized`` names the argument with the sample count."""
 
     def set_size(named: dict[str, Any], low: int, high: int) -> None:
         if sized:
@@ -220,7 +222,7 @@ def _split_weight_gradients(*arguments: str, sized: str = "") -> Callable[[CallV
 
 
 def _split_layer_norm_gradients(*arguments: str) -> Callable[[CallView], SumSplit | None]:
-    """Return a rule that splits a layer norm's weight gradients along its leading dimensions."""
+    """Return a rule that splits a layer norm's weight gradients along the input's leading dimensions."""
 
     def rule(view: CallView) -> SumSplit | None:
         first = view.value("input")

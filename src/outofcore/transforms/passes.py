@@ -37,13 +37,13 @@ _NORMS_BACKWARD = frozenset({"aten::native_group_norm_backward", "aten::native_l
 
 
 def split_convolutions(captured: Captured) -> Captured:
-    """Split each convolution backward pass that computes both kinds of gradients into two ops."""
+    """Split each convolution's backward pass into one op for the input gradient and one for weight gradients."""
     pairs = zip(captured.graph.ops, captured.calls, strict=True)
     return with_ops(captured, [part for op, call in pairs for part in halves_of_convolution(captured, op, call)])
 
 
 def halves_of_convolution(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]]:
-    """Split a convolution's backward pass into two ops; return other ops unchanged."""
+    """Split a convolution's backward pass into two ops, for input and weights; return other ops unchanged."""
     halves = _halves(captured, op, call) if call.func is _CONVOLUTION_BACKWARD else None
     if halves is None:
         return [(op, call)]
@@ -66,7 +66,7 @@ def halves_of_norm(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Cal
 
 
 def _halves(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]] | None:
-    """Split a backward pass into input and weight gradients; return None if it computes only one kind."""
+    """Split a backward pass into input and weight gradients; return None if it computes only one of the two."""
     func: Any = call.func
     named = arguments_by_name(func, call.args, call.kwargs)
     computed = [bool(flag) for flag in named["output_mask"]]
@@ -124,12 +124,12 @@ OWN_KINDS = frozenset({StorageKind.ACTIVATION, StorageKind.GRADIENT})
 
 
 def may_be_overwritten(graph: StepGraph, storage: int) -> bool:
-    """Return whether no reader outside the step can need a storage's contents."""
+    """Return whether an op of the step creates a storage and only this step needs its contents."""
     return graph.storages[storage].kind in OWN_KINDS and storage in graph.creator and storage not in graph.outputs
 
 
 def recompute_casts(captured: Captured) -> Captured:
-    """Recompute widening casts in the backward pass, so that their narrow inputs are saved; bits stay the same."""
+    """Repeat widening casts in the backward pass, with equal bits, so that only their narrow inputs are saved."""
     graph = captured.graph
     turn = peak_activation_op(graph)
     storages, values = list(graph.storages), list(captured.values)
@@ -169,7 +169,7 @@ def recompute_casts(captured: Captured) -> Captured:
 
 
 def _is_worth_recomputing(captured: Captured, op: Op, call: Call, turn: int) -> bool:
-    """Return whether an op is a widening cast of a short-lived input that can run again after op ``turn``."""
+    """Return whether an op casts a short-lived tensor to a wider type and can run again after op ``turn``."""
     graph = captured.graph
     if call.func is not _aten._to_copy.default or len(op.reads) != 1 or len(op.creates) != 1 or op.mutates:
         return False
@@ -203,12 +203,12 @@ class OverwritingOverload:
         return self.run(*args, **self.complete_kwargs(args, kwargs))
 
     def complete_kwargs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return ``kwargs`` with the overwritten argument as out argument, if the overload takes one."""
+        """Return ``kwargs`` with the overwritten argument as the overload's out argument, if it has one."""
         return kwargs if self.out is None else {**kwargs, self.out: args[self.place]}
 
 
 def reuse_arguments(captured: Captured, *, min_bytes: int = LARGE_BYTES) -> Captured:
-    """Write elementwise results of at least ``min_bytes`` over arguments of the same layout at their last use."""
+    """Write elementwise results of at least ``min_bytes`` over an argument of equal layout that no later op uses."""
     graph = captured.graph
     reused: dict[int, int] = {}  # replaced storage -> reused storage
     pairs: list[tuple[Op, Call]] = []
@@ -226,7 +226,7 @@ def reuse_arguments(captured: Captured, *, min_bytes: int = LARGE_BYTES) -> Capt
 
 
 def _find_overwriting(captured: Captured, op: Op, call: Call, min_bytes: int) -> OverwritingOverload | None:
-    """Return an overload that writes a large result over an argument at its last use, or None."""
+    """Return an overload that writes an op's large result over an argument that no later op uses, or None."""
     graph, values = captured.graph, captured.values
     func = call.func
     if not isinstance(func, OpOverload) or torch.Tag.pointwise not in func.tags:
@@ -257,7 +257,7 @@ def _find_overwriting(captured: Captured, op: Op, call: Call, min_bytes: int) ->
 
 @cache
 def _overwriting_overloads(func: OpOverload) -> list[OverwritingOverload]:
-    """Return overloads that write the result to any tensor, or else to the first argument."""
+    """Return an operator's overloads with one out argument, or its in-place overloads if it has no such overload."""
     packet = func._overloadpacket
     overloads = [
         OverwritingOverload(overload, outs[0], -1)
@@ -273,7 +273,7 @@ def _overwriting_overloads(func: OpOverload) -> list[OverwritingOverload]:
 
 
 def _matching_overloads(func: OpOverload, packet: OpOverloadPacket) -> Iterator[tuple[OpOverload, list[str]]]:
-    """Yield a packet's overloads that take an op's arguments, with the names of their out arguments."""
+    """Yield the overloads of ``packet`` with the parameters of ``func``, and the names of their out arguments."""
     parameters = [(a.name, str(a.type)) for a in func._schema.arguments]
     for name in packet.overloads():
         overload = getattr(packet, name)
@@ -285,10 +285,10 @@ def _matching_overloads(func: OpOverload, packet: OpOverloadPacket) -> Iterator[
 
 
 def hoist_order(captured: Captured) -> tuple[int, ...]:
-    """Return an op order that frees memory sooner, with the same bits.
+    """Return the op ids in an order that frees memory sooner; all results keep their bits.
 
-    Hoisted are optimizer updates without random numbers, and ops that turn large storages into small ones. They do not
-    pass ops that may raise, so a step that raises has run no update that plain PyTorch would not have run.
+    Optimizer updates without random numbers, and ops that turn large storages into small ones, run earlier. They do not
+    pass ops that may raise: when a step raises, it has run only updates that plain PyTorch would have run.
     """
     graph = captured.graph
     large = {s.id for s in graph.storages if is_large(s.bytes)}
@@ -317,7 +317,7 @@ SHARE_OF_UPDATES = 16
 
 
 def delay_updates(captured: Captured, max_bytes: int) -> Captured:
-    """Move each update to the next one that it can join, up to ``max_bytes`` of parameters in a row."""
+    """Delay each optimizer update to the next one that it can join, in rows of up to ``max_bytes`` of parameters."""
     # The ops that run in the place of each op: a row of updates runs in the place of its last one.
     ops_by_place: list[list[int]] = [[op.id] for op in captured.graph.ops]
     row: list[tuple[Op, Call]] = []
@@ -342,7 +342,7 @@ def delay_updates(captured: Captured, max_bytes: int) -> Captured:
 
 
 def join_updates(captured: Captured, max_bytes: int | None = None) -> Captured:
-    """Join consecutive updates up to ``max_bytes`` of parameters per op; None chooses a limit for the device."""
+    """Join consecutive optimizer updates up to ``max_bytes`` of parameters; None: the device's usual limit."""
     device = traits_of(captured.device)
     at_once, sizes = device.updates_all_at_once, device.update_bytes
     if max_bytes is None:
@@ -359,7 +359,7 @@ def join_updates(captured: Captured, max_bytes: int | None = None) -> Captured:
 
 
 def _joinable_update(op: Op, call: Call, *, at_once: bool) -> OptimizerUpdate | None:
-    """Return the op's update if it may be joined; on the CPU only updates that go parameter by parameter."""
+    """Return an op's optimizer update, or None if it must stay alone; ``at_once`` allows ``foreach`` updates."""
     update = call.func
     if not isinstance(update, OptimizerUpdate) or not is_torch_optimizer(update.optimizer) or op.random:
         return None

@@ -14,7 +14,7 @@ WORTH_FRACTION = 8
 
 @dataclass(frozen=True)
 class CellMap:
-    """The storages that are cut, and where."""
+    """The cut storages, with their axes and the positions of their cuts."""
 
     axes: Mapping[int, Axes]  # by storage
     cuts: Mapping[int, list[list[int]]]  # ends of the cells along each axis, by storage; others stay whole
@@ -22,6 +22,6 @@ class CellMap:
     ranged: frozenset[int]  # storages with cells that are ranges at home
 
     def box(self, storage: int, value: int, cut: Cut | None, low: int, high: int) -> Box | None:
-        """Return the box of a value (by index) on a cut storage, or of its part; None if it is not a box."""
+        """Return the box of a value, given by index, or of its part in a cut storage; None if it is not a box."""
         axes, place = self.axes[storage], self.places[value]
         return axes.box_of(place) if cut is None else axes.box_of_part(place, cut.dims, *cut.ends(low, high))

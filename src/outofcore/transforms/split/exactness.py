@@ -33,7 +33,7 @@ class ExactnessCheck:
 
 
 def make_check(captured: Captured, cell_map: CellMap, op: int, choice: ChosenSplit) -> ExactnessCheck:
-    """Return the check that the parts of a split op give the bits of the whole op."""
+    """Return the check that the parts of a split op compute the bits of the whole op."""
     strides = _gathered_strides(captured, cell_map, op, choice.split)
     layout = _layout_key(captured, op, strides)
     name = f"{captured.graph.ops[op].family} by {choice.split.name} at {list(choice.ends)}{layout}"
@@ -43,7 +43,7 @@ def make_check(captured: Captured, cell_map: CellMap, op: int, choice: ChosenSpl
 def checks_of_gathered(
     captured: Captured, cell_map: CellMap, split_ops: Iterable[int]
 ) -> Iterator[tuple[Op, ExactnessCheck]]:
-    """Yield checks of unsplit ops that read arguments gathered into another layout."""
+    """Yield unsplit ops that read arguments gathered in a different layout, each with its exactness check."""
     split_op_ids = set(split_ops)
     for op in captured.graph.ops:
         if op.id in split_op_ids or cell_map.cuts.keys().isdisjoint(op.touched):
@@ -55,7 +55,7 @@ def checks_of_gathered(
 
 
 def _layout_key(captured: Captured, op: int, strides: Mapping[ArgumentName, tuple[int, ...]]) -> str:
-    """Return the part of a key for argument layouts that the op's family does not determine."""
+    """Return the text of the argument layouts in a check's key, because the op's family omits them."""
     named = named_refs(captured.calls[op])
     shifts = {name: shift for name, index in named if (shift := _misalignment(captured.values[index]))}
     return "".join(
@@ -66,7 +66,7 @@ def _layout_key(captured: Captured, op: int, strides: Mapping[ArgumentName, tupl
 def _gathered_strides(
     captured: Captured, cell_map: CellMap, op: int, split: OpSplit | None
 ) -> dict[ArgumentName, tuple[int, ...]]:
-    """Return the strides of uncut arguments that are gathered from cells into another layout."""
+    """Return the strides of whole arguments that are gathered from cells, if they differ from the original ones."""
     gathered_strides: dict[ArgumentName, tuple[int, ...]] = {}
     for name, index in named_refs(captured.calls[op]):
         value = captured.values[index]

@@ -43,7 +43,7 @@ class SplitNeeds:
         }
 
     def _lines_of_cuttable(self) -> dict[int, Lines]:
-        """Return the arrays of storages that may be cut, in which all values on them are boxes."""
+        """Return the storages that may be cut, each as a dense array in which all its values are boxes."""
         graph = self.graph
         values_by_storage: dict[int, list[Value]] = {}
         for index in dict.fromkeys(index for call in self.captured.calls for index in values_of(call)):
@@ -68,7 +68,7 @@ class SplitNeeds:
         return lines_by_storage
 
     def splits(self, op: int) -> list[OpSplit]:
-        """Return the splits that the tensors of an op allow, except splits with a known mismatch."""
+        """Return the possible splits of an op, without splits that failed their exactness check."""
         if op not in self._splits:
             graph_op, call = self.graph.ops[op], self.captured.calls[op]
             splits = [] if graph_op.communicates or graph_op.random else splits_of(call, self.values)
@@ -82,7 +82,7 @@ class SplitNeeds:
         return self._splits[op]
 
     def _is_sliceable(self, op: int, split: OpSplit) -> bool:
-        """Return whether all tensors that a split cuts can be viewed in slices."""
+        """Return whether views of slices exist for all tensors that a split cuts."""
         call = self.captured.calls[op]
         for name, cut in split.argument_cuts.items():
             index = ref_at(call, name).value
@@ -107,7 +107,7 @@ class SplitNeeds:
         return prod(value.shape) * value.dtype.itemsize
 
     def whole_bytes(self, op: int) -> int:
-        """Return the bytes that a whole op needs; of cuttable storages only the bytes that it accesses."""
+        """Return the bytes that an unsplit op needs; for cuttable storages, only the bytes that it accesses."""
         storages = self.graph.storages
         accessed: dict[int, int] = {}
         for index in dict.fromkeys(values_of(self.captured.calls[op])):
@@ -123,7 +123,7 @@ class SplitNeeds:
         return self._workspaces.get(self.graph.ops[op].family, 0)
 
     def part_bytes(self, op: int, split: OpSplit, parts: int) -> int:
-        """Return the bytes that the largest part needs if an op is split into ``parts`` parts."""
+        """Return the bytes that the largest part needs when an op is split into ``parts`` parts."""
         storages = self.graph.storages
         part_length = max(high - low for low, high in itertools.pairwise(split.ends(parts)))
         accessed: dict[int, int] = {}
@@ -146,7 +146,7 @@ class SplitNeeds:
         return int(cut_bytes + sum(accessed.values()))
 
     def accesses(self, op: int, split: OpSplit) -> Iterator[tuple[int, Cut | None]]:
-        """Yield the values that an op's parts access, each with its cut, or None for the whole value."""
+        """Yield the index and the cut of each value that a split op accesses; the cut is None for a whole value."""
         call = self.captured.calls[op]
         for name, index in named_refs(call):
             if name[0] not in split.shape_only:
@@ -156,18 +156,18 @@ class SplitNeeds:
                 yield index, split.result_cuts.get(place)
 
     def cut_values(self, op: int, split: OpSplit) -> Iterator[tuple[int, Cut]]:
-        """Yield the values on cuttable storages that a split cuts."""
+        """Yield the index and the cut of each value on a cuttable storage that a split cuts."""
         for index, cut in self.accesses(op, split):
             if cut is not None and self.values[index].storage in self.lines:
                 yield index, cut
 
     def axis(self, index: int, cut: Cut) -> int:
-        """Return the line of a value's storage at which the cut axis begins."""
+        """Return the first line of the axis along which a cut slices a value's storage."""
         run = Axes.lines_of_dims(self.places[index], cut.dims)
         return -1 if run is None else run[0]
 
     def uses(self, op: int, split: OpSplit, storages: Set[int]) -> SplitUses:
-        """Return an op's accesses to ``storages``, and the bytes that it copies from other storages."""
+        """Return the accesses of a split op to ``storages``, and the bytes that it copies from other storages."""
         written = self.graph.ops[op].mutates
         cells: list[tuple[int, int, int]] = []
         copied = 0

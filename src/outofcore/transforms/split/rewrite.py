@@ -50,6 +50,8 @@ class _Arguments:
 
 
 class StepBuilder:
+    """Builds a split step from the chosen split of each op."""
+
     def __init__(
         self, captured: Captured, cell_map: CellMap, chosen: Mapping[int, ChosenSplit], limit: int | None
     ) -> None:
@@ -60,7 +62,7 @@ class StepBuilder:
         self._shapes: dict[str, list[tuple[Value, int] | None]] = {}
 
     def build(self) -> Captured:
-        """Return the split step; raises ``LimitError`` for too many ops, ``UnfitError`` for an impossible cut."""
+        """Return the split step; raise ``LimitError`` for too many ops, ``UnfitError`` for an impossible cut."""
         rows: list[list[OpPiece]] = []
         for op in self.captured.graph.ops:
             choice = self.chosen.get(op.id)
@@ -88,7 +90,7 @@ class StepBuilder:
         )
 
     def _build_whole(self, op: Op) -> OpPiece:
-        """Build an op that stays whole, with the ops that gather its arguments from cells and copy its results."""
+        """Build an unsplit op; add ops that gather its arguments from cells and copy its results to cells."""
         piece = self.writer.begin(op)
         call, cuts = self.captured.calls[op.id], self.cell_map.cuts
         if not any(s in cuts for s in op.touched):
@@ -143,6 +145,7 @@ class StepBuilder:
         return piece
 
     def _build_part(self, op: Op, choice: ChosenSplit, number: int) -> OpPiece:
+        """Build part ``number`` of an op; add ops that gather its arguments and store its results."""
         if choice.split.is_update:
             return self._build_update_part(op, choice, number)
         if choice.split.is_lookup:
@@ -195,7 +198,7 @@ class StepBuilder:
         return piece
 
     def _gather_arguments(self, op: Op, split: OpSplit, written: frozenset[str], low: int, high: int) -> _Arguments:
-        """Gather the arguments of a part; ``written`` names those written in place."""
+        """Gather the arguments of the part ``low:high``; ``written`` names arguments that the op writes in place."""
         arguments = _Arguments()
         for name, index in named_refs(self.captured.calls[op.id]):
             old = self.captured.values[index]
@@ -214,7 +217,7 @@ class StepBuilder:
         return arguments
 
     def _shape_argument(self, op: Op, shape_value: Value, results: Sequence[int | None], reads: list[int]) -> Value:
-        """Return a value of this shape: a result with its layout, or new uninitialized memory, added to ``reads``."""
+        """Return a tensor with the layout of ``shape_value``: a result, or new memory that is added to ``reads``."""
         for index in results:
             if index is not None and self.writer.values[index].has_same_layout(shape_value):
                 return self.writer.values[index]
@@ -257,7 +260,7 @@ class StepBuilder:
         return piece
 
     def _build_lookup_part(self, op: Op, choice: ChosenSplit, number: int) -> OpPiece:
-        """Build ops that look up rows in a slice of a table; outer parts still refuse indices out of range."""
+        """Build ops that look up indices in a slice of a table; the first and last part raise for invalid indices."""
         piece = self.writer.begin(op)
         call, (low, high) = self.captured.calls[op.id], choice.ends[number : number + 2]
         func: Any = call.func
@@ -295,7 +298,7 @@ class StepBuilder:
         return piece
 
     def _rebase_indices(self, op: Op, index: int, low: int, high: int, left_out: int = -1) -> Value:
-        """Add ops that count table indices from row ``low``; return the new indices."""
+        """Add ops that count a part's table indices from row ``low``; return the new indices."""
         indices = self.writer.gather_argument(op, index, None, 0, 0)
 
         def run(func: OpOverload, args: tuple[Any, ...]) -> Value:
@@ -323,14 +326,14 @@ class StepBuilder:
         return covers(value, self.writer.storages[value.storage].bytes)
 
     def _shape_of(self, value: Value, cut: Cut | None, low: int, high: int) -> Value:
-        """Return a value without a storage for an argument, or slice, of which only the shape matters."""
+        """Return a value with the layout of an argument, or of its slice if it is cut, but without a storage."""
         shape = value.shape if cut is None else cut.part_shape(value.shape, low, high)
         whole = value if cut is None else value.merge_dims(cut.dims)
         stride = dense_like(shape, whole.stride if whole is not None else value.stride)
         return Value(-1, value.dtype, shape, stride)
 
     def _fake_results(self, func: Any, call: Call, named: dict[str, Any]) -> list[tuple[Value, int] | None]:
-        """Return for each result of a part its layout as the kernel makes it, and its storage's bytes."""
+        """Return the layout and storage bytes of each result of a part, from a run on fake tensors."""
         args, kwargs = self._place_arguments(func, call, named, refs=False)
         texts: tuple[Any, dict[str, Any]] = _layout_texts((args, kwargs))
         key = family_text(str(func), texts[0], texts[1], [])
@@ -354,7 +357,7 @@ class StepBuilder:
     def _place_arguments(
         self, func: Any, call: Call, named: dict[str, Any], *, refs: bool = True
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return positional and keyword arguments from named ones, with refs for values if ``refs``."""
+        """Return the positional and keyword arguments of a call; ``refs`` replaces values by refs."""
 
         def ref(value: Value) -> Any:
             return Ref(self.writer.index_of(value)) if refs else value
@@ -363,7 +366,7 @@ class StepBuilder:
 
 
 def _order_depth_first(pieces: Sequence[OpPiece]) -> list[OpPiece]:
-    """Order pieces by dependencies; among runnable pieces, one of the latest op runs first."""
+    """Order pieces by their dependencies; of all pieces that can run, take one of the latest op first."""
     last_write: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
     successors: list[list[int]] = [[] for _ in pieces]

@@ -32,7 +32,7 @@ Rule = Callable[[CallView], list[OpSplit]]
 
 
 def splits_of(call: Call, values: Sequence[Value]) -> list[OpSplit]:
-    """Return the possible splits of an op, starting with the split that suits its kernels best."""
+    """Return an op's splits into at least two parts, the preferred one first; [] if it must stay whole."""
     func = call.func
     if not isinstance(func, OpOverload):
         return []
@@ -72,7 +72,7 @@ def _single_dim(dim: int) -> Cut:
 
 
 def _split_elementwise(view: CallView) -> list[OpSplit]:
-    """Split any dimension of the result, or its leading dimensions merged."""
+    """Split along any dimension of the result, or along its merged leading dimensions."""
     written = written_arguments(view.func, view.named)
     results = view.results()
     tensors = view.tensors()
@@ -115,10 +115,9 @@ def _independent_dims_rule(
     whole: Sequence[str] = (),
     adjust: Callable[[tuple[int, int]], Adjust | None] = lambda run: None,
 ) -> Rule:
-    """Return a rule for operators with independent dimensions, which all ``arguments`` and results share.
+    """Return a rule that cuts ``arguments`` and all results along the same dimensions.
 
-    ``dims`` returns those dimensions. ``adjust`` returns the adjustment of constants for a run of merged dimensions.
-    """
+    ``dims`` lists ranges of dimensions to cut. ``adjust`` makes the function that adapts constants to a part."""
 
     def rule(view: CallView) -> list[OpSplit]:
         tensors = view.tensors()
@@ -142,7 +141,7 @@ def _independent_dims_rule(
 
 
 def _all_dims_but(argument: str) -> Callable[[CallView], list[tuple[int, int]]]:
-    """Return a function that lists all dimensions of an argument but ``dim``, the leading ones merged and first."""
+    """Return a function that lists an argument's dimensions except the op's ``dim``, merged leading ones first."""
 
     def dims(view: CallView) -> list[tuple[int, int]]:
         value = view.value(argument)
@@ -158,7 +157,7 @@ def _all_dims_but(argument: str) -> Callable[[CallView], list[tuple[int, int]]]:
 
 
 def _dims_before_spatial(argument: str, spatial: int) -> Callable[[CallView], list[tuple[int, int]]]:
-    """Return a function that lists the dimensions of an argument before its ``spatial`` last ones."""
+    """Return a function that lists all dimensions of an argument but the last ``spatial`` ones."""
 
     def dims(view: CallView) -> list[tuple[int, int]]:
         value = view.value(argument)
@@ -168,7 +167,7 @@ def _dims_before_spatial(argument: str, spatial: int) -> Callable[[CallView], li
 
 
 def _resizing(name: str, dim: str = "") -> Callable[[tuple[int, int]], Adjust]:
-    """Return a function from merged dimensions to an adjustment of size arguments, and of ``dim`` if named."""
+    """Return a function that makes, for merged dimensions, the ``Adjust`` that sets the sizes ``name`` to a part's."""
     return lambda run: partial(_resize, name=name, dim=dim, run=run)
 
 
@@ -182,23 +181,22 @@ def _resize(named: dict[str, Any], low: int, high: int, *, name: str, dim: str, 
 
 
 def _renumber(named: dict[str, Any], low: int, high: int, *, dim: str, run: tuple[int, int]) -> None:
-    """Count a dimension number without the dimensions before it that were merged."""
+    """Renumber a dimension after the dimensions ``run`` before it were merged into one."""
     if named[dim] >= run[1]:
         named[dim] -= run[1] - run[0] - 1
 
 
 def _renumbering(run: tuple[int, int]) -> Adjust | None:
-    """Return the adjustment of ``dim`` for a run of merged dimensions; None for a single dimension."""
+    """Return the function that renumbers ``dim`` for merged dimensions ``run``; None for a single dimension."""
     return None if run[1] - run[0] == 1 else partial(_renumber, dim="dim", run=run)
 
 
 def _scale_numbers(named: dict[str, Any], low: int, high: int, *, sizes: Mapping[str, int]) -> None:
-    """Adjust number arguments that are multiples of the part's length."""
+    """Set number arguments to multiples of the part's length."""
     named.update({name: (high - low) * size for name, size in sizes.items()})
 
 
 def _set_length(named: dict[str, Any], low: int, high: int, *, name: str) -> None:
-    """Adjust a list argument that has the part's length as its only element."""
     named[name] = [high - low]
 
 
@@ -226,7 +224,7 @@ def _split_reduction(view: CallView) -> list[OpSplit]:
 
 
 def _layer_norm_rule(argument: str, other_arguments: Sequence[str], whole: Sequence[str]) -> Rule:
-    """Return a rule that splits layer norms along their leading dimensions, merged or one by one."""
+    """Return a rule that splits a layer norm along its leading dimensions, or its weight gradients by columns."""
 
     def rule(view: CallView) -> list[OpSplit]:
         value = view.value(argument)
@@ -263,7 +261,7 @@ def _split_scale_gradients(view: CallView, value: Value, arguments: Sequence[str
 
 
 def _product_rule(first_name: str, second_name: str, added: str = "") -> Rule:
-    """Return a rule that splits a matrix product by batch, rows and columns; ``added`` names its addend."""
+    """Return a rule that splits a matrix product by batch, rows or columns; ``added`` names a tensor added to it."""
 
     def rule(view: CallView) -> list[OpSplit]:
         first, second, result, addend = (
@@ -316,7 +314,7 @@ def _split_linear(view: CallView) -> list[OpSplit]:
 
 @dataclass(frozen=True)
 class _Plane:
-    """A convolution along its first spatial dimension."""
+    """The kernel size, stride, padding and dilation of a convolution along its first spatial dimension."""
 
     kernel: int
     stride: int
@@ -343,7 +341,7 @@ def _set_padding(named: dict[str, Any], low: int, high: int, *, padding: int) ->
 
 
 def _is_known_convolution(view: CallView, argument: str) -> bool:
-    """Return whether a convolution has a batch and its options have a number per spatial dimension."""
+    """Return whether a convolution has a batch dimension and each option has one number per spatial dimension."""
     value, weight = view.value(argument), view.value("weight")
     lists = (view.named.get(name) for name in ("stride", "padding", "dilation", "output_padding"))
     spatial = 0 if weight is None else len(weight.shape) - 2
@@ -381,6 +379,7 @@ def _split_convolution(view: CallView) -> list[OpSplit]:
 
 
 def _split_convolution_backward(view: CallView) -> list[OpSplit]:
+    """Split a backward pass that computes only the input gradient, or only weight and bias gradients."""
     if view.value("grad_output") is None or not _is_known_convolution(view, "input"):
         return []
     computed = [bool(flag) for flag in view.named["output_mask"]]
@@ -438,7 +437,6 @@ def _split_weight_gradient(view: CallView) -> list[OpSplit]:
 
 
 def _compute_bias_once(named: dict[str, Any], low: int, high: int) -> None:
-    """Compute the bias gradient in the first part only."""
     if low:
         named["output_mask"] = [False, True, False]
 
@@ -447,7 +445,7 @@ def _compute_bias_once(named: dict[str, Any], low: int, high: int) -> None:
 
 
 def _split_batch_norm(view: CallView) -> list[OpSplit]:
-    """Split by channels, which have separate statistics."""
+    """Split a batch norm by channels, which have separate statistics."""
     first = view.value("input")
     if first is None or len(first.shape) < 2:
         return []
@@ -469,6 +467,8 @@ def _split_batch_norm(view: CallView) -> list[OpSplit]:
 
 
 def _group_norm_rule(arguments: Sequence[str], whole: Sequence[str]) -> Rule:
+    """Return a rule that splits a group norm by groups, and its forward pass or input gradient also by samples."""
+
     def rule(view: CallView) -> list[OpSplit]:
         mask = view.named.get("output_mask", [True])
         by_samples: list[OpSplit] = []
@@ -502,7 +502,7 @@ def _split_by_groups(view: CallView) -> list[OpSplit]:
 
 
 def _split_nll_backward(view: CallView) -> list[OpSplit]:
-    """Split by rows and spatial dimensions, not by classes."""
+    """Split the backward pass of a negative log-likelihood loss by rows or spatial dimensions."""
     first = view.value("self")
     if first is None or len(first.shape) < 2:
         return []
@@ -518,6 +518,7 @@ def _split_nll_backward(view: CallView) -> list[OpSplit]:
 
 
 def _split_attention(view: CallView) -> list[OpSplit]:
+    """Split attention by batch or heads."""
     query, key = view.value("query"), view.value("key")
     mask = view.value("attn_mask")
     if query is None or key is None or len(query.shape) != 4 or view.named.get("dropout_p", 0.0):
@@ -552,6 +553,7 @@ def _split_attention(view: CallView) -> list[OpSplit]:
 
 
 def _split_embedding(view: CallView) -> list[OpSplit]:
+    """Split a lookup by its indices, or by slices of the table."""
     indices = view.value("indices")
     if indices is None or not indices.shape:
         return []
@@ -587,7 +589,7 @@ _EXCLUDED = -1  # an excluded index
 def rebase_indices(
     indices: T, low: int, high: int, left_out: int, run: Callable[[OpOverload, tuple[Any, ...]], T]
 ) -> T:
-    """Count table indices from row ``low``; ``left_out`` and indices outside of ``low:high`` become -1."""
+    """Subtract ``low`` from table indices; set ``left_out`` and indices outside of ``low:high`` to -1."""
     from_low = run(_aten.sub.Scalar, (indices, low))
     is_outside = run(_aten.ne.Tensor, (from_low, run(_aten.clamp.default, (from_low, 0, high - low - 1))))
     rebased_indices = run(_aten.masked_fill.Scalar, (from_low, is_outside, _EXCLUDED))

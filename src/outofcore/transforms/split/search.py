@@ -34,7 +34,7 @@ _NEGLIGIBLE = 32
 
 
 class SplitSearch:
-    """A search for splits of ops that need more than ``max_bytes``, or with ``parts`` of all ops."""
+    """Chooses splits of all ops that need more than ``max_bytes``; with ``parts``, of every op that can be split."""
 
     def __init__(self, needs: SplitNeeds, max_bytes: int, refused: frozenset[str], parts: int | None) -> None:
         self.captured, self.graph, self.values = needs.captured, needs.graph, needs.values
@@ -44,7 +44,7 @@ class SplitSearch:
         self._ends: dict[int, tuple[int, ...]] = {}
 
     def choose(self) -> dict[int, ChosenSplit]:
-        """Return the chosen split of each op that is split; sets ``axes`` and ``cuts``."""
+        """Return the chosen splits by op, and set ``axes`` and ``cuts`` of the storages that get cells."""
         dropped: set[int] = set()
         whole: set[int] = set()
         while True:
@@ -64,7 +64,7 @@ class SplitSearch:
         return self.parts is not None or self.needs.whole_bytes(op) > self.max_bytes
 
     def _region(self, dropped: set[int], whole: set[int]) -> tuple[list[int], set[int]]:
-        """Return the ops to try to split, except ``dropped``, and storages that may get cells, except ``whole``."""
+        """Return ops that may be split, except ``dropped``, and storages that may get cells, except ``whole``."""
         graph = self.graph
         ops = {
             op.id for op in graph.ops if op.id not in dropped and self._must_split(op.id) and self.needs.splits(op.id)
@@ -93,7 +93,7 @@ class SplitSearch:
         return self.parts is not None or self.graph.storages[storage].bytes * WORTH_FRACTION > self.max_bytes
 
     def _choose_splits(self, ops: Sequence[int], storages: Set[int]) -> dict[int, OpSplit]:
-        """Choose a split for each op that needs little memory and copies few bytes between parts."""
+        """Choose the split of each op: parts that fit into ``max_bytes`` if possible, then few copied bytes."""
 
         def excess(op: int, split: OpSplit) -> int:
             min_bytes = self.needs.part_bytes(op, split, min(MOST_PARTS, split.extent))
@@ -115,12 +115,12 @@ class SplitSearch:
         return {op: splits[op][position] for op, position in positions.items()}
 
     def _has_one_axis(self, storage: int) -> bool:
-        """Return whether a storage is cut along a single axis, so that ops split along another one copy."""
+        """Return whether a storage is cut along one axis only; ops split along another axis then copy it."""
         # With several axes all ops copy. With one, parts along another axis access all cells, which must be resident.
         return self.graph.storages[storage].bytes <= self.max_bytes and storage not in self.needs.ranged
 
     def _choose_part_counts(self, splits: Mapping[int, OpSplit], storages: set[int]) -> dict[int, int]:
-        """Return the smallest sufficient number of parts for each op, equal for neighbours on the same axis."""
+        """Return a number of parts for each op: enough for ``max_bytes``, and equal for neighbours on an axis."""
         counts: dict[int, int] = {}
         for op, split in splits.items():
             if self.parts is not None:
@@ -157,7 +157,7 @@ class SplitSearch:
     def _place_cuts(
         self, splits: Mapping[int, OpSplit], parts: Mapping[int, int], storages: set[int], whole: set[int]
     ) -> set[int] | None:
-        """Place cuts and return None; or add storages to ``whole`` and return ops to drop, before another search."""
+        """Set all cuts and return None; if some do not fit, return ops to leave whole and extend ``whole``."""
         starts: dict[int, set[int]] = {}
         for op, split in splits.items():
             for index, cut in self.needs.cut_values(op, split):
@@ -206,7 +206,7 @@ class SplitSearch:
     def _align_with_neighbours(
         self, splits: Mapping[int, OpSplit], parts: Mapping[int, int], units: Mapping[int, int]
     ) -> dict[int, OpSplit]:
-        """Return the splits with common grains, so that neighbours on an axis begin their parts alike."""
+        """Return the splits with a common grain for neighbours on an axis, so that their parts have the same ends."""
         group = {op: op for op in splits}
 
         def root(op: int) -> int:
@@ -242,7 +242,7 @@ class SplitSearch:
         }
 
     def _unfit_to_gather(self, split_ops: Iterable[int]) -> set[int]:
-        """Return cut storages that would change the bits of unsplit ops when gathered."""
+        """Return cut storages that unsplit ops must not read as gathered copies, because their bits would change."""
         storages: set[int] = set()
         for op, check in checks_of_gathered(self.captured, self.cell_map(), split_ops):
             if check.key in self.refused or not is_triable(op, check.call):
@@ -251,7 +251,7 @@ class SplitSearch:
         return storages
 
     def _is_placeable(self, op: int, split: OpSplit, ends: Sequence[int]) -> bool:
-        """Return whether all slices of an op's parts are evenly strided in the cut storages."""
+        """Return whether each part's slice of each cut storage has regular strides in its memory."""
         for index, cut in self.needs.cut_values(op, split):
             value = self.values[index]
             axes, place = self.axes.get(value.storage), self.needs.places[index]

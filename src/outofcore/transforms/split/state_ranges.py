@@ -24,7 +24,7 @@ from outofcore.units import PAGE_BYTES
 
 
 def find_ranged_storages(captured: Captured, max_bytes: int, parts: int | None, home: int | None) -> frozenset[int]:
-    """Return storages to fetch range by range, within ``home`` bytes: optimizer state and very large parameters."""
+    """Return optimizer state and very large parameters to fetch in ranges, up to ``home`` bytes."""
     graph = captured.graph
     bound: dict[int, list[StateBinding]] = {}
     for binding in captured.states:
@@ -56,7 +56,7 @@ def find_ranged_storages(captured: Captured, max_bytes: int, parts: int | None, 
 
 
 def is_update(captured: Captured, op: int, home: int | None) -> bool:
-    """Return whether an op updates a parameter that may be updated range by range."""
+    """Return whether an op is an optimizer update that can run range by range."""
     call = captured.calls[op]
     return (
         isinstance(call.func, OptimizerUpdate)
@@ -68,7 +68,7 @@ def is_update(captured: Captured, op: int, home: int | None) -> bool:
 
 
 def splits_of_update(captured: Captured, op: int) -> list[OpSplit]:
-    """Return the split of an update into ranges of elements, or an empty list."""
+    """Return the split of an update into ranges of elements, or [] if it must stay whole."""
     named = [(name, captured.values[index]) for name, index in named_refs(captured.calls[op])]
     whole = named[0][1]
     cut = Cut((0, len(whole.shape)))
@@ -91,7 +91,7 @@ def splits_of_update(captured: Captured, op: int) -> list[OpSplit]:
 
 
 def page_aligned_ends(ends: Sequence[int], size: int) -> list[int]:
-    """Return the first and last end, and page ends far enough apart, for elements of ``size`` bytes."""
+    """Return the first and last end, and the page-aligned ends between them that are far enough apart."""
     page_aligned = [0]
     for end in ends[1:-1]:
         is_far = min(end - page_aligned[-1], ends[-1] - end) * size >= LARGE_BYTES
@@ -101,7 +101,7 @@ def page_aligned_ends(ends: Sequence[int], size: int) -> list[int]:
 
 
 def _is_flat(value: Value, count: int) -> bool:
-    """Return whether a value is a contiguous view of all ``count`` bytes of its storage."""
+    """Return whether a value is contiguous and covers all ``count`` bytes of its storage."""
     dense = tuple(prod(value.shape[dim + 1 :]) for dim in range(len(value.shape)))
     return covers(value, count) and all(
         n == 1 or a == b for n, a, b in zip(value.shape, value.stride, dense, strict=True)

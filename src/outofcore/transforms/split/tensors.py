@@ -36,7 +36,7 @@ def named_refs(call: Call) -> list[tuple[ArgumentName, int]]:
 
 
 def with_tensors(named: Mapping[str, Any], tensors: Mapping[ArgumentName, Any]) -> dict[str, Any]:
-    """Return arguments by name with refs replaced by tensors or values."""
+    """Return a copy of arguments by name with tensors or values instead of refs."""
     replaced = dict(named)
     for name, item in named.items():
         if (name, -1) in tensors:
@@ -55,7 +55,7 @@ def ref_at(call: Call, name: ArgumentName) -> Ref:
 
 
 def dense_like(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Return strides without gaps for ``shape``, with the dimensions in the memory order of ``stride``."""
+    """Return strides of a tensor of ``shape`` without gaps, with dimensions ordered in memory as by ``stride``."""
     strides = [0] * len(shape)
     step = 1
     for dim in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):

@@ -67,7 +67,7 @@ class OpSplit:
         return self.is_lookup or self.is_update
 
     def ends(self, parts: int, unit: int = 1) -> tuple[int, ...]:
-        """Return the ends of at most ``parts`` parts, multiples of ``unit``; half as many parts end at some of them."""
+        """Return the ends of up to ``parts`` parts, multiples of ``unit``; with twice the parts these ends remain."""
         parts = min(parts, self.extent // self.min_length)
         count = self.extent // unit
         if self.extent % unit or count < 2 or parts < 2:
@@ -93,7 +93,7 @@ class ChosenSplit:
 
 @dataclass(frozen=True)
 class CallView:
-    """A call as a rule sees it: arguments by name, tensors as values."""
+    """A call as a split rule sees it: arguments by name, and values instead of tensors."""
 
     func: OpOverload
     call: Call

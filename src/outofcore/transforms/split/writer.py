@@ -47,7 +47,7 @@ def require(item: T | None, op: Op) -> T:
 
 @dataclass
 class OpPiece:
-    """One part of an op, after the ops that gather its arguments."""
+    """One part of an op, or a whole op, with the ops that gather its arguments and store its results."""
 
     op: int  # of the original step
     ops: list[tuple[Op, Call]] = field(default_factory=list[tuple[Op, Call]])
@@ -72,7 +72,6 @@ class StepWriter:
         self._emitted = 0
 
     def begin(self, op: Op) -> OpPiece:
-        """Begin a piece, to which the next ops are added."""
         self._piece = OpPiece(op.id)
         return self._piece
 
@@ -87,7 +86,7 @@ class StepWriter:
         return len(self.storages) - 1
 
     def _cell(self, storage: int, box: Box) -> int:
-        """Return the storage of a cell, made at the first call."""
+        """Return the storage of a cell; create it at the first call."""
         if (storage, box) not in self._cells:
             old = self.storages[storage]
             size = old.bytes // prod(self.cell_map.axes[storage].sizes)
@@ -111,7 +110,7 @@ class StepWriter:
         discards: Iterable[int] = (),
         name: str = "",
     ) -> None:
-        """Add an op modelled on ``like``: a part of it if ``name`` is given, else a copy that may run again."""
+        """Add an op modelled on ``like``: one of its parts if ``name`` is given, else a helper that may run again."""
         creates = dict.fromkeys(self.values[v].storage for v in call.results if v is not None)
         op = Op(
             -1,
@@ -132,7 +131,7 @@ class StepWriter:
             raise LimitError
 
     def make_empty(self, like: Op, value: Value) -> int:
-        """Add an op that creates a value and its storage; return the value's index."""
+        """Add an op that creates an uninitialized value and its storage; return the value's index."""
         index = self.index_of(value)
         kwargs = {"dtype": value.dtype, "device": self.captured.device, "pin_memory": False}
         self.emit(like, Call(_aten.empty_strided.default, (list(value.shape), list(value.stride)), kwargs, (index,)))
@@ -143,14 +142,14 @@ class StepWriter:
         self.emit(like, call, (), [value.storage])
 
     def copy(self, like: Op, target: Value, source: Value) -> None:
-        """Add a copy to a value of the same shape; other bytes of the target's storage keep their contents."""
+        """Add a copy from ``source`` to ``target``, which may be a part of its storage."""
         whole = covers(target, self.storages[target.storage].bytes)
         reads = [source.storage] if whole else [source.storage, target.storage]
         args = (Ref(self.index_of(target)), Ref(self.index_of(source)))
         self.emit(like, Call(_aten.copy_.default, args, {}, (None,)), reads, [target.storage])
 
     def _gather(self, like: Op, storage: int, dtype: torch.dtype, box: Box, *, reusable: bool) -> int:
-        """Return a storage with a box of a cut storage, zero beyond its edges; reuse a copy later if ``reusable``."""
+        """Return a cell or copy that holds a box of a cut storage, zero beyond its edges; keep a ``reusable`` copy."""
         axes = self.cell_map.axes[storage]
         inside = clip_box(box, axes.whole_box())
         overlapping = list(cells(self.cell_map.cuts[storage], inside)) if inside else []
@@ -176,7 +175,7 @@ class StepWriter:
         return gathered
 
     def scatter(self, like: Op, storage: int, dtype: torch.dtype, box: Box, source: int) -> None:
-        """Add copies of a box, which the storage ``source`` holds, to the cells that it intersects."""
+        """Add copies of a box, which is in the storage ``source``, to all cells that it intersects."""
         written: set[int] = set()
         for cell in cells(self.cell_map.cuts[storage], box):
             part = clip_box(cell, box)
@@ -195,18 +194,17 @@ class StepWriter:
             )
 
     def _mark_existing(self, storage: int) -> bool:
-        """Return whether a storage exists already, and note that it exists from now on."""
+        """Mark a storage as existing; return whether it existed before."""
         if storage in self._existing or storage in self.ranges:
             return True
         self._existing.add(storage)
         return False
 
     def forget(self, storage: int) -> None:
-        """Forget earlier copies of a storage's boxes, because it is written."""
         self.whole_boxes = {key: entry for key, entry in self.whole_boxes.items() if key[0] != storage}
 
     def gather_argument(self, op: Op, index: int, cut: Cut | None, low: int, high: int) -> Value:
-        """Return a value, or its slice for a part of an op; add ops that gather or copy it if needed."""
+        """Return a value, or its slice for the part ``low:high``; add ops that gather or copy it if necessary."""
         value, cell_map = self.captured.values[index], self.cell_map
         storage = value.storage
         if storage in cell_map.cuts:
@@ -245,7 +243,7 @@ class StepWriter:
         high: int,
         unplaced: list[tuple[int, Cut | None, Value]],
     ) -> int:
-        """Return the index of a part's result: in its cell if that fits, else in new memory, added to ``unplaced``."""
+        """Return a value's index for a part's result: in its cell, or in new memory that is added to ``unplaced``."""
         old, (value, count) = self.captured.values[index], layout_and_bytes
         cell_map = self.cell_map
         if cut is None and old.storage not in cell_map.cuts:
@@ -268,7 +266,7 @@ class StepWriter:
         return self.index_of(result)
 
     def store_result(self, op: Op, index: int, cut: Cut | None, result: Value, low: int, high: int) -> None:
-        """Copy a part's result to its cells or to the whole result."""
+        """Add ops that copy a part's result to its cells, or to its slice of the whole result."""
         old, cell_map = self.captured.values[index], self.cell_map
         storage = old.storage
         if storage not in cell_map.cuts:
@@ -292,7 +290,7 @@ class StepWriter:
         self.whole_boxes[storage, box] = source.storage, op.id
 
     def store_written(self, op: Op, index: int, cut: Cut | None, part: Value, low: int, high: int) -> None:
-        """Copy an argument that was written in place to the memory that it was gathered from."""
+        """Add ops that copy an argument written in place back to the memory that it was gathered from."""
         old, cell_map = self.captured.values[index], self.cell_map
         self.forget(old.storage)
         if part.storage == old.storage:
