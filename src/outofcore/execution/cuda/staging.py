@@ -34,12 +34,12 @@ class StagedChunk:
 
 
 def first_stream(stream: Stream) -> Stream:
-    """Return the stream on which a copy begins: one from a disk is first read into host memory."""
+    """Return the stream on which a copy begins. A copy from a disk begins with a read into host memory."""
     return Stream.READ if stream is Stream.DISK_IN else stream
 
 
 def last_stream(stream: Stream) -> Stream:
-    """Return the stream on which a copy ends: one to a disk is at last written from host memory."""
+    """Return the stream on which a copy ends. A copy to a disk ends with a write from host memory."""
     return Stream.WRITE if stream is Stream.DISK_OUT else stream
 
 
@@ -79,7 +79,7 @@ class Staging:
     def cut_chunks(
         self, view: Callable[[int, int], torch.Tensor], start: int, offset: int, count: int
     ) -> list[StagedChunk]:
-        """Cut a copy, from ``start`` in the arena and ``offset`` in the file, into chunks that fit a buffer."""
+        """Cut a copy between ``start`` in the arena and ``offset`` in the file into chunks that fit a buffer."""
         cuts = range(0, count, self._size)
         return [StagedChunk(view(start + cut, min(self._size, count - cut)), offset + cut) for cut in cuts]
 
