@@ -40,7 +40,7 @@ _DTYPE = attrgetter("dtype")
 
 
 class StatePlace(Enum):
-    """Where the bytes of a state are between two steps."""
+    """Where the bytes of a state, which is a persistent storage, are between two steps."""
 
     OWN = "own"  # in ordinary memory of the tensor
     HOME = "home"  # in a slot of a home
@@ -94,7 +94,7 @@ class StateAlias:
         return self.tensor if self.shared_tensor is None else self.shared_tensor
 
     def read_shared(self) -> None:
-        """Copy changed shared memory to the step's tensor; raise ``StateError`` if its shape or dtype is another."""
+        """Copy shared memory to the step's tensor if it changed; raise ``StateError`` if its shape or dtype changed."""
         if self.shared_tensor is None:
             return
         self.check_shape_and_dtype()
@@ -255,7 +255,7 @@ class PersistentState:
         )
 
     def is_replaced(self) -> bool:
-        """Return whether the user has moved all tensors out of the memory that they were last pointed at."""
+        """Return whether all the user's tensors have left the memory where the state was last shown."""
         if self.shown is None:
             return False
         shown_key = internals.storage_key(self.shown)

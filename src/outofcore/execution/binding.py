@@ -198,7 +198,7 @@ def bind(captured: Captured, program: Program, arena: DeviceArena, homes: int = 
 def requests_by_scope(
     captured: Captured, program: Program, requests: Sequence[Requests] | Mapping[int, Requests]
 ) -> list[list[tuple[int, int | None]]]:
-    """Return each op's planned requests as (bytes, offset in the arena); the offset is None outside of the arena."""
+    """Return each op's planned requests as (bytes, offset in the arena, or None outside of it)."""
     scope_requests: list[list[tuple[int, int | None]]] = []
     for run in program.instructions:
         if not isinstance(run, Run) or run.communicates:  # collectives have no scope

@@ -274,7 +274,7 @@ class Copying:
             raise error
 
     def wait(self, waits: Sequence[tuple[int, int]]) -> None:
-        """Wait until other queues have run the given numbers of instructions; raise ``StateError`` on a failed step."""
+        """Wait until the given queues have run the given numbers of instructions; raise ``StateError`` on failure."""
         for queue, number in waits:
             index = queue % self._queues
             if self._library.outofcore_copying_reached(self._pointer, ctypes.c_int64(index), ctypes.c_int64(number)):

@@ -204,7 +204,7 @@ class DemandEviction:
         return address
 
     def _activate(self) -> None:
-        """On the op's first request, pause copies, classify all pages, and release the memory of free ones."""
+        """Prepare to serve an op's first request: pause copies, classify pages, and release the free pages' memory."""
         if self.is_active:
             return
         self._pause()
@@ -277,7 +277,7 @@ class DemandEviction:
         return pages
 
     def _is_needed(self, block: Block) -> bool:
-        """Return whether a block has bytes that a later instruction, or the next step, needs."""
+        """Return whether a later instruction or the next step needs the bytes of a block."""
         users = self._users_by_block[block.id]
         if not block.wraps:
             waits = block.dies >= len(self._program.instructions) or self._has_unfinished_user(users)

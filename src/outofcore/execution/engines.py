@@ -33,7 +33,7 @@ class Engine(Protocol):
     def run(
         self, bound: BoundProgram, table: ScopeTable, slots: Mapping[int, tuple[SlotPiece, ...]], ports: dict[int, Port]
     ) -> Timeline:
-        """Run one step to its end, and return its timeline, or that of the last measured step.
+        """Run one step to its end, and return its timeline, or the timeline of the last measured step.
 
         Copies without an entry in ``slots`` use the caller's memory in ``ports``. Raises ``TransferError`` if a copy
         failed, ``ArenaError`` if an op requested more memory than planned and reserved.

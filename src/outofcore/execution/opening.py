@@ -132,7 +132,7 @@ class OpenHome:
         self._holders += 1
 
     def release(self) -> None:
-        """Count one user of the home less; close the stores after the last one."""
+        """Remove one user of the home; close the stores after the last one."""
         self._holders -= 1
         if self._holders == 0:
             for store in self.stores:

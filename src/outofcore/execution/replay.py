@@ -123,7 +123,7 @@ class Replay:
         self._library.replay_issue(self._handle, number, *action)
 
     def set_waits(self, number: int, waits: Sequence[tuple[int, int]], publishes: int | None) -> None:
-        """Make an entry wait for (queue, number) instructions, and publish its own number unless that is None."""
+        """Set the (queue, number) instructions that an entry waits for, and the number that it publishes, or None."""
         flat = [part for wait in waits for part in wait]
         flat_waits = (ctypes.c_int64 * len(flat))(*flat)
         if self._library.replay_order(self._handle, number, len(waits), flat_waits, publishes or 0):
@@ -186,7 +186,7 @@ class Replay:
 
 
 def replayable_spans(recorded: Sequence[bool]) -> list[int]:
-    """Return for each op the end of the longest replayable span that starts there, or its own index."""
+    """Return, for each op, the end of the longest span of recorded ops from it on, or its own index."""
     # [True, True, False, True] has the ends [2, 2, 2, 4].
     ends = [*range(len(recorded)), len(recorded)]
     for index in reversed(range(len(recorded))):

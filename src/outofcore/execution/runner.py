@@ -31,7 +31,7 @@ from outofcore.runtime.slots import SlotLayout, SlotPiece, allocate_slots, neede
 
 
 class UpdateError(Exception):
-    """An optimizer's code raised the cause in the middle of its step; never reaches the user."""
+    """An error in an optimizer's code during a step, which is the cause; never reaches the user."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class Runner:
     def run(self, engine: Engine, leaves: Sequence[Any], *, may_refuse: bool = True) -> tuple[Any, Timeline]:
         """Run one step; return the user's result, in memory of its own, and the timeline.
 
-        With ``may_refuse`` a request beyond the budget may end a step that can be undone. Raises ``UpdateError`` if an
+        With ``may_refuse`` a request beyond the budget fails a step that can be undone. Raises ``UpdateError`` if an
         optimizer's code raised; all other instructions of the step have run.
         """
         placed, captured = self._placed, self.captured

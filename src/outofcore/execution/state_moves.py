@@ -39,7 +39,7 @@ class StateMoves:
         return state.slot
 
     def _take_slot(self, home: int, state: PersistentState) -> int:
-        """Take a slot for a state, after moving other states if the home is full; raise ``SpillError`` without room."""
+        """Take a slot for a state. If the home is full, move other states; raise ``SpillError`` if it stays full."""
         count = placed_bytes(state.bytes)
         slots, last = self.slots[home], len(self.slots) - 1
         try:

@@ -102,7 +102,7 @@ class CudaDriver:
             yield
 
     def launch(self, run: BoundRun | None, call: Callable[[], object], stream: Stream = Stream.COMPUTE) -> None:
-        """Call a function that issues an op or a collective, within the context of its stream."""
+        """Call a function that issues an op or a collective, with ``stream`` as the current stream."""
         if stream is Stream.COMPUTE:
             call()
             return

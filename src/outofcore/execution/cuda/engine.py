@@ -239,7 +239,7 @@ class CudaEngine:
         self._issue_marks(issue, driver)
 
     def _play(self, prepared: PreparedProgram, ports: dict[int, Port], caller_marks: list[Mark]) -> None:
-        """Issue a step that is not measured, in batches; the first such step records op calls for later ones."""
+        """Issue an unmeasured step in batches; the first such step records op calls for later ones."""
         if prepared.batches is None:
             prepared.batches = self._make_batches(prepared)
         native = self._can_replay and internals.has_no_dispatch_modes()
@@ -264,7 +264,7 @@ class CudaEngine:
         ports: dict[int, Port],
         caller_marks: list[Mark],
     ) -> list[Batch]:
-        """Issue a step and record its op calls; return the batches, with replayable ones combined."""
+        """Issue a step in batches and record its op calls; return the batches, with recorded ones combined."""
         replay = Replay(library, len(batches))
         recorded: list[bool] = []
         with replay.watch_calls():
@@ -376,7 +376,7 @@ class CudaEngine:
                 issuer.wait(issue.stream, mark)
 
     def _issue_marks(self, issue: PreparedInstruction, issuer: Issuer) -> None:
-        """Record the marks for which later instructions wait."""
+        """Record the marks that later instructions wait for."""
         if issue.mark is not None:
             issuer.record(issue.stream, issue.mark)
         if issue.stored_mark is not None:

@@ -174,7 +174,7 @@ def make_collective_call(run: BoundRun) -> Callable[[], None]:
 
 
 def make_op_call(run: BoundRun, scope: int, table: ScopeTable, generators: GeneratorStates) -> Callable[[], None]:
-    """Return a function that issues an op, serves its requests as planned, and restores random states."""
+    """Return a function that issues an op with its planned memory, and with the same random numbers at a rerun."""
     call = _make_planned_call(run, scope, table)
 
     def draw() -> None:
@@ -190,7 +190,7 @@ def make_op_call(run: BoundRun, scope: int, table: ScopeTable, generators: Gener
 
 
 def _make_planned_call(run: BoundRun, scope: int, table: ScopeTable) -> Callable[[], None]:
-    """Return a function that issues an op and serves its requests as planned; specialized to save host time."""
+    """Return a function that issues an op with its planned memory; specialized to save host time."""
     issue, results = internals.bind_op(run.func, run.args, run.kwargs), run.results
     begin, end, returned = table.begin, table.end, internals.count_returned_tensors(run.func)
 

@@ -128,7 +128,7 @@ def _whole_pages(buffer: torch.Tensor, count: int) -> torch.Tensor:
 def reads_after_writes(
     copies: Sequence[tuple[int, bool]], slots: Mapping[int, tuple[SlotPiece, ...]]
 ) -> dict[int, int]:
-    """Map each read that must wait for a write to that write; ``copies`` are (instruction, whether it writes)."""
+    """Map each read to the write that it must wait for, if any; ``copies`` are (instruction, whether it writes)."""
     # Reads run in order, and so do writes: a read needs no wait if an earlier read has one for the
     # same or a later write.
     write_of: dict[int, int] = {}
@@ -154,7 +154,7 @@ class Posted(Transfer):
 def create_transfer(
     home: HomeStore, offset: int, address: int, count: int, *, writes: bool, lane: int | None = None
 ) -> Posted:
-    """Create a transfer of whole pages; ``lane`` is the thread that runs it, None for the caller's."""
+    """Create a transfer of whole pages; the thread ``lane`` runs it, or the caller's thread if that is None."""
     place = home.locate(offset, count)
     return Posted(address, count, place.start, place.descriptor, writes, place.cache, lane=lane)
 
