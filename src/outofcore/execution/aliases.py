@@ -40,7 +40,7 @@ _DTYPE = attrgetter("dtype")
 
 
 class StatePlace(Enum):
-    """Where the bytes of a state are between two steps."""
+    """Where the bytes of a state, which is a persistent storage, are between two steps."""
 
     OWN = "own"  # in ordinary memory of the tensor
     HOME = "home"  # in a slot of a home
@@ -79,7 +79,7 @@ TRANSITIONS: Mapping[tuple[StatePlace, StatePlace], str] = {
 
 @dataclass(slots=True)
 class StateAlias:
-    """One of the user's tensors on a state; ``tensor`` is a copy for the step if ``shared_tensor`` is set."""
+    """A user's tensor that shows a persistent storage; ``tensor`` is the step's copy if ``shared_tensor`` is set."""
 
     key: str
     tensor: torch.Tensor
@@ -94,7 +94,7 @@ class StateAlias:
         return self.tensor if self.shared_tensor is None else self.shared_tensor
 
     def read_shared(self) -> None:
-        """Copy shared memory to the step's tensor if it changed; raise ``StateError`` for other shapes or dtypes."""
+        """Copy shared memory to the step's tensor if it changed; raise ``StateError`` if its shape or dtype changed."""
         if self.shared_tensor is None:
             return
         self.check_shape_and_dtype()
@@ -104,7 +104,7 @@ class StateAlias:
             self.fingerprint = fingerprint
 
     def write_shared(self) -> None:
-        """Copy the step's tensor back to the user's shared memory, if the user's tensor is in such memory."""
+        """Copy the step's tensor to the user's tensor if that is in shared memory."""
         if self.shared_tensor is not None:
             self._copy(self.shared_tensor, self.tensor)
             self.fingerprint = _fingerprint_of(self.shared_tensor)
@@ -115,7 +115,7 @@ class StateAlias:
             to.data.copy_(source.data)
 
     def keep_in_place(self) -> None:
-        """Keep the user's tensor in place from now on, and create another one for the step."""
+        """Leave the user's tensor in its shared memory from now on, and create another tensor for the step."""
         self.shared_tensor, self.fingerprint = self.tensor, None
         self.tensor = self.shared_tensor.detach()
 
@@ -124,7 +124,7 @@ class StateAlias:
         self.address = view.data_ptr()
 
     def has_moved(self) -> bool:
-        """Return whether the tensor's address, shape, strides or dtype differ from those last set or expected."""
+        """Return whether the tensor's address has changed, or its shape, strides or dtype are not the expected ones."""
         tensor, value = self.tensor, self.value
         return (
             tensor.data_ptr() != self.address
@@ -134,7 +134,7 @@ class StateAlias:
         )
 
     def release_tensor(self) -> torch.Tensor | None:
-        """Release the tensor; return it if another reference keeps it alive."""
+        """Drop the references to the tensor; return it if other references keep it alive, else None."""
         reference = weakref.ref(self.tensor)
         self.tensor, self.shared_tensor = torch.empty(0, dtype=self.value.dtype), None
         return reference()
@@ -189,20 +189,20 @@ class PersistentState:
     reference_count: int = 0  # to a gradient when a step produced it (see ``count_references``)
 
     def show(self, base: torch.Tensor, place: StatePlace) -> None:
-        """Point all tensors of the user at the bytes of ``base``, and record the place of these bytes."""
+        """Point all the user's tensors at the bytes of ``base``, which are in ``place``."""
         self.set_shown(None if place is StatePlace.OWN else base)
         for alias in self.aliases:
             alias.point_at(tensor_on(base, alias.value))
         self.become(place)
 
     def become(self, place: StatePlace) -> None:
-        """Set ``place``, which no other method sets; raise ``StateError`` for an invalid transition."""
+        """Change the state's place; raise ``StateError`` if ``TRANSITIONS`` does not list the change."""
         if place is not self.place and (self.place, place) not in TRANSITIONS:
             raise StateError(f"{self.key} moved from {self.place.value} to {place.value}: please report it")
         self.place = place
 
     def apply_layout(self, key: str, value: Value) -> None:
-        """Change the expected layout of the gradient ``key`` to that of ``value``; its contents stay the same."""
+        """Change the layout that the step expects of the gradient ``key``, and keep its contents."""
         for alias in self.aliases:
             if alias.key != key or alias.has_layout(value):
                 continue
@@ -216,11 +216,11 @@ class PersistentState:
         self.address = 0 if base is None else base.data_ptr()
 
     def is_shared(self) -> bool:
-        """Return whether the bytes are in shared memory that must stay in place; the step works on a copy."""
+        """Return whether all the user's tensors are in shared memory, so that the step works on a copy."""
         return bool(self.aliases) and all(alias.shared_tensor is not None for alias in self.aliases)
 
     def is_unused(self) -> bool:
-        """Return whether its bytes are unused, because all gradients on it were cleared."""
+        """Return whether the state's bytes are unused, because all gradients in it were cleared."""
         return bool(self.aliases) and all(alias.is_placeholder for alias in self.aliases)
 
     def mark_absent(self) -> None:
@@ -228,7 +228,7 @@ class PersistentState:
         self.set_shown(None)
 
     def current_bytes(self) -> torch.Tensor:
-        """Return the current bytes as uint8: a view if the tensors share the expected layout, else a copy."""
+        """Return the state's bytes as a uint8 tensor: a view if the layout is the expected one, else a copy."""
         if self.has_expected_layout():
             return internals.view_storage_bytes(self.aliases[0].tensor)[: self.bytes]
         gathered = torch.zeros(self.bytes, dtype=torch.uint8, device=self.aliases[0].tensor.device)
@@ -255,20 +255,20 @@ class PersistentState:
         )
 
     def is_replaced(self) -> bool:
-        """Return whether the user has given all tensors on it other memory than was last shown."""
+        """Return whether all the user's tensors have left the memory where the state was last shown."""
         if self.shown is None:
             return False
         shown_key = internals.storage_key(self.shown)
         return all(w.has_moved() and internals.storage_key(w.tensor) != shown_key for w in self.aliases)
 
     def release_moved_aliases(self) -> list[StateAlias]:
-        """Remove and return the aliases that the user has given other memory."""
+        """Remove the aliases with tensors that the user has moved or reshaped, and return them."""
         moved = [alias for alias in self.aliases if alias.has_moved()]
         self.aliases = [alias for alias in self.aliases if not alias.has_moved()]
         return moved
 
     def add_alias(self, alias: StateAlias) -> None:
-        """Add a user's tensor on this storage, with the layout that the tensor has now."""
+        """Add an alias with the key and tensor of ``alias``, and with the tensor's current layout."""
         tensor = alias.tensor
         value = replace(
             alias.value,
@@ -283,7 +283,7 @@ class PersistentState:
         return self.shown is not None and self.shown.data_ptr() != self.address
 
     def check_not_moved(self) -> None:
-        """Raise ``StateError`` if its whole storage was moved elsewhere, as by ``share_memory()``."""
+        """Raise ``StateError`` if the user has moved the state's storage, for example by ``share_memory()``."""
         if self.has_storage_moved():
             raise StateError(
                 f"{self.key} has been moved to memory that processes share, by share_memory() or by being sent to "
@@ -293,7 +293,7 @@ class PersistentState:
 
 
 def adopt_replacements(states: Iterable[PersistentState]) -> list[str]:
-    """Copy data that the user assigned to tensors into place; return their keys. May raise ``StateError``."""
+    """Copy data that the user assigned to tensors into the states' memory; return the keys, or raise ``StateError``."""
     replacements = [(state, alias) for state in states for alias in state.aliases if alias.has_moved()]
     for _, alias in replacements:  # before any tensor is copied
         alias.check_shape_and_dtype()
@@ -313,7 +313,7 @@ def adopt_replacements(states: Iterable[PersistentState]) -> list[str]:
 
 
 def has_sharing_changed(states: Iterable[PersistentState]) -> bool:
-    """Return whether tensors were tied or untied since they were captured, as by ``a.data = b.data``."""
+    """Return whether the user has tied or untied tensors since the capture, for example by ``a.data = b.data``."""
     owners: dict[int, PersistentState] = {}
     for state in states:
         if state.place is StatePlace.ABSENT or not state.bytes:
@@ -326,7 +326,7 @@ def has_sharing_changed(states: Iterable[PersistentState]) -> bool:
 
 
 def has_layout_changed(states: Iterable[PersistentState]) -> bool:
-    """Return whether a tensor's new data has other strides; raise ``StateError`` for another shape or dtype."""
+    """Return whether a moved tensor has new strides; raise ``StateError`` if it has a new shape or dtype."""
     moved = [alias for state in states for alias in state.aliases if alias.has_moved()]
     for alias in moved:
         alias.check_shape_and_dtype()
@@ -357,7 +357,7 @@ def matches_capture(captured: Captured) -> bool:
 
 
 def release_replacements(states: Iterable[PersistentState]) -> list[PersistentState]:
-    """Detach tensors from states if the user replaced their memory; return the states with no tensor left."""
+    """Detach tensors with replaced memory from their states; return the states that have no tensor left."""
     shown_states = [state for state in states if state.place in (StatePlace.HOME, StatePlace.ARENA)]
     moved = [alias for state in shown_states for alias in state.release_moved_aliases()]
     if not moved:
@@ -373,7 +373,8 @@ def release_replacements(states: Iterable[PersistentState]) -> list[PersistentSt
 
 
 def is_unmoved(states: Iterable[PersistentState]) -> bool:
-    """Return whether all tensors are as last shown; it runs before every step, so it uses loops in C."""
+    """Return whether all tensors have their expected addresses, shapes, strides and dtypes."""
+    # This runs before every step, so it uses loops in C.
     aliases = [alias for state in states for alias in state.aliases]
     tensors, values = [alias.tensor for alias in aliases], [alias.value for alias in aliases]
     return (
@@ -385,7 +386,7 @@ def is_unmoved(states: Iterable[PersistentState]) -> bool:
 
 
 def displaced_keys(states: Iterable[PersistentState]) -> list[str]:
-    """Return the keys of tensors at home or in the arena that have left their last shown address."""
+    """Return the keys of tensors at home or in the arena that have another address than expected."""
     places = (StatePlace.HOME, StatePlace.ARENA)
     aliases = [alias for state in states if state.place in places for alias in state.aliases]
     addresses, shown = (
@@ -402,7 +403,7 @@ def displaced_keys(states: Iterable[PersistentState]) -> list[str]:
 
 @dataclass
 class Face:
-    """A slot, and the tensor storage that shows its bytes."""
+    """A slot of a home, and a reference to the storage of the tensor over it."""
 
     home: int
     offset: int
@@ -412,7 +413,7 @@ class Face:
 
 
 class Faces:
-    """Creates the tensors over slots (faces), and finds the slot of such a tensor; ``slots`` are by home."""
+    """Creates tensors over the slots of homes (faces), and finds the slot of such a tensor."""
 
     def __init__(self, slots: Sequence[Slots]) -> None:
         self.slots = tuple(slots)
@@ -423,7 +424,7 @@ class Faces:
         self.drop_loop_cache: Callable[[torch.Tensor], object] | None = None
 
     def show(self, home: int, offset: int, count: int, *, owned: bool = True) -> torch.Tensor:
-        """Create a face of a slot (see ``HomeStore.face``), and forget an earlier face of it."""
+        """Create a face of the slot at ``offset`` in a home; forget its earlier face. A step frees ``owned`` slots."""
         tensor = self.slots[home].home.face(offset, count)
         if count:
             self.forget(home, offset)
@@ -433,7 +434,7 @@ class Faces:
         return tensor
 
     def forget(self, home: int, offset: int) -> None:
-        """Forget the last face of a slot, so that ``find`` no longer finds the slot; the slot is not freed."""
+        """Forget the last face of a slot, so that ``find`` does not return it; the slot is not freed."""
         key = self._keys.pop((home, offset), None)
         if key is not None:
             del self._faces[key]
@@ -446,7 +447,7 @@ class Faces:
         return self.slots[face.home].home
 
     def drop_cache(self, tensor: torch.Tensor) -> None:
-        """Release the physical memory that caches the slot of a tensor, here or in an eager loop's home."""
+        """Release the memory that caches a tensor's slot, in these homes or in the home of an eager loop."""
         face = self.find(tensor)
         if face is not None:
             self.store_of(face).drop_cache(tensor)
@@ -454,20 +455,20 @@ class Faces:
             self.drop_loop_cache(tensor)
 
     def restore(self, tensor: torch.Tensor) -> None:
-        """Discard the user's writes to a tensor that is mapped from a file, unless they were moved home."""
+        """Discard the user's writes to a tensor that shows a file, unless they were moved to the home's own file."""
         face = self.find(tensor)
         files = None if face is None else self.slots[face.home].home.files
         if face is not None and files is not None:
             files.restore(face.offset)
 
     def allocate(self, count: int) -> torch.Tensor:
-        """Create a face of ``count`` uninitialized bytes at the last home, for a tensor that is created there."""
+        """Take a slot of ``count`` uninitialized bytes at the last home, and return a face of it."""
         self.release_expired()
         last = len(self.slots) - 1
         return self.show(last, self.slots[last].take(count), count, owned=False)
 
     def adopt(self, file: ReadFile, begin: int, count: int) -> torch.Tensor:
-        """Create a face of a range of a file at the last home without copying it; raise ``StateError`` on failure."""
+        """Make a range of a file a slot of the last home, without a copy; return its face. May raise ``StateError``."""
         self.release_expired()
         last = len(self.slots) - 1
         files = self.slots[last].home.files
@@ -476,7 +477,7 @@ class Faces:
         return self.show(last, files.adopt(file, begin, count), count, owned=False)
 
     def adopt_mapped(self, tensor: torch.Tensor, files: MappedFiles) -> torch.Tensor | None:
-        """Create a face of the file range from which a tensor is mapped; None if it is not, or was written."""
+        """Return a face of the file range that a tensor is mapped from; None if it is small, written or not mapped."""
         # Safetensors and ``torch.load(mmap=True)`` map checkpoints. ``files`` must be newer than the tensor's memory.
         storage = tensor.untyped_storage()
         if not is_in_host_memory(tensor) or not is_large(storage.nbytes()) or not self.takes_files:
@@ -490,7 +491,7 @@ class Faces:
         return self.slots[-1].home.files is not None and can_detect_writes()
 
     def slot_of(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
-        """Return the home and slot where a tensor's bytes can be read (``to_write``: written), or None."""
+        """Return the home and offset of a tensor's slot if it can be read (with ``to_write``: written), else None."""
         face = self.find(tensor)
         if face is None:
             return None
@@ -501,7 +502,7 @@ class Faces:
         return None if slots.was_written(face.offset) or (moved and to_write) else (slots.home, face.offset)
 
     def move_to_own_memory(self, tensor: torch.Tensor | None) -> None:
-        """Move a tensor, unless it is None, to memory that only it uses, so that its slot can be reused."""
+        """Move a tensor to memory of its own, so that its old slot can be reused; ignore None."""
         if tensor is None:
             return
         count = tensor.untyped_storage().nbytes()
@@ -511,7 +512,7 @@ class Faces:
         rebase_tensor(tensor, base)
 
     def disown(self, home: int, offset: int, count: int) -> None:
-        """Release a slot when its last tensor is gone, at once if it has no face; a step no longer owns it."""
+        """End a step's ownership of a slot: free it now if it has no face, else when its last tensor is gone."""
         key = self._keys.get((home, offset))
         if key is None:
             self.slots[home].free(offset, count)
@@ -519,7 +520,7 @@ class Faces:
             self._faces[key].owned = False
 
     def release_expired(self) -> None:
-        """Forget expired faces, and release their slots unless a step owns them."""
+        """Forget the faces of deleted tensors, and free their slots unless a step owns them."""
         for key, face in [(k, f) for k, f in self._faces.items() if f.reference.expired()]:
             del self._faces[key]
             if self._keys.get((face.home, face.offset)) == key:
@@ -532,7 +533,7 @@ class Faces:
 
 
 def assign_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Set ``parameter.grad`` even if the devices differ: PyTorch compares devices only in the assignment."""
+    """Set ``parameter.grad``, even to a gradient on another device: PyTorch checks devices only in the assignment."""
     if parameter.grad is gradient:
         return
     data = gradient.data
@@ -545,7 +546,7 @@ def assign_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def count_references(gradient: torch.Tensor) -> int:
-    """Return the number of Python references to a tensor; stale ones count, such as an old loop variable."""
+    """Return the number of Python references to a tensor, including stale ones such as an old loop variable."""
     return sys.getrefcount(gradient)
 
 
@@ -553,7 +554,7 @@ _NO_STATE: dict[str, Any] = {}
 
 
 class OptimizerStates:
-    """Compares the optimizer state of a capture with the optimizers, before every step."""
+    """Finds optimizer state that has changed since the capture, before every step."""
 
     def __init__(self, captured: Captured) -> None:
         together: dict[tuple[int, int], list[tuple[StateBinding, StateOwner]]] = {}
@@ -577,7 +578,7 @@ class OptimizerStates:
         return tensors
 
     def has_changed(self, *, begun: bool) -> bool:
-        """Return whether state has other strides, or is missing although a step has ``begun``."""
+        """Return whether optimizer state has new strides, or is missing although a step has ``begun``."""
         tensors = self._last_tensors = self._current_tensors()
         existing = [tensor for tensor in tensors if tensor is not None]
         if len(existing) == len(tensors):
@@ -588,7 +589,7 @@ class OptimizerStates:
     def find_replaced(
         self, shown_as: Callable[[StateBinding], torch.Tensor]
     ) -> list[tuple[StateBinding, StateOwner, torch.Tensor | None]]:
-        """Return each state for which the optimizer has another tensor (or None) than ``shown_as``, and that tensor."""
+        """Return the states with another tensor in the optimizer than ``shown_as``, each with that tensor or None."""
         tensors, self._last_tensors = self._last_tensors or self._current_tensors(), None
         shown = list(map(shown_as, self._bindings))
         if all(map(is_, tensors, shown)):

@@ -34,7 +34,7 @@ _REFUSAL = "outofcore arena: "  # prefix of arena.cpp's message about a refused 
 
 
 class Answer(IntEnum):
-    """Results of a lender other than an address, as in ``arena.cpp``."""
+    """A lender's answers to a memory request other than an address, as in ``arena.cpp``."""
 
     REFUSE = 0  # the request fails
     EXCEED = 1  # the stock allocator serves it, beyond the budget
@@ -78,22 +78,22 @@ class Lender(Protocol):
     def begin(
         self, starts: array[float], ends: array[float], pause: Callable[[], object], resume: Callable[[], object]
     ) -> None:
-        """Start serving the requests of a step; ``pause`` must return once no copy is running."""
+        """Start serving the requests of a step; ``pause`` must stop copies, and return once no copy is running."""
         ...
 
     def allocate_lasting(self, count: int) -> torch.Tensor | None:
-        """Return home memory for an optimizer's new state; None if ordinary memory fits, or no home has room."""
+        """Return memory of a home for an optimizer's new state; None if ordinary memory fits or no home has room."""
         ...
 
     def restore(self) -> None:
-        """Fetch the bytes evicted for the last op, after its scope has ended and before the next instruction."""
+        """Fetch the bytes evicted for an op; call this after the op's scope and before the next instruction."""
         ...
 
     def end(self) -> None: ...
 
 
 class DeviceArena(Protocol):
-    """The interface of an arena on any device."""
+    """An arena on any device: a region of memory in which allocations have planned addresses."""
 
     library: ctypes.PyDLL  # the native allocator
     handle: int  # the native allocator's handle of the arena
@@ -111,15 +111,15 @@ class DeviceArena(Protocol):
         ...
 
     def save(self, offset: int, count: int, home: HomeStore, slot: int) -> None:
-        """Copy bytes to a slot; blocks until done."""
+        """Copy ``count`` bytes at ``offset`` to a slot of a home; block until done."""
         ...
 
     def load(self, offset: int, count: int, home: HomeStore, slot: int) -> None:
-        """Fill bytes from a slot; blocks until done."""
+        """Fill ``count`` bytes at ``offset`` from a slot of a home; block until done."""
         ...
 
     def move(self, start: int, to: int, count: int) -> bool:
-        """Move bytes within the arena; return False if they overlap and the device cannot move such bytes."""
+        """Move bytes within the arena; return False if the device cannot move them because the ranges overlap."""
         ...
 
     def discard(self, offset: int, count: int) -> None:
@@ -132,7 +132,7 @@ class DeviceArena(Protocol):
 
 
 class Arena:
-    """Page-aligned host memory of ``count`` bytes, rounded up to whole pages; a context manager.
+    """An arena of ``count`` bytes of host memory, rounded up to whole pages; a context manager.
 
     ``reserve`` more bytes are for off-plan requests of 64 KiB and more. A lender serves requests that exceed it, in
     ``annex`` bytes of further addresses; without a lender they fail. The memory lives until ``close``, then as long as
@@ -182,7 +182,7 @@ class Arena:
         self.close()
 
     def close(self) -> None:
-        """Release the memory, and PyTorch's allocator with the last arena; may be called again."""
+        """Release the memory; the last arena also restores PyTorch's allocator. May be called again."""
         self._region, self._lender = None, _no_lender
         self._uninstall()
 
@@ -245,7 +245,7 @@ class Arena:
             self.library.outofcore_arena_lender(self.handle, pointer)
 
     def lent_addresses(self) -> set[int]:
-        """Return the addresses from the lender that are in use."""
+        """Return the addresses that the lender has given and that are still in use."""
         if self._region is None:
             return set()
         count = self.library.outofcore_arena_lent(self.handle, None, 0)
@@ -318,7 +318,7 @@ class ScopeTable:
         )
 
     def is_scope_memory(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is in scope memory, which is reused when the thread's scope ends."""
+        """Return whether a tensor is in memory that is reused when the scope of the running op ends."""
         return bool(self._library.outofcore_passes(tensor.untyped_storage().data_ptr()))
 
     @contextlib.contextmanager
@@ -331,7 +331,7 @@ class ScopeTable:
             self._library.outofcore_unbounded(0)
 
     def take_unplanned_events(self) -> dict[int, list[AllocatorEvent]]:
-        """Return by scope the allocator events of visits with unplanned requests of 64 KiB or more; forget them."""
+        """Return and forget the allocator events, by scope, of runs with unplanned requests of 64 KiB or more."""
         library, table = self._library, self._table
         count = library.outofcore_table_surprises(table, None, 0)
         if not count:
@@ -376,7 +376,7 @@ class AllocationRecorder:
 
 
 def as_arena_error(error: BaseException) -> ArenaError | None:
-    """Convert PyTorch's error about a request that the arena refused to ``ArenaError``; None for other errors."""
+    """Return an ``ArenaError`` for PyTorch's error about a refused request; None for other errors."""
     text = str(error)
     if not isinstance(error, RuntimeError) or _REFUSAL not in text:
         return None
@@ -388,7 +388,7 @@ def as_arena_error(error: BaseException) -> ArenaError | None:
 
 
 def install(library: ctypes.PyDLL) -> None:
-    """Wrap PyTorch's allocator until ``outofcore_uninstall`` is called; raise ``ArenaError`` if it refuses."""
+    """Wrap PyTorch's allocator until ``outofcore_uninstall`` is called; raise ``ArenaError`` on failure."""
     status = Installed(library.outofcore_install())
     if status is not Installed.DONE:
         reason = {
@@ -401,7 +401,7 @@ def install(library: ctypes.PyDLL) -> None:
 
 
 def read_counters(library: ctypes.PyDLL, handle: int) -> ArenaCounters:
-    """Read the counters of an arena; raise ``ArenaError`` if the native code has other ones."""
+    """Read the counters of an arena; raise ``ArenaError`` if their number is unexpected."""
     expected = len(fields(ArenaCounters))
     counts = (ctypes.c_int64 * expected)()
     count = library.outofcore_arena_counters(handle, counts, expected)

@@ -48,7 +48,7 @@ class Backend(Protocol):
         ...
 
     def arena(self, count: int, reserve: int, room: int = 0) -> DeviceArena:
-        """Open an arena of ``count`` bytes, or ``room`` if unused memory is free, and ``reserve`` off-plan bytes."""
+        """Open an arena of ``count`` bytes (``room`` if unused pages are free), plus ``reserve`` off-plan bytes."""
         ...
 
     def engine(self, homes: Sequence[HomeStore]) -> Engine: ...
@@ -69,7 +69,7 @@ class Backend(Protocol):
 
     @property
     def timer(self) -> Callable[[Callable[[], object]], float] | None:
-        """A function that measures a call's median seconds by the device's clock; None: by the host's."""
+        """A function that returns a call's median seconds by the device's clock; None to use the host's clock."""
         ...
 
     def generators(self) -> Sequence[torch.Generator]: ...
@@ -88,7 +88,7 @@ def bytes_unavailable_to_arena(captured: Captured, backend: Backend, budget: int
 
 
 def room_for_arena(captured: Captured, backend: Backend, budget: int) -> int:
-    """Return the bytes of a budget that a step's arena may have; raise ``BudgetError`` if it may have 0."""
+    """Return the bytes of a budget that a step's arena may have; raise ``BudgetError`` if no bytes are left."""
     unavailable = bytes_unavailable_to_arena(captured, backend, budget)
     if unavailable >= budget:
         raise BudgetError(
@@ -100,7 +100,7 @@ def room_for_arena(captured: Captured, backend: Backend, budget: int) -> int:
 
 
 def restate_for_budget(error: BudgetError, budget: int, room: int) -> BudgetError:
-    """Restate an error about the arena's ``room`` bytes, and its smallest budget, for the whole ``budget``."""
+    """Convert an error about the arena's ``room`` bytes to an error about the whole ``budget``."""
     if room == budget or error.smallest_budget is None:
         return error
     smallest = error.smallest_budget + budget - room
@@ -126,7 +126,7 @@ class CpuBackend:
         self._replay = replay
 
     def arena(self, count: int, reserve: int, room: int = 0) -> Arena:
-        """Open an arena of ``room`` bytes, as unused pages take no memory; of ``count`` if addresses are limited."""
+        """Open an arena of ``room`` bytes, since unused pages take no memory, or of ``count`` if that fails."""
         for size, annex in ((max(room, count), _ANNEX_BUDGETS * max(room, count)), (max(room, count), 0)):
             with contextlib.suppress(ArenaError):
                 return Arena(size, reserve=reserve, annex=annex)

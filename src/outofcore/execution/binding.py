@@ -86,7 +86,7 @@ def queue_number(queue: Queue, home: int) -> int:
 
 
 def tensor_on(base: torch.Tensor, value: Value) -> torch.Tensor:
-    """Return a tensor with the metadata of ``value`` on the storage of ``base`` (uint8)."""
+    """Return a tensor on the storage of ``base`` (uint8), with the dtype, shape and strides of ``value``."""
     tensor = torch.empty(0, dtype=value.dtype, device=base.device)
     tensor.set_(base.untyped_storage(), value.offset, value.shape, value.stride)
     if value.conjugate:
@@ -108,7 +108,7 @@ class _Binder:
         self.counts = [0] * (2 + 2 * homes)
 
     def next_number(self, queue: int) -> tuple[int, bool]:
-        """Return the number of the next instruction of a queue, and whether another queue waits for it."""
+        """Count one more instruction of a queue; return its number, and whether another queue waits for it."""
         self.counts[queue] += 1
         return self.counts[queue], (queue, self.counts[queue]) in self.awaited
 
@@ -176,7 +176,7 @@ def _wait_pairs(waits: tuple[Wait, ...]) -> tuple[tuple[int, int], ...]:
 
 
 def bind(captured: Captured, program: Program, arena: DeviceArena, homes: int = 1) -> BoundProgram:
-    """Bind a placed program to an arena; raise ``GraphError`` for a home that does not exist or a workspace's copy."""
+    """Bind a program to an arena; raise ``GraphError`` for an unknown home or a copy of a workspace."""
     binder = _Binder(captured, program, arena, homes)
     runs: list[BoundRun] = []
     collectives: list[BoundRun] = []
@@ -198,7 +198,7 @@ def bind(captured: Captured, program: Program, arena: DeviceArena, homes: int = 
 def requests_by_scope(
     captured: Captured, program: Program, requests: Sequence[Requests] | Mapping[int, Requests]
 ) -> list[list[tuple[int, int | None]]]:
-    """Return each op's planned requests as (bytes, offset in the arena); the offset is None outside of the arena."""
+    """Return each op's planned requests as (bytes, offset in the arena, or None outside of it)."""
     scope_requests: list[list[tuple[int, int | None]]] = []
     for run in program.instructions:
         if not isinstance(run, Run) or run.communicates:  # collectives have no scope

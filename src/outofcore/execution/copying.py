@@ -27,7 +27,7 @@ _NOT_SUMMED = -1  # in place of the row of a piece in ``_Work.sums``
 
 
 class _CopyFailure(IntEnum):
-    """Why a copy failed, in place of an errno value; as in file_io.h and copying.cpp."""
+    """Causes of a failed copy that have no errno value, as in file_io.h and copying.cpp."""
 
     NONE = 0
     DAMAGED = -2  # the bytes differ from the written ones
@@ -94,7 +94,7 @@ class _Work(ctypes.Structure):
 
 
 class _Source(NamedTuple):
-    """The slot of a piece at home."""
+    """The slot at a home from which or to which a piece is copied."""
 
     home: HomeStore
     offset: int
@@ -202,7 +202,7 @@ def prepare_copies(
 def _add_pieces(
     rows: _Rows, home: HomeStore, copy: BoundCopy, address: int, pieces_at_home: Sequence[SlotPiece], *, writes: bool
 ) -> None:
-    """Add the pieces of a copy between a block at ``address`` and its slot; ``writes`` if it writes to the slot."""
+    """Add the pieces of a copy between the block at ``address`` and a home; ``writes`` if it copies to the home."""
     for piece in pieces_at_home:
         place = home.locate(piece.offset, piece.bytes)
         row = _NOT_SUMMED
@@ -274,7 +274,7 @@ class Copying:
             raise error
 
     def wait(self, waits: Sequence[tuple[int, int]]) -> None:
-        """Wait for (queue, number) instructions of other queues; raise ``StateError`` if the step was cancelled."""
+        """Wait until the given queues have run the given numbers of instructions; raise ``StateError`` on failure."""
         for queue, number in waits:
             index = queue % self._queues
             if self._library.outofcore_copying_reached(self._pointer, ctypes.c_int64(index), ctypes.c_int64(number)):
@@ -288,7 +288,7 @@ class Copying:
         self._library.outofcore_copying_publish(self.handle, queue % self._queues, number)
 
     def pause(self) -> None:
-        """Stop starting copies, and return once no copy is running."""
+        """Hold back further copies, and return once no copy is running."""
         self._pause(self.handle, 1)
 
     def resume(self) -> None:
@@ -305,7 +305,7 @@ class Copying:
 
     @property
     def failure(self) -> BaseException | None:
-        """The error of a failed copy, or the error that ``fail`` was given; None without an error."""
+        """The error of a failed copy, or the error passed to ``fail``; None without an error."""
         report = (ctypes.c_int64 * 4)()
         self._library.outofcore_copying_failure(self.handle, report)
         index, piece, done_bytes, code = report

@@ -131,7 +131,7 @@ class _RecordedCalls:
 
 
 class _OpCaller:
-    """Calls the ops of one step; after an optimizer's ``failure`` it skips later updates and runs all other ops."""
+    """Calls the ops of one step. If an optimizer update fails, it skips later updates and runs all other ops."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class _OpCaller:
         self._ends[run.index] = perf_counter()
 
     def run_all(self, runs: Sequence[BoundRun], copying: Copying, replayed: _RecordedCalls | None) -> None:
-        """Call all ops in order, each after its waits; ``replayed`` has recorded ops, which native code calls."""
+        """Call all ops in order, each after its waits. Native code calls the ops that are recorded in ``replayed``."""
         span_ends = None if replayed is None else replayed.span_ends
         lender = self._lender
         stops = None if lender is None else lender.flag
@@ -223,7 +223,7 @@ class _OpCaller:
 
 
 def _move_unplanned_state(table: ScopeTable, update: BoundUpdate, lender: Lender | None) -> None:
-    """Move tensors that an optimizer has created off the plan out of scope memory, which is about to be reused."""
+    """Move unplanned tensors of an optimizer to lasting memory, since the op's memory is about to be reused."""
     by_storage: dict[int, list[torch.Tensor]] = {}
     for tensor in update.optimizer_tensors():
         if is_in_host_memory(tensor) and table.is_scope_memory(tensor):
@@ -276,7 +276,7 @@ class CpuEngine:
     def run(
         self, bound: BoundProgram, table: ScopeTable, slots: Mapping[int, tuple[SlotPiece, ...]], ports: dict[int, Port]
     ) -> Timeline:
-        """Run one step to its end, and return when each instruction ran; raise the error of a failed instruction."""
+        """Run one step to its end, and return its timeline; raise the error of a failed instruction."""
         count, arena = len(bound.program.instructions), bound.arena
         starts, ends = self._starts, self._ends = array("d", bytes(8 * count)), array("d", bytes(8 * count))
         if not isinstance(arena, Arena):
@@ -298,7 +298,7 @@ class CpuEngine:
         )
 
     def _run_queues(self, bound: BoundProgram, arena: Arena, table: ScopeTable) -> None:
-        """Run all queues to their ends; raise an error of an op, and leave any other one in ``Copying.failure``."""
+        """Run all queues of a step. Raise an op's error; leave the error of another queue in ``Copying.failure``."""
         copying, starts, ends = self._copying, self._starts, self._ends
         # Each queue is listed before it begins, since a signal may arrive in between.
         finishers: list[Callable[[], None]] = []
@@ -327,7 +327,7 @@ class CpuEngine:
                 _wait_for_all(finishers, copying)
 
     def _connect_lender(self, arena: Arena) -> Lender | None:
-        """Begin the step of the arena's lender, which can then pause the other queues; return it, or None."""
+        """Let the arena's lender serve the step and pause other queues; return it, or None if there is no lender."""
         lender, copying, communicator = arena.lender, self._copying, self._communicator
         if lender is None:
             return None
@@ -361,7 +361,7 @@ class CpuEngine:
         return copies
 
     def _find_recording(self, bound: BoundProgram) -> _RecordedCalls | None:
-        """Return the recorded calls of a program, or a new recording; None if Python is to call its ops."""
+        """Return the recorded calls of a program, or a new recording; None if Python must call its ops."""
         if not self._can_replay or not internals.has_no_dispatch_modes():
             return None
         if (replayed := self._replayed.get(bound)) is not None:
@@ -391,7 +391,7 @@ class CpuEngine:
 
 
 def _wait_for_all(finishers: Sequence[Callable[[], None]], copying: Copying) -> None:
-    """Call all ``finishers``; repeat one in which a signal handler raised, and raise that exception at the end."""
+    """Call all ``finishers``, again if a signal handler raises in one; raise the handler's exception at the end."""
     interrupted: BaseException | None = None
     for finish in finishers:
         while True:

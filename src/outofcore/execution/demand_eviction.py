@@ -50,7 +50,7 @@ class _Page(IntEnum):
 
 
 class DemandEviction:
-    """Serves unplanned requests of a program's ops within ``budget`` bytes: arena, annex and other off-plan memory."""
+    """Serves memory requests that a program did not plan, by evicting pages of the arena to stay within ``budget``."""
 
     def __init__(
         self, captured: Captured, program: Program, arena: Arena, budget: int, slots: Sequence[Slots], undo: Undo
@@ -99,7 +99,7 @@ class DemandEviction:
     def begin(
         self, starts: array[float], ends: array[float], pause: Callable[[], object], resume: Callable[[], object]
     ) -> None:
-        """Start serving the requests of a step; ``starts`` and ``ends`` have its times by instruction (0: not yet)."""
+        """Start serving the requests of a step; ``starts`` and ``ends`` are times of its instructions (0: not yet)."""
         self._starts, self._ends, self._pause, self._resume = starts, ends, pause, resume
         self.refused_request, self.error, self.has_lost_bytes = None, None, False
         self._overflowed_ops.clear()
@@ -133,7 +133,7 @@ class DemandEviction:
     # Serving
 
     def _serve(self, count: int, scope: int) -> int:
-        """Return the address of memory for a request, or an ``Answer``; see the module for the choice."""
+        """Return the address of memory for a request, or an ``Answer``; the module docstring explains the choice."""
         try:
             address = self._lend(round_up(count, PAGE_BYTES), scope)
         except OutOfCoreError as error:
@@ -171,7 +171,7 @@ class DemandEviction:
         return face.data_ptr(), slots.home.name
 
     def allocate_lasting(self, count: int) -> torch.Tensor | None:
-        """Return home memory for an optimizer's new state; None if ordinary memory fits, or no home has room."""
+        """Return memory of a home for an optimizer's new state; None if ordinary memory fits or no home has room."""
         if self._arena.counters().live_bytes + count <= self._arena.reserve:
             return None
         overflow = _create_overflow_memory(self._slots, count)
@@ -188,7 +188,7 @@ class DemandEviction:
         return self._captured.graph.ops[run.op]
 
     def _lend(self, count: int, scope: int) -> int | None:
-        """Return an annex address for ``count`` bytes, whole pages, after evicting as many; None if it cannot."""
+        """Evict pages, and return an annex address for ``count`` bytes (whole pages); None if there is no room."""
         self._activate()
         self._release_unused()
         address = self._find_address(count)
@@ -204,7 +204,7 @@ class DemandEviction:
         return address
 
     def _activate(self) -> None:
-        """On the op's first request, pause copies, classify all pages, and release the memory of free ones."""
+        """Prepare to serve an op's first request: pause copies, classify pages, and release the free pages' memory."""
         if self.is_active:
             return
         self._pause()
@@ -233,7 +233,7 @@ class DemandEviction:
         return start if end - start >= count else None
 
     def _evict(self, count: int) -> None:
-        """Write ``count`` bytes of evictable pages to a home, longest runs of pages first, and release their memory."""
+        """Write ``count`` bytes of evictable pages to homes and release them, longest runs of pages first."""
         for first, last in sorted(_page_runs(self._pages == _Page.EVICTABLE), key=lambda run: run[0] - run[1]):
             if count <= 0:
                 return
@@ -277,7 +277,7 @@ class DemandEviction:
         return pages
 
     def _is_needed(self, block: Block) -> bool:
-        """Return whether a block has bytes that a later instruction, or the next step, needs."""
+        """Return whether a later instruction or the next step needs the bytes of a block."""
         users = self._users_by_block[block.id]
         if not block.wraps:
             waits = block.dies >= len(self._program.instructions) or self._has_unfinished_user(users)
@@ -287,7 +287,7 @@ class DemandEviction:
         return self._has_unfinished_user([user for user in users if user < block.dies])
 
     def _has_unfinished_user(self, users: Sequence[int]) -> bool:
-        """Return whether one of these instructions has not ended; True without instructions."""
+        """Return whether any of the instructions ``users`` has not ended; True if ``users`` is empty."""
         return not users or any(self._ends[user] <= 0 for user in users)
 
     @property
@@ -306,7 +306,7 @@ def _page_range(block: Block) -> slice:
 
 
 def _create_overflow_memory(homes: Sequence[Slots], count: int) -> tuple[torch.Tensor, Slots, int] | None:
-    """Return a new slot of a home as a tensor, its slots and its offset; None if no home has room."""
+    """Take a slot at the first home with room; return its tensor, the home's slots and its offset, or None."""
     for slots in homes:
         try:
             offset = slots.take(count)
@@ -327,7 +327,7 @@ _stranded: list[object] = []  # memory that outlives its lender, kept until the 
 
 
 def _keep_stranded(faces: dict[int, tuple[torch.Tensor, Slots, int]]) -> None:
-    """Keep memory that ops still use after its lender is gone, until the process ends."""
+    """Keep memory that outlives its lender until the process ends."""
     if faces:
         _stranded.append(faces)
 

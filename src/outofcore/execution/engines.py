@@ -33,7 +33,7 @@ class Engine(Protocol):
     def run(
         self, bound: BoundProgram, table: ScopeTable, slots: Mapping[int, tuple[SlotPiece, ...]], ports: dict[int, Port]
     ) -> Timeline:
-        """Run one step to its end, and return its timeline, or that of the last measured step.
+        """Run one step to its end, and return its timeline, or the timeline of the last measured step.
 
         Copies without an entry in ``slots`` use the caller's memory in ``ports``. Raises ``TransferError`` if a copy
         failed, ``ArenaError`` if an op requested more memory than planned and reserved.
@@ -41,7 +41,7 @@ class Engine(Protocol):
         ...
 
     def read_progress(self) -> StepProgress | None:
-        """Return the progress of the last step, which must be idle; None if the device failed."""
+        """Return the progress of the last step, once it has ended; None if the device failed."""
         ...
 
     def synchronize(self) -> None: ...
@@ -72,7 +72,7 @@ class GeneratorStates:
             self._set(self._saved[run.op])
 
     def reset(self) -> None:
-        """Set the generators to their states before the op that runs again."""
+        """Undo ``save_or_restore`` after an op's later run: set the generators to their states before it."""
         self._set(self._current)
 
     def clear(self) -> None:
@@ -85,7 +85,7 @@ class GeneratorStates:
 
 
 def place_results(run: BoundRun, results: Sequence[Any]) -> list[torch.Tensor]:
-    """Copy an op's results to their planned places unless they are there; return the results that were copied."""
+    """Copy an op's results that are elsewhere to their planned places; return the misplaced results."""
     # The caller keeps these until the op's scope has ended, or they count as scratch memory (see ``derive_requests``).
     misplaced: list[torch.Tensor] = []
     for leaf, address, target, stride in run.results:

@@ -42,7 +42,7 @@ class StepGradients:
         ]
 
     def states_at_home(self) -> dict[int, PersistentState]:
-        """Return by storage the states of large gradients that the step writes to a slot and leaves there."""
+        """Return the states of large gradients that the step leaves in a slot at home, by storage."""
         return {
             self._captured.values[index].storage: state
             for index, (_, state) in self._produced.items()
@@ -53,7 +53,7 @@ class StepGradients:
         return {self._captured.values[index].storage for index in self._arena_offsets}
 
     def adopt_replacements(self) -> None:
-        """Before a step, detach gradients that the user replaced or keeps elsewhere, and bind the gradients to read."""
+        """Detach produced gradients that the user replaced or still uses; bind the gradients that the step reads."""
         for binding, state in self._produced.values():
             # A gradient that the step clears must survive for other references to it.
             is_referenced = count_references(state.aliases[0].tensor) > state.reference_count
@@ -91,7 +91,6 @@ class StepGradients:
                 self._keeper.release_gradient(state)
 
     def _find_parameter(self, binding: StateBinding) -> torch.Tensor:
-        """Return the parameter of a gradient's binding."""
         key = binding.key.removesuffix(".grad")
         return parameter_of(next(b for b in self._captured.states if b.key == key))
 

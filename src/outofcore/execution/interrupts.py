@@ -18,7 +18,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class DeferredSignals:
-    """A context that defers signals with a Python handler to its end: ``with DeferredSignals(activity):``.
+    """Defers Ctrl-C and SIGTERM, if Python handles them, to the end of a block: ``with DeferredSignals(activity):``.
 
     The second signal (the third with ``stops=3``), or a later one, is handled at once if ``may_stop`` allows it;
     signals after it are dropped. A capture needs ``stops=3``: PyTorch calls Python from places where an exception would
@@ -43,7 +43,7 @@ class DeferredSignals:
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Keep a signal for the end; call its handler at once if it is a repeated one and the step may stop."""
+        """Keep a signal for the end; call its handler at once if it is repeated and the step may stop."""
         self._pending.append((number, frame))
         if len(self._pending) == 1:
             _log.warning(

@@ -39,7 +39,7 @@ _log = logging.getLogger("outofcore")
 
 
 class StateKeeper:
-    """Tracks the states of all captures of a step, and the user's changes to their tensors."""
+    """Tracks the persistent states of a step, and the user's changes to their tensors."""
 
     def __init__(self, faces: Faces) -> None:
         self._faces = faces
@@ -54,7 +54,7 @@ class StateKeeper:
         self._is_mapping_current = False  # whether ``_mapping`` is up to date
 
     def register(self, captured: Captured) -> dict[int, PersistentState]:
-        """Return the states of a capture by storage id; add new ones, without moving bytes."""
+        """Register the states of a capture without moving bytes; return them by storage id."""
         states: dict[int, PersistentState] = {}
         self._is_mapping_current = False
         for binding in captured.states:
@@ -82,7 +82,7 @@ class StateKeeper:
         return states
 
     def _locate(self, state: PersistentState) -> None:
-        """Set a state's place to its slot if its tensor is a face or can become one, else to ordinary memory."""
+        """Mark a state as at home if its tensor shows a slot or a mapped file, else as in ordinary memory."""
         if state.slot is not None and state.place is StatePlace.HOME:
             return
         face = self._faces.find(state.aliases[0].tensor)
@@ -98,7 +98,7 @@ class StateKeeper:
             state.set_shown(internals.view_storage_bytes(state.aliases[0].tensor)[: state.bytes])
 
     def _adopt_mapped_file(self, state: PersistentState) -> bool:
-        """Adopt the file that the user has mapped for a state as its slot; return False if that is impossible."""
+        """Use the file that a state's tensor is mapped from as its slot; return False if that is impossible."""
         tensor = state.aliases[0].tensor
         if (
             state.slot is not None
@@ -116,7 +116,7 @@ class StateKeeper:
         return True
 
     def _current_mapping(self) -> MappedFiles:
-        """Return which files are mapped into memory, read from the system unless it is up to date."""
+        """Return the files that are mapped into memory, after a refresh if they may have changed."""
         if self._mapping is None:
             self._mapping = MappedFiles()
         elif not self._is_mapping_current:
@@ -125,7 +125,7 @@ class StateKeeper:
         return self._mapping
 
     def _keep_if_shared(self, state: PersistentState, alias: StateAlias) -> bool:
-        """Keep the user's tensor in place if its memory is shared with other processes; return whether it is."""
+        """Keep the user's tensor in place if other processes share its memory; return whether they do."""
         if not self._current_mapping().is_shared(alias.tensor):
             return False
         alias.keep_in_place()
@@ -134,18 +134,18 @@ class StateKeeper:
         return True
 
     def read_shared(self) -> None:
-        """Copy shared memory to the step's tensors; raise ``StateError`` for another shape or dtype."""
+        """Copy the user's shared memory to the step's tensors; raise ``StateError`` for another shape or dtype."""
         for _, alias in self._shared:
             alias.read_shared()
 
     def write_shared(self, written: Set[int]) -> None:
-        """Copy the step's tensors of states with ids in ``written`` to the user's shared memory."""
+        """Copy the step's tensors to the user's shared memory, for the states with ids in ``written``."""
         for state, alias in self._shared:
             if id(state) in written:
                 alias.write_shared()
 
     def release_slots(self) -> None:
-        """Leave the slots of states at home to their tensors, and free all other slots; the arena must be empty."""
+        """Let the tensors of states at home own their slots, and free all other slots. The arena must be empty."""
         # States move to the last home first: the next owner could not free the room that it needs at a nearer one.
         last = len(self.slots) - 1
         for state in self._states.values():
@@ -163,7 +163,7 @@ class StateKeeper:
                 self.moves.release_slot(state)
 
     def reclaim(self) -> bool:
-        """Find the bytes of all states after another step had them; return False if tying or layouts have changed."""
+        """Find all states again after another step used them; return False if their sharing or layouts have changed."""
         existing = [state for state in self._states.values() if state.place is not StatePlace.ABSENT]
         if has_sharing_changed(existing) or has_layout_changed(existing):
             return False
@@ -175,13 +175,13 @@ class StateKeeper:
         return True
 
     def release_replacements(self) -> None:
-        """Detach tensors from their states if the user has replaced their memory; ``forget_all`` must follow."""
+        """Detach tensors from their states if the user replaced their memory; then ``forget_all`` must be called."""
         for state in release_replacements(self._states.values()):
             self.moves.release_slot(state)
             state.mark_absent()
 
     def forget_all(self) -> None:
-        """Forget all states, while the arena is empty; tensors at home stay there."""
+        """Forget all states; tensors at home stay there. The arena must be empty."""
         self.release_slots()
         self._states.clear()
         self._by_tensor.clear()
@@ -189,7 +189,7 @@ class StateKeeper:
         self.generation += 1
 
     def gradient_state(self, captured: Captured, produced: GradientLeft) -> PersistentState:
-        """Return the state of a gradient that a step produces; create it, without bytes, if it is new."""
+        """Return the state of a gradient that a step produces; a new state has no bytes yet."""
         key = f"{captured.states[produced.parameter].key}.grad"
         state = self._by_tensor.get(key)
         if state is None:
@@ -200,14 +200,14 @@ class StateKeeper:
         return state
 
     def user_tensor(self, binding: StateBinding) -> torch.Tensor:
-        """Return the user's tensor of a binding, or the tensor to show for new optimizer state."""
+        """Return the user's tensor of a binding; for new optimizer state, the tensor to give to the optimizer."""
         for alias in self._by_tensor[binding.key].aliases:
             if alias.key == binding.key:
                 return alias.user_tensor
         raise StateError(f"{binding.key} has no tensor; please report it")
 
     def rebind(self, state: PersistentState, binding: StateBinding, tensor: torch.Tensor) -> None:
-        """Use the user's new tensor object for a state, with its data; raise ``StateError`` for other shapes."""
+        """Replace a state's tensor and its data by the user's; raise ``StateError`` for another shape or dtype."""
         for alias in state.aliases:
             if alias.key != binding.key or alias.user_tensor is tensor:
                 continue
@@ -233,7 +233,7 @@ class StateKeeper:
             self.slots[state.home].home.start()
 
     def release_gradient(self, state: PersistentState) -> None:
-        """Detach a gradient from its state, which becomes absent; other references keep its bytes."""
+        """Detach a gradient from its state, and mark the state as absent; a tensor still in use keeps its bytes."""
         if state.place is StatePlace.ABSENT:
             return
         leftover = state.aliases[0].release_tensor()
@@ -242,7 +242,7 @@ class StateKeeper:
         state.mark_absent()
 
     def show_gradient(self, state: PersistentState, value: Value, memory: torch.Tensor | None) -> torch.Tensor:
-        """Return the tensor of a gradient that a step has left in its slot, or in ``memory`` if it is not None."""
+        """Return a produced gradient's tensor over ``memory``, or over its slot at home if ``memory`` is None."""
         state.aliases[0].update_layout(value)
         state.show(*((self._create_face(state), StatePlace.HOME) if memory is None else (memory, StatePlace.OWN)))
         return state.aliases[0].tensor
@@ -250,7 +250,7 @@ class StateKeeper:
     def show_arena_gradient(
         self, state: PersistentState, value: Value, arena: DeviceArena, offset: int
     ) -> torch.Tensor:
-        """Return the tensor of a gradient that a step has left in the arena until the next step."""
+        """Return a produced gradient's tensor over its bytes at ``offset`` in the arena."""
         is_unchanged = state.aliases[0].update_layout(value)
         if not is_unchanged or state.place is not StatePlace.ARENA or state.offset_in(arena.address) != offset:
             self.moves.release_slot(state)
@@ -258,7 +258,7 @@ class StateKeeper:
         return state.aliases[0].tensor
 
     def clear_gradient(self, state: PersistentState, binding: StateBinding) -> None:
-        """Replace a cleared gradient by a placeholder for the program; other references keep its bytes."""
+        """Replace a cleared gradient by a placeholder for the program; a tensor still in use keeps its bytes."""
         for alias in state.aliases:
             if alias.key == binding.key:
                 self._faces.move_to_own_memory(alias.release_tensor())
@@ -269,7 +269,7 @@ class StateKeeper:
             state.show(state.shown, state.place)
 
     def adopt_replacements(self, *, leaving: bool = False) -> list[str] | None:
-        """Adopt memory that the user gave to tensors, such as by ``p.data = other``, and return their keys.
+        """Adopt memory that the user assigned to tensors (``p.data = other``); return the keys of these tensors.
 
         With ``leaving`` the new memory stays in place, since tensors of the model's next owner may share it. Returns
         None, without any change, if sharing or layouts have changed. Raises ``StateError`` if the new data has
@@ -341,7 +341,7 @@ class StateKeeper:
 
     @staticmethod
     def _move_to_device(state: PersistentState, device: torch.device) -> None:
-        """Move a state to ``device`` if it is in ordinary memory of another one."""
+        """Move a state to ``device`` if it is in ordinary memory of another device."""
         if state.place is StatePlace.OWN and state.aliases[0].tensor.device != device:
             state.show(state.current_bytes().to(device), StatePlace.OWN)
 

@@ -132,7 +132,7 @@ class OpenHome:
         self._holders += 1
 
     def release(self) -> None:
-        """Count one step less that uses the home; close the stores after the last one."""
+        """Remove one user of the home; close the stores after the last one."""
         self._holders -= 1
         if self._holders == 0:
             for store in self.stores:
@@ -140,7 +140,7 @@ class OpenHome:
 
     @property
     def shared(self) -> bool:
-        """Whether anything other than the step that asks may use the home's tensors."""
+        """Whether the user or several steps may use the home's tensors."""
         return self.stays_open or self._holders > 1
 
     def start(self) -> None:
@@ -149,7 +149,7 @@ class OpenHome:
             store.start()
 
     def occupy(self, step: object, move_out: Callable[[], None]) -> bool:
-        """Record a step as user of an arena, after the previous one has moved out; return False if it is the same."""
+        """Record which step uses an arena, after the previous one has moved out; return False if it is the same."""
         # ``move_out`` moves this step's tensors home when another step needs them.
         if self._occupant is not None and self._occupant[0] is step:
             return False
@@ -173,7 +173,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parse_host_limit(host_budget: int | str | None) -> int | None:
-    """Parse a limit of host memory to bytes; raise ``UnitError`` if it is invalid or below a page."""
+    """Parse a limit of host memory to bytes, or None; raise ``UnitError`` if it is invalid or below a page."""
     limit = None if host_budget is None else parse_bytes(host_budget)
     if limit is not None and limit < PAGE_BYTES:
         raise UnitError(

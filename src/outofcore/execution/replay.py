@@ -61,12 +61,12 @@ _ERRORS: dict[_Failure, type[Exception]] = {
 
 
 def is_worth_replaying(calls: int, seconds: float) -> bool:
-    """Return whether the calls from Python take a notable share of a step of ``seconds`` with ``calls`` ops."""
+    """Return whether calling ``calls`` ops from Python takes a notable share of a step of ``seconds``."""
     return calls * _MAX_SECONDS_PER_OP > seconds
 
 
 class Replay:
-    """Op calls recorded for native code, as numbered entries; it keeps their tensors alive."""
+    """Records op calls as numbered entries, which native code repeats; keeps their tensors alive."""
 
     def __init__(self, library: ctypes.PyDLL, entries: int) -> None:
         handle = library.replay_new(entries)
@@ -80,7 +80,7 @@ class Replay:
 
     @contextlib.contextmanager
     def watch_calls(self) -> Iterator[None]:
-        """Let native code observe the op calls of this block, as ``record_call`` needs."""
+        """Let native code observe the op calls of this block; ``record_call`` needs that."""
         self._library.replay_watch()
         try:
             yield
@@ -123,7 +123,7 @@ class Replay:
         self._library.replay_issue(self._handle, number, *action)
 
     def set_waits(self, number: int, waits: Sequence[tuple[int, int]], publishes: int | None) -> None:
-        """Make an entry wait for (queue, number) pairs and publish its own number, if ``run`` gets ``queues``."""
+        """Set the (queue, number) instructions that an entry waits for, and the number that it publishes, or None."""
         flat = [part for wait in waits for part in wait]
         flat_waits = (ctypes.c_int64 * len(flat))(*flat)
         if self._library.replay_order(self._handle, number, len(waits), flat_waits, publishes or 0):
@@ -181,12 +181,12 @@ class Replay:
         return _ERRORS[failure](self._library.replay_message(self._handle).decode(errors="replace"))
 
     def release_results(self) -> None:
-        """Release results that were kept until the next scope begins."""
+        """Release op results, which are otherwise kept until the next scope begins."""
         self._library.replay_let_go(self._handle)
 
 
 def replayable_spans(recorded: Sequence[bool]) -> list[int]:
-    """Return for each op the end of the longest replayable span that starts there, or its own index."""
+    """Return, for each op, the end of the longest span of recorded ops from it on, or its own index."""
     # [True, True, False, True] has the ends [2, 2, 2, 4].
     ends = [*range(len(recorded)), len(recorded)]
     for index in reversed(range(len(recorded))):

@@ -31,7 +31,7 @@ from outofcore.runtime.slots import SlotLayout, SlotPiece, allocate_slots, neede
 
 
 class UpdateError(Exception):
-    """An optimizer's code raised the cause in the middle of its step; never reaches the user."""
+    """An error in an optimizer's code during a step, which is the cause; never reaches the user."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class _PlacedProgram:
 
 
 class Runner:
-    """Runs one placed program in an arena; ``first_requests`` are by op, if a first run allocates differently."""
+    """Runs one program in an arena. ``first_requests`` has the requests of an op's first run where they differ."""
 
     def __init__(
         self,
@@ -93,11 +93,11 @@ class Runner:
         return self._states
 
     def is_current(self) -> bool:
-        """Return whether the keeper still has the states; otherwise a new runner must adopt them."""
+        """Return whether the state keeper still tracks this runner's states; otherwise a new runner is needed."""
         return self._generation == self._keeper.generation
 
     def enter(self, arena: DeviceArena) -> None:
-        """Load this program into the arena; if it raises, all states have been moved out of the arena."""
+        """Move the states to their places and load the program into the arena; on an error, move all states out."""
         keeper = self._keeper
         for slots in keeper.slots:
             slots.home.start()
@@ -121,7 +121,7 @@ class Runner:
     def _place(
         self, arena: DeviceArena, bound: BoundProgram, lasting: dict[int, int], layout: SlotLayout
     ) -> _PlacedProgram:
-        """Return the program with its tables of requests, slots, undo and lender; copy constants into the arena."""
+        """Copy constants into the arena, and return the program with its request tables, slots, undo and lender."""
         slots = dict(layout.pieces)
         for index, instruction in enumerate(self.program.instructions):
             if isinstance(instruction, CopyOut | CopyIn) and index not in slots:
@@ -155,7 +155,7 @@ class Runner:
         return [(0, 0) if block is None else (block.bytes, block.offset) for block in blocks]
 
     def _persistent_slots(self) -> dict[int, int]:
-        """Return the slot offsets of storages that are at home between steps, by storage."""
+        """Map each storage that has a slot at home between steps to the offset of that slot."""
         slots: dict[int, int] = {}
         for storage, state in self._states.items():
             if state.place is StatePlace.HOME or storage in self.program.clean:
@@ -167,7 +167,7 @@ class Runner:
         return slots
 
     def _load_constants(self, arena: DeviceArena) -> None:
-        """Copy the constants into their blocks, except constants on another device, which ops use in place."""
+        """Copy constants into their blocks in the arena. Ops use constants on another device in place."""
         foreign = {value.storage for value in self.captured.values if value.foreign}
         for block in self.program.blocks:
             constant = None if block.storage is None else self.captured.constants.get(block.storage)
@@ -176,7 +176,7 @@ class Runner:
                 arena.view(block.offset, count).copy_(internals.view_storage_bytes(constant)[:count])
 
     def yield_arena(self) -> None:
-        """Release the arena, but leave the states in it to the next program."""
+        """Stop using the arena, but leave the states in it for the next program."""
         if self._placed is not None:
             self._placed.layout.free(self._keeper.slots)
             self._last_binding = self._placed.bound
@@ -189,7 +189,7 @@ class Runner:
     def run(self, engine: Engine, leaves: Sequence[Any], *, may_refuse: bool = True) -> tuple[Any, Timeline]:
         """Run one step; return the user's result, in memory of its own, and the timeline.
 
-        With ``may_refuse`` a request beyond the budget may end a step that can be undone. Raises ``UpdateError`` if an
+        With ``may_refuse`` a request beyond the budget fails a step that can be undone. Raises ``UpdateError`` if an
         optimizer's code raised; all other instructions of the step have run.
         """
         placed, captured = self._placed, self.captured
@@ -239,7 +239,7 @@ class Runner:
         return self._build_result(leaves, results), timeline
 
     def _build_result(self, leaves: Sequence[Any], results: dict[int, torch.Tensor]) -> Any:
-        """Return the result of the user's step, with the tensors of this run."""
+        """Return the result of the user's function, with the tensors of this run."""
         captured = self.captured
         returned: list[Any] = []
         for leaf in captured.outputs:
@@ -261,21 +261,21 @@ class Runner:
 
     @property
     def refused_request(self) -> tuple[Op, int] | None:
-        """The op that made a request beyond the budget in the last run, and the request's bytes."""
+        """The op that made a refused request in the last run, and the request's bytes; None without a refusal."""
         return None if self._lender is None else self._lender.refused_request
 
     @property
     def has_overflowed(self) -> bool:
-        """Whether ops of the last run got memory beyond the budget, or of a home."""
+        """Whether ops of the last run got memory of a home, or memory beyond the budget."""
         return self._lender is not None and self._lender.has_overflowed
 
     @property
     def eviction_error(self) -> OutOfCoreError | None:
-        """The error because of which a request of the last run could not be served by eviction, or None."""
+        """The error that kept eviction from serving a request of the last run, or None."""
         return None if self._lender is None else self._lender.error
 
     def _name_op(self, engine: Engine, error: Exception) -> None:
-        """Add a note to an error that names the op that raised it; the user's line is not on the stack."""
+        """Name the op that raised an error in a note, because the user's line is not on the stack."""
         progress = engine.read_progress()
         if progress is None:
             return
@@ -291,7 +291,7 @@ class Runner:
             error.add_note(f"Raised by {op.text}.")
 
     def _update_home_copies(self, placed: _PlacedProgram) -> _PlacedProgram:
-        """Save clean states that the user has changed to their slots; return the program with the current slots."""
+        """Write states that the user has changed to their home slots; return the program with its current slots."""
         for storage in self.program.clean:
             self._keeper.moves.update_home_copy(self._states[storage], placed.arena)
         copies = {storage: self._keeper.moves.ensure_slot(self._states[storage]) for storage in self.program.clean}
@@ -321,14 +321,14 @@ class Runner:
         return self._placed.undo.undo(self._placed.arena, self._keeper.slots, progress)
 
     def may_stop(self, engine: Engine) -> bool:
-        """Return whether the running step may be interrupted: no optimizer update has begun."""
+        """Return whether the running step may be interrupted, because no optimizer update has begun."""
         if not self._has_begun:
             return True
         progress = engine.read_progress()
         return progress is not None and not any(progress.started[i] for i in find_updates(self.captured, self.program))
 
     def stop(self, engine: Engine) -> bool:
-        """Finish copies so that the model is as plain PyTorch leaves it on this error; return False if impossible."""
+        """Finish a failed step's copies, so that the model is as in plain PyTorch; return False if impossible."""
         placed, captured, program = self._placed, self.captured, self.program
         progress = engine.read_progress()
         if placed is None or progress is None or (self._lender is not None and self._lender.has_lost_bytes):
@@ -356,11 +356,11 @@ class Runner:
 
     @property
     def first_ops(self) -> Set[int]:
-        """The ops that the last run ran for the first time, if they then request other memory."""
+        """The ops that request other memory in their first run, if the last run was such a first run."""
         return self._first_requests.keys() if self._ran_first else frozenset()
 
     def find_unplanned_requests(self) -> dict[int, Requests]:
-        """Return the requests of ops that had unplanned ones of 64 KiB or more in the last run, by op."""
+        """Return the last run's requests, by op, of the ops with unplanned requests of 64 KiB or more."""
         if self._placed is None or self._table is None:
             return {}
         requests: dict[int, Requests] = {}
@@ -376,7 +376,7 @@ class Runner:
         return requests
 
     def _ports(self, leaves: Sequence[Any]) -> tuple[dict[int, Port], dict[int, torch.Tensor]]:
-        """Return the caller's memory by input and output storage, and the new tensors for outputs by storage."""
+        """Return two maps by storage: the caller's memory for inputs and outputs, and the new tensors for outputs."""
         captured = self.captured
         ports: dict[int, Port] = {}
         for binding in captured.inputs:
@@ -394,7 +394,7 @@ class Runner:
         return ports, results
 
     def _show_new_state(self) -> None:
-        """Put tensors for the state that updates have created into the optimizers."""
+        """Put tensors into the optimizers for the state that updates have created."""
         created = {
             key for update in {id(u.optimizer): u for u in self._updates}.values() for key in update.created_state()
         }
@@ -410,7 +410,7 @@ class Runner:
         )
 
     def _adopt_replacements(self) -> bool:
-        """Adopt the user's gradients and optimizer state; return whether updates must create their state again."""
+        """Adopt gradients and optimizer state that the user replaced; return whether optimizer state was cleared."""
         self._gradients.adopt_replacements()
         cleared = False
         for binding, _, tensor in self._optimizer_states.find_replaced(self._keeper.user_tensor):
@@ -425,7 +425,7 @@ class Runner:
 
 
 def derive_requests(run: BoundRun, planned: Requests, events: Sequence[AllocatorEvent], alignment: int) -> Requests:
-    """Derive an op's requests from the allocator events of one run: its results, and one workspace for the rest."""
+    """Derive an op's requests from one run's allocator events: its results, and one workspace for the rest."""
     sizes: dict[int, int] = {}  # bytes by pointer, in order of the requests
     for event in events:
         if event.kind is EventKind.ALLOCATE:

@@ -19,7 +19,7 @@ _log = logging.getLogger("outofcore")
 
 
 class StateMoves:
-    """Moves states, and finds room for them at homes; states below 64 KiB have ordinary memory instead of a slot."""
+    """Moves states between places, and finds room at homes. States below 64 KiB use ordinary memory, not a slot."""
 
     def __init__(self, faces: Faces, states: Mapping[str, PersistentState]) -> None:
         self._faces = faces
@@ -39,7 +39,7 @@ class StateMoves:
         return state.slot
 
     def _take_slot(self, home: int, state: PersistentState) -> int:
-        """Take a slot for a state, moving other states if the home is full; raise ``SpillError`` if it stays full."""
+        """Take a slot for a state. If the home is full, move other states; raise ``SpillError`` if it stays full."""
         count = placed_bytes(state.bytes)
         slots, last = self.slots[home], len(self.slots) - 1
         try:
@@ -82,7 +82,7 @@ class StateMoves:
                 state.home_fingerprint = state.fingerprint()
 
     def release_slot(self, state: PersistentState) -> None:
-        """Free a state's slot, if it has one, and forget its face; its bytes must be elsewhere or unused."""
+        """Free a state's slot, and forget its face. The state's bytes must be elsewhere, or unused."""
         if state.slot is not None:
             self._faces.forget(state.home, state.slot)
             self.slots[state.home].free(state.slot, placed_bytes(state.bytes))
@@ -95,7 +95,7 @@ class StateMoves:
         arena: DeviceArena,
         unwritten: Set[int] = frozenset(),
     ) -> None:
-        """Move every state to its place at the start of ``program``'s step, and others out of the arena.
+        """Move the program's states to their places at the start of a step, and other states out of the arena.
 
         No op writes the ``unwritten`` storages; in the arena they keep their bytes on a disk, so that they are evicted
         without a copy. Raises ``SpillError`` or ``TransferError``.
@@ -132,7 +132,7 @@ class StateMoves:
         self._states_in_files = [state for state in states.values() if self._is_in_file(state)]
 
     def _make_writable(self, state: PersistentState) -> None:
-        """Move a state that is in a file of the user to a slot of the home, since the step writes it."""
+        """Copy a state from a user's file to a slot of the home, because the step writes it."""
         if state.place is not StatePlace.HOME or state.slot is None or not self._is_range(state):
             return
         self._move_if_written(state)
@@ -151,7 +151,7 @@ class StateMoves:
         state.show(self._faces.show(state.home, new, state.bytes), StatePlace.HOME)
 
     def _ensure_home_copy(self, state: PersistentState, home: int, arena: DeviceArena) -> None:
-        """Make sure that a state in the arena has a slot at ``home``, with its current bytes."""
+        """Save the current bytes of a state in the arena to a slot at ``home``."""
         if state.home != home:
             self.release_slot(state)
         if state.slot is None:
@@ -176,23 +176,23 @@ class StateMoves:
         return True
 
     def move_written_states(self) -> None:
-        """Move written tensors from files that the home does not own to its own file."""
+        """Move states that the user has written from the user's files to the home's own file."""
         for state in self._states_in_files:
             self._move_if_written(state)
         self._states_in_files = [state for state in self._states_in_files if self._is_in_file(state)]
 
     def _move_if_written(self, state: PersistentState) -> None:
-        """Move a state in a file that the home does not own to the home's file, if the user has changed it."""
+        """Move a state from a user's file to the home's own file if the user has changed it."""
         if self._is_in_file(state) and state.slot is not None and self.slots[state.home].was_written(state.slot):
             self.slots[state.home].move_to_home(state.slot)
             _log.info("%s was changed, and has been moved from the file that it was read from in place", state.key)
 
     def _is_range(self, state: PersistentState) -> bool:
-        """Return whether the slot is a range of a file that the home does not own, or was; it is never written."""
+        """Return whether the slot is or was a range of a user's file; such a slot is never written."""
         return state.slot is not None and self.slots[state.home].is_range(state.slot)
 
     def _is_in_file(self, state: PersistentState) -> bool:
-        """Return whether the state's bytes are still in a file that the home does not own."""
+        """Return whether the state's bytes are still in a user's file."""
         return (
             state.place is StatePlace.HOME and state.slot is not None and self.slots[state.home].is_in_file(state.slot)
         )
@@ -211,7 +211,7 @@ class StateMoves:
         state.mark_absent()
 
     def _move_out(self, state: PersistentState) -> None:
-        """Move a state from the arena to its home or the nearest with room; if small or refused, to own memory."""
+        """Move a state from the arena to its home, else to the nearest home with room, else to ordinary memory."""
         if state.slot is not None and self._try_home(state, state.home):
             return
         if not is_large(state.bytes) or not any(self._try_home(state, home) for home in range(len(self.slots))):
@@ -220,7 +220,7 @@ class StateMoves:
     def _rearrange(
         self, placements: list[tuple[PersistentState, Block]], arena: DeviceArena, kept_ids: Set[int]
     ) -> None:
-        """Move states to their blocks, some via a home to break cycles; ``kept_ids`` keep a copy at home."""
+        """Move states to their blocks in the arena; states with ids in ``kept_ids`` keep a copy at home."""
         offsets = {id(s): s.offset_in(arena.address) for s, _ in placements if s.place is StatePlace.ARENA}
         moving = [(s, b) for s, b in placements if id(s) in offsets and offsets[id(s)] != b.offset]
         sources = [(offsets[id(s)], offsets[id(s)] + b.bytes) for s, b in moving]
@@ -238,7 +238,7 @@ class StateMoves:
                 self._move_to_arena(state, block, arena, keep=id(state) in kept_ids)
 
     def _try_home(self, state: PersistentState, home: int) -> bool:
-        """Move a state to a home; return False if that has no room."""
+        """Move a state to a home; return False if the home has no room."""
         try:
             self.move_to_home(state, home)
         except SpillError:
@@ -260,7 +260,7 @@ class StateMoves:
         self.release_slot(state)
 
     def move_to_home(self, state: PersistentState, home: int) -> None:
-        """Move a state to a slot at a home; if it raises ``SpillError``, the state is still in its old place."""
+        """Move a state to a slot at a home. After a ``SpillError`` the state is still in its old place."""
         if state.place is StatePlace.HOME and state.home == home:
             return
         if state.place is StatePlace.ARENA and state.slot is not None and state.home == home and self.arena is not None:
@@ -292,7 +292,7 @@ class StateMoves:
         state.show(face, StatePlace.HOME)
 
     def _move_to_arena(self, state: PersistentState, block: Block, arena: DeviceArena, *, keep: bool) -> None:
-        """Copy a state to its block, or zeros if it is absent; with ``keep`` its slot remains as home copy."""
+        """Copy a state to its block, or zeros for an absent state; with ``keep`` its slot stays as a copy at home."""
         target = arena.view(block.offset, state.bytes)
         if state.place is StatePlace.ABSENT:
             target.zero_()
@@ -311,7 +311,7 @@ class StateMoves:
 
 
 def move_order(sources: Sequence[tuple[int, int]], targets: Sequence[int]) -> list[int]:
-    """Return the order of moves within one region such that no bytes are overwritten before they have moved.
+    """Return the indices of moves within a region, in an order that overwrites bytes only after they have moved.
 
     ``sources`` are (start, end), ``targets`` starts; both are disjoint. To break a cycle, one of its moves is replaced
     by ``~number``: these bytes must leave the region at that point.

@@ -27,7 +27,7 @@ def find_updates(captured: Captured, program: Program) -> tuple[int, ...]:
 
 
 def matches_plain_pytorch(captured: Captured, program: Program, progress: StepProgress) -> bool:
-    """Return whether plain PyTorch would have made the same updates before it raised at the same op."""
+    """Return whether plain PyTorch would have made the same updates before the same op raised."""
     started, ended = progress.started, progress.finished
     if not any(started[index] for index in find_updates(captured, program)):
         return True
@@ -37,7 +37,7 @@ def matches_plain_pytorch(captured: Captured, program: Program, progress: StepPr
 
 
 def can_stop(captured: Captured, program: Program, progress: StepProgress) -> bool:
-    """Return whether all persistent state has its bytes: ops that overwrite state without reading it have run."""
+    """Return whether persistent state is complete: each op that overwrites state without reading it has run."""
     if captured.ranges or captured.replicas:
         return False
     for index, instruction in enumerate(program.instructions):
@@ -58,7 +58,7 @@ def finish_state_copies(
     homes: Sequence[Slots],
     progress: StepProgress,
 ) -> None:
-    """Make the copies of persistent state that have not ended, in program order, while all queues are idle."""
+    """Make the outstanding copies of persistent state, in program order. All queues must be idle."""
     for index, copy in enumerate(program.instructions):
         if not isinstance(copy, CopyIn | CopyOut) or progress.finished[index] or index not in slots:
             continue

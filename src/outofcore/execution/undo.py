@@ -28,7 +28,7 @@ _MAX_SAVED_BYTES = 4 * MIB
 
 @dataclass(frozen=True)
 class StepProgress:
-    """Progress of a step: which instructions have started and which are done, by index."""
+    """The progress of a step: for each instruction, whether it has started and whether it has finished."""
 
     started: Sequence[bool]
     finished: Sequence[bool]
@@ -98,7 +98,7 @@ class Undo:
         self._saved_generator_states = [generator.get_state() for generator in self._generators]
 
     def is_possible(self, progress: StepProgress) -> bool:
-        """Return whether a step that has come this far can be undone."""
+        """Return whether a step with this progress can be undone."""
         if (
             not self._is_supported
             or not self._saved_generator_states
@@ -117,7 +117,7 @@ class Undo:
         return [block for block in evicted if block.copy_in is None or not progress.finished[block.copy_in]]
 
     def undo(self, arena: DeviceArena, homes: Sequence[Slots], progress: StepProgress) -> bool:
-        """Restore the model to the start of a failed step, which no longer runs; return False if it is too late."""
+        """Restore the model to the start of a failed step; return False if it is too late. All queues must be idle."""
         if not self.is_possible(progress):
             return False
         for evicted in self._blocks_to_restore(progress):
@@ -136,7 +136,7 @@ class Undo:
 def _find_evicted_blocks(
     program: Program, wrapping: set[int], slots: Mapping[int, tuple[SlotPiece, ...]]
 ) -> list[_EvictedBlock]:
-    """Return the blocks with ids in ``wrapping`` that a copy out evicts within the step."""
+    """Describe the blocks with ids in ``wrapping`` that a copy out evicts during the step."""
     evicted: list[_EvictedBlock] = []
     block_ids: set[int] = set()
     outs = [(i, c) for i, c in enumerate(program.instructions) if isinstance(c, CopyOut) and i in slots]

@@ -35,7 +35,7 @@ class CudaBackend:
         self.device = self.driver.device
 
     def arena(self, count: int, reserve: int, room: int = 0) -> DeviceArena:
-        """Open an arena of ``count`` bytes, and not of ``room``: the device's other users can have the rest."""
+        """Open an arena of ``count`` bytes; ignore ``room``, so that other users of the device can have the rest."""
         self.driver.synchronize()
         self.driver.reserved_bytes()
         return self.driver.open_arena(count, reserve)

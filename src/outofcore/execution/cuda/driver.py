@@ -102,7 +102,7 @@ class CudaDriver:
             yield
 
     def launch(self, run: BoundRun | None, call: Callable[[], object], stream: Stream = Stream.COMPUTE) -> None:
-        """Call a function that issues an op or a collective, within the context of its stream."""
+        """Call a function that issues an op or a collective, with ``stream`` as the current stream."""
         if stream is Stream.COMPUTE:
             call()
             return
@@ -359,7 +359,7 @@ class CudaDriver:
 
 
 class CudaArena:
-    """An arena in one allocation on a CUDA device, which PyTorch's statistics and limits of memory include."""
+    """An arena in one allocation on a CUDA device; PyTorch's memory statistics and limits include it."""
 
     is_synchronous = False
 
@@ -488,7 +488,7 @@ class _Action(ctypes.Structure):
 
 
 class _Lanes:
-    """Transfer threads, for each of ``streams`` (by handle) that can wait for a thread (see ``lanes.cpp``)."""
+    """Threads that read and write files, one for each of ``streams`` that can wait for a thread (``lanes.cpp``)."""
 
     def __init__(self, library: ctypes.PyDLL, device: torch.device, streams: Mapping[Stream, int]) -> None:
         # The lanes' counters, which the device reads, each on its own cache line.
@@ -505,7 +505,7 @@ class _Lanes:
 
 
 def _end_lanes(library: ctypes.PyDLL, device: torch.device, lanes: Sequence[int], counts: torch.Tensor) -> None:
-    """End transfer threads once the device is idle; ``counts`` only has to live until then."""
+    """End transfer threads once the device is idle; the argument ``counts`` keeps their counters alive until then."""
     if lanes:
         with contextlib.suppress(RuntimeError):
             torch.cuda.synchronize(device)  # no transfer may be posted from now on

@@ -64,7 +64,7 @@ _MEASURED_STEPS = _MeasuredSteps()
 
 
 class _GraphedCalls:
-    """Issues ops one by one in its first call, and as one CUDA graph in later calls if it can be captured."""
+    """A callable that issues ops one by one in its first call, and as one CUDA graph in later calls if possible."""
 
     def __init__(self, driver: Driver, call: Callable[[], object]) -> None:
         self._driver, self._call = driver, call
@@ -134,7 +134,7 @@ class CudaEngine:
     def run(
         self, bound: BoundProgram, table: ScopeTable, slots: Mapping[int, tuple[SlotPiece, ...]], ports: dict[int, Port]
     ) -> Timeline:
-        """Issue one step, measured if it is among the first six or every 32nd; return the last measured timeline."""
+        """Issue one step, and return the last measured timeline; the first six steps and every 32nd are measured."""
         prepared, driver = self._prepared, self._driver
         if prepared is None or self._bound is not bound:
             disk = any(copy.home for queue in bound.copies for copy in queue)
@@ -225,7 +225,7 @@ class CudaEngine:
         ports: dict[int, Port],
         caller_marks: list[Mark],
     ) -> None:
-        """Issue one instruction of a measured step, between two of the ``stamps``."""
+        """Issue one instruction of a measured step between its two timed marks in ``stamps``."""
         driver, stream = self._driver, issue.stream
         self._issue_waits(issue, driver)
         driver.record(first_stream(stream), stamps[2 * issue.index])
@@ -239,7 +239,7 @@ class CudaEngine:
         self._issue_marks(issue, driver)
 
     def _play(self, prepared: PreparedProgram, ports: dict[int, Port], caller_marks: list[Mark]) -> None:
-        """Issue a step that is not measured, in batches; the first such step records op calls for later ones."""
+        """Issue an unmeasured step in batches; the first such step records op calls for later ones."""
         if prepared.batches is None:
             prepared.batches = self._make_batches(prepared)
         native = self._can_replay and internals.has_no_dispatch_modes()
@@ -264,7 +264,7 @@ class CudaEngine:
         ports: dict[int, Port],
         caller_marks: list[Mark],
     ) -> list[Batch]:
-        """Issue a step and record its op calls; return the batches, with replayable ones combined."""
+        """Issue a step in batches and record its op calls; return the batches, with recorded ones combined."""
         replay = Replay(library, len(batches))
         recorded: list[bool] = []
         with replay.watch_calls():
@@ -299,7 +299,7 @@ class CudaEngine:
         return [(first, end) for first, end in pairwise([0, *cuts, len(kinds)]) if kinds[first]]
 
     def _can_be_graphed(self, batch: Batch) -> bool:
-        """Return whether graphs are enabled and a batch is one op, not random, on memory of the device only."""
+        """Return whether a batch may be part of a CUDA graph: one op, not random, with all tensors on the device."""
         run = None if batch.instruction is None else batch.instruction.run
         if not self._makes_graphs or run is None or self._bound is None or self._bound.graph.ops[run.op].random:
             return False
@@ -309,7 +309,7 @@ class CudaEngine:
         )
 
     def _combine(self, batches: Sequence[Batch], replay: Replay, first: int, end: int, table: ScopeTable) -> Batch:
-        """Combine the batches from ``first`` to before ``end`` into one native call, or a graph of several ops."""
+        """Combine the batches from ``first`` to before ``end`` into one native call, or into one CUDA graph."""
         tapes = [(number, batch.play) for number, batch in enumerate(batches) if isinstance(batch.play, Tape)]
         issued = [
             (number, tape.after_native)
@@ -376,7 +376,7 @@ class CudaEngine:
                 issuer.wait(issue.stream, mark)
 
     def _issue_marks(self, issue: PreparedInstruction, issuer: Issuer) -> None:
-        """Record the marks for which later instructions wait."""
+        """Record the marks that later instructions wait for."""
         if issue.mark is not None:
             issuer.record(issue.stream, issue.mark)
         if issue.stored_mark is not None:
@@ -395,7 +395,7 @@ class CudaEngine:
             issuer.copy(stream, index, device if inwards else host, host if inwards else device)
 
     def _copy_user_memory(self, issue: PreparedInstruction, ports: dict[int, Port], caller_marks: list[Mark]) -> None:
-        """Issue a copy between the arena and the caller's memory; ``caller_marks`` gets a mark to await, if needed."""
+        """Issue a copy to or from the caller's memory; add a mark to ``caller_marks`` if the step must await it."""
         driver, stream, index = self._driver, issue.stream, issue.index
         if issue.arena_bytes is None:
             return
@@ -426,7 +426,6 @@ class CudaEngine:
 
 
 def _bytes_of(port: Port) -> torch.Tensor:
-    """Return the bytes of a port as a uint8 tensor."""
     tensor = port.tensor
     start = tensor.storage_offset() * tensor.element_size()
     return internals.view_storage_bytes(tensor)[start : start + port.bytes]

@@ -131,7 +131,7 @@ class Driver(Protocol):
         ...
 
     def make_launcher(self, run: BoundRun, call: Callable[[], object], stream: Stream) -> Callable[[], object]:
-        """Return a function that calls ``launch`` each time within a step; it may be ``call`` itself."""
+        """Return a function that launches an op or a collective at every step; it may be ``call`` itself."""
         ...
 
     def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -153,7 +153,7 @@ class Driver(Protocol):
     def make_tape(self, actions: Sequence[Action]) -> Tape: ...
 
     def capture_graph(self, call: Callable[[], object]) -> Callable[[], object] | None:
-        """Return a function that issues the work of ``call`` as one graph, or None; ``call`` runs without effect."""
+        """Capture the work of ``call`` as one graph without doing it; return a function that issues it, or None."""
         ...
 
     def create_mark(self, *, timed: bool = False) -> Mark:
@@ -183,7 +183,7 @@ class Driver(Protocol):
         ...
 
     def to_pinned(self, source: torch.Tensor) -> torch.Tensor:
-        """Return a uint8 tensor for an unblocking copy to the device: ``source``, or a copy in pinned memory."""
+        """Return ``source``, or a copy of it in pinned memory, so that copying it to the device does not block."""
         ...
 
     def generators(self) -> Sequence[torch.Generator]: ...

@@ -90,7 +90,7 @@ class Preparation:
         self._marks: dict[tuple[int, int], Mark] = {}  # by stream and number of the instruction in it
 
     def prepare(self) -> PreparedProgram:
-        """Return the program with a mark for each instruction that another stream awaits."""
+        """Return the program with the stream, waits, bytes and marks of each instruction."""
         driver, bound, slots = self._driver, self._bound, self._slots
         issues: list[PreparedInstruction] = []
         runs = {run.index: run for run in bound.runs}
@@ -122,7 +122,7 @@ class Preparation:
         return PreparedProgram(issues, shown, disk, driver.create_mark(), ends, [], started, stopped, generators)
 
     def _mark_host_copies(self, issues: list[PreparedInstruction]) -> list[Mark]:
-        """Mark the last copy out and in between the arena and results in host memory; return the marks."""
+        """Mark the last copy in each direction between the arena and results in host memory; return the marks."""
         bound, slots = self._bound, self._slots
         # The user may read these bytes as soon as the call has returned, or overwrite the source of a copy in.
         shown = set(bound.program.results)
@@ -174,7 +174,7 @@ def make_collective_call(run: BoundRun) -> Callable[[], None]:
 
 
 def make_op_call(run: BoundRun, scope: int, table: ScopeTable, generators: GeneratorStates) -> Callable[[], None]:
-    """Return a function that issues an op, serves its requests as planned, and restores random states."""
+    """Return a function that issues an op with its planned memory, and with the same random numbers at a rerun."""
     call = _make_planned_call(run, scope, table)
 
     def draw() -> None:
@@ -190,7 +190,7 @@ def make_op_call(run: BoundRun, scope: int, table: ScopeTable, generators: Gener
 
 
 def _make_planned_call(run: BoundRun, scope: int, table: ScopeTable) -> Callable[[], None]:
-    """Return a function that issues an op and serves its requests as planned; specialized to save host time."""
+    """Return a function that issues an op with its planned memory; specialized to save host time."""
     issue, results = internals.bind_op(run.func, run.args, run.kwargs), run.results
     begin, end, returned = table.begin, table.end, internals.count_returned_tensors(run.func)
 

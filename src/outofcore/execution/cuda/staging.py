@@ -34,12 +34,12 @@ class StagedChunk:
 
 
 def first_stream(stream: Stream) -> Stream:
-    """Return the stream on which a copy begins: one from a disk is first read into host memory."""
+    """Return the stream on which a copy begins. A copy from a disk begins with a read into host memory."""
     return Stream.READ if stream is Stream.DISK_IN else stream
 
 
 def last_stream(stream: Stream) -> Stream:
-    """Return the stream on which a copy ends: one to a disk is at last written from host memory."""
+    """Return the stream on which a copy ends. A copy to a disk ends with a write from host memory."""
     return Stream.WRITE if stream is Stream.DISK_OUT else stream
 
 
@@ -79,7 +79,7 @@ class Staging:
     def cut_chunks(
         self, view: Callable[[int, int], torch.Tensor], start: int, offset: int, count: int
     ) -> list[StagedChunk]:
-        """Cut a copy, from ``start`` in the arena and ``offset`` in the file, into chunks that fit a buffer."""
+        """Cut a copy between ``start`` in the arena and ``offset`` in the file into chunks that fit a buffer."""
         cuts = range(0, count, self._size)
         return [StagedChunk(view(start + cut, min(self._size, count - cut)), offset + cut) for cut in cuts]
 
@@ -128,7 +128,7 @@ def _whole_pages(buffer: torch.Tensor, count: int) -> torch.Tensor:
 def reads_after_writes(
     copies: Sequence[tuple[int, bool]], slots: Mapping[int, tuple[SlotPiece, ...]]
 ) -> dict[int, int]:
-    """Map each read that must wait for a write to that write; ``copies`` are (instruction, whether it writes)."""
+    """Map each read to the write that it must wait for, if any; ``copies`` are (instruction, whether it writes)."""
     # Reads run in order, and so do writes: a read needs no wait if an earlier read has one for the
     # same or a later write.
     write_of: dict[int, int] = {}
@@ -154,7 +154,7 @@ class Posted(Transfer):
 def create_transfer(
     home: HomeStore, offset: int, address: int, count: int, *, writes: bool, lane: int | None = None
 ) -> Posted:
-    """Create a transfer of whole pages; ``lane`` is the thread that runs it, None for the caller's."""
+    """Create a transfer of whole pages; the thread ``lane`` runs it, or the caller's thread if that is None."""
     place = home.locate(offset, count)
     return Posted(address, count, place.start, place.descriptor, writes, place.cache, lane=lane)
 
