@@ -39,7 +39,7 @@ _is_python = native_callback(_has_python_kernel, ctypes.c_char_p, ctypes.c_char_
 
 
 class _DispatchKey:
-    """The dispatch key and its owner, a library that keeps it until another library needs it."""
+    """The dispatch key that intercepts ops, and its owner, the library whose kernels are registered under it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -56,7 +56,6 @@ def flavor_of(device: torch.device) -> Flavor | None:
 
 
 def loaded_library(device: torch.device) -> ctypes.CDLL | None:
-    """Return the library for tensors of a device, if this process has loaded it."""
     flavor = flavor_of(device)
     return None if flavor is None else _key.loaded.get(flavor)
 
@@ -82,7 +81,7 @@ def _load_once(flavor: Flavor) -> ctypes.CDLL:
 
 
 def open_space(library: ctypes.CDLL, space: object, for_compiled_step: bool) -> None:
-    """Open a space and give its library the dispatch key; raises ``StateError``."""
+    """Start the native part of a loop, and give its library the dispatch key; raises ``StateError``."""
     with _key.lock:
         if _key.owner is not library:
             if is_any_loop_running():
@@ -144,7 +143,7 @@ class Refusal(ctypes.Structure):
 
 
 def refusal_of(text: str) -> tuple[str, Refusal] | None:
-    """Return the op that was refused memory, and the numbers, by the error's text; None for any other error."""
+    """Return the op and the numbers of a refusal of memory, given the error's text; None for other errors."""
     numbers = Refusal()
     for library in loaded_libraries():
         op: bytes | None = library.follow_refusal(text.encode(errors="replace"), ctypes.byref(numbers))
@@ -154,7 +153,7 @@ def refusal_of(text: str) -> tuple[str, Refusal] | None:
 
 
 def error_of(text: str) -> Exception | None:
-    """Return the exception for a message of the native code; None for refusals and any other message."""
+    """Convert the text of a native error to an exception; None for refusals of memory and other texts."""
     start = text.find(_MESSAGE_PREFIX)
     if start < 0 or refusal_of(text) is not None:
         return None
