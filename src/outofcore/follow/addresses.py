@@ -63,7 +63,7 @@ _OWN_PACKAGE = "outofcore."
 
 
 class AddressWatch:
-    """Calls ``fix`` before other code gets a storage's address, and ``hold`` while a method reads its memory."""
+    """Calls ``fix`` before other code gets a storage's address; opens ``hold`` while a method reads its memory."""
 
     def __init__(
         self,

@@ -115,7 +115,7 @@ class BudgetedCalls:
             yield from state_of(optimizer)
 
     def _adopt_untracked(self) -> None:
-        """Move model and optimizer tensors into the loop that the user or another step has replaced."""
+        """Adopt tensors of the models and optimizers that the user, a checkpoint or another step has replaced."""
         untracked = self._loop.find_untracked([tensor for tensor in self._state_tensors() if CPU.can_move(tensor)])
         if not untracked:
             return

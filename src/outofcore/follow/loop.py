@@ -505,7 +505,7 @@ class Loop:
             self._record_end(StepSign.CALL, weakref.ref(model))
 
     def _record_end(self, sign: StepSign, source: Hashable) -> None:
-        """Count a step that ``sign`` ended; end the loop's step if ``source`` is the one that ends steps."""
+        """Count a step that ``sign`` ended; end the loop's step if ``source`` ends its steps."""
         self._step_ends.record_end(sign)
         # For a compiled step, each call is a step.
         if not self._options.for_compiled_step and self._runs_in_this_thread() and self._step_ends.ends_step(source):

@@ -39,7 +39,7 @@ _is_python = native_callback(_has_python_kernel, ctypes.c_char_p, ctypes.c_char_
 
 
 class _DispatchKey:
-    """The dispatch key that intercepts ops, and its owner, the library whose kernels are registered under it."""
+    """The dispatch key that intercepts ops; its owner is the library with the kernels registered under it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

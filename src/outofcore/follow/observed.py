@@ -120,8 +120,6 @@ class PlanSummary:
 
 @dataclass(frozen=True)
 class ObservedStep:
-    """One step of a loop, or its run so far, as the native log recorded it."""
-
     step: int
     is_complete: bool
     missing_events: int  # events missing at the end, because the log was full
@@ -208,7 +206,7 @@ def read_observed(
 
 
 class _LogReader:
-    """Reads a log, and builds the parts of an ``ObservedStep`` from it. Block numbers are those of the log."""
+    """Builds the parts of an ``ObservedStep`` from a log of events; blocks keep the log's numbers."""
 
     def __init__(self, log: Sequence[_LogRow], names: Sequence[str], known: KnownStorages) -> None:
         self._known = known
@@ -330,7 +328,7 @@ class _LogReader:
         return StepGraph(tuple(storages), tuple(ops))
 
     def _module(self, touches: Sequence[_LogRow]) -> str:
-        """Return the module whose parameters an op uses; empty unless there is exactly one."""
+        """Return the module that owns the parameters of an op; empty unless exactly one module owns them."""
         known_blocks = (self._known[t.number] for t in touches if t.number in self._known)
         owners = {name.rpartition(".")[0] for name, kind in known_blocks if kind is StorageKind.PARAMETER}
         return owners.pop() if len(owners) == 1 else ""

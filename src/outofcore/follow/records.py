@@ -126,7 +126,7 @@ def read_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
 def _list_ends(
     storages: Sequence[_RecordedStorage], uses: Sequence[Sequence[int]], carried: Mapping[int, int], op_count: int
 ) -> list[list[int]]:
-    """Return the storages that end before each op; the last list has those that end with the step."""
+    """Return the storages that end before each op; the last list is for the end of the step."""
     ends: list[list[int]] = [[] for _ in range(op_count + 1)]
     for number, storage in enumerate(storages):
         if number in carried:

@@ -26,7 +26,7 @@ def default_budget(available: int, *, on_host: bool) -> int:
 
 
 def available_bytes(device: torch.device, models: Iterable[nn.Module] = ()) -> int:
-    """Return the available bytes of a device, including those of ``models``; raises ``InputError`` if unknown."""
+    """Return the bytes that a device has for tensors, ``models`` included; raises ``InputError`` if unknown."""
     if device.type == "cpu":
         available = available_memory_bytes()
         if available is None:

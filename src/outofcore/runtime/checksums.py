@@ -11,7 +11,7 @@ from outofcore.runtime.native import Flavor, load_unlocked
 
 
 def checksum(memory: memoryview, offset: int = 0) -> int:
-    """Return the checksum of bytes. Those of parts, at an ``offset`` of n * 1024, add up to it modulo 2^64."""
+    """Return the checksum of bytes. Checksums of parts (at an ``offset`` of n * 1024) add up modulo 2^64."""
     return int(load_unlocked(Flavor.CPU).outofcore_sum(address_of(memory), memory.nbytes, offset))
 
 

@@ -114,7 +114,7 @@ class _Range:
 
 
 class FileRanges:
-    """The slots of a home whose bytes are in other files, such as the weights of a checkpoint."""
+    """The slots of a home that are ranges of other files, such as the weights of a checkpoint."""
 
     def __init__(self) -> None:
         self._ranges: dict[int, _Range] = {}

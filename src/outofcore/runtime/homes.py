@@ -106,7 +106,7 @@ class HomeStore(ByteStore):
             raise damage_error(self.name, offset, len(target))
 
     def read_back(self, offset: int) -> None:
-        """Read a slot, and raise ``TransferError`` if it differs from the last write. Only with full checks."""
+        """With full checks, read a slot and raise ``TransferError`` if it differs from the last write to it."""
         if self.sums is None or not self.sums.full or offset not in self.sums.recorded:
             return
         count, expected = self.sums.recorded[offset]

@@ -65,7 +65,7 @@ def trim_heap() -> None:
 
 @contextlib.contextmanager
 def collect_new_garbage() -> Iterator[None]:
-    """Collect the garbage of this context at its end, and no older garbage, which could take half a second."""
+    """Collect the garbage of this context at its end; a full collection could take half a second."""
     is_outermost = not gc.get_freeze_count()  # do not unfreeze the user's frozen objects
     if is_outermost:
         gc.freeze()
