@@ -93,7 +93,7 @@ class AddressWatch:
             self._unwrap_if_unused()
 
     def _unwrap_if_unused(self) -> None:
-        """Restore the wrapped methods, unless they are still needed or other code has wrapped them, too."""
+        """Restore the wrapped methods, unless a loop needs them or other code has wrapped them since."""
         with self._lock:
             # Watching continues as long as a tensor is in memory of a loop, open or not.
             if self._open or self._undo is None or has_loop_tensors():

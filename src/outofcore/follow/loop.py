@@ -350,7 +350,7 @@ class Loop:
         return f"<loop within {format_bytes(self._limit)}, {state}: {self.stats!r}>"
 
     def _open_space(self, space: Space) -> None:
-        """Let ``space`` manage tensors from now on; raises ``StateError`` if another loop or compiled step does."""
+        """Let ``space`` manage tensors from now on; raises ``StateError`` if a loop or compiled step is open."""
         if is_any_loop_running():
             raise StateError(
                 f"a loop is running already{self._other_loop_location()}, and only one can run at a time: end it with "

@@ -363,7 +363,7 @@ class PinnedHome(HostHome):
         )
 
     def grow(self, count: int) -> None:
-        """Grow the home to ``count`` bytes, or if memory permits by a fourth of its size, within bounds."""
+        """Grow to at least ``count`` bytes, and if memory permits by at least a fourth of the present size."""
         total = round_up(count, PAGE_BYTES)
         if total <= self.bytes:
             return
