@@ -81,7 +81,7 @@ def _load_once(flavor: Flavor) -> ctypes.CDLL:
 
 
 def open_space(library: ctypes.CDLL, space: object, for_compiled_step: bool) -> None:
-    """Start the native part of a loop, and give its library the dispatch key; raises ``StateError``."""
+    """Start or resume the native part of a loop, with the dispatch key for its library; raises ``StateError``."""
     with _key.lock:
         if _key.owner is not library:
             if is_any_loop_running():
@@ -125,7 +125,7 @@ def is_any_loop_running() -> bool:
 
 
 def call(library: ctypes.CDLL, function: str, *arguments: object) -> int:
-    """Call a native function; if it fails, raise ``SpillError``, ``TransferError``, ``MemoryError``, ``StateError``."""
+    """Call a native function; raises ``SpillError``, ``TransferError``, ``MemoryError`` or ``StateError``."""
     result = getattr(library, function)(*arguments)
     if result == -1 or result is None:
         text = library.follow_failure().decode(errors="replace")

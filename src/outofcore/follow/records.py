@@ -37,7 +37,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A plan in terms of the record, as sorted pairs of op and storage."""
+    """A plan for the native code, as sorted pairs of an op's and a storage's index in the record."""
 
     release: tuple[tuple[int, int], ...]  # when the op begins, the storage's memory may be reused
     fetch: tuple[tuple[int, int], ...]  # when the op begins, the fetch begins

@@ -47,7 +47,7 @@ def places_of(trace: TracebackType | None) -> Iterator[FramePlace]:
 
 
 def forward_place(text: str) -> str:
-    """Remove the backward pass from a text of ``of_backward``, so that " in 0 (Linear) at a.py:3" remains."""
+    """Convert a text of ``of_backward`` to one for the forward pass, such as " in 0 (Linear) at a.py:3"."""
     module = text.removeprefix(IN_BACKWARD)
     if module == text:
         return text

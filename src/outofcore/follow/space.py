@@ -52,7 +52,7 @@ class Space:
         return call(self.library, function, self, *arguments)
 
     def read_numbers(self, function: str) -> list[int]:
-        """Return all numbers of a native function that fills a buffer and returns the number of entries."""
+        """Return all numbers that a native function writes to a buffer; it must return their count."""
         capacity = 0
         while True:  # other threads may add numbers between two calls
             numbers = (ctypes.c_int64 * capacity)()
