@@ -63,7 +63,7 @@ _OWN_PACKAGE = "outofcore."
 
 
 class AddressWatch:
-    """Calls ``fix`` before code gets a storage's address, and opens ``hold`` while a method reads its memory."""
+    """Calls ``fix`` before other code gets a storage's address; opens ``hold`` while a method reads its memory."""
 
     def __init__(
         self,
@@ -93,6 +93,7 @@ class AddressWatch:
             self._unwrap_if_unused()
 
     def _unwrap_if_unused(self) -> None:
+        """Restore the wrapped methods, unless a loop needs them or other code has wrapped them since."""
         with self._lock:
             # Watching continues as long as a tensor is in memory of a loop, open or not.
             if self._open or self._undo is None or has_loop_tensors():
@@ -103,7 +104,7 @@ class AddressWatch:
                 self._undo = None
 
     def _report(self, value: object, until_next_op: bool = False) -> None:
-        """Call ``fix`` for the storage of ``value``, a tensor or storage, unless no loop can move it."""
+        """Call ``fix`` for the storage of a tensor or storage, if a loop can move it."""
         if not self._open:
             self._unwrap_if_unused()
         storage = _storage_of(value)
@@ -172,7 +173,7 @@ class AddressWatch:
 
 
 def replace_attribute(undo: contextlib.ExitStack, kind: Any, name: str, value: object) -> None:
-    """Set an attribute of a class; ``undo`` restores the value before, or deletes one that the class had inherited."""
+    """Set an attribute of a class; ``undo`` restores it, or deletes it if the class had only inherited it."""
     previous = vars(kind).get(name)
     setattr(kind, name, value)
     if previous is None:
@@ -182,7 +183,7 @@ def replace_attribute(undo: contextlib.ExitStack, kind: Any, name: str, value: o
 
 
 def _storage_of(value: object) -> torch.UntypedStorage | None:
-    """Return the storage of a tensor or storage; None for other values, and for tensors that no loop can move."""
+    """Return the storage of a tensor or storage; None for other values and for tensors that loops cannot move."""
     if isinstance(value, torch.UntypedStorage):
         return value
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and flavor_of(value.device) is not None:
@@ -191,7 +192,7 @@ def _storage_of(value: object) -> torch.UntypedStorage | None:
 
 
 def _calling_module(frame: FrameType | None) -> str:
-    """Return the module name of a frame, or of its nearest caller outside of ``torch.TypedStorage``."""
+    """Return the name of a frame's module; a frame of ``torch.TypedStorage`` counts as its caller."""
     name = ""
     while frame is not None:
         name = frame.f_globals.get("__name__") or ""
@@ -222,7 +223,7 @@ _VARARGS_AND_KEYWORDS = 3
 
 
 def _redirect(undo: contextlib.ExitStack, function: Any, trampoline: Callable[[int], int]) -> None:
-    """Replace a built-in function's C code by that at ``trampoline(old address)``; without effect unless CPython."""
+    """Let a built-in function call the C code ``trampoline(old address)`` until ``undo``. Only in CPython."""
     if sys.implementation.name != "cpython" or type(function) is not type(len):
         return
     definition_address = ctypes.c_void_p.from_address(id(function) + object.__basicsize__).value

@@ -86,14 +86,14 @@ class BudgetedCalls:
         self._loop.evict_all()
 
     def close(self, *, keep_memory: bool) -> None:
-        """Evict all tensors and end the loop. Without ``keep_memory``, tensors get memory outside of it first."""
+        """Evict all tensors and end the loop. Unless ``keep_memory``, first move them out of the loop's memory."""
         self._loop.evict_all()
         if not keep_memory:
             self._loop.release()
         self._stop()
 
     def _run_in_loop(self, run: Callable[[], Any]) -> Any:
-        """Run a function with the loop resumed; convert errors of the native code to library exceptions."""
+        """Resume the loop for a call of ``run``, and return its result; convert native errors to our exceptions."""
         try:
             self._loop.resume()
             return run()
@@ -137,7 +137,7 @@ class BudgetedCalls:
         _log.info("adopted %d tensors from other memory", len(untracked))
 
     def _detach_result(self, result: Any) -> Any:
-        """Detach the tensors of a result, and move them out of the loop except for model and optimizer state."""
+        """Return a result with detached tensors; move them out of the loop, except model and optimizer state."""
         library, persistent = CPU.library, {storage_key(tensor) for tensor in self._state_tensors()}
 
         def convert(value: Any) -> Any:

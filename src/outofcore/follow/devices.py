@@ -57,14 +57,13 @@ class LoopDevice:
         return load_paging(self.flavor)
 
     def can_move(self, tensor: torch.Tensor) -> bool:
-        """Return whether a loop on this device can move a tensor."""
         return tensor.layout is torch.strided and flavor_of(tensor.device) is self.flavor
 
     def prepare(self) -> None:
         """Allocate the workspaces of libraries, if they have any, before the loop reserves its arena."""
 
     def add_homes(self, options: LoopHome, add: AddHome) -> None:
-        """Create the homes of the options, and pass each to ``add``; raises ``SpillError`` if one cannot be used."""
+        """Create the homes that ``options`` names, and pass each to ``add``; raises ``SpillError``."""
         in_memory = options.home == "host"
         if in_memory or options.host_limit is not None:
             file = _create_memory_file()

@@ -39,7 +39,7 @@ def explain_error(error: BaseException, names: KnownStorages | None = None) -> E
 
 
 def _describe_op(op: str, parameter: str | None, trace: TracebackType | None) -> str:
-    """Name an op with its module and the user's line, or with the parameter of the gradient that it adds to."""
+    """Describe an op by its module and the user's line, or by the parameter that it adds a gradient to."""
     if IN_BACKWARD in op:
         return op
     module, line = sources.find(places_of(trace))

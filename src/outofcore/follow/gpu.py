@@ -48,7 +48,7 @@ class BudgetShares:
 
 
 def shares_of(budget: int, device: torch.device) -> BudgetShares:
-    """Measure the bytes of libraries, and divide a budget; raises ``BudgetError`` if it is too small."""
+    """Divide a budget, given the measured bytes of libraries; raises ``BudgetError`` if it is too small."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     libraries = _measure_library_bytes(device)
@@ -95,7 +95,7 @@ def _measure_library_bytes(device: torch.device) -> int:
 
 
 def make_workspaces(device: torch.device) -> None:
-    """Make cuBLAS allocate its workspaces for this thread and autograd's, which must not be in the arena."""
+    """Let cuBLAS allocate its workspaces, for this thread and autograd's, before the arena exists."""
     with torch.cuda.device(device), torch.inference_mode(False), torch.enable_grad():
         for dtype in (torch.float32, torch.bfloat16):
             square = torch.ones(64, 64, dtype=dtype, device=device, requires_grad=True)
@@ -108,7 +108,7 @@ def make_workspaces(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def refuse_graphs() -> Iterator[None]:
-    """Raise ``StateError`` in this context if a CUDA graph is used: it would keep addresses of moved tensors."""
+    """Refuse CUDA graphs in this context by ``StateError``, because they keep the addresses of tensors."""
 
     def refusing(action: str) -> Callable[..., Any]:
         def refuse(*_: object, **__: object) -> None:

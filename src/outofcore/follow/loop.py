@@ -221,7 +221,7 @@ class Loop:
             print(f"outofcore: {self.measurement()}", file=sys.stderr, flush=True)
 
     def end(self, *, keep_results: bool = True) -> None:
-        """End the loop, from any thread; ``keep_results`` stores the data that ``stats`` and ``report`` show later."""
+        """End the loop, from any thread. ``keep_results`` keeps the data for ``stats`` and ``report``."""
         with self._lock, contextlib.ExitStack() as cleanup:
             space, self._undo, undo = self._space, contextlib.ExitStack(), self._undo
             if space is None:
@@ -257,7 +257,7 @@ class Loop:
                 self._space.call("follow_vacate")
 
     def release(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
-        """Give tensors, by default all of them, memory of their own, as in plain PyTorch."""
+        """Move tensors, by default all, from the loop's memory to memory of their own."""
         with self._lock:
             if self._space is not None and tensors is None:
                 self._space.call("follow_release_all")
@@ -350,7 +350,7 @@ class Loop:
         return f"<loop within {format_bytes(self._limit)}, {state}: {self.stats!r}>"
 
     def _open_space(self, space: Space) -> None:
-        """Open a space; raises ``StateError`` if another loop is running or a compiled step is open."""
+        """Let ``space`` manage tensors from now on; raises ``StateError`` if a loop or compiled step is open."""
         if is_any_loop_running():
             raise StateError(
                 f"a loop is running already{self._other_loop_location()}, and only one can run at a time: end it with "
@@ -368,11 +368,10 @@ class Loop:
         return f" at {self._start_line}" if self._start_line else ""
 
     def is_open(self) -> bool:
-        """Return whether a user started the loop in this process, and it has not ended."""
+        """Return whether the user has started the loop, in this process, and not ended it."""
         return self._space is not None and not self._options.for_compiled_step and self._process == os.getpid()
 
     def is_running(self) -> bool:
-        """Return whether the loop is running in some thread of this process now."""
         return self._space is not None and not self._paused and self._process == os.getpid()
 
     def _runs_in_this_thread(self) -> bool:
@@ -437,17 +436,18 @@ class Loop:
         return observed
 
     def _read_log(self, space: Space) -> tuple[Sequence[int], Sequence[str], KnownStorages]:
-        """Return the log as ``read_observed`` takes it: numbers, names of operators, and named storages."""
+        """Return the native log: numbers, the operators' names, and the names and kinds of storages."""
         numbers = space.read_numbers("follow_observed")
         names = names_of_storages(space, self.named_models(), list_alive(self._optimizers))
         return numbers, space.read_names("follow_observed_names"), names
 
     def named_models(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield each model with a prefix for the names of its tensors; it is empty for a single model."""
+        """Yield the models with prefixes for their tensors' names; the prefix of a single model is empty."""
         for index, model in enumerate(self._models):
             yield f"models[{index}]." if len(self._models) > 1 else "", model
 
     def _read_stats(self, space: Space) -> LoopStats:
+        """Return the native counters, completed with the budget and the memory of the process."""
         plans = 0 if self._planner is None else self._planner.plan_count
         stats = space.read_stats(steps=self._step_ends.count, plans=plans)
         memory = process_memory()
@@ -467,13 +467,13 @@ class Loop:
             self.adopt(tensors, tell, len(tensors))
 
     def adopt(self, tensors: Iterable[torch.Tensor], tell: ProgressCallback = ignore_progress, count: int = 0) -> None:
-        """Move tensors to the home, even if other code owns their memory; ``tell`` gets progress out of ``count``."""
+        """Move tensors to the home, wherever they are; ``tell`` receives the progress out of ``count`` tensors."""
         with self._lock:
             if self._space is not None:
                 self._space.adopt(tensors, tell, count)
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Adopt an optimizer's tensors before its first step in the loop; mark it as untracked outside of the loop."""
+        """Adopt an optimizer's tensors before its first step; in threads outside of the loop, list it as untracked."""
         if not self._device.library.follow_tracked():
             untracked_optimizers[id(optimizer)] = optimizer
             return
@@ -489,7 +489,7 @@ class Loop:
             self._record_end(StepSign.OPTIMIZER, weakref.ref(optimizer))
 
     def after_backward(self) -> None:
-        """End a step after a complete backward pass, unless an optimizer ends steps or this is the first pass."""
+        """End a step after a complete backward pass except the first, in loops where no optimizer ends steps."""
         if (
             self._step_ends.sign is StepSign.OPTIMIZER
             or self._options.for_compiled_step
@@ -500,12 +500,12 @@ class Loop:
             self._record_end(StepSign.BACKWARD, user_line())
 
     def after_call(self, model: nn.Module) -> None:
-        """End a step after a call of a model without gradients, unless backward passes or optimizers end steps."""
+        """End a step after a call without gradients, in loops where backward passes and optimizers end no steps."""
         if self._step_ends.sign is StepSign.CALL and self._runs_in_this_thread() and not torch.is_grad_enabled():
             self._record_end(StepSign.CALL, weakref.ref(model))
 
     def _record_end(self, sign: StepSign, source: Hashable) -> None:
-        """Count a step that ``sign`` ended; end it in the loop unless another source ends steps."""
+        """Count a step that ``sign`` ended; end the loop's step if ``source`` ends its steps."""
         self._step_ends.record_end(sign)
         # For a compiled step, each call is a step.
         if not self._options.for_compiled_step and self._runs_in_this_thread() and self._step_ends.ends_step(source):
@@ -519,7 +519,7 @@ class Loop:
                 self._undo.callback(_remove_hook, hook)
 
     def end_step(self) -> None:
-        """End a step of the loop, then plan it or select its plan."""
+        """End the current step, start to use a finished plan, and plan the ended step if it needs a plan."""
         with self._lock:
             if self._space is None:
                 return
@@ -534,7 +534,7 @@ class Loop:
 
 
 class _CallHook:
-    """A forward hook that reports calls of a model to its loop. Copies, also unpickled ones, have no loop."""
+    """A forward hook that reports calls of a model to its loop. Copies of the hook have no loop."""
 
     def __init__(self, loop: Loop | None = None) -> None:
         self._loop = None if loop is None else weakref.ref(loop)

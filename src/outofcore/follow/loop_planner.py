@@ -45,7 +45,7 @@ _LISTED_PLANS = 8
 
 
 class LoopPlanner:
-    """Plans the steps that the native code proposes, one at a time."""
+    """Plans recorded steps of a loop in the background, one at a time, when the native code proposes them."""
 
     def __init__(self, space: Space, policy: PolicyLike, store: LoopPlans, room: int) -> None:
         self._space, self._policy, self._store, self._room = space, policy, store, room
@@ -68,7 +68,7 @@ class LoopPlanner:
         self.recent_plans: deque[PlanSummary] = deque(maxlen=_LISTED_PLANS)
 
     def on_step_end(self, steps: int, *, is_proposed: bool) -> None:
-        """Use a finished plan, if any, and plan the step that has ended, if it is proposed."""
+        """Use a finished plan. If ``is_proposed``, start to plan step number ``steps``, which has just ended."""
         stats = self._space.read_stats(steps=steps, plans=self.plan_count)
         rerun_seconds = (stats.rerun_microseconds - self._rerun_microseconds) / 1e6
         reran = stats.reruns > self._reruns
@@ -104,7 +104,7 @@ class LoopPlanner:
                 self._start_job(record, steps, is_quick=False)
 
     def _was_busy(self) -> bool:
-        """Return whether other programs are known to have delayed the step that has ended."""
+        """Return whether other programs delayed the step that has ended; False if unknown."""
         last_counters = self._counters
         self._counters = read_loop_counters() if self._unproposed_steps < _WATCHED_STEPS else None
         if last_counters is None or self._counters is None:
@@ -119,11 +119,11 @@ class LoopPlanner:
         return self._planning_seconds <= self._free_seconds() + _PLANNING_SHARE * elapsed
 
     def _free_seconds(self) -> float:
-        """Return for how many seconds planning may compete with the loop."""
+        """Return the seconds for which planning may compete with the loop."""
         return max(_FREE_SECONDS, _FREE_STEPS * (time.monotonic() - self._started) / max(self._ended_steps, 1))
 
     def _plan_step(self, steps: int) -> None:
-        """Use the stored plan of the proposed step; plan a step without one, or with one of a busy machine."""
+        """Use the stored plan of the proposed step; plan the step if its plan is missing or from a busy machine."""
         numbers = self._space.read_numbers("follow_proposal")
         if not numbers:
             return
@@ -148,7 +148,7 @@ class LoopPlanner:
         self.background.start(record, PlanJob(record.graph, record.costs, budget, policy), niceness)
 
     def _use_plan(self, record: StepRecord, plan: LoopPlan, steps: int, planning_seconds: float) -> bool:
-        """Let the native code run steps by a plan; return False, without effect, if it refuses the plan as obsolete."""
+        """Pass a plan to the native code; return False if it refuses the plan as obsolete."""
         numbers = plan.schedule.flatten()
         if not self._space.call("follow_schedule", record.bucket, (ctypes.c_int64 * len(numbers))(*numbers)):
             return False

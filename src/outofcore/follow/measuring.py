@@ -87,13 +87,14 @@ class LoopNeeds:
     largest_step: StepRecord | None  # the step that creates the most bytes; None if no step came twice
 
     def measurement(self, policy: PolicyLike) -> Measurement:
-        """Return the measurement, with a time predicted for each budget of ``rooms``, which takes seconds."""
+        """Return the measurement, with a predicted time for each budget of ``rooms``. Predictions take seconds."""
         if not self.smallest_budget:
             return Measurement(self.steps, 0, 0, "")
         predicted = tuple(self._predict(budget, room, policy) for budget, room in self.rooms)
         return Measurement(self.steps, self.in_core_bytes, self.smallest_budget, self.op, predicted)
 
     def _predict(self, budget: int, room: int, policy: PolicyLike) -> Predicted:
+        """Predict the step time within ``budget``, which leaves ``room`` bytes for tensors."""
         fits = budget >= self.smallest_budget
         if not fits or self.largest_step is None or not self.largest_step.costs.compute_seconds:
             return Predicted(budget, None, fits)
@@ -114,6 +115,7 @@ class LoopMeasurer:
         self._max_created_bytes = -1
 
     def on_step_end(self) -> None:
+        """Keep the step that has ended, if it creates more bytes than all before."""
         numbers = self._space.read_numbers("follow_proposal")
         if not numbers:
             return
@@ -123,7 +125,7 @@ class LoopMeasurer:
             self._largest, self._max_created_bytes = record, created_bytes
 
     def collect_needs(self, steps: int) -> LoopNeeds:
-        """Return the budgets in core and for the largest op, rooms at fractions of the first, and the largest step."""
+        """Return the loop's needs so far: in core, of the largest op, and the budgets for which to predict times."""
         stats = self._space.read_stats(steps=steps, plans=0)
         device, library_bytes = self._space.device, self._space.library_bytes
         need, op = self._space.largest_need() or (0, "")

@@ -39,7 +39,7 @@ _is_python = native_callback(_has_python_kernel, ctypes.c_char_p, ctypes.c_char_
 
 
 class _DispatchKey:
-    """The dispatch key and its owner, a library that keeps it until another library needs it."""
+    """The dispatch key that intercepts ops; its owner is the library with the kernels registered under it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -56,7 +56,6 @@ def flavor_of(device: torch.device) -> Flavor | None:
 
 
 def loaded_library(device: torch.device) -> ctypes.CDLL | None:
-    """Return the library for tensors of a device, if this process has loaded it."""
     flavor = flavor_of(device)
     return None if flavor is None else _key.loaded.get(flavor)
 
@@ -82,7 +81,7 @@ def _load_once(flavor: Flavor) -> ctypes.CDLL:
 
 
 def open_space(library: ctypes.CDLL, space: object, for_compiled_step: bool) -> None:
-    """Open a space and give its library the dispatch key; raises ``StateError``."""
+    """Start or resume the native part of a loop, with the dispatch key for its library; raises ``StateError``."""
     with _key.lock:
         if _key.owner is not library:
             if is_any_loop_running():
@@ -126,7 +125,7 @@ def is_any_loop_running() -> bool:
 
 
 def call(library: ctypes.CDLL, function: str, *arguments: object) -> int:
-    """Call a native function; if it fails, raise ``SpillError``, ``TransferError``, ``MemoryError``, ``StateError``."""
+    """Call a native function; raises ``SpillError``, ``TransferError``, ``MemoryError`` or ``StateError``."""
     result = getattr(library, function)(*arguments)
     if result == -1 or result is None:
         text = library.follow_failure().decode(errors="replace")
@@ -144,7 +143,7 @@ class Refusal(ctypes.Structure):
 
 
 def refusal_of(text: str) -> tuple[str, Refusal] | None:
-    """Return the op that was refused memory, and the numbers, by the error's text; None for any other error."""
+    """Return the op and the numbers of a refusal of memory, given the error's text; None for other errors."""
     numbers = Refusal()
     for library in loaded_libraries():
         op: bytes | None = library.follow_refusal(text.encode(errors="replace"), ctypes.byref(numbers))
@@ -154,7 +153,7 @@ def refusal_of(text: str) -> tuple[str, Refusal] | None:
 
 
 def error_of(text: str) -> Exception | None:
-    """Return the exception for a message of the native code; None for refusals and any other message."""
+    """Convert the text of a native error to an exception; None for refusals of memory and other texts."""
     start = text.find(_MESSAGE_PREFIX)
     if start < 0 or refusal_of(text) is not None:
         return None

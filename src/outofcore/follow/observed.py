@@ -102,7 +102,7 @@ class Departure:
 
 @dataclass(frozen=True, slots=True)
 class PlanSummary:
-    """A background plan for steps of ``ops`` ops, which was ready after step number ``step``."""
+    """The summary of a plan for steps of ``ops`` ops, which was ready after step number ``step``."""
 
     step: int
     ops: int
@@ -163,7 +163,7 @@ class _LogRow(NamedTuple):
 def read_observed(
     numbers: Sequence[int], names: Sequence[str], known: KnownStorages, budget: int, policy: str
 ) -> ObservedStep:
-    """Parse a step from the native code's numbers: a header, the rows of the log, and the departures."""
+    """Convert the native log's numbers to a step; ``known`` has the names and kinds of storages."""
     remaining = iter(numbers)
     header = read_fields(remaining, _LogHeader)
     seconds = header.nanos / 1e9
@@ -206,7 +206,7 @@ def read_observed(
 
 
 class _LogReader:
-    """Reads the log once; its methods build the parts of ``ObservedStep``. Blocks are numbered as in the log."""
+    """Builds the parts of an ``ObservedStep`` from a log of events; blocks keep the log's numbers."""
 
     def __init__(self, log: Sequence[_LogRow], names: Sequence[str], known: KnownStorages) -> None:
         self._known = known
@@ -270,7 +270,7 @@ class _LogReader:
                 self._freed[block] = len(self._ops)
 
     def _record_touch(self, row: _LogRow, stay: int | None) -> None:
-        """Record that the last op uses a block during its time in memory number ``stay``."""
+        """Record that the last op uses the row's block; ``stay`` numbers the block's current time in memory."""
         op = len(self._ops) - 1
         block = row.number
         uses = self._uses[block]
@@ -291,6 +291,7 @@ class _LogReader:
         return block not in self._freed and block not in self._creator
 
     def _kind(self, block: int) -> StorageKind:
+        """Return the known kind of a storage, or else a guess from its uses and copies."""
         if block in self._known:
             return self._known[block][1]
         if self._is_persistent(block):
@@ -300,6 +301,7 @@ class _LogReader:
         return StorageKind.INPUT if outside else StorageKind.ACTIVATION
 
     def graph(self) -> StepGraph:
+        """Return the graph of the logged ops and storages."""
         ops: list[Op] = []
         for index, (name, touches) in enumerate(self._ops):
             new = {t.number for t in touches if self._creator.get(t.number) == index}
@@ -326,7 +328,7 @@ class _LogReader:
         return StepGraph(tuple(storages), tuple(ops))
 
     def _module(self, touches: Sequence[_LogRow]) -> str:
-        """Return the module of the parameters that an op uses; empty unless it is exactly one."""
+        """Return the module that owns the parameters of an op; empty unless exactly one module owns them."""
         known_blocks = (self._known[t.number] for t in touches if t.number in self._known)
         owners = {name.rpartition(".")[0] for name, kind in known_blocks if kind is StorageKind.PARAMETER}
         return owners.pop() if len(owners) == 1 else ""
@@ -341,7 +343,7 @@ class _LogReader:
         return f"{ops[creator].module} {short}".strip()
 
     def program(self, seconds: float) -> tuple[Program, Timeline]:
-        """Return ops and copies in the order in which they began, and their times in a step of ``seconds``."""
+        """Return the ops and copies in the order of their beginnings, and their times; the step took ``seconds``."""
         order = sorted(range(len(self._executions)), key=lambda i: self._executions[i][0])
         lanes: dict[tuple[Queue, int], int] = defaultdict(int)
         places: dict[int, Wait] = {}  # by index of the execution: how to wait for its end
@@ -385,7 +387,7 @@ class _LogReader:
         return Block(number, self._numbers[block], self._bytes[block], first, last + 1)
 
     def memory(self, seconds: float) -> MemoryOverTime:
-        """Return the bytes in the arena over a step of ``seconds``, by kind of storage."""
+        """Return the arena bytes in use over time, by kind of storage; the step took ``seconds``."""
         changes: dict[str, dict[float, int]] = defaultdict(lambda: defaultdict(int))
         for block, start, end in self._stays:
             kind = self._kind(block).value if self._is_storage(block) else WORKSPACE
@@ -406,7 +408,7 @@ class _LogReader:
         return MemoryOverTime(tuple(times), levels_by_kind)
 
     def decisions(self) -> tuple[Decision, ...]:
-        """Return the decisions for gaps in which a storage was evicted."""
+        """Return one decision for each gap in which a storage was evicted."""
         op_count = len(self._ops)
         by_gap: dict[Gap, Decision] = {}
         for block, last, ops_before in self._evictions:
@@ -449,7 +451,7 @@ def _operator_name(names: Sequence[str], number: int) -> str:
 
 
 def observed_notes(observed: ObservedStep, plans: Sequence[PlanSummary]) -> list[tuple[str, str]]:
-    """Return a report's notes on a step, as pairs of name and text."""
+    """Return a report's notes on a step and the recent plans, as pairs of name and text."""
     graph, max_departures = observed.graph, 20
     size = f"{len(graph.ops)} ops on {len(graph.storages)} storages of 64 KiB and more"
     notes = [
@@ -469,5 +471,5 @@ def observed_notes(observed: ObservedStep, plans: Sequence[PlanSummary]) -> list
 
 
 def departure_marks(observed: ObservedStep) -> tuple[tuple[float, str, str], ...]:
-    """Return the departures in the step itself: time, name and reason."""
+    """Return the times, names and reasons of the departures in the observed step."""
     return tuple((d.seconds, "left the plan", d.text) for d in observed.departures if d.step == observed.step)

@@ -20,7 +20,7 @@ from outofcore.follow.space import Space
 
 
 class RecomputeMode(enum.IntEnum):
-    """Which saved tensors autograd gets recipes for; mirrors the native code's modes."""
+    """The choice of saved tensors that recipes replace; mirrors the native code's modes."""
 
     OFF = 0
     CHOSEN = 1  # the chosen storages
@@ -95,7 +95,7 @@ def _unpack(packed: _PackedTensor) -> torch.Tensor:
 
 
 def _replace_saved(result: torch.Tensor, library: ctypes.CDLL) -> None:
-    """Put recipes in place of those tensors, saved by the autograd node of ``result``, that can be recomputed."""
+    """Replace saved tensors of the autograd node of ``result`` with recipes, if they can be recomputed."""
     for saved in saved_tensors_of(result.grad_fn):
         # Unpacking makes a new tensor object, so keep a tensor if its identity may matter.
         tensor = saved.tensor

@@ -57,7 +57,7 @@ class RecomputeTrial:
         bytes_per_second: float,  # of the home, in one direction
         rerun_seconds: float | None,  # of recomputed ops; None if the step recomputes no storage
     ) -> None:
-        """Advance the trial with a new plan of a step."""
+        """Begin or decide the trial, given the predicted times of a new plan."""
         slowdown = seconds / max(compute_seconds - (rerun_seconds or 0.0), 1e-9)
         if self.phase is TrialPhase.UNTRIED and rerun_seconds is None:
             delay = seconds - compute_seconds
@@ -86,7 +86,7 @@ class RecomputeTrial:
             self.phase = TrialPhase.DECIDED
 
     def on_step_end(self) -> None:
-        """Choose the storages to recompute, if the step that has ended was recorded for that."""
+        """Choose the storages to recompute, if the trial has recorded the step that has ended."""
         if self.phase is not TrialPhase.NOTING:
             return
         chosen = choose_recomputed(self._recipes.read_notes(), self._bytes_per_second, target_bytes=self._target_bytes)

@@ -37,7 +37,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A plan in terms of the record, as sorted pairs of op and storage."""
+    """A plan for the native code, as sorted pairs of an op's and a storage's index in the record."""
 
     release: tuple[tuple[int, int], ...]  # when the op begins, the storage's memory may be reused
     fetch: tuple[tuple[int, int], ...]  # when the op begins, the fetch begins
@@ -87,12 +87,12 @@ _T = TypeVar("_T", bound=NamedTuple)
 
 
 def read_fields(numbers: Iterator[int], fields_type: type[_T]) -> _T:
-    """Read the fields of one named tuple from an iterator of numbers."""
+    """Take the next numbers from an iterator as the fields of a named tuple."""
     return fields_type._make(islice(numbers, len(fields_type._fields)))
 
 
 def read_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
-    """Convert the native code's numbers and operator names to a step's graph and costs."""
+    """Convert the native code's numbers and operator names to the graph and costs of a recorded step."""
     remaining = iter(numbers)
     header = read_fields(remaining, _RecordHeader)
     storages = [read_fields(remaining, _RecordedStorage) for _ in range(header.storages)]
@@ -126,7 +126,7 @@ def read_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
 def _list_ends(
     storages: Sequence[_RecordedStorage], uses: Sequence[Sequence[int]], carried: Mapping[int, int], op_count: int
 ) -> list[list[int]]:
-    """List the storages that end before each op, and before the end of the step."""
+    """Return the storages that end before each op; the last list is for the end of the step."""
     ends: list[list[int]] = [[] for _ in range(op_count + 1)]
     for number, storage in enumerate(storages):
         if number in carried:
@@ -145,7 +145,7 @@ def _build_graph(
     carried: Mapping[int, int],
     names: Sequence[str],
 ) -> tuple[StepGraph, list[OpCost], list[int]]:
-    """Build the graph, with a pseudo-op for each end of a storage; return it with each op's cost and place."""
+    """Return the graph, with a pseudo-op at each storage's end, and each op's cost and index in the record."""
     ops: list[Op] = []
     costs: list[OpCost] = []
     places: list[int] = []
@@ -183,7 +183,7 @@ def _storage_kind(storage: _RecordedStorage, *, is_carried: bool) -> StorageKind
 
 
 def schedule_of(record: StepRecord, plan: Plan, program: Program) -> Schedule:
-    """Convert a plan of a record and its placed program to the native code's schedule."""
+    """Convert the plan of a recorded step, and its program with arena offsets, to a schedule for native code."""
     op_count, record_ops = len(record.graph.ops), record.op_count
     release: list[tuple[int, int]] = []
     fetch: list[tuple[int, int]] = []
@@ -207,7 +207,7 @@ def schedule_of(record: StepRecord, plan: Plan, program: Program) -> Schedule:
 def _collect_offsets(
     record: StepRecord, program: Program
 ) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...]]:
-    """Return ``offsets`` and ``scratch`` of the schedule; a storage is listed where its offset changes."""
+    """Return the schedule's arena offsets: of storages, where they change, and of ops' scratch memory."""
     last_offsets: dict[int, int] = {}
     offsets: list[tuple[int, int, int]] = []
     scratch: list[tuple[int, int]] = []

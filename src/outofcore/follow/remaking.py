@@ -64,7 +64,7 @@ class _Derivation:
 
 
 def _derive(target: ComputedStorage, by_id: Mapping[int, ComputedStorage], max_depth: int) -> _Derivation | None:
-    """Find how to compute a storage in at most ``max_depth`` steps; None if that is impossible."""
+    """Return how to compute a storage with fewer than ``max_depth`` intermediates in a row; None if impossible."""
     if target.seconds is None or max_depth == 0:
         return None
     seconds = target.seconds

@@ -56,7 +56,7 @@ sources = Sources(_running_models)
 
 @contextlib.contextmanager
 def _report_backward_passes() -> Iterator[None]:
-    """Report each outermost backward pass, and whether it completed: it did not if it failed or kept its graph."""
+    """Report the ends of outermost backward passes. A pass is complete if it succeeds and frees its graph."""
 
     def run_engine(engine: Any, outputs: Any, gradients: Any, keep_graph: Any, *args: Any, **kwargs: Any) -> Any:
         outermost, complete = current_autograd_node() is None, False
@@ -73,7 +73,7 @@ def _report_backward_passes() -> Iterator[None]:
 
 
 def _after_backward(complete: bool) -> None:
-    """Report a complete pass to running loops; loops that ended in the pass leave this thread."""
+    """Report a complete backward pass to running loops; detach this thread from loops that ended in it."""
     for library in loaded_libraries():
         library.follow_leave_thread()  # a loop may have ended in the backward pass
     for loop in running_loops() if complete else ():
@@ -91,7 +91,7 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 class _OptimizerHooks:
-    """A context in which optimizer steps are reported, in all threads."""
+    """A context in which the optimizer steps of all threads are reported to running loops."""
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
@@ -114,7 +114,7 @@ class _OptimizerHooks:
 
 
 def _fix_address(storage: torch.UntypedStorage, until_next_op: bool) -> None:
-    """Keep a storage at its address from now on, unless the loop's own thread needs it only until the next op."""
+    """Keep a storage at its address for good. If ``until_next_op``, do so only outside of the loop's thread."""
     library = loaded_library(storage.device)
     if library is not None and not (until_next_op and library.follow_is_opener()):
         call(library, "follow_fix", storage_address(storage))

@@ -47,7 +47,7 @@ def places_of(trace: TracebackType | None) -> Iterator[FramePlace]:
 
 
 def forward_place(text: str) -> str:
-    """Remove the backward pass from a text of ``of_backward``, so that " in 0 (Linear) at a.py:3" remains."""
+    """Convert a text of ``of_backward`` to one for the forward pass, such as " in 0 (Linear) at a.py:3"."""
     module = text.removeprefix(IN_BACKWARD)
     if module == text:
         return text
@@ -55,7 +55,7 @@ def forward_place(text: str) -> str:
 
 
 class Sources:
-    """Names modules by their paths; ``models`` yields the running loops' models with name prefixes."""
+    """Finds the module and the user's line of an op. ``models`` yields running loops' models with name prefixes."""
 
     def __init__(self, models: Callable[[], Iterable[tuple[str, nn.Module]]]) -> None:
         self._models = models
@@ -104,7 +104,7 @@ class Sources:
         return cached
 
     def of_backward(self) -> str:
-        """Describe where the running op of the backward pass comes from; empty if unknown."""
+        """Return a text with the module and the user's line of the current backward op; empty if unknown."""
         module, line = self.find(current_places(), beyond_backward=False)
         if not module and not line:
             return ""

@@ -52,7 +52,7 @@ class Space:
         return call(self.library, function, self, *arguments)
 
     def read_numbers(self, function: str) -> list[int]:
-        """Call a native function that fills a buffer and returns the number of entries; return all entries."""
+        """Return all numbers that a native function writes to a buffer; it must return their count."""
         capacity = 0
         while True:  # other threads may add numbers between two calls
             numbers = (ctypes.c_int64 * capacity)()
@@ -62,7 +62,6 @@ class Space:
             capacity = needed
 
     def read_names(self, function: str) -> list[str]:
-        """Return the lines of text that a native function returns."""
         text: bytes = getattr(self.library, function)(self)
         return text.decode().splitlines()
 
@@ -81,7 +80,7 @@ class Space:
         return shares.room
 
     def adopt(self, tensors: Iterable[torch.Tensor], tell: ProgressCallback = ignore_progress, count: int = 0) -> None:
-        """Move tensors to the home, even if other code owns their memory; ``tell`` gets progress out of ``count``."""
+        """Move tensors to the home, except shared mappings; ``tell`` receives progress out of ``count`` tensors."""
         mapped = self.device.mapped_files()
         files: dict[FileMapping, int] = {}
         unmoved_bytes = 0
@@ -109,7 +108,7 @@ class Space:
             )
 
     def _file_number(self, mapping: FileMapping, files: dict[FileMapping, int]) -> int:
-        """Return the native code's number for a mapped file, which is added if it is new; -1 if it cannot be read."""
+        """Return the native number of a mapped file, after adding a new file; -1 if the file cannot be read."""
         if mapping not in files:
             file = mapping.open()
             files[mapping] = -1 if file is None else self.call("follow_add_file", file)
@@ -130,7 +129,7 @@ class Space:
         return untracked
 
     def largest_need(self) -> tuple[int, str] | None:
-        """Return the most bytes of tensors that an op needs at once, and the op; None if no need was recorded."""
+        """Return the largest need of an op, in bytes, and a text about the op; None if no need was recorded."""
         numbers = Refusal()
         text: bytes | None = self.library.follow_need(self, ctypes.byref(numbers))
         if text is None:

@@ -33,13 +33,13 @@ class StepEnds:
         self._backward_passes = 0  # backward passes before the first optimizer step
 
     def record_backward(self) -> bool:
-        """Record the end of a complete backward pass; return False for the first pass, which ends no step yet."""
+        """Count a complete backward pass; return False for the first one, which ends no step yet."""
         self._backward_passes += 1
         self.count += self._backward_passes == 2  # the first pass was a step, too
         return self._backward_passes > 1
 
     def record_end(self, sign: StepSign) -> None:
-        """Count a step that ``sign`` ended; a sign stronger than all before becomes the sign that ends steps."""
+        """Count a step that ``sign`` ended. A sign stronger than all before replaces the sign that ends steps."""
         if sign > self.sign:
             if self.sign is StepSign.BACKWARD:  # the earlier passes belong to this step
                 self.count -= self._backward_passes
@@ -48,7 +48,7 @@ class StepEnds:
         self.count += 1
 
     def ends_step(self, source: Hashable) -> bool:
-        """Record a sign from a source; return whether it ends a step, as the signs of only one source do."""
+        """Record a sign from ``source``, and return whether it ends a step. Only one source ends steps."""
         leader = self._leader
         gone = leader is None or (isinstance(leader, weakref.ref) and leader() is None)
         if gone or source in self._other_sources:

@@ -11,10 +11,7 @@ from outofcore.runtime.native import Flavor, load_unlocked
 
 
 def checksum(memory: memoryview, offset: int = 0) -> int:
-    """Return the checksum of bytes, at memory speed.
-
-    Checksums of parts add up, modulo 2^64; ``offset`` is the first byte of a part, a multiple of 1024.
-    """
+    """Return the checksum of bytes. Checksums of parts (at an ``offset`` of n * 1024) add up modulo 2^64."""
     return int(load_unlocked(Flavor.CPU).outofcore_sum(address_of(memory), memory.nbytes, offset))
 
 

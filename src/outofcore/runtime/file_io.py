@@ -62,18 +62,18 @@ class Location:
 
 
 class ByteStore(ABC):
-    """Memory or a file that is read in bytes and written in whole pages; threads may do so at once."""
+    """Memory or a file with reads of any bytes and writes of whole pages, from several threads at once."""
 
     @abstractmethod
     def locate(self, offset: int, count: int) -> Location:
-        """Return where bytes are; raises ``TransferError`` if they do not exist, ``StateError`` after closing."""
+        """Return the location of bytes; raises ``TransferError`` if they do not exist, ``StateError`` if closed."""
 
     @abstractmethod
     def transfer_error(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
         """Build the error for a failed transfer; ``failure`` is an errno, or negative at the end of the file."""
 
     def write(self, offset: int, source: memoryview) -> None:
-        """Write ``source`` from a page's start on; the rest of the last page is lost. Raises ``TransferError``."""
+        """Write ``source`` at a page boundary; the rest of the last page is lost. Raises ``TransferError``."""
         self._transfer(offset, source, writes=True)
 
     def read(self, offset: int, target: memoryview) -> None:
@@ -88,7 +88,7 @@ class ByteStore(ABC):
 
 
 def transfer(location: Location, memory: memoryview, *, writes: bool) -> tuple[int, int]:
-    """Copy memory to a location (``writes``) or from it; return the bytes copied, and an error's code or else 0."""
+    """Copy ``memory`` to a location if ``writes``, else from it; return the copied bytes, and an error code or 0."""
     count, address = memory.nbytes, address_of(memory)
     needs_no_buffer = location.cache is not Cache.PAST or (address | location.start | count) % PAGE_BYTES == 0
     bounce = None if needs_no_buffer else address_of(_thread_buffer())
@@ -122,7 +122,7 @@ def _thread_buffer() -> memoryview:
 
 
 def open_direct(descriptor: int, *, writes: bool = False) -> int | None:
-    """Open a file again and try direct I/O; None if refused. With ``writes``, its first page is overwritten."""
+    """Reopen a file and test direct I/O; None if refused. With ``writes``, the test overwrites the first page."""
     try:
         # /proc can reopen a file without a name.
         flags = (os.O_RDWR if writes else os.O_RDONLY) | os.O_DIRECT | os.O_CLOEXEC

@@ -33,7 +33,7 @@ FIRST_RANGE = 1 << 50
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """The identity of a file's contents; ``changed_ns`` is its modification time since 1970."""
+    """The identity of a file's contents. ``changed_ns`` is the modification time, since 1970."""
 
     device: int
     inode: int
@@ -47,7 +47,7 @@ class Stamp:
 
 
 class ReadFile(ByteStore):
-    """A file that is read past the page cache; raises ``InputError`` if unreadable or unlike ``stamp``."""
+    """A file that is read past the page cache. Raises ``InputError`` if unreadable or changed since ``stamp``."""
 
     def __init__(self, path: Path, stamp: Stamp) -> None:
         self.path, self.stamp = path, stamp
@@ -88,7 +88,7 @@ class ReadFile(ByteStore):
         return error
 
     def map(self, offset: int, count: int) -> Region:
-        """Map bytes from a page boundary on; writes to them stay in this process."""
+        """Map ``count`` bytes from the page boundary ``offset`` on; writes to them stay in this process."""
         return map_file(self.descriptor, offset, count, private=True)
 
     def forget(self, offset: int, count: int) -> None:
@@ -106,7 +106,6 @@ class _Range:
 
     @property
     def live_view(self) -> WeakRegion | None:
-        """The mapped pages that show the range, if they still exist."""
         return self.view if self.view is not None and self.view.is_alive else None
 
     @property
@@ -115,7 +114,7 @@ class _Range:
 
 
 class FileRanges:
-    """The ranges of other files that are slots of a home, by their offsets as slots."""
+    """The slots of a home that are ranges of other files, such as the weights of a checkpoint."""
 
     def __init__(self) -> None:
         self._ranges: dict[int, _Range] = {}
@@ -125,11 +124,11 @@ class FileRanges:
 
     @property
     def bytes(self) -> int:
-        """Bytes in other files, for which the home needs no room."""
+        """Total bytes of the ranges still in other files, for which the home needs no room."""
         return sum(file_range.bytes for file_range in self._ranges.values() if file_range.pages is None)
 
     def adopt(self, file: ReadFile, begin: int, count: int) -> int:
-        """Make a slot of ``count`` bytes of a file from ``begin`` on, and return its offset."""
+        """Add a slot for ``count`` bytes of a file from byte ``begin`` on, and return its offset in the home."""
         offset = self._next
         self._next += round_up(count, PAGE_BYTES)
         self._ranges[offset] = _Range(begin, count, file)
@@ -141,11 +140,11 @@ class FileRanges:
         return offset >= FIRST_RANGE
 
     def release(self, offset: int) -> tuple[int, int] | None:
-        """Remove a range; return its pages (offset, bytes) in the home, which are then free."""
+        """Remove a range; return the home's pages (offset, bytes) that it had moved to, or None."""
         return self._ranges.pop(offset).pages
 
     def needed_bytes(self, offset: int) -> int:
-        """Return the bytes of the home that a range takes if it moves there."""
+        """Return the bytes that a range would need in the home."""
         file_range = self._ranges[offset]
         return file_range.page_offset + file_range.bytes
 
@@ -159,7 +158,7 @@ class FileRanges:
                 file.check()
 
     def locate(self, offset: int, count: int) -> Location:
-        """Locate bytes at an offset in a range, up to a page fewer than ``count`` at the end of the range."""
+        """Return the location of ``count`` bytes of a range, of fewer bytes at the range's end."""
         file_range, within = self._find_range(offset)
         return file_range.file.locate(file_range.begin + within, min(count, max(file_range.bytes - within, 0)))
 
@@ -168,12 +167,12 @@ class FileRanges:
         return file_range.file.transfer_error(file_range.begin + within, count, failure, writes=False)
 
     def _find_range(self, offset: int) -> tuple[_Range, int]:
-        """Return the range at an offset of the home, and the position of that offset in it."""
+        """Return the range that contains an offset of the home, and the distance from the range's start."""
         start = self._starts[bisect_right(self._starts, offset) - 1]
         return self._ranges[start], offset - start
 
     def face(self, offset: int) -> torch.Tensor:
-        """Map a range as a uint8 tensor for the user; raises ``OSError`` if that fails."""
+        """Return a range as a mapped uint8 tensor for the user; raises ``OSError`` if mapping fails."""
         file_range = self._ranges[offset]
         memory = None if file_range.view is None else file_range.view.memory(file_range.page_offset, file_range.bytes)
         if memory is None:
@@ -186,19 +185,19 @@ class FileRanges:
         return face
 
     def is_written(self, offset: int) -> bool:
-        """Return whether the user has written to the face of a range that is still in its file."""
+        """Return whether the user has written to the face of a range. False after the range has moved to the home."""
         file_range = self._ranges[offset]
         view = file_range.live_view
         return file_range.pages is None and view is not None and has_written_page(view.address, view.bytes)
 
     def restore(self, offset: int) -> None:
-        """Discard writes to the face of a range that is still in its file."""
+        """Discard the user's writes to the face of a range; no effect after the range has moved to the home."""
         file_range = self._ranges.get(offset)
         if file_range is not None and file_range.pages is None and file_range.live_view is not None:
             advise_pages(file_range.live_view.address, file_range.live_view.bytes, mmap.MADV_DONTNEED)
 
     def move(self, offset: int, pages: tuple[int, int], spill: SpillFile) -> None:
-        """Move a range, with the user's writes to its face, to pages of the home; the face keeps its address."""
+        """Copy a range, including the user's writes, to ``pages`` of the home. Its face keeps the address."""
         file_range = self._ranges[offset]
         face = self.face(offset)  # keeps the mapping alive until the end
         if file_range.view is None or face.data_ptr() != file_range.view.address + file_range.page_offset:
@@ -210,7 +209,7 @@ class FileRanges:
         file_range.begin, file_range.file, file_range.pages = pages[0] + file_range.page_offset, spill, pages
 
     def drop_cache(self, face: torch.Tensor) -> bool:
-        """Drop the pages that show a range, except written ones; return False if the face shows no range."""
+        """Drop the cached pages of a face that has no user's writes; return False if the face shows no range."""
         offset = self._by_address.get(face.untyped_storage().data_ptr())
         file_range = None if offset is None else self._ranges.get(offset)
         view = None if file_range is None else file_range.live_view
@@ -223,7 +222,7 @@ class FileRanges:
 
 
 def has_written_page(address: int, count: int) -> bool:
-    """Return whether a page of a private mapping was written; raises ``OSError`` if that is unknown."""
+    """Return whether any page of a private mapping was written; raises ``OSError`` if that is unknown."""
     written = load_unlocked(Flavor.CPU).outofcore_any_written(address, count)
     if written < 0:
         raise OSError(errno.EACCES, "/proc/self/pagemap cannot be read")

@@ -35,7 +35,7 @@ def in_memory(path: Path) -> bool:
 
 
 def default_spill_directory() -> Path:
-    """Return the temporary folder, or another folder on a disk if that is in memory; warn if no disk is found."""
+    """Return a folder on a disk, preferably the temporary folder; warn if all candidates are in memory."""
     temporary = Path(tempfile.gettempdir())
     if not in_memory(temporary):
         return temporary

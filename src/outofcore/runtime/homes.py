@@ -36,7 +36,7 @@ from outofcore.units import GIB, MIB, PAGE_BYTES, format_bytes, round_up
 
 
 class HomeStore(ByteStore):
-    """The interface of a home; the caller orders transfers of one slot, and the use of its face."""
+    """A home, a backing store of evicted bytes. Its caller orders the transfers of a slot and the uses of its face."""
 
     sums: SlotChecksums | None = None  # of the slots written in this step; None: reads are not checked
 
@@ -47,12 +47,12 @@ class HomeStore(ByteStore):
     @property
     @abstractmethod
     def identity(self) -> str:
-        """The name of the link: homes with the same identity are equally fast."""
+        """The name of the link to the home; homes with the same name are equally fast."""
 
     @property
     @abstractmethod
     def in_memory(self) -> bool:
-        """Whether slots are memory, so that moving bytes within the home needs no I/O."""
+        """Whether slots are in host memory, so that moving bytes within the home needs no I/O."""
 
     @property
     @abstractmethod
@@ -61,36 +61,36 @@ class HomeStore(ByteStore):
     @property
     @abstractmethod
     def capacity(self) -> int:
-        """Maximum bytes that slots could occupy, as far as it can be determined."""
+        """The maximum total bytes of slots, as far as the system reports it."""
 
     @property
     def edges(self) -> Sequence[int]:
-        """Sorted offsets that no slot may cross; the end is one of them if added room is not contiguous to it."""
+        """Sorted offsets that no slot may cross. They include the end if later room is not contiguous with it."""
         return ()
 
     @property
     def files(self) -> FileRanges | None:
-        """Ranges of other files that count as slots here; None if the home does not support them."""
+        """The ranges of other files that are slots of this home; None if the home does not support them."""
         return None
 
     def move_range(self, offset: int, pages: tuple[int, int]) -> None:
-        """Move a range of ``files`` to pages (offset, bytes) of the home itself."""
+        """Move the range of ``files`` at ``offset`` to ``pages`` (offset, bytes) of the home itself."""
         raise StateError(f"the {self.name} home has no ranges of files; please report it")
 
     @abstractmethod
     def check(self, count: int) -> None:
-        """Raise ``SpillError`` if the home cannot hold a total of ``count`` bytes; allocates no memory."""
+        """Raise ``SpillError`` if the home cannot hold ``count`` bytes in total. Allocates no memory."""
 
     @abstractmethod
     def ensure(self, count: int) -> None:
-        """Make room for a total of ``count`` bytes, or raise ``SpillError``; slots and faces are unchanged."""
+        """Grow the home to at least ``count`` bytes in total, keeping slots and faces; raises ``SpillError``."""
 
     def grow(self, count: int) -> None:
-        """Make room as ``ensure`` does, and some in advance if each growth is expensive."""
+        """Grow the home like ``ensure``, and further if each growth is expensive."""
         self.ensure(count)
 
     def reserve(self, count: int) -> int:
-        """Make room for one more slot of ``count`` bytes, and return its offset."""
+        """Append a slot of ``count`` bytes to the home, and return its offset; raises ``SpillError``."""
         offset = self.bytes
         self.ensure(offset + count)
         return offset
@@ -106,7 +106,7 @@ class HomeStore(ByteStore):
             raise damage_error(self.name, offset, len(target))
 
     def read_back(self, offset: int) -> None:
-        """With full checks, compare a slot with the last write to it; raises ``TransferError`` if it differs."""
+        """With full checks, read a slot and raise ``TransferError`` if it differs from the last write to it."""
         if self.sums is None or not self.sums.full or offset not in self.sums.recorded:
             return
         count, expected = self.sums.recorded[offset]
@@ -120,10 +120,10 @@ class HomeStore(ByteStore):
 
     @abstractmethod
     def face(self, offset: int, count: int) -> torch.Tensor:
-        """Return the slot's bytes as a uint8 tensor with its own storage, which outlives the home."""
+        """Return the ``count`` bytes of a slot as a uint8 tensor with its own storage, which outlives the home."""
 
     def drop_cache(self, face: torch.Tensor) -> None:
-        """Free physical memory that only caches a face; its contents stay."""
+        """Free the physical memory that caches a face; the face keeps its contents."""
 
     def discard(self, offset: int, count: int) -> None:
         """Free the memory of a slot; its contents are lost."""
@@ -131,12 +131,12 @@ class HomeStore(ByteStore):
             self.sums.recorded.pop(offset, None)
 
     def start(self) -> None:
-        """Begin a step, after the user may have changed contents; raises ``TransferError`` if some are missing."""
+        """Begin a step: forget all checksums. Raises ``TransferError`` if a file of the home was changed."""
         if self.sums is not None:
             self.sums.recorded.clear()
 
     def sibling(self, count: int) -> HomeStore:
-        """Make an empty home on the same link, with the same checks, for measurements of ``count`` bytes."""
+        """Create an empty home on the same link, with the same checks, to measure copies of ``count`` bytes."""
         home = self._sibling(count)
         if self.sums is not None:
             home.sums = SlotChecksums(self.sums.full)
@@ -147,18 +147,18 @@ class HomeStore(ByteStore):
 
     @abstractmethod
     def close(self) -> None:
-        """Return everything to the system, except faces in use. May be called again."""
+        """Free the memory and files of the home, except faces in use. May be called again."""
 
 
 def enable_checks(home: HomeStore, check: Check) -> HomeStore:
-    """Let a home compare reads with writes, unless it is in memory and checks are sampled; return the home."""
+    """Enable the checksums of a home, and return the home. ``SAMPLED`` checks exclude homes in memory."""
     if check is Check.FULL or (check is Check.SAMPLED and not home.in_memory):
         home.sums = SlotChecksums(check is Check.FULL)
     return home
 
 
 def check_slot(offset: int, count: int, total: int) -> None:
-    """Raise ``TransferError`` unless bytes start on a page and end within a home of ``total`` bytes."""
+    """Raise ``TransferError`` unless a slot starts on a page and ends within a home of ``total`` bytes."""
     if offset < 0 or offset % PAGE_BYTES or offset + count > total:
         raise TransferError(
             f"bytes [{offset}, {offset + count}) are not a slot in a home of {total} bytes: slots are inside it and "
@@ -167,7 +167,7 @@ def check_slot(offset: int, count: int, total: int) -> None:
 
 
 class HostHome(HomeStore):
-    """Slots in one range of host memory; its addresses are reserved at the start, so that slots never move.
+    """A home in one range of host memory. Its addresses are reserved at the start, so that slots never move.
 
     Args:
         limit: maximum bytes of slots, in whole pages; by default all physical memory.
@@ -263,7 +263,7 @@ class HostHome(HomeStore):
         return tensor_over(region.memory(offset, count))
 
     def discard(self, offset: int, count: int) -> None:
-        """Free the pages; they are zero when they are next used."""
+        """Free the pages of a slot, which then read as zeros."""
         super().discard(offset, count)
         advise_pages(self._require_region().address + offset, round_up(count, PAGE_BYTES), mmap.MADV_DONTNEED)
 
@@ -289,14 +289,12 @@ _MIN_GROWTH, _MAX_GROWTH = 16 * MIB, GIB
 
 
 class PinnedHome(HostHome):
-    """Slots in one range of host memory that is pinned in place, in a few large stretches.
+    """A home in host memory that is pinned for a GPU, in a few large stretches.
 
     An allocator of pinned memory would round sizes up to powers of two. If the system refuses to pin more, later slots
     are pageable, with a warning. A copy between a device and host memory must not cross two stretches (CUDA returns
-    cudaErrorInvalidValue), so the ends of stretches are ``edges``.
-
-    ``pin`` pins whole pages from an address on, and returns False on failure; ``unpin`` undoes that. An explicit
-    ``limit`` is trusted, since some virtual machines get more memory than their system reports.
+    cudaErrorInvalidValue), so the ends of stretches are ``edges``. ``pin(address, bytes)`` returns False on failure;
+    ``unpin(address)`` undoes it. A ``limit`` is trusted: some virtual machines get more memory than they report.
     """
 
     def __init__(
@@ -328,14 +326,14 @@ class PinnedHome(HostHome):
 
     @property
     def edges(self) -> Sequence[int]:
-        """The ends of stretches. Pageable memory is one stretch, even after it has grown."""
+        """The ends of the stretches. Pageable memory is one stretch that can grow, so its end is no edge."""
         return self._borders if self._refused else [*self._borders, self.bytes]
 
     def _available(self) -> int:
         return self._limit - self.bytes if self._trusts_limit else super()._available()
 
     def ensure(self, count: int) -> None:
-        """Add one stretch of pinned memory, or of pageable memory if the system refuses to pin more."""
+        """Grow the home by one stretch; it is pageable if the system refuses to pin more. Raises ``SpillError``."""
         start = self.bytes
         super().ensure(count)
         added = self.bytes - start
@@ -365,6 +363,7 @@ class PinnedHome(HostHome):
         )
 
     def grow(self, count: int) -> None:
+        """Grow to at least ``count`` bytes, and if memory permits by at least a fourth of the present size."""
         total = round_up(count, PAGE_BYTES)
         if total <= self.bytes:
             return
@@ -384,7 +383,7 @@ class PinnedHome(HostHome):
 
 
 class DiskHome(HomeStore):
-    """Slots in one spill file, which the first ``ensure`` creates, by direct I/O if the file system allows it.
+    """A home in one spill file, which the first ``ensure`` creates. It uses direct I/O if possible.
 
     Raises ``SpillError`` if ``directory`` (by default ``default_spill_directory()``) is missing or read-only. ``limit``
     is the maximum bytes of the file; by default the free space.
@@ -467,7 +466,7 @@ class DiskHome(HomeStore):
         return self._require_file().transfer_error(offset, count, failure, writes=writes)
 
     def face(self, offset: int, count: int) -> torch.Tensor:
-        """Map pages of the file as shared memory, coherent with direct I/O on Linux."""
+        """Map a slot of a file as a uint8 tensor, coherent with direct I/O on Linux; raises ``TransferError``."""
         if offset >= FIRST_RANGE:
             return self._face_in_file(offset)
         file = self._require_file()
@@ -494,7 +493,7 @@ class DiskHome(HomeStore):
             ) from error
 
     def drop_cache(self, face: torch.Tensor) -> None:
-        """Drop a face's pages from memory; they stay in the file, and are read again when they are used."""
+        """Drop a face's pages from memory; their next use reads them from the file again."""
         storage = face.untyped_storage()
         if self._ranges.drop_cache(face):
             return
@@ -507,13 +506,13 @@ class DiskHome(HomeStore):
             self._file.forget(offset, storage.nbytes())
 
     def discard(self, offset: int, count: int) -> None:
-        """Drop the slot from the page cache; its pages in the file are reused by the next slot."""
+        """Drop a slot from the page cache; the file keeps its pages, for other slots."""
         super().discard(offset, count)
         if offset < FIRST_RANGE:
             self._require_file().forget(offset, count)
 
     def start(self) -> None:
-        """Check the length of the spill file, and that other files are unchanged."""
+        """Begin a step; raises ``TransferError`` if the spill file is too short or another file has changed."""
         super().start()
         self._ranges.check()
         if self._file is not None and not self._closed:

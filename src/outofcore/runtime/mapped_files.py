@@ -30,7 +30,7 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True, slots=True)
 class FileMapping:
-    """Addresses [begin, end) that show a file from ``offset`` on; ``path`` as of the time of mapping."""
+    """Addresses [begin, end) at which a file is mapped from ``offset`` on. ``path`` was its path at that time."""
 
     begin: int
     end: int
@@ -39,7 +39,7 @@ class FileMapping:
     path: str
 
     def read_file(self) -> ReadFile | None:
-        """Open the file for reading past the page cache; None if its path names another file, or it is unreadable."""
+        """Open the file past the page cache; None if it is unreadable or another file now has its path."""
         file = self.open()
         if file is None:
             return None
@@ -51,7 +51,7 @@ class FileMapping:
             os.close(file)
 
     def open(self) -> int | None:
-        """Return a read descriptor of the file; None if its path now names another one, or it cannot be read."""
+        """Return a descriptor to read the file; None if it is unreadable or another file now has its path."""
         try:
             file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -88,13 +88,14 @@ OWNERSHIP_TESTS: list[Callable[[torch.UntypedStorage], bool]] = []
 
 
 class MappedFiles:
-    """The mappings of this process, as of construction or the last ``refresh``."""
+    """The file and shared mappings of this process, as of construction or the last ``refresh``."""
 
     def __init__(self) -> None:
         self._opened: dict[tuple[str, int], ReadFile | None] = {}
         self.refresh()
 
     def refresh(self) -> None:
+        """List the mappings of this process again, or no mappings if the system does not report them."""
         try:
             with Path("/proc/self/maps").open(errors="surrogateescape") as file:
                 lines = list(file)
@@ -112,7 +113,7 @@ class MappedFiles:
         return self._mappings[index]
 
     def is_shared(self, tensor: torch.Tensor) -> bool:
-        """Return whether writes to a tensor change a file or other processes' memory; False for our own memory."""
+        """Return whether writes to a tensor reach a file or another process. False for memory of this library."""
         if not is_in_host_memory(tensor):
             return False
         storage = tensor.untyped_storage()
@@ -126,7 +127,7 @@ class MappedFiles:
         return not is_in_region(address) and not any(owns(storage) for owns in OWNERSHIP_TESTS)
 
     def find_unwritten(self, address: int, count: int) -> tuple[ReadFile, int] | None:
-        """Return the file mapped at an address and the bytes' offset in it; None if unmapped, or written since."""
+        """Return the file mapped at an address, and the offset in it; None if bytes are unmapped or were written."""
         mapping = self.find(address, count)
         if mapping is None:
             return None

@@ -65,7 +65,7 @@ def trim_heap() -> None:
 
 @contextlib.contextmanager
 def collect_new_garbage() -> Iterator[None]:
-    """Collect only the garbage made within the context: a full collection can take half a second."""
+    """Collect the garbage of this context at its end; a full collection could take half a second."""
     is_outermost = not gc.get_freeze_count()  # do not unfreeze the user's frozen objects
     if is_outermost:
         gc.freeze()
@@ -106,7 +106,7 @@ def is_in_region(address: int) -> bool:
 
 
 class Region:
-    """Mapped pages, which ``release`` frees once no region, memoryview or tensor refers to them any more."""
+    """A range of mapped pages. ``release`` frees it when its last region, memoryview or tensor is gone."""
 
     def __init__(self, address: int, count: int, release: Callable[[int, int], object] = unmap) -> None:
         self.address = address
@@ -116,7 +116,7 @@ class Region:
         weakref.finalize(self._buffer, release, address, count).atexit = False
 
     def memory(self, offset: int, count: int) -> memoryview:
-        """Return the bytes [offset, offset + count), writable; raises ``ValueError`` if they are out of range."""
+        """Return a writable view of bytes [offset, offset + count); raises ``ValueError`` if they are out of range."""
         if offset < 0 or count < 0 or offset + count > self.bytes:
             raise ValueError(f"bytes [{offset}, {offset + count}) are not in a region of {self.bytes} bytes")
         return memoryview(self._buffer).cast("B")[offset : offset + count]
@@ -146,13 +146,13 @@ class WeakRegion:
         return self._buffer() is not None
 
     def memory(self, offset: int, count: int) -> memoryview | None:
-        """Return the same as ``Region.memory``, which keeps the region alive; None if it is gone."""
+        """Return a view like ``Region.memory``; it keeps the region alive. None if the region is gone."""
         buffer = self._buffer()
         return None if buffer is None else memoryview(buffer).cast("B")[offset : offset + count]
 
 
 def populate(address: int, count: int) -> None:
-    """Make whole pages resident, in several threads; raises ``OSError`` without memory. No effect before Linux 5.14."""
+    """Allocate physical memory for whole pages, in several threads; raises ``OSError``. No effect before Linux 5.14."""
     runs = [(address + offset, min(_RUN_BYTES, count - offset)) for offset in range(0, count, _RUN_BYTES)]
 
     def make(run: tuple[int, int]) -> int:
@@ -195,14 +195,14 @@ def map_anonymous(count: int, *, accessible: bool = True, shared: bool = False) 
 
 
 def map_file(descriptor: int, offset: int, count: int, *, private: bool = False) -> Region:
-    """Map bytes of a file from a page boundary on; writes go to the file, or with ``private`` stay in this process."""
+    """Map bytes of a file from page boundary ``offset`` on; ``private`` writes stay in this process."""
     whole = round_up(count, PAGE_BYTES)
     flags = mmap.MAP_PRIVATE | _NORESERVE if private else mmap.MAP_SHARED
     return Region(_map(whole, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset), whole)
 
 
 def map_over(region: WeakRegion, descriptor: int, offset: int) -> None:
-    """Replace a region's pages by a shared mapping of a file; without effect if it raises ``OSError``."""
+    """Replace a region's pages by a shared mapping of a file; an ``OSError`` leaves the pages unchanged."""
     flags = mmap.MAP_SHARED | _Linux.MAP_FIXED
     _map(region.bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset, region.address)
 
@@ -228,7 +228,7 @@ def tensor_over(memory: memoryview) -> torch.Tensor:
 
 
 def tensor_with_release(address: int, count: int, release: Callable[[], object]) -> torch.Tensor:
-    """Return a uint8 tensor over memory, and call ``release`` after the last reference to its storage is gone."""
+    """Return a uint8 tensor over memory; ``release`` is called when the last reference to its storage is gone."""
     buffer = (ctypes.c_ubyte * count).from_address(address)
     # Not at exit: tensors may be used until the process ends.
     weakref.finalize(buffer, release).atexit = False

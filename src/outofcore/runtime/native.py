@@ -156,19 +156,20 @@ _CUDA_PROTOTYPES: Mapping[str, tuple[type | None, tuple[type, ...] | None]] = {
 
 
 class Flavor(Enum):
-    """The allocator of PyTorch that a library wraps."""
+    """The build of the native library, named after the PyTorch allocator that it wraps."""
 
     CPU = "cpu"
     CUDA = "cuda"  # the caching allocator
 
 
 def load_native(flavor: Flavor = Flavor.CPU) -> ctypes.PyDLL:
-    """Load this process's library, building it if needed, with calls that keep the GIL; raises ``StateError``."""
+    """Return the native library, loaded or built once per process. Its calls keep the GIL. Raises ``StateError``."""
     return _load_once(flavor)
 
 
 @functools.cache
 def _load_once(flavor: Flavor) -> ctypes.PyDLL:
+    """Load or build the native library; an error names the versions that the installed wheel was built for."""
     if sys.platform != "linux":
         raise StateError(f"native code is missing: it is written for Linux, and this is {sys.platform}; use Linux")
     library, name = library_file(flavor), f"outofcore-{flavor.value}"
@@ -193,12 +194,12 @@ def _versions_of(library: Path) -> str:
 
 @functools.cache
 def load_unlocked(flavor: Flavor) -> ctypes.CDLL:
-    """Return the library of ``load_native`` with calls that release the GIL: some copy much data, or wait."""
+    """Return the native library with calls that release the GIL, for functions that copy much data or wait."""
     return _declare_functions(ctypes.CDLL(None, handle=load_native(flavor)._handle), flavor)
 
 
 def library_file(flavor: Flavor = Flavor.CPU) -> Path:
-    """Return the path of a wheel's library; its name covers PyTorch, Python, machine, flags and sources."""
+    """Return the path of the library in a wheel; its name has the versions, the machine and a hash of the sources."""
     hashed = hashlib.sha256()
     for path in sorted((*CSRC.rglob("*.cpp"), *CSRC.rglob("*.h"))):
         hashed.update(path.read_bytes())
@@ -209,7 +210,7 @@ def library_file(flavor: Flavor = Flavor.CPU) -> Path:
 
 
 def build(target: Path, compilers: Sequence[str] = COMPILERS, flavor: Flavor = Flavor.CPU) -> Path:
-    """Build the library; raises ``BuildError`` if no compiler works, ``OSError`` for the folder."""
+    """Compile the native library to ``target``; raises ``BuildError``, or ``OSError`` for the folder."""
     if flavor is Flavor.CUDA and cuda_headers() is None:
         raise BuildError(
             "the headers of the CUDA runtime (cuda_runtime_api.h) are missing; install a CUDA toolkit, and set "
@@ -226,12 +227,13 @@ def build(target: Path, compilers: Sequence[str] = COMPILERS, flavor: Flavor = F
 
 
 def load_library(path: Path, flavor: Flavor = Flavor.CPU) -> ctypes.PyDLL:
-    """Load a build and declare its functions; raises ``OSError`` if that fails."""
+    """Load the library at ``path`` and declare its functions; raises ``OSError`` if that fails."""
     # PyDLL keeps the GIL: most calls take well under a microsecond, less than releasing it.
     return _declare_functions(ctypes.PyDLL(str(path)), flavor)
 
 
 def _declare_functions(library: _Library, flavor: Flavor) -> _Library:
+    """Set the C types of the library's functions, and return it; raises ``OSError`` if a function is missing."""
     for name, (result, arguments) in {**_PROTOTYPES, **(_CUDA_PROTOTYPES if flavor is Flavor.CUDA else {})}.items():
         try:
             function = getattr(library, name)
@@ -244,7 +246,7 @@ def _declare_functions(library: _Library, flavor: Flavor) -> _Library:
 
 
 def cuda_headers() -> Path | None:
-    """Return the folder with the CUDA runtime's headers: of PyTorch's packages, conda, or the system."""
+    """Return the folder with the CUDA runtime's headers; None if no usual folder has them."""
     packages = sorted(_TORCH.parent.glob("nvidia/*/include"))
     configured = [Path(home) / "include" for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")) if home]
     conda = [Path(sys.prefix) / "include", *sorted(Path(sys.prefix).glob("targets/*/include"))]

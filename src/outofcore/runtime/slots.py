@@ -31,7 +31,7 @@ def share_page(first: Sequence[SlotPiece], second: Sequence[SlotPiece]) -> bool:
 
 
 class Slots:
-    """Allocates and frees the pages of one home, the lowest first; no slot crosses an edge of the home.
+    """Allocates and frees slots in one home, at the lowest free pages. No slot crosses an edge of the home.
 
     A slot that the user sees between steps has consecutive pages. Other slots may be in several pieces, so that a home
     of limited size can be filled to the last page.
@@ -53,7 +53,7 @@ class Slots:
         return self._end - sum(end - start for start, end in self._free)
 
     def take(self, count: int) -> int:
-        """Allocate a slot of ``count`` consecutive bytes and return its offset; raises ``SpillError``."""
+        """Allocate ``count`` consecutive bytes, rounded up to pages; return their offset. Raises ``SpillError``."""
         count = round_up(count, PAGE_BYTES)
         for index, (start, end) in enumerate(self._free):
             if end - start >= count:
@@ -62,7 +62,7 @@ class Slots:
         return self._extend(count)
 
     def take_pieces(self, count: int) -> tuple[SlotPiece, ...]:
-        """Allocate a slot of ``count`` bytes, in pieces only if the home cannot grow enough; raises ``SpillError``."""
+        """Allocate ``count`` bytes in one piece, or in several if the home cannot grow. Raises ``SpillError``."""
         count = round_up(count, PAGE_BYTES)
         if any(end - start >= count for start, end in self._free):
             return (SlotPiece(self.take(count), count),)
@@ -91,13 +91,13 @@ class Slots:
         return tuple(pieces)
 
     def grow_ahead(self, count: int) -> None:
-        """Let a home that grows in stretches grow to ``count`` bytes in total at once; ignore a lack of room."""
+        """Grow the home to ``count`` bytes at once if it grows in stretches; ignore a lack of room."""
         if self.home.edges:
             with contextlib.suppress(SpillError):  # an allocation will raise it
                 self.home.ensure(max(self._end, count))
 
     def _extend(self, count: int) -> int:
-        """Allocate from the free pages at the end on, or beyond an edge in the way, and return the offset."""
+        """Grow the home and allocate ``count`` bytes at its end, not across an edge; return their offset."""
         edges = self.home.edges
         has_free_tail = bool(self._free) and self._free[-1][1] == self._end and self._end not in edges
         first = start = self._free[-1][0] if has_free_tail else self._end
@@ -113,29 +113,29 @@ class Slots:
         return first
 
     def _free_gap(self, first: int) -> None:
-        """Free the pages between the end and ``first``, which becomes the end."""
+        """Move the end of the allocated pages up to ``first``, and free the skipped pages."""
         cuts = [edge for edge in self.home.edges if self._end < edge < first]
         for start, end in pairwise([self._end, *cuts, first]):
             self._end = end
             self.free(start, end - start)
 
     def is_range(self, offset: int) -> bool:
-        """Return whether a slot was created as a range of another file, even if it has moved to the home since."""
+        """Return whether a slot was created as a range of another file. True even after it has moved to the home."""
         files = self.home.files
         return files is not None and files.is_range(offset)
 
     def is_in_file(self, offset: int) -> bool:
-        """Return whether a slot is still in another file, which is never written."""
+        """Return whether a slot's bytes are still in another file, which is never written."""
         files = self.home.files
         return files is not None and files.is_in_file(offset)
 
     def was_written(self, offset: int) -> bool:
-        """Return whether the user has written to the face of a slot in another file, which is then outdated."""
+        """Return whether the user has changed a slot that is in another file, so that the file is outdated."""
         files = self.home.files
         return files is not None and files.is_in_file(offset) and files.is_written(offset)
 
     def move_to_home(self, offset: int) -> None:
-        """Move a slot in another file to pages of the home; its faces stay in place."""
+        """Move a slot from another file to the home, if it is not there yet; its faces keep their addresses."""
         files = self.home.files
         if files is None or not files.is_in_file(offset):
             return
@@ -147,7 +147,7 @@ class Slots:
             undo.pop_all()
 
     def free(self, offset: int, count: int) -> None:
-        """Free a slot's pages; a range of another file frees the pages to which it has moved, if any."""
+        """Free a slot's pages in the home. A range of another file has such pages only after a move."""
         files = self.home.files
         if files is not None and files.is_range(offset):
             pages = files.release(offset)
@@ -166,7 +166,7 @@ class Slots:
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """The home pages of a program's temporary copies: ``pieces`` by copy index, and all ``pages`` by home."""
+    """The home pages of a program's temporary slots: ``pieces`` by index of the copy, and all ``pages`` by home."""
 
     pieces: Mapping[int, tuple[SlotPiece, ...]]
     pages: tuple[tuple[SlotPiece, ...], ...]
@@ -178,7 +178,7 @@ class SlotLayout:
 
 
 def allocate_slots(graph: StepGraph, costs: Costs, program: Program, slots: Sequence[Slots]) -> SlotLayout:
-    """Allocate pages for a program's temporary slots; raises ``SpillError`` or ``GraphError`` without room."""
+    """Allocate home pages for a program's temporary slots; raises ``SpillError``, or ``GraphError`` above capacity."""
     # Pages that were freed within the step; the homes still count them as allocated.
     spare: list[list[SlotPiece]] = [[] for _ in slots]
     allocated: list[list[SlotPiece]] = [[] for _ in slots]
@@ -212,7 +212,7 @@ def allocate_slots(graph: StepGraph, costs: Costs, program: Program, slots: Sequ
 
 
 def needed_bytes(graph: StepGraph, costs: Costs, program: Program) -> list[int]:
-    """Return the bytes of slots that a program needs at each home; raises ``GraphError`` above its capacity."""
+    """Return the bytes of slots that a program needs, by home; raises ``GraphError`` if a home is too small."""
     needed = [0] * max(len(costs.homes), 1)
     for storage, home in permanent_slots(graph, program).items():
         needed[home] += slot_bytes(graph.storages[storage].bytes)
@@ -226,7 +226,7 @@ def needed_bytes(graph: StepGraph, costs: Costs, program: Program) -> list[int]:
 
 
 def _assign_temporary_slots(graph: StepGraph, costs: Costs, program: Program) -> list[SlotReuse]:
-    """Return the temporary slots in order, each with the slots freed before; raises ``GraphError`` without room."""
+    """Return temporary slots in order of use, each with the slots that are freed before it; raises ``GraphError``."""
     order = assign_slots(graph, costs, program)
     if order is None:
         raise GraphError(

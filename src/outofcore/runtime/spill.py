@@ -17,7 +17,7 @@ from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
 
 def check_directory(directory: Path, count: int = 0) -> None:
-    """Raise ``SpillError`` for a directory that cannot take a spill file of ``count`` bytes."""
+    """Raise ``SpillError`` if a directory cannot hold a spill file of ``count`` bytes."""
     if not directory.exists():
         raise SpillError(f"the spill directory {directory} does not exist; create it or name another one")
     if not directory.is_dir():
@@ -39,7 +39,7 @@ def free_bytes(directory: Path) -> int:
 
 
 class SpillFile(ByteStore):
-    """A file without a name in ``directory``; it vanishes with the process, even in a crash."""
+    """A spill file without a name in ``directory``; it vanishes with the process, even in a crash."""
 
     def __init__(self, directory: Path) -> None:
         check_directory(directory)
@@ -67,7 +67,7 @@ class SpillFile(ByteStore):
         return Location(self._direct_descriptor, offset, count, self, Cache.PAST)
 
     def duplicate(self) -> tuple[int, int]:
-        """Return new descriptors of the file for buffered and direct I/O; the caller closes them."""
+        """Return new descriptors for buffered and, if possible, direct I/O; the caller closes them."""
         descriptors: list[int] = []
         try:
             descriptors += [os.dup(self._descriptor)]
@@ -86,7 +86,7 @@ class SpillFile(ByteStore):
         self._release()
 
     def grow(self, count: int) -> None:
-        """Allocate the file up to ``count`` bytes, so that no later write lacks room; without effect on error."""
+        """Allocate disk space for ``count`` bytes in total, so that later writes have room. No effect on error."""
         self._check_open()
         total = round_up(count, PAGE_BYTES)
         if total <= self.bytes:
@@ -120,7 +120,7 @@ class SpillFile(ByteStore):
         return map_file(self._descriptor, offset, count)
 
     def map_over(self, region: WeakRegion, offset: int) -> None:
-        """Map bytes of the file at the addresses of a region; without effect if it raises ``OSError``."""
+        """Replace a region's pages by the file's pages from ``offset`` on; an ``OSError`` leaves them unchanged."""
         self._check_open()
         map_over(region, self._descriptor, offset)
 
@@ -149,7 +149,7 @@ class SpillFile(ByteStore):
             raise StateError("the spill file is closed; compile the step again to go on")
 
     def _open_direct(self) -> int | None:
-        """Open a second descriptor for direct I/O; None if refused. Raises ``SpillError`` if writes fail."""
+        """Open a descriptor for direct I/O; None if the system refuses. Raises ``SpillError`` if writes fail."""
         try:
             return open_direct(self._descriptor, writes=True)
         except OSError as error:
