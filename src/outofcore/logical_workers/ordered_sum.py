@@ -12,7 +12,7 @@ from outofcore.logical_workers.processes import WorkerProcesses
 
 
 class OrderedSum:
-    """Sums gradients piece by piece in a few buffers; ``processes`` are in the order of their workers."""
+    """Sums the gradients of all workers piece by piece; ``processes`` are in the order of their workers."""
 
     def __init__(self, processes: WorkerProcesses) -> None:
         self._processes = processes
@@ -93,7 +93,7 @@ class OrderedSum:
         *,
         first: bool,
     ) -> None:
-        """Add this process's gradients in ``spans`` to ``total``; with ``first``, its old content does not count."""
+        """Add this process's gradients in ``spans`` to ``total``; with ``first``, overwrite ``total``."""
         start = 0
         for span in spans:
             part = total[start : start + span.count]
