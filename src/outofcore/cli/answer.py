@@ -249,6 +249,7 @@ def _answer_text(
     bound: float | None,
     forecast: Estimate | None,
 ) -> str:
+    """Return the answer of ``plan``; ``bound`` is a lower bound in seconds, ``forecast`` has other budgets."""
     report = None if result is None else result.report
     is_split = subject.smallest_budget < subject.whole_budget
     splitting = ", with large ops split" if is_split else ""

@@ -45,7 +45,7 @@ def check_sizes(path: Path, content: Mapping[str, Any], config_class: Any, class
 def _check_fields(
     path: Path, content: Mapping[str, Any], prefix: str, config_class: Any, class_of: Callable[[object], Any]
 ) -> None:
-    """Check the sizes in a configuration and its nested ones; ``prefix`` is the path to it, such as ``text_config.``"""
+    """Check the sizes in a configuration and its nested ones; ``prefix`` is its path, such as "text_config."."""
     defaults = _default_config(config_class)
     renamed: Mapping[str, str] = getattr(config_class, "attribute_map", {})
     core = _CORE | {renamed.get(name, name) for name in _CORE}
@@ -136,6 +136,7 @@ def _check_heads(
 
 
 def _heads_divide_width(defaults: Any) -> bool:
+    """Return whether the width must be a multiple of the heads, judging by the defaults of its model."""
     width, heads = _default_value(defaults, "hidden_size"), _default_value(defaults, "num_attention_heads")
     if not (_is_whole(width) and _is_whole(heads) and heads) or cast("int", width) % cast("int", heads):
         return False
@@ -169,7 +170,6 @@ def quantisation_of(content: Mapping[str, Any]) -> str:
 
 
 def _quantization_text(value: Any) -> str:
-    """Describe quantization settings, such as "bitsandbytes, 4 bits"."""
     if not isinstance(value, dict):
         return str(value)
     settings = cast("dict[str, Any]", value)

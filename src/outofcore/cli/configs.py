@@ -149,7 +149,7 @@ class ModelConfig:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether the model takes sequences of tokens whose length the user may choose."""
+        """Whether the model takes sequences of tokens, of a length that the user may choose."""
         return (
             isinstance(getattr(self.text_config, "vocab_size", None), int)
             and self.labels is not Labels.PAIRS
@@ -302,6 +302,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _model_class(path: Path, content: Mapping[str, Any], config: Any, transformers: Any) -> type[nn.Module]:
+    """Return the class that ``architectures`` names; without it, a class for the type of the configuration."""
     architectures = content.get("architectures")
     if isinstance(architectures, list) and architectures:
         name = str(architectures[0])
@@ -330,6 +331,7 @@ def _model_class(path: Path, content: Mapping[str, Any], config: Any, transforme
 
 
 def _model_labels(model_class: type[nn.Module]) -> Labels:
+    """Return the labels that a model takes, by transformers' tables of tasks or else by its name."""
     from transformers.models.auto import modeling_auto  # noqa: PLC0415
 
     for task, labels in _TASKS.items():
@@ -539,7 +541,7 @@ def _best_stack(path: str, kinds: Sequence[int]) -> Stack | None:
 
 
 def _layer_kinds(layers: Sequence[nn.Module], config: Any) -> list[int]:
-    """Number the kinds of layers; layers that differ only in their own index have the same number."""
+    """Return a number for the kind of each layer; layers of one kind differ only in their own index."""
     parts = [config, *(part for part in vars(config).values() if hasattr(part, "to_dict"))]
     per_layer = [
         values
@@ -566,6 +568,7 @@ def _layer_kinds(layers: Sequence[nn.Module], config: Any) -> list[int]:
 
 
 def _layer_facts(layer: nn.Module) -> dict[tuple[str, str], object]:
+    """Return the types, plain attributes and tensor shapes of a layer's modules, by (path, attribute)."""
     description: dict[tuple[str, str], object] = {}
     for path, module in layer.named_modules():
         description[path, ""] = type(module)
@@ -578,6 +581,7 @@ def _layer_facts(layer: nn.Module) -> dict[tuple[str, str], object]:
 
 
 def _add_adapters(model: nn.Module, rank: int) -> nn.Module:
+    """Put LoRA adapters of a rank on all linear layers except the output head."""
     try:
         with _quiet():
             from peft import LoraConfig, get_peft_model  # noqa: PLC0415

@@ -251,10 +251,7 @@ def fit(
     tell: ProgressCallback,
     say: Printer | None = None,
 ) -> Fit:
-    """Compute the answer for a configuration; ``say`` prints sizes before the capture, ``tell`` shows progress.
-
-    Raises ``InputError`` for an unsuitable option, ``CaptureError`` if the step cannot be captured as one graph.
-    """
+    """Compute the answer; raise ``InputError`` for an unsuitable option, ``CaptureError`` if capture fails."""
     start = perf_counter()
     captures = Captures(model_config, card or device("a100-80gb"), tell)
     # With the length set, equal steps have equal keys and are captured once.
@@ -310,6 +307,7 @@ def fit(
 
 
 def _step_need(graph: StepGraph, costs: Costs, memory: int | None) -> Need:
+    """Compute the needs of a step; without a size of device memory, times are None."""
     smallest = planning.smallest_budget(graph, costs)
     whole = planning.in_core_budget(graph, costs)
     bound = None
@@ -393,7 +391,7 @@ class _SizeSearch:
 
 
 def _search_count(need: Callable[[int], int], known_points: dict[float, int], memory: int, max_count: int) -> int:
-    """Return the largest count whose ``need`` in bytes fits ``memory``; 0 if even a count of 1 does not fit."""
+    """Return the largest count for which ``need`` returns at most ``memory`` bytes; 0 if 1 is too large."""
     points = dict(known_points)
 
     def fits(count: int) -> bool:
@@ -424,7 +422,7 @@ def _search_count(need: Callable[[int], int], known_points: dict[float, int], me
 
 
 def _crossing(points: dict[float, int], memory: int) -> float | None:
-    """Estimate the count that needs ``memory`` bytes, by a line through the nearest points; None if it is not rising."""
+    """Estimate the count that needs ``memory`` bytes, by a line through the nearest points; None on a falling line."""
     points = points if len(points) > 1 else {0.0: 0, **points}
     if len(points) < 2:
         return None

@@ -68,6 +68,7 @@ def _parse_dims(dims: Sequence[str]) -> dict[str, int]:
 
 
 def _meta_inputs(model: OnnxModel, path: str, sizes: Mapping[str, int]) -> tuple[torch.Tensor, ...]:
+    """Return meta tensors as inputs; ``sizes`` has dynamic dimensions by name, or by input and axis ("x.0")."""
     inputs: list[torch.Tensor] = []
     used: set[str] = set()
     missing: dict[str, str] = {}
@@ -226,6 +227,7 @@ def _run_compiled(
 def _run_eagerly(
     path: str, limit: int, arrays: Sequence[str], home: str | None, host_budget: int | None, check: CheckName
 ) -> _RunResult:
+    """Run the model op by op in an eager loop; return names, outputs and statistics."""
     model = load(path)
     arrays_read = read_inputs(model, arrays)
     loop = budget(limit, model, home=home, host_budget=host_budget, policy=None, check=check)

@@ -139,7 +139,6 @@ class PlaceOptions:
 
     @property
     def cache_argument(self) -> bool | Path:
-        """The value for the argument ``cache`` of ``compile``."""
         return False if self.no_cache else self.cache or True
 
     def check(self) -> None:
@@ -255,7 +254,6 @@ class AnswerOptions:
 
     @property
     def compares_plans(self) -> bool:
-        """Whether the command makes more than one plan."""
         return self.compare or self.sweep
 
     def refuse_for_config(self, places: PlaceOptions, sharers: SharingOptions) -> None:
@@ -417,7 +415,6 @@ class ConfigOptions:
     ] = False
 
     def training(self, zoo: ZooOptions, batch: int) -> dict[str, Any]:
-        """Return the arguments of ``configs.Training``, some of them from the options of the zoo."""
         return {**asdict(self), "batch": batch, "optimizer": zoo.optimizer, "amp": zoo.amp, "clip": zoo.clip}
 
     def refuse(self) -> None:

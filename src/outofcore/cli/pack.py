@@ -33,7 +33,6 @@ class Table:
     rectangles: tuple[Rectangle, ...]
 
     def text(self, offsets: tuple[int, ...]) -> str:
-        """Format the table with a column of offsets."""
         names = [name.strip() for name in self.header]
         column = names.index("offset") if "offset" in names else len(names)
         lines = [self.header, *self.rows]
@@ -126,6 +125,7 @@ def _rectangle(number: int, fields: Mapping[str, str], end_offset: int) -> Recta
 
 
 def explain_failure(rectangles: tuple[Rectangle, ...], packing: Packing, capacity: int) -> str:
+    """Explain why the rectangles do not fit the capacity; ``packing`` is the best placement that was found."""
     peak_use = peak(rectangles)
     if peak_use.bytes > capacity:
         live = set(peak_use.ids)

@@ -62,13 +62,11 @@ class Context:
 
     @staticmethod
     def capture(gpu: torch.device | None) -> Context:
-        """Return the current states of the global random generators."""
         on_gpu = None if gpu is None else torch.cuda.get_rng_state(gpu)
         numpy: Any = np.random.get_state(legacy=False)
         return Context(random.getstate(), numpy, torch.get_rng_state(), on_gpu)
 
     def apply(self, gpu: torch.device | None) -> None:
-        """Set the global random generators to these states."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch)

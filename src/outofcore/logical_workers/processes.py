@@ -98,7 +98,6 @@ class WorkerProcesses:
         return [result.tolist() for result in rows]
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Broadcast a tensor from process 0."""
         if self.count > 1:
             self._call_group(lambda: dist.broadcast(tensor, 0, self._group))
             self.bytes_sent += tensor.numel() * tensor.element_size() * (self.rank == 0)

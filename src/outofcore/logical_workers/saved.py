@@ -100,7 +100,7 @@ class SavedTraining(Struct):
         _log.warning("%s was %s and is now %s; the bits of later steps change", name, before, now)
 
     def restore(self, progress: WorkerProgress, workers: range, count: int) -> None:
-        """Write the saved state to ``progress``; ``workers`` are this process's workers, ``count`` is the number of all."""
+        """Write the saved state to ``progress``; ``workers`` run in this process, ``count`` is the number of all."""
         saved_order = self.order
         progress.place = DataPosition(self.place.epoch, self.place.step)
         progress.order = saved_order and SampleOrder(
