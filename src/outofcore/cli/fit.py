@@ -251,7 +251,7 @@ def fit(
     tell: ProgressCallback,
     say: Printer | None = None,
 ) -> Fit:
-    """Compute the answer; raise ``InputError`` for an unsuitable option, ``CaptureError`` if capture fails."""
+    """Compute the answer, and print sizes early with ``say``; raise ``InputError`` or ``CaptureError`` on failure."""
     start = perf_counter()
     captures = Captures(model_config, card or device("a100-80gb"), tell)
     # With the length set, equal steps have equal keys and are captured once.
@@ -391,7 +391,7 @@ class _SizeSearch:
 
 
 def _search_count(need: Callable[[int], int], known_points: dict[float, int], memory: int, max_count: int) -> int:
-    """Return the largest count for which ``need`` returns at most ``memory`` bytes; 0 if 1 is too large."""
+    """Return the largest count for which ``need`` returns at most ``memory`` bytes; 0 if even 1 needs more."""
     points = dict(known_points)
 
     def fits(count: int) -> bool:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CommandProcesses:
-    """This process among the processes in which torchrun runs a command: its rank, their number, and its device."""
+    """The rank and device of this process, and the number of processes in which torchrun runs the command."""
 
     rank: int = 0
     count: int = 1

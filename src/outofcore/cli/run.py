@@ -40,7 +40,7 @@ class Launch:
 
 
 class LaunchRequest(BaseException):
-    """Raised to leave the command-line parser with a launch, since the parser would catch the script's errors."""
+    """Raised to run a script outside the command-line parser, which would catch the script's errors."""
 
     def __init__(self, launch: Launch) -> None:
         super().__init__()

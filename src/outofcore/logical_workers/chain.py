@@ -60,7 +60,7 @@ class Round:
 
 
 def schedule_rounds(count: int, processes: int, position: int) -> Iterator[Round]:
-    """Yield the rounds in which the process at ``position`` of the chain works to sum ``count`` pieces."""
+    """Yield the rounds of the process at ``position`` in the chain, to sum ``count`` pieces."""
     turn = 2 * (processes - 1)
     for number in range(count + turn - position if count else 0):
         forward, back = number - position, number - turn + position

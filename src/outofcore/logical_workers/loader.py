@@ -87,7 +87,7 @@ class WorkerProgress:
         return batches
 
     def contexts_before(self, batches: object) -> dict[int, Context]:
-        """Return each worker's context before a step on these batches; if they were drawn, the one after drawing."""
+        """Return each worker's context before a step on ``batches``; for drawn batches, the context after drawing."""
         return self._drawn[1] if self._drawn is not None and batches is self._drawn[0] else self.contexts
 
     def end_step(self, batches: object, contexts: dict[int, Context]) -> None:
