@@ -47,7 +47,7 @@ Printer = Callable[[str], None]
 
 @contextmanager
 def answer_printer(*, alone: bool) -> Generator[Printer]:
-    """Yield a print function; with ``alone``, it prints after the block, and all other output goes to stderr."""
+    """Yield a print function. With ``alone``, send other output to stderr, and print the answers after the block."""
     if not alone:
         yield print
         return
@@ -60,7 +60,7 @@ def answer_printer(*, alone: bool) -> Generator[Printer]:
 
 @contextmanager
 def _redirect_descriptor() -> Generator[None]:
-    """Redirect file descriptor 1 to standard error in the block, for the output of native code."""
+    """Redirect file descriptor 1 to stderr in the block, so that native code writes there, too."""
     try:
         saved = os.dup(1)
     except OSError:  # the process has no standard output
@@ -85,7 +85,7 @@ def _flush_native() -> None:
 
 @dataclass(frozen=True)
 class Subject:
-    """A step with its costs and title."""
+    """A step to plan: its graph, costs and title, and a version with split ops if that needs less memory."""
 
     title: str
     file: GraphFile
@@ -102,7 +102,7 @@ class Subject:
 
     @cached_property
     def smallest_budget(self) -> int:
-        """The smallest budget in bytes that has a plan, with split ops if that needs less."""
+        """The smallest budget in bytes that has a plan; ops may be split."""
         split_step = self.split_file
         split_budget = (
             self.whole_budget if split_step is None else planning.smallest_budget(split_step.graph, split_step.costs)
@@ -111,11 +111,11 @@ class Subject:
 
     @cached_property
     def whole_budget(self) -> int:
-        """The smallest budget in bytes that has a plan without split ops."""
+        """The smallest budget in bytes that has a plan if no op is split."""
         return planning.smallest_budget(self.graph, self.costs)
 
     def for_budget(self, budget: int | None) -> Subject:
-        """Return the step to plan for a budget: with split ops if it does not fit otherwise."""
+        """Return the version to plan for a budget: with split ops only if whole ops do not fit."""
         if self.split_file is None or budget is None or budget >= self.whole_budget:
             return self
         return replace(self, title=f"{self.title}, large ops split", file=self.split_file, split_file=None)
@@ -145,7 +145,7 @@ class PolicyResult:
 
 
 def plan_subject(subject: Subject, budget: int, policy: str) -> PolicyResult:
-    """Plan a step; without a plan, return the reason. Raise ``InputError`` for an unknown policy or too small homes."""
+    """Return a policy's plan, or why no plan fits. Raise ``InputError`` for an unknown policy or too small homes."""
     start = perf_counter()
     subject = subject.for_budget(budget)
     try:
@@ -158,7 +158,7 @@ def plan_subject(subject: Subject, budget: int, policy: str) -> PolicyResult:
 
 
 def print_plan(subject: Subject, budget: int | None, policy: str, options: AnswerOptions, printer: Printer) -> bool:
-    """Print a plan for the budget, if any, and write the requested files; return False if it does not fit."""
+    """Print a step's needs, and its plan if there is a budget; write requested files. Return False if no plan fits."""
     whole_subject, subject = subject, subject.for_budget(budget)
     if options.save_graph is not None:
         write_graph(options.save_graph, subject.file)
@@ -249,6 +249,7 @@ def _answer_text(
     bound: float | None,
     forecast: Estimate | None,
 ) -> str:
+    """Return the answer of ``plan``; ``bound`` is a lower bound in seconds, ``forecast`` has other budgets."""
     report = None if result is None else result.report
     is_split = subject.smallest_budget < subject.whole_budget
     splitting = ", with large ops split" if is_split else ""
@@ -295,7 +296,7 @@ Cell = tuple[str, PolicyResult]
 
 
 def _comparison_budgets(subject: Subject) -> list[tuple[str, int]]:
-    """Return the name and bytes of each default budget of a comparison, falling."""
+    """Return the default budgets of a comparison as pairs of name and bytes, largest first."""
     in_core_bytes, smallest = subject.in_core_budget, subject.smallest_budget
     named = [(f"in core × {name}", int(in_core_bytes * fraction)) for name, fraction in COMPARED_FRACTIONS.items()]
     return [*((name, budget) for name, budget in named if budget > smallest), ("smallest", smallest)]
@@ -307,7 +308,7 @@ def _sweep_budgets(subject: Subject) -> list[tuple[str, int]]:
 
 
 def print_comparison(subject: Subject, budgets: Sequence[int], options: AnswerOptions, printer: Printer) -> bool:
-    """Print each policy's result at each budget, or at default budgets; return whether any plan fits."""
+    """Plan with every policy at every budget, and print a table; return whether any plan fits."""
     named = [(format_bytes(budget), budget) for budget in dict.fromkeys(budgets)]
     named = named or (_sweep_budgets(subject) if options.sweep else _comparison_budgets(subject))
     cells = [(label, plan_subject(subject, budget, policy)) for label, budget in named for policy in POLICIES]
@@ -411,7 +412,7 @@ def write_plan_report(subject: Subject, budget: int, policy: str, options: Repor
 
 
 def check_plan_file(graph: Path, plan: Path, budget: int | None) -> None:
-    """Prove that a saved plan computes its step within a budget, by default the plan's; print the result."""
+    """Check that a saved plan computes a step within a budget (default: its own); raise ``ValidationError`` if not."""
     file = read_graph(graph)
     saved = read_plan(plan, file.keys)
     limit = saved.budget if budget is None else budget

@@ -175,7 +175,7 @@ def _answer_config(
 
 
 def _check_zoo(kind: TargetKind | None, zoo: ZooOptions, batch: int) -> None:
-    """Refuse options of zoo models for other targets, which would ignore them."""
+    """Refuse options of zoo models for any other target, which would ignore them; ``kind`` is None for a graph file."""
     if kind is TargetKind.ZOO:
         return
     source = "a graph file" if kind is None else kind.value
@@ -250,7 +250,7 @@ def report(
 
 
 class _RunCommand(Command):
-    """The ``run`` command, which passes everything after a script to it; options may follow an ONNX file."""
+    """The ``run`` command: arguments after a script belong to the script; options may also follow an ONNX file."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:

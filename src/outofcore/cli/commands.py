@@ -29,7 +29,7 @@ _UNIT = re.compile(r"[KMGT]i?B?|%", re.IGNORECASE)
 
 
 class Command(TyperCommand):
-    """A command with value names instead of Python types in its help; it refuses ``--budget 6 GiB`` (two words)."""
+    """A typer command. Its help names values, such as FILE, and it refuses byte counts in two words, such as 6 GiB."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _set_metavars(super().get_params(ctx))
@@ -55,7 +55,7 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """The program, with value names in its help."""
+    """The typer program with all commands; its help names values, such as FILE, instead of Python types."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _set_metavars(super().get_params(ctx))

@@ -15,7 +15,7 @@ MODELS = (
 
 
 def words(*choices: str) -> Callable[[str], list[str]]:
-    """Return a typer callback that completes one of some words."""
+    """Return a completion callback for typer: it offers the choices that begin with the typed text."""
 
     def complete(incomplete: str) -> list[str]:
         return [word for word in choices if word.startswith(incomplete)]

@@ -38,14 +38,14 @@ _METHODS = ("quant_method", "quantization_method", "format", "quant_algo")
 
 
 def check_sizes(path: Path, content: Mapping[str, Any], config_class: Any, class_of: Callable[[object], Any]) -> None:
-    """Refuse impossible sizes; ``class_of`` returns the class of configurations with a ``model_type``."""
+    """Raise ``InputError`` for impossible sizes; ``class_of`` returns the configuration class of a ``model_type``."""
     _check_fields(path, content, "", config_class, class_of)
 
 
 def _check_fields(
     path: Path, content: Mapping[str, Any], prefix: str, config_class: Any, class_of: Callable[[object], Any]
 ) -> None:
-    """Check the sizes in a configuration and those nested in it; ``prefix`` names the enclosing fields."""
+    """Check the sizes in a configuration and its nested ones; ``prefix`` is its path, such as "text_config."."""
     defaults = _default_config(config_class)
     renamed: Mapping[str, str] = getattr(config_class, "attribute_map", {})
     core = _CORE | {renamed.get(name, name) for name in _CORE}
@@ -78,7 +78,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _is_size(name: str, value: object, default: object) -> bool:
-    """Return whether a field is a size, by its name and its default."""
+    """Return whether a field is a size or a list of sizes, judging by its name and its default."""
     if isinstance(default, list | tuple):
         return isinstance(value, list) and all(map(_is_whole, _leaves(default))) and _SIZES.fullmatch(name) is not None
     if _SIZE.fullmatch(name) is None:
@@ -88,7 +88,7 @@ def _is_size(name: str, value: object, default: object) -> bool:
 
 
 def _check_size(path: Path, label: str, name: str, value: Any, default: Any, *, is_core: bool) -> None:
-    """Refuse a size, or a size in a list, that is not whole or out of range; ``label`` is its full name."""
+    """Raise ``InputError`` if a size, or one in a list, is not a whole number in its range; ``label`` names it."""
     if isinstance(value, dict) or (value is None and not (is_core and _is_whole(default))):
         return
     max_size = _MAX_LAYERS if _STACKED.fullmatch(name) else _MAX_SIZE
@@ -116,7 +116,7 @@ def _short_text(value: object) -> str:
 def _check_heads(
     path: Path, content: Mapping[str, Any], prefix: str, defaults: Any, renamed: Mapping[str, str]
 ) -> None:
-    """Refuse a number of heads that is no multiple of its groups or, in most models, does not divide the width."""
+    """Raise ``InputError`` unless the width is a multiple of the attention heads, and these of their groups."""
 
     def field_of(name: str) -> tuple[str, int] | None:
         key_name = next((key for key in (name, renamed.get(name, name)) if key in content), renamed.get(name, name))
@@ -136,6 +136,7 @@ def _check_heads(
 
 
 def _heads_divide_width(defaults: Any) -> bool:
+    """Return whether the width must be a multiple of the heads, judging by the defaults of its model."""
     width, heads = _default_value(defaults, "hidden_size"), _default_value(defaults, "num_attention_heads")
     if not (_is_whole(width) and _is_whole(heads) and heads) or cast("int", width) % cast("int", heads):
         return False
@@ -144,7 +145,7 @@ def _heads_divide_width(defaults: Any) -> bool:
 
 
 def check_dtype(path: Path, content: Mapping[str, Any], is_dtype: Callable[[str], bool]) -> None:
-    """Refuse an unknown dtype, or two that contradict each other; ``is_dtype`` recognises names."""
+    """Raise ``InputError`` if a configuration names an unknown dtype, or two different ones."""
     dtypes = {name: content[name] for name in ("dtype", "torch_dtype") if content.get(name) is not None}
     for name, value in dtypes.items():
         if not isinstance(value, dict) and not (isinstance(value, str) and is_dtype(value.removeprefix("torch."))):
@@ -157,7 +158,7 @@ def check_dtype(path: Path, content: Mapping[str, Any], is_dtype: Callable[[str]
 
 
 def quantisation_of(content: Mapping[str, Any]) -> str:
-    """Return the field that marks weights as quantised, with the method; empty if no field does."""
+    """Return the field and method of quantised weights, such as "quantization_config (gptq, 4 bits)"; else ""."""
     for name, value in content.items():
         if name in QUANTISED and value:
             return f"{name} ({_quantization_text(value)})"
@@ -169,7 +170,6 @@ def quantisation_of(content: Mapping[str, Any]) -> str:
 
 
 def _quantization_text(value: Any) -> str:
-    """Describe quantization settings, such as "bitsandbytes, 4 bits"."""
     if not isinstance(value, dict):
         return str(value)
     settings = cast("dict[str, Any]", value)

@@ -109,7 +109,7 @@ _TASKS = {
 
 @dataclass(frozen=True)
 class Training:
-    """The user's options for a step: how to train the model, or a forward pass alone."""
+    """The user's options for a step, which trains a model or runs its forward pass alone."""
 
     batch: int = 8
     sequence: int | None = None  # tokens per sample; None: a default for the model
@@ -128,7 +128,7 @@ class Training:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A configuration of transformers with the class of its model."""
+    """A model configuration of transformers, read from a ``config.json``, and the class of its model."""
 
     path: Path
     config: Any
@@ -149,7 +149,7 @@ class ModelConfig:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether the user may choose how many tokens a sequence has; not if the model matches texts with images."""
+        """Whether the model takes sequences of tokens, of a length that the user may choose."""
         return (
             isinstance(getattr(self.text_config, "vocab_size", None), int)
             and self.labels is not Labels.PAIRS
@@ -162,7 +162,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ConfiguredStep:
-    """The step of a model described by its configuration; it processes ``items`` of ``unit``."""
+    """The step of a model built from its configuration; it processes ``items`` of ``unit``, such as 4096 tokens."""
 
     user: UserStep[..., Any]
     inputs: tuple[Any, ...]
@@ -179,7 +179,7 @@ class ConfiguredStep:
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Silence logs, warnings and standard error: users of this command cannot follow transformers' advice."""
+    """Silence logs, warnings and stderr in the block, since users cannot follow the advice of transformers."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -191,7 +191,7 @@ def _quiet() -> Generator[None]:
 
 
 def read_config(target: str) -> ModelConfig:
-    """Read a ``config.json``, given its path or folder; raise ``InputError`` if it cannot be used."""
+    """Read a model's ``config.json``, given its path or its folder; raise ``InputError`` if it is unusable."""
     path = _config_path(target)
     content = _read_json(path)
     try:
@@ -284,7 +284,7 @@ def _without_quantisation(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_in_file(config: Any, content: Mapping[str, Any], key: str) -> bool:
-    """Return whether a size needs no note: the file has it, under either name, or it is not a whole number."""
+    """Return whether the file sets a size, under either of its names; fields that are not numbers count as set."""
     names = {key, getattr(type(config), "attribute_map", {}).get(key, key)}
     return bool(names & content.keys()) or not isinstance(getattr(config, key), int)
 
@@ -302,6 +302,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _model_class(path: Path, content: Mapping[str, Any], config: Any, transformers: Any) -> type[nn.Module]:
+    """Return the class that ``architectures`` names; without it, a class for the type of the configuration."""
     architectures = content.get("architectures")
     if isinstance(architectures, list) and architectures:
         name = str(architectures[0])
@@ -330,6 +331,7 @@ def _model_class(path: Path, content: Mapping[str, Any], config: Any, transforme
 
 
 def _model_labels(model_class: type[nn.Module]) -> Labels:
+    """Return the labels that a model takes, by transformers' tables of tasks or else by its name."""
     from transformers.models.auto import modeling_auto  # noqa: PLC0415
 
     for task, labels in _TASKS.items():
@@ -353,7 +355,7 @@ _STATE_TENSORS = {"adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "momentum":
 
 
 def size_text(step: ConfiguredStep, training: Training) -> str:
-    """Return a line with the bytes of parameters, gradients and optimizer state, known without a capture."""
+    """Return a line with the bytes of parameters, gradients and optimizer state, before the step is captured."""
     parameters = [(p.numel() * p.element_size(), p.requires_grad) for p in step.user.models[0].parameters()]
     parts = [f"{format_bytes(sum(count for count, _ in parameters))} of parameters"]
     if training.trains:
@@ -364,7 +366,7 @@ def size_text(step: ConfiguredStep, training: Training) -> str:
 
 
 def parameter_dtype(model_config: ModelConfig, training: Training) -> torch.dtype:
-    """Return the dtype requested or configured; bfloat16 if a quantised model is configured with an untrainable one."""
+    """Return the dtype of parameters: the user's or the configured one, or bfloat16 in place of a quantised type."""
     if training.dtype is not None:
         if training.dtype not in _DTYPES:
             raise InputError(f"there is no dtype {training.dtype!r}; choose one of fp32, bf16 and fp16")
@@ -381,7 +383,7 @@ def parameter_dtype(model_config: ModelConfig, training: Training) -> torch.dtyp
 
 
 def configured_step(model_config: ModelConfig, training: Training) -> ConfiguredStep:
-    """Build a model on the device "meta", and its step; raise ``InputError`` if that fails."""
+    """Build a model on the meta device, without memory for weights, and its step; raise ``InputError`` on failure."""
     _check_options(model_config, training)
     dtype = parameter_dtype(model_config, training)
     model = _build_model(model_config, training, dtype)
@@ -488,7 +490,7 @@ def _check_options(model_config: ModelConfig, training: Training) -> None:
 
 
 def sequence_length(model_config: ModelConfig, training: Training) -> int | None:
-    """Return the tokens per sequence: the user's or a default; None if the user cannot choose them."""
+    """Return the tokens per sequence, the user's or a default; None if the model has no variable length."""
     if not model_config.reads_tokens:
         return None
     return training.sequence or min(_DEFAULT_SEQUENCE, model_config.sequence_limit or _DEFAULT_SEQUENCE)
@@ -514,7 +516,7 @@ def _build_model(model_config: ModelConfig, training: Training, dtype: torch.dty
 
 
 def find_stacks(model: nn.Module, config: Any) -> list[Stack]:
-    """Return a stack for each list of layers that, from some layer on, are equal or repeat in a fixed period."""
+    """Return the model's stacks: lists in which the later layers are equal or repeat in a fixed period."""
     stacks: list[Stack] = []
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{stack.path}.") for stack in stacks):
@@ -524,7 +526,7 @@ def find_stacks(model: nn.Module, config: Any) -> list[Stack]:
 
 
 def _best_stack(path: str, kinds: Sequence[int]) -> Stack | None:
-    """Return the stack in a list of layer kinds that needs the fewest layers built; None if all are needed."""
+    """Find the repetition that lets a list of layers be built from the fewest; return None if all must be built."""
     count, best = len(kinds), None
     fewest = count
     for first in range(count):
@@ -539,7 +541,7 @@ def _best_stack(path: str, kinds: Sequence[int]) -> Stack | None:
 
 
 def _layer_kinds(layers: Sequence[nn.Module], config: Any) -> list[int]:
-    """Return a number for each layer, equal for layers that differ only in their own index."""
+    """Return a number for the kind of each layer; layers of one kind differ only in their own index."""
     parts = [config, *(part for part in vars(config).values() if hasattr(part, "to_dict"))]
     per_layer = [
         values
@@ -566,6 +568,7 @@ def _layer_kinds(layers: Sequence[nn.Module], config: Any) -> list[int]:
 
 
 def _layer_facts(layer: nn.Module) -> dict[tuple[str, str], object]:
+    """Return the types, plain attributes and tensor shapes of a layer's modules, by (path, attribute)."""
     description: dict[tuple[str, str], object] = {}
     for path, module in layer.named_modules():
         description[path, ""] = type(module)
@@ -578,6 +581,7 @@ def _layer_facts(layer: nn.Module) -> dict[tuple[str, str], object]:
 
 
 def _add_adapters(model: nn.Module, rank: int) -> nn.Module:
+    """Put LoRA adapters of a rank on all linear layers except the output head."""
     try:
         with _quiet():
             from peft import LoraConfig, get_peft_model  # noqa: PLC0415
@@ -603,7 +607,7 @@ def _add_adapters(model: nn.Module, rank: int) -> nn.Module:
 def _inputs(
     model_config: ModelConfig, model: nn.Module, training: Training, dtype: torch.dtype, length: int | None
 ) -> tuple[dict[str, torch.Tensor], Unit, float]:
-    """Return unwritten inputs by name, with labels if it trains; and the unit and amount of work per step."""
+    """Return meta tensors for inputs and, in training, labels; also the unit and the amount of a step's work."""
     config, accepted = model_config.config, signature(model_config.model_class.forward).parameters
     main_input = cast("str", getattr(model, "main_input_name", "input_ids"))
     count = training.batch
@@ -673,7 +677,7 @@ def _required_field(model_config: ModelConfig, config: Any, name: str) -> Any:
 
 
 def _make_call(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], Any]:
-    """Return a function that calls the model on a batch, without a cache and, in training, with a loss."""
+    """Return a function that calls the model on a batch. It disables the cache, and requests a loss in training."""
     inner = cast("Any", model).get_base_model() if hasattr(model, "peft_config") else model
     accepted = signature(inner.forward).parameters
     extra: dict[str, Any] = {}

@@ -38,7 +38,7 @@ class Finding:
 
 
 def doctor(home: str, cache: Path | None) -> bool:
-    """Print a line after each check and a summary; return whether everything works."""
+    """Check the installation: print a line for each check, and a summary. Return whether everything works."""
     problems: dict[str, None] = {}
     for finding in _findings(home, cache):
         print(finding, flush=True)
@@ -84,7 +84,7 @@ def _compiler_finding() -> Finding:
 
 
 def _torch_problem() -> Finding | None:
-    """Return why PyTorch cannot be imported; None if it can."""
+    """Import PyTorch; return a finding with the reason if that fails, else None."""
     try:
         import_module("torch")
     except ModuleNotFoundError as error:

@@ -41,7 +41,7 @@ _PIECES = 8
 
 @dataclass(frozen=True)
 class Axis:
-    """A size of a step, batch or sequence, of which the largest that fits is searched."""
+    """The size that a search maximises: samples per batch, or tokens per sequence."""
 
     field: str  # of ``Training``
     unit_name: str  # the unit
@@ -59,7 +59,7 @@ BATCH_AXIS = Axis("batch", "samples", 1, 1 << 16)
 
 
 def sequence_axis(model_config: ModelConfig) -> Axis:
-    """Return the axis of sequence lengths: multiples of 64, or of 1 if the model has fewer than 256 positions."""
+    """Return the axis of sequence lengths. They are multiples of 64, or of 1 for models of fewer than 256 positions."""
     max_tokens = model_config.sequence_limit or 1 << 24
     stride = 64 if max_tokens >= 4 * 64 else 1
     return Axis(
@@ -93,7 +93,7 @@ class Largest:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the step, and its effect."""
+    """A change of options that may save memory, such as LoRA, and the needs of the changed step."""
 
     what: str  # for people
     flag: str  # the command-line option, if any
@@ -102,7 +102,7 @@ class Change:
 
 @dataclass(frozen=True)
 class PlanFigures:
-    """A plan for a budget, in figures per step."""
+    """The time and copies of a step with the plan for one budget, or why there is no plan."""
 
     budget: int  # bytes
     fits: bool
@@ -116,7 +116,7 @@ class PlanFigures:
 
 @dataclass(frozen=True)
 class Fit:
-    """The whole answer for a configuration, in bytes and seconds."""
+    """The answer of ``outofcore plan`` for a ``config.json``, in bytes and seconds."""
 
     title: str
     unit: Unit
@@ -139,7 +139,7 @@ class Fit:
 
 
 class Captures:
-    """Captures steps of one configuration, with costs for a device, each once per ``Training``.
+    """Captures steps of one model configuration with costs for a device, once for each ``Training``.
 
     A step is derived from a capture with only ``KEPT_BLOCKS`` blocks of equal layers. The first such step is checked
     against a capture with one block less. If they differ, or ``repeats`` is False, all layers are captured.
@@ -166,7 +166,7 @@ class Captures:
         return bool(self._repeats)
 
     def capture(self, training: Training) -> tuple[StepGraph, Costs]:
-        """Return a step's graph and costs; raise ``InputError`` or ``CaptureError`` if it cannot be captured."""
+        """Return the graph and costs of a step; raise ``InputError`` or ``CaptureError`` if it cannot be captured."""
         if training not in self._steps:
             self._steps[training] = self._derive_step(training) or self._capture_step(training)[1]
         step = self._steps[training]
@@ -178,7 +178,7 @@ class Captures:
         return self._smallest[training]
 
     def is_placed(self, training: Training, memory: int) -> bool:
-        """Return whether an offload-all plan fits ``memory`` bytes, planning only the captured ones of equal layers."""
+        """Return whether an offload-all plan fits ``memory`` bytes. Of equal layers, plan only the captured ones."""
         if (training, memory) not in self._placed:
             graph, costs = self.capture(training)
             memory_left = memory
@@ -193,11 +193,11 @@ class Captures:
         return self._placed[training, memory]
 
     def record_fit(self, training: Training, memory: int) -> None:
-        """Record that a plan for a step within a memory size exists."""
+        """Record that a plan within ``memory`` bytes exists, so that ``is_placed`` need not make one."""
         self._placed[training, memory] = True
 
     def _derive_step(self, training: Training) -> CostedStep | None:
-        """Return the step derived from a few equal layers, or whole if no layers are equal; None on failure."""
+        """Capture a few of the equal layers, and derive the whole step from them; return None if that fails."""
         if self._repeats is False:
             return None
         try:
@@ -251,10 +251,7 @@ def fit(
     tell: ProgressCallback,
     say: Printer | None = None,
 ) -> Fit:
-    """Compute the answer for a configuration; print facts that need no capture with ``say``.
-
-    Raises ``InputError`` for an unsuitable option, ``CaptureError`` if the step cannot be captured as one graph.
-    """
+    """Compute the answer, and print sizes early with ``say``; raise ``InputError`` or ``CaptureError`` on failure."""
     start = perf_counter()
     captures = Captures(model_config, card or device("a100-80gb"), tell)
     # With the length set, equal steps have equal keys and are captured once.
@@ -310,6 +307,7 @@ def fit(
 
 
 def _step_need(graph: StepGraph, costs: Costs, memory: int | None) -> Need:
+    """Compute the needs of a step; without a size of device memory, times are None."""
     smallest = planning.smallest_budget(graph, costs)
     whole = planning.in_core_budget(graph, costs)
     bound = None
@@ -331,7 +329,7 @@ def _plan_figures(
     card: Device | None,
     known_bounds: dict[int, float],
 ) -> PlanFigures:
-    """Plan the step for a budget; ``known_bounds`` are lower bounds in seconds by budget."""
+    """Plan the step for a budget and summarise the plan; ``known_bounds`` has lower bounds in seconds by budget."""
     try:
         planned = planning.plan_step(graph, costs, budget, policy, params=QUICK_SEARCH)
         if card is None:
@@ -349,7 +347,7 @@ def _plan_figures(
 
 
 class _SizeSearch:
-    """A search for the longest sequence or the largest batch that fits a memory size."""
+    """Searches for the longest sequence, or the largest batch, that fits a memory size."""
 
     def __init__(self, captures: Captures, training: Training, axis: Axis, memory: int) -> None:
         self._captures, self._training, self._axis, self._memory = captures, training, axis, memory
@@ -358,7 +356,7 @@ class _SizeSearch:
         return self._captures.smallest_budget(self._axis.training_at(self._training, count))
 
     def find(self, current_size: int, current_need: Need) -> Largest:
-        """Return the largest size that fits; the user's step has ``current_size`` and needs ``current_need``."""
+        """Find the largest size that fits, starting from the size and the needs of the user's own step."""
         axis, memory = self._axis, self._memory
         size = _search_count(
             self._smallest_budget, {current_size / axis.stride: current_need.smallest_budget}, memory, axis.max_strides
@@ -381,7 +379,7 @@ class _SizeSearch:
         )
 
     def _in_core(self, current_count: float, current_need: Need, size: int) -> int | None:
-        """Estimate up to how many strides all tensors stay resident, by linear interpolation; None if unknown."""
+        """Estimate the largest size, in strides, at which all tensors stay resident; None if unknown."""
         if current_need.in_core_budget > self._memory and current_count <= 1:
             return 0
         largest_need = planning.in_core_budget(*self._captures.capture(self._axis.training_at(self._training, size)))
@@ -393,7 +391,7 @@ class _SizeSearch:
 
 
 def _search_count(need: Callable[[int], int], known_points: dict[float, int], memory: int, max_count: int) -> int:
-    """Return the largest count, up to ``max_count``, with a ``need`` in bytes that fits; 0 if all need too much."""
+    """Return the largest count for which ``need`` returns at most ``memory`` bytes; 0 if even 1 needs more."""
     points = dict(known_points)
 
     def fits(count: int) -> bool:
@@ -424,7 +422,7 @@ def _search_count(need: Callable[[int], int], known_points: dict[float, int], me
 
 
 def _crossing(points: dict[float, int], memory: int) -> float | None:
-    """Return where a line through the two points nearest to ``memory`` reaches it; None if the line does not rise."""
+    """Estimate the count that needs ``memory`` bytes, by a line through the nearest points; None on a falling line."""
     points = points if len(points) > 1 else {0.0: 0, **points}
     if len(points) < 2:
         return None
@@ -439,7 +437,7 @@ def _crossing(points: dict[float, int], memory: int) -> float | None:
 def _predict_changes(
     captures: Captures, model_config: ModelConfig, training: Training, memory: int | None, tell: ProgressCallback
 ) -> list[Change]:
-    """Return what the step would need with each single change that may save memory, even if it does not fit then."""
+    """Try each change that may save memory by itself, and return the needs of the changed steps."""
     graph, costs = captures.capture(training)
     changes: list[Change] = []
     pieces = _with_split_loss(model_config, training, graph)
@@ -465,7 +463,7 @@ def _predict_changes(
 
 
 def _with_split_loss(model_config: ModelConfig, training: Training, graph: StepGraph) -> StepGraph | None:
-    """Return the step with logits and their gradients ``_PIECES`` times smaller; None without logits."""
+    """Return the step as if its loss were computed in ``_PIECES`` pieces, with smaller logits; None without logits."""
     vocabulary, length = getattr(model_config.text_config, "vocab_size", None), training.sequence
     if not isinstance(vocabulary, int) or not model_config.reads_tokens:
         return None
@@ -482,7 +480,7 @@ def _with_split_loss(model_config: ModelConfig, training: Training, graph: StepG
 
 
 def _benefit_key(now: Need, memory: int | None, change: Change) -> tuple[float, float]:
-    """Return a sort key, best first: changes that make the step fit, then faster ones, then smaller ones."""
+    """Return a sort key for changes: first by time if the changed step fits, then the others by memory."""
     need = change.need
     if memory is None or need.bound_seconds is None:
         return (float("inf"), need.smallest_budget if memory is not None else need.in_core_budget)

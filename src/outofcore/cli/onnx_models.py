@@ -30,7 +30,7 @@ _DTYPES_WITHOUT_NUMPY = (
 
 @dataclass(frozen=True)
 class ForwardStep:
-    """A forward pass without gradients; for planning, only the shapes of ``inputs`` matter."""
+    """The forward pass of an ONNX model, without gradients; planning uses only the shapes of ``inputs``."""
 
     model: OnnxModel
     inputs: tuple[torch.Tensor, ...]
@@ -42,7 +42,7 @@ class ForwardStep:
 
 
 def forward_step(path: str, dims: Sequence[str], arrays: Sequence[str]) -> ForwardStep:
-    """Build the step of a file; dynamic sizes come from ``dims``, such as "batch=4" or "x.0=4", or arrays."""
+    """Build the forward pass of an ONNX file; ``dims``, such as "batch=4", or array files set dynamic sizes."""
     model = load(path, contents=False)
     if arrays:
         if dims:
@@ -68,6 +68,7 @@ def _parse_dims(dims: Sequence[str]) -> dict[str, int]:
 
 
 def _meta_inputs(model: OnnxModel, path: str, sizes: Mapping[str, int]) -> tuple[torch.Tensor, ...]:
+    """Return meta tensors as inputs; ``sizes`` has dynamic dimensions by name, or by input and axis ("x.0")."""
     inputs: list[torch.Tensor] = []
     used: set[str] = set()
     missing: dict[str, str] = {}
@@ -104,7 +105,7 @@ def _meta_inputs(model: OnnxModel, path: str, sizes: Mapping[str, int]) -> tuple
 
 
 def read_inputs(model: OnnxModel, arrays: Sequence[str]) -> tuple[torch.Tensor, ...]:
-    """Read inputs in the order of the model, from "x.npz", "x.npy" (one input) or "name=x.npy" files."""
+    """Read the model's inputs, in its order, from files: "x.npz", "x.npy" for a single input, or "name=x.npy"."""
     arrays_by_name: dict[str, np.ndarray[Any, Any]] = {}
     for text in arrays:
         name, _, path = text.rpartition("=") if "=" in text and not Path(text).exists() else ("", "", text)
@@ -147,7 +148,7 @@ def _read_arrays(path: Path) -> np.ndarray[Any, Any] | dict[str, np.ndarray[Any,
 
 
 def _to_tensor(name: str, array: np.ndarray[Any, Any], dtype: torch.dtype | None) -> torch.Tensor:
-    """Return an array as a tensor; convert float32 to ``dtype`` if NumPy lacks that."""
+    """Convert an array to a tensor. A float32 array becomes ``dtype`` if NumPy has no such type."""
     try:
         tensor = torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
     except TypeError as error:
@@ -184,7 +185,7 @@ def run_model(
     checked: bool,
     quiet: bool,
 ) -> None:
-    """Run a file within a budget and write its outputs: as a compiled step, or else op by op."""
+    """Run an ONNX file as a compiled step, or op by op if it cannot be captured; print and write its outputs."""
     if output is not None and not output.resolve().parent.is_dir():
         raise InputError(f"there is no folder {output.resolve().parent}; create it, or choose another --output")
     check: CheckName = "sampled" if checked else "off"
@@ -214,7 +215,7 @@ _RunResult = tuple[tuple[str, ...], tuple[Any, ...], object]
 def _run_compiled(
     path: str, limit: int, arrays: Sequence[str], home: str | None, host_budget: int | None, check: CheckName
 ) -> _RunResult:
-    """Run a compiled step; raise ``CaptureError`` if the model cannot be captured."""
+    """Compile and run the model; return names, outputs and statistics, or raise ``CaptureError``."""
     with open_home(home, host_budget, check=check) as opened:
         model = build(lambda: load(path), home=opened)
         inputs = read_inputs(model, arrays)
@@ -226,6 +227,7 @@ def _run_compiled(
 def _run_eagerly(
     path: str, limit: int, arrays: Sequence[str], home: str | None, host_budget: int | None, check: CheckName
 ) -> _RunResult:
+    """Run the model op by op in an eager loop; return names, outputs and statistics."""
     model = load(path)
     arrays_read = read_inputs(model, arrays)
     loop = budget(limit, model, home=home, host_budget=host_budget, policy=None, check=check)

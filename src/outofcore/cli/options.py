@@ -139,7 +139,6 @@ class PlaceOptions:
 
     @property
     def cache_argument(self) -> bool | Path:
-        """The value for the argument ``cache`` of ``compile``."""
         return False if self.no_cache else self.cache or True
 
     def check(self) -> None:
@@ -148,7 +147,7 @@ class PlaceOptions:
 
 
 def _print_devices(value: str) -> str:
-    """Print the devices that can be simulated and exit, if the value is ``list``; else return the value."""
+    """Return the value of ``--device``. If it is ``list``, print the devices that can be simulated, and exit."""
     if value != "list":
         return value
     rows: list[tuple[str, ...]] = [("device", "memory", "to the host", "16 bits", "tf32", "fp32", "name")]
@@ -255,11 +254,10 @@ class AnswerOptions:
 
     @property
     def compares_plans(self) -> bool:
-        """Whether the command makes more than one plan."""
         return self.compare or self.sweep
 
     def refuse_for_config(self, places: PlaceOptions, sharers: SharingOptions) -> None:
-        """Refuse given options that a model's configuration does not support."""
+        """Refuse each given option that does not work with a model's ``config.json``."""
         reason = "this option does not work with a model's config.json; leave it out"
         options = {
             "--compare": self.compare,
@@ -300,7 +298,7 @@ class AnswerOptions:
 
 @dataclass(frozen=True)
 class SharingOptions:
-    """Processes that share a model; they need not exist."""
+    """Options to plan for processes that share a model; the processes need not exist."""
 
     shard: Annotated[bool, typer.Option("--shard", help="Plan for one of --ranks processes that share the model.")] = (
         False
@@ -386,7 +384,7 @@ class ZooOptions:
     seed: Annotated[int, _training(help="Seed of weights, data and dropout.")] = 0
 
     def refuse(self, source: str, but: frozenset[str] = frozenset()) -> None:
-        """Refuse options that differ from their defaults, except ``but``, since ``source`` would ignore them."""
+        """Refuse options that the user has set, except ``but``; the error names the target, ``source``."""
         reason = f"only models of the zoo take this option; {source} sets it itself"
         for field in fields(self):
             is_given = field.name not in but and getattr(self, field.name) != field.default
@@ -417,7 +415,6 @@ class ConfigOptions:
     ] = False
 
     def training(self, zoo: ZooOptions, batch: int) -> dict[str, Any]:
-        """Return the arguments of ``configs.Training``, some of them from the options of the zoo."""
         return {**asdict(self), "batch": batch, "optimizer": zoo.optimizer, "amp": zoo.amp, "clip": zoo.clip}
 
     def refuse(self) -> None:
@@ -435,7 +432,7 @@ Debug = Annotated[
 def command(
     app: typer.Typer, example: str, *, cls: type[Command] = Command, **settings: Any
 ) -> Callable[[Function], Function]:
-    """Return a decorator that makes a function a command; fields of its dataclass parameters become options."""
+    """Return a decorator that adds a function to ``app``; each field of a dataclass parameter becomes an option."""
 
     def register(function: Function) -> Function:
         option_classes: dict[str, type] = {}
@@ -472,7 +469,7 @@ def _options_of(option_class: type) -> list[inspect.Parameter]:
 
 
 def _run_reporting_errors(*functions: Callable[[], None], debug: bool) -> None:
-    """Run a command after its checks; without ``debug``, print an expected error and exit with status 2."""
+    """Call functions in order. Print an expected error and exit with status 2; with ``debug``, raise it instead."""
     if debug:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     try:
@@ -487,7 +484,7 @@ def _run_reporting_errors(*functions: Callable[[], None], debug: bool) -> None:
 
 
 def _error_message(error: Exception) -> str:
-    """Return the message for an error; empty where only a traceback helps."""
+    """Return a message for an expected error; "" for any other, which needs a traceback."""
     if isinstance(error, OutOfCoreError):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":

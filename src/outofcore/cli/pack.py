@@ -26,14 +26,13 @@ EFFORT = 4_000_000_000
 
 @dataclass(frozen=True)
 class Table:
-    """The records of a CSV file, with a rectangle for each row."""
+    """A CSV file of buffers: its header, its rows, and a rectangle (lifetime and size) for each row."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     rectangles: tuple[Rectangle, ...]
 
     def text(self, offsets: tuple[int, ...]) -> str:
-        """Format the table with a column of offsets."""
         names = [name.strip() for name in self.header]
         column = names.index("offset") if "offset" in names else len(names)
         lines = [self.header, *self.rows]
@@ -46,7 +45,7 @@ class Table:
 
 
 def read_table(text: str) -> Table:
-    """Read a table; raise ``InputError`` that names the line or the missing column."""
+    """Parse a CSV table; raise an ``InputError`` that names the wrong line or the missing column."""
     lines = list(_records(text))
     if not lines:
         raise InputError("the file is empty; its first line must name the columns id,lower,upper,size")
@@ -75,7 +74,7 @@ def read_table(text: str) -> Table:
 
 
 def _records(text: str) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield the records that are not blank, with the number of their first line."""
+    """Yield a line number and the fields of each CSV record that is not blank."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     while True:
         number = reader.line_num + 1
@@ -94,7 +93,7 @@ def _short_text(field: str) -> str:
 
 
 def _rectangle(number: int, fields: Mapping[str, str], end_offset: int) -> Rectangle:
-    """Parse the fields of line ``number``; ``end_offset`` is added to the ends of its lifetime and gap."""
+    """Parse the fields of line ``number``; add ``end_offset`` to the ends of the lifetime and its gap."""
 
     def whole(name: str) -> int:
         try:
@@ -126,6 +125,7 @@ def _rectangle(number: int, fields: Mapping[str, str], end_offset: int) -> Recta
 
 
 def explain_failure(rectangles: tuple[Rectangle, ...], packing: Packing, capacity: int) -> str:
+    """Explain why the rectangles do not fit the capacity; ``packing`` is the best placement that was found."""
     peak_use = peak(rectangles)
     if peak_use.bytes > capacity:
         live = set(peak_use.ids)
@@ -164,7 +164,7 @@ def _read_text(file: Path) -> str:
 
 
 def run(file: Path, *, capacity: int, output: Path | None, effort: float, seconds: float | None) -> bool:
-    """Place the rectangles of a file and write it with offsets; return False if they do not fit."""
+    """Assign offsets to the rectangles of a CSV file, and write it with them; return False if they do not fit."""
     try:
         table = read_table(_read_text(file))
     except (OSError, InputError) as error:

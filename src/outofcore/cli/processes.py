@@ -18,26 +18,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CommandProcesses:
-    """The processes of a command; ``device`` is the device of this one."""
+    """The rank and device of this process, and the number of processes in which torchrun runs the command."""
 
     rank: int = 0
     count: int = 1
     device: str = "cpu"
 
     def wrap(self, network: nn.Module, *, shard: bool = False) -> nn.Module:
-        """Wrap the network in ``DistributedDataParallel``, unless it is sharded or this process is alone."""
+        """Wrap the network in ``DistributedDataParallel``; return it unchanged if sharded, or in a single process."""
         if self.count == 1 or shard:
             return network
         return torch.nn.parallel.DistributedDataParallel(network)
 
     def select_batches(self, batches: Iterator[T], steps_done: int) -> Iterator[T]:
-        """Return this process's share of the batches that follow ``steps_done`` earlier steps."""
+        """Skip the batches of earlier steps, and return this process's share of the others."""
         return itertools.islice(batches, steps_done * self.count + self.rank, None, self.count)
 
 
 @contextlib.contextmanager
 def join_processes(device: str) -> Generator[CommandProcesses]:
-    """Join the processes that torchrun has started; inside the context only the first one prints."""
+    """Join the processes of torchrun for the block; only the first of them prints to stdout."""
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1 or "RANK" not in os.environ or not torch.distributed.is_available():
         yield CommandProcesses(device=device)

@@ -40,7 +40,7 @@ class Launch:
 
 
 class LaunchRequest(BaseException):
-    """Carries a launch out of the command-line parser, so that the parser does not catch the script's errors."""
+    """Raised to run a script outside the command-line parser, which would catch the script's errors."""
 
     def __init__(self, launch: Launch) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def run(launch: Launch) -> NoReturn:
 
 
 def _print_traceback(raised: BaseException | None) -> None:
-    """Print the traceback as Python would, starting at the script's first frame."""
+    """Print the script's traceback as Python would, without frames of outofcore; skip ``SystemExit``."""
     if raised is None or isinstance(raised, SystemExit):
         return
     _flush()
@@ -103,7 +103,7 @@ def _print_traceback(raised: BaseException | None) -> None:
 
 
 def _exit(raised: BaseException | None, *, failed: bool) -> NoReturn:
-    """Exit like Python after a script that ``raised``; with 1 instead of 0 if the loop of outofcore ``failed``."""
+    """Exit as Python does after the error ``raised``, if any. If outofcore ``failed``, exit with 1 instead of 0."""
     if isinstance(raised, SystemExit):
         code = raised.code
         raise SystemExit(1 if failed and code in (None, 0) else code)
@@ -207,7 +207,7 @@ def _set_first_search_folder(folder: str) -> None:
 
 
 class _LoopStarter:
-    """Starts the loop once the script imports PyTorch, and stops it when the script ends."""
+    """A context manager that starts the budget once the script imports PyTorch, and stops it at the end."""
 
     # Importing PyTorch earlier would read environment variables that the script may still set.
 
@@ -274,7 +274,7 @@ def _local_device() -> str:
 
 
 class _TorchFinder(importlib.abc.MetaPathFinder):
-    """A finder that calls a function after PyTorch has been imported."""
+    """An import hook that calls a function once PyTorch has been imported."""
 
     def __init__(self, then: Callable[[], None]) -> None:
         self._then = then

@@ -43,13 +43,13 @@ _DEFAULT_NETWORK = GroupCost(50e-6, 1.0 * GIB)
 
 
 def _group_cost(place: LocalMachine | Device, between: int | None) -> GroupCost:
-    """Return an assumed cost of collectives: ``between`` bytes per second, by default a preset's host link."""
+    """Return an assumed cost of collectives, at ``between`` bytes per second or a default rate for the device."""
     default_rate = place.in_bytes_per_s if isinstance(place, Device) else _DEFAULT_NETWORK.bytes_per_s
     return replace(_DEFAULT_NETWORK, bytes_per_s=default_rate if between is None else float(between))
 
 
 def find_workload(model: str, options: Mapping[str, Any]) -> zoo.Workload:
-    """Find a workload by name, such as "resnet50"; raise ``InputError`` for invalid names and options."""
+    """Return the zoo's model of this name, such as "resnet50"; raise ``InputError`` for invalid names and options."""
     match = re.fullmatch(r"resnet(\d+)", model)
     normalized = re.sub(r"[-_ ]", "", model.lower())
     if match is None and re.fullmatch(r"resnet\d+", normalized):
@@ -75,7 +75,7 @@ def find_workload(model: str, options: Mapping[str, Any]) -> zoo.Workload:
 
 @dataclass(frozen=True)
 class PlainStep:
-    """A step to plan; only the shapes of ``inputs``, its positional arguments, matter."""
+    """A step to plan, with a title and its positional arguments, ``inputs``; planning uses only their shapes."""
 
     user: UserStep[..., Any]
     inputs: tuple[Any, ...]
@@ -83,7 +83,7 @@ class PlainStep:
 
 
 def build_user_step(target: str) -> PlainStep:
-    """Return the step that the user's function "folder/file.py:function" builds; raise ``InputError`` if it fails."""
+    """Call the user's function, named as "file.py:function", and return its step; raise ``InputError`` on failure."""
     script = split_script(target)
     if script is None:
         raise InputError(f"{target!r} names no function in a file; write it as my_script.py:build")
@@ -163,7 +163,7 @@ def _step_from_result(target: str, built: object) -> PlainStep:
 
 
 def plain_step(work: zoo.Workload) -> PlainStep:
-    """Return a workload's step with a meta model and unwritten inputs, for planning at any size."""
+    """Build a zoo model's step for planning, with a meta model and uninitialised inputs."""
     network = work.skeleton()
     optimizer = work.optimizer(network)
     user = UserStep(work.make_step(network, optimizer), [network], [optimizer])
@@ -173,7 +173,7 @@ def plain_step(work: zoo.Workload) -> PlainStep:
 def find_step(
     model: str, options: Mapping[str, Any], dims: Sequence[str] = (), arrays: Sequence[str] = ()
 ) -> PlainStep:
-    """Find the step to plan; ``dims`` and ``arrays`` are for ONNX files, ``options`` for zoo models."""
+    """Build the step of a target. ONNX files take ``dims`` and ``arrays``; models of the zoo take ``options``."""
     kind = classify_target(model)
     if kind is TargetKind.ONNX:
         from outofcore.cli.onnx_models import forward_step  # noqa: PLC0415 - few plan such files

@@ -28,7 +28,7 @@ class TargetKind(Enum):
 
 
 def classify_target(target: str) -> TargetKind:
-    """Classify a target; raise ``InputError`` with a suggestion. Names of zoo models are checked later."""
+    """Return the kind of a target; raise ``InputError`` with a suggestion. Names of zoo models are checked later."""
     path = Path(target)
     if not target.strip():
         raise InputError(f"the name is empty; give {_KINDS}")
@@ -60,7 +60,7 @@ def split_script(target: str) -> tuple[Path, str] | None:
 
 
 def check_kind(target: str, takes: Iterable[TargetKind], command: str, instead: str) -> TargetKind:
-    """Return the kind of a target; raise ``InputError`` with ``instead`` as advice if it is not allowed."""
+    """Return the target's kind; if the command does not take it, raise ``InputError`` with ``instead`` as advice."""
     allowed = tuple(takes)
     is_script = Path(target).suffix == ".py" and Path(target).is_file()
     kind = TargetKind.SCRIPT if is_script and TargetKind.SCRIPT not in allowed else classify_target(target)
@@ -86,7 +86,7 @@ def _script_message(target: str) -> str:
 
 
 def functions_in(path: Path, *, include_all: bool = False) -> list[str]:
-    """Return names of public functions of a script, ``build`` first; by default only if they require no arguments."""
+    """Return the public functions of a script, ``build`` first; ``include_all`` adds functions that need arguments."""
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except OSError as error:

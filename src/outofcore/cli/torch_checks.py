@@ -30,7 +30,7 @@ _TRIAL_STEPS = 3
 
 
 def findings(home: str) -> Iterator[Finding]:
-    """Run all checks, and yield each finding when its check ends."""
+    """Run all checks that need PyTorch, and yield each finding when its check ends."""
     has_gpu = torch.cuda.is_available()
     (store,) = open_homes(home)
     try:
@@ -151,7 +151,7 @@ def _rate_text(bytes_per_s: float) -> str:
 def _training_finding(
     name: str, losses_of: Callable[[_SmallTraining, str], list[float]], device: str, home: str
 ) -> Finding:
-    """Train a small model by ``losses_of`` (compile or budget), and compare its losses with plain PyTorch's."""
+    """Train a small model by ``losses_of`` (compile or budget); compare the losses with plain PyTorch's."""
     began = time.perf_counter()
     plain, trained = _SmallTraining(device), _SmallTraining(device)
     try:
@@ -167,7 +167,7 @@ def _training_finding(
 
 
 class _SmallTraining:
-    """A small model with its optimizer and input; every instance starts equal."""
+    """A small model with an optimizer and an input; all instances start with the same values."""
 
     def __init__(self, device: str) -> None:
         with torch.random.fork_rng():

@@ -147,7 +147,7 @@ class _TrainCommand:
         steps_done: int,
         step: outofcore.Step[..., Any] | None = None,
     ) -> list[_StepResult]:
-        """Run and display steps after ``steps_done`` others; results include memory and copies of ``step``."""
+        """Run and display steps after the first ``steps_done``. With ``step``, results include memory and copies."""
         batches = self.processes.select_batches(self.work.batches(), steps_done)
         results: list[_StepResult] = []
         with display.shown:
@@ -212,7 +212,7 @@ class _TrainCommand:
 
 
 def train(model: str, zoo: Mapping[str, Any], budget: int | None, options: TrainOptions, places: PlaceOptions) -> None:
-    """Train and print progress and a summary; without a budget, in plain PyTorch."""
+    """Train a model of the zoo, and print progress and a summary. Without a budget, use plain PyTorch."""
     script = f"{model.rpartition('.py')[0] or 'my_script'}.py"
     check_kind(
         model,
@@ -285,7 +285,7 @@ def _built_step(
     *,
     shard: bool = False,
 ) -> Generator[_BuiltStep]:
-    """Build the model or load it from ``resume``, and yield its step; its home is closed at the end."""
+    """Build the model, or load it from the folder ``resume``; yield its step, and close its home at the end."""
     with ExitStack() as stack:
         home = _open_home(places, stack)
         if home is None:

@@ -34,7 +34,7 @@ _MAX_TEXT = 2000
 
 
 class Agreement:
-    """The processes that run one step: the group of a wrapper among ``models``, or ``group``."""
+    """Exchanges facts, plans and errors among the processes of a step: of ``group``, or of a wrapped model."""
 
     def __init__(self, models: Sequence[nn.Module], cache: Cache | None, group: ProcessGroup | None = None) -> None:
         self._cache = cache
@@ -62,12 +62,12 @@ class Agreement:
             self._group = group
 
     def join(self, collectives: Sequence[Collective]) -> None:
-        """Synchronise with the group of a step's collectives, or with all processes, unless a group is known."""
+        """Adopt the group of a step's collectives, or all processes if there are several; keep a known group."""
         if self._group is None and collectives:
             self._set_group([collective.group for collective in collectives])
 
     def rendezvous(self, facts: StepFacts | None, device: torch.device) -> bool:
-        """Return whether all processes have a plan for the next call; ``facts`` is None if this one lacks it.
+        """Return whether all processes have a plan for the next call; ``facts`` is None if this process lacks a plan.
 
         Raises ``StateError`` for different collectives, ``InputError`` for different steps of a shared model.
         """
@@ -91,7 +91,7 @@ class Agreement:
         return True
 
     def compare_facts(self, facts: StepFacts) -> tuple[StepFacts, ...]:
-        """Return the facts of all processes by rank; raise an error if they cannot run the step together."""
+        """Gather the facts of all processes, by rank; raise an error if they cannot run the step together."""
         everyone = self._gather_facts(facts)
         self._raise_other_error(facts, everyone)
         _check_facts_match(everyone, follow_one_plan=self._follows_one_plan)
@@ -115,7 +115,7 @@ class Agreement:
         return 0 if self._group is None else self._group.rank()
 
     def costs(self, collectives: Sequence[Collective], device: torch.device) -> dict[int, GroupCost]:
-        """Return costs of collectives by the number of processes in a group; all processes must call this at once."""
+        """Return costs of collectives by the number of processes in a group; all processes must call this together."""
         for collective in collectives:
             if collective.group.size() not in self._costs:
                 with _translated_errors():
@@ -123,7 +123,7 @@ class Agreement:
         return self._costs
 
     def from_leader(self, leader: int, make: Callable[[], Any]) -> Any:
-        """Run ``make`` in process ``leader``, and return its result in all; if it fails, all raise an error."""
+        """Run ``make`` in process ``leader`` only; return its result in all processes, or raise an error in all."""
         if self._group is None:
             return make()
         group = self._group
@@ -149,7 +149,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def synchronized(self) -> Iterator[None]:
-        """Wait for all processes at the end of the block; raise this one's error, or ``StateError`` for another's."""
+        """Wait for all processes at the end of the block; raise ``StateError`` if another process failed in it."""
         with _reported_errors(self._exchange_texts):
             yield
         for rank, other_error in enumerate(self._exchange_texts("")):
@@ -180,7 +180,7 @@ def _translated_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reported_errors(send: Callable[[str], object]) -> Iterator[None]:
-    """Report an error in the block to the other processes, and raise it."""
+    """Call ``send`` with the text of an error in the block, to report it to other processes, and raise the error."""
     try:
         yield
     except BaseException as error:  # after any error, since the other processes wait for this one
@@ -199,6 +199,7 @@ def _collectives_number(collectives: Sequence[str]) -> int:
 
 
 def _check_facts_match(everyone: Sequence[StepFacts], *, follow_one_plan: bool) -> None:
+    """Raise an error if processes differ in settings, models or collectives; with ``follow_one_plan``, in graphs."""
     first = everyone[0]
     for rank, facts in enumerate(everyone[1:], 1):
         ranks = f"rank {rank} and rank 0"

@@ -13,7 +13,7 @@ from outofcore.errors import OutOfCoreError, StateError
 
 
 class LoopLifetime:
-    """Starts a loop when a trainer starts, and stops it at the end; arguments as for ``outofcore.budget``."""
+    """Starts a loop within a budget when a trainer starts, and stops it at the end; see ``outofcore.budget``."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class LoopLifetime:
         weakref.finalize(self, _stop, self._last_loop).atexit = False
 
     def _stop_loop(self, error: BaseException | None = None) -> None:
-        """Stop the loop, if any; its own error becomes a note on ``error``, which ended the training, or is raised."""
+        """Stop the loop, if any. Raise its error, or add it as a note to ``error``, which ended the training."""
         if self._last_loop is None:
             return
         try:

@@ -8,7 +8,7 @@ from outofcore.api import LoopStats, StepStats
 
 
 class Meter:
-    """Reads statistics for the steps since the last reading: means over these steps, except the peak."""
+    """Computes statistics of the steps since the last reading: means per step, and the peak."""
 
     def __init__(self) -> None:
         self._before = LoopStats()
@@ -19,7 +19,7 @@ class Meter:
         self._before, self._began = stats, time.perf_counter()
 
     def read_loop(self, stats: LoopStats, steps: int) -> dict[str, float]:
-        """Return the values for ``steps`` steps of a loop since the last reading; their time includes data loading."""
+        """Return means over ``steps`` steps since the last reading, and the peak; times include data loading."""
         count, before, began = max(steps, 1), self._before, self._began
         self.reset(stats)
         return {
@@ -34,7 +34,7 @@ class Meter:
         self._calls.append(stats)
 
     def read_calls(self) -> dict[str, float]:
-        """Return the values of the calls since the last reading, without the time between calls."""
+        """Return means over the calls since the last reading, and the peak; time between calls does not count."""
         calls, self._calls = self._calls, []
         count = max(len(calls), 1)
         return {

@@ -75,7 +75,7 @@ class _LogValues(TrainerCallback):
         self._handler: CallbackHandler | None = None
 
     def begin(self, step: int) -> None:
-        """Become the trainer's first callback, since callbacks that report come before the user's."""
+        """Become the trainer's first callback, so that the logs have the values before other callbacks report them."""
         self.end()
         self._step = step
         self._meter.reset(self._owner.stats)

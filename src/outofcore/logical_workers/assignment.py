@@ -10,7 +10,7 @@ from outofcore.errors import InputError
 
 
 def shares(workers: int, seconds: Sequence[float]) -> tuple[int, ...]:
-    """Return the number of workers of each process, at least one, that minimises the time of the slowest.
+    """Return the number of workers for each process, at least one, so that the slowest process ends soonest.
 
     ``seconds`` has the time of a turn by process.
 

@@ -22,7 +22,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Elements [start, start + count) of a tensor, given by its number."""
+    """A range of elements, [start, start + count), of one tensor."""
 
     tensor: int
     start: int
@@ -30,7 +30,7 @@ class Span:
 
 
 def cut_pieces(extents: Sequence[Extent], max_bytes: int) -> list[tuple[Span, ...]]:
-    """Cut tensors, in order, into pieces of one dtype and at most ``max_bytes``, a multiple of the page size."""
+    """Cut tensors, in order, into pieces of one dtype and at most ``max_bytes`` (a multiple of the page size)."""
     result: list[tuple[Span, ...]] = []
     open_spans: list[Span] = []
     free_bytes, dtype = 0, ""
@@ -60,7 +60,7 @@ class Round:
 
 
 def schedule_rounds(count: int, processes: int, position: int) -> Iterator[Round]:
-    """Yield the rounds of one process, by its position in the chain, to sum ``count`` pieces."""
+    """Yield the rounds of the process at ``position`` in the chain, to sum ``count`` pieces."""
     turn = 2 * (processes - 1)
     for number in range(count + turn - position if count else 0):
         forward, back = number - position, number - turn + position

@@ -35,7 +35,7 @@ class _Plain(Struct):
 
 
 class SavedContext(Struct):
-    """A context in a checkpoint; PyTorch's states are hexadecimal text."""
+    """The random states of a worker in a checkpoint; PyTorch's states are hexadecimal text."""
 
     plain: _Plain
     torch: str
@@ -44,7 +44,7 @@ class SavedContext(Struct):
 
 @dataclass(frozen=True)
 class Context:
-    """The states of all generators of one logical worker."""
+    """The states of all random generators of one logical worker."""
 
     python: tuple[Any, ...]
     numpy: dict[str, Any]
@@ -53,7 +53,7 @@ class Context:
 
     @staticmethod
     def initial(seed: int, worker: int, gpu: torch.device | None) -> Context:
-        """Return a worker's initial context, seeded independently of other workers."""
+        """Return the initial random states of a worker, derived from the seed and its number."""
         numbers = [int(n) for n in np.random.SeedSequence([seed, worker]).generate_state(4, np.uint64)]
         numpy = np.random.RandomState(numbers[1] % 2**32).get_state(legacy=False)
         on_cpu = torch.Generator().manual_seed(numbers[2] >> 1).get_state()
@@ -62,13 +62,11 @@ class Context:
 
     @staticmethod
     def capture(gpu: torch.device | None) -> Context:
-        """Return the current states of the global random generators."""
         on_gpu = None if gpu is None else torch.cuda.get_rng_state(gpu)
         numpy: Any = np.random.get_state(legacy=False)
         return Context(random.getstate(), numpy, torch.get_rng_state(), on_gpu)
 
     def apply(self, gpu: torch.device | None) -> None:
-        """Set the global random generators to these states."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch)

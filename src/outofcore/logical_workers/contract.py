@@ -18,7 +18,7 @@ from outofcore.logical_workers.gradients import GradientLayout, PieceBuffers, Te
 
 
 def kernel_facts(workers: int, seed: int, gpu: torch.device | None) -> dict[str, str]:
-    """Return the facts apart from model and data that decide the bits; a checkpoint contains them."""
+    """Return the settings, versions and hardware that decide the bits of results, by name; checkpoints contain them."""
     facts = {
         "logical workers": str(workers),
         "seed": str(seed),
@@ -49,7 +49,7 @@ def _matmul_precision(backend: Any) -> str:
 
 
 def model_facts(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], home: OpenHome) -> dict[str, str]:
-    """Return facts about models and optimizers that must be equal in all processes at the start."""
+    """Return digests of the models and the optimizers' settings, by name; they must be equal in all processes."""
     names: list[str] = []
     contents, buffers = 0, PieceBuffers(1)
     for number, model in enumerate(models):
@@ -81,7 +81,7 @@ _ADVICE = {
 
 
 def first_difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, str, str, str] | None:
-    """Return the first fact that differs (name, both values, advice); None if all are equal."""
+    """Return the first fact that differs, as (name, my value, their value, advice); None if all are equal."""
     for name in dict.fromkeys((*mine, *theirs)):
         my_value, their_value = mine.get(name, "unknown"), theirs.get(name, "unknown")
         if my_value != their_value:

@@ -39,7 +39,7 @@ def elastic(
     cache: bool | str | os.PathLike[str] = True,
     check: Literal["sampled", "full", "off"] = "sampled",
 ) -> Elastic:
-    """Train with logical workers: the same bits on one process as on any number up to that of the workers.
+    """Train with logical workers: any number of processes, up to one per worker, gives the same bits.
 
     Processes started by torchrun, or with ``torch.distributed`` initialised, share the workers; a single process has
     them all. Each worker has its own batches and random generators. A process runs its workers one after the other
@@ -137,7 +137,7 @@ def _as_list(value: Any, kind: type) -> list[Any]:
 
 
 def _check_unwrapped(models: Sequence[Any]) -> None:
-    """Refuse models with wrappers that exchange gradients themselves."""
+    """Refuse models in wrappers that exchange gradients themselves, such as ``DistributedDataParallel``."""
     modules = (named for model in models if isinstance(model, nn.Module) for named in model.named_modules())
     for path, module in modules:
         kind, location = type(module).__name__, f"the module {path}" if path else "the model"

@@ -16,7 +16,7 @@ PIECE_BYTES = 1 << 20
 
 
 class TensorRows:
-    """Dense tensors, each viewed as one row of elements, in memory or at a home."""
+    """Dense tensors in memory or at a home, each viewed as one flat row of elements."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], home: OpenHome) -> None:
         self._rows = [_row(tensor) for tensor in tensors]
@@ -59,7 +59,7 @@ class GradientLayout:
 
 
 class PieceBuffers:
-    """Page-aligned memory for pieces, as direct I/O requires."""
+    """Buffers for pieces of gradients, page-aligned as direct I/O requires."""
 
     def __init__(self, count: int) -> None:
         # Pages take memory only once they are written.
@@ -99,7 +99,7 @@ class Gradients:
             parameter.grad = None
 
     def update_layout(self) -> GradientLayout:
-        """Return the layout of ``.grad``; a new layout discards stored gradients."""
+        """Return the layout of the gradients in ``.grad``; if it has changed, discard stored gradients."""
         gradients = self.current()
         if self.layout is None or not self.layout.matches(gradients):
             self.layout = GradientLayout(gradients)
@@ -107,7 +107,7 @@ class Gradients:
         return self.layout
 
     def store(self, turn: int, *, add: bool) -> None:
-        """Move ``.grad`` to the home; with ``add``, add it to the gradients stored for the turn."""
+        """Move the gradients in ``.grad`` to the home; with ``add``, add them to the stored gradients of the turn."""
         layout = self.update_layout()
         if turn not in self.stored:
             self.stored[turn] = layout.allocate(self._home)

@@ -21,7 +21,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order of samples: that of a ``DistributedSampler`` with a replica per worker and ``drop_last=True``."""
+    """The order of samples, as of a ``DistributedSampler`` with one replica per worker and ``drop_last=True``."""
 
     workers: int
     batch_size: int  # of one worker
@@ -51,7 +51,7 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class DataPosition:
-    """The position in the data: ``step`` steps of an epoch have been used."""
+    """A position in the data: an epoch, and the number of its steps that are done."""
 
     epoch: int = 0
     step: int = 0
@@ -75,7 +75,7 @@ class WorkerProgress:
         )
 
     def draw_batches(self, batch_of: Callable[[int], Any]) -> dict[int, Any]:
-        """Make a batch for each worker with the worker's own random generators."""
+        """Make each worker's batch by ``batch_of``, with that worker's own random generators; return them by worker."""
         batches: dict[int, Any] = {}
         drawn: dict[int, Context] = {}
         with preserve_generators(self._gpu):
@@ -87,7 +87,7 @@ class WorkerProgress:
         return batches
 
     def contexts_before(self, batches: object) -> dict[int, Context]:
-        """Return each worker's context before a step; for batches of ``draw_batches``, the context after drawing."""
+        """Return each worker's context before a step on ``batches``; for drawn batches, the context after drawing."""
         return self._drawn[1] if self._drawn is not None and batches is self._drawn[0] else self.contexts
 
     def end_step(self, batches: object, contexts: dict[int, Context]) -> None:
@@ -107,7 +107,7 @@ class WorkerProgress:
 
 
 class Loader:
-    """The rest of an epoch, step by step; returned by ``run.loader``.
+    """Yields the batches for the rest of an epoch, step by step; made by ``run.loader``.
 
     Each item is ``{logical worker: batch}`` for the workers of this process. Samples are read one step at a time, with
     the random generators of their worker, so that augmentation does not depend on the process. ``order`` is the order
@@ -166,7 +166,7 @@ def make_order(dataset: Any, workers: int, batch_size: int, seed: int, shuffle: 
 
 
 def step_arguments(batch: Any) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Return the step's arguments for a batch: a tuple or list, a dict by name, or a single value."""
+    """Split a batch into positional and named arguments; it is a tuple or list, a dict by name, or a single value."""
     if isinstance(batch, tuple | list):
         return batch, {}
     if isinstance(batch, dict) and all(isinstance(name, str) for name in batch):

@@ -12,7 +12,7 @@ from outofcore.logical_workers.processes import WorkerProcesses
 
 
 class OrderedSum:
-    """Sums gradients piece by piece in a few buffers; ``processes`` are in the order of their workers."""
+    """Sums the gradients of all workers piece by piece; ``processes`` are in the order of their workers."""
 
     def __init__(self, processes: WorkerProcesses) -> None:
         self._processes = processes
@@ -38,6 +38,7 @@ class OrderedSum:
     def _sum_in_chain(
         self, gradients: Sequence[TensorRows], target: TensorRows, layout: GradientLayout, divisor: int
     ) -> None:
+        """Sum over several processes: pass pieces along the chain, and the sums back; see ``chain``."""
         processes, pieces = self._processes, layout.spans
         rank, last = processes.rank, processes.count - 1
         sent: dict[int, Callable[[], None]] = {}  # by the buffer that is being sent
@@ -93,7 +94,7 @@ class OrderedSum:
         *,
         first: bool,
     ) -> None:
-        """Add this process's gradients in ``spans`` to ``total``; with ``first``, its old content does not count."""
+        """Add this process's gradients in ``spans`` to ``total``; with ``first``, overwrite ``total``."""
         start = 0
         for span in spans:
             part = total[start : start + span.count]

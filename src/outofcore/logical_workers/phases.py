@@ -26,7 +26,7 @@ def combine_phases(
     optimizers: Sequence[Optimizer],
     update: Callable[[], object] | None,
 ) -> Callable[..., Any]:
-    """Return a function that runs a worker's turn or, if its first argument is true, the update."""
+    """Return one function for both phases. It runs the update if its first argument is true, else a worker's turn."""
 
     @functools.wraps(step, assigned=("__name__", "__qualname__", "__doc__"), updated=())
     def phase(updates: bool, /, *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +51,7 @@ def combine_phases(
 
 @contextlib.contextmanager
 def _without_step(optimizer: Optimizer) -> Iterator[None]:
-    """Let ``optimizer.step`` raise ``CaptureError`` in the block."""
+    """Make ``optimizer.step`` raise ``CaptureError`` in the block."""
     attributes = vars(optimizer)
     before = attributes.get("step")
     attributes["step"] = _refuse

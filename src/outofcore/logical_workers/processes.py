@@ -31,7 +31,7 @@ class StepComparison:
 
 
 class WorkerProcesses:
-    """The processes that train together: of ``torch.distributed``, which the constructor initialises for torchrun."""
+    """The processes that train together. The constructor initialises ``torch.distributed`` if torchrun started them."""
 
     def __init__(self, timeout: timedelta) -> None:
         self.bytes_sent = 0  # by ``send`` and ``broadcast``
@@ -71,7 +71,7 @@ class WorkerProcesses:
 
     @contextlib.contextmanager
     def synchronized(self, activity: str) -> Iterator[StepComparison]:
-        """Wait for all processes at the end of the block; raise this one's error, or ``StateError`` for another's."""
+        """Wait for all processes at the end of the block; raise ``StateError`` if another process failed in it."""
         comparison = StepComparison()
         try:
             yield comparison
@@ -98,7 +98,6 @@ class WorkerProcesses:
         return [result.tolist() for result in rows]
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Broadcast a tensor from process 0."""
         if self.count > 1:
             self._call_group(lambda: dist.broadcast(tensor, 0, self._group))
             self.bytes_sent += tensor.numel() * tensor.element_size() * (self.rank == 0)
@@ -121,7 +120,7 @@ class WorkerProcesses:
         return wait
 
     def _call_group(self, call: Callable[[], Any]) -> Any:
-        """Call the group; raise ``StateError`` if another process has ended or did not answer in time."""
+        """Call a function of the process group; raise ``StateError`` if another process has ended or is too slow."""
         try:
             return call()
         except (RuntimeError, ValueError) as error:
@@ -136,7 +135,7 @@ _POLL_SECONDS = 0.01
 
 
 def agree_on_start(store: Any, rank: int, count: int, timeout: timedelta) -> str:
-    """Return a name that all processes of this start agree on, and that no earlier start used."""
+    """Agree with all processes on a new name for this start of the training, and return it."""
     # torchrun keeps its store when it restarts processes, so keys of earlier starts remain. Each process but the first
     # announces itself under a fresh name, and the first answers it with the name of the start.
     end = time.monotonic() + timeout.total_seconds()

@@ -34,7 +34,7 @@ class _SavedOrder(Struct):
 
 
 class SavedTraining(Struct):
-    """The part of a checkpoint that only a training with logical workers reads."""
+    """The part of a checkpoint for logical workers: facts, steps, random states, and the position in the data."""
 
     facts: dict[str, str]
     steps: int
@@ -61,7 +61,7 @@ class SavedTraining(Struct):
 
     @staticmethod
     def read(folder: Path) -> tuple[SavedTraining, Any]:
-        """Return this part of a checkpoint and the user's ``extra``; raise ``InputError`` if it is missing."""
+        """Read this part and the user's ``extra`` from a checkpoint; raise ``InputError`` if this part is missing."""
         extra = outofcore.load(folder)
         if not isinstance(extra, dict) or _KEY not in extra:
             raise InputError(
@@ -79,7 +79,7 @@ class SavedTraining(Struct):
         return saved, extra.get("extra")
 
     def check_compatible(self, folder: Path, workers: int, current_facts: Mapping[str, str], *, exact: bool) -> None:
-        """Refuse a checkpoint of another training; if not ``exact``, only log facts that change the bits."""
+        """Raise ``InputError`` for a checkpoint of another training. Unless ``exact``, only log changed facts."""
         facts, key = dict(self.facts), "logical workers"
         if facts.get(key) != str(workers) or self.contexts.keys() != {str(k) for k in range(workers)}:
             raise InputError(
@@ -100,7 +100,7 @@ class SavedTraining(Struct):
         _log.warning("%s was %s and is now %s; the bits of later steps change", name, before, now)
 
     def restore(self, progress: WorkerProgress, workers: range, count: int) -> None:
-        """Set position, order and contexts in ``progress`` for this process's ``workers``, some of ``count``."""
+        """Write the saved state to ``progress``; ``workers`` run in this process, ``count`` is the number of all."""
         saved_order = self.order
         progress.place = DataPosition(self.place.epoch, self.place.step)
         progress.order = saved_order and SampleOrder(

@@ -220,7 +220,7 @@ class Elastic:
             )
 
     def _take_turns(self, batches: Mapping[int, Any], turns: Turns) -> tuple[dict[int, Any], dict[int, Context]]:
-        """Run a turn of each worker; return by worker its result and its random generators afterwards."""
+        """Run a turn of each worker; return the results and the random states after the turns, by worker."""
         calls = {worker: step_arguments(batches[worker]) for worker in self.workers}
         first_contexts = self._progress.contexts_before(batches)
         for args, kwargs in calls.values():
@@ -248,7 +248,7 @@ class Elastic:
         return losses, contexts
 
     def _can_accumulate(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether the next turn may add to the gradients in ``.grad``, and has a plan that fits the budget."""
+        """Return whether the next turn may add to ``.grad``, within the budget and with the same bits."""
         # Only on process 0, and if one op adds to each gradient: otherwise sums depend on the number of processes.
         if self.rank > 0 or not self._accumulates:
             return False
@@ -266,7 +266,7 @@ class Elastic:
         return self._accumulates
 
     def _store_gradients(self, number: int, turns: Turns) -> None:
-        """Move the gradients of turn ``number`` to the home; process 0 sums them over its turns."""
+        """Move the gradients of turn ``number`` to the home; process 0 adds them to the gradients of earlier turns."""
         before = self._gradients.layout
         if number and self._gradients.update_layout() is not before:
             raise StateError(
@@ -284,7 +284,7 @@ class Elastic:
         return crc32(repr((layout and layout.digest, turns.keys)).encode())
 
     def _check_comparison(self, comparison: StepComparison) -> None:
-        """Raise ``StateError`` if processes are at different steps, or did different work in this one."""
+        """Raise ``StateError`` if processes are at different steps, or have different gradients or buffers."""
         different = [(rank, steps) for rank, (steps, _) in enumerate(comparison.by_rank) if steps != comparison.steps]
         if different:
             raise StateError(

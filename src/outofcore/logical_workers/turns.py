@@ -12,7 +12,7 @@ from outofcore.logical_workers.processes import WorkerProcesses
 
 
 class Turns:
-    """The turns of one step: which buffers they write, their values for the update, and times."""
+    """The turns of one step: the buffers that they write, copies of the buffers, and times."""
 
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
@@ -45,7 +45,7 @@ class Turns:
             self._write(self._initial)
 
     def broadcast(self, processes: WorkerProcesses) -> None:
-        """Broadcast the buffers after the turn of worker 0 to all processes."""
+        """Set the buffers, in all processes, to their values after the turn of worker 0."""
         if not self._buffers:
             return
         if processes.count > 1:

@@ -27,7 +27,7 @@ _MANDATORY_LANES = tuple((queue, 0) for queue in Queue if queue is not Queue.COM
 
 @dataclass(frozen=True)
 class Page:
-    """The parts of a report other than the step itself."""
+    """A report's title, budget, notes, and predictions for other budgets."""
 
     title: str
     budget: int  # bytes that the user named
@@ -134,7 +134,7 @@ def _microseconds(seconds: float) -> int:
 
 
 def _thin_moments(memory: MemoryOverTime) -> Object:
-    """Limit the moments to the resolution of a screen; of neighbours, keep the one with the most bytes."""
+    """Return at most one moment per pixel of a chart, the one with the most bytes: times, and bytes by kind."""
     total = [sum(levels) for levels in zip(*memory.bytes_by_kind.values(), strict=True)] or [0] * len(memory.times)
     length = memory.times[-1] or 1.0
     indices_by_pixel: dict[int, int] = {}
@@ -150,7 +150,7 @@ def _thin_moments(memory: MemoryOverTime) -> Object:
 
 
 def _storage_rows(graph: StepGraph, plan: Plan, program: Program) -> tuple[list[Object], dict[str, int]]:
-    """Return a row for each large or copied storage, the largest first, and their bytes by decision."""
+    """Return a row for each large or copied storage, the largest first, and the bytes of each decision in all."""
     decisions: dict[int, list[Decision]] = defaultdict(list)
     for decision in plan.decisions:
         if decision.residency is not Residency.KEEP:
@@ -194,12 +194,12 @@ def _gap_key(decision: Decision) -> tuple[int, int]:
 
 
 def _gap_row(decision: Decision, ops: int) -> list[object]:
-    """Return residency, op before, op after, and whether the op after is in the next step."""
+    """Return a gap's residency, the ops before and after it, and 1 if the second op is in the next step."""
     return [decision.residency.value, decision.gap.start, decision.gap.end % ops, int(decision.gap.end >= ops)]
 
 
 def _module(graph: StepGraph, data: Storage) -> str:
-    """Return the module of the op that creates a storage, or that uses it first."""
+    """Return the module of the op that creates or first uses a storage; "" without one."""
     creator = graph.creator.get(data.id)
     uses = graph.uses[data.id]
     op = creator if creator is not None else uses[0] if uses else None

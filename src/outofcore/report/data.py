@@ -19,7 +19,7 @@ WORKSPACE = "workspace"
 
 @dataclass(frozen=True, slots=True)
 class KindCopies:
-    """Copies of one step for the storages of one kind."""
+    """The number and bytes of a step's copies for one kind of storage."""
 
     kind: StorageKind
     storages: int  # number of different storages that are copied
@@ -31,7 +31,7 @@ class KindCopies:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step in figures."""
+    """The memory, time and copies of one step."""
 
     policy: str
     budget: int  # bytes that were allowed
@@ -56,7 +56,7 @@ class StepReport:
 
 
 def step_report(graph: StepGraph, plan: Plan, program: Program, timeline: Timeline, budget: int) -> StepReport:
-    """Summarise one step of a placed program; ``budget`` is the user's, even if the plan was made for less."""
+    """Summarise memory, time and copies of a step. Blocks of ``program`` have offsets; ``budget`` is the user's."""
     compute = 0.0
     recomputed = 0
     for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):
@@ -95,7 +95,7 @@ def _count_copies(graph: StepGraph, program: Program) -> tuple[KindCopies, ...]:
 
 @dataclass(frozen=True)
 class MemoryOverTime:
-    """Device bytes over one step, by kind of storage, as step functions on common times."""
+    """Device bytes in use over one step, by kind of storage; they are constant from one time to the next."""
 
     times: tuple[float, ...]  # seconds, rising, from 0.0 to the end of the step
     bytes_by_kind: dict[str, tuple[int, ...]]  # by kind (its text, or "workspace"), the bytes from each time on
@@ -106,7 +106,7 @@ class MemoryOverTime:
 
 
 def memory_over_time(graph: StepGraph, program: Program, timeline: Timeline) -> MemoryOverTime:
-    """Return the device bytes over a step by kind of storage; the program need not be placed."""
+    """Return the device bytes in use over a step, by kind of storage; blocks of the program need no offsets."""
     kinds = [
         WORKSPACE if block.storage is None else graph.storages[block.storage].kind.value for block in program.blocks
     ]

@@ -60,7 +60,7 @@ def peak_memory_bytes() -> int | None:
 
 
 def transparent_huge_pages() -> str:
-    """Return the system's setting: "always", "madvise", "never", or "" if unknown."""
+    """Return the setting of transparent huge pages: "always", "madvise", "never", or "" if unknown."""
     try:
         text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="ascii")
     except OSError:
@@ -76,7 +76,7 @@ def _group_folder() -> Path:
 
 
 def _free_in_group(folder: Path) -> int | None:
-    """Return the bytes free within the limits of a control group and its ancestors; None without a limit."""
+    """Return the free bytes within the memory limits of a control group and its parents; None without a limit."""
     free_bytes: list[int] = []
     for group in (folder, *folder.parents):
         limit, used = _read_text(group / "memory.max").strip(), _read_text(group / "memory.current").strip()

@@ -23,7 +23,6 @@ def storage_text(storage: Storage) -> str:
 
 
 def op_text(op: Op) -> str:
-    """Return the op's short name and module, such as "convolution in layer3.2.conv1"."""
     return f"{op.short_name} in {op.module}" if op.module else op.short_name
 
 

@@ -19,7 +19,7 @@ _FRAME = "width: 100%; height: 720px; border: 0"
 
 
 def facts_html(title: str, facts: Sequence[tuple[str, str]]) -> str:
-    """Return a table of names and values; it has no caption if the title is empty."""
+    """Return an HTML table of names and values; it has no caption if the title is empty."""
     rows = "".join(
         f'<tr style="{_ROW}"><th scope="row" style="{_NAME}">{html.escape(name)}</th>'
         f'<td style="{_TEXT}">{html.escape(text)}</td></tr>'
@@ -29,7 +29,7 @@ def facts_html(title: str, facts: Sequence[tuple[str, str]]) -> str:
 
 
 def table_html(title: str, rows: Sequence[Sequence[str]]) -> str:
-    """Return a table with a heading in its first row; all columns but the last are numbers."""
+    """Return an HTML table. Its first row is the heading; the last column is text, and all others are numbers."""
     head, *body = rows
     headings = "".join(
         f'<th scope="col" style="{_style(i, head)}">{html.escape(cell)}</th>' for i, cell in enumerate(head)

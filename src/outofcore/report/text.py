@@ -9,7 +9,7 @@ from outofcore.units import format_bytes, format_seconds
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows of equal length, with the first column aligned left and the others right."""
+    """Format rows of cells as aligned columns: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  "
@@ -50,7 +50,7 @@ def copies_text(report: StepReport) -> str:
 
 
 def step_text(report: StepReport) -> str:
-    """Describe a step in two lines: its memory and its time."""
+    """Describe a step's memory and time in two lines of text."""
     waiting = report.seconds - report.compute_seconds
     recomputed_text = f"; ops recomputed: {report.recomputed}" if report.recomputed else ""
     return (

@@ -29,7 +29,7 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class LoopMeasurements:
-    """Measurements of a step of an eager loop, other than its timeline."""
+    """Measurements of one step of an eager loop: memory, ops without a plan, and departures from the plan."""
 
     homes: tuple[str, ...]  # names of the links, by number
     memory: MemoryOverTime
@@ -46,7 +46,7 @@ def trace_events(
     origin_us: float = 0.0,
     measured: LoopMeasurements | None = None,
 ) -> list[Event]:
-    """Return events that show each named timeline as a process: threads for queues and waits, and its memory."""
+    """Return trace events. Each named timeline becomes a process with its memory, and threads for queues and waits."""
     events: list[Event] = []
     for number, (name, timeline) in enumerate(timelines):
         process = _FIRST_PROCESS + number

@@ -57,7 +57,7 @@ class TimeSpent:
 
 
 def time_spent(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[TimeSpent, tuple[StepWait, ...]]:
-    """Return a step's time by use, and its waits in order of time, except those below 1e-5 of the step."""
+    """Return a step's time by use, and its waits in order of time. Waits below 1e-5 of the step are left out."""
     ops = recomputed = last_op = 0.0
     for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):
         if isinstance(instruction, Run) and not instruction.communicates:
@@ -94,7 +94,7 @@ def time_spent(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[
 
 
 class _CauseFinder:
-    """Finds for a wait the reason why the copy or collective that it waits for was not complete sooner."""
+    """Finds why the copy or collective that an op waited for was not complete sooner."""
 
     def __init__(self, graph: StepGraph, program: Program, timeline: Timeline) -> None:
         self._graph, self._program, self._timeline = graph, program, timeline
@@ -104,7 +104,7 @@ class _CauseFinder:
             self._lanes.setdefault(lane_of(instruction), []).append(index)
 
     def wait_of(self, start: float, seconds: float, instruction: int, cause: int) -> StepWait:
-        """Describe the wait of one instruction for another (``cause``), with its reason."""
+        """Describe the wait of ``instruction`` for ``cause``, both given by index, and find its reason."""
         awaited = self._program.instructions[cause]
         if isinstance(awaited, Run) and awaited.communicates:
             reason, text = Reason.OTHERS, f"waits for {self._instruction_name(cause)}"
@@ -127,7 +127,7 @@ class _CauseFinder:
         )
 
     def _delay_cause(self, copy: int) -> tuple[Reason, str]:
-        """Return why a copy was not complete sooner, with one sentence about it."""
+        """Return the reason why a copy was not complete sooner, and a sentence about it."""
         instructions, timeline = self._program.instructions, self._timeline
         instruction, start = instructions[copy], timeline.starts[copy]
         lane = self._lanes[lane_of(instruction)]
@@ -151,7 +151,7 @@ class _CauseFinder:
         return Reason.ROOM, f"The copy had no memory before {self._instruction_name(latest)} released it."
 
     def _latest_awaited(self, waits: tuple[Wait, ...]) -> int | None:
-        """Return the index of the awaited instruction that ended last; None without one."""
+        """Return the index of the instruction in ``waits`` that ended last; None without waits."""
         targets = [
             self._lanes[wait.queue, wait.home][wait.count - 1]
             for wait in waits
