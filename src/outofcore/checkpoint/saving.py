@@ -249,7 +249,7 @@ class ShardGatherer:
         return message[0]
 
     def _gathered_pieces(self, part: ShardRange) -> Iterator[torch.Tensor]:
-        """Yield the pieces of a sharded tensor: first this process's own, then those of the others by rank."""
+        """Yield the pieces of a sharded tensor: first its own, then the pieces of the other processes by rank."""
         yield from self._local_pieces(part)
         chunks, max_elements = part.shard.chunks, BUFFER_BYTES // part.tensor.element_size()
         for rank in range(1, chunks.ranks):

@@ -76,7 +76,7 @@ def open_target(
     host_budget: int | str | None,
     cache: bool | str | os.PathLike[str],
 ) -> Generator[LocalMachine | Device]:
-    """Yield the simulated device that ``device`` names, or this machine, whose homes are open within the context."""
+    """Yield the simulated device that ``device`` names, or this machine; close its homes at the end of the context."""
     preset = simulated(device)
     if preset is not None:
         yield preset
@@ -178,7 +178,6 @@ def estimate_step(
 
 
 def _distinct_calls(first: StepVariants) -> list[StepVariants]:
-    """Return the step of the first call, and that of later calls if it differs."""
     return [first] if first.later is None else [first, first.later]
 
 
@@ -187,7 +186,7 @@ def _largest_step(steps: list[StepVariants]) -> StepVariants:
 
 
 def _replace_collective_costs(captured: Captured, costs: Costs, sharing: AssumedSharding | None) -> Costs:
-    """Replace the costs of collective ops with those of the assumed group; if it is None, return ``costs``."""
+    """Give collective ops the costs of the assumed group; if ``sharing`` is None, return ``costs`` unchanged."""
     if sharing is None:
         return costs
     ops = [

@@ -423,7 +423,7 @@ def _repeated_order(
     """Return the order of items when ``count`` copies replace the two middle blocks; None if these differ.
 
     Each result is an index into ``blocks``, and the number of the copy from 1 (None: not repeated). Unless ``strict``,
-    unmatched items of block one are copied, and those of block two are left out.
+    unmatched items of block one are copied, and unmatched items of block two are left out.
     """
     result: list[tuple[int, int | None]] = []
     at, total = 0, len(blocks)

@@ -86,7 +86,7 @@ def _best_point(new: Point, before: Sequence[Point]) -> Point:
 def find_lossless_budget(
     graph: StepGraph, costs: Costs, points: Sequence[Point], policy: PolicyLike = "auto"
 ) -> tuple[int, tuple[Point, ...]]:
-    """Return a small budget whose step is at most 1 % slower than in core, and ``points`` with those tried."""
+    """Find a small budget that makes the step at most 1 % slower than in core; also return all points tried."""
     ordered = sorted(points, key=lambda p: p.budget)
     limit = (ordered[-1].seconds or 0.0) * LOSSLESS_RATIO
     index = next(i for i, p in enumerate(ordered) if p.seconds is not None and p.seconds <= limit)

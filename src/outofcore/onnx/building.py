@@ -165,7 +165,7 @@ class Builder:
     # ---- values -----------------------------------------------------------------------------------------------------
 
     def _find(self, name: str) -> _Value | None:
-        """Return the value with this name, from this graph or an outer one; raises ``InputError`` if there is none."""
+        """Return a value by its name in this graph or an outer one; raises ``InputError`` for an unknown name."""
         if name in self._values:
             return self._values[name]
         if self._outer is None:

@@ -633,7 +633,7 @@ def _check_shape(title: str, array: np.ndarray[Any, Any], shape: tuple[int, ...]
 
 
 def _read_typed_field(reading: _Reader, title: str, proto: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Return the bytes of a tensor whose numbers are in a typed field, such as ``float_data``, not in ``raw_data``."""
+    """Return the bytes of a tensor that has its numbers in a typed field such as ``float_data``, not as bytes."""
     code = proto.data_type
     name, kind = _TYPED_FIELDS.get(code, ("int32_data", np.int32))
     values = np.array(list(getattr(proto, name)), dtype=kind)

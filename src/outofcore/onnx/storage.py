@@ -47,7 +47,7 @@ class Files:
         self._open: dict[Path, mmap.mmap] = {}
 
     def read_tensor(self, stored: StoredTensor) -> torch.Tensor:
-        """Return a stored tensor, memory-mapped if it is large; raises ``InputError`` for text or an unreadable file."""
+        """Return a stored tensor, memory-mapped if it is large; raises ``InputError`` for text or a missing file."""
         if stored.code == STRING:
             raise InputError(
                 f"the tensor {stored.name!r} contains text, which PyTorch tensors do not support; "
