@@ -143,7 +143,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]
 def unchanged_parameter_ids(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], written: Collection[torch.Tensor]
 ) -> set[int]:
-    """Return the ids of parameters without gradient or state that share no memory with changing tensors."""
+    """Return the ids of parameters that have no gradient and no optimizer state, and share no changing memory."""
     frozen: dict[int, int] = {}
     stateful = {id(parameter) for optimizer in optimizers for parameter, state in optimizer.state.items() if state}
     changing = {storage_key(tensor) for tensor in (*written, *(b for model in models for b in model.buffers()))}
@@ -251,7 +251,7 @@ def plain_generators() -> dict[str, Any]:
 
 
 def restore_plain_generators(saved: SavedGenerators, file: Path) -> None:
-    """Restore the states of ``random`` and ``numpy.random``; raises ``InputError`` if these refuse them."""
+    """Restore the saved states of ``random`` and ``numpy.random``; raises ``InputError`` if one is refused."""
     python, numpy = saved.python, saved.numpy
     key = np.array(numpy.key, dtype=np.uint32)
     try:

@@ -114,7 +114,7 @@ def _collect_state(
     """Return the tensors to save by file stem, and the index without file names; skip tensors with ``omitted`` ids."""
 
     def part_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor | ShardRange:
-        """Return ``value``; if ``parameter`` is sharded, return it as this process's range, except a scalar."""
+        """Wrap ``value`` in a ``ShardRange`` if ``parameter`` is sharded and ``value`` is not a scalar."""
         shard = None if shards is None else shards.shard_of(parameter)
         if shard is None:
             return value
@@ -196,7 +196,7 @@ class ShardGatherer:
         self._remaining = 0
 
     def gather_generators(self) -> NamedTensors:
-        """Exchange the states of CPU random generators; return the names and states of all except process 0's."""
+        """Exchange the states of CPU random generators; return names and states for every process except 0."""
         shards = self._shards
         states: list[Any] = [None] * shards.group.size()
         with translate_group_errors():

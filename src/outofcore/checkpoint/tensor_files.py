@@ -349,7 +349,7 @@ def fill_range(
 
 
 def _row_major_slot(tensor: torch.Tensor, faces: Faces | None, *, to_write: bool) -> tuple[HomeStore, int] | None:
-    """Return the home and offset of a tensor that fills its storage in row-major order, or None for another."""
+    """Return home and offset of a tensor that fills its storage in row-major order, or None for other tensors."""
     whole = (
         tensor.is_contiguous()
         and tensor.storage_offset() == 0

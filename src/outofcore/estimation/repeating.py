@@ -400,7 +400,7 @@ class _BlockRepeater:
         return _build_step(tuple(storages), parts, outputs, self._step.costs)
 
     def _scale_cost(self, op: Op, cost: OpCost, used: tuple[int, ...], storages: Sequence[Storage]) -> OpCost:
-        """Scale the time of an op that is not repeated by the bytes that it uses now; raises ``_MismatchError``."""
+        """Scale an unrepeated op's time in proportion to the bytes that it uses now; raises ``_MismatchError``."""
         before = dict.fromkeys(op.reads + op.mutates)
         after = dict.fromkeys(used)
         if len(before) == len(after):

@@ -66,7 +66,7 @@ def plan_curve(
     policy: PolicyLike = "auto",
     tell: PlanProgress | None = None,
 ) -> tuple[Point, ...]:
-    """Predict the step for each budget; sort the results by budget, and let no larger budget be slower."""
+    """Predict the step for each budget, smallest first; a larger budget never gets a longer step time."""
     ordered = sorted(set(budgets))
     points: list[Point] = []
     for number, budget in enumerate(ordered, 1):

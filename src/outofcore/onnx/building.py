@@ -131,7 +131,7 @@ class Builder:
         return [self._find(item.name) for item in graph.outputs]
 
     def _inline(self, graph: Graph, prefix: str, values: MutableMapping[str, _Value | None]) -> list[_Value | None]:
-        """Add the nodes of another graph to this one, and return its outputs; ``values`` has its inputs by name."""
+        """Add the nodes of ``graph`` to this fx graph, with its inputs in ``values``, and return its outputs."""
         before, self._values = self._values, values
         try:
             return self._build_nodes(graph, prefix)

@@ -321,7 +321,7 @@ def _outer_names(proto: Any, reading: _Reader, depth: int) -> set[str]:
 
 
 def _topological_order(raw: Sequence[Any], needed: Sequence[set[int]]) -> list[int]:
-    """Order node indices so that each follows all in its ``needed`` set; raises ``InputError`` for a cycle."""
+    """Sort node indices topologically, in file order if possible; raises ``InputError`` for a cycle."""
     if all(predecessor < place for place, predecessors in enumerate(needed) for predecessor in predecessors):
         return list(range(len(raw)))
     remaining = [set(predecessors) for predecessors in needed]
@@ -353,7 +353,7 @@ def _describe_node(proto: Any) -> str:
 
 
 def _read_node(reading: _Reader, proto: Any, visible: frozenset[str], depth: int) -> Node:
-    """Read a node; its ``body`` is the graph of a function, if the node calls one or its operator is not supported."""
+    """Read a node; a function that it calls, or ONNX's function for an unsupported operator, becomes its ``body``."""
     reading.node_count[0] += 1
     if reading.node_count[0] > _MAX_NODES:
         raise InputError(f"the model has more than {_MAX_NODES:,} nodes with its functions inlined; simplify it")
@@ -476,7 +476,7 @@ _VALUE_FIELDS[11] = "sparse_tensor"
 
 
 def _read_attributes(reading: _Reader, proto: Any, visible: frozenset[str], depth: int) -> dict[str, Any]:
-    """Return a node's attributes; replace references by the attributes of the call of the function around it."""
+    """Return a node's attributes by name; resolve references to attributes of the enclosing function's call."""
     attributes: dict[str, Any] = {}
     for item in proto.attribute:
         _check_text(item.name, item.ref_attr_name)
