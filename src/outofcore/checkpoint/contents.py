@@ -51,7 +51,7 @@ class SavedModel(Struct):
 
 
 class SavedGroup(Struct):
-    """A parameter group of an optimizer: the number of its parameters, and its settings except tensors."""
+    """A parameter group of an optimizer: the number of parameters, and all settings that are not tensors."""
 
     parameters: _Count
     settings: dict[str, Any]
@@ -82,7 +82,7 @@ class SavedGenerators(Struct):
 
 
 class Index(Struct):
-    """The JSON index of a checkpoint: all data except tensors, and the names of the files with the tensors."""
+    """The JSON index of a checkpoint: the names of the tensor files, and all data that are not tensors."""
 
     format: str
     models: list[SavedModel]
@@ -101,7 +101,7 @@ class Index(Struct):
 
 @dataclass(frozen=True)
 class ModelContents:
-    """The tensors of a model; a tensor with several names appears once, under the first of them."""
+    """The tensors of a model by name; a tensor with several names appears once, under its first name."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])  # in its state dict
     non_persistent: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])  # non-persistent buffers
@@ -109,7 +109,7 @@ class ModelContents:
 
 
 def collect_contents(model: nn.Module) -> ModelContents:
-    """Collect the tensors of a model; raises ``StateError`` if a module defines ``get_extra_state``."""
+    """Collect a model's parameters and buffers; raises ``StateError`` if a module defines ``get_extra_state``."""
     contents = ModelContents()
     first_names: dict[Any, str] = {}
     for path, module in model.named_modules():
@@ -130,7 +130,7 @@ def collect_contents(model: nn.Module) -> ModelContents:
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield each name, its tensor, and whether state dicts include it; a shared tensor comes once per name."""
+    """Yield each name with its tensor, and whether a state dict includes it; a shared tensor occurs once per name."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield name, parameter, True
     for path, module in model.named_modules(remove_duplicate=False):
@@ -143,7 +143,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]
 def unchanged_parameter_ids(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], written: Collection[torch.Tensor]
 ) -> set[int]:
-    """Return the ids of frozen parameters that training cannot change: no gradient, no state, no shared memory."""
+    """Return the ids of parameters that have no gradient and no optimizer state, and share no changing memory."""
     frozen: dict[int, int] = {}
     stateful = {id(parameter) for optimizer in optimizers for parameter, state in optimizer.state.items() if state}
     changing = {storage_key(tensor) for tensor in (*written, *(b for model in models for b in model.buffers()))}
@@ -167,7 +167,7 @@ def model_parameter_ids(models: Sequence[nn.Module]) -> set[int]:
 
 
 def plain_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the size and non-tensor settings of each group; raises ``StateError`` if JSON cannot hold one."""
+    """Return each group's size and settings, except tensors; raises ``StateError`` if JSON cannot hold them."""
     groups: list[dict[str, Any]] = []
     for index, group in enumerate(optimizer.param_groups):
         settings = {n: v for n, v in group.items() if n != "params" and not isinstance(v, torch.Tensor)}
@@ -178,7 +178,7 @@ def plain_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def plain_state(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """Return the non-tensor state by parameter number; raises ``StateError`` for state that cannot be saved."""
+    """Return the optimizer state without tensors, by parameter number; raises ``StateError`` if it cannot be saved."""
     parameters = parameters_of(optimizer)
     parameter_ids = {id(parameter) for parameter in parameters}
     for key in optimizer.state:
@@ -199,7 +199,7 @@ def plain_state(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
 
 
 def check_plain(value: Any, description: str) -> None:
-    """Raise ``StateError`` for a value that JSON does not restore exactly; tuples pass, and become lists."""
+    """Raise ``StateError`` for a value that JSON does not restore exactly; accept tuples, which become lists."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
@@ -218,7 +218,7 @@ def check_plain(value: Any, description: str) -> None:
 
 
 def generator_tensors() -> list[tuple[str, torch.Tensor]]:
-    """Return the states of PyTorch's default generators: the CPU's, and CUDA's if CUDA is in use."""
+    """Return the names and states of PyTorch's random generators for the CPU and, if in use, CUDA devices."""
     states = [(CPU_GENERATOR, torch.get_rng_state())]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states += [(f"{_CUDA}{index}", state) for index, state in enumerate(torch.cuda.get_rng_state_all())]
@@ -226,7 +226,7 @@ def generator_tensors() -> list[tuple[str, torch.Tensor]]:
 
 
 def restore_generators(tensors: dict[str, torch.Tensor]) -> None:
-    """Set PyTorch's default generators to the saved states; ignore states of absent CUDA devices."""
+    """Set PyTorch's random generators to the states in ``tensors``; ignore states of absent CUDA devices."""
     if CPU_GENERATOR in tensors:
         torch.set_rng_state(tensors[CPU_GENERATOR])
     for name, state in tensors.items():
@@ -251,7 +251,7 @@ def plain_generators() -> dict[str, Any]:
 
 
 def restore_plain_generators(saved: SavedGenerators, file: Path) -> None:
-    """Set ``random`` and ``numpy.random``; raises ``InputError`` if this version cannot take the saved states."""
+    """Restore the saved states of ``random`` and ``numpy.random``; raises ``InputError`` if one is refused."""
     python, numpy = saved.python, saved.numpy
     key = np.array(numpy.key, dtype=np.uint32)
     try:

@@ -40,7 +40,7 @@ Targets = dict[str, torch.Tensor]
 
 
 class Checkpoint:
-    """A checkpoint in a folder, to be loaded; the constructor raises ``InputError`` if it is missing or damaged."""
+    """A saved checkpoint that can be loaded; the constructor raises ``InputError`` if it is missing or damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -128,7 +128,7 @@ class Checkpoint:
         _log.info("loaded %s from %s", format_bytes(sum(file.bytes for file in self._files.values())), self.folder)
 
     def targets_by_file(self, models: Sequence[nn.Module]) -> list[tuple[str, Targets]]:
-        """Return each model's file stem and tensors to fill, by name; raises ``InputError`` on mismatches."""
+        """Return for each model its file stem, and the tensors to fill by name; raises ``InputError`` on mismatches."""
         saved = self._index.models
         self._check_counts(len(models), len(saved), "models")
         return [
@@ -150,7 +150,7 @@ class Checkpoint:
         return tensor
 
     def _accepts_entry(self, parameter: torch.Tensor, tensor: Any, entry: Entry) -> bool:
-        """Return whether an entry can fill a parameter's existing state; if that is sharded, record its range."""
+        """Return whether an entry can fill ``tensor``, a parameter's state; if it is sharded, record its range."""
         shard = self._shard_of(parameter)
         if not isinstance(tensor, torch.Tensor):
             return False
@@ -162,7 +162,7 @@ class Checkpoint:
         return False
 
     def _allocate(self, parameter: torch.Tensor, entry: Entry, faces: Faces | None) -> torch.Tensor:
-        """Allocate a tensor for an entry, at home if large; if it is sharded, only this process's range."""
+        """Allocate a tensor for an entry, at home if it is large; of a sharded tensor, only this process's range."""
         shard = self._shard_of(parameter)
         if shard is None or entry.shape != shard.shape:
             return _allocate_tensor(parameter, entry, faces)
@@ -181,7 +181,7 @@ class Checkpoint:
             )
 
     def _model_targets(self, number: int, model: SavedModel, tensors: Targets) -> Targets:
-        """Return a model's tensors to fill, by name in the file, without omitted ones; refuse other models."""
+        """Return a model's tensors to fill, by name in the file; raises ``InputError`` if saved names differ."""
         saved_names = self._files[model.stem].entries.keys() | model.omitted.keys()
         targets: Targets = {}
         for name, tensor in tensors.items():
@@ -208,7 +208,7 @@ class Checkpoint:
         return {name: self._target(tensor) for name, tensor in targets.items() if name not in model.omitted}
 
     def _check_omitted(self, description: str, parameter: torch.Tensor, saved: OmittedParameter) -> None:
-        """Raise ``InputError`` unless a parameter has the saved shape and dtype, is frozen, and has data."""
+        """Raise ``InputError`` unless an unsaved parameter has the recorded shape and dtype, is frozen and has data."""
         current = OmittedParameter.of(parameter)
         if current != saved:
             raise InputError(
@@ -237,7 +237,7 @@ class Checkpoint:
             )
 
     def _optimizer_targets(self, number: int, optimizer: Optimizer, model_ids: set[int]) -> Targets:
-        """Return an optimizer's existing tensors that the file can fill: settings, state, parameters of no model."""
+        """Return an optimizer's tensors that the file can fill: settings, state, and parameters outside the models."""
         entries = self._files["training"].entries
         targets: Targets = {}
         for index_in_optimizer, parameter in enumerate(parameters_of(optimizer)):
@@ -274,7 +274,7 @@ class Checkpoint:
     def _allocate_missing(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], faces: Faces | None
     ) -> Targets:
-        """Return new tensors for optimizer state that is missing or does not fit, and tensors for all gradients."""
+        """Return tensors for all saved gradients, and new ones for optimizer state that is missing or does not fit."""
         entries = self._files["training"].entries
         allocated: Targets = {}
         for number, optimizer in enumerate(optimizers):
@@ -298,7 +298,7 @@ class Checkpoint:
         return allocated
 
     def _fill(self, stem: str, targets: Targets, faces: Faces | None, buffer: memoryview) -> None:
-        """Read a file from begin to end, fill its targets, and raise ``TransferError`` if its checksum is wrong."""
+        """Read a whole data file and fill its targets; raises ``TransferError`` if its checksum is wrong."""
         file = self._files[stem]
         saved_crc32 = self._index.files[self._index.names[stem]].crc32
         entries = sorted(file.entries.values(), key=lambda entry: (entry.begin, entry.end))
@@ -325,7 +325,7 @@ class Checkpoint:
             )
 
     def _restore_state(self, number: int, optimizer: Optimizer, saved: SavedOptimizer, allocated: Targets) -> None:
-        """Set the optimizer state of each parameter to the saved state, and delete any other state."""
+        """Replace the state of an optimizer's parameters with the saved state, and delete other state."""
         plain = saved.state
         for place, parameter in enumerate(parameters_of(optimizer)):
             if str(place) not in plain:
@@ -346,7 +346,7 @@ def _is_like(tensor: torch.Tensor, entry: Entry) -> bool:
 
 
 def _allocate_tensor(parameter: torch.Tensor, entry: Entry, faces: Faces | None) -> torch.Tensor:
-    """Allocate a tensor for an entry, at home if large, with the parameter's layout if their shapes are equal."""
+    """Allocate a tensor for an entry, at home if it is large; copy the parameter's strides if shapes are equal."""
     shape = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
     if tuple(parameter.shape) == entry.shape:
         shape = torch.empty_like(parameter, dtype=entry.dtype, device="meta")

@@ -20,7 +20,7 @@ _WRAPPER_PARTS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wr
 
 
 def check_weights(model: nn.Module, weights: Weights) -> None:
-    """Raise ``InputError`` unless weight files fit the meta tensors of a model; warn of unmatched tensors."""
+    """Raise ``InputError`` unless weight files fit the meta tensors of a model; warn of names that do not match."""
     named = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
     meta_tensors = {name: tensor for name, tensor in named.items() if tensor.is_meta}
     path = weights.path
@@ -55,7 +55,7 @@ def check_weights(model: nn.Module, weights: Weights) -> None:
 
 
 def check_fits(name: str, tensor: torch.Tensor, shape: tuple[int, ...], entry: Entry, path: Path) -> None:
-    """Raise ``InputError`` unless an entry has this shape, and a dtype that converts to the tensor's."""
+    """Raise ``InputError`` unless an entry of a file has this shape, and a dtype that can fill the tensor."""
     if shape != entry.shape:
         raise InputError(
             f"{name} has the shape {shape}, and {entry.shape} in {path}; use the model that was saved, or a "
@@ -69,7 +69,7 @@ def check_fits(name: str, tensor: torch.Tensor, shape: tuple[int, ...], entry: E
 
 
 def _dtype_kind(dtype: torch.dtype) -> str:
-    """Return a name that is equal for dtypes that convert to each other; each float8 dtype has its own."""
+    """Return the kind of a dtype; weights convert to any dtype of their kind. Each float8 dtype is a kind."""
     if dtype.is_complex:
         return "complex"
     if dtype.is_floating_point:
@@ -83,7 +83,7 @@ def format_names(names: Collection[str]) -> str:
 
 
 def _advice(file_names: Collection[str], model_names: Collection[str]) -> str:
-    """Return how to make names match that differ by a prefix or a wrapper's part; "" if they do not."""
+    """Return advice for names that differ by a prefix, or by a part that a wrapper adds; "" for other names."""
     prefix = _common_prefix(file_names, set(model_names))
     if prefix:
         return (
@@ -109,7 +109,7 @@ def _advice(file_names: Collection[str], model_names: Collection[str]) -> str:
 
 
 def _common_prefix(longer: Iterable[str], shorter: set[str]) -> str:
-    """Return the prefix that most often turns a shorter name into a longer one, or ""."""
+    """Return the prefix, such as "model.", that most often turns a shorter name into a longer one, or ""."""
     counts: Counter[str] = Counter()
     for name in longer:
         parts = name.split(".")

@@ -56,7 +56,7 @@ _DATA = re.compile(r"[a-z]+[0-9]*-([0-9]{6})\.safetensors")
 
 @dataclass(frozen=True)
 class ShardRange:
-    """This process's range of a sharded tensor, which the file stores whole."""
+    """This process's range of a sharded tensor; the file contains the whole tensor."""
 
     shard: Shard
     tensor: torch.Tensor
@@ -81,7 +81,7 @@ def save_checkpoint(
     frozen: bool = True,
     written: Collection[torch.Tensor] = (),
 ) -> None:
-    """Write a checkpoint into a folder; once complete, it replaces an existing one.
+    """Write a checkpoint into a folder; when it is complete, it replaces the previous checkpoint.
 
     ``faces`` read tensors from their home; ``extra`` is plain data for JSON. All processes of ``shards`` call this
     together: the first writes whole tensors, and the others send it their ranges in small pieces. ``frozen=False``
@@ -111,10 +111,10 @@ def _collect_state(
     shards: Shards | None,
     omitted: Collection[int],
 ) -> tuple[dict[str, NamedTensors], dict[str, Any]]:
-    """Return the named tensors of each data file by its stem, and the index without files; skip ``omitted`` ids."""
+    """Return the tensors to save by file stem, and the index without file names; skip tensors with ``omitted`` ids."""
 
     def part_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor | ShardRange:
-        """Return this process's range of a parameter, or of a value of its shape, if the parameter is sharded."""
+        """Wrap ``value`` in a ``ShardRange`` if ``parameter`` is sharded and ``value`` is not a scalar."""
         shard = None if shards is None else shards.shard_of(parameter)
         if shard is None:
             return value
@@ -163,7 +163,7 @@ def _write_checkpoint(
     faces: Faces | None,
     gatherer: ShardGatherer | None,
 ) -> None:
-    """Write the data files and then the index; on an error, delete the new files."""
+    """Write the data files and then the index of a checkpoint; if that fails, delete the new files."""
     with contextlib.ExitStack() as stack:
         if gatherer is not None:
             stack.enter_context(
@@ -196,7 +196,7 @@ class ShardGatherer:
         self._remaining = 0
 
     def gather_generators(self) -> NamedTensors:
-        """Return the names and states of the CPU generators of all processes but process 0."""
+        """Exchange the states of CPU random generators; return names and states for every process except 0."""
         shards = self._shards
         states: list[Any] = [None] * shards.group.size()
         with translate_group_errors():
@@ -204,7 +204,7 @@ class ShardGatherer:
         return [(generator_name(rank), state) for rank, state in enumerate(states) if rank]
 
     def send(self, items: Sequence[torch.Tensor | ShardRange]) -> None:
-        """Send this process's ranges to process 0, until it asks for no more."""
+        """Send this process's ranges to process 0 one by one; stop early if process 0 has failed."""
         for part in items:
             if not isinstance(part, ShardRange):
                 continue
@@ -218,7 +218,7 @@ class ShardGatherer:
 
     @contextlib.contextmanager
     def receiving(self, count: int) -> Iterator[None]:
-        """Expect ``count`` sharded tensors in this context; if it ends early, stop the other processes."""
+        """Expect ``count`` calls of ``append_whole`` in this context; if there are fewer, stop the senders."""
         self._remaining = count
         try:
             yield
@@ -227,7 +227,7 @@ class ShardGatherer:
                 self._broadcast_more(more=False)
 
     def append_whole(self, part: ShardRange, out: OutFile, buffer: memoryview) -> None:
-        """Append a whole sharded tensor to a file, with the ranges of all processes."""
+        """Collect the ranges of a sharded tensor from all processes, and append the whole tensor to a file."""
         self._remaining -= 1
         self._broadcast_more()
         if not part.shard.is_row_major:
@@ -249,7 +249,7 @@ class ShardGatherer:
         return message[0]
 
     def _gathered_pieces(self, part: ShardRange) -> Iterator[torch.Tensor]:
-        """Yield the pieces of a sharded tensor: this process's, then those received from each other process."""
+        """Yield the pieces of a sharded tensor: first its own, then the pieces of the other processes by rank."""
         yield from self._local_pieces(part)
         chunks, max_elements = part.shard.chunks, BUFFER_BYTES // part.tensor.element_size()
         for rank in range(1, chunks.ranks):
@@ -271,7 +271,7 @@ def generator_name(rank: int) -> str:
 def _optimizer_tensors(
     number: int, optimizer: Optimizer, model_ids: set[int], part_of: Callable[..., torch.Tensor | ShardRange]
 ) -> NamedTensors:
-    """Return an optimizer's tensors by name in the file: settings, parameters of no model, and state."""
+    """Return an optimizer's tensors and their names in the file: settings, state, and parameters outside the models."""
     named: NamedTensors = []
     for index, group in enumerate(optimizer.param_groups):
         named += [
@@ -294,7 +294,7 @@ def _optimizer_tensors(
 def _write_file(
     path: Path, tensors: NamedTensors, faces: Faces | None, buffer: memoryview, gatherer: ShardGatherer | None
 ) -> dict[str, int]:
-    """Write a safetensors file, and return its size and checksum."""
+    """Write a safetensors file, and return its size as "bytes" and its checksum as "crc32"."""
     with OutFile(path) as out:
         out.write(header_for([(name, item.whole if isinstance(item, ShardRange) else item) for name, item in tensors]))
         for _, item in tensors:
@@ -317,7 +317,7 @@ def _check_devices(number: int, tensors: NamedTensors) -> None:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[str]:
-    """Lock a folder, created if needed, and yield the suffix of new data files, such as "-000001.safetensors"."""
+    """Create and lock a folder, and yield the suffix of new data files, such as "-000001.safetensors"."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -341,7 +341,7 @@ def lock_folder(folder: Path) -> Iterator[str]:
 
 
 def commit_index(folder: Path, index: Mapping[str, Any], files: set[str]) -> None:
-    """Replace the index, and delete data files that are not in ``files``; on ``TransferError`` keep the old index."""
+    """Replace a checkpoint's index, then delete all data files except ``files``; raises ``TransferError``."""
     new = folder / _NEW_INDEX
     data = (json.dumps({"format": FORMAT, **index}, separators=(",", ":"), ensure_ascii=False) + "\n").encode()
     try:
@@ -366,7 +366,7 @@ def commit_index(folder: Path, index: Mapping[str, Any], files: set[str]) -> Non
 
 
 def delete_unused_files(folder: Path, files: set[str]) -> None:
-    """Delete data files that are not in ``files``, and an unfinished index; ignore errors."""
+    """Delete an unfinished index and all data files except ``files``; ignore failed deletions."""
     for path in folder.iterdir():
         if path.name == _NEW_INDEX or (_DATA.fullmatch(path.name) and path.name not in files):
             # The next save tries again.
@@ -382,7 +382,7 @@ def read_index(folder: Path) -> Index:
 
 
 def indexed_files(folder: Path) -> set[str]:
-    """Return the names of a checkpoint's data files; an empty set if there is no readable index."""
+    """Return the names of a checkpoint's data files, or an empty set if the index is missing or unreadable."""
     try:
         return set(read_index(folder).files)
     except InputError:

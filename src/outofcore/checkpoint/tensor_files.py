@@ -59,7 +59,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor in a file: its bytes are [begin, end) of the file."""
+    """The description of a tensor in a file; its bytes are [begin, end) of the file."""
 
     name: str
     dtype: torch.dtype
@@ -77,7 +77,7 @@ class TensorFile:
 
 
 def header_for(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
-    """Build the header of a file with these tensors; raises ``InputError`` for an unsupported dtype."""
+    """Build the header of a safetensors file with these tensors; raises ``InputError`` for an unsupported dtype."""
     described: dict[str, Any] = {_METADATA: {"format": "pt"}}
     offset = 0
     for name, tensor in tensors:
@@ -99,7 +99,7 @@ def header_for(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
 
 
 def read_header(path: Path) -> TensorFile:
-    """Read only the header of a file; raises ``InputError`` unless it is a complete safetensors file."""
+    """Read only the header of a safetensors file; raises ``InputError`` if the file is damaged or incomplete."""
     try:
         with path.open("rb") as file:
             stamp = Stamp.of(file.fileno())
@@ -163,7 +163,7 @@ def allocate_buffer() -> memoryview:
 
 
 class OutFile:
-    """A new file that is written sequentially; a context manager that raises ``TransferError`` on failure."""
+    """A new file to write sequentially, as a context manager; its methods raise ``TransferError``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -217,7 +217,7 @@ class OutFile:
             raise self._error(error) from error
 
     def _flush(self, count: int) -> None:
-        """Write ``count`` bytes of the buffer, without direct I/O if the file system refuses it."""
+        """Write the first ``count`` bytes of the buffer; turn off direct I/O if the file system refuses it."""
         place = Location(self._descriptor, self._flushed, count, self, Cache.PAST)
         _, failure = transfer(place, self._buffer[:count], writes=True)
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
@@ -248,7 +248,7 @@ class OutFile:
 
 
 class InFile(ByteStore):
-    """A file that is read in pieces and then dropped from the page cache; a context manager."""
+    """A file to read in pieces, as a context manager; pieces do not stay in the page cache."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -272,7 +272,7 @@ class InFile(ByteStore):
 
 
 def append_tensor(tensor: torch.Tensor, out: OutFile, faces: Faces | None, buffer: memoryview) -> None:
-    """Append a strided CPU tensor to a file, in row-major order, through a buffer of whole pages."""
+    """Append a CPU tensor to a file, in row-major order and in pieces of at most the size of ``buffer``."""
     count = tensor.numel() * tensor.element_size()
     if not count:
         return
@@ -293,9 +293,9 @@ def append_tensor(tensor: torch.Tensor, out: OutFile, faces: Faces | None, buffe
 def fill(
     tensor: torch.Tensor, entry: Entry, source: InFile, faces: Faces | None, buffer: memoryview, crc32: int = 0
 ) -> int:
-    """Fill a strided CPU tensor from an entry of its shape, converting the dtype; raises ``TransferError``.
+    """Read an entry into a CPU tensor of its shape, convert the dtype, and return the updated checksum.
 
-    ``buffer`` has whole pages. ``crc32`` is the checksum of the bytes before the entry; return that up to its end.
+    ``buffer`` has whole pages. ``crc32`` is the checksum of all bytes before the entry. Raises ``TransferError``.
     """
     at, count = entry.begin, entry.end - entry.begin
     if not count:
@@ -331,7 +331,7 @@ def fill_range(
     buffer: memoryview,
     crc32: int = 0,
 ) -> int:
-    """Fill a flat tensor with an entry's elements from ``start`` on; otherwise like ``fill``."""
+    """Read a whole entry like ``fill``, but fill a flat tensor with its elements from ``start`` on."""
     itemsize = entry.dtype.itemsize
     step = len(buffer) // itemsize
     count = (entry.end - entry.begin) // itemsize
@@ -349,7 +349,7 @@ def fill_range(
 
 
 def _row_major_slot(tensor: torch.Tensor, faces: Faces | None, *, to_write: bool) -> tuple[HomeStore, int] | None:
-    """Return a tensor's home and offset there if its elements fill its slot in row-major order, else None."""
+    """Return home and offset of a tensor that fills its storage in row-major order, or None for other tensors."""
     whole = (
         tensor.is_contiguous()
         and tensor.storage_offset() == 0
@@ -360,7 +360,7 @@ def _row_major_slot(tensor: torch.Tensor, faces: Faces | None, *, to_write: bool
 
 
 def _pieces(tensor: torch.Tensor, max_bytes: int, itemsize: int) -> Iterator[torch.Tensor]:
-    """Yield a tensor in row-major pieces of at most ``max_bytes``, at ``itemsize`` bytes per element."""
+    """Split a tensor in row-major order into pieces of at most ``max_bytes``, at ``itemsize`` bytes per element."""
     if tensor.numel() * itemsize <= max_bytes:
         yield tensor
         return
@@ -387,7 +387,7 @@ class _WeightMap(Struct):
 
 
 class Weights:
-    """Named tensors in safetensors files; only the headers have been read.
+    """The named tensors of one or several safetensors files; the constructor reads only the headers.
 
     ``path`` is a safetensors file, an index (``*.safetensors.index.json``) next to its files, or a folder with
     ``model.safetensors`` or ``model.safetensors.index.json``. Raises ``InputError`` for missing or unreadable files.
@@ -423,7 +423,7 @@ class Weights:
         return self._entries[name]
 
     def load(self, targets: Mapping[str, torch.Tensor], faces: Faces | None) -> None:
-        """Fill CPU tensors of the files' shapes by name, converting dtypes; ignore other entries."""
+        """Read the weights that ``targets`` names into its CPU tensors of equal shapes, and convert their dtypes."""
         by_path: defaultdict[Path, list[tuple[Entry, torch.Tensor]]] = defaultdict(list)
         for name, tensor in targets.items():
             file, entry = self._entries[name]

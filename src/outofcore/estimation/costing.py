@@ -56,7 +56,7 @@ _ALLOCATION_OPS = frozenset(
 
 @dataclass(frozen=True)
 class AssumedSharding:
-    """An assumed group of processes that share a model."""
+    """An assumed number of processes that shard a model, and the cost of their communication."""
 
     ranks: int
     cost: GroupCost  # of its collectives
@@ -76,7 +76,7 @@ def open_target(
     host_budget: int | str | None,
     cache: bool | str | os.PathLike[str],
 ) -> Generator[LocalMachine | Device]:
-    """Yield the preset that ``device`` names, or this machine with its homes open."""
+    """Yield the simulated device that ``device`` names, or this machine; close its homes at the end of the context."""
     preset = simulated(device)
     if preset is not None:
         yield preset
@@ -104,7 +104,7 @@ def capture_variants(
     split: Split,
     tell: ProgressCallback = ignore_progress,
 ) -> StepVariants:
-    """Capture a call of a step, from which its variants are derived; raises ``CaptureError``."""
+    """Capture one call of a step, and return an object that makes the step's variants; raises ``CaptureError``."""
     if isinstance(target, Device):
         # Without the device, the rounding of an update of a range cannot be checked.
         local_backend, cache, layouts, home_bytes = None, None, None, 0
@@ -127,10 +127,10 @@ def cost_step(
     kernels: Kernels | None = None,
     split: Split = Split.OFF,
 ) -> StepCosts:
-    """Capture a step, and measure or estimate its costs without training; raises ``CaptureError``.
+    """Capture a step without training, and measure or estimate its costs; raises ``CaptureError``.
 
-    If later calls differ from the first, return the step that needs the larger budget. ``sharing`` is the group that
-    shards the models; the step is that of rank 0. ``kernels`` fuse ops. On another device all splits count as exact.
+    If the first call and later calls differ, the result is for the call that needs more memory. With ``sharing`` it is
+    the step of rank 0. ``kernels`` replaces ops by fused ones. On another device all splits count as exact.
     """
     tell("capture the step", 0, 1)
     if sharing is not None:
@@ -178,7 +178,6 @@ def estimate_step(
 
 
 def _distinct_calls(first: StepVariants) -> list[StepVariants]:
-    """Return the step of the first call, and that of later calls if it differs."""
     return [first] if first.later is None else [first, first.later]
 
 
@@ -187,7 +186,7 @@ def _largest_step(steps: list[StepVariants]) -> StepVariants:
 
 
 def _replace_collective_costs(captured: Captured, costs: Costs, sharing: AssumedSharding | None) -> Costs:
-    """Give collectives the costs of the assumed group; return ``costs`` unchanged without ``sharing``."""
+    """Give collective ops the costs of the assumed group; if ``sharing`` is None, return ``costs`` unchanged."""
     if sharing is None:
         return costs
     ops = [
@@ -207,7 +206,7 @@ def estimate_costs(captured: Captured, device: Device) -> Costs:
 
 
 def _op_seconds(captured: Captured, op: Op, call: Call, device: Device) -> float:
-    """Estimate the time of an op by its arithmetic and moved bytes; 0 if it only makes views or allocates."""
+    """Estimate the seconds of an op from its arithmetic and its bytes read and written; 0 for views and allocations."""
     values = [captured.values[index] for index in _inputs_and_outputs(call)]
     if not op.touched or not values or _is_allocation(call):
         return 0.0
@@ -226,7 +225,7 @@ def _is_allocation(call: Call) -> bool:
 
 
 def count_operations(captured: Captured, op: Op, call: Call) -> tuple[Work, float]:
-    """Return an op's kind of work, and its number of additions and multiplications (0 if memory-bound)."""
+    """Return the kind of work of an op, and its number of additions and multiplications (0 if memory-bound)."""
     name = op.name.split(".")[1] if op.name.startswith("aten.") else ""
     shapes: list[tuple[int, ...]] = [
         captured.values[arg.value].shape if isinstance(arg, Ref) else () for arg in call.args
@@ -267,7 +266,7 @@ def _convolution_operations(outer: tuple[int, ...], weight: tuple[int, ...]) -> 
 
 
 def _number_format(dtypes: list[torch.dtype], work: Work) -> Number:
-    """Return the format that sets the speed of an op: half precision if its first floating-point dtype is."""
+    """Return HALF if the first floating-point dtype has 16 bits, else TF32 for convolutions or FP32."""
     floating = [dtype for dtype in dtypes if dtype.is_floating_point]
     if floating and floating[0] in _HALVES:
         return Number.HALF

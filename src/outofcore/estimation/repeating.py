@@ -31,7 +31,7 @@ _STORAGE_FIELDS = ("reads", "mutates", "creates", "discards")
 
 @dataclass(frozen=True)
 class Stack:
-    """Identical blocks of layers in a model."""
+    """The repeated part of a list of layers: ``blocks`` identical blocks of ``period`` layers each."""
 
     path: str  # of the list of layers
     first: int  # number of layers before the first block
@@ -43,13 +43,13 @@ class Stack:
         return re.compile(rf"{re.escape(self.path)}\.(\d+)(?![^. ])")
 
     def block_of(self, name: str) -> int | None:
-        """Return the block of a module or tensor by its name; None: outside of all blocks."""
+        """Return the index of the block that contains the module or tensor with this name, or None."""
         match = self._name_pattern.match(name)
         layer = -1 if match is None else int(match[1]) - self.first
         return None if layer < 0 else layer // self.period
 
     def shift_name(self, name: str, by: int) -> str:
-        """Return the corresponding name ``by`` blocks later."""
+        """Return the name of a layer's counterpart ``by`` blocks later; return names of other modules unchanged."""
         match = self._name_pattern.match(name) if by else None
         if match is None:
             return name
@@ -61,7 +61,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class CostedStep:
-    """A step that was captured on the CPU, and its costs on a device."""
+    """The graph of a training step that was captured on the CPU, and its estimated costs on a device."""
 
     graph: StepGraph
     costs: Costs
@@ -69,13 +69,13 @@ class CostedStep:
 
 
 class _MismatchError(Exception):
-    """The blocks do not match."""
+    """The middle blocks of a shallow model differ, so they cannot be repeated."""
 
 
 def deepen_step(step: CostedStep, stacks: Iterable[Stack], blocks: int | None = None) -> CostedStep | None:
-    """Derive the step of the deep model from a shallow one; return None if the inner blocks do not match.
+    """Derive the step of a deep model by repeating the middle blocks of a shallow one; None if these differ.
 
-    The shallow step has ``KEPT_BLOCKS`` blocks per stack. ``blocks``, at least 3, replaces the number of every stack.
+    Each stack has ``KEPT_BLOCKS`` blocks in ``step``. In the result it has ``blocks`` (at least 3) or ``stack.blocks``.
     """
     try:
         step = _join_updates_at_end(step)
@@ -87,7 +87,7 @@ def deepen_step(step: CostedStep, stacks: Iterable[Stack], blocks: int | None = 
 
 
 def are_equal_steps(a_step: CostedStep, b_step: CostedStep) -> bool:
-    """Return whether two steps are equal, ignoring names and ids of storages and the order of update inputs."""
+    """Return whether steps have equal ops, sizes and costs; names, ids and the order of update inputs may differ."""
     first, first_costs, second, second_costs = a_step.graph, a_step.costs, b_step.graph, b_step.costs
     if len(first.ops) != len(second.ops) or len(first.outputs) != len(second.outputs):
         return False
@@ -124,7 +124,7 @@ def _is_joint_update(graph: StepGraph, op: Op) -> bool:
 
 
 def _reads_by_parameter(graph: StepGraph, op: Op) -> list[list[int]]:
-    """Return the reads of an update by parameter: the parameter, its state, its gradient."""
+    """Return a list for each parameter of an optimizer update: the ids of the parameter, its state and its gradient."""
     members = {graph.storages[s].name: [s] for s in op.reads if graph.storages[s].kind is StorageKind.PARAMETER}
     for s in op.reads:
         if graph.storages[s].kind is StorageKind.PARAMETER:
@@ -137,7 +137,7 @@ def _reads_by_parameter(graph: StepGraph, op: Op) -> list[list[int]]:
 
 
 def _join_updates_at_end(step: CostedStep) -> CostedStep:
-    """Join the updates of small parameters into one op per kind of update, at the end of the step."""
+    """Replace the updates of small parameters with one joint op per update operator, at the end of the step."""
     graph, costs = step.graph, step.costs.ops
     joint = [op for op in graph.ops if _is_joint_update(graph, op)]
     ids = {op.id for op in joint}
@@ -154,7 +154,7 @@ def _join_updates_at_end(step: CostedStep) -> CostedStep:
 
 
 def _chunk_and_hoist_updates(step: CostedStep) -> CostedStep:
-    """Split joint updates like a capture does, and hoist updates to where their gradients are final."""
+    """Split joint updates into chunks as a capture does, and move each update up to where its gradients are final."""
     graph = step.graph
     parts: list[_CostedOp] = []
     # Sorted by the parameter at which the optimizer makes the update.
@@ -178,7 +178,7 @@ def _chunk_and_hoist_updates(step: CostedStep) -> CostedStep:
 
 
 def _split_joint_update(graph: StepGraph, op: Op, cost: OpCost) -> list[tuple[float, _CostedOp]]:
-    """Split a joint update into chunks, each with its place in the order of parameters."""
+    """Split a joint update into ops of limited size; return each with the key that sorts it among all updates."""
     max_bytes = traits_of(CPU).update_bytes.chunk
     kinds = (StorageKind.PARAMETER, StorageKind.OPTIMIZER_STATE)
     chunks: list[tuple[float, list[list[int]]]] = []
@@ -205,7 +205,7 @@ def _split_joint_update(graph: StepGraph, op: Op, cost: OpCost) -> list[tuple[fl
 
 
 def _renumber_states(step: CostedStep, first: int) -> CostedStep:
-    """Renumber optimizer states contiguously, in the order of the updates from op ``first`` on."""
+    """Give optimizer states consecutive ids, in the order in which the ops from ``first`` on read them."""
     graph, state_kind = step.graph, StorageKind.OPTIMIZER_STATE
     states = dict.fromkeys(s for op in graph.ops[first:] for s in op.reads if graph.storages[s].kind is state_kind)
     first_state = min(states, default=0)
@@ -242,7 +242,7 @@ class _CostedOp:
 def _build_step(
     storages: tuple[Storage, ...], parts: Sequence[_CostedOp], outputs: tuple[int, ...], costs: Costs
 ) -> CostedStep:
-    """Build a step of these ops, numbered in this order; ``costs`` belong to the step before the change."""
+    """Build a step from ``parts`` and number its ops in this order; ``costs`` supplies the costs of links."""
     ops = tuple(part.op if part.op.id == at else replace(part.op, id=at) for at, part in enumerate(parts))
     return CostedStep(
         StepGraph(storages, ops, outputs),
@@ -255,7 +255,7 @@ def _build_step(
 
 
 class _BlockRepeater:
-    """Repeats the two middle blocks of a shallow step; raises ``_MismatchError`` if they differ."""
+    """Replaces the two middle blocks of a step with any number of copies; raises ``_MismatchError`` if they differ."""
 
     def __init__(self, step: CostedStep, stack: Stack) -> None:
         self._step, self._stack = step, stack
@@ -285,7 +285,7 @@ class _BlockRepeater:
         self._references = [self._match_ops(first, second) for first, second in pairs]
 
     def _label_ops(self) -> list[int | None]:
-        """Return the block of each op; an op without a module belongs to the block before it."""
+        """Return the block index of each op, or None; an op between two blocks belongs to the earlier one."""
         labels = [self._stack.block_of(op.module) for op in self._graph.ops]
         at = 0
         while at < len(labels):
@@ -300,7 +300,7 @@ class _BlockRepeater:
         return labels
 
     def _check_storages_match(self) -> None:
-        """Raise ``_MismatchError`` unless the middle blocks have equal storages and no output is among them."""
+        """Raise ``_MismatchError`` if storages of the middle blocks differ or are outputs; record them by role."""
         roles: list[dict[object, tuple[int, StorageKind]]] = [{}, {}]
         self._storage_by_role: dict[tuple[int, object], int] = {}
         for s, block in self._block.items():
@@ -312,7 +312,7 @@ class _BlockRepeater:
             raise _MismatchError
 
     def _match_ops(self, first: Op, second: Op) -> dict[str, list[tuple[int, int]]]:
-        """Return the storages of two ops, paired by field; raises ``_MismatchError`` if the ops do not match."""
+        """Return the pairs of storages that two matching ops use, by field of ``Op``; raises ``_MismatchError``."""
         costs = self._step.costs.ops
         alike = (first.name, first.rerunnable, first.random, first.family) == (
             second.name,
@@ -331,7 +331,7 @@ class _BlockRepeater:
         return pairs
 
     def _differ_in_role(self, first_storage: int, second_storage: int) -> bool:
-        """Return whether the storages have different roles for matching ops of blocks one and two."""
+        """Return whether ``second_storage`` cannot be the counterpart of ``first_storage`` one block later."""
         blocks = self._block[first_storage], self._block[second_storage]
         if first_storage == second_storage:
             return blocks[0] in (_ONE, _TWO)
@@ -340,7 +340,7 @@ class _BlockRepeater:
         return blocks != (_ONE, _TWO) or self._role[first_storage] != self._role[second_storage]
 
     def repeat(self, count: int) -> CostedStep:
-        """Return the step with ``count`` blocks, at least one, instead of the two in the middle."""
+        """Return the step with ``count`` copies of a middle block instead of two; ``count`` is at least 1."""
         graph, stack = self._graph, self._stack
         storages: list[Storage] = []
         new: dict[tuple[object, int | None], int] = {}
@@ -352,7 +352,7 @@ class _BlockRepeater:
             storages.append(replace(old, id=len(storages), name=stack.shift_name(old.name, by)))
 
         def inner(pair: tuple[int, int], copy_number: int) -> int:
-            """Return the storage that copy ``copy_number`` uses where blocks one and two use the pair's storages."""
+            """Return the id of the storage that a copy uses where blocks one and two use the storages of ``pair``."""
             s, t = pair
             match self._block[s], self._block[t]:
                 case (1, 2):
@@ -365,7 +365,7 @@ class _BlockRepeater:
                     return new[s, None]
 
         def outer(refs: tuple[int, ...], op_block: int | None) -> tuple[int, ...]:
-            """Return the storages of an op that is not repeated; ``op_block`` is its block, or None."""
+            """Return the new ids of the storages of an op that is not repeated; ``op_block`` is its block, or None."""
             blocks = [self._block[s] for s in refs]
             if not {_ONE, _TWO} & set(blocks):
                 return tuple(new[s, None] for s in refs)
@@ -400,7 +400,7 @@ class _BlockRepeater:
         return _build_step(tuple(storages), parts, outputs, self._step.costs)
 
     def _scale_cost(self, op: Op, cost: OpCost, used: tuple[int, ...], storages: Sequence[Storage]) -> OpCost:
-        """Scale the cost of an op outside of blocks that now reads the storages of more blocks."""
+        """Scale an unrepeated op's time in proportion to the bytes that it uses now; raises ``_MismatchError``."""
         before = dict.fromkeys(op.reads + op.mutates)
         after = dict.fromkeys(used)
         if len(before) == len(after):
@@ -420,10 +420,10 @@ class _BlockRepeater:
 def _repeated_order(
     blocks: Sequence[int | None], roles: Sequence[object], count: int, *, strict: bool = True
 ) -> list[tuple[int, int | None]] | None:
-    """Return the order of items with ``count`` inner blocks instead of two; None if the two do not match.
+    """Return the order of items when ``count`` copies replace the two middle blocks; None if these differ.
 
-    An item is an index into ``blocks`` and, for a repeated item, the number of its block, from 1. Copies run in the
-    direction in which block two follows or precedes block one. Unless ``strict``, unmatched items follow block one.
+    Each result is an index into ``blocks``, and the number of the copy from 1 (None: not repeated). Unless ``strict``,
+    unmatched items of block one are copied, and unmatched items of block two are left out.
     """
     result: list[tuple[int, int | None]] = []
     at, total = 0, len(blocks)

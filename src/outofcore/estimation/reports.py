@@ -22,7 +22,7 @@ from outofcore.units import format_bytes, format_seconds
 
 @dataclass(frozen=True)
 class ReportedStep:
-    """The graph, plan and timelines of a step for its report."""
+    """A planned step to report: its graph, costs, plan, and planned and measured timelines."""
 
     graph: StepGraph
     costs: Costs
@@ -41,7 +41,7 @@ class ReportedStep:
 def report_step(
     path: Path, step: ReportedStep, title: str, *, count: int | None = None, notes: Sequence[tuple[str, str]] = ()
 ) -> None:
-    """Write the report of a step as HTML; ``count`` is the number of other budgets on its curve of step time."""
+    """Write an HTML report of a step; ``count`` is the number of other budgets on its curve of step times."""
     graph, costs, planned = step.graph, step.costs, step.planned
     with show_progress() as tell:
         budget_insight = build_insight(

@@ -33,7 +33,7 @@ PlanProgress = Callable[[int, int], None]
 
 
 def predict_point(graph: StepGraph, costs: Costs, budget: int, policy: PolicyLike = "auto") -> Point:
-    """Plan for one budget and predict the step, without a time if no plan fits; raises ``InputError``."""
+    """Plan a step for one budget and predict its time, which is None if no plan fits; raises ``InputError``."""
     try:
         planned = planning.plan_step(graph, costs, budget, policy)
     except BudgetError:
@@ -50,7 +50,7 @@ def point_of(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> P
 
 
 def budgets_between(smallest: int, in_core: int, count: int = CURVE_POINTS) -> tuple[int, ...]:
-    """Return up to ``count`` budgets at equal ratios from ``smallest`` to ``in_core``; below 2, only ``in_core``."""
+    """Return up to ``count`` budgets from ``smallest`` to ``in_core`` at equal ratios; for one, return ``in_core``."""
     smallest, in_core = max(smallest, 1), max(in_core, smallest, 1)
     if count < 2 or smallest == in_core:
         return (in_core,)
@@ -66,7 +66,7 @@ def plan_curve(
     policy: PolicyLike = "auto",
     tell: PlanProgress | None = None,
 ) -> tuple[Point, ...]:
-    """Return a prediction for each budget, in rising order; the step time never rises with the budget."""
+    """Predict the step for each budget, smallest first; a larger budget never gets a longer step time."""
     ordered = sorted(set(budgets))
     points: list[Point] = []
     for number, budget in enumerate(ordered, 1):
@@ -86,7 +86,7 @@ def _best_point(new: Point, before: Sequence[Point]) -> Point:
 def find_lossless_budget(
     graph: StepGraph, costs: Costs, points: Sequence[Point], policy: PolicyLike = "auto"
 ) -> tuple[int, tuple[Point, ...]]:
-    """Find a small budget with a step at most 1 % slower than in core (the last point); also return all points."""
+    """Find a small budget that makes the step at most 1 % slower than in core; also return all points tried."""
     ordered = sorted(points, key=lambda p: p.budget)
     limit = (ordered[-1].seconds or 0.0) * LOSSLESS_RATIO
     index = next(i for i, p in enumerate(ordered) if p.seconds is not None and p.seconds <= limit)
@@ -114,7 +114,7 @@ def build_insight(
 ) -> Insight:
     """Compare a planned step with other budgets and faster machines, and find its bottleneck.
 
-    The verdict is on ``measured``, if given. ``count`` is the number of other budgets; 0 also skips the larger one.
+    The bottleneck is that of ``measured``, if given. ``count`` is the number of other budgets; 0: only faster machines.
     """
     smallest, in_core = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)
     current = point_of(graph, costs, budget, planned)
@@ -138,7 +138,7 @@ def build_insight(
 
 
 def _savings_of_faster_machines(graph: StepGraph, costs: Costs, planned: Planned) -> list[Help]:
-    """Return the seconds that the same program saves with ops, or with links, that are twice as fast."""
+    """Return the seconds that the same program would save if ops, or links, were twice as fast."""
     now = planned.timeline.step_seconds
     faster = replace(costs, ops=tuple(OpCost(cost.seconds / 2, cost.workspace_bytes) for cost in costs.ops))
     cases = [("ops twice as fast", faster)]
@@ -226,7 +226,7 @@ class Estimate:
         return parse_bytes(budget) >= self.smallest_budget
 
     def at(self, budget: int | str) -> Point:
-        """Return the prediction for a budget, planned if needed; raises ``UnitError`` for invalid sizes."""
+        """Return the prediction for a budget, and plan for it if needed; raises ``UnitError`` for an invalid size."""
         budget_bytes = parse_bytes(budget)
         existing = next((point for point in self.points if point.budget == budget_bytes), None)
         graph, costs = self.graph, self.costs
@@ -288,7 +288,7 @@ def estimate_graph(
     parts: tuple[StepGraph, Costs] | None = None,
     tell: ProgressCallback,
 ) -> Estimate:
-    """Plan a step for ``budgets`` and several from smallest to in core; raises ``GraphError`` if it has no ops."""
+    """Estimate a step for ``budgets`` and for some between smallest and in core; raises ``GraphError`` without ops."""
     if not graph.ops:
         raise GraphError("the step has no ops, so it has no costs to estimate; compute with tensors in it")
     smallest, in_core = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)

@@ -58,7 +58,7 @@ OPERATOR_ERRORS = (
 
 @dataclass(frozen=True, eq=False)
 class _Value:
-    """A value of a graph: an fx node, or a constant."""
+    """A value of an ONNX graph: the fx node that computes it, or a constant tensor."""
 
     node: fx.Node | None
     tensor: Tensor | None = None  # the constant, or, with a node, a weight of which only the shape is used
@@ -80,7 +80,7 @@ def copy_to_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 class Builder:
-    """Builds the graph of a model, or the graph inside of a node such as ``Loop``."""
+    """Builds the fx graph of an ONNX model, or of a graph inside a node such as ``Loop``."""
 
     def __init__(
         self, module: fx.GraphModule, files: Files, graph: Graph, *, has_contents: bool, outer: Builder | None = None
@@ -102,7 +102,7 @@ class Builder:
             self._values[declared.name] = _Value(node)
 
     def build(self, graph: Graph, prefix: str, hosts: int = 0) -> list[fx.Node]:
-        """Build the graph and return the outer nodes that it needs; its first ``hosts`` inputs are host values."""
+        """Build the fx graph, and return the outer nodes that it uses; the first ``hosts`` inputs are on the CPU."""
         for declared in graph.inputs[:hosts]:
             value = self._values[declared.name]
             self._values[declared.name] = None if value is None else replace(value, is_host=True)
@@ -114,7 +114,7 @@ class Builder:
         return list(self._imports)
 
     def _build_nodes(self, graph: Graph, prefix: str) -> list[_Value | None]:
-        """Build a graph's weights and nodes, record their values by name, and return the output values."""
+        """Add a graph's weights and nodes, record their values by name, and return the values of its outputs."""
         uses = defaultdict[str, _Use](lambda: _Use.NONE)
         _record_uses(graph, uses)
         for name, stored in graph.tensors.items():
@@ -131,7 +131,7 @@ class Builder:
         return [self._find(item.name) for item in graph.outputs]
 
     def _inline(self, graph: Graph, prefix: str, values: MutableMapping[str, _Value | None]) -> list[_Value | None]:
-        """Build another graph's nodes into this graph, with its inputs in ``values``, and return its outputs."""
+        """Add the nodes of ``graph`` to this fx graph, with its inputs in ``values``, and return its outputs."""
         before, self._values = self._values, values
         try:
             return self._build_nodes(graph, prefix)
@@ -139,7 +139,7 @@ class Builder:
             self._values = before
 
     def _build_node(self, node: Node, prefix: str) -> Sequence[_Value | None]:
-        """Build a node, by inlining its body or branch if possible, and return its outputs."""
+        """Add a node to the fx graph, and return its outputs; inline functions, and ``If`` with a known condition."""
         inputs = [self._find(name) if name else None for name in node.inputs]
         inner = f"{prefix}{node.name}/"
         if node.body is not None:
@@ -165,7 +165,7 @@ class Builder:
     # ---- values -----------------------------------------------------------------------------------------------------
 
     def _find(self, name: str) -> _Value | None:
-        """Return the value of a name here or in an outer graph; raises ``InputError`` for an unknown name."""
+        """Return a value by its name in this graph or an outer one; raises ``InputError`` for an unknown name."""
         if name in self._values:
             return self._values[name]
         if self._outer is None:
@@ -173,7 +173,7 @@ class Builder:
         return self._import(self._outer._find(name))
 
     def _import(self, value: _Value | None) -> _Value | None:
-        """Return an outer graph's value as an input of this graph; return a constant unchanged."""
+        """Make an outer graph's value an input of this graph, and return it; return a constant unchanged."""
         if value is None or value.node is None:
             return value
         if value.node not in self._imports:
@@ -193,7 +193,7 @@ class Builder:
         return node
 
     def _constant_or_weight(self, name: str, stored: StoredTensor, use: _Use) -> _Value | None:
-        """Return a stored tensor as a constant if it is small or only read as numbers, otherwise as a weight."""
+        """Turn a stored tensor into a constant (scalars, few integers, tensors only read as numbers) or a weight."""
         looked_at = _Use.READ in use and _Use.COMPUTED not in use
         if is_mapped(stored) and not (self._has_contents or looked_at):
             tensor = torch.empty(stored.shape, dtype=DTYPES[stored.code], device="meta")
@@ -205,7 +205,7 @@ class Builder:
         return self._register_weight(name, tensor, stored, use)
 
     def _register_weight(self, name: str, tensor: Tensor, stored: StoredTensor, use: _Use) -> _Value | None:
-        """Register a tensor as a parameter or buffer of the outermost module, and return its value here."""
+        """Register a tensor as a parameter or buffer of the outermost module; return its value in this graph."""
         if self._outer is not None:
             return self._import(self._outer._register_weight(name, tensor, stored, use))
         holder, leaf, target = _find_or_add_module(self._module, name)
@@ -221,7 +221,7 @@ class Builder:
         return _Value(node, tensor, is_unaligned=unaligned)
 
     def _device_node(self, value: _Value | None, *, aligned: bool = True) -> fx.Node | None:
-        """Return a node with the value on the model's device."""
+        """Return an fx node with the value on the model's device, at an aligned address if ``aligned``."""
         if value is None:
             return None
         if value.node is None or value.is_host:
@@ -248,7 +248,7 @@ class Builder:
     # ---- operators --------------------------------------------------------------------------------------------------
 
     def _call_keywords(self, node: Node, operator: Operator) -> dict[str, Any]:
-        """Return the keywords of a call: attributes, their defaults, and facts such as the opset."""
+        """Return the keyword arguments for a node's operator: attributes, defaults, and values such as the opset."""
         count = max((place + 1 for place, name in enumerate(node.outputs) if name), default=1)
         builder_values = {"version": node.version, "op": node.op, "outputs": len(node.outputs), "count": count}
         keywords: dict[str, Any] = {}
@@ -272,13 +272,13 @@ class Builder:
         return keywords
 
     def _function(self, node: Node, operator: Operator) -> tuple[Any, tuple[str, ...]]:
-        """Return the function for an operator, and arguments that precede the inputs."""
+        """Return the function that implements an operator, and the arguments that precede its inputs."""
         return (compute_plain, (node.op,)) if operator.is_plain and self._is_narrow else (operator.run, ())
 
     def _fold_constants(
         self, node: Node, operator: Operator, inputs: Sequence[_Value | None], keywords: Mapping[str, Any]
     ) -> list[_Value] | None:
-        """Return a node's outputs, computed now, if its inputs are known and its outputs are small; otherwise None."""
+        """Compute a node's outputs now, and return them as constants; None if inputs are unknown or outputs large."""
         tensors = [None if value is None else value.tensor if operator.by_shape else value.constant for value in inputs]
         if not operator.pure or any(value is not None and x is None for value, x in zip(inputs, tensors, strict=True)):
             return None
@@ -300,7 +300,7 @@ class Builder:
     def _call_operator(
         self, node: Node, operator: Operator, inputs: Sequence[_Value | None], keywords: Mapping[str, Any]
     ) -> list[_Value | None]:
-        """Add the call of an operator, each input on the device that it needs, and return its outputs."""
+        """Add a call of an operator to the fx graph, copy inputs to its device, and return the node's outputs."""
         values = [value for value in inputs if value is not None and value.node is not None]
         on_host = operator.pure and operator.size is None and bool(values) and all(value.is_host for value in values)
         arguments: list[Any] = []
@@ -333,7 +333,7 @@ class Builder:
     def _call_control(
         self, node: Node, operator: Operator, values_in: Sequence[_Value | None], prefix: str
     ) -> list[_Value | None]:
-        """Make modules of the graphs inside a node, call them through one module, and return the node's outputs."""
+        """Build a module for the graphs inside a node such as ``Loop``, call it, and return the node's outputs."""
         graphs = {name: x for name, x in node.attributes.items() if isinstance(x, Graph)}
         modules = {name: fx.GraphModule(nn.Module(), fx.Graph()) for name in graphs}
         outer: dict[str, Any] = {}
@@ -359,7 +359,7 @@ class Builder:
 
 
 def _has_unsigned_dtypes(graph: Graph) -> bool:
-    """Return whether a graph has unsigned dtypes for which PyTorch has few kernels."""
+    """Return whether a graph or a graph inside it uses unsigned dtypes for which PyTorch has few kernels."""
     codes = {declared.code for declared in graph.inputs} | {stored.code for stored in graph.tensors.values()}
     for node in graph.nodes:
         for name, value in node.attributes.items():
@@ -380,6 +380,7 @@ class _Use(Flag):
 
 
 def _record_uses(graph: Graph, uses: dict[str, _Use]) -> None:
+    """Add to ``uses`` how nodes use each value of a graph: as Python numbers, as a tensor or as a weight."""
     for node in graph.nodes:
         operator = None if node.body is not None else find(node.domain, node.op, node.version)
         for place, name in enumerate(node.inputs):
@@ -394,7 +395,7 @@ def _record_uses(graph: Graph, uses: dict[str, _Use]) -> None:
 
 
 def _constant_of(node: Node) -> StoredTensor | None:
-    """Return the tensor of a ``Constant`` node, and None for other nodes."""
+    """Return the tensor of a ``Constant`` node, or None for another node; raises ``InputError`` for text."""
     if (node.domain, node.op) != ("", "Constant"):
         return None
     attributes = node.attributes
@@ -410,7 +411,7 @@ def _constant_of(node: Node) -> StoredTensor | None:
 
 
 def _find_or_add_module(root: nn.Module, name: str) -> tuple[nn.Module, str, str]:
-    """Return the module for a tensor (adding modules for dots), its name there, and its full name."""
+    """Find or add the submodule for a tensor's dotted name; return it, the name in it, and the full name."""
     *parts, leaf = name.split(".")
     holder = root
     for part in parts:

@@ -36,7 +36,7 @@ STRING = 8  # TensorProto.STRING
 
 
 class _Immutable:
-    """A base of immutable classes; ``deepcopy`` returns the same object."""
+    """A base class of immutable objects, which ``deepcopy`` returns unchanged."""
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
@@ -51,7 +51,7 @@ class FileRange(_Immutable):
 
 @dataclass(frozen=True, eq=False)
 class StoredTensor(_Immutable):
-    """A tensor of a file, little-endian and in row-major order."""
+    """A tensor in an ONNX file, little-endian and in row-major order."""
 
     name: str  # "" for a tensor of an attribute
     code: int  # data type in TensorProto
@@ -61,7 +61,7 @@ class StoredTensor(_Immutable):
 
 @dataclass(frozen=True)
 class Dimension:
-    """One size of an input: a number, a name, or unknown."""
+    """One dimension of a declared shape: a number, a name, or unknown."""
 
     size: int | None
     name: str = ""
@@ -89,7 +89,7 @@ class Node(_Immutable):
         return f"node {self.name!r} ({self.domain or 'ai.onnx'}::{self.op} of opset {self.version})"
 
     def inner_graphs(self) -> Iterator[Graph]:
-        """Yield the graphs among the attributes, which may use values of the outer graph."""
+        """Yield the graphs among the node's attributes, such as the branches of an ``If``."""
         for value in self.attributes.values():
             if isinstance(value, Graph):
                 yield value
@@ -99,7 +99,7 @@ class Node(_Immutable):
 
 @dataclass(frozen=True, eq=False)
 class Graph(_Immutable):
-    """A graph with its nodes in topological order."""
+    """An ONNX graph with its nodes in topological order."""
 
     name: str
     inputs: tuple[DeclaredValue, ...]  # without the initializers
@@ -130,7 +130,7 @@ class _Reader:
 
 
 def read_model(path: Path, onnx: Any, is_supported: Callable[[str, str, int], bool]) -> Model:
-    """Read an ONNX file and check all but its tensors' bytes; ``is_supported`` takes domain, operator and opset."""
+    """Read and check an ONNX file, except the bytes of tensors; ``is_supported`` takes domain, operator, opset."""
     from google.protobuf.message import DecodeError  # noqa: PLC0415 - it comes with the package onnx
 
     try:
@@ -207,7 +207,7 @@ def _normalize_domain(name: str) -> str:
 
 
 def _read_graph(reading: _Reader, proto: Any, outer_values: frozenset[str], depth: int) -> Graph:
-    """Read and check a graph; ``outer_values`` are the values of outer graphs that it may use."""
+    """Read and check a graph; ``outer_values`` are the names that it may use from outer graphs."""
     if depth > MAX_DEPTH:
         raise InputError(f"graphs are nested more than {MAX_DEPTH} deep; simplify the model")
     tensors: dict[str, StoredTensor] = {}
@@ -265,7 +265,7 @@ def _first_duplicate(names: Sequence[str]) -> str | None:
 def _read_nodes(
     reading: _Reader, raw: Sequence[Any], inputs_and_weights: frozenset[str], outer_values: frozenset[str], depth: int
 ) -> tuple[Node, ...]:
-    """Read the nodes of a graph in topological order; ``outer_values`` are the values of outer graphs."""
+    """Read and sort the nodes of a graph; ``outer_values`` are the names that they may use from outer graphs."""
     producers: dict[str, int] = {}
     for place, proto in enumerate(raw):
         _check_text(proto.name, proto.op_type, proto.domain, proto.overload, *proto.input, *proto.output)
@@ -303,7 +303,7 @@ def _has_graphs(proto: Any) -> bool:
 
 
 def _outer_names(proto: Any, reading: _Reader, depth: int) -> set[str]:
-    """Return the names of values that a node or its inner graphs take from outside."""
+    """Return the names of a node's inputs, and of outer values that the graphs inside the node use."""
     names = {name for name in proto.input if name}
     if depth > MAX_DEPTH:
         raise InputError(f"graphs are nested more than {MAX_DEPTH} deep; simplify the model")
@@ -321,7 +321,7 @@ def _outer_names(proto: Any, reading: _Reader, depth: int) -> set[str]:
 
 
 def _topological_order(raw: Sequence[Any], needed: Sequence[set[int]]) -> list[int]:
-    """Return the file's order if it is topological, else a topological one; raises ``InputError`` for a cycle."""
+    """Sort node indices topologically, in file order if possible; raises ``InputError`` for a cycle."""
     if all(predecessor < place for place, predecessors in enumerate(needed) for predecessor in predecessors):
         return list(range(len(raw)))
     remaining = [set(predecessors) for predecessors in needed]
@@ -353,7 +353,7 @@ def _describe_node(proto: Any) -> str:
 
 
 def _read_node(reading: _Reader, proto: Any, visible: frozenset[str], depth: int) -> Node:
-    """Read a node; a model's function, or ONNX's for an operator that is not supported, becomes its ``body``."""
+    """Read a node; a function that it calls, or ONNX's function for an unsupported operator, becomes its ``body``."""
     reading.node_count[0] += 1
     if reading.node_count[0] > _MAX_NODES:
         raise InputError(f"the model has more than {_MAX_NODES:,} nodes with its functions inlined; simplify it")
@@ -403,7 +403,7 @@ def _read_node(reading: _Reader, proto: Any, visible: frozenset[str], depth: int
 
 
 def _inline_function(reading: _Reader, proto: Any, function: Any, attributes: Mapping[str, Any], depth: int) -> Graph:
-    """Read a function as the graph of a call, with the call's attributes; raises ``InputError`` on recursion."""
+    """Read a function as a graph for one call, with that call's attributes; raises ``InputError`` on recursion."""
     title = f"{function.domain}::{function.name}"
     key = (function.domain, function.name, function.overload)
     if key in reading.calls:
@@ -476,7 +476,7 @@ _VALUE_FIELDS[11] = "sparse_tensor"
 
 
 def _read_attributes(reading: _Reader, proto: Any, visible: frozenset[str], depth: int) -> dict[str, Any]:
-    """Return a node's attributes, with references replaced by attributes of the function's call."""
+    """Return a node's attributes by name; resolve references to attributes of the enclosing function's call."""
     attributes: dict[str, Any] = {}
     for item in proto.attribute:
         _check_text(item.name, item.ref_attr_name)
@@ -496,7 +496,7 @@ def _read_attributes(reading: _Reader, proto: Any, visible: frozenset[str], dept
 
 
 def _read_attribute(reading: _Reader, title: str, item: Any, visible: frozenset[str], depth: int) -> Any:
-    """Return an attribute's value: numbers, text, ``StoredTensor``, ``Graph``, or a tuple of these."""
+    """Return an attribute's value: a number, text, a ``StoredTensor`` or a ``Graph``, or a tuple of one of these."""
     if item.type not in _VALUE_FIELDS:
         raise InputError(
             f"{title}: the attribute {item.name!r} is of the unknown type {item.type}; export the model again"
@@ -584,7 +584,7 @@ def _has_type(type_name: str, value: Any) -> bool:
 
 
 def _read_tensor(reading: _Reader, proto: Any) -> StoredTensor:
-    """Read a tensor: its description, and its bytes or, if large or external, their place in a file."""
+    """Read a tensor's name, dtype, shape and bytes; for a large or external tensor, the position of its bytes."""
     _check_text(proto.name)
     shape, code = tuple(proto.dims), proto.data_type
     title = f"the tensor {proto.name!r}" if proto.name else "a tensor of an attribute"
@@ -633,7 +633,7 @@ def _check_shape(title: str, array: np.ndarray[Any, Any], shape: tuple[int, ...]
 
 
 def _read_typed_field(reading: _Reader, title: str, proto: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Return the bytes of a tensor that is stored as numbers in a typed field, not as raw bytes."""
+    """Return the bytes of a tensor that has its numbers in a typed field such as ``float_data``, not as bytes."""
     code = proto.data_type
     name, kind = _TYPED_FIELDS.get(code, ("int32_data", np.int32))
     values = np.array(list(getattr(proto, name)), dtype=kind)
@@ -662,7 +662,7 @@ _TYPED_FIELDS: dict[int, tuple[str, Any]] = {
 
 
 def _find_external(model: Path, title: str, entries: Mapping[str, str], byte_count: int) -> FileRange:
-    """Return the place of a tensor in an external file; raises ``InputError`` outside of the model's folder."""
+    """Find a tensor's bytes in an external file; raises ``InputError`` for a file outside of the model's folder."""
     # A downloaded model could otherwise read any file of the user.
     location = entries.get("location", "")
     folder = model.resolve().parent
@@ -700,7 +700,7 @@ def _find_external(model: Path, title: str, entries: Mapping[str, str], byte_cou
 
 
 def _read_sparse(reading: _Reader, proto: Any) -> StoredTensor:
-    """Read a sparse tensor as a dense one."""
+    """Read a sparse tensor, and return it as a dense one."""
     values, places = _read_tensor(reading, proto.values), _read_tensor(reading, proto.indices)
     shape = tuple(proto.dims)
     title = f"the sparse tensor {values.name!r}"

@@ -127,7 +127,7 @@ def _check_input(declared: DeclaredValue, value: Any) -> None:
 
 
 def _describe_failure(error: BaseException) -> str | None:
-    """Return a message with the node that raised an error, and its inputs; None if no node did."""
+    """Return a message that names the ONNX node that failed and its inputs; None if no node failed."""
     failed: tuple[fx.Node, dict[str, Any]] | None = None
     traceback: TracebackType | None = error.__traceback__
     while traceback is not None:

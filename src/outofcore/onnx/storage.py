@@ -41,13 +41,13 @@ DTYPES: dict[int, torch.dtype] = {
 
 
 class Files:
-    """The files of a model, each mapped into memory once."""
+    """The files of an ONNX model, each mapped into memory once."""
 
     def __init__(self) -> None:
         self._open: dict[Path, mmap.mmap] = {}
 
     def read_tensor(self, stored: StoredTensor) -> torch.Tensor:
-        """Return a stored tensor, mapped if large; raises ``InputError`` for text and unreadable files."""
+        """Return a stored tensor, memory-mapped if it is large; raises ``InputError`` for text or a missing file."""
         if stored.code == STRING:
             raise InputError(
                 f"the tensor {stored.name!r} contains text, which PyTorch tensors do not support; "
@@ -71,7 +71,7 @@ class Files:
         return _view_bytes(array, dtype).reshape(stored.shape)
 
     def mapping(self, place: FileRange) -> mmap.mmap:
-        """Return the mapping of the file of a range; raises ``InputError`` if it is unreadable or too short."""
+        """Map the file of ``place`` into memory once; raises ``InputError`` if it is unreadable or too short."""
         if place.path not in self._open:
             try:
                 with place.path.open("rb") as file:
@@ -94,7 +94,7 @@ def _view_bytes(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor
 
 
 def _unpack_nibbles(packed: np.ndarray[Any, Any], count: int, *, signed: bool) -> np.ndarray[Any, Any]:
-    """Unpack two elements from each byte, the lower half first."""
+    """Unpack two four-bit elements from each byte, the lower half first."""
     wide = np.empty(packed.size * 2, dtype=np.uint8)
     wide[0::2], wide[1::2] = packed & 15, packed >> 4
     wide = wide[:count]

@@ -47,7 +47,7 @@ _TENSOR_PATHS: dict[str, dict[int, str]] = {
 
 @dataclass(frozen=True)
 class SlimModel:
-    """A model file without large raw bytes."""
+    """A model's message without the bytes of large tensors, and the positions of these bytes in the file."""
 
     message: bytes  # a ModelProto
     ranges: list[tuple[int, int]]  # offset and length in the file of removed bytes
@@ -62,7 +62,7 @@ class _SlimState:
 
 
 def remove_large_tensors(source: memoryview) -> SlimModel:
-    """Remove large raw bytes from a model's message; raises ``InputError`` if the file is incomplete."""
+    """Copy a model's message without the bytes of large tensors; raises ``InputError`` if it is incomplete."""
     # The key is random, so that no file can contain it.
     state = _SlimState(source, f"outofcore-{secrets.token_hex(16)}")
     message = _copy_message(state, "Model", 0, len(source), 0)
@@ -70,7 +70,7 @@ def remove_large_tensors(source: memoryview) -> SlimModel:
 
 
 def _copy_message(state: _SlimState, kind: str, begin: int, end: int, depth: int) -> bytes:
-    """Return a message of type ``kind`` without large raw bytes, and add their ranges to ``state.ranges``."""
+    """Copy a message of type ``kind`` without the bytes of large tensors; add their ranges to ``state.ranges``."""
     source, inner = state.source, _TENSOR_PATHS[kind]
     parts: list[bytes | memoryview] = []
     copied = at = begin  # bytes before `copied` are in `parts`

@@ -28,7 +28,7 @@ class ImageSource(StrEnum):
 
 
 def library_text(limit: int = 8 * MIB) -> Tensor:
-    """Return up to ``limit`` bytes of the standard library's source as (n,) uint8."""
+    """Return up to ``limit`` bytes of the source text of Python's standard library, as a uint8 tensor (n,)."""
     root = sysconfig.get_paths()["stdlib"]
     paths: list[Path] = []
     for folder, inner, names in os.walk(root):
@@ -48,7 +48,7 @@ def library_text(limit: int = 8 * MIB) -> Tensor:
 
 
 def text_batches(batch: int, context: int, seed: int) -> Batches:
-    """Yield passages of `library_text`, and targets shifted by one byte: (batch, context) int64."""
+    """Yield random passages of `library_text`, and the same one byte later: each (batch, context) int64."""
     text = library_text()
     starts = len(text) - context
     if starts < 1:
@@ -64,7 +64,7 @@ def text_batches(batch: int, context: int, seed: int) -> Batches:
 
 
 def image_source(size: int, requested: ImageSource | None = None) -> ImageSource:
-    """Return ``requested``, or the best installed source for this edge length; raises ``InputError``."""
+    """Return ``requested``, or the best installed source for images of ``size`` pixels; raises ``InputError``."""
     needs = {ImageSource.PHOTOS: ("sklearn", "PIL"), ImageSource.DIGITS: ("sklearn",), ImageSource.GENERATED: ()}
     if requested is not None:
         missing = [package for package in needs[requested] if find_spec(package) is None]

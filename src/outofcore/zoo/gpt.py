@@ -109,7 +109,7 @@ class TransformerBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """(N, T) tokens to (N, T, vocab) logits; T is at most the context."""
+    """A language model: (N, T) tokens to (N, T, vocab) logits; T is at most the context."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()

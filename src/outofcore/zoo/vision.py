@@ -169,7 +169,7 @@ _BOTTLENECK = 4 * _GROWTH
 
 
 class DenseLayer(nn.Module):
-    """All earlier features of the block, each (N, c, H, W), to `_GROWTH` new channels."""
+    """A layer that makes `_GROWTH` new channels from all earlier features of its block, each (N, c, H, W)."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class DenseLayer(nn.Module):
 
 
 class DenseBlock(nn.Module):
-    """(N, c, H, W) to (N, c + layers * growth, H, W)."""
+    """A block of ``DenseLayer``: (N, c, H, W) to (N, c + layers * growth, H, W)."""
 
     def __init__(self, channels: int, layers: int) -> None:
         super().__init__()

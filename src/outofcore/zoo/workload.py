@@ -191,7 +191,7 @@ class Workload:
             return self.network().train()
 
     def optimizer(self, model: nn.Module) -> optim.Optimizer:
-        """Make the optimizer of the options, with usual settings, for all parameters of the model."""
+        """Make the optimizer that the options name, for all parameters of the model."""
         options, settings = self.options, dict[str, Any](lr=self.learning_rate)
         if options.optimizer_impl is not None:
             # PyTorch refuses foreach and fused together.
@@ -227,7 +227,7 @@ class Workload:
         return train_step
 
     def make_turn(self, model: nn.Module) -> TrainStep:
-        """Make a step of forward and backward pass, without the update, for ``outofcore.elastic``."""
+        """Make a function that runs forward and backward pass and returns the loss, for ``outofcore.elastic``."""
         loss_of, amp = self.loss, self.options.amp
 
         def precision(device: torch.device) -> AbstractContextManager[object]:
@@ -242,7 +242,7 @@ class Workload:
         return turn
 
     def make_update(self, model: nn.Module, optimizer: optim.Optimizer) -> Callable[[], None]:
-        """Make the update of a step: clip gradients if requested, and run the optimizer."""
+        """Make a function that clips gradients, if the options ask for it, and runs the optimizer."""
         clip = self.options.clip
 
         def update() -> None:
@@ -382,7 +382,7 @@ def _gpt(options: ZooOptions) -> Workload:
 
 
 def _gpt_shape(options: ZooOptions) -> GPTShape:
-    """Return the shape that the options give, or that fits ``params``; raises ``InputError`` if they contradict."""
+    """Return the shape from ``params``, or from layers, width and heads; raises ``InputError`` if both are given."""
     context, vocab = options.context or 1024, options.vocab or _MIN_VOCAB
     dropout = 0.1 if options.dropout is None else options.dropout
     if vocab < _MIN_VOCAB:

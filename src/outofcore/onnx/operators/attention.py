@@ -92,7 +92,7 @@ def _mask_bias(mask: Tensor, scores: Tensor) -> Tensor:
 
 
 def _visible_keys(scores: Tensor, first: Any, before: int, after: int) -> Tensor | None:
-    """Return which keys each query sees, at most ``before`` and ``after`` it (negative: unlimited); None: all."""
+    """Mask the keys from ``before`` to ``after`` positions around each query (negative: no limit); None: all keys."""
     if before < 0 and after < 0:
         return None
     row = torch.arange(scores.shape[-2], device=scores.device)[:, None]

@@ -13,7 +13,7 @@ _NO_ITERATION = "it runs 0 times, so its collected outputs have no shape"
 
 
 class ControlNode(nn.Module):
-    """A node with graphs; ``forward`` takes a device, the inputs, and outer values by graph."""
+    """A node that runs inner graphs; ``forward`` takes a device, inputs, and the outer values of each graph."""
 
     def __init__(self, graphs: dict[str, Any], attributes: dict[str, Any], output_count: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class LoopNode(ControlNode):
 
 @operator("Scan", pure=False, many=True, since=9)
 class ScanNode(ControlNode):
-    """Runs a graph for each slice of its inputs along an axis."""
+    """Runs a graph once for each slice of its inputs along an axis, and stacks the outputs."""
 
     def forward(self, device: torch.device, inputs: list[Any], outer: dict[str, list[Any]]) -> list[Any]:
         attributes = self.attributes

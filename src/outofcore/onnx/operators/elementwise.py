@@ -17,7 +17,7 @@ UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def _compute_wide(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Compute on unsigned dtypes by way of int64, because PyTorch lacks kernels for them."""
+    """Compute in int64 if a dtype is unsigned, because PyTorch lacks kernels for unsigned dtypes."""
     kind = next((tensor.dtype for tensor in tensors if tensor.dtype in UNSIGNED), None)
     if kind is None:
         return function(*tensors)

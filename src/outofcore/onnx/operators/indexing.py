@@ -43,7 +43,7 @@ def gather_nd(x: Tensor, index: Tensor, *, batch_dims: int = 0) -> Tensor:
 
 
 def _flat_index(index: Tensor, shape: torch.Size) -> Tensor:
-    """Convert indices of several axes (the last dimension) to indices into these axes flattened."""
+    """Convert index vectors (the last dimension) to indices into a flattened tensor of ``shape``."""
     at = torch.zeros(index.shape[:-1], dtype=torch.int64, device=index.device)
     for place, length in enumerate(shape):
         at = at * length + _from_front(index[..., place], length)

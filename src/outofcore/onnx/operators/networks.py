@@ -285,7 +285,7 @@ def global_pool(x: Tensor, *, op: str, p: int = 2) -> Tensor:
 def old_batch_normalization(
     x: Tensor, scale: Tensor, b: Tensor, mean: Tensor, var: Tensor, *, epsilon: float = 1e-5, spatial: int = 1
 ) -> tuple[Tensor, ...]:
-    """Normalize with the given statistics, as all models before opset 14 do."""
+    """Normalize with the given mean and variance, as batch normalization before opset 14 does."""
     if not spatial:
         raise Unsupported("it normalizes each position separately (spatial=0), which is not supported")
     return batch_normalization(x, scale, b, mean, var, epsilon=epsilon)

@@ -63,7 +63,7 @@ def dequantize(
 
 
 def _subtract_zero(x: Tensor, zero: Tensor | None, shape: list[int] | None = None, dtype: Any = torch.int32) -> Tensor:
-    """Return integers minus their zero point (reshaped to ``shape`` unless it is one number) as ``dtype``."""
+    """Subtract the zero point as ``dtype``; reshape it to ``shape`` first, unless it is one number."""
     numbers = x.to(torch.int32)
     if zero is not None:
         zero = zero.to(torch.int32)

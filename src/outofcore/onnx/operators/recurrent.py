@@ -141,7 +141,7 @@ def recurrent(
     *states: Tensor | None,
     asked: RecurrentAttributes,
 ) -> tuple[Tensor, ...]:
-    """Run a layer in all directions; ``states`` are hidden state, and of an LSTM cell state and peepholes."""
+    """Run a recurrent layer; ``states`` are the initial hidden state and, for LSTM, cell state and peepholes."""
     cell, count, hidden = _CELLS[asked.op], w.shape[0], r.shape[-1]
     if count != (2 if asked.direction == "bidirectional" else 1):
         raise Unsupported(f"it runs {asked.direction} and has weights for {count} directions")

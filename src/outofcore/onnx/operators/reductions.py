@@ -69,7 +69,7 @@ def reduce(
     keepdims: int = 1,
     noop_with_empty_axes: int = 0,
 ) -> Tensor:
-    """Reduce over axes from an input or an attribute; by default over all axes, or over no axis if asked."""
+    """Reduce over ``given_axes`` or ``axes``; by default all axes, or no axis if ``noop_with_empty_axes``."""
     places = given_axes if given_axes is not None else axes
     if not places and noop_with_empty_axes:
         # No axis is reduced, and the elementwise part of the operator still runs.

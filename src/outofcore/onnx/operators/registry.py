@@ -14,7 +14,7 @@ Function = Callable[..., Any]
 
 
 class Unsupported(Exception):  # noqa: N818 - the model shows it as an InputError with the name of the node
-    """An error of a node that needs an unsupported feature, or has invalid inputs."""
+    """Raised by a node that needs an unsupported feature or has invalid inputs."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ def operator(
     attributes: type[Any] | None = None,
     **flags: Any,
 ) -> Callable[[Function], Function]:
-    """Register a function as operators from opset ``since`` on; its keywords and ``also`` name attributes.
+    """Register a function as the operators ``names`` from opset ``since`` on; ``also`` names further attributes.
 
-    With ``attributes``, a dataclass with the attributes, the function takes an instance as its keyword ``asked``.
+    Its keywords are the other attributes. If ``attributes`` is a dataclass, it gets an instance as ``asked`` instead.
     """
 
     def register(function: Function) -> Function:

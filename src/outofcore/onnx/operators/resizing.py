@@ -80,7 +80,7 @@ def resize(
 def _interpolate(
     attributes: ResizeAttributes, x: Tensor, scales_and_sizes: list[tuple[float, int]], *, has_scales: bool
 ) -> Tensor | None:
-    """Resize with ``F.interpolate`` by a scale and size per axis; None if that would give another result."""
+    """Resize with ``F.interpolate``; return None if that could differ from the result that ONNX defines."""
     spatial = x.dim() - 2
     if not 1 <= spatial <= 3 or any(scales_and_sizes[i] != (1.0, x.shape[i]) for i in (0, 1)):
         return None
@@ -115,7 +115,7 @@ def _coordinates(
     window: tuple[float, float],
     device: torch.device,
 ) -> Tensor:
-    """Return the coordinate in the input of each element of the output."""
+    """Return the input coordinate of each output element along one axis."""
     # A rounding error in a coordinate could change the nearest neighbour.
     at = torch.arange(size, dtype=torch.float64, device=device)
     named, exact = attributes.coordinate_transformation_mode, scale * length  # the length before it is rounded
@@ -150,7 +150,7 @@ _NEAREST: dict[str, Callable[[Tensor], Tensor]] = {
 def _resize_axis(
     attributes: ResizeAttributes, x: Tensor, axis: int, size: int, scale: float, window: tuple[float, float]
 ) -> Tensor:
-    """Resize along one axis by picking or weighting neighbours; ``window`` is the cropped share of the axis."""
+    """Resize one axis from neighbouring elements; ``window`` is begin and end of the crop, as shares of the axis."""
     length = x.shape[axis]
     at = _coordinates(attributes, length, size, scale, window, x.device)
     if attributes.mode == "nearest":
