@@ -308,5 +308,4 @@ def slots_of(kind: type) -> Iterator[str]:
 
 
 def _is_user_module(module: str) -> bool:
-    """Return whether a module is outside of installed packages and the standard library."""
     return origin_of(module) is Origin.USER and not is_installed(module)

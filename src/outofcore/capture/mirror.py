@@ -67,7 +67,6 @@ class MirroredInput:
 
 
 def is_plain_leaf(leaf: Any) -> bool:
-    """Return whether an argument is a plain constant, which calls can compare by value."""
     return isinstance(leaf, PLAIN_LEAVES) or (type(leaf).__module__ == "numpy" and getattr(leaf, "ndim", 1) == 0)
 
 

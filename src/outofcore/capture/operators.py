@@ -92,7 +92,6 @@ Arguments = dict[str, Any]
 
 
 def arguments_by_name(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Return the arguments of a call by their names in the schema."""
     return dict(zip(traits(func).names, args, strict=False)) | kwargs
 
 
@@ -103,7 +102,6 @@ def arrange_arguments(func: OpOverload, call: Call, arguments: Arguments) -> tup
 
 
 def written_arguments(func: OpOverload, arguments: Arguments) -> frozenset[str]:
-    """Return the names of the arguments that this call may write in place."""
     facts = traits(func)
     return facts.written if facts.flag and not arguments.get(facts.flag) else facts.written | facts.hidden
 
@@ -115,7 +113,7 @@ def is_random(func: OpOverload, arguments: Arguments) -> bool:
 
 
 def split_arguments(func: OpOverload, arguments: Arguments) -> frozenset[str]:
-    """Return the names of those list arguments of a ``_foreach_`` operator that have one entry per tensor."""
+    """Return the names of a ``_foreach_`` operator's arguments that are lists with one entry per tensor."""
     lists = [a.name for a in func._schema.arguments if isinstance(arguments.get(a.name), list | tuple)]
     typed = {a.name for a in func._schema.arguments if str(a.type) in _SPLIT_TYPES}
     length = len(arguments[traits(func).names[0]])
@@ -156,7 +154,7 @@ Repair = Callable[[Arguments, list[Any]], list[Any]]
 
 
 def _repair_result(func: OpOverload, arguments: Arguments, result: Any) -> Any:
-    """Correct fake results whose metadata differs from the kernel's, and set masked-out results to None."""
+    """Correct metadata of fake results that differs from the kernel's, and set masked-out results to None."""
     tensors = [item for item in arguments.values() if isinstance(item, torch.Tensor)]
     if not tensors:
         return result
@@ -186,7 +184,7 @@ def _mask_argument(func: OpOverload) -> str:
 
 
 def _build_result(func: OpOverload, arguments: Arguments) -> torch.Tensor | tuple[torch.Tensor | None, ...] | None:
-    """Build the results of an operator whose fake kernel is slow or fails; return None for other operators."""
+    """Build the results of an operator that has a slow or failing fake kernel; None for other operators."""
     if func._schema.name == "aten::_conj" and not isinstance(arguments["self"], torch.Tensor):
         # The kernel turns a number into a tensor and returns its lazy conjugate. The fake omits the conjugate.
         return torch.empty((), dtype=torch.complex128).conj()

@@ -211,7 +211,6 @@ class StateLayouts:
 
 
 def _layout_key(value: Any) -> Any:
-    """Return the part of a state entry that affects the layout."""
     return (shape_of(value), value.device) if isinstance(value, torch.Tensor) else type(value)
 
 
@@ -332,7 +331,7 @@ class StepRecorder:
         return state.real.numel() * state.real.element_size() if traced is None else traced.shard.chunk_bytes
 
     def _gradient(self, state: MirroredState) -> int | None:
-        """Return the value index of a parameter's gradient, or None if it has none. Refuse a sparse gradient."""
+        """Return the value index of a parameter's gradient, or None without a gradient. Refuse a sparse one."""
         with DisableTorchFunction():
             grad = state.fake.grad
         if grad is None:

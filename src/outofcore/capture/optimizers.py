@@ -207,7 +207,6 @@ class OptimizerUpdate:
         return one_by_one and member.parameter.dtype in _DTYPES and member.start == 0 and member.is_last
 
     def for_range(self, start: int, *, is_last: bool) -> OptimizerUpdate:
-        """Return the update of the range that begins with element ``start``."""
         (member,) = self.members
         return OptimizerUpdate(self.optimizer, [replace(member, start=start, is_last=is_last)], self._created)
 

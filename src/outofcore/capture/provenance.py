@@ -48,7 +48,6 @@ def is_user_file(name: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_installed(module: str) -> bool:
-    """Return whether a module is in an installed package, the standard library or PyTorch."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return module != "__main__" and bool(file) and not _is_project_file(file)
 
@@ -137,7 +136,7 @@ def running_transform() -> str:
 
 
 def user_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """Return a traceback with only its frames in the user's code; None if there are none."""
+    """Return a traceback without its frames outside of the user's code, or None if no frame is left."""
     if traceback is None:
         return None
     inner = user_frames(traceback.tb_next)

@@ -451,7 +451,6 @@ class GeneratorState:
 
 
 def default_generators(device: torch.device) -> tuple[torch.Generator, ...]:
-    """Return the default generators of a device and of the CPU."""
     generator = default_generator(device)
     return (generator,) if generator is torch.default_generator else (generator, torch.default_generator)
 

@@ -74,7 +74,6 @@ class Shard:
 
     @property
     def is_row_major(self) -> bool:
-        """Whether the elements are in row-major order, as in a file."""
         return torch.empty(self.shape, device="meta").stride() == self.stride
 
     def whole_of(self, row: torch.Tensor) -> torch.Tensor:
@@ -160,7 +159,6 @@ class Shards:
         return self.group.rank()
 
     def shard_of(self, tensor: object) -> Shard | None:
-        """Return this process's shard of one of the user's parameters; None if it is not sharded."""
         return self._by_id.get(id(tensor))
 
     def check(self) -> None:
@@ -278,7 +276,6 @@ class Shards:
 
     @property
     def _transfer_device(self) -> torch.device:
-        """Return the device of tensors that the process group can send."""
         is_gpu = torch.distributed.get_backend(self.group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
 
@@ -386,7 +383,7 @@ def _can_shard(tensor: torch.Tensor) -> bool:
 
 
 def _difference(here: list[tuple[str, str]], reference: list[tuple[str, str]]) -> str:
-    """Describe the first difference between the model facts of a process and those of rank 0."""
+    """Describe the first difference between the tensors of another process and the tensors of rank 0."""
     for (key, value), (name, expected) in zip(here, reference, strict=False):
         if key != name:
             return f"{key} there is {name} on rank 0"

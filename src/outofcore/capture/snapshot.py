@@ -366,6 +366,7 @@ class _ValueWalk:
                 self.enqueue(value, f"{label}.{name}")
 
     def _visit_class(self, kind: type) -> None:
+        """Record the attributes of a user's class that the code can read."""
         if kind in self._classes or origin_of(str(kind.__module__)) is Origin.OTHER:
             return
         self._classes.add(kind)
@@ -413,6 +414,7 @@ class _ValueWalk:
                 self._add_value(EntryKind.ITEM, attributes, name, value, f"{label}.{name}", named=named)
 
     def _visit_contents(self, value: Any, label: str, *, named: bool) -> None:
+        """Record the items of a container or array, depending on its type."""
         if isinstance(value, dict):
             self._visit_items(value, label, named=named)
         elif isinstance(value, list):
