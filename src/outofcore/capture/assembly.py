@@ -85,7 +85,7 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
 
 
 def drop_unused(captured: Captured, replacements: Mapping[int, int] | None = None) -> Captured:
-    """Drop unused storages and values, and renumber the others. Uses of ``replacements`` keys move to the values."""
+    """Drop unused storages and values, and renumber the rest. ``replacements`` maps dropped storages to others."""
     graph, replacements = captured.graph, replacements or {}  # replacements of dropped storages
     named = {binding.value for binding in (*captured.inputs, *captured.states, *captured.gradients_left)}
     named |= {leaf.index for leaf in captured.outputs if leaf.kind is LeafKind.VALUE}
@@ -227,7 +227,7 @@ def _check_requires_grad(mirror: Mirror) -> None:
 
 
 def _restore_storages(mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) -> None:
-    """Copy states that the step has moved to other storages back to their original storages, by ops."""
+    """Record ops that copy parameters and buffers back to their original storages if the step has moved them."""
     moved: list[tuple[MirroredState, torch.Tensor]] = []
     for path, old, bound in guard.rebound_buffers():
         state, new = mirror.by_real.get(id(old)), mirror.fakes.get(id(bound), bound)

@@ -44,7 +44,7 @@ class CapturesByReads:
         return signature._replace(capture=self._count), first_change
 
     def add(self, signature: Signature, snapshot: Snapshot) -> Iterator[Signature]:
-        """Add a capture, and yield the signatures of captures dropped for it. The caller must exhaust this."""
+        """Add a capture; yield the signatures of captures dropped for it. The caller must exhaust the iterator."""
         of_inputs = signature._replace(capture=0)
         snapshots = self._snapshots.setdefault(of_inputs, {})
         self._changes.setdefault(of_inputs, deque(maxlen=_RECENT_CALLS))

@@ -152,7 +152,7 @@ def _assign_items(live: Any, items: Any) -> None:
 
 
 def contains_fake(value: Any, depth: int = 4) -> bool:
-    """Search a value, and containers and attributes in it to ``depth`` levels, for a fake tensor."""
+    """Return whether a value is a fake tensor, or contains one within ``depth`` levels of containers."""
     if isinstance(value, FakeTensor):
         return True
     if depth == 0 or isinstance(value, (*_LEAVES, nn.Module, type, types.ModuleType)):
@@ -174,7 +174,7 @@ def _children_of(value: Any) -> list[Any]:
 
 
 class ReachableState:
-    """The containers, variables and generators that a step's code can reach, except in installed packages."""
+    """The containers, variables and iterators that a step's code can reach, except in installed packages."""
 
     def __init__(self) -> None:
         self.variables: list[OutsideVariable] = []
@@ -187,7 +187,7 @@ class ReachableState:
         self._seen.update((id(obj), obj) for obj in objects)
 
     def reach(self, values: Iterable[tuple[str, Any]]) -> None:
-        """Record all containers, variables and generators that can be reached from (label, value) pairs."""
+        """Record all containers, variables and iterators that can be reached from (label, value) pairs."""
         self._stack += values
         while self._stack and len(self.containers) < _MAX_CONTAINERS:
             label, value = self._stack.pop()
@@ -235,7 +235,7 @@ class ReachableState:
             yield from self._visit_object(label, value)
 
     def _visit_object(self, label: str, value: Any) -> Iterator[tuple[str, Any]]:
-        """Record an object's attributes, and yield them and its classes."""
+        """Record an object's attributes and slots. Yield (label, value) of each, and of its classes."""
         kind = type(value)
         if origin_of(str(kind.__module__)) is Origin.OTHER:
             return
@@ -255,7 +255,7 @@ class ReachableState:
             yield from ((f"{label}[{key!r}]", item) for key, item in dict.items(value))
 
     def _visit_class(self, kind: type) -> Iterator[tuple[str, Any]]:
-        """Record the variables of a user's class, and yield them and its methods."""
+        """Record the variables of a user's class. Yield (label, value) of each, and of its methods."""
         if not _is_user_module(str(kind.__module__)):
             return
         for name, item in list(vars(kind).items()):
@@ -266,7 +266,7 @@ class ReachableState:
                 yield from self._visit_variable(f"{kind.__qualname__}.{name}", read, write)
 
     def _visit_function(self, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-        """Record a function's closure, attributes and globals, and yield their values and its defaults."""
+        """Record a function's closure, attributes and globals. Yield (label, value) of each, and of its defaults."""
         wrapped = getattr(function, "__wrapped__", None)
         if wrapped is not None:
             yield wrapped.__qualname__ if hasattr(wrapped, "__qualname__") else "", wrapped

@@ -75,7 +75,7 @@ def check_shapes(path: str, module: nn.Module) -> None:
 
 
 def _modules_of(module: nn.Module, path: str, visited: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield path and module of a module and its submodules, each once, also of uninitialised ones."""
+    """Yield (path, module) of a module and its submodules, each once. Accept uninitialised modules."""
     if id(module) in visited:
         return
     visited.add(id(module))
@@ -218,7 +218,7 @@ class Guard:
     def _check_module(
         self, module: nn.Module, container: SavedContainer, tables: list[SavedContainer]
     ) -> tuple[Effect, ...]:
-        """Return a function that repeats changes of a module's attributes. Refuse changes of its structure."""
+        """Return functions that repeat a module's attribute changes. Refuse new parameters, children and buffers."""
         parameters, buffers, children = tables
         if parameters.has_changed() or children.has_changed():
             both = [(t.live, t.before, name) for t in (parameters, children) for name in (*t.before, *t.live)]

@@ -122,7 +122,7 @@ def has_default_strides(tensor: torch.Tensor) -> bool:
 def _run_on_zeros(
     call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[TensorLayout | None, ...] | None:
-    """Run a kernel on zeros and return its results' layouts, each None if it shares memory; None on failure."""
+    """Run a kernel on zeros. Return the layout of each result, None for shared memory; None on an error."""
     if leaves_in((args, kwargs), torch.Generator):
         return None
     fakes = {id(tensor): tensor for tensor in leaves_in((args, kwargs))}

@@ -108,7 +108,7 @@ class KnownValues:
         written: Sequence[torch.Tensor] = (),
         overwritten: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Record an operator to run later, or mark ``written`` as unknown. Refuse a write to lent memory."""
+        """Record an operator on known values; for others, mark ``written`` as unknown. Refuse writes to lent arrays."""
         keys = frozenset(map(storage_key, written))
         for lent in self._lent:
             if lent.key in keys:

@@ -113,7 +113,7 @@ class Mirror:
             self._add_state(key, name, kind, real)
 
     def _make_fake(self, name: str, real: torch.Tensor) -> torch.Tensor:
-        """Return a fake on the step's device, for a real tensor on any device."""
+        """Return a fake of a parameter or buffer on the step's device, with a gradient if the real one has one."""
         device = self._tables.device
         if real.is_meta:
             return self._fake_of_meta(real)
@@ -265,7 +265,7 @@ class Mirror:
 def states_of(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> Iterator[tuple[str, str, StorageKind, torch.Tensor]]:
-    """Yield (key, name, kind, tensor) of all parameters and buffers, repeatedly if shared or in an optimizer."""
+    """Yield (key, name, kind, tensor) of all parameters and buffers, also of optimizers. Tensors may repeat."""
     starts = [prefix(index, len(models)) for index in range(len(models))]
     for start, model in zip(starts, models, strict=True):
         for path, parameter in model.named_parameters():

@@ -249,7 +249,7 @@ def _grouped_mm_result(arguments: Arguments) -> torch.Tensor:
 
 
 def wrap_exact(func: OpOverload, autocast: tuple[str, torch.dtype] | None) -> Callable[..., Any]:
-    """Return an operator, wrapped if its results depend on gradient mode, autocast or lengths in tensors."""
+    """Return an operator, or a wrapper of it if a plain call in a replay would give other results."""
     # Some kernels check whether gradients are enabled, others call operators that autocast changes. No tensor of a
     # replay requires a gradient, so enabling them creates no autograd graph.
     if func._schema.name == "aten::mkldnn_rnn_layer" and torch.is_grad_enabled():

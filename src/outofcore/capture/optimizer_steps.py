@@ -248,11 +248,11 @@ class StepRecorder:
 
     @contextlib.contextmanager
     def replace_steps(self, written: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
-        """Replace each ``optimizer.step`` by a recorder, which passes the fakes that it may write to ``written``."""
+        """Replace each ``optimizer.step`` by a recorder, which calls ``written`` with all fakes that it may write."""
         known_ids, is_capturing = {id(optimizer) for optimizer in self._optimizers}, capturing_thread()
 
         def refuse(optimizer: Optimizer, *_: Any) -> None:
-            """Refuse a step of an optimizer that was not given, or one that the capture does not see."""
+            """Refuse a step of an unknown optimizer, or a step through a saved reference to the method."""
             if not is_capturing():
                 return
             name = type(optimizer).__name__
@@ -481,7 +481,7 @@ def family_of_update(name: str, update: OptimizerUpdate, args: UpdateArguments, 
 
 
 def _settings_text(update: OptimizerUpdate) -> str:
-    """Format the group settings that kernels depend on. Of a number, only whether it is zero matters."""
+    """Format the group settings that kernels depend on. Numbers appear only as zero or nonzero."""
     groups = dict.fromkeys(member.group for member in update.members)
     parts: list[str] = []
     for index in groups:

@@ -380,7 +380,7 @@ class StateOrder:
         self._creates_state = False
 
     def begin(self, *, creates_state: bool) -> None:
-        """Record the state before a step; ``creates_state`` means that the step will create state tensors."""
+        """Record which state exists before a step. ``creates_state``: the step will create state tensors."""
         self._before, self._creates_state = None, creates_state
         if creates_state or any(
             m.parameter not in o.state for o, members in self._members.values() for m in members.values()
@@ -391,7 +391,7 @@ class StateOrder:
             }
 
     def end(self) -> None:
-        """Sort the state added since ``begin``."""
+        """Sort the state added since ``begin`` into the order in which the optimizer would create it."""
         for number, before in (self._before or {}).items():
             optimizer, members = self._members[number]
             if not self._creates_state and len(optimizer.state) == len(before):
@@ -458,7 +458,7 @@ class Rehearsal:
 class BoundUpdate:
     """An update op bound to fixed tensors. Its calls share one copy of the user's optimizer, the shadow.
 
-    Settings and the user's state are read at each call. It falls back to the update while state is missing, for
+    Settings and the user's state are read at each call. Calls run the unbound update while state is missing, for
     parameters updated in pieces, and for classes outside of ``torch.optim``.
     """
 
@@ -494,7 +494,7 @@ class BoundUpdate:
             self._make_shadow()
 
     def _can_reuse_shadow(self) -> bool:
-        """Return whether calls can share a shadow. Custom classes, pieces and ranges before the last cannot."""
+        """Return whether calls can share a shadow. Custom classes, cut parameters and early ranges cannot."""
         update, groups = self._update, self._update.optimizer.param_groups
         rows = zip(update.members, self._params, self._grads, self._states, strict=True)
         if not all(member.is_last for member in update.members):
@@ -549,7 +549,7 @@ class BoundUpdate:
         )
 
     def _store_entries(self, current: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
-        """Store the user's state for ``_is_unchanged``, and give it to the shadow with the bound tensors."""
+        """Store the user's state for ``_is_unchanged``; combine it with the bound tensors to the shadow's state."""
         for leaf, entries, placed in zip(self._leaves, current, self._placed, strict=True):
             state[leaf] = {**entries, **placed}
         self._lengths = list(map(len, current))
@@ -559,7 +559,7 @@ class BoundUpdate:
         self._values = list(_values_of(state))
 
     def _copy_back(self, pointers: list[int], current: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
-        """Copy parameters and state back into the bound tensors where the step has replaced them by new ones."""
+        """Copy parameters and state into the bound tensors if the step has replaced these by new tensors."""
         for index, leaf in enumerate(self._leaves):
             if pointers[index] != self._addresses[index]:
                 self._params[index].copy_(leaf)

@@ -189,7 +189,7 @@ class Reads:
                 sys.setprofile(previous)
 
     def _record_frame(self, frame: FrameType) -> bool:
-        """Record a frame's code, and objects of which it may read any item; return whether to report its next call."""
+        """Record the code of a called function. Return whether its next call must be reported too."""
         code = frame.f_code
         if id(code) not in self.codes:
             origin = origin_of(str(frame.f_globals.get("__name__", "")))

@@ -205,7 +205,7 @@ class OpRecorder(TorchDispatchMode):
     def _register_results(
         self, func: OpOverload, leaves: list[Any], module: str
     ) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
-        """Register new storages; return them, and each result's value index, or None for a view of an old one."""
+        """Register new storages; return them, and per result its value index, or None if its storage is older."""
         tables = self._tables
         creates: list[int] = []
         results: list[int | None] = []
@@ -253,7 +253,7 @@ class OpRecorder(TorchDispatchMode):
         return reads, _without_duplicates(storage for storage in of_statistics if storage not in looked_at)
 
     def _create(self, func: OpOverload, tensor: torch.Tensor, module: str) -> int:
-        """Register the storage of a new tensor and return its number. Refuse a large tensor on another device."""
+        """Register the storage of a new tensor and return its number. Refuse a large one off the step's device."""
         short = func._schema.name.partition("::")[2]
         storage = self._tables.add(tensor, StorageKind.ACTIVATION, " ".join(filter(None, (module, short))))
         count = self._tables.storages[storage].bytes
@@ -402,7 +402,7 @@ class OpRecorder(TorchDispatchMode):
         return check.passes
 
     def _store_constants(self, results: Any, error: CaptureError) -> Any:
-        """Record known results as constants, and return their fakes; raise ``error`` if they are unknown or large."""
+        """Record known results as constants and return their fakes. Raise ``error`` for unknown or large results."""
         tensors = leaves_in(results)
         if not tensors or any(tensor.numel() > MAX_BAKED_ELEMENTS for tensor in tensors):
             raise error

@@ -35,6 +35,8 @@ RunOp = Callable[..., torch.Tensor]
 
 @dataclass
 class TracedShard:
+    """A sharded parameter in a capture: fakes of its whole contents and of this process's chunk."""
+
     sharding: Sharding
     shard: Shard
     row: torch.Tensor  # a fake of all elements in memory order, padded to whole chunks
@@ -52,7 +54,7 @@ class TracedShard:
         return any(storage in op.mutates for op, _ in self.sharding.tables.ops[since:])
 
     def sync(self) -> None:
-        """Record a copy of this process's part of the whole parameter into its range, if the step has written it."""
+        """Record an op that copies the step's writes to the gathered parameter back into this process's range."""
         tables = self.sharding.tables
         if self._is_written(tables.storage_of(self.row), self.synced_at):
             with torch.no_grad():
@@ -60,7 +62,7 @@ class TracedShard:
         self.synced_at = len(tables.ops)
 
     def gather_updated(self) -> None:
-        """Record that the updated parameter is gathered from all processes, for ops that read it later."""
+        """Record an op that gathers the updated parameter from all processes, for later readers."""
         tables, module = self.sharding.tables, self.shard.name.rpartition(".")[0]
         self.sharding.append_collective(
             CollectiveKind.ALL_GATHER, self.row, self.chunk, module, mutates=(tables.storage_of(self.row),)
@@ -75,11 +77,11 @@ class TracedShard:
         return self._gradient_value(self._as_row(gradient), shard.start)
 
     def end_gradient(self, gradient: torch.Tensor, run: RunOp) -> int | None:
-        """Return the value index of the gradient's range after the step; None if an older gradient holds it."""
+        """Return the value index of a new gradient's range; None if it was copied into an existing gradient."""
         return run(self._end_gradient, gradient)  # type: ignore[return-value]
 
     def _end_gradient(self, gradient: torch.Tensor) -> int | None:
-        """Copy the gradient's range into the persistent gradient and return None. Without one, return its index."""
+        """Copy a gradient's range into the gradient from before the step. Without one, return its value index."""
         if self.gradient is not None and self._is_reduced(gradient):
             chunk = self.gradient
         else:
@@ -161,7 +163,7 @@ class Sharding:
         return traced
 
     def begin_gradient(self, shard: Shard, fake: torch.Tensor) -> int:
-        """Gather a gradient from before the step into ``fake.grad``; return the value index of its range here."""
+        """Gather a gradient from before the step into ``fake.grad``; return the value index of the own range."""
         row = self._new_row(shard.chunks.padded_elements, shard.dtype)
         chunk, value = self._add_persistent_chunk(shard, StorageKind.GRADIENT, f"{shard.name}.grad")
         self._gather_first(shard, row, chunk, f"{shard.name}.grad")
@@ -233,7 +235,7 @@ class Sharding:
         return row
 
     def _exchange(self, row: torch.Tensor) -> torch.Tensor:
-        """Return this process's chunk of a row, summed over all processes in their order."""
+        """Return this process's chunk of ``row``, summed over all processes in rank order."""
         received = torch.empty_like(row)
         storage = self.tables.storage_of(received)
         self.append_collective(CollectiveKind.ALL_TO_ALL, received, row, "", mutates=(storage,), rerunnable=False)
@@ -292,7 +294,7 @@ class Sharding:
         mutates: tuple[int, ...] = (),
         rerunnable: bool = True,
     ) -> None:
-        """Record a collective that fills ``row`` from ``source``. Unused, it is dropped after the capture."""
+        """Record a collective from ``source`` into ``row``. The capture drops the op if ``row`` is unused."""
         tables = self.tables
         call = Collective(kind, self._group, row.numel() * row.element_size(), row.dtype)
         place = tables.append(

@@ -90,7 +90,6 @@ class Shard:
         self.accept_writes()
 
     def accept_writes(self) -> None:
-        """Make ``check`` accept all writes to the parameter and its gradient so far."""
         self.versions = self.parameter._version, 0 if self.meta_gradient is None else self.meta_gradient._version
 
     def check(self) -> None:
@@ -112,7 +111,7 @@ class Shard:
 
 
 class Shards:
-    """All parameters of some models that are split into ranges, one range per process."""
+    """All parameters that are split into ranges over processes. Raises ``InputError`` if that is impossible."""
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], group: Any) -> None:
         self.group = group
@@ -230,7 +229,7 @@ class Shards:
         return assembled.copy_(shard.whole_of(row))
 
     def range_of(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor:
-        """Return this process's range of a tensor that is shaped like a parameter."""
+        """Return a copy of this process's range of ``whole``, a tensor with the shape of a parameter."""
         if whole.stride() != shard.stride:
             whole = torch.empty_strided(shard.shape, shard.stride, dtype=whole.dtype).copy_(whole)
         row = whole.as_strided((shard.chunks.elements,), (1,), whole.storage_offset())
@@ -355,7 +354,7 @@ class Shards:
 
 
 class _SharedOutcome:
-    """A context that sends the error that ends it to all processes, which then raise one too."""
+    """A context that all processes share: an error in one of them raises ``StateError`` in the others."""
 
     def __init__(self, shards: Shards, action: str) -> None:
         self._shards, self._what = shards, action

@@ -41,7 +41,7 @@ class Signature(NamedTuple):
 
 
 def differs_only_in_sizes(new: Signature, known: Iterable[Signature]) -> bool:
-    """Return whether tensor arguments have new sizes, while all but sizes and numbers equals a known signature."""
+    """Return whether tensor arguments have new sizes, but otherwise match the arguments of a known signature."""
 
     def parts(signature: Signature) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         tensors = [leaf for leaf in signature.leaves if isinstance(leaf, tuple) and isinstance(leaf[0], torch.Size)]

@@ -233,7 +233,7 @@ class _ValueWalk:
         self.entries.append((kind, owner, key, value, count, label))
 
     def _add_value(self, kind: EntryKind, owner: Any, key: Any, value: Any, label: str, *, named: bool = False) -> None:
-        """Record a value and queue its contents. If ``named``, only dict items under keys in the code count."""
+        """Record a value and queue its contents. ``named`` restricts dict items to keys that the code names."""
         if isinstance(value, torch.Tensor) and not (kind is EntryKind.CELL or isinstance(value, nn.Parameter)):
             return  # the entry would keep it alive, and a tensor must be an argument
         self._add_entry(kind, owner, key, value, label)
@@ -261,7 +261,7 @@ class _ValueWalk:
         self._stack.append((value, label, False))
 
     def run(self) -> None:
-        """Search all queued values, then functions that have run but were not reached from them."""
+        """Search all queued values, and then each function that has run but was not found among them."""
         self._drain()
         # Functions that have run but were not found, since their owners are outside of the step.
         inner = {id(c) for code, _, _ in self._codes.values() for c in code.co_consts if isinstance(c, types.CodeType)}
@@ -355,7 +355,7 @@ class _ValueWalk:
             self._visit_dict(function.__dict__, label, self._user_names)
 
     def _visit_module(self, module: types.ModuleType, label: str) -> None:
-        """Record the module attributes that the code loads, except in the standard library."""
+        """Record the attributes of a module that the code loads. Skip modules of the standard library."""
         origin = origin_of(module.__name__)
         if origin is Origin.OTHER and module.__name__.partition(".")[0] in sys.stdlib_module_names:
             return
@@ -378,7 +378,7 @@ class _ValueWalk:
             )
 
     def _visit_instance(self, value: Any, label: str) -> None:
-        """Record the attributes of an object that the code can read, and of its classes."""
+        """Record the attributes of an object and of its classes that the code can read."""
         kind = type(value)
         origin = origin_of(str(kind.__module__))
         is_module = isinstance(value, nn.Module)
@@ -407,7 +407,7 @@ class _ValueWalk:
     def _visit_dict(
         self, attributes: dict[str, Any], label: str, names: frozenset[str] | None, *, named: bool = False
     ) -> None:
-        """Record attributes that are in ``names`` (all if None). ``named`` is passed on to nested dicts."""
+        """Record the entries of a ``__dict__`` under ``names`` (all if None). ``named``: see ``_add_value``."""
         self._add_size(attributes, names, label)
         for name, value in list(attributes.items()):
             if (names is None or name in names) and name not in _MODULE_TABLES and not _is_dunder(name):

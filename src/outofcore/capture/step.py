@@ -101,7 +101,7 @@ def capture_step(
 
 
 def steady_state_gradients(captured: Captured) -> dict[int, Value | None]:
-    """Return the ``gradients`` argument with which ``capture_step`` captures the steady-state step."""
+    """Return the ``gradients`` that ``capture_step`` needs in order to capture the steady-state step."""
     states = captured.states
     leftover = {
         states[leftover.parameter].tensor: captured.values[leftover.value] for leftover in captured.gradients_left
@@ -205,7 +205,7 @@ def _trace(
 def _check_learning(
     optimizers: Sequence[Optimizer], steps: StepRecorder, ending: StepEnding, mirror: Mirror, tables: Tables
 ) -> None:
-    """Raise ``CaptureError`` if optimizers were given but the step neither updates nor leaves a gradient."""
+    """Raise ``CaptureError`` if a step with optimizers neither updates a parameter nor leaves a gradient."""
     written = {storage for op, _ in tables.ops for storage in op.mutates}
     added_to = any(tables.values[gradient.value].storage in written for gradient in mirror.gradients.values())
     if optimizers and not steps.has_updates and not ending.gradients and not added_to:

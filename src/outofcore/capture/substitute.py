@@ -96,7 +96,6 @@ class Substitute(TorchFunctionMode):
         self.known = KnownValues()  # values that the step may read
 
     def current_function(self) -> str:
-        """Return the name of the PyTorch function that the user's code is calling, or an empty string."""
         return self._functions[-1][0] if self._functions else ""
 
     def current_autocast(self) -> tuple[str, torch.dtype] | None:
@@ -169,7 +168,7 @@ class Substitute(TorchFunctionMode):
         return result if isinstance(result, str) else self.known.lend(args[0], result)
 
     def _answer_count(self, name: str, args: tuple[Any, ...]) -> bool | None:
-        """Return the result if ``name`` compares a count with zero, else None. Also track additions to the count."""
+        """Answer a comparison of a count with zero; None for other functions. Also track additions to the count."""
         key, number = id(args[0]), args[1] if len(args) > 1 else None
         if name in _ADDITIONS and type(number) is int:
             self._counts[key] += number

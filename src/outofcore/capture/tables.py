@@ -44,7 +44,6 @@ class Tables:
     _by_value: dict[Value, int] = field(default_factory=dict)
 
     def find_storage(self, tensor: torch.Tensor) -> int | None:
-        """Return the number of a fake tensor's storage, or None if it is not registered."""
         return self._by_key.get(storage_key(tensor))
 
     def storage_of(self, tensor: torch.Tensor) -> int:
