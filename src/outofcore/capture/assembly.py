@@ -32,7 +32,7 @@ _STORAGE_FIELDS = ("reads", "mutates", "creates", "discards")
 
 @dataclass
 class StepEnding:
-    """The results of a step, and the gradients that it leaves or clears."""
+    """The state in which a step ended: its results, and the gradients that it leaves or clears."""
 
     # The index of a STATE leaf counts ``Mirror.states``, then the mirror's gradients. Others refer to ``Tables``.
     leaves: list[OutputLeaf] = field(default_factory=list)
@@ -42,7 +42,7 @@ class StepEnding:
 
 
 def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBinding], ending: StepEnding) -> Captured:
-    """Build the capture of a trace, without its unused ops and values; raises ``CaptureError``."""
+    """Build a ``Captured`` from a trace, without unused ops and values. Raise ``CaptureError`` on name clashes."""
     outputs = [tables.values[leaf.index].storage for leaf in ending.leaves if leaf.kind is LeafKind.VALUE]
     outputs += [tables.values[value].storage for value in ending.gradients.values()]
     traced = _drop_idle_ops(tables.ops, outputs, tables.optional_ops)
@@ -85,7 +85,7 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
 
 
 def drop_unused(captured: Captured, replacements: Mapping[int, int] | None = None) -> Captured:
-    """Drop unused storages and values and renumber the rest; ``replacements`` maps a dropped storage to another."""
+    """Drop unused storages and values, and renumber the rest. ``replacements`` maps dropped storages to others."""
     graph, replacements = captured.graph, replacements or {}  # replacements of dropped storages
     named = {binding.value for binding in (*captured.inputs, *captured.states, *captured.gradients_left)}
     named |= {leaf.index for leaf in captured.outputs if leaf.kind is LeafKind.VALUE}
@@ -144,7 +144,7 @@ def drop_unused(captured: Captured, replacements: Mapping[int, int] | None = Non
 def _drop_idle_ops(
     ops: Sequence[tuple[Op, Call]], outputs: Sequence[int], optional: Collection[int]
 ) -> list[tuple[Op, Call]]:
-    """Drop ATen ops without side effects, and ``optional`` ops, if their results are unused."""
+    """Drop unused ATen ops that have no side effects, and unused ops with an index in ``optional``."""
     used = set(outputs)
     wanted_ops: list[tuple[Op, Call]] = []
     for op, call in reversed(ops):
@@ -164,7 +164,7 @@ def _bind_states(
     ending: StepEnding,
     touched: set[int],
 ) -> tuple[list[StateBinding], dict[int, int]]:
-    """Return the bindings of the mirror's states and gradients that the step uses, then ``optimizer_states``.
+    """Return bindings of the states and gradients that the step uses, followed by ``optimizer_states``.
 
     Also return a dict from an entry's number in the mirror (states, then gradients) to its index in that list.
     """
@@ -187,7 +187,7 @@ RunOp = Callable[..., torch.Tensor]
 
 
 def read_ending(result: Any, mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) -> StepEnding:
-    """Read results and gradients after a step, recording copies where needed; raises ``CaptureError``."""
+    """Return a step's results and gradients, and record copies where needed. May raise ``CaptureError``."""
     _check_requires_grad(mirror)
     _restore_storages(mirror, tables, guard, run)
     if mirror.sharding is not None:
@@ -200,7 +200,7 @@ def read_ending(result: Any, mirror: Mirror, tables: Tables, guard: Guard, run: 
 
 
 def check_inputs(mirror: Mirror, tables: Tables) -> None:
-    """Refuse a step that writes into an input with shared memory, or leaves a gradient in an input."""
+    """Refuse a step that writes into an input with shared memory, or that leaves a gradient in an input."""
     written = {storage for op, _ in tables.ops for storage in op.mutates}
     for storage, entry in mirror.inputs_sharing_memory().items():
         if storage in written:
@@ -217,6 +217,7 @@ def check_inputs(mirror: Mirror, tables: Tables) -> None:
 
 
 def _check_requires_grad(mirror: Mirror) -> None:
+    """Refuse a step that leaves ``requires_grad`` of a parameter or buffer changed."""
     for state in mirror.states:
         if state.fake.requires_grad != state.requires_grad:
             raise CaptureError(
@@ -226,7 +227,7 @@ def _check_requires_grad(mirror: Mirror) -> None:
 
 
 def _restore_storages(mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) -> None:
-    """Record copies into the original storages of states that the step has moved to other storages."""
+    """Record ops that copy parameters and buffers back to their original storages if the step has moved them."""
     moved: list[tuple[MirroredState, torch.Tensor]] = []
     for path, old, bound in guard.rebound_buffers():
         state, new = mirror.by_real.get(id(old)), mirror.fakes.get(id(bound), bound)
@@ -257,7 +258,7 @@ def _restore_storages(mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) 
 
 
 def _read_gradients(ending: StepEnding, mirror: Mirror, tables: Tables, run: RunOp) -> None:
-    """Add final gradients to ``ending``; record a copy of a gradient that has no new storage of its own."""
+    """Add final gradients to ``ending``. Record a copy of each gradient that has no new storage of its own."""
     claimed: set[int] = set()
     for index, state in enumerate(mirror.states):
         if state.kind is not StorageKind.PARAMETER or not state.fake.is_leaf:
@@ -287,7 +288,7 @@ def _read_gradients(ending: StepEnding, mirror: Mirror, tables: Tables, run: Run
 
 
 def _output_leaf(leaf: Any, mirror: Mirror, tables: Tables, run: RunOp) -> OutputLeaf:
-    """Return how the step returns a leaf; record a copy of a tensor on a storage from before the step."""
+    """Describe one result of the step. Record a copy if its storage is from before the step."""
     if not isinstance(leaf, torch.Tensor):
         if any(isinstance(item, FakeTensor) for item in getattr(leaf, "__dict__", {}).values()):
             raise CaptureError(

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor without its bytes: dtype, shape and strides on a storage."""
+    """The metadata of a tensor: its storage, dtype, shape, strides and offset."""
 
     storage: int
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class Value:
         return (self.dtype, self.shape, self.stride) == (other.dtype, other.shape, other.stride)
 
     def merge_dims(self, dims: tuple[int, int]) -> Value | None:
-        """Merge dimensions ``dims[0]`` to ``dims[1] - 1`` into one; None if their strides do not allow it."""
+        """Merge dimensions ``dims[0]`` to ``dims[1] - 1`` into one; return None if their strides do not allow it."""
         first, end = dims
         long_dims = [d for d in range(first, end) if self.shape[d] != 1] or [end - 1]
         if any(self.stride[a] != self.stride[b] * self.shape[b] for a, b in pairwise(long_dims)):
@@ -90,7 +90,7 @@ class InputBinding:
 
 @dataclass(frozen=True)
 class StateBinding:
-    """A tensor that persists across steps, and its place in the user's objects."""
+    """A persistent tensor that the step uses, with its key, its value index and its owner."""
 
     key: str  # unique and stable across captures, such as "optimizer.0.state.model.0.weight.exp_avg"
     kind: StorageKind
@@ -115,7 +115,7 @@ class OutputLeaf:
 
 @dataclass(frozen=True)
 class GradientLeft:
-    """A gradient that the step creates and leaves in ``.grad`` (kind GRADIENT, in ``graph.outputs``)."""
+    """A gradient that the step creates and leaves in ``.grad``. Its storage is among ``graph.outputs``."""
 
     parameter: int  # index in ``Captured.states``
     value: int
@@ -123,7 +123,7 @@ class GradientLeft:
 
 @dataclass(frozen=True)
 class StateRange:
-    """The position of a STATE_RANGE storage within the storage ``whole``."""
+    """The position of a storage of kind STATE_RANGE within a larger storage."""
 
     whole: int  # a storage that no op of the step touches
     offset: int  # in bytes
@@ -131,7 +131,7 @@ class StateRange:
 
 @dataclass(frozen=True)
 class Captured:
-    """One training step, captured for one signature of inputs and state."""
+    """A training step as a graph of ops, captured for one input signature."""
 
     graph: StepGraph  # its outputs are the storages of VALUE leaves and of ``gradients_left``
     calls: tuple[Call, ...]
@@ -154,7 +154,7 @@ class Captured:
     effects: tuple[Effect, ...] = ()  # changes of Python objects, to repeat after each run
 
     def can_share_plan(self, other: Captured) -> bool:
-        """Return whether one plan can run both captures: they differ at most in constants passed to ops."""
+        """Return whether one plan can run both captures. They may differ only in constants passed to ops."""
 
         def facts(captured: Captured) -> tuple[object, ...]:
             ops = [replace(op, source="", family="") for op in captured.graph.ops]
@@ -168,7 +168,7 @@ class Captured:
         return self.exact.get(storage, self.graph.storages[storage].bytes)
 
     def align_to(self, alignment: int) -> Captured:
-        """Return a capture with storages below 64 KiB rounded up to multiples of ``alignment`` bytes."""
+        """Return a copy with all storages below 64 KiB rounded up to multiples of ``alignment`` bytes."""
         # Kernels may depend on pointer alignment, and another kernel may give other bits.
         exact = {s.id: s.bytes for s in self.graph.storages if not is_large(round_up(s.bytes, alignment))}
         storages = tuple(
@@ -179,7 +179,7 @@ class Captured:
 
 
 def with_ops(captured: Captured, pairs: Iterable[tuple[Op, Call]]) -> Captured:
-    """Return a capture with other ops and calls, numbered in the given order."""
+    """Replace a capture's ops and calls by ``pairs``, and number the ops in this order."""
     op_calls = list(pairs)
     graph = captured.graph
     ops = tuple(op if op.id == index else replace(op, id=index) for index, (op, _) in enumerate(op_calls))

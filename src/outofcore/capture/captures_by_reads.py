@@ -19,7 +19,7 @@ _RECENT_CALLS, _MAX_CHANGES = 8, 3
 
 
 class CapturesByReads:
-    """The captures of one step, by input signature and by the Python values that they have read."""
+    """The captures of one step, several per input signature if the Python values that they read differ."""
 
     def __init__(self) -> None:
         self._snapshots: dict[Signature, dict[int, Snapshot]] = {}
@@ -27,7 +27,7 @@ class CapturesByReads:
         self._count = 0
 
     def find(self, signature: Signature) -> tuple[Signature, str]:
-        """Return the signature of a capture that fits, else a new signature and the change that requires it."""
+        """Return the signature of a capture that fits, or a new signature and the change that requires it."""
         snapshots = self._snapshots.get(signature)
         if not snapshots:
             return signature, ""
@@ -44,7 +44,7 @@ class CapturesByReads:
         return signature._replace(capture=self._count), first_change
 
     def add(self, signature: Signature, snapshot: Snapshot) -> Iterator[Signature]:
-        """Add a capture, and yield the signatures of dropped ones; the caller must iterate to the end."""
+        """Add a capture; yield the signatures of captures dropped for it. The caller must exhaust the iterator."""
         of_inputs = signature._replace(capture=0)
         snapshots = self._snapshots.setdefault(of_inputs, {})
         self._changes.setdefault(of_inputs, deque(maxlen=_RECENT_CALLS))
@@ -55,7 +55,7 @@ class CapturesByReads:
             yield of_inputs._replace(capture=number)
 
     def alternatives(self, signature: Signature) -> Iterable[Signature]:
-        """Return signatures of other captures for the same inputs, most recently used first."""
+        """Return the signatures of other captures for the same input signature, most recently used first."""
         of_inputs = signature._replace(capture=0)
         numbers = reversed(self._snapshots.get(of_inputs, {}))
         return [of_inputs._replace(capture=number) for number in numbers if number != signature.capture]

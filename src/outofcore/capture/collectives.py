@@ -39,7 +39,7 @@ class CollectiveKind(Enum):
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a step, called with its result tensor and then its source, if that is separate."""
+    """The function of a collective op. Its arguments are the result tensor and, if separate, the source."""
 
     kind: CollectiveKind
     group: ProcessGroup = field(compare=False)
@@ -69,7 +69,7 @@ class Collective:
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes that each process sends at least, in a ring algorithm."""
+        """The minimum bytes that each process sends, as in a ring algorithm."""
         count = self.group.size()
         share = 2 if self.kind is CollectiveKind.ALL_REDUCE else 1
         return share * self.bytes * (count - 1) // count
@@ -77,7 +77,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class CollectiveRequest:
-    """A collective that the user's code requests; ``target`` None asks for a new tensor."""
+    """A collective that the user's code requests. If ``target`` is None, its result is a new tensor."""
 
     kind: CollectiveKind
     group: ProcessGroup
@@ -88,7 +88,7 @@ class CollectiveRequest:
 
 
 def read_request(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CollectiveRequest:
-    """Return the collective that an operator requests; raises ``CaptureError`` if it is not supported."""
+    """Return the collective that an operator call requests; raise ``CaptureError`` if it is not supported."""
     name = func._schema.name
     arguments = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
     if name in FUNCTIONAL_COLLECTIVES:
@@ -128,7 +128,7 @@ def read_request(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Co
 
 
 def _reduction_name(func: Any, boxed: Any) -> str:
-    """Return the name of a boxed reduction; refuse reductions with parameters."""
+    """Return the name of a reduction, such as "sum". Refuse reductions with parameters."""
     name = convert_reduction(boxed)
     if isinstance(name, str):
         return name

@@ -11,7 +11,7 @@ from outofcore.units import KIB, MIB
 
 @dataclass(frozen=True, slots=True)
 class UpdateBytes:
-    """Sizes, in bytes of parameters, that decide how optimizer updates are grouped into ops."""
+    """Sizes in bytes that decide which parameters an optimizer op updates together."""
 
     alone: int  # parameters of at least this size are updated by an op of their own
     chunk: int  # smaller parameters are updated together, up to this size

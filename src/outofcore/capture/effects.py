@@ -33,7 +33,7 @@ _LEAVES = (int, float, complex, bool, str, bytes, type(None), torch.Tensor, torc
 
 @dataclass(frozen=True)
 class OutsideVariable:
-    """A global, closure variable, class attribute or slot that the step can reach, with its earlier value."""
+    """A global, closure variable, class attribute or slot that the step can reach, and its value before."""
 
     label: str
     read: Callable[[], Any]
@@ -43,7 +43,7 @@ class OutsideVariable:
 
 @dataclass
 class SavedContainer:
-    """A dict, list, set or deque of the user's, with a copy of its earlier items."""
+    """A dict, list, set or deque of the user, with a copy of its items before the step."""
 
     label: str
     live: Any
@@ -54,7 +54,7 @@ class SavedContainer:
         return cls(label, live, _copy(live))
 
     def has_changed(self) -> bool:
-        """Return whether items were added, removed or replaced by other objects."""
+        """Return whether items were added or removed since the copy, or replaced by other objects."""
         live, before = self.live, self.before
         if len(live) != len(before):
             return True
@@ -71,7 +71,7 @@ class SavedContainer:
 
 @dataclass(frozen=True)
 class PositionSource:
-    """A random generator of Python or NumPy, or an iterator, with its earlier position."""
+    """A random generator of Python or NumPy, or an iterator, and its position before the step."""
 
     label: str
     read: Callable[[], Any]
@@ -91,7 +91,7 @@ def _state_setter(bits: Any, state: Any) -> Callable[[Any], None]:
 
 
 def _describe_position(iterator: Iterator[Any]) -> Any:
-    """Describe how far an iterator has advanced, without advancing it."""
+    """Return a comparable description of an iterator's position, without advancing it."""
     if isinstance(iterator, types.GeneratorType):
         frame = iterator.gi_frame
         if frame is None:
@@ -108,7 +108,7 @@ Effect = Callable[[], None]
 
 
 def effect_of(container: SavedContainer, without: Iterable[Any] = ()) -> Effect | None:
-    """Return a function that repeats a container's change, except under keys in ``without``; None if unchanged."""
+    """Return a function that repeats a container's change, or None if unchanged. Skip dict keys in ``without``."""
     live, before, after = container.live, container.before, _copy(container.live)
     if isinstance(live, dict):
         gone = set(before).difference(after, without)
@@ -152,7 +152,7 @@ def _assign_items(live: Any, items: Any) -> None:
 
 
 def contains_fake(value: Any, depth: int = 4) -> bool:
-    """Return whether a bounded search finds a fake tensor in a value."""
+    """Return whether a value is a fake tensor, or contains one within ``depth`` levels of containers."""
     if isinstance(value, FakeTensor):
         return True
     if depth == 0 or isinstance(value, (*_LEAVES, nn.Module, type, types.ModuleType)):
@@ -174,7 +174,7 @@ def _children_of(value: Any) -> list[Any]:
 
 
 class ReachableState:
-    """The containers and variables that a step's own code can reach, without installed packages."""
+    """The containers, variables and iterators that a step's code can reach, except in installed packages."""
 
     def __init__(self) -> None:
         self.variables: list[OutsideVariable] = []
@@ -187,7 +187,7 @@ class ReachableState:
         self._seen.update((id(obj), obj) for obj in objects)
 
     def reach(self, values: Iterable[tuple[str, Any]]) -> None:
-        """Record the state that can be reached from values, which come with their labels."""
+        """Record all containers, variables and iterators that can be reached from (label, value) pairs."""
         self._stack += values
         while self._stack and len(self.containers) < _MAX_CONTAINERS:
             label, value = self._stack.pop()
@@ -197,7 +197,7 @@ class ReachableState:
             self._stack += self._visit(label, value)
 
     def _visit(self, label: str, value: Any) -> Iterator[tuple[str, Any]]:
-        """Record a value if it can change, and yield the values inside it, with their labels."""
+        """Record a value if it can change, and yield (label, value) for each value inside it."""
         if isinstance(value, types.FunctionType):
             yield from self._visit_function(value)
         elif isinstance(value, types.MethodType):
@@ -235,6 +235,7 @@ class ReachableState:
             yield from self._visit_object(label, value)
 
     def _visit_object(self, label: str, value: Any) -> Iterator[tuple[str, Any]]:
+        """Record an object's attributes and slots. Yield (label, value) of each, and of its classes."""
         kind = type(value)
         if origin_of(str(kind.__module__)) is Origin.OTHER:
             return
@@ -254,6 +255,7 @@ class ReachableState:
             yield from ((f"{label}[{key!r}]", item) for key, item in dict.items(value))
 
     def _visit_class(self, kind: type) -> Iterator[tuple[str, Any]]:
+        """Record the variables of a user's class. Yield (label, value) of each, and of its methods."""
         if not _is_user_module(str(kind.__module__)):
             return
         for name, item in list(vars(kind).items()):
@@ -264,6 +266,7 @@ class ReachableState:
                 yield from self._visit_variable(f"{kind.__qualname__}.{name}", read, write)
 
     def _visit_function(self, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+        """Record a function's closure, attributes and globals. Yield (label, value) of each, and of its defaults."""
         wrapped = getattr(function, "__wrapped__", None)
         if wrapped is not None:
             yield wrapped.__qualname__ if hasattr(wrapped, "__qualname__") else "", wrapped
@@ -298,12 +301,11 @@ class ReachableState:
 
 
 def slots_of(kind: type) -> Iterator[str]:
-    """Yield the names in the ``__slots__`` of a class and its bases."""
+    """Yield the names in ``__slots__`` of a class and its bases."""
     for base in kind.__mro__:
         slots = vars(base).get("__slots__", ())
         yield from (slots,) if isinstance(slots, str) else slots
 
 
 def _is_user_module(module: str) -> bool:
-    """Return whether a module is outside of installed packages and the standard library."""
     return origin_of(module) is Origin.USER and not is_installed(module)

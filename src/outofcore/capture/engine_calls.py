@@ -15,7 +15,7 @@ Layer = Callable[..., Any]
 
 
 class _Layers:
-    """Layers around the engine's entry points, outermost last, which can be removed in any order."""
+    """Wrappers around the autograd engine's entry points, outermost last. Any of them can be removed."""
 
     def __init__(self) -> None:
         self._plain = [(owner, name, getattr(owner, name)) for owner, name in BACKWARD_ENTRY_POINTS]
@@ -38,7 +38,7 @@ class _Layers:
         self._layers = (*self._layers, layer)
 
     def remove(self, layer: Layer) -> bool:
-        """Remove a layer; if it was the last one, restore the entry points and return True."""
+        """Remove a layer. If no layer is left, restore the entry points and return True."""
         self._layers = tuple(added for added in self._layers if added is not layer)
         if not self._layers:
             for owner, name, plain in self._plain:
@@ -53,7 +53,7 @@ _lock = threading.RLock()  # reentrant: garbage collection may end an abandoned 
 
 @contextlib.contextmanager
 def wrap_engine_calls(layer: Layer) -> Iterator[None]:
-    """Route calls of the engine through ``layer``; contexts may end in any order and in any thread."""
+    """Route calls of the autograd engine through ``layer``. Contexts may end in any order and any thread."""
     with _lock:
         if not _installed:
             _installed.append(_Layers())

@@ -22,7 +22,7 @@ from outofcore.errors import CaptureError, InputError
 
 
 def step_functions(step: Any) -> Iterator[FunctionType]:
-    """Yield the Python functions that a step consists of, unwrapping any wrappers."""
+    """Yield the Python function of a step, and then each function that it wraps."""
     while step is not None:
         if isinstance(step, partial | functools.partialmethod):
             step = step.func
@@ -37,7 +37,7 @@ def step_functions(step: Any) -> Iterator[FunctionType]:
 
 
 def check_modules(models: Sequence[nn.Module], *, is_captured: bool = True) -> None:
-    """Refuse lazy, uninitialised and unusual modules; in an eager loop (``is_captured`` False) uninitialised only."""
+    """Refuse uninitialised modules. With ``is_captured``, also refuse lazy modules, TorchScript and unusual classes."""
     for index, model in enumerate(models):
         for path, module in _modules_of(model, prefix(index, len(models)), set()):
             if all(isinstance(vars(module).get(name), dict) for name in _MODULE_TABLES):
@@ -64,7 +64,7 @@ def check_modules(models: Sequence[nn.Module], *, is_captured: bool = True) -> N
 
 
 def check_shapes(path: str, module: nn.Module) -> None:
-    """Raise ``InputError`` for a lazy module with parameters or buffers that have no shapes yet."""
+    """Raise ``InputError`` if a lazy module has parameters or buffers without a shape."""
     tensors = chain(module._parameters.values(), module._buffers.values())
     if any(tensor is not None and is_lazy(tensor) for tensor in tensors):
         raise InputError(
@@ -75,6 +75,7 @@ def check_shapes(path: str, module: nn.Module) -> None:
 
 
 def _modules_of(module: nn.Module, path: str, visited: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (path, module) of a module and its submodules, each once. Accept uninitialised modules."""
     if id(module) in visited:
         return
     visited.add(id(module))
@@ -89,7 +90,7 @@ _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 class Guard:
-    """Saves the Python state that a step may change, and restores it when the context ends."""
+    """A context that saves the Python state that a step may change, and restores it at its end."""
 
     def __init__(
         self,
@@ -154,7 +155,7 @@ class Guard:
             source.restore()
 
     def rebound_buffers(self) -> list[tuple[str, torch.Tensor, Any]]:
-        """Return buffers that the step replaced: path, old tensor, new object."""
+        """Return (path, old tensor, new object) of each buffer that the step has replaced."""
         rebound: list[tuple[str, torch.Tensor, Any]] = []
         for module, (_, buffers, _) in zip(self._modules, self._tables, strict=True):
             for name, old in buffers.before.items():
@@ -164,7 +165,7 @@ class Guard:
         return rebound
 
     def check(self, source_of: Callable[[torch.Tensor], str]) -> tuple[Effect, ...]:
-        """Raise ``CaptureError`` for changes that a replay cannot repeat; return functions that repeat the others."""
+        """Return functions that repeat the step's changes; raise ``CaptureError`` if a change cannot be repeated."""
         self._source = source_of
         effects = [
             effect
@@ -217,7 +218,7 @@ class Guard:
     def _check_module(
         self, module: nn.Module, container: SavedContainer, tables: list[SavedContainer]
     ) -> tuple[Effect, ...]:
-        """Refuse replaced parameters and submodules and new buffers; return the effect of changed attributes."""
+        """Return functions that repeat a module's attribute changes. Refuse new parameters, children and buffers."""
         parameters, buffers, children = tables
         if parameters.has_changed() or children.has_changed():
             both = [(t.live, t.before, name) for t in (parameters, children) for name in (*t.before, *t.live)]
@@ -245,7 +246,7 @@ class Guard:
         return () if effect is None else (effect,)
 
     def _check_leftover(self, label: str, new: Any, module: nn.Module | None = None) -> None:
-        """Raise ``CaptureError`` if a value that the step has stored contains a fake tensor."""
+        """Raise ``CaptureError`` if a value that the step has stored under ``label`` contains a fake tensor."""
         if not contains_fake(new):
             return
         source_line = next((line for tensor in leaves_in(new) if (line := self._source(tensor))), "")
@@ -258,7 +259,7 @@ class Guard:
         )
 
     def _refusal(self, text: str, name: str, module: nn.Module | None = None, source_line: str = "") -> CaptureError:
-        """Build an error at the line that sets ``name``, else at ``source_line`` or the step's first line."""
+        """Return an error located where code sets ``name``, else at ``source_line``, else where the step begins."""
         functions = list(step_functions(self._step))
         if module is not None:
             functions += [value for kind in type(module).__mro__ for value in vars(kind).values()]

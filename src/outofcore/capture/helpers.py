@@ -28,14 +28,14 @@ def _operator(name: str, overload: str) -> OpOverload:
 
 
 def pack_work(work: Any, threads: int | None = None) -> bytes:
-    """Pickle work and PyTorch's settings; raises PicklingError, AttributeError or TypeError."""
+    """Pickle work and PyTorch's settings; raise PicklingError, AttributeError or TypeError if it cannot be."""
     target = BytesIO()
     _Pickler(target).dump((work, threads or torch.get_num_threads(), _settings()))
     return target.getvalue()
 
 
 def receive_work() -> Any:
-    """Unpickle this process's work from stdin, and apply the PyTorch settings that came with it."""
+    """Read this process's work from stdin, and apply the PyTorch settings that ``pack_work`` has added."""
     work, threads, settings = pickle.load(sys.stdin.buffer)
     torch.set_num_threads(threads)
     _apply_settings(settings)
@@ -43,7 +43,7 @@ def receive_work() -> Any:
 
 
 def _settings() -> Mapping[str, Any]:
-    """Return the settings by which PyTorch chooses kernels."""
+    """Return PyTorch's global settings that affect which kernels run."""
     backends = torch.backends
     return {
         "dtype": torch.get_default_dtype(),
@@ -67,7 +67,7 @@ def _apply_settings(settings: Mapping[str, Any]) -> None:
 
 
 def _precision_settings() -> list[tuple[Any, str]]:
-    """List the backends and operators with a float32 precision setting."""
+    """Return (backend, operator) of each float32 precision setting."""
     backends = torch.backends
     return [
         *((backends.mkldnn, op) for op in ("matmul", "conv")),

@@ -64,7 +64,7 @@ class TensorLayout:
 
 @dataclass
 class KernelLayouts:
-    """A cache of the layouts that CPU kernels return, by operator and argument layouts."""
+    """A cache of the layouts of CPU kernels' results, by operator and argument layouts."""
 
     _layouts: dict[str, tuple[TensorLayout | None, ...] | None] = field(default_factory=dict)
 
@@ -77,7 +77,7 @@ class KernelLayouts:
         kwargs: dict[str, Any],
         result: Any,
     ) -> Any:
-        """Return fake results with the layouts that the kernel ``call`` returns on zeros, cached by ``family()``."""
+        """Return ``result`` with the layouts of the real kernel ``call``, found on zeros and cached by ``family()``."""
         arguments = leaves_in((args, kwargs))
         results = [result] if isinstance(result, torch.Tensor) else result
         if not isinstance(results, list | tuple) or not _may_differ(func, arguments, results):
@@ -96,7 +96,7 @@ class KernelLayouts:
 
 
 def _may_differ(func: OpOverload, arguments: list[torch.Tensor], results: list[Any] | tuple[Any, ...]) -> bool:
-    """Return whether the kernel may return other layouts than the fakes have, and can run now."""
+    """Return whether a kernel's results may have other layouts than the fakes, and the kernel can run now."""
     name = func._schema.name
     if name in _TRUSTED or not all(traits_of(tensor.device).computes_in_capture for tensor in arguments):
         return False
@@ -122,7 +122,7 @@ def has_default_strides(tensor: torch.Tensor) -> bool:
 def _run_on_zeros(
     call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[TensorLayout | None, ...] | None:
-    """Run a kernel on zeros and return its results' layouts, None where storages are shared; None if it fails."""
+    """Run a kernel on zeros. Return the layout of each result, None for shared memory; None on an error."""
     if leaves_in((args, kwargs), torch.Generator):
         return None
     fakes = {id(tensor): tensor for tensor in leaves_in((args, kwargs))}

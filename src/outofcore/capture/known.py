@@ -38,7 +38,7 @@ _CHANGES_MEMORY = ("aten::resize", "aten::set_")
 
 @dataclass(frozen=True, slots=True)
 class _ShapeOnly:
-    """Placeholder for an unknown tensor in the arguments of an operator that uses only its shape."""
+    """Placeholder for a tensor of unknown value, in the arguments of an operator that uses only shapes."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -57,7 +57,7 @@ class _KnownTensor:
 
 @dataclass(frozen=True, slots=True)
 class _PendingOp:
-    """An operator on known tensors that has not been run."""
+    """A recorded operator on tensors of known value that has not been run yet."""
 
     func: OpOverload
     args: tuple[Any, ...]  # with a ``_KnownRef`` for each known tensor
@@ -85,7 +85,7 @@ class _LentArray:
 
 
 class KnownValues:
-    """The values of fake tensors that depend on no data; each is computed when it is first read."""
+    """The values of fake tensors that follow from shapes and constants, computed when they are first read."""
 
     def __init__(self) -> None:
         self._tensors: dict[int, _KnownTensor] = {}  # by the id of the tensor
@@ -108,7 +108,7 @@ class KnownValues:
         written: Sequence[torch.Tensor] = (),
         overwritten: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Record an operator to run later, or mark ``written`` as unknown; refuse a write to memory of a lent array."""
+        """Record an operator on known values; for others, mark ``written`` as unknown. Refuse writes to lent arrays."""
         keys = frozenset(map(storage_key, written))
         for lent in self._lent:
             if lent.key in keys:
@@ -147,7 +147,7 @@ class KnownValues:
             self._empty -= keys
 
     def value(self, tensor: object) -> torch.Tensor | None:
-        """Return the read-only value of a tensor; None if it is not known."""
+        """Return the value of a tensor, which must not be written; None if it is unknown."""
         entry = self._find(tensor)
         if entry is None or entry.key in self._empty:
             return None
@@ -155,19 +155,19 @@ class KnownValues:
         return self._values[entry.place]
 
     def lend(self, tensor: torch.Tensor, array: Any) -> Any:
-        """Return a copy of ``array``, which has a tensor's value, and record it: the step must not write to either."""
+        """Return a copy of an array with a tensor's value, and record it so that ``check`` finds writes to it."""
         copy = array.copy()
         self._lent.append(_LentArray(storage_key(tensor), copy, array.copy(), user_line()))
         return copy
 
     def check(self) -> None:
-        """Refuse a step that has written to a lent array."""
+        """Raise ``CaptureError`` if the step has written to an array from ``lend``."""
         for lent in self._lent:
             if lent.array.tobytes() != lent.before.tobytes():
                 raise _changed_array_error(lent.source)
 
     def results(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator on known values and return its results; None if one is unknown, or it is random."""
+        """Run an operator on known values and return its results; None if a value is unknown or the op is random."""
         values = [(tensor, self.value(tensor)) for tensor in leaves_in((args, kwargs))]
         if operators.traits(func).random or not _is_builtin(func) or any(value is None for _, value in values):
             return None
@@ -176,13 +176,13 @@ class KnownValues:
 
     @staticmethod
     def _is_eligible(tensor: torch.Tensor) -> bool:
-        """Return whether a tensor's value may be computed: it is small, dense, and exact on the CPU."""
+        """Return whether a tensor's value may be computed: it is small and dense, and the CPU gives the same bits."""
         rounds = tensor.is_floating_point() or tensor.is_complex()
         exact = not rounds or traits_of(tensor.device).computes_in_capture
         return exact and tensor.layout is torch.strided and tensor.numel() <= MAX_ELEMENTS
 
     def _find(self, tensor: object) -> _KnownTensor | None:
-        """Return the entry of a tensor; None if it is unknown, or now has other memory or another layout."""
+        """Return the entry of a tensor. Return None without one, or if the tensor's memory or layout has changed."""
         entry = self._tensors.get(id(tensor))
         if entry is None or not isinstance(tensor, torch.Tensor):
             return None
@@ -205,7 +205,7 @@ class KnownValues:
         return _KnownRef(entry.place)
 
     def _run_pending(self, key: int) -> None:
-        """Run the pending operators that a storage's contents depend on, in their order."""
+        """Run the pending operators that determine the contents of the storage ``key``, in recorded order."""
         needed, overwritten, chosen, remaining = {key}, set[int](), list[_PendingOp](), list[_PendingOp]()
         for pending in reversed(self._pending):
             if not (pending.writes & needed or pending.reads & overwritten):
@@ -224,7 +224,7 @@ class KnownValues:
 
 
 def _is_builtin(func: OpOverload) -> bool:
-    """Return whether an operator is PyTorch's; others may have side effects or be random."""
+    # Other operators may have side effects or be random.
     return func.namespace in ("aten", "prims")
 
 
@@ -238,7 +238,7 @@ def _covers_storage(tensor: torch.Tensor) -> bool:
 
 
 def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator on the CPU, outside of all modes; placeholders with a shape become meta tensors."""
+    """Run an operator on the CPU, outside of all modes, with meta tensors for ``_ShapeOnly`` placeholders."""
     cpu = torch.device("cpu")
     kwargs = {name: item for name, item in kwargs.items() if name != "pin_memory"}
     if func._schema.name in _BY_SHAPE:

@@ -38,7 +38,7 @@ PLAIN_LEAVES = (int, float, complex, bool, str, bytes, type(None), Enum, torch.d
 
 @dataclass
 class MirroredState:
-    """A persistent tensor of the user's, and its fake."""
+    """A parameter, buffer or gradient of the user, with the fake tensor that replaces it during capture."""
 
     key: str
     name: str
@@ -67,12 +67,11 @@ class MirroredInput:
 
 
 def is_plain_leaf(leaf: Any) -> bool:
-    """Return whether an argument leaf is a constant that a signature can compare."""
     return isinstance(leaf, PLAIN_LEAVES) or (type(leaf).__module__ == "numpy" and getattr(leaf, "ndim", 1) == 0)
 
 
 class Mirror:
-    """All fakes of one capture."""
+    """The fake tensors of one capture, for parameters, buffers, gradients and arguments."""
 
     def __init__(
         self,
@@ -95,7 +94,7 @@ class Mirror:
         self.by_real: dict[int, MirroredState] = {}  # states, by the id of the user's tensors
 
     def add_states(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """Mirror parameters and buffers of models, and parameters that only an optimizer has."""
+        """Make fakes of the models' parameters and buffers, and of parameters that only an optimizer has."""
         entries: dict[int, tuple[str, str, StorageKind, torch.Tensor]] = {}
         for entry in states_of(models, optimizers):
             entries.setdefault(id(entry[3]), entry)
@@ -114,7 +113,7 @@ class Mirror:
             self._add_state(key, name, kind, real)
 
     def _make_fake(self, name: str, real: torch.Tensor) -> torch.Tensor:
-        """Return a fake on the step's device, for a real tensor on any device."""
+        """Return a fake of a parameter or buffer on the step's device, with a gradient if the real one has one."""
         device = self._tables.device
         if real.is_meta:
             return self._fake_of_meta(real)
@@ -134,7 +133,7 @@ class Mirror:
         return moved
 
     def _fake_of_meta(self, real: torch.Tensor) -> torch.Tensor:
-        """Return a fake of a meta tensor; fakes share memory where their meta tensors do."""
+        """Return a fake of a meta tensor. Fakes share memory if their meta tensors do."""
         with torch.no_grad():
             # A fake marks its storage as unreadable, so the user's storage must not be used.
             storage = self._storages.setdefault(
@@ -161,7 +160,7 @@ class Mirror:
             return torch.empty_strided(model.shape, stride, dtype=model.dtype, device=self._tables.device)
 
     def _add_state(self, key: str, name: str, kind: StorageKind, real: torch.Tensor) -> None:
-        """Register a tensor of the user's with its existing fake, hooks and gradient."""
+        """Register a parameter or buffer with its fake and gradient, and copy its hooks to the fake."""
         fake = self.fakes[id(real)]
         shard = None if self.sharding is None else self.sharding.shard_of(real)
         if self.sharding is not None and shard is not None:
@@ -186,7 +185,7 @@ class Mirror:
     def _add_shard(
         self, key: str, name: str, kind: StorageKind, real: torch.Tensor, sharding: Sharding, shard: Shard
     ) -> None:
-        """Register a sharded parameter and its gradient, and record ops that gather both."""
+        """Register a sharded parameter and any gradient of it, and record the ops that gather them."""
         fake = self.fakes[id(real)]
         traced = sharding.begin(shard, self._rows[id(real)])
         state = self._mirror_state(key, name, kind, real, fake)
@@ -213,7 +212,7 @@ class Mirror:
     def _mirror_state(
         self, key: str, name: str, kind: StorageKind, real: torch.Tensor, fake: torch.Tensor
     ) -> MirroredState:
-        """Return the entry of a tensor, and register the storage of its fake if that is new."""
+        """Return the record of a tensor and its fake. Register the fake's storage if it is new."""
         if self._tables.find_storage(fake) is None:
             self._tables.add(fake, kind, name)
         with torch.no_grad():
@@ -221,14 +220,14 @@ class Mirror:
         return MirroredState(key, name, kind, real, fake, alias, self._tables.value_of(fake), real.requires_grad)
 
     def add_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Replace the tensors in the arguments by fakes; raises ``CaptureError`` for unsupported leaves."""
+        """Replace the tensors in the arguments by fakes; raise ``CaptureError`` for unsupported objects."""
         # A parameter or buffer gets its existing fake. Other tensors get separate storages, even if they share memory.
         leaves, spec = tree_flatten((args, kwargs))
         names = leaf_names(args, kwargs)
         return tree_unflatten([self._mirror_argument(i, names[i], leaf) for i, leaf in enumerate(leaves)], spec)
 
     def _mirror_argument(self, index: int, name: str, leaf: Any) -> Any:
-        """Return the fake of a leaf, or the leaf itself if it is a plain constant; refuse others."""
+        """Return the fake of a tensor argument. Return a plain constant unchanged, and refuse other objects."""
         if not isinstance(leaf, torch.Tensor):
             if not is_plain_leaf(leaf):
                 raise CaptureError(
@@ -254,7 +253,7 @@ class Mirror:
         return [m.real for m in (*self.states, *self.gradients.values())]
 
     def inputs_sharing_memory(self) -> dict[int, MirroredInput]:
-        """Return the inputs that share memory with another input or a state, by fake storage."""
+        """Map storage numbers to the inputs that share real memory with another input, parameter or buffer."""
         owners = Counter(storage_key(t) for t in (*self.real_tensors(), *(entry.real for entry in self.inputs)))
         return {
             self._tables.storage_of(entry.fake): entry
@@ -266,7 +265,7 @@ class Mirror:
 def states_of(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> Iterator[tuple[str, str, StorageKind, torch.Tensor]]:
-    """Yield key, name, kind and tensor of all parameters and buffers, also of optimizers; tied ones repeatedly."""
+    """Yield (key, name, kind, tensor) of all parameters and buffers, also of optimizers. Tensors may repeat."""
     starts = [prefix(index, len(models)) for index in range(len(models))]
     for start, model in zip(starts, models, strict=True):
         for path, parameter in model.named_parameters():
@@ -282,7 +281,7 @@ def states_of(
 
 
 def leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """Name each argument leaf by position or keyword, followed by the path into it."""
+    """Name each flattened argument by its position or keyword, followed by the path inside, as in ``0['x']``."""
     try:
         paths = [path for path, _ in tree_flatten_with_path((args, kwargs))[0]]
     except ValueError:  # a class registered without names of its children
@@ -291,7 +290,7 @@ def leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
 
 
 def check_argument(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Raise ``CaptureError`` or ``InputError`` for an argument that a step on the device cannot read."""
+    """Raise ``CaptureError`` or ``InputError`` for an argument that a step on ``device`` cannot read."""
     _check_kind(f"argument {name}", tensor)
     if tensor.is_meta:
         raise InputError(

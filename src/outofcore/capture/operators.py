@@ -92,30 +92,28 @@ Arguments = dict[str, Any]
 
 
 def arguments_by_name(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Return the arguments of a call by their names in the schema."""
     return dict(zip(traits(func).names, args, strict=False)) | kwargs
 
 
 def arrange_arguments(func: OpOverload, call: Call, arguments: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arrange named arguments by position and keyword, as in a call of the operator."""
+    """Return positional and keyword arguments from ``arguments``, arranged as in ``call``."""
     args = tuple([arguments[name] for name in traits(func).names[: len(call.args)]])
     return args, {name: arguments[name] for name in call.kwargs}
 
 
 def written_arguments(func: OpOverload, arguments: Arguments) -> frozenset[str]:
-    """Return the names of the arguments that this call may write in place."""
     facts = traits(func)
     return facts.written if facts.flag and not arguments.get(facts.flag) else facts.written | facts.hidden
 
 
 def is_random(func: OpOverload, arguments: Arguments) -> bool:
-    """Return whether this call uses a random generator; attention without dropout does not."""
+    """Return whether this call uses a random generator. Attention without dropout does not use one."""
     facts = traits(func)
     return facts.random and not ("dropout_p" in facts.names and arguments.get("dropout_p", 0.0) == 0.0)
 
 
 def split_arguments(func: OpOverload, arguments: Arguments) -> frozenset[str]:
-    """Return the names of a ``_foreach_`` operator's arguments that have one entry per tensor."""
+    """Return the names of a ``_foreach_`` operator's arguments that are lists with one entry per tensor."""
     lists = [a.name for a in func._schema.arguments if isinstance(arguments.get(a.name), list | tuple)]
     typed = {a.name for a in func._schema.arguments if str(a.type) in _SPLIT_TYPES}
     length = len(arguments[traits(func).names[0]])
@@ -123,7 +121,7 @@ def split_arguments(func: OpOverload, arguments: Arguments) -> frozenset[str]:
 
 
 def family_text(name: str, args: Any, kwargs: dict[str, Any], values: list[Value]) -> str:
-    """Format the key that calls of equal cost share: operator, tensor metadata and constants."""
+    """Return a text key of operator, tensor metadata and constants, which is equal for calls of equal cost."""
     items = [_argument_text(item, values) for item in args]
     items += [f"{key}={_argument_text(item, values)}" for key, item in sorted(kwargs.items())]
     return f"{name}({', '.join(items)})"
@@ -140,14 +138,14 @@ def _argument_text(item: Any, values: list[Value]) -> str:
 
 
 def value_text(value: Value) -> str:
-    """Format metadata, such as ``float32[2,3]{3,1}``, with ``*`` if conjugate and ``-`` if negated."""
+    """Format dtype, shape and strides, as in ``float32[2,3]{3,1}``; add ``*`` if conjugate and ``-`` if negated."""
     dtype = str(value.dtype).removeprefix("torch.")
     shape, stride = ",".join(map(str, value.shape)), ",".join(map(str, value.stride))
     return f"{dtype}[{shape}]{{{stride}}}{'*' * value.conjugate}{'-' * value.negated}"
 
 
 def fake_result(func: OpOverload, arguments: Arguments, run: Callable[[], Any]) -> Any:
-    """Return fake results with the metadata that the kernel's would have; ``run`` computes the uncorrected ones."""
+    """Return fake results with the metadata of the real kernel's results; ``run`` computes uncorrected results."""
     built = _build_result(func, arguments)
     return _repair_result(func, arguments, run()) if built is None else built
 
@@ -156,7 +154,7 @@ Repair = Callable[[Arguments, list[Any]], list[Any]]
 
 
 def _repair_result(func: OpOverload, arguments: Arguments, result: Any) -> Any:
-    """Correct fake results that differ from the kernel's, and set results that a mask leaves out to None."""
+    """Correct metadata of fake results that differs from the kernel's, and set masked-out results to None."""
     tensors = [item for item in arguments.values() if isinstance(item, torch.Tensor)]
     if not tensors:
         return result
@@ -177,7 +175,7 @@ def _repair_result(func: OpOverload, arguments: Arguments, result: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _mask_argument(func: OpOverload) -> str:
-    """Return the name of the argument that selects results, or an empty string."""
+    """Return the name of the operator's bool-list argument that selects results, or an empty string."""
     returns = func._schema.returns
     if len(returns) < 2 or any(item.alias_info is not None for item in returns):
         return ""
@@ -186,7 +184,7 @@ def _mask_argument(func: OpOverload) -> str:
 
 
 def _build_result(func: OpOverload, arguments: Arguments) -> torch.Tensor | tuple[torch.Tensor | None, ...] | None:
-    """Build the results of an operator with a slow or failing fake; None for other operators."""
+    """Build the results of an operator that has a slow or failing fake kernel; None for other operators."""
     if func._schema.name == "aten::_conj" and not isinstance(arguments["self"], torch.Tensor):
         # The kernel turns a number into a tensor and returns its lazy conjugate. The fake omits the conjugate.
         return torch.empty((), dtype=torch.complex128).conj()
@@ -202,7 +200,7 @@ def _build_result(func: OpOverload, arguments: Arguments) -> torch.Tensor | tupl
 
 
 def _batch_norm_result(arguments: Arguments) -> tuple[torch.Tensor | None, ...] | None:
-    """Build the results of batch normalization in training, or of its backward; None for unusual arguments."""
+    """Build the results of batch normalization or its backward in training; None for unusual arguments."""
     # The fakes are decomposed into dozens of ops, which takes fifty times as long.
     data, tensors = arguments["input"], [item for item in arguments.values() if isinstance(item, torch.Tensor)]
     channels = data.shape[1:2]
@@ -217,14 +215,14 @@ def _batch_norm_result(arguments: Arguments) -> tuple[torch.Tensor | None, ...] 
 
 
 def _longest_target(targets: torch.Tensor, lengths: Sequence[int] | torch.Tensor) -> int:
-    """Return the longest target's length, or the largest possible if ``lengths`` is a tensor."""
+    """Return the length of the longest target, or the largest possible length if ``lengths`` is a tensor."""
     if isinstance(lengths, torch.Tensor):
         return targets.shape[1] if targets.ndim == 2 else targets.numel()
     return max(lengths, default=0)
 
 
 def _grouped_mm_result(arguments: Arguments) -> torch.Tensor:
-    """Build the result of a ragged grouped matrix product (mixtures of experts)."""
+    """Build the result of ``_grouped_mm``, the grouped matrix product of mixtures of experts."""
     # See ``create_grouped_gemm_output_tensor`` of ATen/native/GroupedMMUtils.h; the fake accepts bfloat16 only.
     left, right, offsets = arguments["self"], arguments["mat2"], arguments.get("offs")
     if left.dtype != right.dtype or left.shape[-1] != right.shape[-2]:
@@ -251,7 +249,7 @@ def _grouped_mm_result(arguments: Arguments) -> torch.Tensor:
 
 
 def wrap_exact(func: OpOverload, autocast: tuple[str, torch.dtype] | None) -> Callable[..., Any]:
-    """Return an operator, wrapped if a replay without autograd and autocast would compute something else."""
+    """Return an operator, or a wrapper of it if a plain call in a replay would give other results."""
     # Some kernels check whether gradients are enabled, others call operators that autocast changes. No tensor of a
     # replay requires a gradient, so enabling them creates no autograd graph.
     if func._schema.name == "aten::mkldnn_rnn_layer" and torch.is_grad_enabled():
@@ -314,7 +312,7 @@ def _empty_with_layout(tensor: torch.Tensor, dtype: torch.dtype, stride: tuple[i
 
 
 def _full_precision_statistics(arguments: Arguments, results: list[Any]) -> list[Any]:
-    """Make result statistics float32 for half-precision inputs with float32 parameters."""
+    """Make the saved statistics float32 if inputs have half precision and parameters are float32."""
     parameters = (arguments.get(name) for name in ("weight", "bias", "running_mean", "running_var"))
     if arguments["input"].dtype in (torch.bfloat16, torch.float16) and any(
         parameter is not None and parameter.dtype == torch.float32 for parameter in parameters
@@ -324,7 +322,7 @@ def _full_precision_statistics(arguments: Arguments, results: list[Any]) -> list
 
 
 def _in_larger_memory(count: Callable[[Arguments], int], *indices: int) -> Repair:
-    """Return a repair that gives results at ``indices`` a storage of ``count(arguments)`` elements, if larger."""
+    """Return a repair that enlarges the storages of results at ``indices`` to ``count(arguments)`` elements."""
 
     def repair(arguments: Arguments, results: list[Any]) -> list[Any]:
         for index in indices:
@@ -337,7 +335,7 @@ def _in_larger_memory(count: Callable[[Arguments], int], *indices: int) -> Repai
 
 
 def _loss_elements(arguments: Arguments) -> int:
-    """Return how many values the kernel reduces to a loss; 0 without a reduction."""
+    """Return the number of values that a loss's kernel reduces, or 0 without a reduction."""
     if arguments.get("reduction", 1) == 0:
         return 0
     target = arguments["target"]
@@ -345,7 +343,7 @@ def _loss_elements(arguments: Arguments) -> int:
 
 
 def _lstm_workspace(arguments: Arguments, results: list[Any]) -> list[Any]:
-    """Correct the size of the workspace among the results, by running the kernel once on zeros."""
+    """Correct the size of the LSTM's workspace, its last result, by running the kernel once on zeros."""
 
     def zeros(tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
@@ -359,7 +357,7 @@ def _lstm_workspace(arguments: Arguments, results: list[Any]) -> list[Any]:
 
 
 def _cudnn_reserve(arguments: Arguments, results: list[Any]) -> list[Any]:
-    """Correct the sizes of cuDNN's reserve and weight copy, by running the kernel once on zeros."""
+    """Correct the sizes of cuDNN's reserve and weight buffers by running the kernel once on zeros."""
     if not torch.cuda.is_available():
         return results
     device = arguments["input"].device
@@ -376,7 +374,7 @@ def _cudnn_reserve(arguments: Arguments, results: list[Any]) -> list[Any]:
 
 
 def _generator_state(arguments: Arguments, results: list[Any]) -> list[Any]:
-    """Correct the device of the generator state that the backward pass reads."""
+    """Correct the device of the generator state that efficient attention returns for its backward pass."""
     # Outside of CUDA graphs it is the CPU if there is dropout, else it depends on PyTorch's version. See
     # ``_efficient_attention_forward`` of ATen/native/transformers/cuda/attention.cu.
     device = torch.device("cpu") if arguments.get("dropout_p") else _device_without_dropout(arguments["query"].device)
@@ -386,7 +384,7 @@ def _generator_state(arguments: Arguments, results: list[Any]) -> list[Any]:
 
 @functools.lru_cache(maxsize=16)
 def _device_without_dropout(device: torch.device) -> torch.device:
-    """Run efficient attention without dropout to find the device of its generator state."""
+    """Return the device of efficient attention's generator state without dropout, found by running it."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     with real_tensors(), DisableTorchFunction(), torch.no_grad():

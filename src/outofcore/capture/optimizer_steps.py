@@ -69,7 +69,7 @@ def shape_of(tensor: torch.Tensor | Value) -> TensorShape:
 
 # An optimizer reads its step count only to compute factors, which do not affect its state's layout.
 class _StubValues(TorchDispatchMode):
-    """Answers every read of a fake tensor's value with some number, and skips fused updates."""
+    """A dispatch mode that answers reads of fake tensors' values with arbitrary constants, and skips fused updates."""
 
     supports_higher_order_operators = True
 
@@ -97,7 +97,7 @@ class StateLayout:
 
 
 class StateLayouts:
-    """Finds the state layouts of one optimizer, once for all parameters of the same layout."""
+    """Finds the dtypes, shapes and strides of an optimizer's state, once per parameter layout."""
 
     def __init__(self, optimizer: Optimizer, device: torch.device = CPU) -> None:
         self._optimizer = optimizer
@@ -132,7 +132,7 @@ class StateLayouts:
         shapes: Sequence[TensorShape],
         entries: Sequence[dict[str, Any]],
     ) -> list[StateLayout]:
-        """Step twice on fakes, and return the layouts of the resulting state."""
+        """Run two optimizer steps on fakes, and return the layouts of the state; raise ``CaptureError`` on failure."""
         optimizer = self._optimizer
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, _StubValues():
             leaves: list[tuple[int, torch.Tensor]] = []
@@ -166,7 +166,7 @@ class StateLayouts:
         ]
 
     def _make_fake(self, value: Any, mode: FakeTensorMode, parameter: torch.Tensor, group: int) -> Any:
-        """Return a fake of a state tensor, on the device where it will be in the step; copy other state."""
+        """Return a fake of a state tensor, on the device where the step will have it. Copy any other value."""
         if isinstance(value, torch.Tensor):
             # Moments move with their parameter, even if only one of the two is on the device now. So does a step count,
             # unless the optimizer keeps it on the CPU.
@@ -178,7 +178,7 @@ class StateLayouts:
         return copy.deepcopy(value)
 
     def _planned_tensors(self, entries: dict[str, Any]) -> dict[str, TensorShape]:
-        """Return the layouts of the state tensors on the step's device; refuse tensors inside of other values."""
+        """Return the layouts of state tensors on the step's device. Refuse tensors nested in other values."""
         tensors: dict[str, TensorShape] = {}
         for name, value in entries.items():
             if isinstance(value, torch.Tensor):
@@ -211,7 +211,6 @@ class StateLayouts:
 
 
 def _layout_key(value: Any) -> Any:
-    """Return the part of a state entry that affects the layout."""
     return (shape_of(value), value.device) if isinstance(value, torch.Tensor) else type(value)
 
 
@@ -249,11 +248,11 @@ class StepRecorder:
 
     @contextlib.contextmanager
     def replace_steps(self, written: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
-        """Replace the ``step`` of optimizers; ``written`` is called with the fakes that a step may write."""
+        """Replace each ``optimizer.step`` by a recorder, which calls ``written`` with all fakes that it may write."""
         known_ids, is_capturing = {id(optimizer) for optimizer in self._optimizers}, capturing_thread()
 
         def refuse(optimizer: Optimizer, *_: Any) -> None:
-            """Refuse a step of an optimizer that was not given, or one that the capture does not see."""
+            """Refuse a step of an unknown optimizer, or a step through a saved reference to the method."""
             if not is_capturing():
                 return
             name = type(optimizer).__name__
@@ -293,7 +292,7 @@ class StepRecorder:
         return step
 
     def _record(self, index: int) -> list[torch.Tensor]:
-        """Record an optimizer's update as one op or several, and return the fakes that it may write."""
+        """Record the update ops of optimizer ``index``; return the fakes of its parameters and gradients."""
         optimizer = self._optimizers[index]
         self._calls += 1
         members: list[_PendingMember] = [
@@ -327,12 +326,12 @@ class StepRecorder:
         return touched
 
     def _bytes(self, state: MirroredState) -> int:
-        """Return the bytes of a parameter that one process updates, the same in all processes."""
+        """Return the size of a parameter in bytes, or the size of one process's chunk if it is sharded."""
         traced = state.traced
         return state.real.numel() * state.real.element_size() if traced is None else traced.shard.chunk_bytes
 
     def _gradient(self, state: MirroredState) -> int | None:
-        """Return the index of a gradient's value, None without a gradient; refuse a sparse one."""
+        """Return the value index of a parameter's gradient, or None without a gradient. Refuse a sparse one."""
         with DisableTorchFunction():
             grad = state.fake.grad
         if grad is None:
@@ -352,7 +351,7 @@ class StepRecorder:
         return self._tables.value_of(grad)
 
     def _append_update(self, index: int, chunk: Sequence[_PendingMember]) -> None:
-        """Record an update op for some parameters, which ``finish`` completes."""
+        """Record an update op for the parameters in ``chunk``; ``finish`` adds its state and arguments later."""
         _, source = self._provenance.locate_op()
         place = self._tables.append(
             f"optimizer.{type(self._optimizers[index]).__name__}",
@@ -368,7 +367,7 @@ class StepRecorder:
                 state.traced.gather_updated()
 
     def finish(self) -> None:
-        """Find the state of every recorded update and complete its op, outside of all modes."""
+        """Find the state tensors of every recorded update, and complete its op. Call this outside of all modes."""
         layouts = [StateLayouts(optimizer, self._tables.device) for optimizer in self._optimizers]
         created: list[set[tuple[int, str, int]]] = [set() for _ in self._optimizers]
         values_by_state: dict[tuple[int, int, str], int] = {}
@@ -380,7 +379,7 @@ class StepRecorder:
     def _bind_states(
         self, pending: _PendingUpdate, layouts: StateLayouts, values_by_state: dict[tuple[int, int, str], int]
     ) -> tuple[list[Member], list[list[int]]]:
-        """Return the members of an update, and for each the indices of the values of its state tensors."""
+        """Return the members of an update, and for each member the value indices of its state tensors."""
         optimizer = self._optimizers[pending.optimizer]
         reals = [(group, state.real) for group, state, _ in pending.members]
         grads = [None if g is None else shape_of(self._tables.values[g]) for _, _, g in pending.members]
@@ -414,7 +413,7 @@ class StepRecorder:
         return members, values
 
     def _bind_state(self, index: int, state: MirroredState, name: str, shape: TensorShape) -> int:
-        """Register the storage and the binding of a new state tensor, and return the index of its value."""
+        """Register a storage and a binding for a state tensor, and return its value index."""
         optimizer = self._optimizers[index]
         count, traced = shape.bytes, state.traced
         if traced is not None and shape.shape == (traced.shard.count,):
@@ -434,7 +433,7 @@ class StepRecorder:
         return value
 
     def _complete_op(self, pending: _PendingUpdate, update: OptimizerUpdate, states: list[list[int]]) -> None:
-        """Replace an update's placeholder by its call, with the storages that it reads and mutates."""
+        """Give a recorded update op its call, and the storages that it reads and mutates."""
         values = self._tables.values
         params = [state.persistent[1] for _, state, _ in pending.members]
         grads = [None if grad is None else Ref(grad) for _, _, grad in pending.members]
@@ -470,7 +469,7 @@ def call_of_update(update: OptimizerUpdate, args: UpdateArguments) -> Call:
 
 
 def family_of_update(name: str, update: OptimizerUpdate, args: UpdateArguments, values: Sequence[Value]) -> str:
-    """Format the key that updates of equal cost share: settings and tensor metadata."""
+    """Return a text key of settings and tensor metadata, which is equal for updates of equal cost."""
     texts = ",".join(
         f"{value_text(values[p.value])}:{'-' if g is None else value_text(values[g.value])}:"
         + "+".join(value_text(values[ref.value]) for ref in states)
@@ -482,7 +481,7 @@ def family_of_update(name: str, update: OptimizerUpdate, args: UpdateArguments, 
 
 
 def _settings_text(update: OptimizerUpdate) -> str:
-    """Format the group settings that affect which kernels run; numbers count only as zero or nonzero."""
+    """Format the group settings that kernels depend on. Numbers appear only as zero or nonzero."""
     groups = dict.fromkeys(member.group for member in update.members)
     parts: list[str] = []
     for index in groups:
@@ -493,6 +492,7 @@ def _settings_text(update: OptimizerUpdate) -> str:
 
 
 def _setting_text(value: object) -> str | None:
+    """Format one setting, with a number as zero or nonzero; None for types that affect no kernel."""
     match value:
         case None | bool() | str():
             return str(value)

@@ -45,7 +45,7 @@ class UpdatePiece:
 
 
 def pieces_of(optimizer: Optimizer, group: int, whole: UpdatePiece) -> list[UpdatePiece]:
-    """Split a long parameter into the pieces in which it is updated, if that gives the same bits."""
+    """Return the pieces of a parameter's update; the whole if it is short, or pieces could change the bits."""
     if not _can_be_cut(optimizer, optimizer.param_groups[group], whole):
         return [whole]
     count = whole.parameter.numel()
@@ -68,12 +68,12 @@ def pieces_of(optimizer: Optimizer, group: int, whole: UpdatePiece) -> list[Upda
 
 
 def _updates_one_by_one(optimizer: Optimizer, settings: dict[str, Any]) -> bool:
-    """Return whether an optimizer updates elementwise, and one parameter after the other."""
+    """Return whether an optimizer with these settings updates elementwise, one parameter after the other."""
     return type(optimizer) in _ELEMENTWISE and not any(settings.get(name) for name in _SINGLE_CALL_SETTINGS)
 
 
 def _can_be_cut(optimizer: Optimizer, settings: dict[str, Any], whole: UpdatePiece) -> bool:
-    """Return whether a parameter is long, and updating it piece by piece gives the same bits."""
+    """Return whether a parameter is long enough to update in pieces, and pieces give the same bits."""
     parameter, gradient = whole.parameter, whole.gradient
     if (
         parameter.numel() < 2 * PIECE_ELEMENTS
@@ -150,7 +150,7 @@ def is_torch_optimizer(optimizer: Optimizer) -> bool:
 def run_shadow(
     optimizer: Optimizer, leaves: Sequence[tuple[int, torch.Tensor]], entries: Sequence[dict[str, Any]]
 ) -> Optimizer:
-    """Return a copy of an optimizer after a step on leaves (group index, tensor with ``.grad``) with their state."""
+    """Step a copy of an optimizer on ``leaves`` (group index, parameter) with state ``entries``; return the copy."""
     kind = type(optimizer)
     shadow: Optimizer = object.__new__(kind)
     shadow.__dict__.update(optimizer.__dict__)
@@ -173,7 +173,7 @@ def run_shadow(
 
 
 class OptimizerUpdate:
-    """Updates a few parameters as the optimizer's ``step`` would: the ``func`` of a ``Call``.
+    """The function of an update op: updates a few parameters as the optimizer's ``step`` would.
 
     If a state tensor does not exist yet, the optimizer initialises it and the result is copied into the tensor passed.
     State that is no tensor, or is on another device (a step count on the CPU), stays in ``optimizer.state``.
@@ -190,12 +190,12 @@ class OptimizerUpdate:
 
     @classmethod
     def join(cls, updates: Sequence[OptimizerUpdate]) -> OptimizerUpdate:
-        """Combine updates of one capture and one optimizer, in their order."""
+        """Return one update of the parameters of several updates, which share a capture and an optimizer."""
         first = updates[0]
         return cls(first.optimizer, [member for update in updates for member in update.members], first._created)
 
     def can_update_ranges(self) -> bool:
-        """Return whether the update has one parameter, and updating ranges of it gives the same bits."""
+        """Return whether this updates one whole parameter, and updating it in ranges gives the same bits."""
         if len(self.members) != 1:
             return False
         (member,) = self.members
@@ -207,7 +207,6 @@ class OptimizerUpdate:
         return one_by_one and member.parameter.dtype in _DTYPES and member.start == 0 and member.is_last
 
     def for_range(self, start: int, *, is_last: bool) -> OptimizerUpdate:
-        """Return the update of the range that begins with element ``start``."""
         (member,) = self.members
         return OptimizerUpdate(self.optimizer, [replace(member, start=start, is_last=is_last)], self._created)
 
@@ -219,17 +218,17 @@ class OptimizerUpdate:
         return not all(all(self._existing(member)) for member in self.members)
 
     def forget(self) -> None:
-        """Make the next call create the state again, unless it is in ``optimizer.state``."""
+        """Mark created state as missing, so that the next call creates it. Keep tensors in ``optimizer.state``."""
         self.forget_count += 1
         for member in self.members:
             self._created.difference_update(map(member.key, member.names))
 
     def created_state(self) -> Iterator[tuple[int, str]]:
-        """Yield parameter id and name of the state that updates of this capture have created in planned tensors."""
+        """Yield (parameter id, state name) of each state tensor that updates of this capture have created."""
         return ((parameter, name) for parameter, name, _ in self._created)
 
     def optimizer_tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors in the members' state and, outside of ``torch.optim``, in settings and attributes."""
+        """Yield the tensors in the parameters' state; for custom classes also in settings and attributes."""
         optimizer = self.optimizer
         for member in self.members:
             yield from leaves_in(optimizer.state.get(member.parameter, {}))
@@ -250,17 +249,16 @@ class OptimizerUpdate:
         ]
 
     def bind(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States) -> BoundUpdate:
-        """Bind the update to tensors that stay the same from call to call."""
         return BoundUpdate(self, params, grads, states)
 
     def _unplaced_entries(self, member: Member) -> dict[str, Any]:
-        """Return the state of a member that has no planned tensor; a copy, except for the last range."""
+        """Return a member's state that has no planned tensor. It is a deep copy, except for the last range."""
         entries = self.optimizer.state.get(member.parameter, {})
         unplaced = {n: v for n, v in entries.items() if n not in member.names or not isinstance(v, torch.Tensor)}
         return unplaced if member.is_last else copy.deepcopy(unplaced)
 
     def __call__(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States) -> None:
-        """Update ``params`` and ``states`` in place; raises ``StateError`` for unknown state of a range."""
+        """Update ``params`` and ``states`` in place; raise ``StateError`` if the layout of a range's state changes."""
         present = [self._existing(member) for member in self.members]
         entries_of_members = [self._unplaced_entries(member) for member in self.members]
         shadow, remaining = self._run(params, grads, states, present, entries_of_members)
@@ -280,7 +278,7 @@ class OptimizerUpdate:
         present: list[list[bool]],
         unplaced_entries: list[dict[str, Any]],
     ) -> tuple[Optimizer, list[dict[str, Any]]]:
-        """Step on all members, in pieces if possible; return the last shadow and each member's state without tensor."""
+        """Update all members, in pieces if possible; return the last shadow and any state outside of ``states``."""
         pieces: list[UpdatePiece] = []
         rows = zip(self.members, params, grads, states, present, unplaced_entries, strict=True)
         for index, (member, param, grad, tensors, has_state, entries) in enumerate(rows):
@@ -300,7 +298,7 @@ class OptimizerUpdate:
     def _step(
         self, pieces: Sequence[UpdatePiece], present: list[list[bool]], unplaced: list[dict[str, Any]]
     ) -> Optimizer:
-        """Step on some pieces, and store their remaining state in ``unplaced``."""
+        """Run one optimizer step on ``pieces``, and put state without a planned tensor into ``unplaced``."""
         leaves = [as_leaf(piece.parameter, piece.gradient) for piece in pieces]
         entries: list[dict[str, Any]] = []
         for piece in pieces:
@@ -327,7 +325,7 @@ class OptimizerUpdate:
         device: torch.device,
         user_state: dict[str, Any],
     ) -> dict[str, Any]:
-        """Copy new state into ``tensors``, and return the rest, with None or ``_MISSING`` for missing state."""
+        """Copy state that a step has created from ``entries`` into ``tensors``, and return the remaining entries."""
         for name, tensor in zip(member.names, tensors, strict=True):
             created = entries.setdefault(name, _MISSING)
             if created is None or created is _MISSING:
@@ -344,7 +342,7 @@ class OptimizerUpdate:
         return entries
 
     def _require_recapture(self, member: Member, name: str) -> None:
-        """Request a new capture, since the state differs; raise ``StateError`` if a range is updated."""
+        """Set ``needs_recapture`` because state ``name`` differs; raise ``StateError`` if this updates a range."""
         if member.start or not member.is_last:
             raise StateError(
                 f"{type(self.optimizer).__name__} has created state {name!r}, or changed its shape or dtype, since the "
@@ -354,7 +352,7 @@ class OptimizerUpdate:
         self.needs_recapture = True
 
     def _copy_attributes(self, shadow: Optimizer) -> None:
-        """Copy changed attributes, settings and shared state to the user's optimizer."""
+        """Copy changed attributes, settings and shared state from ``shadow`` to the user's optimizer."""
         for name, value in shadow.__dict__.items():
             if name not in _SHADOWED and self.optimizer.__dict__.get(name) is not value:
                 self.optimizer.__dict__[name] = value
@@ -382,7 +380,7 @@ class StateOrder:
         self._creates_state = False
 
     def begin(self, *, creates_state: bool) -> None:
-        """Record the state before a step; ``creates_state`` means that the step will create state tensors."""
+        """Record which state exists before a step. ``creates_state``: the step will create state tensors."""
         self._before, self._creates_state = None, creates_state
         if creates_state or any(
             m.parameter not in o.state for o, members in self._members.values() for m in members.values()
@@ -393,7 +391,7 @@ class StateOrder:
             }
 
     def end(self) -> None:
-        """Sort the state added since ``begin``."""
+        """Sort the state added since ``begin`` into the order in which the optimizer would create it."""
         for number, before in (self._before or {}).items():
             optimizer, members = self._members[number]
             if not self._creates_state and len(optimizer.state) == len(before):
@@ -419,7 +417,7 @@ def _sort_added(
 
 
 class Rehearsal:
-    """Runs an update on scratch tensors, without changing the optimizer: the ``rehearse`` of a ``Call``."""
+    """Runs an update on scratch tensors, to measure it without changing the user's optimizer."""
 
     def __init__(self, update: OptimizerUpdate) -> None:
         self._update = update
@@ -428,6 +426,7 @@ class Rehearsal:
 
     # An update that creates state allocates differently.
     def run_first(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States) -> None:
+        """Run the update as if no state existed. Later calls reuse state that it creates outside of ``states``."""
         members = self._update.members
         absent = [[False] * len(member.names) for member in members]
         self._unplaced = self._run(params, grads, states, absent, [{} for _ in members])
@@ -448,7 +447,7 @@ class Rehearsal:
         self._run(params, grads, states, present, [copy.deepcopy(entries) for entries in unplaced])
 
     def _run(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States, *state_args: Any) -> Any:
-        """Run the update without requesting a new capture, and return the state that has no tensor."""
+        """Run the update without changing ``needs_recapture``, and return any state outside of ``states``."""
         before = self._update.needs_recapture
         try:
             return [_without_missing(entry) for entry in self._update._run(params, grads, states, *state_args)[1]]
@@ -457,9 +456,9 @@ class Rehearsal:
 
 
 class BoundUpdate:
-    """An ``OptimizerUpdate`` bound to fixed tensors: all calls step one copy of the optimizer, its shadow.
+    """An update op bound to fixed tensors. Its calls share one copy of the user's optimizer, the shadow.
 
-    Settings and the user's state are read at each call. It falls back to the update while state is missing, for
+    Settings and the user's state are read at each call. Calls run the unbound update while state is missing, for
     parameters updated in pieces, and for classes outside of ``torch.optim``.
     """
 
@@ -495,7 +494,7 @@ class BoundUpdate:
             self._make_shadow()
 
     def _can_reuse_shadow(self) -> bool:
-        """Return whether calls can share a shadow: a ``torch.optim`` class, no pieces, no range before the last."""
+        """Return whether calls can share a shadow. Custom classes, cut parameters and early ranges cannot."""
         update, groups = self._update, self._update.optimizer.param_groups
         rows = zip(update.members, self._params, self._grads, self._states, strict=True)
         if not all(member.is_last for member in update.members):
@@ -506,7 +505,7 @@ class BoundUpdate:
         )
 
     def _make_shadow(self) -> None:
-        """Create a shadow with the bound tensors; ``_step`` adds settings and state."""
+        """Create the shadow with the bound tensors as its parameters; ``_step`` adds settings and state."""
         update = self._update
         self._forget_count = update.forget_count
         self._leaves = [as_leaf(param, grad) for param, grad in zip(self._params, self._grads, strict=True)]
@@ -550,7 +549,7 @@ class BoundUpdate:
         )
 
     def _store_entries(self, current: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
-        """Store the user's state for ``_is_unchanged``, and give it to the shadow with the bound tensors."""
+        """Store the user's state for ``_is_unchanged``; combine it with the bound tensors to the shadow's state."""
         for leaf, entries, placed in zip(self._leaves, current, self._placed, strict=True):
             state[leaf] = {**entries, **placed}
         self._lengths = list(map(len, current))
@@ -560,7 +559,7 @@ class BoundUpdate:
         self._values = list(_values_of(state))
 
     def _copy_back(self, pointers: list[int], current: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
-        """Copy parameters and state that the step has replaced by new tensors into the bound ones."""
+        """Copy parameters and state into the bound tensors if the step has replaced these by new tensors."""
         for index, leaf in enumerate(self._leaves):
             if pointers[index] != self._addresses[index]:
                 self._params[index].copy_(leaf)
@@ -572,7 +571,7 @@ class BoundUpdate:
                     break
 
     def _copy_replaced_state(self, place: int, created: dict[str, Any]) -> None:
-        """Copy the replaced state of one member into the bound tensors, and the rest to the user's state."""
+        """Copy the state of member ``place`` into its bound tensors, and other entries to the user's optimizer."""
         update, member, param = self._update, self._update.members[place], self._params[place]
         remaining = _without_missing(
             update._store_state(member, dict(created), self._states[place], param.device, _NO_STATE)
@@ -594,12 +593,11 @@ def _values_of(state: dict[Any, dict[str, Any]]) -> Iterator[Any]:
 
 
 def _are_identical(first: list[Any], second: list[Any]) -> bool:
-    """Return whether two lists contain the same objects."""
     return len(first) == len(second) and all(map(is_, first, second))
 
 
 def as_leaf(tensor: torch.Tensor, grad: torch.Tensor | None) -> torch.nn.Parameter:
-    """Return a parameter with a gradient on a tensor's memory, as an optimizer expects."""
+    """Return a parameter that shares a tensor's memory and has the gradient ``grad``, as optimizers expect."""
     leaf = torch.nn.Parameter(tensor.detach(), requires_grad=tensor.is_floating_point() or tensor.is_complex())
     leaf.grad = grad
     return leaf

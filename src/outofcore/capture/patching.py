@@ -14,21 +14,21 @@ CAPTURE_LOCK = threading.RLock()
 
 
 def capturing_thread() -> Callable[[], bool]:
-    """Return a function that returns whether it is called in this thread, or by the autograd engine for it."""
+    """Return a predicate that is true in the thread that calls this, and in threads of the autograd engine."""
     creator = threading.get_ident()
     # Threads that Python has not started are the engine's, which runs backward for the capturing thread.
     return lambda: threading.get_ident() == creator or threading.current_thread().name.startswith("Dummy-")
 
 
 def class_method(owner: type, name: str) -> Callable[..., Any]:
-    """Return a class method as a function that takes the class as first argument."""
+    """Return the class method ``name`` as a function that takes the class as first argument."""
     method = inspect.getattr_static(owner, name)
     return lambda cls, *args, **kwargs: method.__get__(None, cls)(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set ``owner.name`` to ``value`` for this thread, and restore the exact original afterwards."""
+    """Replace ``owner.name`` by ``value`` within the context; other threads still call the original."""
     attributes = vars(owner)
     existed, old = name in attributes, attributes.get(name)
     if isinstance(value, classmethod):
@@ -46,7 +46,7 @@ def patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _restrict_to_thread(value: Any, original: Any) -> Any:
-    """Return a function that calls ``value`` in this thread and in the engine's, ``original`` in others."""
+    """Return a function that calls ``value`` in this thread and autograd's, and ``original`` in others."""
     if not callable(value):
         return value
     is_capturing = capturing_thread()

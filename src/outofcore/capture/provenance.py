@@ -36,7 +36,7 @@ _STANDARD = tuple(
 
 @functools.lru_cache(maxsize=4096)
 def is_user_file(name: str) -> bool:
-    """Return whether a file is the user's or a third-party package's; models may come from packages."""
+    """Return whether a file is outside of PyTorch, this package and the standard library."""
     if name.startswith(("<frozen", "<string>", "<__array_function__", _GENERATED)):
         return False
     if name.startswith(_EXAMPLES):
@@ -48,7 +48,6 @@ def is_user_file(name: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_installed(module: str) -> bool:
-    """Return whether a module is in an installed package, the standard library or PyTorch."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return module != "__main__" and bool(file) and not _is_project_file(file)
 
@@ -61,17 +60,17 @@ def _frames() -> Iterator[FrameType]:
 
 
 def user_line() -> str:
-    """Return the innermost ``file:line`` of user code on this thread's stack, or an empty string."""
+    """Return ``file:line`` of the innermost user code on this thread's stack, or an empty string."""
     return next((_line(frame) for frame in _frames() if is_user_file(frame.f_code.co_filename)), "")
 
 
 def graph_node(file: str, line: int) -> str:
-    """Return the node that a line of a ``torch.fx.GraphModule`` computes, or an empty string."""
+    """Return the ``torch.fx`` node that a line of generated code computes, or an empty string."""
     return linecache.getline(file, line).partition(" = ")[0].strip() if file.startswith(_GENERATED) else ""
 
 
 def _current_graph_node() -> str:
-    """Return the ``torch.fx`` node that the innermost module runs; empty if it is no ``GraphModule``."""
+    """Return the ``torch.fx`` node that the innermost module runs, or an empty string."""
     for frame in _frames():
         node = graph_node(frame.f_code.co_filename, frame.f_lineno)
         if node or frame.f_code is _MODULE_CALL:
@@ -80,13 +79,13 @@ def _current_graph_node() -> str:
 
 
 def caller_line() -> str:
-    """Return the innermost line outside of installed packages such as trainers, else ``user_line``."""
+    """Return ``file:line`` of the innermost code outside of installed packages, or else ``user_line()``."""
     lines = (_line(frame) for frame in _frames() if _is_project_file(frame.f_code.co_filename))
     return next(lines, "") or user_line()
 
 
 def backward_line() -> str:
-    """Return the innermost user line that autograd called (a hook or ``Function``), or an empty string."""
+    """Return ``file:line`` of a hook or ``Function`` of the user that autograd runs, or an empty string."""
     for frame in _frames():
         if frame.f_code.co_filename.startswith(_TORCH) and frame.f_code.co_name in _BEGINS_BACKWARD:
             return ""
@@ -104,7 +103,7 @@ def _is_project_file(name: str) -> bool:
 
 
 def user_stacklevel() -> int:
-    """Return the ``warnings.warn`` stacklevel of the innermost user code."""
+    """Return the ``stacklevel`` with which ``warnings.warn`` names the innermost user code."""
     for level, frame in enumerate(_frames()):
         if is_user_file(frame.f_code.co_filename):
             return level
@@ -116,7 +115,7 @@ def called_from(*file_suffixes: str) -> bool:
 
 
 def innermost_code_in(package: str) -> CodeType | None:
-    """Return the code of the innermost frame in a package; None if user code runs further inside."""
+    """Return the code of the innermost frame in ``package``; None if a user's function is called inside it."""
     for frame in _frames():
         code = frame.f_code
         if package in code.co_filename:
@@ -127,7 +126,7 @@ def innermost_code_in(package: str) -> CodeType | None:
 
 
 def running_transform() -> str:
-    """Return the outermost ``torch.func`` transform on the stack, or an empty string."""
+    """Return the name of the outermost running ``torch.func`` transform, or an empty string."""
     names = [
         frame.f_code.co_qualname.partition(".")[0].lstrip("_")
         for frame in _frames()
@@ -137,7 +136,7 @@ def running_transform() -> str:
 
 
 def user_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """Return the frames of a traceback that are in the user's code."""
+    """Return a traceback without its frames outside of the user's code, or None if no frame is left."""
     if traceback is None:
         return None
     inner = user_frames(traceback.tb_next)
@@ -147,7 +146,7 @@ def user_frames(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def setting_line(name: str, functions: Iterable[Any]) -> str:
-    """Return the ``file:line`` where functions set a variable, else use it; empty if none do."""
+    """Return ``file:line`` where functions first set ``name``, or else use it; empty if they do neither."""
     first_use = ""
     for code in [code for function in functions for code in codes_of(function)]:
         for instruction in dis.get_instructions(code):
@@ -160,7 +159,7 @@ def setting_line(name: str, functions: Iterable[Any]) -> str:
 
 
 def definition_line(function: Any) -> str:
-    """Return the ``file:line`` where a function begins; empty if it has no Python code."""
+    """Return ``file:line`` where a function begins; empty if it is not Python code of the user."""
     code = next(codes_of(function), None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code and is_user_file(code.co_filename) else ""
 
@@ -176,7 +175,7 @@ def codes_of(function: Any) -> Iterator[CodeType]:
 
 
 def find_name_on_stack(tensor: torch.Tensor) -> str:
-    """Return the running code's name for a tensor, such as ``average.n_averaged``; empty if none."""
+    """Return a name that running code has for a tensor, such as ``average.n_averaged``, or an empty string."""
     path = ""
     for frame in _frames():
         if frame.f_code.co_filename.startswith(_PACKAGE):
@@ -194,7 +193,7 @@ def find_name_on_stack(tensor: torch.Tensor) -> str:
 
 
 def module_paths(models: Sequence[nn.Module]) -> dict[int, str]:
-    """Map module ids to their ``named_modules`` paths, with a prefix if there are several models."""
+    """Map ids of modules to their paths in ``named_modules``, with a prefix if there are several models."""
     paths: dict[int, str] = {}
     for index, model in enumerate(models):
         for path, module in model.named_modules():
@@ -218,7 +217,7 @@ def join(*parts: str) -> str:
 # Each autograd node has a sequence number from the thread's counter. The op dispatched next after a node's creation is
 # the op that the node differentiates, so the number identifies the module and line of a backward op.
 class Provenance:
-    """Tracks running modules, and the autograd nodes of their ops."""
+    """Finds the module and the user's line of each op, also in the backward pass."""
 
     def __init__(self, models: Sequence[nn.Module], parameter_names: dict[int, str]) -> None:
         self._paths = module_paths(models)
@@ -229,6 +228,7 @@ class Provenance:
 
     @contextlib.contextmanager
     def track_modules(self) -> Iterator[None]:
+        """Track which modules run, by patching ``nn.Module.__call__``."""
         original = nn.Module.__call__
         paths, running = self._paths, self._running
 
@@ -247,7 +247,7 @@ class Provenance:
 
     @contextlib.contextmanager
     def enter_backward(self) -> Iterator[None]:
-        """Mark a backward pass, so that modules which checkpointing runs again in it are recognised."""
+        """Mark the context as a backward pass, so that modules that run inside it count as recomputed."""
         self._outside_backward.append(len(self._running))
         try:
             yield
@@ -255,7 +255,7 @@ class Provenance:
             self._outside_backward.pop()
 
     def locate_op(self) -> tuple[str, str]:
-        """Return the module path and the user's ``file:line`` of the op being dispatched."""
+        """Return the module path and the user's ``file:line`` of the op that is running now."""
         node = current_autograd_node()
         if node is not None and len(self._running) == self._outside_backward[-1]:
             return self._origin_of_node(node)
@@ -264,7 +264,7 @@ class Provenance:
         return origin
 
     def _origin_of_node(self, node: Any) -> tuple[str, str]:
-        """Return module path and line of the forward op that an autograd node differentiates."""
+        """Return module path and ``file:line`` of the forward op that an autograd node differentiates."""
         variable = getattr(node, "variable", None)
         if isinstance(variable, torch.Tensor):
             owner = self._parameters.get(id(variable), "").rpartition(".")[0]
@@ -272,7 +272,7 @@ class Provenance:
         return self._origin.get(node_sequence_number(node)) or ("", caller_line())
 
     def add_location(self, error: CaptureError) -> CaptureError:
-        """Add module and line of the differentiated op to an error in the backward pass."""
+        """Add module and line of the differentiated op to an error, if it was raised in the backward pass."""
         node = current_autograd_node()
         if node is None or len(self._running) != self._outside_backward[-1]:
             return error

@@ -63,7 +63,7 @@ _LOADS_GLOBAL = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBAL
 
 @dataclass(frozen=True)
 class Names:
-    """The names that code loads: attributes, item keys, and globals of its module."""
+    """The names that a code object loads: attributes, item keys, globals and imports."""
 
     attributes: frozenset[str]
     keys: frozenset[str]
@@ -76,7 +76,7 @@ class Names:
 
 @functools.lru_cache(maxsize=65536)
 def names_of(code: CodeType) -> Names:
-    """Return the names that code loads, without nested functions."""
+    """Return the names that a code object loads, without its nested functions."""
     attributes, globals_, text, imports, matches = set[str](), set[str](), set[str](), set[str](), False
     for instruction in dis.get_instructions(code):
         name = instruction.argval
@@ -116,7 +116,7 @@ def _collect_text(values: tuple[Any, ...] | frozenset[Any], text: set[str]) -> N
 
 
 def _reads_computed_names(code: CodeType, globals_: set[str]) -> bool:
-    """Return whether code calls ``getattr`` or ``hasattr`` with a computed name."""
+    """Return whether code calls ``getattr`` or ``hasattr`` with a name that is no constant."""
     if _READS_BY_NAME.isdisjoint(globals_):
         return False
     instructions = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "PRECALL", "PUSH_NULL", "NOP")]
@@ -132,7 +132,7 @@ def _reads_computed_names(code: CodeType, globals_: set[str]) -> bool:
 
 @functools.cache
 def origin_of(module: str) -> Origin:
-    """Return where a module's code comes from, which decides which values it may read."""
+    """Classify a module by its name: its origin decides which values its code may read."""
     package = module.partition(".")[0]
     if package == "outofcore":
         return Origin.USER if module.startswith("outofcore.zoo") else Origin.OTHER
@@ -149,7 +149,7 @@ def _do_nothing() -> None:
 
 @dataclass
 class Reads:
-    """The code that has run; ``pause`` and ``resume`` exclude code that runs between them."""
+    """The Python code that has run during a capture, except between ``pause`` and ``resume``."""
 
     # Code of the user and of PyTorch's modules, with its globals.
     codes: dict[int, tuple[CodeType, dict[str, Any], Origin]] = field(
@@ -189,7 +189,7 @@ class Reads:
                 sys.setprofile(previous)
 
     def _record_frame(self, frame: FrameType) -> bool:
-        """Record a frame's code and objects that it may read fully; return whether to record its next call too."""
+        """Record the code of a called function. Return whether its next call must be reported too."""
         code = frame.f_code
         if id(code) not in self.codes:
             origin = origin_of(str(frame.f_globals.get("__name__", "")))

@@ -68,7 +68,7 @@ _REFUSED = {
 
 
 class OpRecorder(TorchDispatchMode):
-    """A dispatch mode above a ``FakeTensorMode`` that turns operators into ops on storages."""
+    """A dispatch mode that records each operator that runs on fake tensors as an op on storages."""
 
     # Otherwise PyTorch raises an error before ``__torch_dispatch__`` is called.
     supports_higher_order_operators = True
@@ -103,7 +103,7 @@ class OpRecorder(TorchDispatchMode):
             self._reads.resume()
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record, answer or refuse an operator, by its kind."""
+        """Record an operator, return its known value, or refuse it, depending on its kind."""
         if isinstance(func, HigherOrderOperator):
             raise higher_order_refusal(func.name(), self._provenance.locate_op()[0])
         if func.namespace in _NO_TENSOR_EFFECT:
@@ -141,7 +141,7 @@ class OpRecorder(TorchDispatchMode):
             raise translation from error
 
     def record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator on fake tensors and record it, unless it only makes views."""
+        """Run an operator on fake tensors and return its result. Operators that only make views are not recorded."""
         node = current_autograd_node()
         tables = self._tables
         named = operators.arguments_by_name(func, args, kwargs)
@@ -205,7 +205,7 @@ class OpRecorder(TorchDispatchMode):
     def _register_results(
         self, func: OpOverload, leaves: list[Any], module: str
     ) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
-        """Register an op's new storages; return them, and for each result on one its value index, else None."""
+        """Register new storages; return them, and per result its value index, or None if its storage is older."""
         tables = self._tables
         creates: list[int] = []
         results: list[int | None] = []
@@ -221,7 +221,7 @@ class OpRecorder(TorchDispatchMode):
         return tuple(creates), tuple(results)
 
     def _ignored_targets(self, func: OpOverload, before: list[tuple[str, int]], creates: tuple[int, ...]) -> int | None:
-        """Return the value index of the mask of ignored targets if the op sums a loss's weights, else None."""
+        """Return the mask of ignored targets (a value index) if this op sums ``cross_entropy`` weights, else None."""
         if "cross_entropy" not in self._user.current_function():
             return None
         storages = [self._tables.values[index].storage for _, index in before]
@@ -239,7 +239,7 @@ class OpRecorder(TorchDispatchMode):
     def _accesses(
         self, func: OpOverload, before: list[tuple[str, int]], written: frozenset[str]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the storages that an op reads, and those among them that it reads only to update statistics."""
+        """Return the storages that an op reads, and the subset that it reads only to update statistics."""
         tables, traits = self._tables, operators.traits(func)
         overwritten, statistics = traits.overwritten & written, traits.statistics & written
         accesses = [(argument, tables.values[index]) for argument, index in before]
@@ -253,7 +253,7 @@ class OpRecorder(TorchDispatchMode):
         return reads, _without_duplicates(storage for storage in of_statistics if storage not in looked_at)
 
     def _create(self, func: OpOverload, tensor: torch.Tensor, module: str) -> int:
-        """Register the storage of a new tensor; refuse a large one on another device."""
+        """Register the storage of a new tensor and return its number. Refuse a large one off the step's device."""
         short = func._schema.name.partition("::")[2]
         storage = self._tables.add(tensor, StorageKind.ACTIVATION, " ".join(filter(None, (module, short))))
         count = self._tables.storages[storage].bytes
@@ -267,7 +267,7 @@ class OpRecorder(TorchDispatchMode):
         return storage
 
     def _check_tensor(self, tensor: torch.Tensor) -> None:
-        """Refuse undeclared, sparse and quantised tensors."""
+        """Refuse a tensor that is undeclared, sparse or quantised."""
         if not isinstance(tensor, FakeTensor):
             raise undeclared_tensor_refusal(tensor)
         if tensor.layout is not torch.strided or tensor.is_quantized:
@@ -291,7 +291,7 @@ class OpRecorder(TorchDispatchMode):
                 )
 
     def _record_foreach(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a ``_foreach_`` operator as one op per tensor, so that they need not all be resident."""
+        """Record a ``_foreach_`` operator as one op per tensor, so that not all tensors must be resident."""
         split = operators.split_arguments(func, operators.arguments_by_name(func, args, kwargs))
         if func._schema.name.endswith("_") and "Tensor scalars" in str(func._schema):
             raise refusal(f"the step calls {func}", "its scalars are a tensor", "pass the scalars as a list of numbers")
@@ -308,7 +308,7 @@ class OpRecorder(TorchDispatchMode):
         return gathered if func._schema.returns else None
 
     def _dispatch_collective(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a collective and return its result; an operator that waits for one has no effect."""
+        """Record a collective and return its result. For ``wait_tensor``, return its argument unchanged."""
         if func._schema.name == "_c10d_functional::wait_tensor":
             return args[0]
         request = collectives.read_request(func, args, kwargs)
@@ -339,7 +339,7 @@ class OpRecorder(TorchDispatchMode):
         return returned
 
     def _record_collective(self, request: collectives.CollectiveRequest, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Append the op of a collective on its result and, if separate, its source."""
+        """Append the op of a collective. ``tensors`` are its result and, if separate, its source."""
         tables = self._tables
         self._known.forget(tensors[:1])
         values = [tables.value_of(tensor) for tensor in tensors]
@@ -365,7 +365,7 @@ class OpRecorder(TorchDispatchMode):
         )
 
     def _record_constant(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a small tensor made from Python data as a constant, and its copy as the op's result."""
+        """Record a small tensor made from Python data as a constant and an op that copies it; return the copy."""
         real: torch.Tensor = args[0]
         if real.numel() > MAX_BAKED_ELEMENTS:
             raise refusal(
@@ -393,7 +393,7 @@ class OpRecorder(TorchDispatchMode):
         return fake
 
     def _record_check(self, tensor: torch.Tensor, check: ValueCheck) -> bool:
-        """Record an op that repeats a check in each call, and return the truth value that passes it."""
+        """Record an op that runs ``check`` in each call of the step, and return the truth value that passes it."""
         module, source = self._provenance.locate_op()
         value = self._tables.value_of(tensor)
         call = Call(check, (Ref(value),), {}, ())
@@ -402,21 +402,21 @@ class OpRecorder(TorchDispatchMode):
         return check.passes
 
     def _store_constants(self, results: Any, error: CaptureError) -> Any:
-        """Record results of value-dependent size as constants; raise ``error`` if they are unknown or large."""
+        """Record known results as constants and return their fakes. Raise ``error`` for unknown or large results."""
         tensors = leaves_in(results)
         if not tensors or any(tensor.numel() > MAX_BAKED_ELEMENTS for tensor in tensors):
             raise error
         return map_leaves(results, lambda real: self._record_constant(torch.ops.aten.lift_fresh.default, (real,), {}))
 
     def record_effect(self, name: str, func: Callable[..., None], rehearse: Callable[..., None]) -> None:
-        """Record an op that touches no storage: a change of a generator's state."""
+        """Record an op that changes a random generator. ``rehearse`` replaces ``func`` when ops are measured."""
         module, source = self._provenance.locate_op()
         call = Call(func, (), {}, (), rehearse)
         self._tables.append(name, call, rerunnable=False, random=True, family=name, module=module, source=source)
 
 
 def _depends_on_values(node: str, func: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Return whether an autograd node's formula depends on values, and may differ outside of capture."""
+    """Return whether ``func`` occurs only in a gradient formula that autograd chooses by tensor values."""
     # For real numbers, the formulas of cumprod's backward are bit-identical since PyTorch 2.13.
     is_complex = node == "CumprodBackward0" and any(tensor.is_complex() for tensor in leaves_in(args))
     return is_complex or _BY_VALUES.get(node) == func._schema.name
@@ -427,7 +427,7 @@ def _without_duplicates(items: Any) -> tuple[int, ...]:
 
 
 class GeneratorState:
-    """A default generator's state at one point of the step: the result of ``get_rng_state``."""
+    """A token for a random generator's state at one point of the step, returned by ``get_rng_state``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -451,7 +451,6 @@ class GeneratorState:
 
 
 def default_generators(device: torch.device) -> tuple[torch.Generator, ...]:
-    """Return the default generators of a device and of the CPU."""
     generator = default_generator(device)
     return (generator,) if generator is torch.default_generator else (generator, torch.default_generator)
 
@@ -466,7 +465,7 @@ def _cuda_device(device: int | str | torch.device) -> torch.device:
 
 @contextlib.contextmanager
 def record_generators(recorder: OpRecorder) -> Iterator[None]:
-    """Record every save, restore and seed of a default generator."""
+    """Record every save, restore and seed of PyTorch's default generators as an op."""
 
     def record(action: str, device: torch.device, apply: Callable[[], None]) -> None:
         recorder.record_effect(f"generator.{action}.{device.type}", apply, _do_nothing)

@@ -60,14 +60,14 @@ _LOOP_ADVICE = "Or run the unchanged loop within outofcore.budget(limit, model).
 
 
 def refusal(event: str, reason: str, advice: str, location: str | None = None, *, is_loop: bool = True) -> CaptureError:
-    """Build the error for a step that cannot be captured; its location is the user's line by default."""
+    """Return the error for a step that cannot be captured. ``location`` defaults to the user's line."""
     line = user_line() if location is None else location
     prefix = f"{line}: " if line else ""
     return CaptureError(f"{prefix}{event}: {reason}; {advice}.", line, is_loop=is_loop)
 
 
 def suggest_loop(error: CaptureError, devices: Iterable[torch.device]) -> CaptureError:
-    """Add the advice to use ``budget()``, if that supports the step's devices."""
+    """Add the advice to use ``budget()`` to an error, if ``budget()`` supports all devices."""
     if error.is_loop and all(traits_of(device).supports_eager_loops for device in devices):
         error.args = (f"{str(error).rstrip('.')}. {_LOOP_ADVICE}",)
     return error
@@ -81,7 +81,7 @@ def value_read_refusal(function: str) -> CaptureError:
 
 
 def value_dependent_gradient_refusal(function: str) -> CaptureError:
-    """Return the error for a gradient formula that depends on values."""
+    """Return the error for a gradient formula of prod or cumprod that depends on values."""
     instead = "write torch.cumprod(x, dim).select(dim, -1)" if function == "prod" else "use real numbers"
     return refusal(
         f"the gradient formula of {function} depends on whether there are zeros",
@@ -111,7 +111,7 @@ def higher_order_refusal(name: str, module: str) -> CaptureError:
 
 
 def zero_gradient_refusal() -> CaptureError:
-    """Return the error for a tensor that PyTorch creates where a derivative is zero everywhere."""
+    """Return the error for a gradient that is zero everywhere, which PyTorch represents without memory."""
     reason = "PyTorch allocates no memory for such a tensor, and handles it specially in later operators"
     if is_differentiating_forward():
         return refusal(
@@ -136,7 +136,7 @@ def grad_scaler_refusal() -> CaptureError:
 
 
 def undeclared_tensor_refusal(tensor: torch.Tensor) -> CaptureError:
-    """Return the error for a tensor from outside of the step that was not declared."""
+    """Return the error for a tensor from outside that is no argument, parameter or buffer."""
     dtype, name = str(tensor.dtype).removeprefix("torch."), find_name_on_stack(tensor)
     return refusal(
         f"the step uses a {dtype} tensor of shape {tuple(tensor.shape)} from outside{name and f', {name}'}",
@@ -148,7 +148,7 @@ def undeclared_tensor_refusal(tensor: torch.Tensor) -> CaptureError:
 
 
 def translate_error(error: Exception, function: str) -> CaptureError | None:
-    """Return the ``CaptureError`` for an error of the fake tensors; None for other errors."""
+    """Translate an error of fake tensors in ``function`` into a ``CaptureError``; return None for other errors."""
     match error:
         case DataDependentOutputException():
             return value_read_refusal(function)

@@ -58,14 +58,14 @@ def group_of(model: DistributedDataParallel) -> Any:
 
 
 def phase(model: DistributedDataParallel) -> tuple[bool, bool, bool]:
-    """Return the settings of a wrapper that affect a capture and change between steps."""
+    """Return whether a wrapper reduces gradients, broadcasts buffers, and still uses its first buckets."""
     # Sums of two numbers do not depend on the order.
     first = group_of(model).size() > 2 and not has_rebuilt_buckets(model)
     return bool(model.require_backward_grad_sync), bool(model.require_forward_param_sync), first
 
 
 def check_supported(models: Sequence[nn.Module]) -> None:
-    """Refuse wrappers that do not reduce gradients like a plain ``DistributedDataParallel``."""
+    """Raise ``InputError`` for a wrapper that reduces gradients unlike a plain ``DistributedDataParallel``."""
     for model in parallel_models(models):
         require(Feature.PARALLEL)
         for setting, path, plain in PARALLEL_SETTINGS:
@@ -82,7 +82,7 @@ def check_supported(models: Sequence[nn.Module]) -> None:
 
 @dataclass(frozen=True)
 class ReplicaEnd:
-    """The effect of a step on one wrapper."""
+    """The state in which a step leaves one ``DistributedDataParallel`` wrapper."""
 
     model: DistributedDataParallel
     sync_forward: bool  # the next forward pass broadcasts buffers
@@ -90,7 +90,7 @@ class ReplicaEnd:
     order: tuple[int, ...]  # parameters in the order in which gradients arrived; empty if not reduced
 
     def apply(self) -> None:
-        """Leave the wrapper as the step would have in eager PyTorch."""
+        """Set the wrapper's state as the step would in eager PyTorch."""
         self.model.require_forward_param_sync = self.sync_forward
         if self.is_reduced:
             mark_buckets_rebuilt(self.model)
@@ -112,7 +112,7 @@ class Replicas:
 
     @contextlib.contextmanager
     def replace_forward(self) -> Iterator[None]:
-        """Replace the wrappers' forward passes, and reduce gradients by ops of the step."""
+        """Replace the wrappers' ``forward``, and add hooks that record the reduction of gradients as ops."""
         if not self._replicas:
             yield
             return
@@ -129,12 +129,12 @@ class Replicas:
         return tuple(replica.end() for replica in self._replicas.values())
 
     def lacks_order(self) -> bool:
-        """Return whether a wrapper grouped gradients without knowing the order in which they arrive."""
+        """Return whether a wrapper grouped gradients before the order of their arrival was known."""
         return any(replica.lacks_order for replica in self._replicas.values())
 
 
 class _Replica:
-    """One wrapper in a capture; its hooks reduce gradients in buckets as ``DistributedDataParallel`` would."""
+    """One wrapper in a capture, with hooks that reduce gradients in the buckets that the wrapper would use."""
 
     def __init__(
         self, model: DistributedDataParallel, fakes: Mapping[int, torch.Tensor], order: tuple[int, ...]
@@ -167,7 +167,7 @@ class _Replica:
         return ReplicaEnd(self._model, self._sync_forward, self._is_reduced, order)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Broadcast buffers, run the wrapped module, and prepare the reduction of its gradients."""
+        """Broadcast buffers, run the wrapped module, and prepare buckets for its gradients."""
         model = self._model
         if self._sync_forward and model.broadcast_buffers:
             self._broadcast_buffers()
@@ -178,7 +178,7 @@ class _Replica:
         return result
 
     def _broadcast_buffers(self) -> None:
-        """Record the broadcast of process 0's buffers into the buffers of all processes."""
+        """Record ops that copy process 0's buffers into the buffers of all processes."""
         buffers = [self._fakes.get(id(buffer), buffer) for buffer in parallel_buffers(self._model)]
         group = self._model.process_group
         with torch.no_grad(), without_version_bumps(buffers):
@@ -190,7 +190,7 @@ class _Replica:
                     tensor.copy_(part.view(tensor.shape))
 
     def _prepare_buckets(self) -> None:
-        """Assign the parameters to buckets for the next backward pass."""
+        """Assign the parameters to buckets for the next backward pass, by the known order of gradients."""
         first, later = bucket_limits(self._model)
         parameters = self._parameters
         if phase(self._model)[2]:
@@ -205,7 +205,7 @@ class _Replica:
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.missing}
 
     def _add_gradient(self, index: int, fake: torch.Tensor) -> None:
-        """Copy a parameter's final gradient into its bucket, and reduce full buckets."""
+        """Copy the final gradient of parameter ``index`` into its bucket, and reduce full buckets in order."""
         if not self._is_armed:
             return
         if not self._arrived:
@@ -225,7 +225,7 @@ class _Replica:
                 self._launched += 1
 
     def _finish(self) -> None:
-        """Replace the gradients by the reduced ones; raise ``CaptureError`` if one has not arrived."""
+        """Copy the reduced gradients to the parameters; raise ``CaptureError`` if a gradient has not arrived."""
         missing = [index for bucket in self._buckets for index in bucket.missing]
         if missing:
             names = {id(parameter): name for name, parameter in self._model.module.named_parameters()}
@@ -245,7 +245,7 @@ class _Replica:
 
 
 class _Bucket:
-    """Gradients that are reduced together."""
+    """Gradients that are reduced together, in one flat tensor."""
 
     def __init__(self, model: DistributedDataParallel, parameters: list[nn.Parameter], members: list[int]) -> None:
         self._group = group_of(model)
@@ -254,7 +254,7 @@ class _Bucket:
         self._flat: torch.Tensor | None = None
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Copy a gradient to its place, divided by the number of processes."""
+        """Copy a gradient into the bucket, divided by the number of processes."""
         if self._flat is None:
             count = sum(parameter.numel() for parameter in self._members.values())
             self._flat = torch.empty(count, dtype=gradient.dtype, device=gradient.device)
@@ -268,7 +268,7 @@ class _Bucket:
         return ((index, self._slice(index)) for index in self._members)
 
     def _slice(self, index: int) -> torch.Tensor:
-        """Return a gradient's place in the bucket, with the parameter's strides if dense."""
+        """Return the part of the bucket for a gradient, with the parameter's strides if these are dense."""
         if self._flat is None:
             raise RuntimeError("a bucket was read before a gradient arrived; please report it")
         before = 0

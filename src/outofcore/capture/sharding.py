@@ -35,6 +35,8 @@ RunOp = Callable[..., torch.Tensor]
 
 @dataclass
 class TracedShard:
+    """A sharded parameter in a capture: fakes of its whole contents and of this process's chunk."""
+
     sharding: Sharding
     shard: Shard
     row: torch.Tensor  # a fake of all elements in memory order, padded to whole chunks
@@ -52,7 +54,7 @@ class TracedShard:
         return any(storage in op.mutates for op, _ in self.sharding.tables.ops[since:])
 
     def sync(self) -> None:
-        """Copy the step's writes to the whole parameter into this process's range."""
+        """Record an op that copies the step's writes to the gathered parameter back into this process's range."""
         tables = self.sharding.tables
         if self._is_written(tables.storage_of(self.row), self.synced_at):
             with torch.no_grad():
@@ -60,7 +62,7 @@ class TracedShard:
         self.synced_at = len(tables.ops)
 
     def gather_updated(self) -> None:
-        """Gather the parameter again after an update, for other readers."""
+        """Record an op that gathers the updated parameter from all processes, for later readers."""
         tables, module = self.sharding.tables, self.shard.name.rpartition(".")[0]
         self.sharding.append_collective(
             CollectiveKind.ALL_GATHER, self.row, self.chunk, module, mutates=(tables.storage_of(self.row),)
@@ -75,11 +77,11 @@ class TracedShard:
         return self._gradient_value(self._as_row(gradient), shard.start)
 
     def end_gradient(self, gradient: torch.Tensor, run: RunOp) -> int | None:
-        """Return the value index of a gradient's range that the step leaves; None if it is persistent."""
+        """Return the value index of a new gradient's range; None if it was copied into an existing gradient."""
         return run(self._end_gradient, gradient)  # type: ignore[return-value]
 
     def _end_gradient(self, gradient: torch.Tensor) -> int | None:
-        """Copy a gradient's range into the persistent one, if any, and return None; else return its value index."""
+        """Copy a gradient's range into the gradient from before the step. Without one, return its value index."""
         if self.gradient is not None and self._is_reduced(gradient):
             chunk = self.gradient
         else:
@@ -101,7 +103,7 @@ class TracedShard:
         )
 
     def _as_row(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the elements of a gradient as a row that is padded to whole chunks."""
+        """Return a gradient as a one-dimensional tensor, padded so that every process's chunk is equally long."""
         tables, shard = self.sharding.tables, self.shard
         count = tables.storages[tables.storage_of(gradient)].bytes
         if (
@@ -116,7 +118,7 @@ class TracedShard:
         return row
 
     def _gradient_value(self, memory: torch.Tensor, start: int = 0) -> int:
-        """Return the value index of the range from element ``start``, and mark its storage as the gradient's."""
+        """Return the value index of the range at element ``start`` of ``memory``; mark the storage as a gradient."""
         tables, shard = self.sharding.tables, self.shard
         storage = tables.storage_of(memory)
         entry = tables.storages[storage]
@@ -130,7 +132,7 @@ class TracedShard:
 
 
 class Sharding:
-    """All sharded parameters of one capture: gathers them, and reduces gradients by hooks."""
+    """The sharded parameters of one capture: records ops that gather them and reduce their gradients."""
 
     def __init__(self, shards: Shards, mode: FakeTensorMode, tables: Tables) -> None:
         self._shards = shards
@@ -148,20 +150,20 @@ class Sharding:
     # Before the step
 
     def fake(self, shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a fake of the parameter, and the row that backs it."""
+        """Return a fake of the parameter, and the padded one-dimensional fake that it is a view of."""
         row = self._new_row(shard.chunks.padded_elements, shard.dtype)
         with self._mode, torch.no_grad():
             return nn.Parameter(shard.whole_of(row), requires_grad=shard.parameter.requires_grad), row
 
     def begin(self, shard: Shard, row: torch.Tensor) -> TracedShard:
-        """Register this process's chunk of a parameter, record the gather that fills ``row``, and return both."""
+        """Register this process's chunk of a parameter, and record the op that gathers all chunks into ``row``."""
         chunk, value = self._add_persistent_chunk(shard, StorageKind.PARAMETER, shard.name)
         self._gather_first(shard, row, chunk, shard.name)
         traced = self._traced[id(shard.parameter)] = TracedShard(self, shard, row, chunk, value, len(self.tables.ops))
         return traced
 
     def begin_gradient(self, shard: Shard, fake: torch.Tensor) -> int:
-        """Gather the earlier gradient into a fake, and return the value index of this process's range."""
+        """Gather a gradient from before the step into ``fake.grad``; return the value index of the own range."""
         row = self._new_row(shard.chunks.padded_elements, shard.dtype)
         chunk, value = self._add_persistent_chunk(shard, StorageKind.GRADIENT, f"{shard.name}.grad")
         self._gather_first(shard, row, chunk, f"{shard.name}.grad")
@@ -182,7 +184,7 @@ class Sharding:
             return torch.empty(count, dtype=dtype, device=self.tables.device)
 
     def _add_persistent_chunk(self, shard: Shard, kind: StorageKind, name: str) -> tuple[torch.Tensor, int]:
-        """Return a fake of a persistent chunk on a new storage, and the value index of the range on it."""
+        """Return a fake of this process's chunk on a new persistent storage, and the value index of its range."""
         chunk = self._new_row(shard.chunks.chunk_elements, shard.dtype)
         storage = self.tables.add(chunk, kind, name)
         return chunk, self.tables.index_of(Value(storage, shard.dtype, (shard.count,), (1,)))
@@ -192,7 +194,7 @@ class Sharding:
         self.append_collective(CollectiveKind.ALL_GATHER, row, chunk, shard.name.rpartition(".")[0], creates=(storage,))
 
     def listen(self, fake: torch.Tensor, shard: Shard | None, *, reduce_at_once: bool) -> None:
-        """Reduce a parameter's final gradient by a hook; ``reduce_at_once`` if other hooks must find it reduced."""
+        """Add a hook that reduces a final gradient. Small gradients are queued, except with ``reduce_at_once``."""
         if not fake.requires_grad or not fake.is_leaf:
             return
 
@@ -210,7 +212,7 @@ class Sharding:
     # In the step
 
     def _reduce(self, shard: Shard, fake: torch.Tensor) -> None:
-        """Reduce a gradient and replace it by the gathered result."""
+        """Record the reduction of a gradient over all processes, and replace it by the gathered result."""
         gradient = _gradient_of(fake, shard.name)
         traced = self._traced[id(shard.parameter)]
         chunk = self._exchange(self._scale(shard, gradient))
@@ -222,7 +224,7 @@ class Sharding:
         traced.gathered_at = len(self.tables.ops)
 
     def _scale(self, shard: Shard, gradient: torch.Tensor) -> torch.Tensor:
-        """Return a gradient's elements as a row, divided by the number of processes."""
+        """Divide a gradient by the number of processes, and return it as a padded one-dimensional tensor."""
         share = 1.0 / self._count
         if shard.chunks.padded_elements == shard.chunks.elements and gradient.stride() == shard.stride:
             scaled = torch.mul(gradient, share)
@@ -233,7 +235,7 @@ class Sharding:
         return row
 
     def _exchange(self, row: torch.Tensor) -> torch.Tensor:
-        """Return this process's chunk of a row, summed over all processes in their order."""
+        """Return this process's chunk of ``row``, summed over all processes in rank order."""
         received = torch.empty_like(row)
         storage = self.tables.storage_of(received)
         self.append_collective(CollectiveKind.ALL_TO_ALL, received, row, "", mutates=(storage,), rerunnable=False)
@@ -244,7 +246,7 @@ class Sharding:
         return total
 
     def _queue(self, fake: torch.Tensor) -> None:
-        """Queue a small gradient; reduce the queue if it is long, else at the end of the backward pass."""
+        """Queue a small gradient. The queue is reduced when it is long, or when the backward pass ends."""
         if not self._armed:
             self._armed = True
             call_after_backward(self._reduce_queued)
@@ -263,7 +265,7 @@ class Sharding:
                 self._reduce_together(row)
 
     def _reduce_together(self, fakes: Sequence[torch.Tensor]) -> None:
-        """Reduce several gradients in one row, and copy the sums back into them."""
+        """Reduce several gradients as one tensor, and copy the sums back into the gradients."""
         gradients = [_gradient_of(fake, "a parameter") for fake in fakes]
         chunks = Chunks(sum(gradient.numel() for gradient in gradients), self._count)
         first = gradients[0]
@@ -292,7 +294,7 @@ class Sharding:
         mutates: tuple[int, ...] = (),
         rerunnable: bool = True,
     ) -> None:
-        """Record a collective that fills a whole row; it is dropped if the row is unused."""
+        """Record a collective from ``source`` into ``row``. The capture drops the op if ``row`` is unused."""
         tables = self.tables
         call = Collective(kind, self._group, row.numel() * row.element_size(), row.dtype)
         place = tables.append(
@@ -332,7 +334,7 @@ def _gradient_of(fake: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def delay_gathers(captured: Captured) -> Captured:
-    """Move gathers of sharded parameters from the step's beginning to shortly before their uses."""
+    """Move the ops that gather parameters from the start of the step to shortly before the first uses."""
     # Each gather starts when the previous one is needed, so it overlaps with ops, and at most two gathered parameters
     # wait.
     graph = captured.graph

@@ -74,7 +74,6 @@ class Shard:
 
     @property
     def is_row_major(self) -> bool:
-        """Whether the elements are in row-major order, as in a file."""
         return torch.empty(self.shape, device="meta").stride() == self.stride
 
     def whole_of(self, row: torch.Tensor) -> torch.Tensor:
@@ -82,7 +81,7 @@ class Shard:
         return row.as_strided(self.shape, self.stride, row.storage_offset())
 
     def show_gradient(self) -> None:
-        """Give the user's parameter a meta gradient if this range has a gradient."""
+        """Set the user's ``parameter.grad`` to a meta tensor if this range has a gradient, else to None."""
         if self.own_range.grad is None:
             self.meta_gradient = None
         elif self.meta_gradient is None:
@@ -91,11 +90,10 @@ class Shard:
         self.accept_writes()
 
     def accept_writes(self) -> None:
-        """Let ``check`` accept the writes to the parameter and its gradient so far."""
         self.versions = self.parameter._version, 0 if self.meta_gradient is None else self.meta_gradient._version
 
     def check(self) -> None:
-        """Clear a gradient that the user has cleared; raise ``StateError`` for other changes."""
+        """Clear this range's gradient if the user has cleared ``.grad``; raise ``StateError`` for other changes."""
         parameter, gradient = self.parameter, self.parameter.grad
         if gradient is None:
             self.own_range.grad = self.meta_gradient = None
@@ -113,7 +111,7 @@ class Shard:
 
 
 class Shards:
-    """All sharded parameters of some models; raises ``InputError`` for an unsuitable model or optimizer."""
+    """All parameters that are split into ranges over processes. Raises ``InputError`` if that is impossible."""
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], group: Any) -> None:
         self.group = group
@@ -160,7 +158,6 @@ class Shards:
         return self.group.rank()
 
     def shard_of(self, tensor: object) -> Shard | None:
-        """Return this process's shard of one of the user's parameters; None if it is not sharded."""
         return self._by_id.get(id(tensor))
 
     def check(self) -> None:
@@ -174,7 +171,7 @@ class Shards:
     # All processes at once
 
     def shard(self) -> None:
-        """Replace the parameters by this process's ranges of process 0's contents; all processes must call it at once.
+        """Replace each parameter by this process's range of process 0's values. All processes call this together.
 
         Raises ``InputError`` if models differ, and ``StateError`` if a parameter cannot release its contents in some
         process.
@@ -210,7 +207,7 @@ class Shards:
         self.show_gradients()
 
     def gather(self) -> None:
-        """Make all parameters whole; all processes must call it at once, while no tensor is in an arena.
+        """Give all parameters their whole contents again. All processes call this, while no tensor is in an arena.
 
         Raises ``CommunicationError`` if another process has ended; ungathered parameters stay without contents.
         """
@@ -221,7 +218,7 @@ class Shards:
         self.is_sharded = False
 
     def assemble(self, shard: Shard, part: torch.Tensor) -> torch.Tensor:
-        """Return a parameter, or state of its shape, gathered from the ranges of all processes, on the CPU."""
+        """Gather the ranges of a parameter, or of a tensor of its shape, and return the whole tensor on the CPU."""
         wire = self._transfer_device
         chunk = torch.zeros(shard.chunks.chunk_elements, dtype=part.dtype, device=wire)
         chunk[: shard.count].copy_(part)
@@ -232,7 +229,7 @@ class Shards:
         return assembled.copy_(shard.whole_of(row))
 
     def range_of(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor:
-        """Return this process's range of a tensor that is shaped like a parameter."""
+        """Return a copy of this process's range of ``whole``, a tensor with the shape of a parameter."""
         if whole.stride() != shard.stride:
             whole = torch.empty_strided(shard.shape, shard.stride, dtype=whole.dtype).copy_(whole)
         row = whole.as_strided((shard.chunks.elements,), (1,), whole.storage_offset())
@@ -240,7 +237,7 @@ class Shards:
         return part.copy_(row[shard.start : shard.start + shard.count])
 
     def states(self, shard: Shard) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-        """Yield a parameter's sharded optimizer state: its dict, name and tensor."""
+        """Yield (state dict, name, tensor) for each tensor of a parameter's optimizer state, except scalars."""
         for optimizer in self._optimizers:
             entries = optimizer.state.get(shard.parameter, {})
             for name, value in list(entries.items()):
@@ -258,17 +255,17 @@ class Shards:
         return part.cpu()
 
     def raise_any_error(self, error: BaseException | None, action: str) -> None:
-        """Raise this process's error, or ``StateError`` if another process failed."""
+        """Raise ``error`` if given, or ``StateError`` if another process failed. All processes call this together."""
         self.exchange_error(error, action)
         if error is not None:
             raise error
 
     def finish_together(self, action: str) -> _SharedOutcome:
-        """Return a context that all processes leave together; it raises like ``exchange_error``."""
+        """Return a context that all processes leave together, and that calls ``exchange_error`` at its end."""
         return _SharedOutcome(self, action)
 
     def exchange_error(self, error: BaseException | None, action: str) -> None:
-        """Send an error to all processes; without one, raise ``StateError`` for another process's error."""
+        """Send ``error`` to all processes. If it is None, raise ``StateError`` for an error of another process."""
         texts: list[Any] = [None] * self.group.size()
         with translate_group_errors():
             torch.distributed.all_gather_object(texts, "" if error is None else str(error), group=self.group)
@@ -278,19 +275,17 @@ class Shards:
 
     @property
     def _transfer_device(self) -> torch.device:
-        """Return the device of tensors that the process group can send."""
         is_gpu = torch.distributed.get_backend(self.group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
-        """Broadcast a tensor from process 0."""
         sent = tensor.contiguous().to(self._transfer_device)
         torch.distributed.broadcast(sent, group=self.group, group_src=0)
         if sent.data_ptr() != tensor.data_ptr():
             tensor.copy_(sent)
 
     def _detach_contents(self) -> None:
-        """Move each parameter's contents to ``Shard.original``, and leave it on the device meta."""
+        """Move each parameter's contents to ``Shard.original``, and leave the parameter on the device meta."""
         for shard in self.entries:
             parameter = shard.parameter
             empty = torch.empty_strided(shard.shape, shard.stride, dtype=shard.dtype, device="meta")
@@ -306,7 +301,7 @@ class Shards:
                 shard.original = None
 
     def _describe(self) -> list[tuple[str, str]]:
-        """List facts that must be the same in all processes."""
+        """Return (name, description) of all tensors; both must be equal in all processes."""
         facts = [
             (f"the dtype and shape of number {k}", f"{t.dtype} {tuple(t.shape)}") for k, t in enumerate(self._whole)
         ]
@@ -341,7 +336,7 @@ class Shards:
         set_data(original, torch.empty(0, dtype=shard.dtype))
 
     def _make_whole(self, shard: Shard, original: nn.Parameter) -> None:
-        """Give a parameter its whole contents, gradient and optimizer state again."""
+        """Gather a parameter's contents, gradient and optimizer state, and give them to the user's parameter."""
         parameter = shard.parameter
         gradient = None if shard.own_range.grad is None else self.assemble(shard, shard.own_range.grad.detach())
         whole = self.assemble(shard, shard.own_range.detach())
@@ -359,7 +354,7 @@ class Shards:
 
 
 class _SharedOutcome:
-    """Context that sends its error to all processes when it ends."""
+    """A context that all processes share: an error in one of them raises ``StateError`` in the others."""
 
     def __init__(self, shards: Shards, action: str) -> None:
         self._shards, self._what = shards, action
@@ -374,7 +369,7 @@ class _SharedOutcome:
 
 
 def _can_shard(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a large, dense floating-point or complex parameter that fills its storage."""
+    """Return whether a tensor is a large, dense, real or complex parameter that fills its storage."""
     count = tensor.numel() * tensor.element_size()
     return (
         type(tensor) is nn.Parameter
@@ -387,7 +382,7 @@ def _can_shard(tensor: torch.Tensor) -> bool:
 
 
 def _difference(here: list[tuple[str, str]], reference: list[tuple[str, str]]) -> str:
-    """Describe the first difference between another process's facts and rank 0's."""
+    """Describe the first difference between the tensors of another process and the tensors of rank 0."""
     for (key, value), (name, expected) in zip(here, reference, strict=False):
         if key != name:
             return f"{key} there is {name} on rank 0"

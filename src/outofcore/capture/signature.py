@@ -25,7 +25,7 @@ _ZERO_SAVES = ("momentum", "weight_decay")
 
 
 class Signature(NamedTuple):
-    """The facts, other than tensor values, that a capture depends on."""
+    """All facts that a capture depends on, except tensor values. Equal signatures can share a capture."""
 
     leaves: tuple[Any, ...]  # of the arguments: metadata of tensors, values of constants
     spec: Any
@@ -41,7 +41,7 @@ class Signature(NamedTuple):
 
 
 def differs_only_in_sizes(new: Signature, known: Iterable[Signature]) -> bool:
-    """Return whether the tensor arguments have new sizes, and a known call differs only in these and numbers."""
+    """Return whether tensor arguments have new sizes, but otherwise match the arguments of a known signature."""
 
     def parts(signature: Signature) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         tensors = [leaf for leaf in signature.leaves if isinstance(leaf, tuple) and isinstance(leaf[0], torch.Size)]
@@ -57,7 +57,7 @@ def differs_only_in_sizes(new: Signature, known: Iterable[Signature]) -> bool:
 
 
 class Signer:
-    """Computes the signatures of a step's calls; updates check themselves whether optimizer state exists."""
+    """Computes the signatures of a step's calls."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Signer:
         self._list_state()
 
     def _list_state(self) -> None:
-        """List the current modules and parameters, and give this combination a number."""
+        """List the current modules, parameters and buffers, and give this combination a number."""
         modules: dict[int, tuple[str, nn.Module]] = {}
         parameters: dict[int, tuple[str, nn.Parameter]] = {}
         buffers: list[torch.Tensor] = []
@@ -109,7 +109,7 @@ class Signer:
         return tuple(map(id, chain(values, chain.from_iterable(self._groups))))
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
-        """Return the signature of a call; raises ``CaptureError`` or ``InputError`` for invalid arguments."""
+        """Return the signature of a call; raise ``CaptureError`` or ``InputError`` for invalid arguments."""
         if any(self._empty) or self._ids() != self._current or self._groups_changed():
             self._list_state()
         leaves, spec = tree_flatten((args, kwargs))
@@ -132,7 +132,7 @@ class Signer:
         )
 
     def _phases(self) -> list[tuple[str, Any]]:
-        """Return the settings of ``DistributedDataParallel`` wrappers that change between steps."""
+        """Return (name, value) of the ``DistributedDataParallel`` settings that may change between steps."""
         names = ("reduction of gradients", "broadcast of buffers", "first buckets")
         phases = ((k, phase(model)) for k, model in enumerate(self._parallel))
         return [
@@ -140,7 +140,7 @@ class Signer:
         ]
 
     def _started_averages(self) -> list[tuple[str, Any]]:
-        """Return whether each ``AveragedModel`` has averaged a model before; it copies the first one."""
+        """Return for each ``AveragedModel`` whether it has averaged a model. It copies the first one."""
         counts = [module.n_averaged for module in self._averages]
         return [(f"n_averaged > 0 of average {k}", (bool, bool(count > 0))) for k, count in enumerate(counts)]
 
@@ -151,14 +151,14 @@ class Signer:
         )
 
     def _is_plain(self, leaf: torch.Tensor) -> bool:
-        """Return whether an argument is certainly valid; others are checked in full."""
+        """Return whether a tensor argument is certainly valid, by cheap checks."""
         if id(leaf) in self._state_numbers:
             return True
         plain = leaf.__class__ is torch.Tensor and leaf.layout is torch.strided and leaf.device.type == "cpu"
         return plain and not leaf.is_conj() and not leaf.is_neg() and leaf.data_ptr() != 0
 
     def _leaf(self, leaf: Any) -> Any:
-        """Return the facts of an argument that a capture depends on."""
+        """Return a tensor's metadata, a constant's class and value, or any other argument's class."""
         if isinstance(leaf, torch.Tensor):
             return (
                 leaf.shape,
@@ -175,7 +175,7 @@ class Signer:
     def describe_change(
         self, old: Signature, new: Signature, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> str:
-        """Describe the first four differences of two signatures, with argument names of the new call."""
+        """Describe the first four differences of two signatures; ``args`` and ``kwargs`` name the new arguments."""
         changes: list[str] = []
         if old.spec != new.spec or len(old.leaves) != len(new.leaves):
             changes.append("the structure of the arguments changed")
@@ -243,6 +243,7 @@ def _is_hashable(item: Any) -> bool:
 
 
 def _leaf_change(before: Any, after: Any) -> str:
+    """Describe how one argument's facts differ between two signatures."""
     if not (isinstance(before, tuple) and isinstance(after, tuple) and len(before) == len(after) == 6):
         return f"changed from {_format_leaf(before)} to {_format_leaf(after)}"
     names = ("shape", "strides", "dtype", "device", "requires_grad", "identity")

@@ -73,7 +73,7 @@ _FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
 
 
 class Snapshot:
-    """The values that code can read from the step, its models and optimizers, and hooks of ``parameters``."""
+    """The Python values that a captured step can read, recorded to detect changes before later calls."""
 
     def __init__(self, reads: Reads, roots: Iterable[tuple[str, Any]], parameters: Iterable[tuple[str, Any]]) -> None:
         walk = _ValueWalk(reads)
@@ -112,7 +112,7 @@ class Snapshot:
         return len(self._entries)
 
     def change(self) -> str | None:
-        """Describe the first relevant change, or return None."""
+        """Describe the first value that differs from the recorded one; None if no value does."""
         if not self._is_whole:
             return f"the step can read more than {_MOST.entries} values, so that not all of them are compared"
         library, start, count = load_compare_library(), self._first_without_word, len(self._entries)
@@ -129,7 +129,7 @@ class Snapshot:
         return None
 
     def _compare_by_value(self, place: int) -> str | None:
-        """Describe the change of an entry; if the values are equal, store the new object and return None."""
+        """Describe how an entry's value has changed. If it is equal, store the new object and return None."""
         kind, owner, key, before, count, label = self._entries[place]
         match kind:
             case EntryKind.SIZE:
@@ -171,7 +171,7 @@ def _current_value(kind: EntryKind, owner: Any, key: Any) -> Any:
 
 
 def _is_equal(before: Any, now: Any) -> bool:
-    """Return whether two values are the same object or equal plain values; other tensors never are."""
+    """Return whether two values are the same object or equal plain values. Two distinct tensors never are."""
     if before is now:
         return True
     if type(before) is not type(now):
@@ -205,12 +205,12 @@ def _describe_change(before: Any, now: Any) -> str:
 
 
 def _readable_keys(table: dict[Any, Any], names: frozenset[str] | None) -> frozenset[Any]:
-    """Return the keys that may be read; keys that are not text always count."""
+    """Return the keys of ``table`` that are in ``names`` or are no text; all keys if ``names`` is None."""
     return frozenset(key for key in table if names is None or key in names or not isinstance(key, str))
 
 
 class _ValueWalk:
-    """Follows the names that the code loads from the roots, and records their values."""
+    """Searches the user's objects for values under names that the step's code loads, and records them."""
 
     def __init__(self, reads: Reads) -> None:
         self.entries: list[_Entry] = []
@@ -233,7 +233,7 @@ class _ValueWalk:
         self.entries.append((kind, owner, key, value, count, label))
 
     def _add_value(self, kind: EntryKind, owner: Any, key: Any, value: Any, label: str, *, named: bool = False) -> None:
-        """Record a value, and search it later; ``named`` restricts its items to keys that the code names."""
+        """Record a value and queue its contents. ``named`` restricts dict items to keys that the code names."""
         if isinstance(value, torch.Tensor) and not (kind is EntryKind.CELL or isinstance(value, nn.Parameter)):
             return  # the entry would keep it alive, and a tensor must be an argument
         self._add_entry(kind, owner, key, value, label)
@@ -261,7 +261,7 @@ class _ValueWalk:
         self._stack.append((value, label, False))
 
     def run(self) -> None:
-        """Search the queued values, then functions that have run but were not found."""
+        """Search all queued values, and then each function that has run but was not found among them."""
         self._drain()
         # Functions that have run but were not found, since their owners are outside of the step.
         inner = {id(c) for code, _, _ in self._codes.values() for c in code.co_consts if isinstance(c, types.CodeType)}
@@ -279,7 +279,7 @@ class _ValueWalk:
         self._drain()
 
     def _drain(self) -> None:
-        """Search queued values until the queue is empty or there are too many entries."""
+        """Search queued values until the queue is empty or the limit on entries is reached."""
         while self._stack and len(self.entries) < _MOST.entries:
             value, label, named = self._stack.pop()
             if isinstance(value, (*_PLAIN, torch.Tensor, *_NOT_SEARCHED)) or id(value) in self._seen:
@@ -288,6 +288,7 @@ class _ValueWalk:
             self._visit_parts(value, label, named=named)
 
     def add_globals(self) -> None:
+        """Record the module globals that the code loads, and queue their values."""
         names: dict[int, tuple[dict[str, Any], set[str], Origin]] = {}
         for code, module_globals, origin in self._codes.values():
             names.setdefault(id(module_globals), (module_globals, set(), origin))[1].update(names_of(code).globals)
@@ -309,7 +310,7 @@ class _ValueWalk:
                     self._add_entry(EntryKind.ITEM, module_globals, name, _ABSENT, label)
 
     def _visit_parts(self, value: Any, label: str, *, named: bool) -> None:
-        """Record and queue the contents of a value, by its type."""
+        """Record and queue the contents of a value, depending on its type."""
         if isinstance(value, types.FunctionType):
             self._visit_function(value, label)
         elif isinstance(value, types.MethodType):
@@ -354,6 +355,7 @@ class _ValueWalk:
             self._visit_dict(function.__dict__, label, self._user_names)
 
     def _visit_module(self, module: types.ModuleType, label: str) -> None:
+        """Record the attributes of a module that the code loads. Skip modules of the standard library."""
         origin = origin_of(module.__name__)
         if origin is Origin.OTHER and module.__name__.partition(".")[0] in sys.stdlib_module_names:
             return
@@ -364,6 +366,7 @@ class _ValueWalk:
                 self.enqueue(value, f"{label}.{name}")
 
     def _visit_class(self, kind: type) -> None:
+        """Record the attributes of a user's class that the code can read."""
         if kind in self._classes or origin_of(str(kind.__module__)) is Origin.OTHER:
             return
         self._classes.add(kind)
@@ -375,6 +378,7 @@ class _ValueWalk:
             )
 
     def _visit_instance(self, value: Any, label: str) -> None:
+        """Record the attributes of an object and of its classes that the code can read."""
         kind = type(value)
         origin = origin_of(str(kind.__module__))
         is_module = isinstance(value, nn.Module)
@@ -403,13 +407,14 @@ class _ValueWalk:
     def _visit_dict(
         self, attributes: dict[str, Any], label: str, names: frozenset[str] | None, *, named: bool = False
     ) -> None:
-        """Record the named attributes in a ``__dict__``; ``named`` also restricts items of nested dicts."""
+        """Record the entries of a ``__dict__`` under ``names`` (all if None). ``named``: see ``_add_value``."""
         self._add_size(attributes, names, label)
         for name, value in list(attributes.items()):
             if (names is None or name in names) and name not in _MODULE_TABLES and not _is_dunder(name):
                 self._add_value(EntryKind.ITEM, attributes, name, value, f"{label}.{name}", named=named)
 
     def _visit_contents(self, value: Any, label: str, *, named: bool) -> None:
+        """Record the items of a container or array, depending on its type."""
         if isinstance(value, dict):
             self._visit_items(value, label, named=named)
         elif isinstance(value, list):
@@ -444,7 +449,7 @@ class _ValueWalk:
             ]
 
     def _visit_items(self, table: dict[Any, Any], label: str, *, named: bool) -> None:
-        """Record the items of a dict; if it is large or ``named``, only those under keys that the code names."""
+        """Record a dict's items. If it is large or ``named``, record only items under keys that the code names."""
         is_complete = not named and (len(table) <= _MOST.small_dict or id(table) in self._reads.fully_read)
         keys = self._keys if named else self._user_keys
         names = None if is_complete else keys

@@ -41,7 +41,7 @@ from outofcore.errors import CaptureError
 
 @dataclass(frozen=True)
 class CaptureOptions:
-    """Options of a capture that do not come from the step."""
+    """Options of a capture: sharded parameters, gradient orders and corrections of layouts."""
 
     shards: Shards | None = None  # sharded parameters
     # Gradient order of the first capture (``ReplicaEnd.order``), by ``DistributedDataParallel`` id. If it is missing,
@@ -101,7 +101,7 @@ def capture_step(
 
 
 def steady_state_gradients(captured: Captured) -> dict[int, Value | None]:
-    """Return the gradients before a steady-state step that differ from the first call's, for ``capture_step``."""
+    """Return the ``gradients`` that ``capture_step`` needs in order to capture the steady-state step."""
     states = captured.states
     leftover = {
         states[leftover.parameter].tensor: captured.values[leftover.value] for leftover in captured.gradients_left
@@ -132,7 +132,7 @@ class _StepCall:
 def _capture_once(
     call: _StepCall, device: torch.device | None, gradients: Mapping[int, Value | None], options: CaptureOptions
 ) -> tuple[Captured, bool]:
-    """Capture a step; also return whether gradients were reduced in an unknown order."""
+    """Capture a step. Also return whether gradients were grouped before their order was known."""
     models, optimizers, shards = call.models, call.optimizers, options.shards
     guard = Guard(call.step, models, optimizers)
     counts = average_counts(models)
@@ -181,7 +181,7 @@ def _capture_once(
 def _trace(
     step: Callable[[], Any], substitute: Substitute, mode: FakeTensorMode, recorder: OpRecorder, reads: Reads
 ) -> Any:
-    """Run the step on fakes under all modes; raise its first refusal, even if the step swallows it."""
+    """Run the step on fakes in all modes. Raise the first refusal, even if the step has caught it."""
     try:
         # On a GPU autograd would use another thread, with its own node numbers and without the user's lines on its
         # stack. The ops and their order are the same.
@@ -205,7 +205,7 @@ def _trace(
 def _check_learning(
     optimizers: Sequence[Optimizer], steps: StepRecorder, ending: StepEnding, mirror: Mirror, tables: Tables
 ) -> None:
-    """Refuse a step with optimizers that neither updates a parameter nor leaves a gradient."""
+    """Raise ``CaptureError`` if a step with optimizers neither updates a parameter nor leaves a gradient."""
     written = {storage for op, _ in tables.ops for storage in op.mutates}
     added_to = any(tables.values[gradient.value].storage in written for gradient in mirror.gradients.values())
     if optimizers and not steps.has_updates and not ending.gradients and not added_to:

@@ -76,7 +76,7 @@ _FAKE_SOURCES = ("torch/_subclasses/fake_tensor.py", "torch/_subclasses/meta_uti
 
 
 class Substitute(TorchFunctionMode):
-    """A function mode, outermost of all, that passes fakes to PyTorch functions in place of the user's tensors."""
+    """The outermost function mode, which passes fakes to PyTorch functions in place of the user's tensors."""
 
     def __init__(
         self,
@@ -96,16 +96,15 @@ class Substitute(TorchFunctionMode):
         self.known = KnownValues()  # values that the step may read
 
     def current_function(self) -> str:
-        """Return the name of the PyTorch function that the user's code has called; empty if none."""
         return self._functions[-1][0] if self._functions else ""
 
     def current_autocast(self) -> tuple[str, torch.dtype] | None:
-        """Return autocast's device type and dtype where the user called a PyTorch function; None if off."""
+        """Return autocast's device type and dtype at the user's call of a PyTorch function; None if it was off."""
         # PyTorch turns autocast off before it dispatches an operator.
         return self._functions[-1][1] if self._functions else None
 
     def swap(self, tree: Any) -> Any:
-        """Replace real tensors in a tree by fakes; raises ``CaptureError`` for undeclared tensors."""
+        """Replace real tensors in nested containers by fakes; raise ``CaptureError`` for undeclared tensors."""
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             # Wrappers contain fakes, see ``cover_entry_points``.
@@ -160,7 +159,7 @@ class Substitute(TorchFunctionMode):
             raise self._record_refusal(answer) from error
 
     def _read_value(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer a read of a known tensor's value; refuse others."""
+        """Return the result of ``func`` on a tensor with a known value. Refuse to read any other value."""
         value = None if name == "data_ptr" or args[0].requires_grad else self.known.value(args[0])
         if value is None:
             raise value_read_refusal(name)
@@ -169,7 +168,7 @@ class Substitute(TorchFunctionMode):
         return result if isinstance(result, str) else self.known.lend(args[0], result)
 
     def _answer_count(self, name: str, args: tuple[Any, ...]) -> bool | None:
-        """Answer the comparison of a count with zero, and track additions to it; None for other functions."""
+        """Answer a comparison of a count with zero; None for other functions. Also track additions to the count."""
         key, number = id(args[0]), args[1] if len(args) > 1 else None
         if name in _ADDITIONS and type(number) is int:
             self._counts[key] += number
@@ -185,7 +184,7 @@ class Substitute(TorchFunctionMode):
 
     @contextlib.contextmanager
     def cover_entry_points(self, provenance: Provenance) -> Iterator[None]:
-        """Replace entries into PyTorch that a function mode does not see: they swap tensors or refuse reads."""
+        """Patch functions of PyTorch that a function mode does not see, so that they get fakes or refuse reads."""
         # The autograd engine disables the mode for hooks, custom backwards and recomputed forwards; ``Function.apply``,
         # ``from_numpy`` and ``tolist`` are not overridable.
         self._module = lambda: provenance.locate_op()[0]
@@ -215,7 +214,7 @@ class Substitute(TorchFunctionMode):
             yield
 
     def _value_readers(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-        """Yield functions that read values, with replacements that refuse or use known values."""
+        """Yield (owner, name, replacement) for functions that read values; replacements refuse unknown values."""
 
         def refuse_with(error: Callable[[], CaptureError]) -> Callable[..., Any]:
             def refuse(*_: Any, **__: Any) -> Any:
@@ -263,7 +262,7 @@ class Substitute(TorchFunctionMode):
 
 
 def average_counts(models: Sequence[nn.Module]) -> dict[int, int]:
-    """Return how many models each ``AveragedModel`` has averaged, by the id of its ``n_averaged``."""
+    """Map the id of each ``AveragedModel``'s ``n_averaged`` to the number of models that it has averaged."""
     # The first model is copied and others are averaged, so the ops depend on whether the count is zero. A meta count is
     # assumed to be one.
     return {
@@ -275,7 +274,7 @@ def average_counts(models: Sequence[nn.Module]) -> dict[int, int]:
 
 
 def _with_lengths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Convert lists of lengths for ``ctc_loss`` to tensors, which PyTorch would do where no mode sees it."""
+    """Convert lists of lengths in arguments of ``ctc_loss`` to tensors. PyTorch would do it where no mode sees it."""
 
     def tensor(value: Any) -> Any:
         return torch.tensor(value, dtype=torch.int64) if isinstance(value, list | tuple) else value
@@ -291,6 +290,7 @@ def _autocast_now(device_type: str) -> tuple[str, torch.dtype] | None:
 
 
 def _refuse_array(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a NumPy array with dimensions as the data of a new tensor."""
     for item in (*args[:1], kwargs.get("data"), kwargs.get("obj")):
         if hasattr(item, "__array_interface__") and getattr(item, "ndim", 0) > 0:
             raise _numpy_refusal()

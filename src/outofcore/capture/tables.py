@@ -30,7 +30,7 @@ class TracedStorage:
 
 @dataclass
 class Tables:
-    """The storages, values and ops of one trace, without references to tensors."""
+    """The storages, values and ops that a capture has recorded so far."""
 
     # Autograd decides by a gradient's reference count whether to steal it, so tensors must not be held here.
     device: torch.device = CPU  # where the step runs
@@ -44,11 +44,10 @@ class Tables:
     _by_value: dict[Value, int] = field(default_factory=dict)
 
     def find_storage(self, tensor: torch.Tensor) -> int | None:
-        """Return the number of a fake tensor's storage; None if it is not registered."""
         return self._by_key.get(storage_key(tensor))
 
     def storage_of(self, tensor: torch.Tensor) -> int:
-        """Return the number of a fake tensor's storage; raises ``CaptureError`` if it is not registered."""
+        """Return the number of a fake tensor's storage; raise ``CaptureError`` if it is not registered."""
         storage = self.find_storage(tensor)
         if storage is None:
             raise CaptureError(
@@ -77,7 +76,7 @@ class Tables:
         return storage
 
     def index_of(self, value: Value) -> int:
-        """Return the index of a value, registering a new one."""
+        """Return the index of a value, and register the value if it is new."""
         index = self._by_value.get(value)
         if index is None:
             index = self._by_value[value] = len(self.values)
@@ -88,7 +87,7 @@ class Tables:
         return self.index_of(describe(tensor, self.storage_of(tensor), self.device))
 
     def source_of(self, tensor: torch.Tensor) -> str:
-        """Return the user's line of the op that created a fake tensor's storage, or empty."""
+        """Return the user's ``file:line`` of the op that created a fake tensor's storage, or an empty string."""
         storage = self.find_storage(tensor)
         return next((op.source for op, _ in self.ops if storage in op.creates), "")
 
@@ -110,7 +109,7 @@ class Tables:
 
 
 def describe(tensor: torch.Tensor, storage: int, device: torch.device) -> Value:
-    """Return the value of a tensor, in a step that runs on ``device``."""
+    """Return the ``Value`` of a tensor on a storage, in a step that runs on ``device``."""
     offset, foreign = int(tensor.storage_offset()), not have_same_type(tensor.device, device)
     shape, stride = tuple(tensor.shape), tensor.stride()
     return Value(storage, tensor.dtype, shape, stride, offset, foreign, tensor.is_conj(), tensor.is_neg())
@@ -124,7 +123,7 @@ def covers(value: Value, count: int) -> bool:
 
 
 def map_leaves(tree: Any, change: Callable[[Any], Any], kind: type[Any] = torch.Tensor) -> Any:
-    """Replace each leaf of a type in a tree of lists, tuples and dicts."""
+    """Apply ``change`` to each object of type ``kind`` in nested lists, tuples and dicts, and return the copy."""
     if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, list):
@@ -140,7 +139,7 @@ def map_leaves(tree: Any, change: Callable[[Any], Any], kind: type[Any] = torch.
 
 
 def leaves_in(tree: Any, kind: type[Any] = torch.Tensor) -> list[Any]:
-    """Return the leaves of a type in a tree of lists, tuples, sets and dicts, in order."""
+    """Return the objects of type ``kind`` in nested lists, tuples, sets and dicts, in order."""
     if isinstance(tree, kind):
         return [tree]
     if isinstance(tree, dict):

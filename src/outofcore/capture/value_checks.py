@@ -15,7 +15,7 @@ from outofcore.capture.provenance import innermost_code_in
 
 @dataclass(frozen=True)
 class ValueCheck:
-    """The function of an op that raises ``ValueError`` unless a truth value equals ``passes``."""
+    """The function of an op that raises ``ValueError`` if a truth value differs from ``passes``."""
 
     passes: bool  # the truth value that passes
     text: str
@@ -34,7 +34,7 @@ _DISTRIBUTION_CHECK = ValueCheck(
 
 
 def running_check(function: str) -> ValueCheck | None:
-    """Return the check of PyTorch that now reads a value, found on the stack; None for other reads."""
+    """Return the check in PyTorch's code that is reading a value now; None if another code reads it."""
     if function in _LOSSES:
         return _LOSSES[function]
     code = innermost_code_in(_DISTRIBUTIONS)

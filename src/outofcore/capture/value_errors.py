@@ -69,7 +69,7 @@ def ops_that_may_raise(captured: Captured) -> frozenset[int]:
 
 
 def _integers(captured: Captured, call: Call) -> set[int]:
-    """Return the storages of a call's integer and boolean arguments."""
+    """Return the storages of a call's integer and boolean tensor arguments."""
     leaves: list[Any] = tree_flatten((call.args, call.kwargs))[0]
     values = [captured.values[leaf.value] for leaf in leaves if isinstance(leaf, Ref)]
     return {value.storage for value in values if not value.dtype.is_floating_point and not value.dtype.is_complex}

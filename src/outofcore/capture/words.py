@@ -19,7 +19,7 @@ from torch import nn
 
 
 class EntryKind(IntEnum):
-    """The comparison that an entry makes; equals ``EntryKind`` in reads.cpp."""
+    """The kind of value that an entry compares. The numbers equal ``EntryKind`` in reads.cpp."""
 
     ITEM = 0  # of a dict
     ATTRIBUTE = 1  # of an object
@@ -44,7 +44,7 @@ def word_at(address: int) -> int:
 
 
 def word_address(kind: EntryKind, owner: Any, key: Any) -> int | None:
-    """Return the address of a word that changes with an entry's value, or None."""
+    """Return the address of 8 bytes that change whenever an entry's value does, or None."""
     if not _IS_SUPPORTED:
         return None
     # The address is valid while ``owner`` lives. The word may also change while the value stays the same.
@@ -72,7 +72,7 @@ def word_address(kind: EntryKind, owner: Any, key: Any) -> int | None:
 
 @functools.cache
 def _hooks_offset(name: str) -> int | None:
-    """Find the offset of a tensor's dict of hooks with a probe tensor; None if it fails."""
+    """Return the byte offset of the hook dict ``name`` in a tensor object, or None if it is not found."""
     probe, hooks = torch.zeros((), device="cpu", requires_grad=True), OrderedDict[int, Any]()
     try:
         setattr(probe, name, hooks)
