@@ -130,7 +130,7 @@ def plan(
 
 
 def _plan_quickly(captured: Captured, costs: Costs, budget: int, policy: Policy) -> Planned | None:
-    """Return a plan by a quick search; None without a valid plan, without homes, or if the full search is quick."""
+    """Return the plan of a quick search; None if it has none, if no home is open, or if the full search is quick."""
     quick = quick_policy(policy)
     if quick is policy or not costs.homes:
         return None

@@ -343,7 +343,7 @@ def _loss_elements(arguments: Arguments) -> int:
 
 
 def _lstm_workspace(arguments: Arguments, results: list[Any]) -> list[Any]:
-    """Correct the size of the LSTM's workspace, its last result, by running the kernel once on zeros."""
+    """Correct the size of the workspace of mkldnn's LSTM, its last result, by running the kernel once on zeros."""
 
     def zeros(tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)

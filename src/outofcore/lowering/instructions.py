@@ -175,7 +175,7 @@ class _Lowering:
         return self._program()
 
     def _decisions(self) -> list[Decision]:
-        """Check and return the decisions except KEEP. Other inputs that are read are fetched before the first op."""
+        """Check and return the decisions except KEEP; an input without a decision is fetched before the first op."""
         n = len(self.graph.ops)
         decisions: list[Decision] = []
         arriving: set[int] = set()

@@ -232,7 +232,7 @@ class _CandidateSearch:
                 trial = self._tune_to_fit(candidate, attempts)
 
     def _offload_everything(self) -> None:
-        """Record the plan that offloads everything between two uses, if it fits."""
+        """Record the plan that offloads each storage between any two consecutive uses, if it fits."""
         for strict in (False, True):
 
             def everything_leaves(room: int, strict: bool = strict) -> Plan:

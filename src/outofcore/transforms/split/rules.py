@@ -141,7 +141,7 @@ def _independent_dims_rule(
 
 
 def _all_dims_but(argument: str) -> Callable[[CallView], list[tuple[int, int]]]:
-    """Return a function that lists an argument's dimensions except the op's ``dim``, merged leading ones first."""
+    """Return a function that lists ranges of dims: each dim but the op's ``dim``, and all dims before it as one."""
 
     def dims(view: CallView) -> list[tuple[int, int]]:
         value = view.value(argument)
