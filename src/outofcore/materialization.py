@@ -239,10 +239,10 @@ def _meta_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def allocate(
     model: nn.Module, faces: Faces | None, in_place: Mapping[str, tuple[ReadFile, Entry]] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Allocate every meta tensor of a model, uninitialized; return the tensors by each of their names.
+    """Give every meta tensor of a model memory; return the tensors by each of their names.
 
-    Parameters stay the same objects unless they have weak references; shared memory stays shared. ``in_place`` has the
-    file and entry of tensors with bytes in files. Raises ``StateError`` if a reference prevents the change of a
+    Tensors in ``in_place`` use the bytes of their file as memory; the others are uninitialized, large ones at the home of
+    ``faces``. Parameters stay the same objects unless they have weak references; shared memory stays shared. Raises ``StateError`` if a reference prevents the change of a
     parameter, ``SpillError`` if the home is full.
     """
     named = _meta_tensors(model)

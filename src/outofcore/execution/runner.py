@@ -239,7 +239,7 @@ class Runner:
         return self._build_result(leaves, results), timeline
 
     def _build_result(self, leaves: Sequence[Any], results: dict[int, torch.Tensor]) -> Any:
-        """Return the result of the user's function, with the tensors of this run."""
+        """Return the result of the user's function with this run's tensors; ``leaves`` are those of its arguments."""
         captured = self.captured
         returned: list[Any] = []
         for leaf in captured.outputs:
