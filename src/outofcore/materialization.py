@@ -241,9 +241,9 @@ def allocate(
 ) -> dict[str, torch.Tensor]:
     """Give every meta tensor of a model memory; return the tensors by each of their names.
 
-    Tensors in ``in_place`` use the bytes of their file as memory; the others are uninitialized, large ones at the home of
-    ``faces``. Parameters stay the same objects unless they have weak references; shared memory stays shared. Raises ``StateError`` if a reference prevents the change of a
-    parameter, ``SpillError`` if the home is full.
+    Tensors in ``in_place`` use the bytes of their file as memory. The others are uninitialized; ``faces`` keep the large
+    ones at home. Parameters stay the same objects unless they have weak references; shared memory stays shared. Raises
+    ``StateError`` if a reference prevents the change of a parameter, ``SpillError`` if the home is full.
     """
     named = _meta_tensors(model)
     files = {id(named[name]): source for name, source in (in_place or {}).items()}

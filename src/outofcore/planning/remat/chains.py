@@ -112,7 +112,7 @@ class Choices:
         return tuple((g, self.kind[g], self.fetch[g]) for g in self.recomputable if self.kind[g] == RECOMPUTED)
 
     def apply_snapshot(self, snapshot: Snapshot) -> bool:
-        """Give gaps a snapshot's residencies; all must be resident before. If it returns False, the choices are unusable."""
+        """Give gaps a snapshot's residencies; all must be resident before. After False the choices are unusable."""
         targets: dict[int, list[int]] = {}
         for g, kind, fetch in snapshot:
             self.problem.reserve(self.held, g, self.bytes[g])
