@@ -241,8 +241,8 @@ def allocate(
 ) -> dict[str, torch.Tensor]:
     """Give every meta tensor of a model memory; return the tensors by each of their names.
 
-    Tensors in ``in_place`` use the bytes of their file as memory. Others are uninitialized; ``faces`` keep large ones at
-    home. Parameters stay the same objects unless they have weak references; shared memory stays shared. Raises
+    Tensors in ``in_place`` use the bytes of their file as memory. Others are uninitialized; ``faces`` keep large ones
+    at home. Parameters stay the same objects unless they have weak references; shared memory stays shared. Raises
     ``StateError`` if a reference prevents the change of a parameter, ``SpillError`` if the home is full.
     """
     named = _meta_tensors(model)
