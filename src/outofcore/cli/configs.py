@@ -215,7 +215,7 @@ def read_config(target: str) -> ModelConfig:
         check_sizes(path, content, CONFIG_MAPPING[name], class_of)
     try:
         with _quiet():
-            # ``_warning`` reports quantisation. Reading some methods needs packages that may be missing.
+            # ``_quantisation_warning`` reports quantisation. Reading some methods needs packages that may be missing.
             config = CONFIG_MAPPING[name].from_dict(_without_quantisation(content))
     except Exception as error:
         if is_out_of_memory(error):

@@ -44,7 +44,7 @@ class Axis:
     """The size that a search maximises: samples per batch, or tokens per sequence."""
 
     field: str  # of ``Training``
-    unit_name: str  # the unit
+    unit_name: str
     stride: int  # sizes are multiples of this
     max_strides: int  # the search limit, in strides
     is_models: bool = False  # whether that limit is the model's own
@@ -299,7 +299,7 @@ def fit(
         plans=plans,
         longest=longest,
         batch=batch,
-        changes=tuple(sorted(changes, key=partial(_benefit_key, need, limit))),
+        changes=tuple(sorted(changes, key=partial(_benefit_key, limit))),
         notes=step.notes,
         warning=step.warning,
         took_seconds=perf_counter() - start,
@@ -479,7 +479,7 @@ def _with_split_loss(model_config: ModelConfig, training: Training, graph: StepG
     return replace(graph, storages=tuple(smaller.get(s.id, s) for s in graph.storages))
 
 
-def _benefit_key(now: Need, memory: int | None, change: Change) -> tuple[float, float]:
+def _benefit_key(memory: int | None, change: Change) -> tuple[float, float]:
     """Return a sort key for changes: first by time if the changed step fits, then the others by memory."""
     need = change.need
     if memory is None or need.bound_seconds is None:

@@ -300,14 +300,12 @@ class _BlockRepeater:
         return labels
 
     def _check_storages_match(self) -> None:
-        """Raise ``_MismatchError`` if storages of the middle blocks differ or are outputs; record them by role."""
+        """Raise ``_MismatchError`` if storages of the middle blocks differ or are outputs."""
         roles: list[dict[object, tuple[int, StorageKind]]] = [{}, {}]
-        self._storage_by_role: dict[tuple[int, object], int] = {}
         for s, block in self._block.items():
             if block in (_ONE, _TWO):
                 storage = self._graph.storages[s]
                 roles[block - _ONE][self._role[s]] = storage.bytes, storage.kind
-                self._storage_by_role[block, self._role[s]] = s
         if roles[0] != roles[1] or any(self._block[s] in (_ONE, _TWO) for s in self._graph.outputs):
             raise _MismatchError
 

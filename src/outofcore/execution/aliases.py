@@ -57,23 +57,14 @@ TRANSITIONS: Mapping[tuple[StatePlace, StatePlace], str] = {
     (StatePlace.HOME, StatePlace.OWN): "read back when the step is closed; or released in place for the next owner",
     (StatePlace.HOME, StatePlace.HOME): "moved to another home, or within one to defragment it",
     (StatePlace.HOME, StatePlace.ARENA): "read into its block in the arena",
-    (
-        StatePlace.HOME,
-        StatePlace.ABSENT,
-    ): "a gradient at home was cleared or removed; its slot is kept for the next one",
+    (StatePlace.HOME, StatePlace.ABSENT): "a gradient at home was cleared or removed; its slot is kept",
     (StatePlace.ARENA, StatePlace.OWN): "moved out because it is small or no home has room; or replaced by the user",
     (StatePlace.ARENA, StatePlace.HOME): "saved when another program gets the arena, or the arena is closed",
     (StatePlace.ARENA, StatePlace.ARENA): "moved to its block in the next program",
     (StatePlace.ARENA, StatePlace.ABSENT): "a gradient in the arena was cleared or removed",
     (StatePlace.ABSENT, StatePlace.OWN): "a step produced a small gradient",
-    (
-        StatePlace.ABSENT,
-        StatePlace.HOME,
-    ): "a step produced a gradient in its slot; or the slot was zeroed for a first update",
-    (
-        StatePlace.ABSENT,
-        StatePlace.ARENA,
-    ): "a step produced a gradient in the arena; or the block was zeroed for a first update",
+    (StatePlace.ABSENT, StatePlace.HOME): "produced in its slot by a step; or the slot was zeroed for a first update",
+    (StatePlace.ABSENT, StatePlace.ARENA): "produced in its block by a step; or zeroed there for a first update",
 }
 
 

@@ -55,7 +55,6 @@ class Undo:
 
     def __init__(self, captured: Captured, program: Program, slots: Mapping[int, tuple[SlotPiece, ...]]) -> None:
         graph = captured.graph
-        small: list[Block] = []
         self._irreversible: list[int] = []  # the step cannot be undone once one of these has started
         early: set[int] = set()
         wrapping = {b.storage: b for b in program.blocks if b.wraps and b.storage in graph.persistent}

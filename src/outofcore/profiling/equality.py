@@ -572,7 +572,7 @@ class ExactnessTrial:
             merged = self._merge_cut(tensor, cut)
             view = merged.narrow(cut.dims[0], low - (0 if self.is_whole else self.low), high - low)
             gaps = not is_dense(view.shape, view.stride())
-            # `StepWriter.argument` copies such parts of tensors without gaps.
+            # `StepWriter.gather_argument` copies such parts of tensors without gaps.
             is_copied = gaps and is_dense(merged.shape, merged.stride())
             if not is_copied and (gaps or view.data_ptr() % SMALL_ALIGNMENT):
                 views[name] = view

@@ -128,7 +128,6 @@ class _GreedyEviction:
         like = self.template
         self.state = state = Choices(like.problem, like.contents, like=like)
         count = len(state.kind)
-        self.can = np.array(state.can_recompute, dtype=np.bool_)
         self.size = np.array(state.bytes, dtype=np.float64)
         self.content = np.array(state.content, dtype=np.int64)
         self.resident = np.zeros(count, dtype=np.bool_)
