@@ -43,7 +43,7 @@ def user_cache_folder() -> Path:
 
 
 def private_folder(path: Path) -> Path:
-    """Create a folder and return it; raise ``OSError`` if other users can write to it, or if this one cannot."""
+    """Create a missing folder and return it; ``OSError`` if only others may write to it, or others may as well."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:

@@ -81,7 +81,7 @@ def build(make: Callable[[], Built], *, home: OpenHome) -> Built:
 
 @contextlib.contextmanager
 def _registrations_moving_home(faces: Faces) -> Iterator[None]:
-    """Move tensors home when this thread registers them in modules; tensors with shared storages move at the end."""
+    """Move large tensors home when this thread registers them in modules; tensors with shared storages at the end."""
     thread = threading.get_ident()
     # Not the tensors: some are replaced, and references would keep their memory.
     modules: dict[tuple[int, str], weakref.ref[nn.Module]] = {}
