@@ -197,11 +197,15 @@ class StepGraph:
                     )
             for storage in op.discards:
                 if storage not in op.mutates:
-                    raise GraphError(f"op {index} ({op.name}) discards storage {storage}, which it does not mutate")
+                    raise GraphError(
+                        f"op {index} ({op.name}) discards storage {storage}, which it does not mutate; list the "
+                        "storage in its mutates as well"
+                    )
             for storage in op.creates:
                 if storage in exists or not 0 <= storage < len(self.storages):
                     raise GraphError(
-                        f"op {index} ({op.name}) creates storage {storage}, which exists already or is not listed"
+                        f"op {index} ({op.name}) creates storage {storage}, which exists already or is not listed; "
+                        "list each storage, and create it in one op only"
                     )
                 exists.add(storage)
         for storage in self.outputs:

@@ -57,7 +57,6 @@ class PlannedStep:
 
     @property
     def seconds(self) -> float:
-        """The predicted seconds of a step."""
         return self.planned.timeline.step_seconds
 
     @property
