@@ -101,7 +101,7 @@ def _as_list(value: Any, kind: type, argument: str) -> list[Any]:
 def _open_pinned_home(
     backend: CudaBackend, home: str | os.PathLike[str] | OpenHome | None, host_budget: int | str | None, check: str
 ) -> OpenHome:
-    """Open pinned memory, and a disk if ``home`` names one, for a step on a GPU; ``InputError`` if unsupported."""
+    """Open the homes of a step on a GPU: pinned memory, and any disk in ``home``; refuse open homes and full checks."""
     if isinstance(home, OpenHome):
         raise InputError(
             f"a step on {backend.device} opens its own homes, in pinned host memory and on a disk, and cannot use an "
@@ -294,7 +294,7 @@ def compile(
 
 
 def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:
-    """Return the named kernel compiler (``compiles=False``: only to plan), or None for PyTorch's kernels, "eager"."""
+    """Return the kernel compiler for "inductor", None for "eager". With ``compiles=False`` it only serves planning."""
     if name not in ("eager", "inductor"):
         raise InputError(f"there are no kernels {name!r}; choose 'eager' or 'inductor'")
     if name == "eager":
@@ -304,7 +304,7 @@ def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:
 
 
 def _sharing_group(shard: ProcessGroup | bool | None, dynamic: bool | None, kernels: str) -> ProcessGroup | None:
-    """Return the group of processes that share the model, None for one process; ``InputError`` if they cannot."""
+    """Return the processes that share the model, None if it is one; ``InputError`` if ``shard`` cannot be used."""
     if shard is None or shard is False:
         return None
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():

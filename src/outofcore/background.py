@@ -100,7 +100,7 @@ class BackgroundPlanner(Generic[_Subject]):
         return True
 
     def _send(self, job_file: IO[bytes], answer_file: IO[bytes], niceness: int) -> None:
-        """Send a job to the process; first start a new one if there is none, or none of this ``niceness``."""
+        """Send a job to the process; replace the process first if it has ended or has another ``niceness``."""
         if self._channel is not None and self._niceness == niceness:
             with contextlib.suppress(ConnectionError):
                 _send_files(self._channel, job_file, answer_file)

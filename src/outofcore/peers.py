@@ -134,7 +134,7 @@ class Peers:
     def plan_together(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], facts: StepFacts, alternatives: Sequence[PlannedStep]
     ) -> tuple[PlannedStep, StepFacts]:
-        """Capture and plan a step, with the other processes if any; return it and its facts, now complete."""
+        """Capture and plan a step, with the other processes if any; return it and ``facts`` completed by the capture."""
         ranks = self._ranks
         try:
             traced, recapture = self._planner.capture(args, kwargs)
@@ -164,7 +164,7 @@ class Peers:
     ) -> PlannedStep:
         """Return the step with the plan of rank ``leader``; if it is not valid here, with a plan of this process.
 
-        ``is_alike``: whether the leader has captured the same graph. Raises ``StateError`` if all must use one plan.
+        ``is_alike``: the leader captured the same graph. Raises ``StateError`` instead if all must follow one plan.
         """
         planned_here: list[PlannedStep] = []
 

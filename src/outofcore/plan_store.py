@@ -47,7 +47,7 @@ class PlanStore(Generic[_Document]):
     kind: type[_Document]
 
     def find(self, key: str, check: Callable[[_Document, Path], _Plan]) -> _Plan | None:
-        """Return ``check(document, path)`` for a stored document; None without one, or for a bad one, then deleted."""
+        """Return ``check(document, path)`` for a stored document; None without one, or after deleting a bad one."""
         if self.folder is None:
             return None
         path = self._path(self.folder, key)

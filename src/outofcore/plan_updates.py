@@ -181,7 +181,7 @@ class PlanUpdater:
     # Requests beyond the plan
 
     def record_surges(self, entry: KnownStep) -> bool:
-        """Record requests of memory beyond the step's own plan (surges) in its last run; return whether any were."""
+        """Record memory requests of the last run beyond the step's plan (surges); return whether any were recorded."""
         runner = entry.runner
         if runner is None or (self._peers is not None and self._peers.must_share_plan):
             return False
@@ -215,7 +215,7 @@ class PlanUpdater:
         return True
 
     def plan_for_surges(self, entry: KnownStep, *, must_grow: bool) -> None:
-        """Plan a step again if its ops, or ops of their families in other steps, exceeded their memory (a surge).
+        """Plan a step again if its ops, or their families in other steps, requested more than planned (a surge).
 
         ``must_grow``: raise ``TooSmallError`` if no plan has room for the surges.
         """

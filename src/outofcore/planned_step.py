@@ -84,7 +84,7 @@ class PlannedStep:
 def plan_in_core(
     captured: Captured, costs: Costs, profiles: tuple[OpProfile, ...], budget: int, stores: Sequence[HomeStore]
 ) -> PlannedStep | None:
-    """Return the step with a plan without evictions; None if no valid one fits. ``SpillError`` if a home is small."""
+    """Return the step planned without evictions; None if no valid plan fits. ``SpillError`` if a home is too small."""
     planned = planning.plan_in_core(captured.graph, costs, budget)
     if planned is None:
         return None
@@ -196,7 +196,7 @@ def plan_with_times(
 
 
 def _log_times(before: PlannedStep, after: PlannedStep, seconds: float) -> None:
-    """Log the measured ``seconds`` of a step, and the predictions of its plans before and after."""
+    """Log the measured ``seconds`` of a step, and the seconds that its old and new plans predict."""
     _log.info(
         "planned again with measured costs: a step was predicted to take %.3f s and took %.3f s; now %.3f s by %s",
         before.planned.timeline.step_seconds,

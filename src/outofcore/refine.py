@@ -114,7 +114,7 @@ def _op_seconds(costs: Costs, program: Program, times: Sequence[StepTimes], fami
 def _derive_slowdown(
     homes: tuple[Home, ...], program: Program, times: Sequence[StepTimes], family_names: Sequence[str]
 ) -> tuple[Home, ...]:
-    """Return the homes with measured ``compute_slowdown``; unchanged unless copies of one home often overlap ops."""
+    """Return the homes with measured ``compute_slowdown``; unchanged unless one is used and often overlaps ops."""
     used = {i.home for i in program.instructions if isinstance(i, CopyOut | CopyIn)}
     if len(used) != 1 or not times:
         return homes

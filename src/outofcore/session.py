@@ -274,7 +274,7 @@ class Session:
         )
 
     def _should_switch_to_eager(self, signature: Signature, change: str) -> bool:
-        """Return whether to switch to an eager loop, if allowed: for new input sizes, or values that often change."""
+        """Return whether an eager loop is allowed and useful: inputs have new sizes, or values change too often."""
         if not self._may_run_eagerly:
             return False
         return (
@@ -412,7 +412,7 @@ class Session:
     ) -> KnownStep:
         """Capture, measure and plan a call, together with the other processes of the step.
 
-        ``entry``: the step as planned, if only other processes lack a plan. ``alternatives``: plans for other values.
+        ``entry``: a step for which only other processes lack a plan; it is returned. ``alternatives``: similar steps.
         """
         peers = self._peers
         if peers is None:
@@ -436,7 +436,7 @@ class Session:
             )
 
     def _run(self, entry: KnownStep, leaves: Sequence[Any]) -> Any:
-        """Run a planned step. If it raises, undo it, or else stop it as PyTorch would; if neither works, it is torn."""
+        """Run a planned step. If it raises, undo it, else stop it as PyTorch would, else mark the session torn."""
         runner = entry.runner
         if runner is None:
             raise RuntimeError("a step without a runner was activated; please report it")

@@ -90,7 +90,7 @@ class StepPlanner:
     def plan(
         self, traced: Captured, recapture: Recapture, groups: Mapping[int, GroupCost] | None = None
     ) -> PlannedStep:
-        """Return the step with its stored plan; if it has none, measure and plan it.
+        """Return the step with its stored plan; without a stored plan, measure and plan it.
 
         ``groups``: costs of collectives by size of their process group; None: no other process uses the plan.
         """

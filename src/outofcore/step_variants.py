@@ -129,7 +129,7 @@ class StepVariants:
         return captured if captured is None or self.backend is None else captured.align_to(self.backend.alignment)
 
     def _split(self, op_bytes: int, check_bytes: int) -> Captured | None:
-        """Split ops that need more than ``op_bytes`` if that keeps their bits; return the step, None if it is whole."""
+        """Split ops that need more than ``op_bytes`` if results stay equal; return the step, None if no op is split."""
         refused: frozenset[str] = frozenset()
         while True:
             split = split_step(

@@ -139,7 +139,7 @@ class VariantPlanner(VariantSizes, Protocol[P_co]):
 def choose_variant(step: VariantPlanner[P], room: int) -> P:
     """Return the step planned in the best variant for an arena of ``room`` bytes.
 
-    Raises ``BudgetError``, with the smallest budget of any variant, if none holds the first call and later calls.
+    Raises ``BudgetError``, with the smallest budget of any variant, if the first call or later calls do not fit.
     """
     refusals: list[tuple[Variant, BudgetError]] = []
     for variant in ladder(step, room, refusals):
