@@ -203,7 +203,7 @@ _private("torch._subclasses.FakeTensor", Feature.COMPILE)
 
 @contextlib.contextmanager
 def override_fake_check(is_fake: Callable[[object], bool]) -> Iterator[None]:
-    """Make ``isinstance(x, FakeTensor)`` return ``is_fake(x)`` in all modules except those of PyTorch."""
+    """Make ``isinstance(x, FakeTensor)`` return ``is_fake(x)``, except in PyTorch's own modules."""
     kind = FakeTensor
 
     class Asked(type):

@@ -134,7 +134,7 @@ class Peers:
     def plan_together(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], facts: StepFacts, alternatives: Sequence[PlannedStep]
     ) -> tuple[PlannedStep, StepFacts]:
-        """Capture and plan a step, with the other processes if any; return it and ``facts`` completed by the capture."""
+        """Capture and plan a step, with the other processes if any; return it, and ``facts`` with the captured ones."""
         ranks = self._ranks
         try:
             traced, recapture = self._planner.capture(args, kwargs)

@@ -129,7 +129,7 @@ def plan(
 
 
 def _plan_quickly(captured: Captured, costs: Costs, budget: int, policy: Policy) -> Planned | None:
-    """Return the plan of a quick search; None if it finds none, without homes, or if the full search is as quick."""
+    """Return the plan of a quick search; None if it fails, without homes, or if the full search is as quick."""
     quick = quick_policy(policy)
     if quick is policy or not costs.homes:
         return None
