@@ -258,7 +258,7 @@ class Step(Generic[P, R]):
         notes = [("versions", versions())]
         if self._session.eager_calls is not None:
             notes.append(
-                ("calls followed since", f"{self._session.eager_calls.count}, as {self._session.why_followed}")
+                ("calls as an eager loop", f"{self._session.eager_calls.count}, because {self._session.why_followed}")
             )
         report_step(Path(path), self._reported_step(), title or self.__name__, count=budgets, notes=notes)
         return ReportPath(path)
