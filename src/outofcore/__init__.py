@@ -136,6 +136,7 @@ def __dir__() -> list[str]:
 
 
 def _version() -> str:
+    """Return the version of the installed package, or "0+unknown" if it is not installed."""
     # The metadata of the installed package has the version of the built tag; reading it is slow.
     from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415
 

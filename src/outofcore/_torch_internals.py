@@ -203,7 +203,7 @@ _private("torch._subclasses.FakeTensor", Feature.COMPILE)
 
 @contextlib.contextmanager
 def override_fake_check(is_fake: Callable[[object], bool]) -> Iterator[None]:
-    """Let ``isinstance(x, FakeTensor)`` return ``is_fake(x)`` in modules of other libraries than PyTorch."""
+    """Make ``isinstance(x, FakeTensor)`` return ``is_fake(x)``, except in PyTorch's own modules."""
     kind = FakeTensor
 
     class Asked(type):
@@ -519,7 +519,7 @@ def saved_tensors_of(node: Any | None) -> Iterator[SavedTensor]:
 
 @functools.lru_cache(maxsize=1024)
 def _names_of_saved(node_type: type) -> tuple[tuple[str, str], ...]:
-    """Return pairs of attribute names, for each saved tensor of a node type: its raw object, and the tensor."""
+    """Return two attribute names for each saved tensor of a node type: of its raw object and of the tensor."""
     names = dir(node_type)
     attributes: list[tuple[str, str]] = []
     for name in names:
@@ -571,7 +571,7 @@ def make_finished_work() -> Any:
 
 
 def convert_reduction(reduction: Any) -> Any:
-    """Convert a reduction to its name, such as "sum", or a name to a reduction; None if it is unknown."""
+    """Convert a ``ReduceOp`` to its name, such as "sum", or a name to a ``ReduceOp``; None if it is unknown."""
     names = {name.lower(): getattr(_dist.ReduceOp.RedOpType, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX")}
     if isinstance(reduction, str):
         return names.get(reduction)
@@ -654,9 +654,9 @@ _dispatch_key: Any = _private("torch._C._parse_dispatch_key", Feature.HIGHER_ORD
 
 @contextlib.contextmanager
 def without_python_dispatch(name: str) -> Iterator[None]:
-    """Let higher-order operators such as ``torch.cond`` skip a dispatch key, given by its ``name``, such as "Fake".
+    """Remove dispatch key ``name``, such as "Fake", from the keys of higher-order operators such as ``torch.cond``.
 
-    They ignore kernels that are registered with the dispatcher for all operators.
+    Kernels registered for all operators do not reach them. Only logs a warning if this PyTorch is too different.
     """
     if names := missing(Feature.HIGHER_ORDER):
         _log.warning("this PyTorch has no %s, so %s do not work", ", ".join(names), Feature.HIGHER_ORDER.value)
@@ -815,6 +815,7 @@ def _check_compiler(devices: set[str], compiler: dict[str, Any]) -> None:
 
 
 def _check_triton(compiler: dict[str, Any]) -> None:
+    """Raise ``CompilerMissingError`` if Triton is missing, cannot start or does not support the GPU."""
     if not compiler["has_triton_package"]():
         raise CompilerMissingError("Triton is not installed; install the package triton")
     if not compiler["has_triton"]():

@@ -71,7 +71,7 @@ SplitName = Literal["exact", "close", "off"]
 
 
 def _user_step(step: Callable[P, R], model: Any, optimizer: Any) -> UserStep[P, R]:
-    """Return the step with lists of its models and optimizers; raise ``InputError`` for other types."""
+    """Return the step with lists of its models and optimizers; raise ``InputError`` if one cannot be used."""
     if not callable(step) or (isinstance(step, nn.Module) and isinstance(model, Optimizer)):
         description = "the model" if isinstance(step, nn.Module) else f"of type {type(step).__name__}"
         raise InputError(
@@ -85,7 +85,7 @@ def _user_step(step: Callable[P, R], model: Any, optimizer: Any) -> UserStep[P, 
 
 
 def _as_list(value: Any, kind: type, argument: str) -> list[Any]:
-    """Convert an argument (None, one value or several) to a list; ``InputError`` for a value of another type."""
+    """Convert an argument (None, one value or several) to a list; raise ``InputError`` for values of another type."""
     if value is None:
         return []
     items = list(value) if isinstance(value, Iterable) and not isinstance(value, kind) else [value]
@@ -101,7 +101,7 @@ def _as_list(value: Any, kind: type, argument: str) -> list[Any]:
 def _open_pinned_home(
     backend: CudaBackend, home: str | os.PathLike[str] | OpenHome | None, host_budget: int | str | None, check: str
 ) -> OpenHome:
-    """Open the homes of a step on a GPU: pinned host memory, and a disk if ``home`` names one."""
+    """Open the homes of a step on a GPU: pinned memory, and any disk in ``home``; refuse open homes and full checks."""
     if isinstance(home, OpenHome):
         raise InputError(
             f"a step on {backend.device} opens its own homes, in pinned host memory and on a disk, and cannot use an "
@@ -216,8 +216,8 @@ def compile(
             each copy to disk. "full": all bytes of all copies, and once more after the step. "off": none.
         dynamic: how to handle inputs of many sizes. False: capture and plan each size. True: run every call as an eager
             loop, as ``outofcore.budget`` does. None: capture the first size, and switch to the eager loop at the next
-            one, or if Python values that the step reads keep changing; but not on a GPU, with your own ``policy`` or
-            ``kernels``, or with an open or shared home.
+            one, or if Python values that the step reads keep changing; but not on a GPU, with an open home, or if you
+            pass ``policy``, ``kernels``, ``shard`` or split="close".
         shard: a process group, or True for the default one, that shares the model: each process keeps a range of every
             large parameter, its gradient and its optimizer state. See the guide to many processes.
         replay: whether native code calls PyTorch's ops after each has been called once from Python, which saves some
@@ -294,7 +294,7 @@ def compile(
 
 
 def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:
-    """Return the kernel compiler of a step; None for PyTorch's own kernels. ``compiles=False``: for planning only."""
+    """Return the kernel compiler for "inductor", None for "eager". With ``compiles=False`` it only serves planning."""
     if name not in ("eager", "inductor"):
         raise InputError(f"there are no kernels {name!r}; choose 'eager' or 'inductor'")
     if name == "eager":
@@ -304,7 +304,7 @@ def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:
 
 
 def _sharing_group(shard: ProcessGroup | bool | None, dynamic: bool | None, kernels: str) -> ProcessGroup | None:
-    """Return the group of processes that share the model, or None for one process; ``InputError`` if unsuitable."""
+    """Return the processes that share the model, None if it is one; ``InputError`` if ``shard`` cannot be used."""
     if shard is None or shard is False:
         return None
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():

@@ -74,7 +74,7 @@ class DiskCounters:
 
 
 def was_busy(counted: Counters, *, computes: bool = True) -> bool:
-    """Return whether other processes delayed the measured work; ``computes``: the work itself never sleeps."""
+    """Return whether other processes delayed the measured work. Pass ``computes=False`` for work that may sleep."""
     others_seconds = counted.others_seconds
     if others_seconds is not None and others_seconds <= max(_OTHERS_CORES * counted.seconds, _TICKS_SECONDS):
         return False  # threads waited for other threads of this process

@@ -43,7 +43,7 @@ def user_cache_folder() -> Path:
 
 
 def private_folder(path: Path) -> Path:
-    """Create a folder and return it; raise ``OSError`` if other users can write to it, or if this one cannot."""
+    """Create a folder if needed and return it; ``OSError`` unless this user owns it and alone can write to it."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:

@@ -70,7 +70,7 @@ def _lane(wait: Wait) -> _Lane:
 def _slowdown_factors(
     running: Sequence[_Lane], numbers: Mapping[_Lane, int], homes: Sequence[Home]
 ) -> list[tuple[int, float]]:
-    """Return, for each running lane, its number and the factor by which contention lengthens its instruction."""
+    """Return the number of each running lane and the factor by which contention lengthens its instruction."""
     slowdown = sum(homes[home].compute_slowdown for queue, home in running if queue not in _OPS)
     factors: list[tuple[int, float]] = []
     for lane in running:

@@ -168,14 +168,14 @@ class StepGraph:
         return frozenset(s for _, s in self.overwrites if self.storages[s].kind is not StorageKind.CONSTANT)
 
     def content(self, *, families: bool = True) -> tuple[object, ...]:
-        """Return values that identify the graph, except source lines and module classes; families only on request."""
+        """Return values that identify the graph, except source lines, module classes and, on request, op families."""
         left_out = {"source", "module_class"} if families else {"source", "module_class", "family"}
         values_of = attrgetter(*(item.name for item in fields(Op) if item.name not in left_out))
         storages = [(s.id, s.bytes, s.kind.value, s.name, s.watched) for s in self.storages]
         return storages, [values_of(item) for item in self.ops], self.outputs
 
     def unwatched(self) -> StepGraph:
-        """Return the same step without watched storages (see ``Storage.watched``)."""
+        """Return the same step with no storage marked as watched (see ``Storage.watched``)."""
         return replace(self, storages=tuple(replace(storage, watched=False) for storage in self.storages))
 
     def check(self) -> None:
@@ -197,11 +197,15 @@ class StepGraph:
                     )
             for storage in op.discards:
                 if storage not in op.mutates:
-                    raise GraphError(f"op {index} ({op.name}) discards storage {storage}, which it does not mutate")
+                    raise GraphError(
+                        f"op {index} ({op.name}) discards storage {storage}, which it does not mutate; list the "
+                        "storage in its mutates as well"
+                    )
             for storage in op.creates:
                 if storage in exists or not 0 <= storage < len(self.storages):
                     raise GraphError(
-                        f"op {index} ({op.name}) creates storage {storage}, which exists already or is not listed"
+                        f"op {index} ({op.name}) creates storage {storage}, which exists already or is not listed; "
+                        "list each storage, and create it in one op only"
                     )
                 exists.add(storage)
         for storage in self.outputs:

@@ -140,7 +140,7 @@ def read_graph(path: Path) -> GraphFile:
 
 
 def _storage(path: Path, number: int, storage: _StorageEntry, created: bool) -> Storage:
-    """Return a storage of a file; its kind depends on whether an op creates it (see ``read_graph``)."""
+    """Return a storage of a file, of the kind that ``read_graph`` explains; refuse constants that ops create."""
     kind = storage.kind
     if created and kind is StorageKind.CONSTANT:
         refuse(path, f"$.storages[{number}]", "is a constant that an op creates: a constant must exist before the step")

@@ -29,7 +29,7 @@ def refuse(file: str | Path, place: str, problem: str) -> NoReturn:
 
 
 def decode_json(path: Path, file_format: str | None, kind: type[T], *, whole: bool = True) -> T:
-    """Read a JSON file, plain or gzip, as ``kind``, and check its format unless that is None.
+    """Read a JSON file, plain or gzip, as ``kind``; refuse any "format" except ``file_format`` (None: accept all).
 
     If ``whole``, numbers such as 4096.0 are read as ints. Raises ``InputError`` if the file cannot be read, and
     ``GraphError`` that names an invalid value, such as ``$.ops[3].seconds``.
@@ -114,7 +114,7 @@ def _parse(path: Path, read_float: Callable[[str], float]) -> object:
 
 
 def _invalid_values(value: object, place: str) -> Iterator[tuple[str, str]]:
-    """Yield the place and the problem of each invalid value."""
+    """Yield the place and the problem of each value that was marked as invalid."""
     if isinstance(value, _InvalidValue):
         yield place, value.problem
     elif isinstance(value, dict):
@@ -131,7 +131,7 @@ def _whole_or_float(text: str) -> float:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write plain objects, dataclasses or structs as JSON, by gzip if the name ends in ``.gz``."""
+    """Write objects, dataclasses or structs as JSON, by gzip if the name ends in ``.gz``; create missing folders."""
     data = msgspec.json.encode(content) + b"\n"
     if path.suffix == ".gz":
         data = gzip.compress(data, mtime=0)
@@ -143,7 +143,7 @@ def write_json(path: Path, content: object) -> None:
 
 
 def replace_json(path: Path, content: object) -> None:
-    """Replace a JSON file atomically; raise ``InputError`` or ``OSError``."""
+    """Replace a JSON file atomically; raise ``InputError`` or ``OSError`` if it cannot be written."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}-", suffix=".part")
     os.close(descriptor)
     part = Path(name)

@@ -81,7 +81,7 @@ def build(make: Callable[[], Built], *, home: OpenHome) -> Built:
 
 @contextlib.contextmanager
 def _registrations_moving_home(faces: Faces) -> Iterator[None]:
-    """Move tensors home when this thread registers them in modules; tensors with shared storages move at the end."""
+    """Move large tensors home when this thread registers them in modules; tensors with shared storages at the end."""
     thread = threading.get_ident()
     # Not the tensors: some are replaced, and references would keep their memory.
     modules: dict[tuple[int, str], weakref.ref[nn.Module]] = {}
@@ -310,10 +310,8 @@ def _is_in_files(module: nn.Module, tensors: dict[str, torch.Tensor], in_files: 
 
 
 def _reset(module: nn.Module) -> None:
-    """Initialize a module by ``reset_parameters``, or the private method that some constructors of PyTorch call.
-
-    A module without tensors skips the public method, which would initialize inner modules again.
-    """
+    """Initialize a module by ``reset_parameters``, or the private method that some constructors of PyTorch call."""
+    # Of a module without own tensors, the public method would initialize inner modules again.
     method = getattr(module, "reset_parameters", None) if _own_tensors(module) else None
     method = method or getattr(module, "_reset_parameters", None)
     if callable(method):
@@ -384,7 +382,6 @@ class _InitializationMode(TorchDispatchMode):
         self._watched.update(map(storage_key, tensors))
 
     def is_unwritten(self, tensor: torch.Tensor) -> bool:
-        """Return whether a watched tensor's storage has not been written."""
         return storage_key(tensor) in self._watched
 
 

@@ -134,7 +134,7 @@ class Peers:
     def plan_together(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], facts: StepFacts, alternatives: Sequence[PlannedStep]
     ) -> tuple[PlannedStep, StepFacts]:
-        """Capture and plan a step together with the other processes, if any; return it with its facts."""
+        """Capture and plan a step, with the other processes if any; return it, and ``facts`` with the captured ones."""
         ranks = self._ranks
         try:
             traced, recapture = self._planner.capture(args, kwargs)
@@ -162,9 +162,9 @@ class Peers:
     def _plan_by_leader(
         self, leader: int, traced: Captured, recapture: Recapture, groups: Mapping[int, GroupCost], is_alike: bool
     ) -> PlannedStep:
-        """Return the step with the plan of rank ``leader``, or with a plan of this process if that is not valid here.
+        """Return the step with the plan of rank ``leader``; if it is not valid here, with a plan of this process.
 
-        ``is_alike``: whether the leader has captured the same graph.
+        ``is_alike``: the leader captured the same graph. Raises ``StateError`` instead if all must follow one plan.
         """
         planned_here: list[PlannedStep] = []
 
@@ -226,6 +226,7 @@ class Peers:
         policy, stores = self._planner.policy, self._planner.stores
 
         def decide() -> Any:
+            """Return the costs, plan and profiles of the new step; None if the plan stays."""
             new_step, are_times_wrong = step, is_prediction_wrong(step, measured)
             if surprises:
                 new_step = plan_with_requests(new_step, surprises, policy, stores) or new_step

@@ -47,7 +47,7 @@ class PlanStore(Generic[_Document]):
     kind: type[_Document]
 
     def find(self, key: str, check: Callable[[_Document, Path], _Plan]) -> _Plan | None:
-        """Return ``check(document, path)`` for a stored document, or None without one. Delete an unusable document."""
+        """Return ``check(document, path)`` for a stored document; None without one, or after deleting a bad one."""
         if self.folder is None:
             return None
         path = self._path(self.folder, key)
@@ -67,7 +67,7 @@ class PlanStore(Generic[_Document]):
         return plan
 
     def save(self, key: str, document: _Document) -> None:
-        """Store a document under a key; log failures."""
+        """Store a document under a key, and delete the oldest documents beyond a maximum; only log failures."""
         if self.folder is None:
             return
         try:

@@ -64,7 +64,7 @@ class PlanUpdater:
         self._surge_count = 0
 
     def record_run(self, entry: KnownStep, timeline: Timeline | None) -> None:
-        """Record a run of a step; if its times or memory requests differ from the plan, plan again or schedule it."""
+        """Record a run that has a timeline; if its times or memory requests differ from the plan, begin to replan."""
         if entry.runner is None or timeline is None:
             return
         if self._peers is not None and self._peers.must_share_plan:
@@ -90,7 +90,7 @@ class PlanUpdater:
         self._adopt_finished_plan()
 
     def _plan_for_times(self, entry: KnownStep, watch: PlanWatch) -> None:
-        """Plan a step again with measured times, in another process or, if affordable, here; else keep the plan."""
+        """Plan a step again with measured times in the background, or here if there is time; else keep the plan."""
         # Peers would wait for this process, and each process would search concurrently with its steps.
         if self._peers is not None and self._peers.joined:
             entry.watch = watch.keep_plan()
@@ -108,7 +108,7 @@ class PlanUpdater:
             entry.watch = watch.keep_plan()
 
     def _adopt_finished_plan(self) -> None:
-        """Adopt the plan of the background process, if it has finished."""
+        """Adopt the plan of the background process if it is ready, unless its step is gone or planned again."""
         finished = self.background.poll()
         if finished is None:
             return
@@ -181,7 +181,7 @@ class PlanUpdater:
     # Requests beyond the plan
 
     def record_surges(self, entry: KnownStep) -> bool:
-        """Record memory requests of the last run that exceeded its plan (surges); return whether there were any."""
+        """Record memory requests of the last run beyond the step's plan (surges); return whether any were recorded."""
         runner = entry.runner
         if runner is None or (self._peers is not None and self._peers.must_share_plan):
             return False
@@ -215,7 +215,7 @@ class PlanUpdater:
         return True
 
     def plan_for_surges(self, entry: KnownStep, *, must_grow: bool) -> None:
-        """Plan a step again if ops have requested more memory than its plan has for them (a surge).
+        """Plan a step again if its ops, or their families in other steps, requested more than planned (a surge).
 
         ``must_grow``: raise ``TooSmallError`` if no plan has room for the surges.
         """

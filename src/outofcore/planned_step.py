@@ -57,7 +57,6 @@ class PlannedStep:
 
     @property
     def seconds(self) -> float:
-        """The predicted seconds of a step."""
         return self.planned.timeline.step_seconds
 
     @property
@@ -85,7 +84,7 @@ class PlannedStep:
 def plan_in_core(
     captured: Captured, costs: Costs, profiles: tuple[OpProfile, ...], budget: int, stores: Sequence[HomeStore]
 ) -> PlannedStep | None:
-    """Plan a step without evictions and return it; None if it exceeds the budget or the plan is invalid."""
+    """Return the step planned without evictions; None if no valid plan fits. ``SpillError`` if a home is too small."""
     planned = planning.plan_in_core(captured.graph, costs, budget)
     if planned is None:
         return None
@@ -130,7 +129,7 @@ def plan(
 
 
 def _plan_quickly(captured: Captured, costs: Costs, budget: int, policy: Policy) -> Planned | None:
-    """Return the plan of a quick search; None if it has none, if no home is open, or if the full search is quick."""
+    """Return the plan of a quick search; None if it fails, without homes, or if the full search is as quick."""
     quick = quick_policy(policy)
     if quick is policy or not costs.homes:
         return None
@@ -156,7 +155,7 @@ def job_of(step: PlannedStep, policy: Policy, measured: Sequence[Timeline]) -> P
 def with_answer(
     step: PlannedStep, answer: PlanResult, measured_seconds: float, stores: Sequence[HomeStore]
 ) -> PlannedStep | None:
-    """Return the step with the plan of ``answer``; None without a plan, or if a home is full. Seconds are logged."""
+    """Return the step with the plan of ``answer``, and log its times; None if it has no plan or a home is full."""
     reason = answer.reason
     if answer.planned is not None and answer.costs is not None:
         try:
@@ -197,6 +196,7 @@ def plan_with_times(
 
 
 def _log_times(before: PlannedStep, after: PlannedStep, seconds: float) -> None:
+    """Log the measured ``seconds`` of a step, and the seconds that its old and new plans predict."""
     _log.info(
         "planned again with measured costs: a step was predicted to take %.3f s and took %.3f s; now %.3f s by %s",
         before.planned.timeline.step_seconds,

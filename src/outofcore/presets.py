@@ -63,7 +63,7 @@ class Device:
         return Home("host", None, self.out_bytes_per_s, self.in_bytes_per_s, _LINK_LATENCY_S)
 
     def seconds(self, work: Work, number: Number, operations: float, moved_bytes: float) -> float:
-        """Estimate the seconds of an op by a roofline: the larger of its compute and memory time, plus its launch."""
+        """Estimate the seconds of an op by a roofline: its launch, plus the longer of computing and moving bytes."""
         arithmetic = 0.0
         if work in EFFICIENCY:
             plain, tensor = EFFICIENCY[work]
@@ -94,7 +94,7 @@ def _device(
     tf32: float | None = None,
     half: float | None = None,
 ) -> Device:
-    """Build a device from data-sheet numbers in GiB, GB/s and TFLOP/s; the CUDA context takes 0.5 GiB of it."""
+    """Build a device from data-sheet numbers in GiB, GB/s and TFLOP/s, less 0.5 GiB of memory for the CUDA context."""
     rates = {Number.FP32: fp32, Number.TF32: tf32, Number.HALF: half}
     link = link_gb_per_s * 1e9
     flops = {number: rate * 1e12 for number, rate in rates.items() if rate is not None}

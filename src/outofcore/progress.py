@@ -52,6 +52,7 @@ def show_progress(tell: ProgressCallback | None = None, *, show: bool | None = N
 
 
 def _make_bar() -> Progress:
+    """Return a progress bar on standard error that disappears at its end."""
     return Progress(
         TextColumn("outofcore: {task.description}"),
         BarColumn(bar_width=24),
@@ -132,7 +133,7 @@ class _NotebookProgress:
             self._handle.update({"text/plain": "", "text/html": ""}, raw=True)
 
     def _draw(self, text: str, done: int, total: int | None) -> None:
-        # A stage with one part gets an animated bar without a count.
+        """Draw a bar and ``text``, or update them; with ``total`` None, the bar is animated without a count."""
         share = "" if total is None else f' value="{done}" max="{max(total, 1)}"'
         bundle = {"text/plain": text, "text/html": f"<progress{share}></progress> {html.escape(text)}"}
         if self._handle is None:

@@ -58,7 +58,7 @@ def prove_plan(graph: StepGraph, costs: Costs, budget: int, candidates: Iterable
 
 
 def _write_evidence(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> str:
-    """Write the graph and the plan to a zip file for a bug report; return its name, or a text if that fails."""
+    """Write the graph and the plan to a zip file for a bug report; return its name, or else a hint for the report."""
     keys = GraphFile.of(graph, costs).keys
     try:
         with tempfile.TemporaryDirectory() as folder:

@@ -50,17 +50,17 @@ def refine_costs(
     moved: frozenset[int],
     families: Sequence[str] = (),
 ) -> Costs:
-    """Return the costs with seconds of ops and bandwidths of copies corrected by measured timelines.
+    """Return the costs with op seconds, copy bandwidths and compute slowdown corrected by measured timelines.
 
     ``moved``: storages that were copied to a home, not to the caller's memory. ``families``: the family of each op.
     """
     quiet_timelines = find_quiet_steps(costs, program, timelines)
-    names = [families[op] if families and families[op] else f"#{op}" for op in range(len(costs.ops))]
+    family_names = [families[op] if families and families[op] else f"#{op}" for op in range(len(costs.ops))]
     times = [step_times(program, timeline, costs.homes) for timeline in quiet_timelines]
-    homes = _derive_slowdown(costs.homes, program, times, names)
+    homes = _derive_slowdown(costs.homes, program, times, family_names)
     if homes != costs.homes:
         times = [step_times(program, timeline, homes) for timeline in quiet_timelines]
-    seconds = _op_seconds(costs, program, times, names)
+    seconds = _op_seconds(costs, program, times, family_names)
     traffic: dict[Lane, _Traffic] = {}
     for index, instruction in enumerate(program.instructions):
         if isinstance(instruction, Run) or program.blocks[instruction.block].storage not in moved:
@@ -91,13 +91,13 @@ class _Family:
         return statistics.median(self.quiet if len(self.quiet) >= _MIN_QUIET_TIMES else self.all)
 
 
-def _op_seconds(costs: Costs, program: Program, times: Sequence[StepTimes], names: Sequence[str]) -> list[float]:
+def _op_seconds(costs: Costs, program: Program, times: Sequence[StepTimes], family_names: Sequence[str]) -> list[float]:
     """Return the seconds of each op: the median of its family, or its own median if the two clearly differ."""
     families: dict[str, _Family] = {}
     by_op: dict[int, list[float]] = {}  # by op, including its recomputations
     for index, instruction in enumerate(program.instructions):
         if isinstance(instruction, Run):
-            family = families.setdefault(names[instruction.op], _Family())
+            family = families.setdefault(family_names[instruction.op], _Family())
             for step in times:
                 family.all.append(step.alone[index])
                 by_op.setdefault(instruction.op, []).append(step.alone[index])
@@ -105,16 +105,16 @@ def _op_seconds(costs: Costs, program: Program, times: Sequence[StepTimes], name
                     family.quiet.append(step.alone[index])
     seconds = [cost.seconds for cost in costs.ops]
     for op, op_times in by_op.items():
-        family_seconds, op_seconds = families[names[op]].seconds, statistics.median(op_times)
+        family_seconds, op_seconds = families[family_names[op]].seconds, statistics.median(op_times)
         is_alike = family_seconds / _FAMILY_TOLERANCE <= op_seconds <= family_seconds * _FAMILY_TOLERANCE
         seconds[op] = family_seconds if is_alike else op_seconds
     return seconds
 
 
 def _derive_slowdown(
-    homes: tuple[Home, ...], program: Program, times: Sequence[StepTimes], names: Sequence[str]
+    homes: tuple[Home, ...], program: Program, times: Sequence[StepTimes], family_names: Sequence[str]
 ) -> tuple[Home, ...]:
-    """Return the homes with measured ``compute_slowdown``; unchanged if several are used, or copies rarely overlap."""
+    """Return the homes with measured ``compute_slowdown``; unchanged unless one is used and often overlaps ops."""
     used = {i.home for i in program.instructions if isinstance(i, CopyOut | CopyIn)}
     if len(used) != 1 or not times:
         return homes
@@ -129,9 +129,9 @@ def _derive_slowdown(
             took, copies = step.took[index], step.copies[index]
             total += took
             if is_quiet(copies):
-                quiet.setdefault(names[instruction.op], []).append(took)
+                quiet.setdefault(family_names[instruction.op], []).append(took)
             elif copies >= _MIN_CONCURRENT_COPIES:
-                concurrent.append((names[instruction.op], took, copies))
+                concurrent.append((family_names[instruction.op], took, copies))
     usual = {
         name: statistics.median(durations) for name, durations in quiet.items() if len(durations) >= _MIN_QUIET_TIMES
     }

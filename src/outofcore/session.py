@@ -178,7 +178,7 @@ class Session:
         on_progress: ProgressCallback | None,
         change: str,
     ) -> KnownStep:
-        """Return the planned step for a call. Plan it now if this process or another one has no plan for it.
+        """Return the planned step for a call; plan it if this process or another one has no current plan for it.
 
         ``change`` names a changed Python value that the step reads; empty: only inputs may have changed.
         """
@@ -274,7 +274,7 @@ class Session:
         )
 
     def _should_switch_to_eager(self, signature: Signature, change: str) -> bool:
-        """Return whether to switch to an eager loop: inputs have new sizes, or Python values change too often."""
+        """Return whether an eager loop is allowed and useful: inputs have new sizes, or values change too often."""
         if not self._may_run_eagerly:
             return False
         return (
@@ -284,7 +284,7 @@ class Session:
         )
 
     def _call_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
-        """Run a call as an eager loop; record ``reason`` unless it is empty. May raise ``_NoEagerLoopError``."""
+        """Run this call and all later ones as an eager loop, for ``reason``; ``_NoEagerLoopError`` if impossible."""
         self.why_followed = reason or self.why_followed
         try:
             eager_calls = self._switch_to_eager()
@@ -300,7 +300,7 @@ class Session:
         return result
 
     def _switch_to_eager(self) -> BudgetedCalls:
-        """Return the eager loop, created at the first call. Move the model to it, and forget all plans."""
+        """Create the eager loop if needed, move the model to it, and forget all plans; return the loop."""
         if self.eager_calls is None:
             if self._loop is None:
                 raise RuntimeError("a step without an eager loop switched to it; please report it")
@@ -412,7 +412,7 @@ class Session:
     ) -> KnownStep:
         """Capture, measure and plan a call, together with the other processes of the step.
 
-        ``entry``: the plan here, if only other processes lack one. ``alternatives``: plans for other Python values.
+        ``entry``: a step for which only other processes lack a plan; it is returned. ``alternatives``: similar steps.
         """
         peers = self._peers
         if peers is None:
@@ -436,7 +436,7 @@ class Session:
             )
 
     def _run(self, entry: KnownStep, leaves: Sequence[Any]) -> Any:
-        """Run a planned step. If it fails, undo it; if that fails, stop it as plain PyTorch would, or mark it torn."""
+        """Run a planned step. If it raises, undo it, else stop it as PyTorch would, else mark the session torn."""
         runner = entry.runner
         if runner is None:
             raise RuntimeError("a step without a runner was activated; please report it")

@@ -217,8 +217,8 @@ def stalls(program: Program, timeline: Timeline) -> list[Stall]:
 def resident_bytes(program: Program, timeline: Timeline) -> list[tuple[float, int]]:
     """Return the device bytes in use over time, as pairs of a time in seconds and the bytes from then on.
 
-    Times ascend from 0.0, and consecutive bytes differ. A block counts while instructions that touch it run and between
-    them, so a valid, placed program never exceeds ``arena_bytes``.
+    Times ascend from 0.0, and consecutive bytes differ. A block counts from the start of its first instruction to the
+    end of its last one, so a valid, placed program never exceeds ``arena_bytes``.
     """
     changes: dict[float, int] = {0.0: 0}
     for block, stays in zip(program.blocks, _stays(program, timeline), strict=True):

@@ -142,7 +142,8 @@ class Step(Generic[P, R]):
         self._access.check(self._session.torn)
         if self._session.why_followed:
             raise StateError(
-                "the calls of this step run as an eager loop, without a plan; compile it with dynamic=False"
+                "the calls of this step run as an eager loop, without a plan; compile it with dynamic=False to "
+                "plan them"
             )
         with self._access.exclusive():
             return self._session.prepare(args, kwargs, self.on_progress).captured
@@ -228,7 +229,7 @@ class Step(Generic[P, R]):
         return measure_step(self.captured, self.planned, self.timeline, session.steps.off_plan)
 
     def _no_plan_message(self, otherwise: str) -> str:
-        """Return the error message for a step without a plan; ``otherwise`` is its end if the step was never called."""
+        """Return the error message for a step without a plan; ``otherwise`` ends it if the step was never called."""
         followed = self._session.eager_calls
         if followed is None or followed.last is None:
             return f"the step was not called yet: {otherwise}"
@@ -257,7 +258,7 @@ class Step(Generic[P, R]):
         notes = [("versions", versions())]
         if self._session.eager_calls is not None:
             notes.append(
-                ("calls followed since", f"{self._session.eager_calls.count}, as {self._session.why_followed}")
+                ("calls as an eager loop", f"{self._session.eager_calls.count}, because {self._session.why_followed}")
             )
         report_step(Path(path), self._reported_step(), title or self.__name__, count=budgets, notes=notes)
         return ReportPath(path)
@@ -323,7 +324,7 @@ class Step(Generic[P, R]):
         """Return the current state dicts of models and optimizers, and the state of PyTorch's generator.
 
         The tensors are the model's own, as in plain PyTorch; clone them to keep values. ``save`` needs less memory.
-        Raises ``StateError`` if the step is closed or failed half way.
+        Raises ``StateError`` if the step is closed or failed half way, or the model is sharded.
         """
         with self._access.exclusive():
             self._access.check(self._session.torn)
@@ -332,7 +333,7 @@ class Step(Generic[P, R]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of ``state_dict``; a step that failed half way can be used again.
 
-        Raises ``InputError`` for other models or optimizers, ``StateError`` if the step is closed.
+        Raises ``InputError`` for other models or optimizers, ``StateError`` if the step is closed or the model sharded.
         """
         self._state.check_counts(state)
         with self._access.exclusive():
@@ -383,5 +384,5 @@ class _Access:
         if torn:
             raise StateError(
                 "an earlier call of this step failed half way, so that the model is part old and part new "
-                f"({torn}); load a checkpoint with step.load(), or into the model and compile the step again"
+                f"({torn}); load a checkpoint with step.load(), or load one into the model and compile the step again"
             )

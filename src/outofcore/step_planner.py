@@ -90,7 +90,7 @@ class StepPlanner:
     def plan(
         self, traced: Captured, recapture: Recapture, groups: Mapping[int, GroupCost] | None = None
     ) -> PlannedStep:
-        """Load the stored plan of a step, or measure and plan it.
+        """Return the step with its stored plan; without a stored plan, measure and plan it.
 
         ``groups``: costs of collectives by size of their process group; None: no other process uses the plan.
         """
@@ -123,7 +123,7 @@ class StepPlanner:
     def _plan_best_variant(
         self, variants: StepVariants, room: int, groups: Mapping[int, GroupCost], key: str, *, quickly: bool
     ) -> PlannedStep:
-        """Plan a step in the best variant, and store the plan under ``key`` (empty: do not store it)."""
+        """Plan a step in its best variant, and store the plan under ``key`` unless that is empty."""
         plans = VariantPlans(
             variants,
             room,
@@ -147,9 +147,10 @@ class StepPlanner:
         return replace(step, choice=choice)
 
     def _load_stored_plan(self, key: str, variants: StepVariants, room: int, *, quickly: bool) -> PlannedStep | None:
-        """Return a step with its stored plan, validated again; None without one. ``quickly``: accept a quick plan."""
+        """Return a step with its stored plan, validated again; None without one. ``quickly``: a quick plan suffices."""
 
         def use(stored: StoredPlan) -> PlannedStep | None:
+            """Return the step with the stored plan; None if it should be planned better."""
             if stored.is_quick and not quickly:
                 return None
             choice = stored.choice

@@ -63,7 +63,7 @@ class StoredPlan:
     def prove(self, graph: StepGraph, costs: Costs, budget: int) -> Planned:
         """Validate the plan for the graph of its variant, and return it with its timeline under these costs.
 
-        Raises ``GraphError`` if ops need other scratch memory than in the plan, or the graph lacks a name in it.
+        Raises ``ValidationError`` for an invalid plan, ``GraphError`` if ops now need other scratch memory.
         """
         if self._file.needs != _needs(costs):
             raise GraphError(f"{self._path}: ops need other scratch memory than when the plan was made")
@@ -92,7 +92,7 @@ class StepPlans:
         return key_of(_FORMAT, PLAN_FORMAT, graph.content(), policy, facts)
 
     def find(self, key: str, use: Callable[[StoredPlan], _Step]) -> _Step | None:
-        """Return ``use(plan)`` for the stored plan, or None if no plan is stored. Delete the plan if ``use`` raises."""
+        """Return ``use(plan)`` for a stored plan; None without one, or if ``use`` raises, which deletes the plan."""
 
         def check(file: _PlanRecord, path: Path) -> _Step:
             choice = VariantChoice(key, file.variant, file.workspaces)
@@ -103,9 +103,9 @@ class StepPlans:
     def keep(
         self, choice: VariantChoice, graph: StepGraph, costs: Costs, budget: int, planned: Planned, *, is_quick: bool
     ) -> None:
-        """Store a plan. A quick search's plan does not replace a full search's plan for equal scratch memory.
+        """Store a plan, except a quick one if a fully searched plan for the same scratch memory is stored.
 
-        A stored plan that was made on a busy machine is replaced if the new one was not.
+        A stored plan that was made on a busy machine counts only if the new one was made on a busy machine too.
         """
         needs, is_busy = _needs(costs), costs.is_busy
 

@@ -74,6 +74,7 @@ class StepState:
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state of models, optimizers and PyTorch's generator; ``StateError`` if the model is sharded."""
         self._check_whole("step.load_state_dict()")
         with self._forget_plans_if_state_is_lost():
             for model, saved in zip(self._user.models, state["models"], strict=True):

@@ -128,8 +128,8 @@ class StepVariants:
             captured = rewrite_for_lowest_memory(self.traced)
         return captured if captured is None or self.backend is None else captured.align_to(self.backend.alignment)
 
-    def _split(self, op_bytes: int, room: int) -> Captured | None:
-        """Split ops above ``op_bytes`` where results are bit-identical; return the step, or None if no op is split."""
+    def _split(self, op_bytes: int, check_bytes: int) -> Captured | None:
+        """Split ops that need more than ``op_bytes`` if results stay equal; return the step, None if no op is split."""
         refused: frozenset[str] = frozenset()
         while True:
             split = split_step(
@@ -142,18 +142,18 @@ class StepVariants:
             )
             if not split.is_split:
                 return None
-            mismatched = self._mismatches(split, room)
+            mismatched = self._mismatches(split, check_bytes)
             if not mismatched:
                 return split.captured
             refused |= mismatched
 
-    def _mismatches(self, split: SplitStep, room: int) -> frozenset[str]:
+    def _mismatches(self, split: SplitStep, check_bytes: int) -> frozenset[str]:
         """Return the splits with results that differ from the results of whole ops; ``room``: bytes for the check."""
         if self.backend is None:
             return frozenset()
         if self.backend.driver is None:
-            room = max(room, _TRIAL_BYTES)
-        return find_mismatches(split.checks, split.values, self.backend, room, self.cache)
+            check_bytes = max(check_bytes, _TRIAL_BYTES)
+        return find_mismatches(split.checks, split.values, self.backend, check_bytes, self.cache)
 
     def profiles(self, variant: Variant, *, timed: bool, advance: Advance | None = None) -> tuple[OpProfile, ...]:
         """Return the profiles of a variant's ops, with seconds if ``timed``; measure each family of ops once."""
@@ -210,18 +210,16 @@ class VariantPlans:
 
     @property
     def added_bytes(self) -> int:
-        """The bytes of gradients that exist at the start of later calls, but not of the first call."""
         return self.step.added_bytes if self.repeats else 0
 
     def smallest_arena(self, variant: Variant) -> int | None:
-        """Return the smallest arena in bytes; None if the step has no such variant."""
         return self.step.smallest_arena(variant)
 
     def has(self, variant: Variant) -> bool:
         return self.step.find_variant(variant) is not None
 
     def plan(self, variant: Variant) -> PlannedStep | None:
-        """Plan the step in a variant and return it; None for ``FUSED`` if it needs evictions."""
+        """Return the step planned in a variant. If it does not fit: None for ``FUSED``, else ``BudgetError``."""
         captured = self.step.get_variant(variant)
         if variant.form is Form.FUSED:
             if live_bytes(captured.graph) > self.room:
@@ -232,7 +230,7 @@ class VariantPlans:
         return None if planned is None else replace(planned, variant=variant)
 
     def later_refusal(self, variant: Variant, first: BudgetError | None = None) -> BudgetError | None:
-        """Return the error if later calls do not fit in a variant, else ``first``, the error of the first call."""
+        """Return the error of later calls in a variant, or ``first``, the first call's, if they need no more memory."""
         later = self.step.later if self.repeats else None
         if later is None:
             return first

@@ -72,7 +72,7 @@ def is_quiet(copies: float) -> bool:
 
 
 def pace(program: Program, times: StepTimes, ops: Sequence[OpCost]) -> float:
-    """Return the ratio of the measured seconds of a step's ops to the seconds of their costs; 1 without ops."""
+    """Return the measured seconds of ops, except collectives, divided by the seconds in ``ops``; 1 without ops."""
     took = expected = 0.0
     for index, instruction in enumerate(program.instructions):
         if isinstance(instruction, Run) and not instruction.communicates:

@@ -91,9 +91,7 @@ class PlannedVariant(Protocol):
         ...
 
     @property
-    def arena_bytes(self) -> int:
-        """The arena size of the plan."""
-        ...
+    def arena_bytes(self) -> int: ...
 
 
 Refusals: TypeAlias = Sequence[tuple[Variant, BudgetError]]
@@ -130,18 +128,18 @@ class VariantPlanner(VariantSizes, Protocol[P_co]):
         ...
 
     def plan(self, variant: Variant) -> P_co | None:
-        """Plan the step in a variant and return it; None for ``FUSED`` if it needs evictions."""
+        """Return the step planned in a variant. If it does not fit: None for ``FUSED``, else ``BudgetError``."""
         ...
 
     def later_refusal(self, variant: Variant, first: BudgetError | None = None) -> BudgetError | None:
-        """Return the error if later calls do not fit in a variant, else ``first``, the error of the first call."""
+        """Return the error of later calls in a variant, or ``first``, the first call's, if they need no more memory."""
         ...
 
 
 def choose_variant(step: VariantPlanner[P], room: int) -> P:
     """Return the step planned in the best variant for an arena of ``room`` bytes.
 
-    Raises ``BudgetError`` if no variant fits, with the smallest budget of any variant.
+    Raises ``BudgetError``, with the smallest budget of any variant, if the first call or later calls do not fit.
     """
     refusals: list[tuple[Variant, BudgetError]] = []
     for variant in ladder(step, room, refusals):

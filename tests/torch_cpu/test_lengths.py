@@ -238,7 +238,7 @@ def test_save_load_and_report_work_after_eager_calls(tmp_path: Path) -> None:
         step.load_state_dict(step.state_dict())
         assert are_equal(ours.run(step), theirs.run(theirs.train))
         page = step.report(tmp_path / "report.html", budgets=0).read_text(encoding="utf-8")
-        assert "calls followed since" in page
+        assert "calls as an eager loop" in page
         step.trace(tmp_path / "trace.json")
         step.synchronize()
         assert "calls followed" in repr(step)
