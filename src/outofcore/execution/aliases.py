@@ -70,7 +70,7 @@ TRANSITIONS: Mapping[tuple[StatePlace, StatePlace], str] = {
 
 @dataclass(slots=True)
 class StateAlias:
-    """A user's tensor that shows a persistent storage; ``tensor`` is the step's copy if ``shared_tensor`` is set."""
+    """A user's tensor over a persistent storage; ``tensor`` is the step's copy if ``shared_tensor`` is set."""
 
     key: str
     tensor: torch.Tensor
@@ -193,7 +193,7 @@ class PersistentState:
         self.place = place
 
     def apply_layout(self, key: str, value: Value) -> None:
-        """Change the layout that the step expects of the gradient ``key``, and keep its contents."""
+        """Move the gradient ``key`` to the layout of ``value``, with the same elements; expect this layout from now on."""
         for alias in self.aliases:
             if alias.key != key or alias.has_layout(value):
                 continue
@@ -284,7 +284,7 @@ class PersistentState:
 
 
 def adopt_replacements(states: Iterable[PersistentState]) -> list[str]:
-    """Copy data that the user assigned to tensors into the states' memory; return the keys, or raise ``StateError``."""
+    """Copy newly assigned data to the states' memory; return its keys. A new shape or dtype raises ``StateError``."""
     replacements = [(state, alias) for state in states for alias in state.aliases if alias.has_moved()]
     for _, alias in replacements:  # before any tensor is copied
         alias.check_shape_and_dtype()
@@ -348,7 +348,7 @@ def matches_capture(captured: Captured) -> bool:
 
 
 def release_replacements(states: Iterable[PersistentState]) -> list[PersistentState]:
-    """Detach tensors with replaced memory from their states; return the states that have no tensor left."""
+    """Move tensors with replaced memory to the states that they view, or detach them. Return states without tensors."""
     shown_states = [state for state in states if state.place in (StatePlace.HOME, StatePlace.ARENA)]
     moved = [alias for state in shown_states for alias in state.release_moved_aliases()]
     if not moved:
@@ -404,7 +404,7 @@ class Face:
 
 
 class Faces:
-    """Creates tensors over the slots of homes (faces), and finds the slot of such a tensor."""
+    """Creates faces (tensors over the slots of homes), and finds the slot of a face."""
 
     def __init__(self, slots: Sequence[Slots]) -> None:
         self.slots = tuple(slots)
@@ -415,7 +415,7 @@ class Faces:
         self.drop_loop_cache: Callable[[torch.Tensor], object] | None = None
 
     def show(self, home: int, offset: int, count: int, *, owned: bool = True) -> torch.Tensor:
-        """Create a face of the slot at ``offset`` in a home; forget its earlier face. A step frees ``owned`` slots."""
+        """Return a new face of a slot in place of its earlier face. Only a step frees the slot if it is ``owned``."""
         tensor = self.slots[home].home.face(offset, count)
         if count:
             self.forget(home, offset)
@@ -459,7 +459,7 @@ class Faces:
         return self.show(last, self.slots[last].take(count), count, owned=False)
 
     def adopt(self, file: ReadFile, begin: int, count: int) -> torch.Tensor:
-        """Make a range of a file a slot of the last home, without a copy; return its face. May raise ``StateError``."""
+        """Make a range of a file a slot of the last home; return its face. ``StateError`` if it reads no files."""
         self.release_expired()
         last = len(self.slots) - 1
         files = self.slots[last].home.files
@@ -468,7 +468,7 @@ class Faces:
         return self.show(last, files.adopt(file, begin, count), count, owned=False)
 
     def adopt_mapped(self, tensor: torch.Tensor, files: MappedFiles) -> torch.Tensor | None:
-        """Return a face of the file range that a tensor is mapped from; None if it is small, written or not mapped."""
+        """Adopt the file range that a large tensor is mapped from; None if it was written or cannot be adopted."""
         # Safetensors and ``torch.load(mmap=True)`` map checkpoints. ``files`` must be newer than the tensor's memory.
         storage = tensor.untyped_storage()
         if not is_in_host_memory(tensor) or not is_large(storage.nbytes()) or not self.takes_files:
@@ -482,7 +482,7 @@ class Faces:
         return self.slots[-1].home.files is not None and can_detect_writes()
 
     def slot_of(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
-        """Return the home and offset of a tensor's slot if it can be read (with ``to_write``: written), else None."""
+        """Return the home and offset of a face; None for other tensors, or if it cannot be read (or written) there."""
         face = self.find(tensor)
         if face is None:
             return None
@@ -524,7 +524,7 @@ class Faces:
 
 
 def assign_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Set ``parameter.grad``, even to a gradient on another device: PyTorch checks devices only in the assignment."""
+    """Set ``parameter.grad`` to a gradient on any device; PyTorch alone refuses another device than the parameter's."""
     if parameter.grad is gradient:
         return
     data = gradient.data
@@ -580,7 +580,7 @@ class OptimizerStates:
     def find_replaced(
         self, shown_as: Callable[[StateBinding], torch.Tensor]
     ) -> list[tuple[StateBinding, StateOwner, torch.Tensor | None]]:
-        """Return the states with another tensor in the optimizer than ``shown_as``, each with that tensor or None."""
+        """Find states that the optimizer no longer has as ``shown_as(binding)``; return each with its tensor there."""
         tensors, self._last_tensors = self._last_tensors or self._current_tensors(), None
         shown = list(map(shown_as, self._bindings))
         if all(map(is_, tensors, shown)):

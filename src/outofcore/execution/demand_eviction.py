@@ -99,7 +99,7 @@ class DemandEviction:
     def begin(
         self, starts: array[float], ends: array[float], pause: Callable[[], object], resume: Callable[[], object]
     ) -> None:
-        """Start serving the requests of a step; ``starts`` and ``ends`` are times of its instructions (0: not yet)."""
+        """Start to serve a step's requests; ``starts`` and ``ends`` hold the times of instructions, or 0 before them."""
         self._starts, self._ends, self._pause, self._resume = starts, ends, pause, resume
         self.refused_request, self.error, self.has_lost_bytes = None, None, False
         self._overflowed_ops.clear()
@@ -171,7 +171,7 @@ class DemandEviction:
         return face.data_ptr(), slots.home.name
 
     def allocate_lasting(self, count: int) -> torch.Tensor | None:
-        """Return memory of a home for an optimizer's new state; None if ordinary memory fits or no home has room."""
+        """Return memory of a home for an optimizer's new state; None if the reserve holds it or no home has room."""
         if self._arena.counters().live_bytes + count <= self._arena.reserve:
             return None
         overflow = _create_overflow_memory(self._slots, count)
@@ -188,7 +188,7 @@ class DemandEviction:
         return self._captured.graph.ops[run.op]
 
     def _lend(self, count: int, scope: int) -> int | None:
-        """Evict pages, and return an annex address for ``count`` bytes (whole pages); None if there is no room."""
+        """Evict pages, and return an address in the annex for ``count`` bytes (whole pages); None without room."""
         self._activate()
         self._release_unused()
         address = self._find_address(count)

@@ -54,7 +54,7 @@ class StateKeeper:
         self._is_mapping_current = False  # whether ``_mapping`` is up to date
 
     def register(self, captured: Captured) -> dict[int, PersistentState]:
-        """Register the states of a capture without moving bytes; return them by storage id."""
+        """Register new states of a capture where they are, and rebind known ones; return all by storage id."""
         states: dict[int, PersistentState] = {}
         self._is_mapping_current = False
         for binding in captured.states:
@@ -82,7 +82,7 @@ class StateKeeper:
         return states
 
     def _locate(self, state: PersistentState) -> None:
-        """Mark a state as at home if its tensor shows a slot or a mapped file, else as in ordinary memory."""
+        """Mark a state as at home if its tensors fill a slot that no step owns, or a mapped file; else as outside."""
         if state.slot is not None and state.place is StatePlace.HOME:
             return
         face = self._faces.find(state.aliases[0].tensor)
