@@ -193,7 +193,7 @@ class PersistentState:
         self.place = place
 
     def apply_layout(self, key: str, value: Value) -> None:
-        """Move the gradient ``key`` to the layout of ``value``, with the same elements; expect this layout from now on."""
+        """Move the gradient ``key`` to the layout of ``value``, with the same elements, and expect it from now on."""
         for alias in self.aliases:
             if alias.key != key or alias.has_layout(value):
                 continue

@@ -99,7 +99,7 @@ class DemandEviction:
     def begin(
         self, starts: array[float], ends: array[float], pause: Callable[[], object], resume: Callable[[], object]
     ) -> None:
-        """Start to serve a step's requests; ``starts`` and ``ends`` hold the times of instructions, or 0 before them."""
+        """Start to serve a step's requests; ``starts`` and ``ends`` have the times of instructions, 0 before them."""
         self._starts, self._ends, self._pause, self._resume = starts, ends, pause, resume
         self.refused_request, self.error, self.has_lost_bytes = None, None, False
         self._overflowed_ops.clear()
