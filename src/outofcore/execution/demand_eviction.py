@@ -149,8 +149,8 @@ class DemandEviction:
             self._overflowed_ops.add(op.id)
             location = "is beyond the budget" if overflow is None else f"is in the home ({overflow[1]})"
             _log.warning(
-                "%s asked for %s and more beyond its plan after parameters had been updated, which the budget of %s "
-                "cannot hold; this step must end, so the memory %s; the next step is planned with it",
+                "%s asked for %s beyond its plan after parameters had been updated, which the budget of %s cannot "
+                "hold; the step goes on with memory that %s, and the next step is planned with it; raise the budget",
                 op.text,
                 format_bytes(count),
                 format_bytes(self._budget),

@@ -311,7 +311,7 @@ class Runner:
         return self._placed
 
     def undo(self, engine: Engine) -> bool:
-        """Restore the model to the start of the last run; return False if it is too late for that."""
+        """Restore the model to the start of the last run; return False if that is impossible."""
         if self._placed is None or not self._has_begun:
             return True
         progress = engine.read_progress()
@@ -328,7 +328,7 @@ class Runner:
         return progress is not None and not any(progress.started[i] for i in find_updates(self.captured, self.program))
 
     def stop(self, engine: Engine) -> bool:
-        """Finish a failed step's copies, so that the model is as in plain PyTorch; return False if impossible."""
+        """Finish a failed step's copies if its updates are as in plain PyTorch; return False if that is impossible."""
         placed, captured, program = self._placed, self.captured, self.program
         progress = engine.read_progress()
         if placed is None or progress is None or (self._lender is not None and self._lender.has_lost_bytes):
