@@ -327,7 +327,7 @@ class CpuEngine:
                 _wait_for_all(finishers, copying)
 
     def _connect_lender(self, arena: Arena) -> Lender | None:
-        """Start the arena's lender for a step, with functions that pause other queues; return None if there is none."""
+        """Start the arena's lender for a step, with functions that pause other queues; return the lender, or None."""
         lender, copying, communicator = arena.lender, self._copying, self._communicator
         if lender is None:
             return None

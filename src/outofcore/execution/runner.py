@@ -31,7 +31,7 @@ from outofcore.runtime.slots import SlotLayout, SlotPiece, allocate_slots, neede
 
 
 class UpdateError(Exception):
-    """An error in an optimizer's code during a step, which is the cause; never reaches the user."""
+    """Has as its cause an error of an optimizer's code in a step; never reaches the user."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class Runner:
         return self._build_result(leaves, results), timeline
 
     def _build_result(self, leaves: Sequence[Any], results: dict[int, torch.Tensor]) -> Any:
-        """Return the result of the user's function with this run's tensors; ``leaves`` are those of its arguments."""
+        """Return the user's function's result with this run's tensors; ``leaves`` has the leaves of its arguments."""
         captured = self.captured
         returned: list[Any] = []
         for leaf in captured.outputs:

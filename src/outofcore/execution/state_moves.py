@@ -185,9 +185,7 @@ class StateMoves:
         """Move a state from a user's file to the home's own file if the user has changed it."""
         if self._is_in_file(state) and state.slot is not None and self.slots[state.home].was_written(state.slot):
             self.slots[state.home].move_to_home(state.slot)
-            _log.info(
-                "%s was changed, so it was moved from the user's file, which stays as it is, to the home", state.key
-            )
+            _log.info("%s was changed, so it was moved from the user's file (unchanged) to the home", state.key)
 
     def _is_range(self, state: PersistentState) -> bool:
         """Return whether the slot is or was a range of a user's file; such a slot is never written."""

@@ -27,7 +27,7 @@ def find_updates(captured: Captured, program: Program) -> tuple[int, ...]:
 
 
 def matches_plain_pytorch(captured: Captured, program: Program, progress: StepProgress) -> bool:
-    """Return whether the updates so far are those that plain PyTorch makes before the op that failed here."""
+    """Return whether the step has made the same updates as plain PyTorch makes before the op that failed."""
     started, ended = progress.started, progress.finished
     if not any(started[index] for index in find_updates(captured, program)):
         return True
