@@ -95,7 +95,6 @@ class StateAlias:
             self.fingerprint = fingerprint
 
     def write_shared(self) -> None:
-        """Copy the step's tensor to the user's tensor if that is in shared memory."""
         if self.shared_tensor is not None:
             self._copy(self.shared_tensor, self.tensor)
             self.fingerprint = _fingerprint_of(self.shared_tensor)
@@ -284,7 +283,10 @@ class PersistentState:
 
 
 def adopt_replacements(states: Iterable[PersistentState]) -> list[str]:
-    """Copy newly assigned data to the states' memory; return its keys. A new shape or dtype raises ``StateError``."""
+    """Copy data that was assigned to tensors into the states' memory, and return these tensors' keys.
+
+    A new shape or dtype raises ``StateError`` before any copy.
+    """
     replacements = [(state, alias) for state in states for alias in state.aliases if alias.has_moved()]
     for _, alias in replacements:  # before any tensor is copied
         alias.check_shape_and_dtype()
@@ -415,7 +417,7 @@ class Faces:
         self.drop_loop_cache: Callable[[torch.Tensor], object] | None = None
 
     def show(self, home: int, offset: int, count: int, *, owned: bool = True) -> torch.Tensor:
-        """Return a new face of a slot in place of its earlier face. Only a step frees the slot if it is ``owned``."""
+        """Return a new face of a slot, and forget the earlier one. An ``owned`` slot is not freed with its face."""
         tensor = self.slots[home].home.face(offset, count)
         if count:
             self.forget(home, offset)
@@ -459,7 +461,7 @@ class Faces:
         return self.show(last, self.slots[last].take(count), count, owned=False)
 
     def adopt(self, file: ReadFile, begin: int, count: int) -> torch.Tensor:
-        """Make a range of a file a slot of the last home; return its face. ``StateError`` if it reads no files."""
+        """Make a range of a file a slot of the last home, which must read files in place, and return its face."""
         self.release_expired()
         last = len(self.slots) - 1
         files = self.slots[last].home.files
@@ -468,7 +470,7 @@ class Faces:
         return self.show(last, files.adopt(file, begin, count), count, owned=False)
 
     def adopt_mapped(self, tensor: torch.Tensor, files: MappedFiles) -> torch.Tensor | None:
-        """Adopt the file range that a large tensor is mapped from; None if it was written or cannot be adopted."""
+        """Return a face of the file range behind a large tensor; None if it is written or cannot be adopted."""
         # Safetensors and ``torch.load(mmap=True)`` map checkpoints. ``files`` must be newer than the tensor's memory.
         storage = tensor.untyped_storage()
         if not is_in_host_memory(tensor) or not is_large(storage.nbytes()) or not self.takes_files:
@@ -482,7 +484,7 @@ class Faces:
         return self.slots[-1].home.files is not None and can_detect_writes()
 
     def slot_of(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
-        """Return the home and offset of a face; None for other tensors, or if it cannot be read (or written) there."""
+        """Return the home and offset of a face that can be read there (``to_write``: also written), else None."""
         face = self.find(tensor)
         if face is None:
             return None
@@ -524,7 +526,7 @@ class Faces:
 
 
 def assign_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Set ``parameter.grad`` to a gradient on any device; PyTorch alone refuses another device than the parameter's."""
+    """Set ``parameter.grad``, also to a gradient on another device, which PyTorch refuses in a plain assignment."""
     if parameter.grad is gradient:
         return
     data = gradient.data
@@ -580,7 +582,7 @@ class OptimizerStates:
     def find_replaced(
         self, shown_as: Callable[[StateBinding], torch.Tensor]
     ) -> list[tuple[StateBinding, StateOwner, torch.Tensor | None]]:
-        """Find states that the optimizer no longer has as ``shown_as(binding)``; return each with its tensor there."""
+        """Return (binding, owner, tensor now or None) for optimizer tensors other than ``shown_as(binding)``."""
         tensors, self._last_tensors = self._last_tensors or self._current_tensors(), None
         shown = list(map(shown_as, self._bindings))
         if all(map(is_, tensors, shown)):

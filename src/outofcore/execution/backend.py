@@ -100,7 +100,7 @@ def room_for_arena(captured: Captured, backend: Backend, budget: int) -> int:
 
 
 def restate_for_budget(error: BudgetError, budget: int, room: int) -> BudgetError:
-    """Convert an error about the arena's ``room`` bytes to one about the ``budget``, if it has a smallest budget."""
+    """Restate an error about the arena's ``room`` bytes for the whole ``budget``, if it names a smallest budget."""
     if room == budget or error.smallest_budget is None:
         return error
     smallest = error.smallest_budget + budget - room

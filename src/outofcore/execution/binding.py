@@ -198,7 +198,7 @@ def bind(captured: Captured, program: Program, arena: DeviceArena, homes: int = 
 def requests_by_scope(
     captured: Captured, program: Program, requests: Sequence[Requests] | Mapping[int, Requests]
 ) -> list[list[tuple[int, int | None]]]:
-    """Return the planned requests of each op that is no collective, as (bytes, offset in the arena or None outside)."""
+    """Return each op's planned requests, except collectives': (bytes, offset in the arena, or None outside of it)."""
     scope_requests: list[list[tuple[int, int | None]]] = []
     for run in program.instructions:
         if not isinstance(run, Run) or run.communicates:  # collectives have no scope

@@ -274,7 +274,7 @@ class Copying:
             raise error
 
     def wait(self, waits: Sequence[tuple[int, int]]) -> None:
-        """Wait for each (queue, number) until the queue reaches the number; ``StateError`` if a queue failed."""
+        """Wait until each queue reaches its number in ``waits``; raise ``StateError`` if another queue failed."""
         for queue, number in waits:
             index = queue % self._queues
             if self._library.outofcore_copying_reached(self._pointer, ctypes.c_int64(index), ctypes.c_int64(number)):

@@ -42,8 +42,6 @@ _Pages = npt.NDArray[np.uint8]
 
 
 class _Page(IntEnum):
-    """How a page of the arena is used while an op runs."""
-
     FREE = 0
     EVICTABLE = 1  # may be evicted
     PINNED = 2  # in use by the running op
@@ -99,7 +97,7 @@ class DemandEviction:
     def begin(
         self, starts: array[float], ends: array[float], pause: Callable[[], object], resume: Callable[[], object]
     ) -> None:
-        """Start to serve a step's requests; ``starts`` and ``ends`` have the times of instructions, 0 before them."""
+        """Start to serve a step's requests; ``starts`` and ``ends`` hold its instructions' times, 0 until known."""
         self._starts, self._ends, self._pause, self._resume = starts, ends, pause, resume
         self.refused_request, self.error, self.has_lost_bytes = None, None, False
         self._overflowed_ops.clear()
@@ -188,7 +186,7 @@ class DemandEviction:
         return self._captured.graph.ops[run.op]
 
     def _lend(self, count: int, scope: int) -> int | None:
-        """Evict pages, and return an address in the annex for ``count`` bytes (whole pages); None without room."""
+        """Evict pages; return an address in the annex for ``count`` bytes (whole pages), or None without room."""
         self._activate()
         self._release_unused()
         address = self._find_address(count)
@@ -292,7 +290,7 @@ class DemandEviction:
 
     @property
     def _users_by_block(self) -> list[list[int]]:
-        """The instructions that use each block."""
+        """The instructions that use each block, by block id."""
         if self._cached_users is None:
             self._cached_users = [[] for _ in self._program.blocks]
             for index, instruction in enumerate(self._program.instructions):

@@ -82,7 +82,7 @@ class StateKeeper:
         return states
 
     def _locate(self, state: PersistentState) -> None:
-        """Mark a state as at home if its tensors fill a slot that no step owns, or a mapped file; else as outside."""
+        """Mark a state as at home if its tensors fill an unowned slot or a mapped file, else as in ordinary memory."""
         if state.slot is not None and state.place is StatePlace.HOME:
             return
         face = self._faces.find(state.aliases[0].tensor)

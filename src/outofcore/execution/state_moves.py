@@ -132,7 +132,7 @@ class StateMoves:
         self._states_in_files = [state for state in states.values() if self._is_in_file(state)]
 
     def _make_writable(self, state: PersistentState) -> None:
-        """If a state is in a user's file, copy it to a slot of the home, because the step writes it."""
+        """Copy a state that is in a user's file to a slot of the home, because the step writes it."""
         if state.place is not StatePlace.HOME or state.slot is None or not self._is_range(state):
             return
         self._move_if_written(state)
@@ -192,7 +192,6 @@ class StateMoves:
         return state.slot is not None and self.slots[state.home].is_range(state.slot)
 
     def _is_in_file(self, state: PersistentState) -> bool:
-        """Return whether the state's bytes are still in a user's file."""
         return (
             state.place is StatePlace.HOME and state.slot is not None and self.slots[state.home].is_in_file(state.slot)
         )
@@ -313,8 +312,8 @@ class StateMoves:
 def move_order(sources: Sequence[tuple[int, int]], targets: Sequence[int]) -> list[int]:
     """Return the indices of moves within a region, in an order that overwrites bytes only after they have moved.
 
-    ``sources`` are disjoint (start, end), and ``targets`` the new starts, also disjoint. To break a cycle, one index in
-    it is returned as ``~index`` (negative): the bytes of this move must leave the region at that point.
+    ``sources`` are (start, end), ``targets`` the new starts; both are disjoint. To break a cycle, one of its moves is
+    returned as ``~index`` (negative): its bytes must leave the region at that point.
     """
     ends = [start + end - begin for start, (begin, end) in zip(targets, sources, strict=True)]
     by_address = sorted(range(len(sources)), key=lambda i: sources[i])

@@ -200,7 +200,6 @@ class CudaDriver:
         return int(issue(ctypes.byref(action), ctypes.c_int64(1), self._handles))
 
     def _check_status(self, status: int) -> None:
-        """Raise ``DeviceError`` if a status of CUDA is an error."""
         if status:
             message = load_native(Flavor.CUDA).outofcore_cuda_error(status).decode()
             raise DeviceError(f"the device {self.device} failed: CUDA error {status}: {message}")
