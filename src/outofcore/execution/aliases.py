@@ -470,7 +470,7 @@ class Faces:
         return self.show(last, files.adopt(file, begin, count), count, owned=False)
 
     def adopt_mapped(self, tensor: torch.Tensor, files: MappedFiles) -> torch.Tensor | None:
-        """Return a face of the file range behind a large tensor; None if it is written or cannot be adopted."""
+        """Return a face of the file range that a tensor is mapped from; None if it is small, written or not mapped."""
         # Safetensors and ``torch.load(mmap=True)`` map checkpoints. ``files`` must be newer than the tensor's memory.
         storage = tensor.untyped_storage()
         if not is_in_host_memory(tensor) or not is_large(storage.nbytes()) or not self.takes_files:

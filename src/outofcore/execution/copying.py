@@ -245,7 +245,7 @@ class Copying:
     def begin(
         self, copies: Copies, ports: Mapping[int, tuple[int, int, object]], starts: array[float], ends: array[float]
     ) -> None:
-        """Start a step's copies; ``TransferError`` if no thread starts. Change no argument until ``finish`` returns."""
+        """Start a step's copies, or raise ``TransferError``. The arguments must not change until ``finish`` returns."""
         self._copies = None
         for home, offset, count, place in copies.places:
             if home.locate(offset, count) != place:
