@@ -70,7 +70,7 @@ TRANSITIONS: Mapping[tuple[StatePlace, StatePlace], str] = {
 
 @dataclass(slots=True)
 class StateAlias:
-    """A user's tensor that shows a persistent storage; ``tensor`` is the step's copy if ``shared_tensor`` is set."""
+    """A user's tensor over a persistent storage; ``tensor`` is the step's copy if ``shared_tensor`` is set."""
 
     key: str
     tensor: torch.Tensor
@@ -95,7 +95,6 @@ class StateAlias:
             self.fingerprint = fingerprint
 
     def write_shared(self) -> None:
-        """Copy the step's tensor to the user's tensor if that is in shared memory."""
         if self.shared_tensor is not None:
             self._copy(self.shared_tensor, self.tensor)
             self.fingerprint = _fingerprint_of(self.shared_tensor)
@@ -193,7 +192,7 @@ class PersistentState:
         self.place = place
 
     def apply_layout(self, key: str, value: Value) -> None:
-        """Change the layout that the step expects of the gradient ``key``, and keep its contents."""
+        """Move the gradient ``key`` to the layout of ``value``, with the same elements, and expect it from now on."""
         for alias in self.aliases:
             if alias.key != key or alias.has_layout(value):
                 continue
@@ -284,7 +283,10 @@ class PersistentState:
 
 
 def adopt_replacements(states: Iterable[PersistentState]) -> list[str]:
-    """Copy data that the user assigned to tensors into the states' memory; return the keys, or raise ``StateError``."""
+    """Copy data that was assigned to tensors into the states' memory, and return these tensors' keys.
+
+    A new shape or dtype raises ``StateError`` before any copy.
+    """
     replacements = [(state, alias) for state in states for alias in state.aliases if alias.has_moved()]
     for _, alias in replacements:  # before any tensor is copied
         alias.check_shape_and_dtype()
@@ -348,7 +350,7 @@ def matches_capture(captured: Captured) -> bool:
 
 
 def release_replacements(states: Iterable[PersistentState]) -> list[PersistentState]:
-    """Detach tensors with replaced memory from their states; return the states that have no tensor left."""
+    """Move tensors with replaced memory to the states that they view, or detach them. Return states without tensors."""
     shown_states = [state for state in states if state.place in (StatePlace.HOME, StatePlace.ARENA)]
     moved = [alias for state in shown_states for alias in state.release_moved_aliases()]
     if not moved:
@@ -404,7 +406,7 @@ class Face:
 
 
 class Faces:
-    """Creates tensors over the slots of homes (faces), and finds the slot of such a tensor."""
+    """Creates faces (tensors over the slots of homes), and finds the slot of a face."""
 
     def __init__(self, slots: Sequence[Slots]) -> None:
         self.slots = tuple(slots)
@@ -415,7 +417,7 @@ class Faces:
         self.drop_loop_cache: Callable[[torch.Tensor], object] | None = None
 
     def show(self, home: int, offset: int, count: int, *, owned: bool = True) -> torch.Tensor:
-        """Create a face of the slot at ``offset`` in a home; forget its earlier face. A step frees ``owned`` slots."""
+        """Return a new face of a slot, and forget the earlier one. An ``owned`` slot is not freed with its face."""
         tensor = self.slots[home].home.face(offset, count)
         if count:
             self.forget(home, offset)
@@ -459,7 +461,7 @@ class Faces:
         return self.show(last, self.slots[last].take(count), count, owned=False)
 
     def adopt(self, file: ReadFile, begin: int, count: int) -> torch.Tensor:
-        """Make a range of a file a slot of the last home, without a copy; return its face. May raise ``StateError``."""
+        """Make a range of a file a slot of the last home, which must read files in place, and return its face."""
         self.release_expired()
         last = len(self.slots) - 1
         files = self.slots[last].home.files
@@ -482,7 +484,7 @@ class Faces:
         return self.slots[-1].home.files is not None and can_detect_writes()
 
     def slot_of(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
-        """Return the home and offset of a tensor's slot if it can be read (with ``to_write``: written), else None."""
+        """Return the home and offset of a face that can be read there (``to_write``: also written), else None."""
         face = self.find(tensor)
         if face is None:
             return None
@@ -524,7 +526,7 @@ class Faces:
 
 
 def assign_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Set ``parameter.grad``, even to a gradient on another device: PyTorch checks devices only in the assignment."""
+    """Set ``parameter.grad``, also to a gradient on another device, which PyTorch refuses in a plain assignment."""
     if parameter.grad is gradient:
         return
     data = gradient.data
@@ -580,7 +582,7 @@ class OptimizerStates:
     def find_replaced(
         self, shown_as: Callable[[StateBinding], torch.Tensor]
     ) -> list[tuple[StateBinding, StateOwner, torch.Tensor | None]]:
-        """Return the states with another tensor in the optimizer than ``shown_as``, each with that tensor or None."""
+        """Return (binding, owner, tensor now or None) for optimizer tensors other than ``shown_as(binding)``."""
         tensors, self._last_tensors = self._last_tensors or self._current_tensors(), None
         shown = list(map(shown_as, self._bindings))
         if all(map(is_, tensors, shown)):

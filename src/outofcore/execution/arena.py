@@ -257,7 +257,6 @@ class Arena:
         return read_counters(self.library, self.handle)
 
     def _check_range(self, offset: int, count: int) -> None:
-        """Raise ``ArenaError`` if a range is not within the arena."""
         if offset < 0 or count < 0 or offset + count > self.bytes:
             raise ArenaError(
                 f"bytes [{offset}, {offset + count}) are outside of the arena of {self.bytes} bytes; "
@@ -415,7 +414,6 @@ def _drop(library: ctypes.PyDLL, handle: int, address: int, count: int) -> None:
 
 
 def _read_events(library: ctypes.PyDLL, log: int) -> list[AllocatorEvent]:
-    """Return the allocations and frees in a native log, in their order."""
     count = library.outofcore_record_size(log)
     if count < 0:
         raise _out_of_memory_error()

@@ -48,7 +48,7 @@ class Backend(Protocol):
         ...
 
     def arena(self, count: int, reserve: int, room: int = 0) -> DeviceArena:
-        """Open an arena of ``count`` bytes (``room`` if unused pages are free), plus ``reserve`` off-plan bytes."""
+        """Open an arena of ``count`` bytes, or ``room`` if unused pages are free, plus ``reserve`` off-plan bytes."""
         ...
 
     def engine(self, homes: Sequence[HomeStore]) -> Engine: ...
@@ -100,7 +100,7 @@ def room_for_arena(captured: Captured, backend: Backend, budget: int) -> int:
 
 
 def restate_for_budget(error: BudgetError, budget: int, room: int) -> BudgetError:
-    """Convert an error about the arena's ``room`` bytes to an error about the whole ``budget``."""
+    """Restate an error about the arena's ``room`` bytes for the whole ``budget``, if it names a smallest budget."""
     if room == budget or error.smallest_budget is None:
         return error
     smallest = error.smallest_budget + budget - room

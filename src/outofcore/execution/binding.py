@@ -113,7 +113,7 @@ class _Binder:
         return self.counts[queue], (queue, self.counts[queue]) in self.awaited
 
     def bind_run(self, index: int, instruction: Run, queue: int) -> BoundRun:
-        """Bind an op: replace references by tensors over blocks, and list where its results must be."""
+        """Bind an op: replace references to values by tensors over blocks, and list the addresses for its results."""
         captured, program = self.captured, self.program
         op, call = captured.graph.ops[instruction.op], captured.calls[instruction.op]
         blocks = {s: program.blocks[b] for s, b in zip(op.touched, instruction.blocks, strict=True)}
@@ -198,7 +198,7 @@ def bind(captured: Captured, program: Program, arena: DeviceArena, homes: int = 
 def requests_by_scope(
     captured: Captured, program: Program, requests: Sequence[Requests] | Mapping[int, Requests]
 ) -> list[list[tuple[int, int | None]]]:
-    """Return each op's planned requests as (bytes, offset in the arena, or None outside of it)."""
+    """Return each op's planned requests, except collectives': (bytes, offset in the arena, or None outside of it)."""
     scope_requests: list[list[tuple[int, int | None]]] = []
     for run in program.instructions:
         if not isinstance(run, Run) or run.communicates:  # collectives have no scope

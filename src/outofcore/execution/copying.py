@@ -143,7 +143,7 @@ def prepare_copies(
     homes: Sequence[HomeStore],
     queues: int,
 ) -> Copies:
-    """Convert the copies of a program to native form; raise an error for bytes outside of a home or the arena."""
+    """Convert a program's copies to native form; raise ``OutOfCoreError`` for bytes outside of a home or the arena."""
     rows = _Rows()
     lanes: list[tuple[int, int, int]] = []  # number of the queue, first copy, copies
     for number, work in enumerate(bound.copies, 1):
@@ -245,7 +245,7 @@ class Copying:
     def begin(
         self, copies: Copies, ports: Mapping[int, tuple[int, int, object]], starts: array[float], ends: array[float]
     ) -> None:
-        """Begin the copies of a step; the arguments must stay unchanged until ``finish`` has returned."""
+        """Start a step's copies, or raise ``TransferError``. The arguments must not change until ``finish`` returns."""
         self._copies = None
         for home, offset, count, place in copies.places:
             if home.locate(offset, count) != place:
@@ -274,7 +274,7 @@ class Copying:
             raise error
 
     def wait(self, waits: Sequence[tuple[int, int]]) -> None:
-        """Wait until the given queues have run the given numbers of instructions; raise ``StateError`` on failure."""
+        """Wait until each queue reaches its number in ``waits``; raise ``StateError`` if another queue failed."""
         for queue, number in waits:
             index = queue % self._queues
             if self._library.outofcore_copying_reached(self._pointer, ctypes.c_int64(index), ctypes.c_int64(number)):

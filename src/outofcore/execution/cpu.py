@@ -81,7 +81,7 @@ class _Communicator(threading.Thread):
                 self._condition.wait(SIGNAL_POLL_SECONDS)
 
     def close(self) -> None:
-        """End the thread after the collectives of the running step."""
+        """Wait for the collectives of the running step, then end the thread."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
@@ -206,7 +206,6 @@ class _OpCaller:
             replayed.replay.release_results()
 
     def restore_arena(self, lender: Lender) -> None:
-        """Restore the planned contents of the arena after an op that was lent memory."""
         self._table.end()
         self._misplaced.clear()
         lender.restore()
@@ -223,7 +222,7 @@ class _OpCaller:
 
 
 def _move_unplanned_state(table: ScopeTable, update: BoundUpdate, lender: Lender | None) -> None:
-    """Move unplanned tensors of an optimizer to lasting memory, since the op's memory is about to be reused."""
+    """Move an optimizer's unplanned tensors out of the op's memory, which is about to be reused."""
     by_storage: dict[int, list[torch.Tensor]] = {}
     for tensor in update.optimizer_tensors():
         if is_in_host_memory(tensor) and table.is_scope_memory(tensor):
@@ -298,7 +297,10 @@ class CpuEngine:
         )
 
     def _run_queues(self, bound: BoundProgram, arena: Arena, table: ScopeTable) -> None:
-        """Run all queues of a step. Raise an op's error; leave the error of another queue in ``Copying.failure``."""
+        """Run all queues of a step, and raise the error of an op, if any.
+
+        An optimizer's error is kept in ``update_failure``, a copy's or collective's in ``Copying.failure``.
+        """
         copying, starts, ends = self._copying, self._starts, self._ends
         # Each queue is listed before it begins, since a signal may arrive in between.
         finishers: list[Callable[[], None]] = []
@@ -327,7 +329,7 @@ class CpuEngine:
                 _wait_for_all(finishers, copying)
 
     def _connect_lender(self, arena: Arena) -> Lender | None:
-        """Let the arena's lender serve the step and pause other queues; return it, or None if there is no lender."""
+        """Start the arena's lender for a step, with functions that pause other queues; return the lender, or None."""
         lender, copying, communicator = arena.lender, self._copying, self._communicator
         if lender is None:
             return None
@@ -391,7 +393,7 @@ class CpuEngine:
 
 
 def _wait_for_all(finishers: Sequence[Callable[[], None]], copying: Copying) -> None:
-    """Call all ``finishers``, again if a signal handler raises in one; raise the handler's exception at the end."""
+    """Call each finisher until it returns; if signal handlers raise meanwhile, cancel the step and raise at the end."""
     interrupted: BaseException | None = None
     for finish in finishers:
         while True:

@@ -42,8 +42,6 @@ _Pages = npt.NDArray[np.uint8]
 
 
 class _Page(IntEnum):
-    """How a page of the arena is used while an op runs."""
-
     FREE = 0
     EVICTABLE = 1  # may be evicted
     PINNED = 2  # in use by the running op
@@ -99,7 +97,7 @@ class DemandEviction:
     def begin(
         self, starts: array[float], ends: array[float], pause: Callable[[], object], resume: Callable[[], object]
     ) -> None:
-        """Start serving the requests of a step; ``starts`` and ``ends`` are times of its instructions (0: not yet)."""
+        """Start to serve a step's requests; ``starts`` and ``ends`` hold its instructions' times, 0 until known."""
         self._starts, self._ends, self._pause, self._resume = starts, ends, pause, resume
         self.refused_request, self.error, self.has_lost_bytes = None, None, False
         self._overflowed_ops.clear()
@@ -149,8 +147,8 @@ class DemandEviction:
             self._overflowed_ops.add(op.id)
             location = "is beyond the budget" if overflow is None else f"is in the home ({overflow[1]})"
             _log.warning(
-                "%s asked for %s and more beyond its plan after parameters had been updated, which the budget of %s "
-                "cannot hold; this step must end, so the memory %s; the next step is planned with it",
+                "%s asked for %s beyond its plan after parameters had been updated, which the budget of %s cannot "
+                "hold; the step goes on with memory that %s, and the next step is planned with it; raise the budget",
                 op.text,
                 format_bytes(count),
                 format_bytes(self._budget),
@@ -171,7 +169,7 @@ class DemandEviction:
         return face.data_ptr(), slots.home.name
 
     def allocate_lasting(self, count: int) -> torch.Tensor | None:
-        """Return memory of a home for an optimizer's new state; None if ordinary memory fits or no home has room."""
+        """Return memory of a home for an optimizer's new state; None if the reserve holds it or no home has room."""
         if self._arena.counters().live_bytes + count <= self._arena.reserve:
             return None
         overflow = _create_overflow_memory(self._slots, count)
@@ -188,7 +186,7 @@ class DemandEviction:
         return self._captured.graph.ops[run.op]
 
     def _lend(self, count: int, scope: int) -> int | None:
-        """Evict pages, and return an annex address for ``count`` bytes (whole pages); None if there is no room."""
+        """Evict pages; return an address in the annex for ``count`` bytes (whole pages), or None without room."""
         self._activate()
         self._release_unused()
         address = self._find_address(count)
@@ -292,7 +290,7 @@ class DemandEviction:
 
     @property
     def _users_by_block(self) -> list[list[int]]:
-        """The instructions that use each block."""
+        """The instructions that use each block, by block id."""
         if self._cached_users is None:
             self._cached_users = [[] for _ in self._program.blocks]
             for index, instruction in enumerate(self._program.instructions):

@@ -53,7 +53,7 @@ class StepGradients:
         return {self._captured.values[index].storage for index in self._arena_offsets}
 
     def adopt_replacements(self) -> None:
-        """Detach produced gradients that the user replaced or still uses; bind the gradients that the step reads."""
+        """Detach produced gradients that the user replaced or still uses; rebind accumulated ones to the user's."""
         for binding, state in self._produced.values():
             # A gradient that the step clears must survive for other references to it.
             is_referenced = count_references(state.aliases[0].tensor) > state.reference_count
@@ -64,7 +64,7 @@ class StepGradients:
             state.apply_layout(binding.key, self._captured.values[binding.value])
 
     def assign(self, arena: DeviceArena, results: dict[int, torch.Tensor]) -> None:
-        """Set or clear the user's ``.grad`` after a step; ``results`` has bytes of small gradients by storage."""
+        """Set or clear the user's ``.grad`` after a step; ``results`` maps storages to the bytes of small gradients."""
         for index, (parameter, state) in self._produced.items():
             value = self._captured.values[index]
             if index in self._arena_offsets:

@@ -54,7 +54,7 @@ class StateKeeper:
         self._is_mapping_current = False  # whether ``_mapping`` is up to date
 
     def register(self, captured: Captured) -> dict[int, PersistentState]:
-        """Register the states of a capture without moving bytes; return them by storage id."""
+        """Register new states of a capture where they are, and rebind known ones; return all by storage id."""
         states: dict[int, PersistentState] = {}
         self._is_mapping_current = False
         for binding in captured.states:
@@ -82,7 +82,7 @@ class StateKeeper:
         return states
 
     def _locate(self, state: PersistentState) -> None:
-        """Mark a state as at home if its tensor shows a slot or a mapped file, else as in ordinary memory."""
+        """Mark a state as at home if its tensors fill an unowned slot or a mapped file, else as in ordinary memory."""
         if state.slot is not None and state.place is StatePlace.HOME:
             return
         face = self._faces.find(state.aliases[0].tensor)
@@ -207,7 +207,7 @@ class StateKeeper:
         raise StateError(f"{binding.key} has no tensor; please report it")
 
     def rebind(self, state: PersistentState, binding: StateBinding, tensor: torch.Tensor) -> None:
-        """Replace a state's tensor and its data by the user's; raise ``StateError`` for another shape or dtype."""
+        """Use the user's new tensor and its data for a state; raise ``StateError`` for another shape or dtype."""
         for alias in state.aliases:
             if alias.key != binding.key or alias.user_tensor is tensor:
                 continue
@@ -250,7 +250,7 @@ class StateKeeper:
     def show_arena_gradient(
         self, state: PersistentState, value: Value, arena: DeviceArena, offset: int
     ) -> torch.Tensor:
-        """Return a produced gradient's tensor over its bytes at ``offset`` in the arena."""
+        """Point a produced gradient at its bytes at ``offset`` in the arena, and free its slot; return its tensor."""
         is_unchanged = state.aliases[0].update_layout(value)
         if not is_unchanged or state.place is not StatePlace.ARENA or state.offset_in(arena.address) != offset:
             self.moves.release_slot(state)

@@ -105,7 +105,7 @@ class OpenHome:
                 target.copy_(source)
 
     def _on_disk(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
-        """Return the disk and offset of a tensor's bytes; None if they are not on a disk, or not whole pages."""
+        """Return the disk and offset of a tensor; None if it is elsewhere, or not contiguous whole pages."""
         slot = self.faces.slot_of(tensor, to_write=to_write) if tensor.is_contiguous() else None
         if slot is None or slot[0].in_memory:
             return None
@@ -122,7 +122,6 @@ class OpenHome:
             self.release()
 
     def check_open(self) -> None:
-        """Raise ``StateError`` if the home was closed."""
         if self._closed:
             raise StateError("this home is closed; open another one with outofcore.open_home()")
 
@@ -173,7 +172,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parse_host_limit(host_budget: int | str | None) -> int | None:
-    """Parse a limit of host memory to bytes, or None; raise ``UnitError`` if it is invalid or below a page."""
+    """Parse a limit of host memory to bytes, None to None; raise ``UnitError`` if it is invalid or below a page."""
     limit = None if host_budget is None else parse_bytes(host_budget)
     if limit is not None and limit < PAGE_BYTES:
         raise UnitError(

@@ -186,7 +186,7 @@ class Replay:
 
 
 def replayable_spans(recorded: Sequence[bool]) -> list[int]:
-    """Return, for each op, the end of the longest span of recorded ops from it on, or its own index."""
+    """Return, for each op, the end of the recorded ops that start with it; its own index if it is not recorded."""
     # [True, True, False, True] has the ends [2, 2, 2, 4].
     ends = [*range(len(recorded)), len(recorded)]
     for index in reversed(range(len(recorded))):

@@ -31,7 +31,7 @@ from outofcore.runtime.slots import SlotLayout, SlotPiece, allocate_slots, neede
 
 
 class UpdateError(Exception):
-    """An error in an optimizer's code during a step, which is the cause; never reaches the user."""
+    """Wraps an exception of an optimizer's code, which is its ``__cause__``; never reaches the user."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Runner:
         return [(0, 0) if block is None else (block.bytes, block.offset) for block in blocks]
 
     def _persistent_slots(self) -> dict[int, int]:
-        """Map each storage that has a slot at home between steps to the offset of that slot."""
+        """Map each storage with a slot at home between steps to its offset, and take the slots that are missing."""
         slots: dict[int, int] = {}
         for storage, state in self._states.items():
             if state.place is StatePlace.HOME or storage in self.program.clean:
@@ -239,7 +239,7 @@ class Runner:
         return self._build_result(leaves, results), timeline
 
     def _build_result(self, leaves: Sequence[Any], results: dict[int, torch.Tensor]) -> Any:
-        """Return the result of the user's function with this run's tensors; ``leaves`` are those of its arguments."""
+        """Return the result of the user's function, with this run's tensors; ``leaves`` has its arguments' leaves."""
         captured = self.captured
         returned: list[Any] = []
         for leaf in captured.outputs:
@@ -311,7 +311,7 @@ class Runner:
         return self._placed
 
     def undo(self, engine: Engine) -> bool:
-        """Restore the model to the start of the last run; return False if it is too late for that."""
+        """Restore the model to the start of the last run; return False if that is impossible."""
         if self._placed is None or not self._has_begun:
             return True
         progress = engine.read_progress()
@@ -328,7 +328,7 @@ class Runner:
         return progress is not None and not any(progress.started[i] for i in find_updates(self.captured, self.program))
 
     def stop(self, engine: Engine) -> bool:
-        """Finish a failed step's copies, so that the model is as in plain PyTorch; return False if impossible."""
+        """Finish a failed step's copies; return False if they cannot be finished, or updates differ from PyTorch's."""
         placed, captured, program = self._placed, self.captured, self.program
         progress = engine.read_progress()
         if placed is None or progress is None or (self._lender is not None and self._lender.has_lost_bytes):

@@ -39,7 +39,7 @@ class StateMoves:
         return state.slot
 
     def _take_slot(self, home: int, state: PersistentState) -> int:
-        """Take a slot for a state. If the home is full, move other states; raise ``SpillError`` if it stays full."""
+        """Take a slot for a state. If the home is full, make room in it; raise ``SpillError`` if it stays full."""
         count = placed_bytes(state.bytes)
         slots, last = self.slots[home], len(self.slots) - 1
         try:
@@ -132,7 +132,7 @@ class StateMoves:
         self._states_in_files = [state for state in states.values() if self._is_in_file(state)]
 
     def _make_writable(self, state: PersistentState) -> None:
-        """Copy a state from a user's file to a slot of the home, because the step writes it."""
+        """Copy a state that is in a user's file to a slot of the home, because the step writes it."""
         if state.place is not StatePlace.HOME or state.slot is None or not self._is_range(state):
             return
         self._move_if_written(state)
@@ -185,14 +185,13 @@ class StateMoves:
         """Move a state from a user's file to the home's own file if the user has changed it."""
         if self._is_in_file(state) and state.slot is not None and self.slots[state.home].was_written(state.slot):
             self.slots[state.home].move_to_home(state.slot)
-            _log.info("%s was changed, and has been moved from the file that it was read from in place", state.key)
+            _log.info("%s was changed, so it was moved from the user's file (unchanged) to the home", state.key)
 
     def _is_range(self, state: PersistentState) -> bool:
         """Return whether the slot is or was a range of a user's file; such a slot is never written."""
         return state.slot is not None and self.slots[state.home].is_range(state.slot)
 
     def _is_in_file(self, state: PersistentState) -> bool:
-        """Return whether the state's bytes are still in a user's file."""
         return (
             state.place is StatePlace.HOME and state.slot is not None and self.slots[state.home].is_in_file(state.slot)
         )
@@ -313,8 +312,8 @@ class StateMoves:
 def move_order(sources: Sequence[tuple[int, int]], targets: Sequence[int]) -> list[int]:
     """Return the indices of moves within a region, in an order that overwrites bytes only after they have moved.
 
-    ``sources`` are (start, end), ``targets`` starts; both are disjoint. To break a cycle, one of its moves is replaced
-    by ``~number``: these bytes must leave the region at that point.
+    ``sources`` are (start, end), ``targets`` the new starts; both are disjoint. To break a cycle, one of its moves is
+    returned as ``~index`` (negative): its bytes must leave the region at that point.
     """
     ends = [start + end - begin for start, (begin, end) in zip(targets, sources, strict=True)]
     by_address = sorted(range(len(sources)), key=lambda i: sources[i])

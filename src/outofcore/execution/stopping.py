@@ -27,7 +27,7 @@ def find_updates(captured: Captured, program: Program) -> tuple[int, ...]:
 
 
 def matches_plain_pytorch(captured: Captured, program: Program, progress: StepProgress) -> bool:
-    """Return whether plain PyTorch would have made the same updates before the same op raised."""
+    """Return whether the failed step made the same updates as plain PyTorch would have before the same op."""
     started, ended = progress.started, progress.finished
     if not any(started[index] for index in find_updates(captured, program)):
         return True
@@ -37,7 +37,10 @@ def matches_plain_pytorch(captured: Captured, program: Program, progress: StepPr
 
 
 def can_stop(captured: Captured, program: Program, progress: StepProgress) -> bool:
-    """Return whether persistent state is complete: each op that overwrites state without reading it has run."""
+    """Return whether all ops that overwrite state without reading it have run, not counting optimizer updates.
+
+    Always False with ranges or replicas.
+    """
     if captured.ranges or captured.replicas:
         return False
     for index, instruction in enumerate(program.instructions):

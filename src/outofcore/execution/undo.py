@@ -86,7 +86,7 @@ class Undo:
         self._saved_generator_states: list[torch.Tensor] = []  # states of the generators when the step started
 
     def begin(self, arena: DeviceArena) -> None:
-        """Save the small states that the step changes early, and the states of random generators."""
+        """Save the small states that ops other than updates change, and the states of random generators."""
         if not self._is_supported:
             return
         first, last = self._saved_span

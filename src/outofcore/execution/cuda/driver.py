@@ -146,7 +146,7 @@ class CudaDriver:
         return Tape(play, native, keep_transfers if transfers else None, check)
 
     def capture_graph(self, call: Callable[[], object]) -> Callable[[], object] | None:
-        """Capture the work of ``call`` as a CUDA graph; return a function that issues it, or None if it fails."""
+        """Capture the work of ``call`` as a CUDA graph; return a function that issues it, or None if this fails."""
         # The capture has its own stream, since the default one cannot be captured. Graphs share a pool of memory for
         # off-plan requests, as each reads only memory of the pool that it has written itself.
         if self._capture_stream is None:
@@ -169,7 +169,7 @@ class CudaDriver:
         return graph.replay
 
     def _to_native(self, action: Action, remaining: Iterator[Posted]) -> _Action:
-        """Convert an action to native form; ``remaining`` yields the native transfers of its file transfers."""
+        """Convert an action to native form; each file transfer takes its native transfer from ``remaining``."""
         match action:
             case WaitForMark(stream, mark):
                 return _Action(_Kind.WAIT, _stream_index(stream), self._event_handle(mark))
@@ -200,7 +200,6 @@ class CudaDriver:
         return int(issue(ctypes.byref(action), ctypes.c_int64(1), self._handles))
 
     def _check_status(self, status: int) -> None:
-        """Raise ``DeviceError`` if a status of CUDA is an error."""
         if status:
             message = load_native(Flavor.CUDA).outofcore_cuda_error(status).decode()
             raise DeviceError(f"the device {self.device} failed: CUDA error {status}: {message}")

@@ -54,8 +54,6 @@ _GRAPH_OPS = 4
 
 @dataclass(frozen=True, slots=True)
 class _MeasuredSteps:
-    """How many steps of a program are measured."""
-
     first: int = 6  # used to compare plans
     every: int = 32  # then one step in this many
 
@@ -290,7 +288,7 @@ class CudaEngine:
         return [*merged, *batches[merged_end:]]
 
     def _find_replayable(self, batches: Sequence[Batch], recorded: list[bool]) -> list[tuple[int, int]]:
-        """Return (first, end) of each span of recorded batches; batches for a CUDA graph have spans of their own."""
+        """Return (first, end) of each span of recorded batches; no span mixes graphable and other batches."""
         kinds = [
             0 if not is_recorded else 1 + self._can_be_graphed(batch)
             for batch, is_recorded in zip(batches, recorded, strict=True)
@@ -318,7 +316,7 @@ class CudaEngine:
         ]
 
         def call() -> None:
-            """Replay the batches; on an error, record at which instruction the step has ended."""
+            """Replay the batches; on an error, record how many instructions the step had issued."""
             next_batch = first
             try:
                 next_batch = replay.run(first, end, table, None, None, ends_scopes=True)
@@ -395,7 +393,7 @@ class CudaEngine:
             issuer.copy(stream, index, device if inwards else host, host if inwards else device)
 
     def _copy_user_memory(self, issue: PreparedInstruction, ports: dict[int, Port], caller_marks: list[Mark]) -> None:
-        """Issue a copy to or from the caller's memory; add a mark to ``caller_marks`` if the step must await it."""
+        """Issue a copy of the caller's memory; add its end to ``caller_marks`` if the step must await the copy."""
         driver, stream, index = self._driver, issue.stream, issue.index
         if issue.arena_bytes is None:
             return
