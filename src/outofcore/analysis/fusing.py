@@ -43,10 +43,10 @@ def ops_to_fuse(
 ) -> tuple[tuple[int, ...], ...]:
     """Return groups of ascending op ids to fuse, in the order of their last ops, where each group runs.
 
-    ``fusible`` ops have no random numbers, collectives or side effects. ``alone`` ops are compiled even without others,
-    if they touch a storage of ``min_bytes`` or more. ``scratch`` has the known scratch bytes by op.
-    An op joins the group that wrote a storage of ``min_bytes`` or more for it, if the group's last op is at most
-    ``reach`` ops back.
+    ``fusible`` ops have no random numbers, collectives or side effects. An op of ``alone`` that joins no group is
+    returned as a group of its own if it touches a storage of ``min_bytes`` or more. ``scratch`` has the known scratch
+    bytes by op. An op joins a group that wrote a storage of ``min_bytes`` or more that it reads, if the group's last
+    op is at most ``reach`` ops back.
     """
     groups = _FusionSearch(graph, frozenset(fusible), scratch or {}, min_bytes, max_ops, reach).groups()
     alone_ops = {op for op in alone if any(graph.storages[s].bytes >= min_bytes for s in graph.ops[op].touched)}
@@ -103,7 +103,7 @@ class _FusionSearch:
         return tuple(sorted(groups, key=lambda ops: ops[-1]))
 
     def _join(self, op: Op, groups: list[_Group]) -> _Group | None:
-        """Merge the groups that ``op`` should join; return the merged group without ``op``, or None."""
+        """Merge the groups that ``op`` should join; return the merged group without ``op``, or None if none."""
         if op.id not in self.fusible:
             return None
         candidates = list(
@@ -139,7 +139,7 @@ class _FusionSearch:
         return lasts or any(self.peak < use <= end for use in graph.uses[storage])
 
     def _needed_bytes(self, ops: list[int]) -> int:
-        """Return the bytes of large storages that fused ops need; their results reuse the memory of dead arguments."""
+        """Return the bytes of large storages that fused ops need; omit inner ones, and results in dead arguments."""
         graph, members = self.graph, set(ops)
         created = {s for op in ops for s in graph.ops[op].creates}
         count, results, dying = 0, Counter[int](), Counter[int]()
@@ -159,7 +159,7 @@ class _FusionSearch:
 
 
 def _peak_op(graph: StepGraph) -> int:
-    """Return the first op with the most live bytes of storages that the step creates."""
+    """Return the first op during which the most bytes of storages that the step creates are live."""
     change = [0] * (len(graph.ops) + 1)
     for storage in graph.creator:
         uses = graph.uses[storage]

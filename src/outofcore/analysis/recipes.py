@@ -104,7 +104,7 @@ class History:
 def ops_to_recompute(
     history: History, targets: Iterable[Content], is_available: Callable[[Content], bool]
 ) -> tuple[int, ...]:
-    """Return the ops that recompute ``targets``, in graph order; raise ``GraphError`` if one must not run again."""
+    """Return the ops that recompute ``targets``, in graph order; raise ``GraphError`` if this is impossible."""
     unique_targets = dict.fromkeys(targets)
     pending = list(unique_targets)
     visited = set(pending)
@@ -129,7 +129,7 @@ def can_recompute(history: History, storage: int, fetch_at: int) -> bool:
 
 
 def _op_writing(history: History, content: Content) -> Op:
-    """Return the op that writes a content; raise ``GraphError`` if no op does or it cannot run again."""
+    """Return the op that recomputes a content; raise ``GraphError`` if no op can."""
     storage, version = content
     graph = history.graph
     if version < 1:

@@ -34,7 +34,7 @@ class ScratchContents:
     varied: bool = False  # floats are drawn between 1/4 and 3/4
 
     def fill_bytes(self, target: torch.Tensor, dtype: torch.dtype) -> None:
-        """Fill a storage, given as uint8, with halves, random floats or zeros of ``dtype``; ``fill`` comes later."""
+        """Fill a storage's bytes with 0.5 (random floats if ``varied``), or with zeros unless ``dtype`` has floats."""
         if not (dtype.is_floating_point or dtype.is_complex):
             target.zero_()
             return
@@ -45,7 +45,7 @@ class ScratchContents:
             values.fill_(0.5)
 
     def fill(self, run: BoundRun, device: torch.device = CPU) -> None:
-        """Change an op's arguments from the values of ``fill_bytes`` to these; skip constants outside of ``device``."""
+        """Give an op's arguments on ``device`` these values; if all are there, also set integers that the op accepts."""
         tensors = list(leaves_in([run.args, run.kwargs]))
         scratch = [tensor for tensor in tensors if have_same_type(tensor.device, device)]
         if replace(self, varied=False) != HALVES:
@@ -56,6 +56,7 @@ class ScratchContents:
             set_runnable_integers(func, operators.arguments_by_name(func, run.args, run.kwargs))
 
     def _fill(self, tensor: torch.Tensor) -> None:
+        """Fill a tensor with these values; skip expanded tensors, and floats unless ``identity`` or ``random``."""
         if _is_expanded(tensor):
             return  # not writable
         if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -152,7 +153,7 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def _row_spreader(name: str) -> Callable[[NamedArguments], None]:
-    """Return a function that spreads indices over the rows of the argument ``name``, or over that many rows."""
+    """Return a function that spreads indices over the rows of argument ``name``; if it is a number, over as many rows."""
 
     def fill(named: NamedArguments) -> None:
         rows = named[name]

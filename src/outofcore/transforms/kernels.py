@@ -123,7 +123,7 @@ class Kernels:
         return {text: kernel for text, kernel in kernels.items() if kernel is not None}
 
     def _compile(self, recipe: Recipe, threads: int) -> Kernel | None:
-        """Compile a recipe; if that fails, log a warning and return None."""
+        """Compile a recipe, unless ``compiles`` is False; if that fails, log a warning and return None."""
         if not self.compiles:
             return Kernel(recipe, threads, _refuse_to_run)
         try:
@@ -198,6 +198,7 @@ class _TracedRecipe:
         return self._contents_as(self.recipe.values[index].storage, index)
 
     def _run(self, call: Call) -> None:
+        """Run a call out of place, and record the contents of its results and written arguments."""
         func: Any = call.func
         args, kwargs = map_leaves((call.args, call.kwargs), lambda ref: self._tensor_of(ref.value), Ref)
         tensors = arguments_by_name(func, args, kwargs)
