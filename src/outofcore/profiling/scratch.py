@@ -45,7 +45,7 @@ class ScratchContents:
             values.fill_(0.5)
 
     def fill(self, run: BoundRun, device: torch.device = CPU) -> None:
-        """Give an op's arguments on ``device`` these values; if all are there, also set integers that the op accepts."""
+        """Give an op's arguments on ``device`` these values; if all are there, set integers that the op accepts."""
         tensors = list(leaves_in([run.args, run.kwargs]))
         scratch = [tensor for tensor in tensors if have_same_type(tensor.device, device)]
         if replace(self, varied=False) != HALVES:
@@ -153,7 +153,7 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def _row_spreader(name: str) -> Callable[[NamedArguments], None]:
-    """Return a function that spreads indices over the rows of argument ``name``; if it is a number, over as many rows."""
+    """Return a function that spreads indices over the rows of the argument ``name``, which may be their number."""
 
     def fill(named: NamedArguments) -> None:
         rows = named[name]

@@ -231,6 +231,7 @@ def _view_as(tensor: torch.Tensor, value: Value, target: Value) -> torch.Tensor:
 
 
 def derive_view(tensor: torch.Tensor, view: Derivation) -> torch.Tensor:
+    """Return the view of a tensor that a derivation describes."""
     tensor = tensor.permute(view.order).reshape(view.factors)
     for dim, (first, count) in enumerate(view.ranges):
         if count != view.factors[dim]:
@@ -290,6 +291,7 @@ def _run_functional(
 
 
 def _run_batch_norm(named: dict[str, Any]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """Run a batch norm out of place; return its results and its new running statistics, if any, by name."""
     weight, bias = named.get("weight"), named.get("bias")
     mean, variance = named.get("running_mean"), named.get("running_var")
     options = named["training"], named["momentum"], named["eps"]
