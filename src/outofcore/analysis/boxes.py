@@ -35,7 +35,7 @@ class Lines:
 
 
 def lines_of(elements: int, windows: Iterable[TensorWindow]) -> Lines | None:
-    """Return a dense array of ``elements`` elements that has all strides of the windows; None if there is none.
+    """Return a dense array of ``elements`` elements that has all strides of the windows; None if impossible.
 
     >>> lines_of(24, [TensorWindow((4, 6), (6, 1)), TensorWindow((2, 3), (6, 1), 9)])
     Lines(sizes=(4, 6), strides=(6, 1))
@@ -170,10 +170,7 @@ class Axes:
     def strides(
         self, place: PlacedWindow, sizes: Sequence[int], box: Box, dims: Interval | None = None
     ) -> tuple[int, ...] | None:
-        """Return the strides of a part of shape ``sizes`` in a contiguous copy of ``box``; None if there are none.
-
-        The part has one dimension instead of the window's ``dims``.
-        """
+        """Return the strides of a part of shape ``sizes``, with ``dims`` merged, in a copy of ``box``, or None."""
         widths = [high - low for low, high in box]
         steps = [prod(widths[axis + 1 :]) for axis in range(len(widths))]
         runs = list(place.runs)

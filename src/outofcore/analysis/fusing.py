@@ -43,10 +43,9 @@ def ops_to_fuse(
 ) -> tuple[tuple[int, ...], ...]:
     """Return groups of ascending op ids to fuse, in the order of their last ops, where each group runs.
 
-    ``fusible`` ops have no random numbers, collectives or side effects. An op of ``alone`` that joins no group is
-    returned as a group of its own if it touches a storage of ``min_bytes`` or more. ``scratch`` has the known scratch
-    bytes by op. An op joins a group that wrote a storage of ``min_bytes`` or more that it reads, if the group's last
-    op is at most ``reach`` ops back.
+    ``fusible`` ops have no random numbers, collectives or side effects; ``scratch`` has known scratch bytes by op.
+    An op joins a group that wrote a storage of ``min_bytes`` or more for it, if the group's last op is at most
+    ``reach`` ops back. ``alone`` ops may be groups of one op if they touch a storage of ``min_bytes`` or more.
     """
     groups = _FusionSearch(graph, frozenset(fusible), scratch or {}, min_bytes, max_ops, reach).groups()
     alone_ops = {op for op in alone if any(graph.storages[s].bytes >= min_bytes for s in graph.ops[op].touched)}
@@ -103,7 +102,7 @@ class _FusionSearch:
         return tuple(sorted(groups, key=lambda ops: ops[-1]))
 
     def _join(self, op: Op, groups: list[_Group]) -> _Group | None:
-        """Merge the groups that ``op`` should join; return the merged group without ``op``, or None if none."""
+        """Merge the groups that ``op`` should join; return the merged group without ``op``, or None for no group."""
         if op.id not in self.fusible:
             return None
         candidates = list(

@@ -1,8 +1,7 @@
 """Measurements cached on disk, so that no other process repeats them.
 
 There is one JSON file per kind of measurement and set of facts (machine, threads, PyTorch version). Writers hold a lock
-and replace files atomically. Damaged files, and files of another format, are logged, ignored and rewritten. See
-docs/internals/caches.md.
+and replace files atomically. Damaged or outdated files are logged and replaced. See docs/internals/caches.md.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def find_mismatches(
     max_bytes: int,
     cache: Cache | None = None,
 ) -> frozenset[str]:
-    """Return the keys of checks that find a mismatch; run those of over ``max_bytes`` in another process or in part."""
+    """Return the keys of checks that find a mismatch; checks above ``max_bytes`` run in another process or in part."""
     shelf = None if cache is None else op_shelf(cache, backend.facts(), kind="parts")
     verdicts = _Verdicts(values, backend.device, {} if shelf is None else shelf.read())
     for check in checks:
@@ -144,7 +144,7 @@ class _Verdicts:
         self.holds[check.key] = bool(verdict)
 
     def run_in_process(self, checks: Sequence[ExactnessCheck]) -> None:
-        """Get whole-op verdicts from the cache or a separate process; a check that is too large or crashes has none."""
+        """Get whole-op verdicts from the cache or a separate process; omit checks that are too large or crash."""
         # A trial also needs an unknown amount of scratch memory.
         max_bytes = _free_bytes(self.device) // 2
         unknown = [c for c in checks if not self.is_known(c) and _fits(c, self.values, _whole_range(c), max_bytes)]

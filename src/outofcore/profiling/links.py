@@ -217,8 +217,7 @@ def measure_link(
     """Measure the link from process memory, or from the device of ``driver``, to a home.
 
     Copies go between fresh memory and space past the end of the home's contents; the home grows by twice the buffer.
-    Bandwidth is the median of several copies, latency the median of one-page copies. The first Ctrl-C takes effect
-    after the measurement, a second one after the current copies.
+    The first Ctrl-C takes effect after the measurement, a second one after the current copies.
 
     ``buffer_bytes`` is the size of a copy, rounded up to whole pages, and ``seconds`` the approximate duration, of at
     least three copies. ``driver`` is the device (None: the memory of the process). ``compute`` is the concurrent work,

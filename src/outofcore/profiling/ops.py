@@ -159,7 +159,6 @@ class _OpBench:
             self._arena = None
 
     def _open_arena(self, count: int) -> DeviceArena:
-        """Return the scratch arena, after replacing it if it has less than ``count`` bytes."""
         if self._arena is None or self._arena.bytes < count:
             self._release()
             try:
@@ -397,10 +396,7 @@ class ProfileCache:
         self._stale_costs: dict[str, OpCost] = {}  # costs to be measured again
 
     def find(self, op: Op, *, timed: bool, first: bool, results: int | None = None) -> OpProfile | None:
-        """Return an op's cached profile, or None if there is none or it is stale.
-
-        It must have seconds if ``timed``, a different first run only if ``first``, and at most ``results`` results.
-        """
+        """Return an op's cached profile; None if it is stale, or lacks a time (``timed``) or first run (``first``)."""
         value = self._cached.get(_key(op)) if is_cacheable(op) else None
         if value is None or self._shelf is None:
             return None

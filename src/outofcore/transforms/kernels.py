@@ -47,7 +47,6 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """A readable name such as ``fused.native_batch_norm+relu_``."""
         names = list(dict.fromkeys(str(call.func).split(".")[1] for call in self.calls))
         return "fused." + "+".join(names[:_NAMES]) + (f"+{len(names) - _NAMES}" if len(names) > _NAMES else "")
 
@@ -216,7 +215,7 @@ class _TracedRecipe:
         """Set the contents of a value's storage; raise ``NotFusibleError`` for another shape or data type."""
         value = self.recipe.values[index]
         if tuple(tensor.shape) != value.shape or tensor.dtype != value.dtype:
-            raise NotFusibleError(f"expected {value_text(value)}, got {tensor.dtype} {tuple(tensor.shape)}")
+            raise NotFusibleError(f"traced {tensor.dtype} {tuple(tensor.shape)} instead of {value_text(value)}")
         self.contents[value.storage] = tensor, value
 
 
@@ -231,7 +230,6 @@ def _view_as(tensor: torch.Tensor, value: Value, target: Value) -> torch.Tensor:
 
 
 def derive_view(tensor: torch.Tensor, view: Derivation) -> torch.Tensor:
-    """Return the view of a tensor that a derivation describes."""
     tensor = tensor.permute(view.order).reshape(view.factors)
     for dim, (first, count) in enumerate(view.ranges):
         if count != view.factors[dim]:

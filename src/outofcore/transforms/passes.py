@@ -307,7 +307,6 @@ def hoist_order(captured: Captured) -> tuple[int, ...]:
 
 
 def reorder(captured: Captured, order: Sequence[int]) -> Captured:
-    """Return the step with its ops in another order, which must respect all dependencies."""
     return with_ops(captured, [(captured.graph.ops[old], captured.calls[old]) for old in order])
 
 

@@ -1,7 +1,4 @@
-"""The exactness checks of a split step, which ``profiling.equality`` runs on this machine.
-
-After a mismatch the step is split again without that split.
-"""
+"""The exactness checks of a split step, run by ``profiling.equality``; a mismatch excludes a split."""
 
 from __future__ import annotations
 
