@@ -84,7 +84,7 @@ class _SplitSearch:
             accessed[axis] = accessed.get(axis, 0) + sign * accessed_bytes
 
     def _copied_bytes(self, storage: int) -> int:
-        """Return a storage's bytes that are copied, since ops split it along several axes or access it as a whole."""
+        """Return the bytes of a storage that are copied because ops split it along different axes or not at all."""
         accessed = self._accessed[storage]
         along = [count for axis, count in accessed.items() if axis != WHOLE and count]
         if not along:
@@ -93,12 +93,12 @@ class _SplitSearch:
         return accessed[WHOLE] + sum(along) - uncopied_bytes
 
     def _bytes_copied_by(self, ops: Iterable[int]) -> int:
-        """Return the bytes that these ops copy, with all copies of the storages that they access."""
+        """Return the bytes that ops copy by themselves, plus all copied bytes of the storages that they access."""
         storages = dict.fromkeys(storage for op in ops for storage in self._touched[op])
         return sum(self._uses[op][self.chosen[op]].copied for op in ops) + sum(map(self._copied_bytes, storages))
 
     def _best_split(self, op: int) -> int:
-        """Unassign the split of ``op``, and return the index of the split that copies the fewest bytes."""
+        """Unassign the split of ``op``, and return the index of its split that copies the fewest bytes."""
         costs: list[int] = []
         for split_index in range(len(self._uses[op])):
             self._assign(op, split_index)
@@ -107,7 +107,7 @@ class _SplitSearch:
         return costs.index(min(costs))
 
     def _improve(self, ops: Iterable[int]) -> dict[int, int]:
-        """Give ops, and neighbours of changed ops, their best splits; return the former split by changed op."""
+        """Give ops and neighbours of changed ops their best splits; return the former splits of changed ops."""
         before: dict[int, int] = {}
         queue = deque(ops)
         waiting = set(queue)
@@ -129,7 +129,7 @@ class _SplitSearch:
         return {neighbour for storage in self._touched[op] for neighbour in self._users[storage]} - {op}
 
     def group_neighbours(self, ops: Iterable[int]) -> list[list[int]]:
-        """Return ``ops`` in groups: an op, its neighbours by a common storage, and their neighbours in turn."""
+        """Return ``ops`` in groups that are connected by common storages, also through other ops of the group."""
         remaining = set(ops)
         groups: list[list[int]] = []
         while remaining:
@@ -143,7 +143,7 @@ class _SplitSearch:
         return groups
 
     def change_group(self, group: Sequence[int]) -> bool:
-        """Try each axis as the split of a whole group, and keep changes that save bytes; return whether any did."""
+        """Split a whole group along each axis in turn, and keep changes that save bytes; return whether any does."""
         axes = sorted({axis for op in group for split in self._uses[op] for _, axis, _ in split.cells if axis != WHOLE})
         changed = [axis for axis in axes if self._change_group_to(axis, group)]
         return bool(changed)

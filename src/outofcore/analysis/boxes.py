@@ -1,6 +1,6 @@
 """Describe parts of tensors as boxes in their storages.
 
-A storage is viewed as an array whose axes are the dimensions of the tensors on it. A part of a tensor is a box, an
+A storage is viewed as an array; its axes are the dimensions of the tensors on it. A part of a tensor is a box, an
 interval on each axis, and the cells of a storage are the boxes between its cuts. A storage stays whole if a window onto
 it repeats elements or crosses the boundaries of others.
 """
@@ -131,7 +131,7 @@ class Axes:
         return tuple(joined)
 
     def grain(self, place: PlacedWindow, dims: Interval) -> int | None:
-        """Return the divisor that cuts along a window's merged ``dims`` must have; None if no axis begins there."""
+        """Return the divisor of allowed cuts along a window's merged ``dims``; None if no axis begins at ``dims``."""
         run = self.lines_of_dims(place, dims)
         if run is None:
             return None
@@ -170,7 +170,7 @@ class Axes:
     def strides(
         self, place: PlacedWindow, sizes: Sequence[int], box: Box, dims: Interval | None = None
     ) -> tuple[int, ...] | None:
-        """Return the strides of a part of shape ``sizes``, with ``dims`` merged, in a copy of ``box``, or None."""
+        """Return the strides of a part (shape ``sizes``, ``dims`` merged) in a copy of ``box``; None if irregular."""
         widths = [high - low for low, high in box]
         steps = [prod(widths[axis + 1 :]) for axis in range(len(widths))]
         runs = list(place.runs)

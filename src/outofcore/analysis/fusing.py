@@ -2,8 +2,8 @@
 
 - An op joins groups that write a large storage that it reads, if no other op depends on them yet. A group runs at the
   place of its last op, so it delays no other op and creates no cycle.
-- An op that computes a storage from another one is not fused with it if both are live beyond the peak, so that plans
-  can recompute the new storage from the other.
+- An op is not fused with the group that wrote its argument if argument and result are both live beyond the peak.
+  Plans can then recompute the result from the argument.
 - A group needs no more bytes than the largest op of the step.
 """
 
@@ -138,7 +138,7 @@ class _FusionSearch:
         return lasts or any(self.peak < use <= end for use in graph.uses[storage])
 
     def _needed_bytes(self, ops: list[int]) -> int:
-        """Return the bytes of large storages that fused ops need; omit inner ones, and results in dead arguments."""
+        """Return the bytes of large storages that enter or leave fused ops; results reuse memory of dying arguments."""
         graph, members = self.graph, set(ops)
         created = {s for op in ops for s in graph.ops[op].creates}
         count, results, dying = 0, Counter[int](), Counter[int]()

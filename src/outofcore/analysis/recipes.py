@@ -1,7 +1,7 @@
 """Find the ops that recompute a storage.
 
-A *content* is a version of a storage, as ``(storage, version)``. It is recomputed by the op that wrote it from the
-contents that the op read at its first run, and so on down to available contents.
+A *content* is a version of a storage, as ``(storage, version)``. The op that wrote it recomputes it from the contents
+that the op read at its first run. These are recomputed in turn unless they are available.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class History:
         return deadlines
 
     def _recomputable_until(self, content: Content, deadlines: Mapping[Content, int]) -> int:
-        """Return the last op before which a content is available under any plan, or can be recomputed."""
+        """Return the last op before which a content is available or recomputable under any plan; -1 for never."""
         storage, _ = content
         recomputable_until = deadlines.get(content, -1)
         if storage not in self.graph.persistent and self.graph.storages[storage].kind not in _PREEXISTING_KINDS:

@@ -224,7 +224,7 @@ def _fits(check: ExactnessCheck, values: Sequence[Value], trial_range: TrialRang
 
 
 def choose_trial_ranges(check: ExactnessCheck, values: Sequence[Value], max_bytes: int) -> tuple[TrialRange, ...]:
-    """Return the range of the whole op if its trial fits in ``max_bytes``, else short ranges at both ends, or ()."""
+    """Return the whole op's range if its trial fits in ``max_bytes``, else ranges at both ends, or () if too short."""
     parts, end = list(itertools.pairwise(check.ends)), check.ends[-1]
     # A single part always fits into the budget.
     if len(parts) == 1 or _fits(check, values, _whole_range(check), max_bytes):

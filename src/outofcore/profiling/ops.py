@@ -348,7 +348,7 @@ def _measurement_error(op: Op, error: Exception | None) -> CaptureError:
 
 
 def _align(offset: int, count: int) -> int:
-    """Align an offset to the boundaries at which ``placed_bytes`` lets blocks end."""
+    """Round an offset up to a whole page for a block of at least 64 KiB, else to a whole cache line."""
     return round_up(offset, PAGE_BYTES if is_large(count) else SMALL_ALIGNMENT)
 
 
@@ -396,7 +396,7 @@ class ProfileCache:
         self._stale_costs: dict[str, OpCost] = {}  # costs to be measured again
 
     def find(self, op: Op, *, timed: bool, first: bool, results: int | None = None) -> OpProfile | None:
-        """Return an op's cached profile; None if it is stale, or lacks a time (``timed``) or first run (``first``)."""
+        """Return an op's cached profile; None if missing, stale or without seconds (``timed``) or a ``first`` run."""
         value = self._cached.get(_key(op)) if is_cacheable(op) else None
         if value is None or self._shelf is None:
             return None
@@ -422,7 +422,7 @@ class ProfileCache:
         return profile
 
     def add(self, op: Op, profile: OpProfile, *, timed: bool) -> OpProfile:
-        """Add a measurement and return it; if the machine was busy, with the stale measurement's time if shorter."""
+        """Add a measurement and return it; if the machine was busy, with the time of the stale one if it is shorter."""
         before = self._stale_costs.get(_key(op))
         if before is not None and profile.cost.busy:
             cost = replace(profile.cost, seconds=min(before.seconds, profile.cost.seconds), busy=before.busy + 1)
@@ -444,7 +444,7 @@ def update_cached_profiles(
     only: Collection[int] | None = None,
     device: Mapping[str, object] | None = None,
 ) -> None:
-    """Cache the median observed cost in ``profiles`` of each op family, or of the families of the ops ``only``."""
+    """Cache the median of the observed costs in ``profiles`` per op family; ``only`` selects families by their ops."""
     families_to_save = None if only is None else {graph.ops[index].family for index in only}
     families: dict[str, list[int]] = {}
     for op in graph.ops:

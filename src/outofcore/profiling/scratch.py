@@ -34,7 +34,7 @@ class ScratchContents:
     varied: bool = False  # floats are drawn between 1/4 and 3/4
 
     def fill_bytes(self, target: torch.Tensor, dtype: torch.dtype) -> None:
-        """Fill a storage's bytes with 0.5 (random floats if ``varied``), or with zeros unless ``dtype`` has floats."""
+        """Fill a storage's bytes with 0.5 (random floats if ``varied``), or with zeros if ``dtype`` is not floating."""
         if not (dtype.is_floating_point or dtype.is_complex):
             target.zero_()
             return
@@ -68,7 +68,7 @@ class ScratchContents:
 
 
 def set_runnable_integers(func: OpOverload, named: NamedArguments) -> None:
-    """Set an operator's integer arguments, passed by name, to values with which it can run."""
+    """Set the integer arguments of certain operators to values with which they can run, such as valid indices."""
     if func._schema.name in _INTEGER_SETTERS:
         _INTEGER_SETTERS[func._schema.name](named)
 
@@ -101,7 +101,7 @@ def _balance_groups(named: NamedArguments) -> None:
 
 
 def _fill_bags(named: NamedArguments) -> None:
-    """Leave no bag of an embedding bag empty: empty ones take no memory."""
+    """Set the size of each bag of an embedding bag to 1, because empty bags take no memory."""
     named["bag_size"].fill_(1)
 
 

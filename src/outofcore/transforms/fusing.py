@@ -255,7 +255,7 @@ class _Fusion:
         return storage in graph.outputs or not set(self.ops).issuperset(graph.uses[storage])
 
     def _choose_reused_inputs(self, outputs: Sequence[int], mutated: dict[int, None], min_bytes: int) -> dict[int, int]:
-        """Map storages of large results to equal input storages to overwrite, which no later op uses."""
+        """Map storages of large results to input storages of equal layout, used by no later op, to overwrite."""
         graph, values = self._captured.graph, self._captured.values
         values_by_storage: dict[int, list[int]] = {}
         for index in self.inputs:

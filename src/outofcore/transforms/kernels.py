@@ -90,7 +90,7 @@ class Kernel:
 
 
 class NotFusibleError(Exception):
-    """A recipe cannot be traced; never reaches the user."""
+    """A recipe cannot be traced; only logged."""
 
 
 @dataclass

@@ -76,7 +76,7 @@ def split_sums(captured: Captured, *, part_bytes: int = PART_BYTES) -> Captured:
 
 
 def _batch_independent_storages(captured: Captured) -> frozenset[int]:
-    """Return storages that do not depend on inputs: existing ones, and storages computed only from them."""
+    """Return storages that do not depend on the inputs: state, constants and storages computed only from these."""
     graph = captured.graph
     independent = {s.id for s in graph.storages if s.id not in graph.creator and s.kind is not StorageKind.INPUT}
     for op in graph.ops:

@@ -406,7 +406,7 @@ def rewrite_for_speed(traced: Captured) -> Captured:
 
 
 def rewrite_for_lowest_memory(traced: Captured) -> Captured:
-    """Rewrite a trace to need the least memory: split ops and hoisted updates."""
+    """Rewrite a trace to need the least memory, by all passes except joining."""
     captured = reuse_arguments(split_convolutions(recompute_casts(drop_shape_only_arguments(traced))))
     return reorder(captured, hoist_order(captured))
 

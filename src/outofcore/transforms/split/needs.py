@@ -162,12 +162,12 @@ class SplitNeeds:
                 yield index, cut
 
     def axis(self, index: int, cut: Cut) -> int:
-        """Return the first line of the axis along which a cut slices a value's storage."""
+        """Return the first line of the axis along which a cut slices a value's storage; -1 if there is no such axis."""
         run = Axes.lines_of_dims(self.places[index], cut.dims)
         return -1 if run is None else run[0]
 
     def uses(self, op: int, split: OpSplit, storages: Set[int]) -> SplitUses:
-        """Return a split op's accesses to ``storages``, and the bytes of gapped slices of others, which it copies."""
+        """Return a split op's accesses to ``storages``, and the bytes of gapped slices that it copies from the rest."""
         written = self.graph.ops[op].mutates
         cells: list[tuple[int, int, int]] = []
         copied = 0

@@ -117,7 +117,7 @@ def _independent_dims_rule(
 ) -> Rule:
     """Return a rule that cuts ``arguments`` and all results along the same dimensions.
 
-    ``dims`` lists ranges of dimensions to cut; ``whole`` arguments stay uncut; ``adjust`` makes an ``Adjust``."""
+    ``dims`` lists the ranges to cut; ``whole`` arguments stay uncut; ``adjust`` makes the ``Adjust`` for a range."""
 
     def rule(view: CallView) -> list[OpSplit]:
         tensors = view.tensors()
@@ -167,7 +167,7 @@ def _dims_before_spatial(argument: str, spatial: int) -> Callable[[CallView], li
 
 
 def _resizing(name: str, dim: str = "") -> Callable[[tuple[int, int]], Adjust]:
-    """Return a function that makes, for merged dimensions, the ``Adjust`` that sets the sizes ``name`` to a part's."""
+    """Return a function from merged dimensions to an ``Adjust``, which sets the argument ``name`` to a part's sizes."""
     return lambda run: partial(_resize, name=name, dim=dim, run=run)
 
 
@@ -181,7 +181,7 @@ def _resize(named: dict[str, Any], low: int, high: int, *, name: str, dim: str, 
 
 
 def _renumber(named: dict[str, Any], low: int, high: int, *, dim: str, run: tuple[int, int]) -> None:
-    """Renumber a dimension after the dimensions ``run`` before it were merged into one."""
+    """Renumber the argument ``dim`` after the dimensions ``run``, if they come before it, were merged into one."""
     if named[dim] >= run[1]:
         named[dim] -= run[1] - run[0] - 1
 
@@ -192,7 +192,7 @@ def _renumbering(run: tuple[int, int]) -> Adjust | None:
 
 
 def _scale_numbers(named: dict[str, Any], low: int, high: int, *, sizes: Mapping[str, int]) -> None:
-    """Set number arguments to multiples of the part's length."""
+    """Set the arguments named in ``sizes`` to these multiples of the part's length."""
     named.update({name: (high - low) * size for name, size in sizes.items()})
 
 

@@ -24,7 +24,7 @@ from outofcore.units import PAGE_BYTES
 
 
 def find_ranged_storages(captured: Captured, max_bytes: int, parts: int | None, home: int | None) -> frozenset[int]:
-    """Return optimizer state and too large parameters (any, with ``parts``) to keep in ranges in ``home`` bytes."""
+    """Return optimizer state and too large parameters (with ``parts``: any) to fetch in ranges from ``home`` bytes."""
     graph = captured.graph
     bound: dict[int, list[StateBinding]] = {}
     for binding in captured.states:
