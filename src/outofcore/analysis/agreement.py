@@ -34,7 +34,7 @@ def choose_splits(
     Args:
         uses: by op, the accesses of each of its splits; of equally good splits the first is chosen.
         unsplit_bytes: by storage, the bytes that unsplit ops access.
-        flexible: ops that can be split along most axes; neighbours among them are also changed together.
+        flexible: ops that can be split along most axes; groups of such neighbours are also changed as a whole.
         single: storages that get cells along one axis only; others get cells along every axis in use.
     """
     search = _SplitSearch(uses, unsplit_bytes, single)
@@ -84,7 +84,7 @@ class _SplitSearch:
             accessed[axis] = accessed.get(axis, 0) + sign * accessed_bytes
 
     def _copied_bytes(self, storage: int) -> int:
-        """Return the bytes of a storage that ops copy because they are split along another axis or unsplit."""
+        """Return the bytes of a storage that are copied because ops split it along different axes or not at all."""
         accessed = self._accessed[storage]
         along = [count for axis, count in accessed.items() if axis != WHOLE and count]
         if not along:
@@ -93,12 +93,12 @@ class _SplitSearch:
         return accessed[WHOLE] + sum(along) - uncopied_bytes
 
     def _bytes_copied_by(self, ops: Iterable[int]) -> int:
-        """Return the bytes that these ops copy, with all copies of the storages that they access."""
+        """Return the bytes that ops copy by themselves, plus all copied bytes of the storages that they access."""
         storages = dict.fromkeys(storage for op in ops for storage in self._touched[op])
         return sum(self._uses[op][self.chosen[op]].copied for op in ops) + sum(map(self._copied_bytes, storages))
 
     def _best_split(self, op: int) -> int:
-        """Return the index of the split of ``op`` that copies the fewest bytes; the op has no split afterwards."""
+        """Unassign the split of ``op``, and return the index of its split that copies the fewest bytes."""
         costs: list[int] = []
         for split_index in range(len(self._uses[op])):
             self._assign(op, split_index)
@@ -107,7 +107,7 @@ class _SplitSearch:
         return costs.index(min(costs))
 
     def _improve(self, ops: Iterable[int]) -> dict[int, int]:
-        """Change the splits of ops and their neighbours while this saves bytes; return the former splits by op."""
+        """Give ops and neighbours of changed ops their best splits; return the former splits of changed ops."""
         before: dict[int, int] = {}
         queue = deque(ops)
         waiting = set(queue)
@@ -129,7 +129,7 @@ class _SplitSearch:
         return {neighbour for storage in self._touched[op] for neighbour in self._users[storage]} - {op}
 
     def group_neighbours(self, ops: Iterable[int]) -> list[list[int]]:
-        """Return ``ops`` in groups; ops that access a common storage are in the same group."""
+        """Return ``ops`` in groups that are connected by common storages, also through other ops of the group."""
         remaining = set(ops)
         groups: list[list[int]] = []
         while remaining:
@@ -143,13 +143,13 @@ class _SplitSearch:
         return groups
 
     def change_group(self, group: Sequence[int]) -> bool:
-        """Try each axis as the split of a whole group, and keep changes that save bytes; return whether any did."""
+        """Split a whole group along each axis in turn, and keep changes that save bytes; return whether any does."""
         axes = sorted({axis for op in group for split in self._uses[op] for _, axis, _ in split.cells if axis != WHOLE})
         changed = [axis for axis in axes if self._change_group_to(axis, group)]
         return bool(changed)
 
     def _change_group_to(self, axis: int, group: Sequence[int]) -> bool:
-        """Split a group along an axis and adapt its neighbours; undo this and return False unless it saves bytes."""
+        """Split a group along an axis and adapt its neighbours; if this saves no bytes, undo it and return False."""
         changed: dict[int, int] = {}
         for op in group:
             splits_along_axis = [

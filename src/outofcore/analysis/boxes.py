@@ -1,6 +1,6 @@
 """Describe parts of tensors as boxes in their storages.
 
-A storage is viewed as an array whose axes are the dimensions of the tensors on it. A part of a tensor is a box, an
+A storage is viewed as an array; its axes are the dimensions of the tensors on it. A part of a tensor is a box, an
 interval on each axis, and the cells of a storage are the boxes between its cuts. A storage stays whole if a window onto
 it repeats elements or crosses the boundaries of others.
 """
@@ -35,7 +35,7 @@ class Lines:
 
 
 def lines_of(elements: int, windows: Iterable[TensorWindow]) -> Lines | None:
-    """Return ``elements`` elements as a dense array in which all windows are boxes; None if there is no such array.
+    """Return a dense array of ``elements`` elements that has all strides of the windows; None if impossible.
 
     >>> lines_of(24, [TensorWindow((4, 6), (6, 1)), TensorWindow((2, 3), (6, 1), 9)])
     Lines(sizes=(4, 6), strides=(6, 1))
@@ -96,7 +96,7 @@ def place_window(lines: Lines, window: TensorWindow) -> PlacedWindow | None:
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes along which a storage is cut: ranges of consecutive lines, which begin at the lines ``starts``."""
+    """The axes along which a storage is cut: ranges of lines (dimensions of its array) that begin at ``starts``."""
 
     lines: Lines
     starts: tuple[int, ...]
@@ -116,7 +116,7 @@ class Axes:
         return self._join_box(place.box)
 
     def _join_box(self, box: Box) -> Box | None:
-        """Convert a box from an interval per line to an interval per axis; None if an axis would need several."""
+        """Convert a box from an interval per line to an interval per axis; None if an axis needs several intervals."""
         joined: list[Interval] = []
         for first, end in self._spans():
             start, length, is_rest_whole = 0, 1, False
@@ -131,7 +131,7 @@ class Axes:
         return tuple(joined)
 
     def grain(self, place: PlacedWindow, dims: Interval) -> int | None:
-        """Return the divisor that all ends of parts along merged ``dims`` must have; None if no axis begins there."""
+        """Return the divisor of allowed cuts along a window's merged ``dims``; None if no axis begins at ``dims``."""
         run = self.lines_of_dims(place, dims)
         if run is None:
             return None
@@ -150,7 +150,7 @@ class Axes:
         return runs[0][0], runs[-1][1]
 
     def box_of_part(self, place: PlacedWindow, dims: Interval, low: int, high: int) -> Box | None:
-        """Return the box that elements ``low:high`` of a window's merged ``dims`` cover, or None if it is not a box."""
+        """Return the box of the part ``low:high`` along a window's merged ``dims``, or None if it is not a box."""
         run, box = self.lines_of_dims(place, dims), self.box_of(place)
         if run is None or box is None:
             return None
@@ -170,7 +170,7 @@ class Axes:
     def strides(
         self, place: PlacedWindow, sizes: Sequence[int], box: Box, dims: Interval | None = None
     ) -> tuple[int, ...] | None:
-        """Return the strides of a part of shape ``sizes`` in a contiguous copy of ``box``; None if not regular."""
+        """Return the strides of a part (shape ``sizes``, ``dims`` merged) in a copy of ``box``; None if irregular."""
         widths = [high - low for low, high in box]
         steps = [prod(widths[axis + 1 :]) for axis in range(len(widths))]
         runs = list(place.runs)

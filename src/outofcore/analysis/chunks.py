@@ -61,7 +61,7 @@ def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Return whether elements are contiguous in some order of the dimensions."""
+    """Return whether a tensor's elements are contiguous in some order of its dimensions."""
     expected = 1
     for step, size in sorted((t, s) for t, s in zip(stride, shape, strict=True) if s != 1):
         if step != expected:

@@ -2,8 +2,8 @@
 
 - An op joins groups that write a large storage that it reads, if no other op depends on them yet. A group runs at the
   place of its last op, so it delays no other op and creates no cycle.
-- An op that computes a storage from another one is not fused with it if both are live beyond the peak, so that plans
-  can recompute the new storage from the other.
+- An op is not fused with the group that wrote its argument if argument and result are both live beyond the peak.
+  Plans can then recompute the result from the argument.
 - A group needs no more bytes than the largest op of the step.
 """
 
@@ -43,10 +43,9 @@ def ops_to_fuse(
 ) -> tuple[tuple[int, ...], ...]:
     """Return groups of ascending op ids to fuse, in the order of their last ops, where each group runs.
 
-    ``fusible`` ops have no random numbers, collectives or side effects. ``alone`` ops are compiled even without others,
-    if they touch a storage of ``min_bytes`` or more. ``scratch`` has the known scratch bytes by op.
-    An op joins the group that wrote a storage of ``min_bytes`` or more for it, if the group's last op is at most
-    ``reach`` ops back.
+    ``fusible`` ops have no random numbers, collectives or side effects; ``scratch`` has known scratch bytes by op.
+    An op joins a group that wrote a storage of ``min_bytes`` or more for it, if the group's last op is at most
+    ``reach`` ops back. ``alone`` ops may be groups of one op if they touch a storage of ``min_bytes`` or more.
     """
     groups = _FusionSearch(graph, frozenset(fusible), scratch or {}, min_bytes, max_ops, reach).groups()
     alone_ops = {op for op in alone if any(graph.storages[s].bytes >= min_bytes for s in graph.ops[op].touched)}
@@ -103,7 +102,7 @@ class _FusionSearch:
         return tuple(sorted(groups, key=lambda ops: ops[-1]))
 
     def _join(self, op: Op, groups: list[_Group]) -> _Group | None:
-        """Merge the groups that ``op`` should join; return the merged group without ``op``, or None."""
+        """Merge the groups that ``op`` should join; return the merged group without ``op``, or None for no group."""
         if op.id not in self.fusible:
             return None
         candidates = list(
@@ -139,7 +138,7 @@ class _FusionSearch:
         return lasts or any(self.peak < use <= end for use in graph.uses[storage])
 
     def _needed_bytes(self, ops: list[int]) -> int:
-        """Return the bytes of large storages that fused ops need; their results reuse the memory of dead arguments."""
+        """Return the bytes of large storages that enter or leave fused ops; results reuse memory of dying arguments."""
         graph, members = self.graph, set(ops)
         created = {s for op in ops for s in graph.ops[op].creates}
         count, results, dying = 0, Counter[int](), Counter[int]()
@@ -159,7 +158,7 @@ class _FusionSearch:
 
 
 def _peak_op(graph: StepGraph) -> int:
-    """Return the first op with the most live bytes of storages that the step creates."""
+    """Return the first op during which the most bytes of storages that the step creates are live."""
     change = [0] * (len(graph.ops) + 1)
     for storage in graph.creator:
         uses = graph.uses[storage]

@@ -26,7 +26,7 @@ def is_large(count: int) -> bool:
 
 
 def gaps_of(graph: StepGraph, storage: int) -> tuple[Gap, ...]:
-    """Return the gaps of a storage in order, the gap across the end of the step last; () for a constant.
+    """Return the gaps of a storage in order, a gap across the end of the step last; () for a constant.
 
     There is no gap before an op that overwrites a large storage as a whole, except across the end of the step.
     """

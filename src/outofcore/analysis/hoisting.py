@@ -1,7 +1,4 @@
-"""Move ops to earlier places, so that their arguments can be freed earlier.
-
-For example, the update of a parameter moves to where its gradient is final, which frees the gradient.
-"""
+"""Move ops to earlier places so that arguments are freed earlier, such as a gradient after its update."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Find the ops that recompute a storage.
 
-A *content* is a version of a storage, as ``(storage, version)``. It is recomputed by the op that wrote it from the
-contents that the op read at its first run, and so on down to available contents.
+A *content* is a version of a storage, as ``(storage, version)``. The op that wrote it recomputes it from the contents
+that the op read at its first run. These are recomputed in turn unless they are available.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class History:
         return deadlines
 
     def _recomputable_until(self, content: Content, deadlines: Mapping[Content, int]) -> int:
-        """Return the last op before which a content is available under any plan, or can be recomputed."""
+        """Return the last op before which a content is available or recomputable under any plan; -1 for never."""
         storage, _ = content
         recomputable_until = deadlines.get(content, -1)
         if storage not in self.graph.persistent and self.graph.storages[storage].kind not in _PREEXISTING_KINDS:
@@ -104,7 +104,7 @@ class History:
 def ops_to_recompute(
     history: History, targets: Iterable[Content], is_available: Callable[[Content], bool]
 ) -> tuple[int, ...]:
-    """Return the ops that recompute ``targets``, in graph order; raise ``GraphError`` if one must not run again."""
+    """Return the ops that recompute ``targets``, in graph order; raise ``GraphError`` if this is impossible."""
     unique_targets = dict.fromkeys(targets)
     pending = list(unique_targets)
     visited = set(pending)
@@ -129,7 +129,7 @@ def can_recompute(history: History, storage: int, fetch_at: int) -> bool:
 
 
 def _op_writing(history: History, content: Content) -> Op:
-    """Return the op that writes a content; raise ``GraphError`` if no op does or it cannot run again."""
+    """Return the op that recomputes a content; raise ``GraphError`` if no op can."""
     storage, version = content
     graph = history.graph
     if version < 1:

@@ -1,8 +1,7 @@
 """Measurements cached on disk, so that no other process repeats them.
 
 There is one JSON file per kind of measurement and set of facts (machine, threads, PyTorch version). Writers hold a lock
-and replace files atomically. Damaged files, and files of another format, are logged, ignored and rewritten. See
-docs/internals/caches.md.
+and replace files atomically. Damaged or outdated files are logged and replaced. See docs/internals/caches.md.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def default_cache_folder() -> Path:
 
 
 def open_cache(location: bool | str | os.PathLike[str]) -> Cache | None:
-    """Return the cache in a folder; True means the default folder, and False returns None."""
+    """Return the cache in a folder (True: the default one), or None for False; raise ``InputError`` if it is a file."""
     if location is False:
         return None
     folder = default_cache_folder() if location is True else Path(location)
@@ -82,7 +81,7 @@ class Cache:
         return total
 
     def clear(self) -> int:
-        """Delete the cache's files, but no other files in its folder; return their number."""
+        """Delete the cache's files and return their number; raise ``InputError`` if one cannot be deleted."""
         files = self.files()
         for path in files:
             try:
@@ -121,7 +120,7 @@ class Shelf:
             return {}
 
     def write(self, entries: Mapping[str, object]) -> None:
-        """Add or replace entries; if that fails, log a warning."""
+        """Add or replace entries and drop the oldest above a limit; log a warning if this fails."""
         if not entries:
             return
         try:

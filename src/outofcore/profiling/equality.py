@@ -95,7 +95,7 @@ def find_mismatches(
     max_bytes: int,
     cache: Cache | None = None,
 ) -> frozenset[str]:
-    """Run exactness checks, within ``max_bytes`` in this process; return the keys of checks with a mismatch."""
+    """Return the keys of checks that find a mismatch; checks above ``max_bytes`` run in another process or in part."""
     shelf = None if cache is None else op_shelf(cache, backend.facts(), kind="parts")
     verdicts = _Verdicts(values, backend.device, {} if shelf is None else shelf.read())
     for check in checks:
@@ -144,7 +144,7 @@ class _Verdicts:
         self.holds[check.key] = bool(verdict)
 
     def run_in_process(self, checks: Sequence[ExactnessCheck]) -> None:
-        """Run whole-op checks in a separate process; checks that need over half of the free memory get no verdict."""
+        """Get whole-op verdicts from the cache or a separate process; omit checks that are too large or crash."""
         # A trial also needs an unknown amount of scratch memory.
         max_bytes = _free_bytes(self.device) // 2
         unknown = [c for c in checks if not self.is_known(c) and _fits(c, self.values, _whole_range(c), max_bytes)]
@@ -170,7 +170,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _run_in_process(checks: Sequence[ExactnessCheck], values: Sequence[Value], device: torch.device) -> dict[str, bool]:
-    """Return the verdicts of whole-op checks by key, from a separate process; omit checks that crash it."""
+    """Return the verdicts of whole-op checks by key, from a separate process; omit checks without a verdict."""
     verdicts = {b"True": True, b"False": False}
     results: dict[str, bool] = {}
     while checks:
@@ -224,7 +224,7 @@ def _fits(check: ExactnessCheck, values: Sequence[Value], trial_range: TrialRang
 
 
 def choose_trial_ranges(check: ExactnessCheck, values: Sequence[Value], max_bytes: int) -> tuple[TrialRange, ...]:
-    """Return the whole op as the range to try, else a range at each end, or () if ``max_bytes`` is too little."""
+    """Return the whole op's range if its trial fits in ``max_bytes``, else ranges at both ends, or () if too short."""
     parts, end = list(itertools.pairwise(check.ends)), check.ends[-1]
     # A single part always fits into the budget.
     if len(parts) == 1 or _fits(check, values, _whole_range(check), max_bytes):
@@ -270,7 +270,7 @@ def _bounds(parts: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def _needed_bytes(check: ExactnessCheck, values: Sequence[Value], low: int, high: int, part_length: int) -> int:
-    """Return the bytes of a trial: the range, a copy of its arguments written in place, and the longest part."""
+    """Return the bytes of a trial: the range, a copy of its written arguments, and a part of ``part_length``."""
     func, names = _operator(check.call), _argument_values(check.call, values)
     written = written_arguments(func, arguments_by_name(func, check.call.args, check.call.kwargs))
     changed = {name for name in names if name[0] in written}
@@ -287,6 +287,7 @@ def _needed_bytes(check: ExactnessCheck, values: Sequence[Value], low: int, high
 def _argument_bytes(
     check: ExactnessCheck, values: Sequence[Value], low: int, high: int, names: Set[ArgumentName] | None = None
 ) -> int:
+    """Return the bytes of the arguments of a part ``low:high``; with ``names``, of these arguments only."""
     tensors = _argument_values(check.call, values)
     cuts = check.split.argument_cuts
     return sum(
@@ -316,7 +317,7 @@ def _operator(call: Call) -> Any:
 def _run_check(
     check: ExactnessCheck, values: Sequence[Value], device: torch.device, ranges: Sequence[TrialRange]
 ) -> bool | None:
-    """Return whether all parts match the whole; False if the op fails or has no range, None if memory runs out."""
+    """Return whether all parts match the whole; False without ranges or if the op fails; None if memory runs out."""
     if not ranges:
         return False
     with CAPTURE_LOCK, internals.below_autograd():
@@ -335,7 +336,7 @@ def _run_check(
 
 
 def _count_draws(check: ExactnessCheck, values: Sequence[Value], trial_range: TrialRange) -> int:
-    """Return how often to repeat a trial with new random numbers."""
+    """Return how often to run a trial, each time with new random numbers."""
     func = _operator(check.call)
     written = written_arguments(func, arguments_by_name(func, check.call.args, check.call.kwargs))
     sizes = [prod(values[v].shape) for v in check.call.results if v is not None]
@@ -349,7 +350,7 @@ def _count_draws(check: ExactnessCheck, values: Sequence[Value], trial_range: Tr
 
 
 def _rounds_uniformly(check: ExactnessCheck, values: Sequence[Value], device: torch.device) -> bool:
-    """Return whether an elementwise operator rounds elements alike in a whole op and in its parts."""
+    """Return whether an elementwise operator rounds every element equally in the whole op and in its parts."""
     tensors = _argument_values(check.call, values)
     # Parts may be contiguous although the whole is not.
     has_gaps = any(prod(v.shape) > 1 and not is_dense(v.shape, v.stride) for v in tensors.values())
@@ -359,7 +360,7 @@ def _rounds_uniformly(check: ExactnessCheck, values: Sequence[Value], device: to
 
 
 def _has_no_remainder(check: ExactnessCheck, tensors: Mapping[ArgumentName, Value]) -> bool:
-    """Return whether all parts of an elementwise op, and the threads' chunks of them, end at full vectors."""
+    """Return whether an op's arguments have one shape and no cut, between parts or threads' chunks, splits a vector."""
     sizes = {prod(value.shape) for value in tensors.values()}
     elements = max(sizes, default=0)
     threads = torch.get_num_threads()
@@ -382,15 +383,15 @@ Rounds = Callable[[Call, Mapping[ArgumentName, Value], torch.device], bool]
 
 
 def _rounds_unevenly(
-    check: ExactnessCheck, tensors: Mapping[ArgumentName, Value], device: torch.device, rounds: Rounds
+    check: ExactnessCheck, tensors: Mapping[ArgumentName, Value], device: torch.device, finds_difference: Rounds
 ) -> bool:
-    """Return the cached result of ``rounds``: whether an elementwise operator rounds some elements differently."""
+    """Return whether ``finds_difference`` finds that an operator rounds elements differently; cache the answer."""
     call, func = check.call, _operator(check.call)
     kinds = ", ".join(f"{name}: {value.dtype} {prod(value.shape) > 1}" for name, value in tensors.items())
     constants = [item for item in (*call.args, *call.kwargs.values()) if not isinstance(item, Ref | list | tuple)]
-    key = f"{rounds.__name__} {func} {kinds} {constants} {device} {torch.backends.cpu.get_cpu_capability()}"
+    key = f"{finds_difference.__name__} {func} {kinds} {constants} {device} {torch.backends.cpu.get_cpu_capability()}"
     if key not in _uneven:
-        _uneven[key] = rounds(call, tensors, device)
+        _uneven[key] = finds_difference(call, tensors, device)
     return _uneven[key]
 
 
@@ -404,7 +405,7 @@ def _rounds_gaps_differently(call: Call, tensors: Mapping[ArgumentName, Value], 
 
 
 def _rounds_scraps_differently(call: Call, tensors: Mapping[ArgumentName, Value], device: torch.device) -> bool:
-    """Return whether an operator rounds elements differently in pieces of a few elements."""
+    """Return whether an operator rounds elements differently when it runs on pieces of a few elements."""
     long, run = _make_long_arguments(call, tensors, device)
     whole = run({name: tensor.clone() for name, tensor in long.items()})
     for start in range(0, _ALL_SCRAP_ELEMENTS, _SCRAP_ELEMENTS):
@@ -419,7 +420,7 @@ def _rounds_scraps_differently(call: Call, tensors: Mapping[ArgumentName, Value]
 def _make_long_arguments(
     call: Call, tensors: Mapping[ArgumentName, Value], device: torch.device
 ) -> tuple[dict[ArgumentName, torch.Tensor], Callable[[Mapping[ArgumentName, torch.Tensor]], torch.Tensor]]:
-    """Return long random arguments of an elementwise operator, and a function that runs it on them."""
+    """Return long random arguments of an elementwise operator, and a function that runs it on such arguments."""
     func = _operator(call)
     generator = torch.Generator(device).manual_seed(_SEED)
     tensors_by_name: dict[ArgumentName, torch.Tensor] = {}
@@ -467,7 +468,7 @@ class ExactnessTrial:
         )
 
     def _make_argument(self, name: ArgumentName, value: Value) -> torch.Tensor:
-        """Make a random argument with the layout of a value, or of the value's slice for this trial's range."""
+        """Make a random argument (integers: zeros) with the layout of a value, or of its slice for the range."""
         cut = self.split.argument_cuts.get(name)
         shape, stride = value.shape, value.stride
         if cut is not None and not self.is_whole:
@@ -494,7 +495,7 @@ class ExactnessTrial:
         settle: bool = True,
         call: Call | None = None,
     ) -> dict[str, Any]:
-        """Return the arguments by name; ``settle`` adapts constants, such as sizes, to the part ``low:high``."""
+        """Return the arguments by name; ``settle`` adapts constants, such as sizes, to a part ``low:high``."""
         call = call or self.check.call
         named = with_tensors(arguments_by_name(self.func, call.args, call.kwargs), tensors)
         if settle and self.split.adjust is not None and not (self.is_whole and (low, high) == (self.low, self.high)):
@@ -512,7 +513,7 @@ class ExactnessTrial:
         return internals.result_leaves(out), {name: t for name, t in tensors.items() if name[0] in written}
 
     def _argument_part(self, name: ArgumentName, low: int, high: int) -> torch.Tensor:
-        """Return a copy of an argument or its slice for a part; copy a whole argument only if written or gathered."""
+        """Return a copy of an argument's slice; copy an uncut argument only if the op writes it or it is gathered."""
         tensor, cut = self.arguments[name], self.split.argument_cuts.get(name)
         if name in self.check.gathered_strides:
             return torch.empty_strided(

@@ -25,7 +25,7 @@ class Difference:
 
 
 def find_differences(captured: Captured, op: Op, leaves: Sequence[object]) -> list[Difference]:
-    """Compare the results ``leaves`` with the captured ones; return the gravest difference of each unlike result."""
+    """Return the gravest difference of each result in ``leaves`` from its captured value; skip unread results."""
     unseen = captured.graph.unused
     all_differences: list[Difference] = []
     for leaf, index in enumerate(captured.calls[op.id].results):

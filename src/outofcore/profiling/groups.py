@@ -111,7 +111,7 @@ def collectives_of(captured: Captured) -> tuple[Collective, ...]:
 def add_collective_costs(
     captured: Captured, profiles: tuple[OpProfile, ...], costs: Mapping[int, GroupCost]
 ) -> tuple[OpProfile, ...]:
-    """Return profiles with the costs of collectives by group size; other ops and groups keep their profiles."""
+    """Return ``profiles`` with the cost of each collective replaced by ``costs`` of its group size, if known."""
     updated = list(profiles)
     for index, call in enumerate(captured.calls):
         if isinstance(call.func, Collective) and call.func.group.size() in costs:

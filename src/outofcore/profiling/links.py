@@ -125,7 +125,7 @@ _HOST_WORK, _DEVICE_WORK = ComputeLoad(512, 4, 32 * MIB), ComputeLoad(2048, 1, 6
 def measure_homes(
     stores: Sequence[HomeStore], cache: Cache | None, backend: Backend, buffer_bytes: int
 ) -> tuple[Home, ...]:
-    """Return the costs of a step's homes, measured on temporary stores of their kind; raises as ``measure_link``."""
+    """Return the homes' costs, cached or measured on temporary stores of their kind; raises as ``measure_link``."""
     homes: list[Home] = []
     for store in stores:
         sibling = store.sibling(2 * max(buffer_bytes, PAGE_BYTES))
@@ -177,7 +177,7 @@ def load_or_measure_link(
 def update_cached_link(
     home: HomeStore, cache: Cache, before: Home, after: Home, device: Mapping[str, object] | None = None
 ) -> None:
-    """Scale a link's cached rates and set its slowdown of ops, as they changed from ``before`` to ``after``."""
+    """Scale a link's cached rates by their change from ``before`` to ``after``, and set its new slowdown of ops."""
     if before == after:
         return
     shelf = _shelf(cache, device)
@@ -217,12 +217,11 @@ def measure_link(
     """Measure the link from process memory, or from the device of ``driver``, to a home.
 
     Copies go between fresh memory and space past the end of the home's contents; the home grows by twice the buffer.
-    Bandwidth is the median of several copies, latency the median of one-page copies. The first Ctrl-C takes effect
-    after the measurement, a second one after the current copies.
+    The first Ctrl-C takes effect after the measurement, a second one after the current copies.
 
     ``buffer_bytes`` is the size of a copy, rounded up to whole pages, and ``seconds`` the approximate duration, of at
     least three copies. ``driver`` is the device (None: the memory of the process). ``compute`` is the concurrent work,
-    by default ops bound by arithmetic and by memory in turn. Raises ``ArenaError`` or ``SpillError`` without room.
+    by default ops bound by arithmetic and by memory in turn. Raises ``ArenaError`` or ``SpillError`` without space.
     """
     size = round_up(buffer_bytes, PAGE_BYTES)
     folder = home.directory if isinstance(home, DiskHome) else None
@@ -509,7 +508,7 @@ class _DeviceTimes:
         return times
 
     def _issue(self, actions: Sequence[_TimedAction], counts: Sequence[int]) -> list[list[float]]:
-        """Run actions ``counts`` times each; return the seconds of runs that began while all actions were running."""
+        """Run actions ``counts`` times each; return the seconds of runs that began before the first action ended."""
         driver = self._driver
         begin = driver.create_mark(timed=True)
         driver.record(Stream.COMPUTE, begin)

@@ -169,7 +169,7 @@ class _OpBench:
         return self._arena
 
     def profile(self, index: int, measure_time: bool, profile_cache: ProfileCache) -> OpProfile:
-        """Return an op's cached profile or measure it; an op that must not be repeated alone costs zero seconds."""
+        """Return an op's cached profile or measure it; an op that cannot be measured alone costs zero seconds."""
         captured = self._captured
         op, call = captured.graph.ops[index], captured.calls[index]
         if not op.touched or op.communicates or (not op.rerunnable and call.rehearse is None):
@@ -247,6 +247,7 @@ class _OpBench:
         return bound.runs[0], arena, requests_by_scope(self._captured, program, {op.id: requests}), arguments_end
 
     def _fill(self, storage: int, arena: DeviceArena, block: Block, contents: ScratchContents) -> None:
+        """Fill a storage's block with the storage's constant, if it has one, or else with scratch contents."""
         captured = self._captured
         count = captured.graph.storages[storage].bytes
         if not count:
@@ -286,7 +287,7 @@ class _OpBench:
             return workspace_layout(recorder.events, pointers, captured.alignment)
 
     def _check_results(self, op: Op, leaves: Sequence[object]) -> None:
-        """Refuse an op if its kernel's results differ from the captured ones; only log harmless differences."""
+        """Raise ``CaptureError`` if an op's results differ from the captured ones; only log harmless differences."""
         for difference in find_differences(self._captured, op, leaves):
             if difference.is_harmless:
                 _log.info(
@@ -347,11 +348,12 @@ def _measurement_error(op: Op, error: Exception | None) -> CaptureError:
 
 
 def _align(offset: int, count: int) -> int:
-    """Align an offset to the boundaries at which ``placed_bytes`` lets blocks end."""
+    """Round an offset up to a whole page for a block of at least 64 KiB, else to a whole cache line."""
     return round_up(offset, PAGE_BYTES if is_large(count) else SMALL_ALIGNMENT)
 
 
 def machine_facts() -> dict[str, object]:
+    """Return the facts about the machine and PyTorch on which all measurements depend."""
     machine = this_machine()
     return {
         "torch": torch.__version__,
@@ -363,7 +365,7 @@ def machine_facts() -> dict[str, object]:
 
 
 def op_shelf(cache: Cache, device: Mapping[str, object] | None = None, kind: str = "ops") -> Shelf:
-    """Return the cache file of ops for the current settings; the kind "parts" has verdicts of exactness checks."""
+    """Return the cache file of op profiles (kind "parts": exactness verdicts) for this machine and its settings."""
     settings = {
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -394,7 +396,7 @@ class ProfileCache:
         self._stale_costs: dict[str, OpCost] = {}  # costs to be measured again
 
     def find(self, op: Op, *, timed: bool, first: bool, results: int | None = None) -> OpProfile | None:
-        """Return an op's cached profile or None. ``first``: its first run differs; ``results``: number of results."""
+        """Return an op's cached profile; None if missing, stale or without seconds (``timed``) or a ``first`` run."""
         value = self._cached.get(_key(op)) if is_cacheable(op) else None
         if value is None or self._shelf is None:
             return None
@@ -420,7 +422,7 @@ class ProfileCache:
         return profile
 
     def add(self, op: Op, profile: OpProfile, *, timed: bool) -> OpProfile:
-        """Add a new measurement and return it; if the machine was busy, with the shortest time so far."""
+        """Add a measurement and return it; if the machine was busy, with the time of the stale one if it is shorter."""
         before = self._stale_costs.get(_key(op))
         if before is not None and profile.cost.busy:
             cost = replace(profile.cost, seconds=min(before.seconds, profile.cost.seconds), busy=before.busy + 1)
@@ -442,7 +444,7 @@ def update_cached_profiles(
     only: Collection[int] | None = None,
     device: Mapping[str, object] | None = None,
 ) -> None:
-    """Replace the cached costs of op families by costs that steps observed; ``only`` selects some ops."""
+    """Cache the median of the observed costs in ``profiles`` per op family; ``only`` selects families by their ops."""
     families_to_save = None if only is None else {graph.ops[index].family for index in only}
     families: dict[str, list[int]] = {}
     for op in graph.ops:

@@ -34,7 +34,7 @@ class ScratchContents:
     varied: bool = False  # floats are drawn between 1/4 and 3/4
 
     def fill_bytes(self, target: torch.Tensor, dtype: torch.dtype) -> None:
-        """Fill a storage, given as uint8, with halves, random floats or zeros of ``dtype``; ``fill`` comes later."""
+        """Fill a storage's bytes with 0.5 (random floats if ``varied``), or with zeros if ``dtype`` is not floating."""
         if not (dtype.is_floating_point or dtype.is_complex):
             target.zero_()
             return
@@ -45,7 +45,7 @@ class ScratchContents:
             values.fill_(0.5)
 
     def fill(self, run: BoundRun, device: torch.device = CPU) -> None:
-        """Change an op's arguments from the values of ``fill_bytes`` to these; skip constants outside of ``device``."""
+        """Give an op's arguments on ``device`` these values; if all are there, set integers that the op accepts."""
         tensors = list(leaves_in([run.args, run.kwargs]))
         scratch = [tensor for tensor in tensors if have_same_type(tensor.device, device)]
         if replace(self, varied=False) != HALVES:
@@ -56,6 +56,7 @@ class ScratchContents:
             set_runnable_integers(func, operators.arguments_by_name(func, run.args, run.kwargs))
 
     def _fill(self, tensor: torch.Tensor) -> None:
+        """Fill a tensor with these values; skip expanded tensors, and floats unless ``identity`` or ``random``."""
         if _is_expanded(tensor):
             return  # not writable
         if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -67,7 +68,7 @@ class ScratchContents:
 
 
 def set_runnable_integers(func: OpOverload, named: NamedArguments) -> None:
-    """Set an operator's integer arguments, passed by name, to values with which it can run."""
+    """Set the integer arguments of certain operators to values with which they can run, such as valid indices."""
     if func._schema.name in _INTEGER_SETTERS:
         _INTEGER_SETTERS[func._schema.name](named)
 
@@ -100,7 +101,7 @@ def _balance_groups(named: NamedArguments) -> None:
 
 
 def _fill_bags(named: NamedArguments) -> None:
-    """Leave no bag of an embedding bag empty: empty ones take no memory."""
+    """Set the size of each bag of an embedding bag to 1, because empty bags take no memory."""
     named["bag_size"].fill_(1)
 
 
@@ -152,7 +153,7 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def _row_spreader(name: str) -> Callable[[NamedArguments], None]:
-    """Return a function that spreads indices over the rows of the argument ``name``, or over that many rows."""
+    """Return a function that spreads indices over the rows of the argument ``name``, which may be their number."""
 
     def fill(named: NamedArguments) -> None:
         rows = named[name]

@@ -28,7 +28,7 @@ _MAX_HELPERS = 8
 
 @contextlib.contextmanager
 def compile_ahead(recipes: Sequence[Recipe], threads: int, cores: int | None = None) -> Iterator[int]:
-    """Compile CPU recipes, last first, in helper processes during the block; yield the number of helpers."""
+    """Compile CPU recipes, last first, in helper processes that end with the block; yield the number of processes."""
     cores = len(os.sched_getaffinity(0)) if cores is None else cores
     cpu_recipes = [recipe for recipe in recipes if recipe.device.type == "cpu"]
     count = min(cores - 1, len(cpu_recipes) // _RECIPES_PER_HELPER, _MAX_HELPERS)

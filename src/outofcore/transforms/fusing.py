@@ -230,7 +230,7 @@ class _Fusion:
             overwritten.update(s for s in op.mutates if s not in op.reads)
 
     def _find_inputs(self, calls: Sequence[Call], mutated: dict[int, None]) -> tuple[int, ...]:
-        """Return the kernel's input values; a storage that the kernel writes has a single one, the written value."""
+        """Return the kernel's input values; of a storage that the kernel writes, only the value that it writes."""
         values = self._captured.values
         bases: dict[int, int] = {}
         inputs: dict[int, None] = {}
@@ -255,7 +255,7 @@ class _Fusion:
         return storage in graph.outputs or not set(self.ops).issuperset(graph.uses[storage])
 
     def _choose_reused_inputs(self, outputs: Sequence[int], mutated: dict[int, None], min_bytes: int) -> dict[int, int]:
-        """Map large results to inputs of the same layout that the kernel overwrites, as no later op uses them."""
+        """Map storages of large results to input storages of equal layout, used by no later op, to overwrite."""
         graph, values = self._captured.graph, self._captured.values
         values_by_storage: dict[int, list[int]] = {}
         for index in self.inputs:

@@ -47,7 +47,6 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """A readable name such as ``fused.native_batch_norm+relu_``."""
         names = list(dict.fromkeys(str(call.func).split(".")[1] for call in self.calls))
         return "fused." + "+".join(names[:_NAMES]) + (f"+{len(names) - _NAMES}" if len(names) > _NAMES else "")
 
@@ -91,7 +90,7 @@ class Kernel:
 
 
 class NotFusibleError(Exception):
-    """A recipe cannot be traced; never reaches the user."""
+    """A recipe cannot be traced; only logged."""
 
 
 @dataclass
@@ -123,7 +122,7 @@ class Kernels:
         return {text: kernel for text, kernel in kernels.items() if kernel is not None}
 
     def _compile(self, recipe: Recipe, threads: int) -> Kernel | None:
-        """Compile a recipe; if that fails, log a warning and return None."""
+        """Compile a recipe, unless ``compiles`` is False; if that fails, log a warning and return None."""
         if not self.compiles:
             return Kernel(recipe, threads, _refuse_to_run)
         try:
@@ -198,6 +197,7 @@ class _TracedRecipe:
         return self._contents_as(self.recipe.values[index].storage, index)
 
     def _run(self, call: Call) -> None:
+        """Run a call out of place, and record the contents of its results and written arguments."""
         func: Any = call.func
         args, kwargs = map_leaves((call.args, call.kwargs), lambda ref: self._tensor_of(ref.value), Ref)
         tensors = arguments_by_name(func, args, kwargs)
@@ -215,7 +215,7 @@ class _TracedRecipe:
         """Set the contents of a value's storage; raise ``NotFusibleError`` for another shape or data type."""
         value = self.recipe.values[index]
         if tuple(tensor.shape) != value.shape or tensor.dtype != value.dtype:
-            raise NotFusibleError(f"expected {value_text(value)}, got {tensor.dtype} {tuple(tensor.shape)}")
+            raise NotFusibleError(f"traced {tensor.dtype} {tuple(tensor.shape)} instead of {value_text(value)}")
         self.contents[value.storage] = tensor, value
 
 
@@ -289,6 +289,7 @@ def _run_functional(
 
 
 def _run_batch_norm(named: dict[str, Any]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """Run a batch norm out of place; return its results and its new running statistics, if any, by name."""
     weight, bias = named.get("weight"), named.get("bias")
     mean, variance = named.get("running_mean"), named.get("running_var")
     options = named["training"], named["momentum"], named["eps"]

@@ -76,7 +76,7 @@ def split_sums(captured: Captured, *, part_bytes: int = PART_BYTES) -> Captured:
 
 
 def _batch_independent_storages(captured: Captured) -> frozenset[int]:
-    """Return persistent storages and all storages computed only from them, which do not depend on the batch."""
+    """Return storages that do not depend on the inputs: state, constants and storages computed only from these."""
     graph = captured.graph
     independent = {s.id for s in graph.storages if s.id not in graph.creator and s.kind is not StorageKind.INPUT}
     for op in graph.ops:
@@ -193,7 +193,7 @@ def _split_product(view: CallView) -> SumSplit | None:
 
 
 def _split_sum(view: CallView) -> SumSplit | None:
-    """Split a sum along the first dimension, or return None if it does not sum over that dimension."""
+    """Return a split of a sum by its first dimension; None if it keeps this dimension or converts its summands."""
     summand, dims = view.value("self"), view.named.get("dim")
     if summand is None or not summand.shape or not dims or view.named.get("dtype") is not None:
         return None
@@ -203,7 +203,7 @@ def _split_sum(view: CallView) -> SumSplit | None:
 
 
 def _split_weight_gradients(*arguments: str, sized: str = "") -> Callable[[CallView], SumSplit | None]:
-    """Return a rule that splits weight gradients by samples; ``sized`` names the argument with the sample count."""
+    """Return a rule that cuts ``arguments`` of weight gradients by samples; the argument ``sized`` has their number."""
 
     def set_size(named: dict[str, Any], low: int, high: int) -> None:
         if sized:
@@ -222,7 +222,7 @@ def _split_weight_gradients(*arguments: str, sized: str = "") -> Callable[[CallV
 
 
 def _split_layer_norm_gradients(*arguments: str) -> Callable[[CallView], SumSplit | None]:
-    """Return a rule that splits a layer norm's weight gradients along the input's leading dimensions."""
+    """Return a rule that cuts the input and ``arguments`` of layer norm weight gradients along leading dimensions."""
 
     def rule(view: CallView) -> SumSplit | None:
         first = view.value("input")

@@ -99,6 +99,7 @@ def drop_shape_only_arguments(captured: Captured) -> Captured:
 
 
 def _drop_shape_only_argument(captured: Captured, op: Op, call: Call) -> tuple[Op, Call]:
+    """Replace an op such as ``zeros_like`` by one that takes a shape instead of a tensor; keep other ops."""
     if call.func not in _FILL_VALUES or not op.reads or op.mutates or len(op.creates) != 1:
         return op, call
     result = call.results[0]
@@ -168,15 +169,15 @@ def recompute_casts(captured: Captured) -> Captured:
     return with_ops(replace(captured, graph=replace(graph, storages=tuple(storages)), values=tuple(values)), pairs)
 
 
-def _is_worth_recomputing(captured: Captured, op: Op, call: Call, turn: int) -> bool:
-    """Return whether an op casts a short-lived tensor to a wider type and can run again after op ``turn``."""
+def _is_worth_recomputing(captured: Captured, op: Op, call: Call, peak_op: int) -> bool:
+    """Return whether an op is a large widening cast that can and must run again for its uses after ``peak_op``."""
     graph = captured.graph
     if call.func is not _aten._to_copy.default or len(op.reads) != 1 or len(op.creates) != 1 or op.mutates:
         return False
     [source], [saved] = op.reads, op.creates
     narrow, wide = graph.storages[source], graph.storages[saved]
-    first_use = next((use for use in graph.uses[saved] if use > turn), None)
-    if first_use is None or op.id >= turn or wide.bytes <= narrow.bytes or not is_large(wide.bytes):
+    first_use = next((use for use in graph.uses[saved] if use > peak_op), None)
+    if first_use is None or op.id >= peak_op or wide.bytes <= narrow.bytes or not is_large(wide.bytes):
         return False
     if wide.kind is not StorageKind.ACTIVATION or saved in graph.outputs:
         return False
@@ -306,7 +307,6 @@ def hoist_order(captured: Captured) -> tuple[int, ...]:
 
 
 def reorder(captured: Captured, order: Sequence[int]) -> Captured:
-    """Return the step with its ops in another order, which must respect all dependencies."""
     return with_ops(captured, [(captured.graph.ops[old], captured.calls[old]) for old in order])
 
 
@@ -406,7 +406,7 @@ def rewrite_for_speed(traced: Captured) -> Captured:
 
 
 def rewrite_for_lowest_memory(traced: Captured) -> Captured:
-    """Rewrite a trace to need the least memory: split ops and hoisted updates."""
+    """Rewrite a trace to need the least memory, by all passes except joining."""
     captured = reuse_arguments(split_convolutions(recompute_casts(drop_shape_only_arguments(traced))))
     return reorder(captured, hoist_order(captured))
 

@@ -1,7 +1,4 @@
-"""The exactness checks of a split step, which ``profiling.equality`` runs on this machine.
-
-After a mismatch the step is split again without that split.
-"""
+"""The exactness checks of a split step, run by ``profiling.equality``; a mismatch excludes a split."""
 
 from __future__ import annotations
 
@@ -66,7 +63,7 @@ def _layout_key(captured: Captured, op: int, strides: Mapping[ArgumentName, tupl
 def _gathered_strides(
     captured: Captured, cell_map: CellMap, op: int, split: OpSplit | None
 ) -> dict[ArgumentName, tuple[int, ...]]:
-    """Return the strides of whole arguments that are gathered from cells, if they differ from the original ones."""
+    """Return the new strides of arguments that are gathered whole from cells, if this changes layout or alignment."""
     gathered_strides: dict[ArgumentName, tuple[int, ...]] = {}
     for name, index in named_refs(captured.calls[op]):
         value = captured.values[index]

@@ -107,7 +107,7 @@ class SplitNeeds:
         return prod(value.shape) * value.dtype.itemsize
 
     def whole_bytes(self, op: int) -> int:
-        """Return the bytes that an unsplit op needs; for cuttable storages, only the bytes that it accesses."""
+        """Return the bytes that an unsplit op needs, without constants; of cuttable storages, only accessed bytes."""
         storages = self.graph.storages
         accessed: dict[int, int] = {}
         for index in dict.fromkeys(values_of(self.captured.calls[op])):
@@ -123,7 +123,7 @@ class SplitNeeds:
         return self._workspaces.get(self.graph.ops[op].family, 0)
 
     def part_bytes(self, op: int, split: OpSplit, parts: int) -> int:
-        """Return the bytes that the largest part needs when an op is split into ``parts`` parts."""
+        """Return the bytes that the largest of ``parts`` parts of an op needs, without constants."""
         storages = self.graph.storages
         part_length = max(high - low for low, high in itertools.pairwise(split.ends(parts)))
         accessed: dict[int, int] = {}
@@ -162,12 +162,12 @@ class SplitNeeds:
                 yield index, cut
 
     def axis(self, index: int, cut: Cut) -> int:
-        """Return the first line of the axis along which a cut slices a value's storage."""
+        """Return the first line of the axis along which a cut slices a value's storage; -1 if there is no such axis."""
         run = Axes.lines_of_dims(self.places[index], cut.dims)
         return -1 if run is None else run[0]
 
     def uses(self, op: int, split: OpSplit, storages: Set[int]) -> SplitUses:
-        """Return the accesses of a split op to ``storages``, and the bytes that it copies from other storages."""
+        """Return a split op's accesses to ``storages``, and the bytes of gapped slices that it copies from the rest."""
         written = self.graph.ops[op].mutates
         cells: list[tuple[int, int, int]] = []
         copied = 0

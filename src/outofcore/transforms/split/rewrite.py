@@ -298,7 +298,7 @@ class StepBuilder:
         return piece
 
     def _rebase_indices(self, op: Op, index: int, low: int, high: int, left_out: int = -1) -> Value:
-        """Add ops that count a part's table indices from row ``low``; return the new indices."""
+        """Add ops that compute ``rebase_indices`` on a value, given by index; return the new indices."""
         indices = self.writer.gather_argument(op, index, None, 0, 0)
 
         def run(func: OpOverload, args: tuple[Any, ...]) -> Value:
@@ -310,7 +310,7 @@ class StepBuilder:
     def _add_op(
         self, like: Op, func: OpOverload, args: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype
     ) -> Value:
-        """Add an op with one contiguous result of this shape and data type; return the result."""
+        """Add an op for ``like`` with one contiguous result of this shape and data type; return the result."""
         result = Value(
             self.writer.new_storage(prod(shape) * dtype.itemsize, f"{like.module} part".strip()),
             dtype,
@@ -357,7 +357,7 @@ class StepBuilder:
     def _place_arguments(
         self, func: Any, call: Call, named: dict[str, Any], *, refs: bool = True
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the positional and keyword arguments of a call; ``refs`` replaces values by refs."""
+        """Return ``named`` as positional and keyword arguments of ``call``; ``refs`` replaces values by refs."""
 
         def ref(value: Value) -> Any:
             return Ref(self.writer.index_of(value)) if refs else value

@@ -72,7 +72,7 @@ def _single_dim(dim: int) -> Cut:
 
 
 def _split_elementwise(view: CallView) -> list[OpSplit]:
-    """Split along any dimension of the result, or along its merged leading dimensions."""
+    """Return the splits along each dimension of the result, and along its merged leading dimensions."""
     written = written_arguments(view.func, view.named)
     results = view.results()
     tensors = view.tensors()
@@ -117,7 +117,7 @@ def _independent_dims_rule(
 ) -> Rule:
     """Return a rule that cuts ``arguments`` and all results along the same dimensions.
 
-    ``dims`` lists ranges of dimensions to cut. ``adjust`` makes the function that adapts constants to a part."""
+    ``dims`` lists the ranges to cut; ``whole`` arguments stay uncut; ``adjust`` makes the ``Adjust`` for a range."""
 
     def rule(view: CallView) -> list[OpSplit]:
         tensors = view.tensors()
@@ -157,7 +157,7 @@ def _all_dims_but(argument: str) -> Callable[[CallView], list[tuple[int, int]]]:
 
 
 def _dims_before_spatial(argument: str, spatial: int) -> Callable[[CallView], list[tuple[int, int]]]:
-    """Return a function that lists all dimensions of an argument but the last ``spatial`` ones."""
+    """Return a function that lists each dimension of an argument, as a range, except the last ``spatial`` ones."""
 
     def dims(view: CallView) -> list[tuple[int, int]]:
         value = view.value(argument)
@@ -167,7 +167,7 @@ def _dims_before_spatial(argument: str, spatial: int) -> Callable[[CallView], li
 
 
 def _resizing(name: str, dim: str = "") -> Callable[[tuple[int, int]], Adjust]:
-    """Return a function that makes, for merged dimensions, the ``Adjust`` that sets the sizes ``name`` to a part's."""
+    """Return a function from merged dimensions to an ``Adjust``, which sets the argument ``name`` to a part's sizes."""
     return lambda run: partial(_resize, name=name, dim=dim, run=run)
 
 
@@ -181,7 +181,7 @@ def _resize(named: dict[str, Any], low: int, high: int, *, name: str, dim: str, 
 
 
 def _renumber(named: dict[str, Any], low: int, high: int, *, dim: str, run: tuple[int, int]) -> None:
-    """Renumber a dimension after the dimensions ``run`` before it were merged into one."""
+    """Renumber the argument ``dim`` after the dimensions ``run``, if they come before it, were merged into one."""
     if named[dim] >= run[1]:
         named[dim] -= run[1] - run[0] - 1
 
@@ -192,7 +192,7 @@ def _renumbering(run: tuple[int, int]) -> Adjust | None:
 
 
 def _scale_numbers(named: dict[str, Any], low: int, high: int, *, sizes: Mapping[str, int]) -> None:
-    """Set number arguments to multiples of the part's length."""
+    """Set the arguments named in ``sizes`` to these multiples of the part's length."""
     named.update({name: (high - low) * size for name, size in sizes.items()})
 
 
@@ -201,6 +201,7 @@ def _set_length(named: dict[str, Any], low: int, high: int, *, name: str) -> Non
 
 
 def _split_reduction(view: CallView) -> list[OpSplit]:
+    """Split a reduction along each dimension that it keeps."""
     value, result = view.value("self"), view.result()
     if value is None or result is None or len(view.results()) != 1 or len(view.tensors()) != 1:
         return []
@@ -241,7 +242,7 @@ def _layer_norm_rule(argument: str, other_arguments: Sequence[str], whole: Seque
 
 
 def _split_scale_gradients(view: CallView, value: Value, arguments: Sequence[str]) -> list[OpSplit]:
-    """Split the gradients of a layer norm's scale and offset by columns."""
+    """Return the split of a layer norm's scale and offset gradients by columns, or []."""
     last = len(value.shape) - 1
     if len(view.named["normalized_shape"]) != 1:
         return []
@@ -297,6 +298,7 @@ def _product_rule(first_name: str, second_name: str, added: str = "") -> Rule:
 
 
 def _split_linear(view: CallView) -> list[OpSplit]:
+    """Split a linear layer by rows or by columns of its result."""
     first, weight, result = view.value("input"), view.value("weight"), view.result()
     if first is None or weight is None or result is None or len(weight.shape) != 2 or len(first.shape) < 2:
         return []
@@ -354,6 +356,7 @@ def _is_known_convolution(view: CallView, argument: str) -> bool:
 
 
 def _split_convolution(view: CallView) -> list[OpSplit]:
+    """Split a convolution by samples, by planes along its first spatial dimension, or by output channels."""
     first, weight, result = view.value("input"), view.value("weight"), view.result()
     if first is None or weight is None or result is None or not _is_known_convolution(view, "input"):
         return []
@@ -389,6 +392,7 @@ def _split_convolution_backward(view: CallView) -> list[OpSplit]:
 
 
 def _split_input_gradient(view: CallView) -> list[OpSplit]:
+    """Split a convolution's input gradient by samples, planes or input channels."""
     first, weight, gradient = view.value("input"), view.value("weight"), view.value("grad_output")
     if first is None or weight is None or gradient is None:
         return []
@@ -420,6 +424,7 @@ def _split_input_gradient(view: CallView) -> list[OpSplit]:
 
 
 def _split_weight_gradient(view: CallView) -> list[OpSplit]:
+    """Split a convolution's weight and bias gradients by output or input channels."""
     first, weight, gradient = view.value("input"), view.value("weight"), view.value("grad_output")
     if first is None or weight is None or gradient is None or view.named["groups"] != 1:
         return []
@@ -566,6 +571,7 @@ def _split_embedding(view: CallView) -> list[OpSplit]:
 
 
 def _split_embedding_backward(view: CallView) -> list[OpSplit]:
+    """Split a table's gradient by columns or by rows."""
     gradient = view.value("grad_output")
     if gradient is None:
         return []
@@ -589,7 +595,7 @@ _EXCLUDED = -1  # an excluded index
 def rebase_indices(
     indices: T, low: int, high: int, left_out: int, run: Callable[[OpOverload, tuple[Any, ...]], T]
 ) -> T:
-    """Subtract ``low`` from table indices; set ``left_out`` and indices outside of ``low:high`` to -1."""
+    """Subtract ``low`` from table indices with ``run``; set ``left_out`` and indices outside of ``low:high`` to -1."""
     from_low = run(_aten.sub.Scalar, (indices, low))
     is_outside = run(_aten.ne.Tensor, (from_low, run(_aten.clamp.default, (from_low, 0, high - low - 1))))
     rebased_indices = run(_aten.masked_fill.Scalar, (from_low, is_outside, _EXCLUDED))
@@ -608,6 +614,7 @@ def _rebase_arguments(named: dict[str, Any], low: int, high: int) -> None:
 
 
 def _split_concatenation(view: CallView) -> list[OpSplit]:
+    """Split a concatenation along each dimension except the joined one."""
     tensors, result = view.tensors(), view.result()
     if result is None or any(len(value.shape) != len(result.shape) for value in tensors.values()):
         return []

@@ -157,7 +157,7 @@ class SplitSearch:
     def _place_cuts(
         self, splits: Mapping[int, OpSplit], parts: Mapping[int, int], storages: set[int], whole: set[int]
     ) -> set[int] | None:
-        """Set all cuts and return None; if some do not fit, return ops to leave whole and extend ``whole``."""
+        """Set all cuts and return None; if some do not fit, add storages to ``whole`` and return ops to drop."""
         starts: dict[int, set[int]] = {}
         for op, split in splits.items():
             for index, cut in self.needs.cut_values(op, split):
@@ -206,7 +206,7 @@ class SplitSearch:
     def _align_with_neighbours(
         self, splits: Mapping[int, OpSplit], parts: Mapping[int, int], units: Mapping[int, int]
     ) -> dict[int, OpSplit]:
-        """Return the splits with a common grain for neighbours on an axis, so that their parts have the same ends."""
+        """Give neighbours on an axis a common grain, in ``units``, if it allows enough parts; return all splits."""
         group = {op: op for op in splits}
 
         def root(op: int) -> int:
@@ -251,7 +251,7 @@ class SplitSearch:
         return storages
 
     def _is_placeable(self, op: int, split: OpSplit, ends: Sequence[int]) -> bool:
-        """Return whether each part's slice of each cut storage has regular strides in its memory."""
+        """Return whether each part's slice of each storage with axes is a box and has strides in a copy of it."""
         for index, cut in self.needs.cut_values(op, split):
             value = self.values[index]
             axes, place = self.axes.get(value.storage), self.needs.places[index]

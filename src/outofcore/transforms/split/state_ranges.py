@@ -24,7 +24,7 @@ from outofcore.units import PAGE_BYTES
 
 
 def find_ranged_storages(captured: Captured, max_bytes: int, parts: int | None, home: int | None) -> frozenset[int]:
-    """Return optimizer state and very large parameters to fetch in ranges, up to ``home`` bytes."""
+    """Return optimizer state and too large parameters (with ``parts``: any) to fetch in ranges from ``home`` bytes."""
     graph = captured.graph
     bound: dict[int, list[StateBinding]] = {}
     for binding in captured.states:
@@ -56,7 +56,7 @@ def find_ranged_storages(captured: Captured, max_bytes: int, parts: int | None, 
 
 
 def is_update(captured: Captured, op: int, home: int | None) -> bool:
-    """Return whether an op is an optimizer update that can run range by range."""
+    """Return whether an op is an optimizer update that can run range by range; False if ``home`` is 0."""
     call = captured.calls[op]
     return (
         isinstance(call.func, OptimizerUpdate)
@@ -91,7 +91,7 @@ def splits_of_update(captured: Captured, op: int) -> list[OpSplit]:
 
 
 def page_aligned_ends(ends: Sequence[int], size: int) -> list[int]:
-    """Return the first and last end, and the page-aligned ends between them that are far enough apart."""
+    """Return both outer ends, and inner ends that are page-aligned and far enough apart; a unit has ``size`` bytes."""
     page_aligned = [0]
     for end in ends[1:-1]:
         is_far = min(end - page_aligned[-1], ends[-1] - end) * size >= LARGE_BYTES

@@ -67,7 +67,7 @@ class OpSplit:
         return self.is_lookup or self.is_update
 
     def ends(self, parts: int, unit: int = 1) -> tuple[int, ...]:
-        """Return the ends of up to ``parts`` parts, multiples of ``unit``; with twice the parts these ends remain."""
+        """Return the ends of up to ``parts`` parts, in multiples of ``unit``; doubling ``parts`` keeps these ends."""
         parts = min(parts, self.extent // self.min_length)
         count = self.extent // unit
         if self.extent % unit or count < 2 or parts < 2:

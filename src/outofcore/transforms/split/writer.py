@@ -110,7 +110,7 @@ class StepWriter:
         discards: Iterable[int] = (),
         name: str = "",
     ) -> None:
-        """Add an op modelled on ``like``: one of its parts if ``name`` is given, else a helper that may run again."""
+        """Add a part of ``like`` if ``name`` is given, else a helper op; raise ``LimitError`` above ``limit`` ops."""
         creates = dict.fromkeys(self.values[v].storage for v in call.results if v is not None)
         op = Op(
             -1,
@@ -149,7 +149,7 @@ class StepWriter:
         self.emit(like, Call(_aten.copy_.default, args, {}, (None,)), reads, [target.storage])
 
     def _gather(self, like: Op, storage: int, dtype: torch.dtype, box: Box, *, reusable: bool) -> int:
-        """Return a cell or copy that holds a box of a cut storage, zero beyond its edges; keep a ``reusable`` copy."""
+        """Return a cell or copy that holds a box of a cut storage, zero outside of it; keep a ``reusable`` copy."""
         axes = self.cell_map.axes[storage]
         inside = clip_box(box, axes.whole_box())
         overlapping = list(cells(self.cell_map.cuts[storage], inside)) if inside else []
@@ -243,7 +243,7 @@ class StepWriter:
         high: int,
         unplaced: list[tuple[int, Cut | None, Value]],
     ) -> int:
-        """Return a value's index for a part's result: in its cell, or in new memory that is added to ``unplaced``."""
+        """Return the value index of a part's result: the whole value, a cell, or new memory, added to ``unplaced``."""
         old, (value, count) = self.captured.values[index], layout_and_bytes
         cell_map = self.cell_map
         if cut is None and old.storage not in cell_map.cuts:
