@@ -60,7 +60,7 @@ class _Lowering:
         fetches: dict[int, list[Decision]] = defaultdict(list)
         leaving: dict[int, list[Decision]] = defaultdict(list)
         replays: dict[int, list[Decision]] = defaultdict(list)
-        last_stay: dict[int, int] = {}  # the use at which the last stay of a storage starts, if it has several
+        last_stay_starts: dict[int, int] = {}  # the use at which the last stay of a storage starts, if it has several
         first_leave: dict[int, Decision] = {}  # the first eviction of each storage within the step
         cyclic: set[int] = set()  # at home when the step ends
         held_until_release: set[int] = set()  # storages that go home after their last use and whose release is planned
@@ -72,7 +72,7 @@ class _Lowering:
                 if op != uses[0]:
                     renewed[op].append(storage.id)
                     ended[uses[uses.index(op) - 1]].append(storage.id)
-                    last_stay[storage.id] = op
+                    last_stay_starts[storage.id] = op
                 elif storage.arrives:
                     renewed[op].append(storage.id)
         for decision in self._decisions():
@@ -99,7 +99,7 @@ class _Lowering:
                 first_leave[gap.storage] = min(
                     first_leave.get(gap.storage, decision), decision, key=lambda d: d.gap.start
                 )
-                last_stay[gap.storage] = max(gap.end, last_stay.get(gap.storage, -1))
+                last_stay_starts[gap.storage] = max(gap.end, last_stay_starts.get(gap.storage, -1))
         for storage in graph.storages:
             if not graph.uses[storage.id] and storage.kind is not StorageKind.CONSTANT:
                 continue
@@ -130,13 +130,13 @@ class _Lowering:
                 ahead = [d for d in coming if d.gap.end % n != op.id and not self._is_read(d.gap.storage, chain)]
                 for decision in coming:
                     if decision not in ahead:
-                        self._fetch(decision, last_stay)
+                        self._fetch(decision, last_stay_starts)
                 self._recompute(recomputed, chain)
                 coming = ahead
             for decision in coming:
-                self._fetch(decision, last_stay)
+                self._fetch(decision, last_stay_starts)
             for storage in renewed.pop(op.id, ()):
-                self._begin_stay(storage, is_last=op.id == last_stay.get(storage))
+                self._begin_stay(storage, is_last=op.id == last_stay_starts.get(storage))
             self._run_op(op)
             for storage in op.mutates + op.creates:
                 version[storage] += 1
@@ -175,7 +175,7 @@ class _Lowering:
         return self._program()
 
     def _decisions(self) -> list[Decision]:
-        """Check and return the decisions except KEEP; an input without a decision is fetched before the first op."""
+        """Check and return the decisions except KEEP; add a fetch at op 0 for each other input that the step reads."""
         n = len(self.graph.ops)
         decisions: list[Decision] = []
         arriving: set[int] = set()
@@ -250,7 +250,7 @@ class _Lowering:
         self.stays[block].dies = len(self.instructions)
 
     def _check_recompute(self, decision: Decision) -> None:
-        """Raise ``GraphError`` unless the step itself makes the storage, and releases it as soon as the gap starts."""
+        """Raise ``GraphError`` if the storage exists before the step, or is not released right after the gap starts."""
         gap = decision.gap
         data = self.graph.storages[gap.storage]
         name = f"storage {gap.storage} ({data.name or data.kind.value})"
@@ -262,10 +262,10 @@ class _Lowering:
                 f"{gap.start + 1}: {decision}"
             )
 
-    def _fetch(self, decision: Decision, last_stay: dict[int, int]) -> None:
+    def _fetch(self, decision: Decision, last_stay_starts: dict[int, int]) -> None:
         """Append a copy from a decision's home to a new block; raise ``GraphError`` if that home has no copy."""
         storage = decision.gap.storage
-        self._begin_stay(storage, is_last=decision.gap.end == last_stay.get(storage))
+        self._begin_stay(storage, is_last=decision.gap.end == last_stay_starts.get(storage))
         version = self.homes[storage].get(decision.home)
         if version is None:
             raise GraphError(
@@ -274,8 +274,8 @@ class _Lowering:
             )
         self.instructions.append(CopyIn(self.block_of[storage], version, home=decision.home))
 
-    def _recomputation_sequence(self, storages: list[int], coming: Set[int]) -> Sequence[int]:
-        """Return the ops that recompute storages, in order. They may read storages in ``coming``, fetched before."""
+    def _recomputation_sequence(self, storages: list[int], fetched: Set[int]) -> Sequence[int]:
+        """Return the ops that recompute storages, in order. Storages in ``fetched`` count as resident."""
         if self.history is None:
             return ()
         version, homes = self.version, self.homes
@@ -283,7 +283,7 @@ class _Lowering:
 
         def is_there(content: Content) -> bool:
             storage, needed_version = content
-            on_device = version[storage] == needed_version and (storage in present or storage in coming)
+            on_device = version[storage] == needed_version and (storage in present or storage in fetched)
             return on_device or needed_version in homes[storage].values()
 
         return ops_to_recompute(self.history, {(storage, version[storage]) for storage in storages}, is_there)
@@ -294,7 +294,7 @@ class _Lowering:
         return self.history is not None and any(content in self.history.needs(self.graph.ops[index]) for index in chain)
 
     def _recompute(self, storages: list[int], runs: Sequence[int]) -> None:
-        """Append runs of the ops ``runs``, which recompute storages in new blocks; other results use temporary ones."""
+        """Append runs that recompute storages in new blocks; fetched inputs and other results use temporary blocks."""
         graph, history, version = self.graph, self.history, self.version
         if history is None:
             return

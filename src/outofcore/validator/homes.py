@@ -13,7 +13,7 @@ _HomeCopy = tuple[int, int, CopyOut | CopyIn]  # index of the instruction, stora
 
 
 def check_homes(step: ValidatedStep, costs: Costs | None) -> dict[int, int]:
-    """Check homes, lodgings and clean storages; return ``program.lodgings`` as a map from storage to home."""
+    """Check homes and clean storages; return ``program.lodgings``: storages to their homes between steps."""
     graph, program = step.graph, step.program
     count = None if costs is None else max(len(costs.homes), 1)
 

@@ -157,7 +157,7 @@ class _Checkpoints:
 
 
 def _crossing_bytes(graph: StepGraph, waiting: set[int], turn: int) -> Sequence[tuple[int, int]]:
-    """Return two counts of bytes that cross a border before each op: not waiting over the turn, and all."""
+    """Return the bytes held across the border before each op: without unchanged ``waiting`` storages, and with them."""
     writes = History.of(graph).writes
     lost = [0] * (turn + 2)
     whole = [0] * (turn + 2)

@@ -124,6 +124,7 @@ class Rewriting:
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs) -> Rewriting:
+        """Collect the gaps of large storages that the step creates, each with the op that last wrote the storage."""
         writes = History.of(graph).writes
         gaps = [
             (gap, writes[storage][bisect_left(writes[storage], gap.start + 1) - 1])

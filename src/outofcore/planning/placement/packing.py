@@ -123,7 +123,7 @@ def _check(rectangles: Sequence[Rectangle]) -> None:
 
 
 def _place(layout: Rectangles, bound: int, capacity: int | None, params: PlacementParams) -> tuple[Ints, int]:
-    """Return the offsets of the lowest placement found, and a lower bound of its height."""
+    """Return the offsets of the lowest placement found, and a lower bound of the height of any placement."""
     watch = Deadline(params.seconds)
     goal = bound if capacity is None else max(bound, capacity)
     # If even the bound exceeds the capacity, the height matters little.

@@ -34,7 +34,7 @@ class Selection:
         return None if best is None else choices_from_pairs(self.choices, best.pairs, limit)
 
     def settle(self, gaps: Iterable[int]) -> Choices:
-        """Return choices that recompute ``gaps``, but each earlier or not at all if that saves seconds and fits."""
+        """Recompute ``gaps``, but earlier or not at all where that saves seconds and fits; return the choices."""
         limit = self.choices.problem.limit
         pairs = array("q")
         for g in gaps:
