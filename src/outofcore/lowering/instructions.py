@@ -198,17 +198,19 @@ class _Lowering:
             is_recompute = decision.residency is Residency.RECOMPUTE
             if (is_recompute or decision.home) and gap == final_gap(self.graph, gap.storage):
                 raise GraphError(
-                    f"outputs and changed inputs must go to the first home after their last use: {decision}"
+                    f"outputs and changed inputs must go to the first home after their last use, by OFFLOAD to home 0: "
+                    f"{decision}"
                 )
             if is_recompute:
                 self._check_recompute(decision)
             if not 0 <= decision.home < max(len(self.costs.homes), 1):
                 raise GraphError(
-                    f"there is no home {decision.home}; the costs have {len(self.costs.homes)}, from 0: {decision}"
+                    f"there is no home {decision.home}: the costs have {len(self.costs.homes)} homes, numbered from 0; "
+                    f"use one of these: {decision}"
                 )
             if gap.start < 0:
                 if decision.home:
-                    raise GraphError(f"an input must come from the first home: {decision}")
+                    raise GraphError(f"an input must come from the first home, so home must be 0: {decision}")
                 arriving.add(gap.storage)
             decisions.append(decision)
         for storage in self.graph.storages:
@@ -226,10 +228,13 @@ class _Lowering:
             if storage not in self.graph.gradients_left:
                 raise GraphError(
                     f"storage {storage} cannot stay on the device after the step: it is not a gradient that "
-                    "the step creates and outputs"
+                    "the step creates and outputs; remove it from ``staying``"
                 )
             if storage in decided:
-                raise GraphError(f"storage {storage} cannot stay on the device: a decision evicts it")
+                raise GraphError(
+                    f"storage {storage} cannot stay on the device: a decision evicts it; remove the decision, or "
+                    "remove the storage from ``staying``"
+                )
 
     def _new_stay(self, storage: int | None, byte_count: int = 0, *, wraps: bool = False) -> int:
         """Add a block that is held from the next instruction on (``wraps``: from the start); return its index."""
@@ -258,7 +263,7 @@ class _Lowering:
             raise GraphError(f"{name} cannot be recomputed: it exists before the step; keep or offload it")
         if decision.release_by != gap.start + 1:
             raise GraphError(
-                f"a recomputed storage must be dropped right after its last use, so release_by must be "
+                f"a recomputed storage must be released right after the use before its gap, so release_by must be "
                 f"{gap.start + 1}: {decision}"
             )
 
@@ -270,7 +275,7 @@ class _Lowering:
         if version is None:
             raise GraphError(
                 f"the plan fetches storage {storage} from home {decision.home} before anything was copied "
-                f"out to it: {decision}"
+                f"out to it: {decision}; evict the storage to this home first, or fetch it from another"
             )
         self.instructions.append(CopyIn(self.block_of[storage], version, home=decision.home))
 

@@ -124,7 +124,8 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
             storage = program.blocks[instruction.block].storage
             if storage is None:
                 raise GraphError(
-                    f"instruction {index} copies block {instruction.block}, a workspace; only storages have homes"
+                    f"instruction {index} copies block {instruction.block}, a workspace; only blocks of storages may "
+                    "be copied"
                 )
             needed = _later(needed, slot_written.get((storage, instruction.home), at_start))
             if isinstance(instruction, CopyOut):

@@ -132,7 +132,7 @@ def add_levels(
 
 
 def binding_ops(free: Sequence[int], stays: Iterable[HeldRanges], spans: Sequence[int] | None = None) -> list[int]:
-    """Return ops, in order, whose memory limits imply the limits of all other ops in the same spans."""
+    """Return, in order, ops that bind: their memory limits imply the limits of all other ops in the same spans."""
     # Each byte held over op p is held over op i as well, or is in a range around p and not around i. If p has at least
     # the bytes of such ranges more room than i, the row of i implies that of p.
     count = len(free)

@@ -131,7 +131,7 @@ def small_region_bytes(whole: Program) -> int:
 
 
 def room_for_large(graph: StepGraph, costs: Costs, budget: int, whole: Program | None = None) -> int:
-    """Return the bytes of a budget that large blocks may take, which a plan decides about."""
+    """Return the bytes of a budget that large blocks may take, without a remainder that plans cannot use."""
     room = budget - small_region_bytes(whole or lower(graph, costs, keep_all(0))) - constant_bytes(graph)
     return room - room % _common_divisor(graph, costs)  # plans cannot use the remainder
 

@@ -144,7 +144,7 @@ class _Polisher:
         return decisions
 
     def _swap_gaps(self, decisions: _Decisions, decision: Decision, draw: random.Random) -> None:
-        """Keep the gap of a decision and evict an overlapping gap; do nothing for inputs, or if none overlaps."""
+        """Keep the gap of a decision and evict an overlapping gap; change no decision about inputs or lone gaps."""
         gap = decision.gap
         partners = [o for o in self.gaps if o not in decisions and o.start < gap.end and gap.start < o.end]
         if partners and gap.start >= 0:

@@ -103,7 +103,7 @@ class Problem:
 
     @cached_property
     def movable(self) -> tuple[int, ...]:
-        """The indices of all gaps but those before an input's first use."""
+        """The indices of all gaps, except gaps before an input's first use."""
         return tuple(g for g, info in enumerate(self.gaps) if not info.arriving)
 
     def all_resident(self) -> Ints:
@@ -166,8 +166,8 @@ class Problem:
     def fit_homes(self, choice: Ints, shares: NDArray[np.float64] | None = None) -> Ints | None:
         """Move storages to other homes until no home overflows; return the new choice. None: the homes are too small.
 
-        Storages with the largest mean ``shares`` (by gap and home) choose first, then storages with the most gaps per op at
-        home.
+        Storages with the largest mean ``shares`` (by gap and home) choose first, then storages with the most gaps per
+        op at home.
         """
         if all(home.bytes is None for home in self.homes):
             return choice
@@ -229,7 +229,7 @@ class Problem:
 
     @cached_property
     def _ranges(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """By gap: first op, end op, end op of its part at the start of the step (0: none), and bytes."""
+        """By gap: first op, end op, end op of its part at the start of the step (or 0), and bytes."""
         n = len(self.graph.ops)
         inside = [self.ops_inside(info) for info in self.gaps]
         ranges = np.array([ranges[0] for ranges in inside], dtype=np.int64).reshape(-1, 2)

@@ -89,7 +89,7 @@ class _CandidateSearch:
         self.home_choice = self.problem.all_resident()
 
     def search_plans(self) -> None:
-        """Collect, tune and place candidates that offload and recompute; if none fits, try to offload everything."""
+        """Collect, tune and place candidates that offload and recompute; try to offload everything if that fails."""
         choices = self.resident_choices
         for turn in range(max(self.params.relaxations, 1)):
             self._solve_relaxation(choices)

@@ -184,10 +184,12 @@ def _check_coverage(step: ValidatedStep) -> None:
             )
         elif not instruction.again:
             raise ValidationError(
-                f"{step.instruction(index)} is not the op's first run, but is not marked as a recomputation"
+                f"{step.instruction(index)} is not the op's first run, but is not marked as a recomputation (``again``)"
             )
         elif not step.graph.ops[instruction.op].rerunnable:
-            raise ValidationError(f"{step.instruction(index)} runs again, but the op is not rerunnable")
+            raise ValidationError(
+                f"{step.instruction(index)} runs again, but the op is not rerunnable: a second run may give other bytes"
+            )
     if upcoming < len(step.graph.ops):
         raise ValidationError(f"{step.op(upcoming)} never runs")
 

@@ -75,7 +75,10 @@ class DTR(CheckedPolicy):
                     decisions = (*arrival_decisions(choices), *recompute_decisions(choices))
                     return Plan(self.name, room, tuple(sorted(decisions, key=lambda decision: decision.gap)))
                 limit -= max(over, room // _LOWER)
-            raise BudgetError(f"greedy eviction finds no plan in which large blocks take {room} bytes")
+            raise BudgetError(
+                f"greedy eviction finds no plan in which large blocks take at most {room} bytes; raise the budget, or "
+                "choose another policy than dtr"
+            )
 
         return (plan,)
 
@@ -212,7 +215,7 @@ class _GreedyEviction:
         return True
 
     def _evict_cheapest(self, op: int, allowed: NDArray[np.bool_]) -> bool:
-        """Evict the allowed gap with the lowest finite score, and disallow it; return False if there is none."""
+        """Evict the allowed gap with the lowest finite score, and disallow it; return False if no gap has one."""
         min_age = _MIN_AGE * (self.clock + 1e-12)
         open_now = np.flatnonzero(allowed)
         if not len(open_now):
@@ -289,6 +292,6 @@ class _GreedyEviction:
                     self._forget_dependencies(g)
 
     def _mark_stale(self, content: int) -> None:
-        """Mark the chains out of date that depend on a content that was evicted or made."""
+        """Mark each chain that depends on a content as out of date."""
         for g in self.dependents.get(content, ()):
             self.stale[g] = True

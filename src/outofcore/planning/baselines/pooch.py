@@ -71,7 +71,10 @@ def pooch(graph: StepGraph, costs: Costs, budget: int, *, effort: int = 500_000)
         return Plan("pooch", budget, in_core.decisions)
     classes = [MapClass.SWAP] * len(trials.maps)
     if not costs.homes or trials.run(classes) is None:
-        raise BudgetError(f"the step needs more than {budget} bytes even with every feature map swapped")
+        raise BudgetError(
+            f"the step needs more than {budget} bytes even with every feature map swapped; raise the budget, or "
+            "choose another policy than pooch"
+        )
     search = _Classifier(trials, effort)
     _, classes = search.keep(classes, frozenset())
     return Plan("pooch", budget, search.recompute(classes).decisions)
@@ -79,12 +82,14 @@ def pooch(graph: StepGraph, costs: Costs, budget: int, *, effort: int = 500_000)
 
 @dataclass
 class _Classifier:
+    """Chooses for each feature map by simulation whether to keep, swap or recompute it."""
+
     trials: StepSimulator
     effort: int
     visited: int = field(default=0)  # nodes of the tree search
 
     def keep(self, classes: list[MapClass], tried: frozenset[int]) -> tuple[float, list[MapClass]]:
-        """Search a tree of maps to keep, except ``tried``; return the best seconds (inf if none fits) and classes."""
+        """Search a tree of maps to keep, except ``tried``; return the best seconds (inf: too large) and classes."""
         self.visited += 1
         trial = self.trials.run(classes)
         if trial is None:
@@ -137,7 +142,9 @@ class _Classifier:
     def _run(self, classes: list[MapClass]) -> SimulatedStep:
         trial = self.trials.run(classes)
         if trial is None:
-            raise BudgetError("the recomputed feature maps do not fit")
+            raise BudgetError(
+                "the recomputed feature maps do not fit; raise the budget, or choose another policy than pooch"
+            )
         return trial
 
     def _added_seconds_ratio(self, classes: list[MapClass], group: tuple[int, ...], step: SimulatedStep) -> float:

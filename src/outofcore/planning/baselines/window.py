@@ -175,7 +175,7 @@ class _WindowReplay:
         return tuple(map(self._final_decision, sorted(self.state.decided)))
 
     def _final_decision(self, gap: Gap) -> Decision:
-        """Return the decision about a gap. After a single step, its release is when the copy out was waited for."""
+        """Return the decision about a gap; in a single step, its release is corrected to the wait for the copy out."""
         decision, n = self.state.decided[gap], len(self.graph.ops)
         if gap.end < n or self.steps > 1:
             return decision
@@ -286,7 +286,7 @@ class _WindowReplay:
                 self._free(s, now + 1)
 
     def _decide(self, s: int, now: int) -> None:
-        """In the last step, record an offload of ``s`` (as numbered in ``order``) if it was fetched since its last use."""
+        """In the last step, record an offload of ``s`` (numbered as in ``order``) if fetched since its last use."""
         n, state = len(self.graph.ops), self.state
         storage, before, taken_at = self.order.storage[s], state.last.get(s), state.allocated_at[s]
         base = (self.steps - 1) * n

@@ -119,7 +119,10 @@ def _check(rectangles: Sequence[Rectangle]) -> None:
         ids.add(rectangle.id)
         total += rectangle.size + rectangle.alignment
     if total >= FAR:
-        raise InputError(f"the rectangles have {total} bytes with their alignments, more than there are addresses")
+        raise InputError(
+            f"the rectangles have {total} bytes with their alignments, more than there are addresses; the sum must be "
+            "below 2**60"
+        )
 
 
 def _place(layout: Rectangles, bound: int, capacity: int | None, params: PlacementParams) -> tuple[Ints, int]:

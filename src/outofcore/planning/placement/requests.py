@@ -88,7 +88,7 @@ def workspace_layout(
             if event.pointer in live:
                 raise GraphError(
                     f"event {time} of an allocation log hands out address {event.pointer:#x}, which is in use: "
-                    "the log is not that of one thread from start to end"
+                    "record all calls of one thread, from the start of the op to its end"
                 )
             live[event.pointer] = (len(sizes), time)
             sizes.append(event.bytes)

@@ -54,5 +54,8 @@ def choices_from_pairs(base: Choices, pairs: array[int], limit: int) -> Choices:
     choices = Choices(base.problem, base.contents, limit, like=base)
     snapshot = tuple((g, RECOMPUTED, fetch) for g, fetch in zip(pairs[::2], pairs[1::2], strict=True))
     if not choices.apply_snapshot(snapshot):
-        raise GraphError(f"a search recomputed gaps that cannot be recomputed (a bug in outofcore): {snapshot}")
+        raise GraphError(
+            f"a search recomputed gaps that cannot be recomputed: {snapshot}; this is a bug in outofcore: please "
+            "report it"
+        )
     return choices
