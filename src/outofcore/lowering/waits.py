@@ -69,7 +69,7 @@ class _FreeTimes:
 
 
 def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Program:
-    """Return a placed program in which each instruction has the waits that it needs.
+    """Return a placed program with the waits that each of its instructions needs.
 
     An instruction waits for the last accesses of the bytes that it uses, in blocks and home slots, unless its queue or
     another wait implies this. Updates of the model also wait for all earlier collectives: if one fails, the step is

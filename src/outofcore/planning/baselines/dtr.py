@@ -153,7 +153,7 @@ class _GreedyEviction:
             self.dying.setdefault(op, []).append(content)
 
     def run(self) -> Snapshot | None:
-        """Simulate the step; return the recomputed gaps. On failure, set ``unrecomputable`` and return None."""
+        """Simulate the step; return the recomputed gaps. If an op does not fit, set ``unrecomputable``; return None."""
         state, contents = self.state, self.template.contents
         self.held = state.held.copy()  # without evicted gaps
         for op, seconds in enumerate(contents.seconds):

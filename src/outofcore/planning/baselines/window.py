@@ -183,7 +183,7 @@ class _WindowReplay:
         return replace(decision, release_by=min(max(released, gap.start + 1), n))
 
     def _run_op(self, now: int) -> int | None:
-        """Replay one op. If its results do not fit, cancel fetches and return the op from which to replay."""
+        """Replay one op. If its results do not fit, cancel fetches, and return the op to replay from; else None."""
         state = self.state
         self._extend(now)
         op = self.graph.ops[now % len(self.graph.ops)]
@@ -200,7 +200,7 @@ class _WindowReplay:
         return None
 
     def _extend(self, now: int) -> None:
-        """Take more uses into the window while their bytes fit, and fetch their storages."""
+        """Take uses into the window while they fit, and fetch them; raise ``BudgetError`` if op ``now`` does not fit."""
         state, uses = self.state, self.order.uses
         while state.head < len(uses):
             when, s = uses[state.head]

@@ -74,7 +74,7 @@ class Requests:
 def workspace_layout(
     events: Sequence[AllocatorEvent], result_pointers: Mapping[int, int], alignment: int = SMALL_ALIGNMENT
 ) -> Requests:
-    """Sort the memory requests of one op into results, scratch and unplanned requests; place the scratch by ``pack``.
+    """Classify the memory requests of one op as results, scratch or unplanned; place the scratch by ``pack``.
 
     ``events`` are the allocator calls of the op's thread while the op ran. ``result_pointers`` has the key of each
     result by the address of its storage. ``alignment`` is for requests below 64 KiB; larger ones begin on pages.
