@@ -200,7 +200,7 @@ class _WindowReplay:
         return None
 
     def _extend(self, now: int) -> None:
-        """Take uses into the window while they fit, and fetch them; raise ``BudgetError`` if op ``now`` does not fit."""
+        """Take uses into the window while they fit, and fetch them; raise ``BudgetError`` if op ``now`` cannot fit."""
         state, uses = self.state, self.order.uses
         while state.head < len(uses):
             when, s = uses[state.head]
