@@ -60,7 +60,7 @@ class _Lowering:
         fetches: dict[int, list[Decision]] = defaultdict(list)
         leaving: dict[int, list[Decision]] = defaultdict(list)
         replays: dict[int, list[Decision]] = defaultdict(list)
-        last_stay: dict[int, int] = {}  # the use at which the last stay of a storage starts, if it has several
+        last_stay_starts: dict[int, int] = {}  # the use at which the last stay of a storage starts, if it has several
         first_leave: dict[int, Decision] = {}  # the first eviction of each storage within the step
         cyclic: set[int] = set()  # at home when the step ends
         held_until_release: set[int] = set()  # storages that go home after their last use and whose release is planned
@@ -72,7 +72,7 @@ class _Lowering:
                 if op != uses[0]:
                     renewed[op].append(storage.id)
                     ended[uses[uses.index(op) - 1]].append(storage.id)
-                    last_stay[storage.id] = op
+                    last_stay_starts[storage.id] = op
                 elif storage.arrives:
                     renewed[op].append(storage.id)
         for decision in self._decisions():
@@ -99,7 +99,7 @@ class _Lowering:
                 first_leave[gap.storage] = min(
                     first_leave.get(gap.storage, decision), decision, key=lambda d: d.gap.start
                 )
-                last_stay[gap.storage] = max(gap.end, last_stay.get(gap.storage, -1))
+                last_stay_starts[gap.storage] = max(gap.end, last_stay_starts.get(gap.storage, -1))
         for storage in graph.storages:
             if not graph.uses[storage.id] and storage.kind is not StorageKind.CONSTANT:
                 continue
@@ -130,13 +130,13 @@ class _Lowering:
                 ahead = [d for d in coming if d.gap.end % n != op.id and not self._is_read(d.gap.storage, chain)]
                 for decision in coming:
                     if decision not in ahead:
-                        self._fetch(decision, last_stay)
+                        self._fetch(decision, last_stay_starts)
                 self._recompute(recomputed, chain)
                 coming = ahead
             for decision in coming:
-                self._fetch(decision, last_stay)
+                self._fetch(decision, last_stay_starts)
             for storage in renewed.pop(op.id, ()):
-                self._begin_stay(storage, is_last=op.id == last_stay.get(storage))
+                self._begin_stay(storage, is_last=op.id == last_stay_starts.get(storage))
             self._run_op(op)
             for storage in op.mutates + op.creates:
                 version[storage] += 1
@@ -175,7 +175,7 @@ class _Lowering:
         return self._program()
 
     def _decisions(self) -> list[Decision]:
-        """Check and return the decisions except KEEP; an input without a decision is fetched before the first op."""
+        """Check and return the decisions except KEEP; add a fetch at op 0 for each other input that the step reads."""
         n = len(self.graph.ops)
         decisions: list[Decision] = []
         arriving: set[int] = set()
@@ -198,17 +198,19 @@ class _Lowering:
             is_recompute = decision.residency is Residency.RECOMPUTE
             if (is_recompute or decision.home) and gap == final_gap(self.graph, gap.storage):
                 raise GraphError(
-                    f"outputs and changed inputs must go to the first home after their last use: {decision}"
+                    f"outputs and changed inputs must go to the first home after their last use, by OFFLOAD to home 0: "
+                    f"{decision}"
                 )
             if is_recompute:
                 self._check_recompute(decision)
             if not 0 <= decision.home < max(len(self.costs.homes), 1):
                 raise GraphError(
-                    f"there is no home {decision.home}; the costs have {len(self.costs.homes)}, from 0: {decision}"
+                    f"there is no home {decision.home}: the costs have {len(self.costs.homes)} homes, numbered from 0; "
+                    f"use one of these: {decision}"
                 )
             if gap.start < 0:
                 if decision.home:
-                    raise GraphError(f"an input must come from the first home: {decision}")
+                    raise GraphError(f"an input must come from the first home, so home must be 0: {decision}")
                 arriving.add(gap.storage)
             decisions.append(decision)
         for storage in self.graph.storages:
@@ -226,10 +228,13 @@ class _Lowering:
             if storage not in self.graph.gradients_left:
                 raise GraphError(
                     f"storage {storage} cannot stay on the device after the step: it is not a gradient that "
-                    "the step creates and outputs"
+                    "the step creates and outputs; remove it from ``staying``"
                 )
             if storage in decided:
-                raise GraphError(f"storage {storage} cannot stay on the device: a decision evicts it")
+                raise GraphError(
+                    f"storage {storage} cannot stay on the device: a decision evicts it; remove the decision, or "
+                    "remove the storage from ``staying``"
+                )
 
     def _new_stay(self, storage: int | None, byte_count: int = 0, *, wraps: bool = False) -> int:
         """Add a block that is held from the next instruction on (``wraps``: from the start); return its index."""
@@ -250,7 +255,7 @@ class _Lowering:
         self.stays[block].dies = len(self.instructions)
 
     def _check_recompute(self, decision: Decision) -> None:
-        """Raise ``GraphError`` unless the step itself makes the storage, and releases it as soon as the gap starts."""
+        """Raise ``GraphError`` if the storage exists before the step, or is not released right after the gap starts."""
         gap = decision.gap
         data = self.graph.storages[gap.storage]
         name = f"storage {gap.storage} ({data.name or data.kind.value})"
@@ -258,24 +263,24 @@ class _Lowering:
             raise GraphError(f"{name} cannot be recomputed: it exists before the step; keep or offload it")
         if decision.release_by != gap.start + 1:
             raise GraphError(
-                f"a recomputed storage must be dropped right after its last use, so release_by must be "
+                f"a recomputed storage must be released right after the use before its gap, so release_by must be "
                 f"{gap.start + 1}: {decision}"
             )
 
-    def _fetch(self, decision: Decision, last_stay: dict[int, int]) -> None:
+    def _fetch(self, decision: Decision, last_stay_starts: dict[int, int]) -> None:
         """Append a copy from a decision's home to a new block; raise ``GraphError`` if that home has no copy."""
         storage = decision.gap.storage
-        self._begin_stay(storage, is_last=decision.gap.end == last_stay.get(storage))
+        self._begin_stay(storage, is_last=decision.gap.end == last_stay_starts.get(storage))
         version = self.homes[storage].get(decision.home)
         if version is None:
             raise GraphError(
                 f"the plan fetches storage {storage} from home {decision.home} before anything was copied "
-                f"out to it: {decision}"
+                f"out to it: {decision}; evict the storage to this home first, or fetch it from another"
             )
         self.instructions.append(CopyIn(self.block_of[storage], version, home=decision.home))
 
-    def _recomputation_sequence(self, storages: list[int], coming: Set[int]) -> Sequence[int]:
-        """Return the ops that recompute storages, in order. They may read storages in ``coming``, fetched before."""
+    def _recomputation_sequence(self, storages: list[int], fetched: Set[int]) -> Sequence[int]:
+        """Return the ops that recompute storages, in order. Storages in ``fetched`` count as resident."""
         if self.history is None:
             return ()
         version, homes = self.version, self.homes
@@ -283,7 +288,7 @@ class _Lowering:
 
         def is_there(content: Content) -> bool:
             storage, needed_version = content
-            on_device = version[storage] == needed_version and (storage in present or storage in coming)
+            on_device = version[storage] == needed_version and (storage in present or storage in fetched)
             return on_device or needed_version in homes[storage].values()
 
         return ops_to_recompute(self.history, {(storage, version[storage]) for storage in storages}, is_there)
@@ -294,7 +299,7 @@ class _Lowering:
         return self.history is not None and any(content in self.history.needs(self.graph.ops[index]) for index in chain)
 
     def _recompute(self, storages: list[int], runs: Sequence[int]) -> None:
-        """Append runs of the ops ``runs``, which recompute storages in new blocks; other results use temporary ones."""
+        """Append runs that recompute storages in new blocks; fetched inputs and other results use temporary blocks."""
         graph, history, version = self.graph, self.history, self.version
         if history is None:
             return

@@ -39,7 +39,7 @@ def slot_bytes(storage_bytes: int) -> int:
 
 
 def permanent_slots(graph: StepGraph, program: Program) -> dict[int, int]:
-    """Map each storage that has a slot at home over the whole step to that home."""
+    """Map each storage with a permanent slot (one for the whole step) to the home that has the slot."""
     moving = {program.blocks[i.block].storage for i in program.instructions if not isinstance(i, Run)}
     wrapping = {block.storage for block in program.blocks if block.wraps}
     homes = {s: 0 for s in graph.outputs if s in moving}
@@ -80,7 +80,7 @@ class SlotReuse:
 
 
 def assign_slots(graph: StepGraph, costs: Costs, program: Program) -> list[SlotReuse] | None:
-    """Return the temporary slots by copy out, each with the slots that it reuses; None if a home is too small."""
+    """Return which slots each temporary slot reuses, in the order of their copies out; None if a home is too small."""
     size = [slot_bytes(storage.bytes) for storage in graph.storages]
     capacity = [home.bytes for home in costs.homes]
     home_bytes = [0] * len(capacity)
@@ -130,7 +130,7 @@ def assign_slots(graph: StepGraph, costs: Costs, program: Program) -> list[SlotR
 
 
 def copies_in_before_room(graph: StepGraph, costs: Costs, program: Program) -> dict[int, int] | None:
-    """Map each copy out that waits for room to the number of copies in to wait for; None if a home is too small."""
+    """Map each copy out that must wait for room to the number of copies in before it; None if a home is too small."""
     if all(home.bytes is None for home in costs.homes):
         return {}
     reuses = assign_slots(graph, costs, program)

@@ -69,7 +69,7 @@ class _FreeTimes:
 
 
 def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Program:
-    """Return a placed program in which each instruction has the waits that it needs.
+    """Return a placed program with the waits that each of its instructions needs.
 
     An instruction waits for the last accesses of the bytes that it uses, in blocks and home slots, unless its queue or
     another wait implies this. Updates of the model also wait for all earlier collectives: if one fails, the step is
@@ -124,7 +124,8 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
             storage = program.blocks[instruction.block].storage
             if storage is None:
                 raise GraphError(
-                    f"instruction {index} copies block {instruction.block}, a workspace; only storages have homes"
+                    f"instruction {index} copies block {instruction.block}, a workspace; only blocks of storages may "
+                    "be copied"
                 )
             needed = _later(needed, slot_written.get((storage, instruction.home), at_start))
             if isinstance(instruction, CopyOut):

@@ -92,7 +92,7 @@ class LowerBound(Relaxation):
         return max(*self.queue_seconds, (self.queue_seconds[0] + self.program.objective()) * (1 - _TOLERANCE))
 
     def _require_recomputation(self, runs: Mapping[int, tuple[int, ...]]) -> None:
-        """Require that the step takes the seconds of recomputation; one run of an op serves one gap of each storage."""
+        """Require the seconds of recomputation: an op runs again as often as the gaps of any one storage need it."""
         ops, costs = self.problem.graph.ops, self.problem.costs
         served: dict[int, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
         for g, needed in runs.items():

@@ -46,7 +46,7 @@ class CandidateTuner:
         self.problem, self.params, self._tuner = choices.problem, params, Tuner(choices)
 
     def create(self, origin: str, choices: Choices, homes: Ints) -> list[Candidate]:
-        """Tune ``choices`` with each slack of the parameters; return a candidate for each that fits."""
+        """Tune ``choices`` once for each slack in the parameters; return the candidates that fit."""
         state = TunerState(choices.kind, choices.fetch, array("q", homes.tolist()))
         candidates: list[Candidate] = []
         for slack in self.params.slacks:

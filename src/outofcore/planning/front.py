@@ -89,12 +89,12 @@ class Front:
         self._placed: dict[int, tuple[Plan, Program]] = {}
 
     def _anneal(
-        self, walk: str, k: int, changes_each: int, effort: int = 1, temperature: float = _WARM
+        self, origin: str, k: int, changes_each: int, effort: int = 1, temperature: float = _WARM
     ) -> FrontState | None:
         """Anneal from the search's present state; return the best state within ``limits[k]``, or None."""
         changes = effort * min(changes_each * len(self.choices.recomputable), _MAX_CHANGES)
         return self._state(
-            walk, k, self.search.anneal(self.limits[k], changes, effort * _WORK // len(self.limits), temperature, k)
+            origin, k, self.search.anneal(self.limits[k], changes, effort * _WORK // len(self.limits), temperature, k)
         )
 
     def _search_greedily(self, k: int) -> FrontState | None:

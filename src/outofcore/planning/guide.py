@@ -81,6 +81,7 @@ class _Guide(Relaxation):
         self.limit_homes()
 
     def solve(self) -> GapShares | None:
+        """Solve the program; return the shares of each gap, or None if there is no optimum."""
         problem = self.problem
         values = self.program.minimise()
         if values is None:
@@ -166,7 +167,7 @@ class _Guide(Relaxation):
 
 
 def _spans(seconds: Sequence[float]) -> list[int]:
-    """Group the ops of a long step into spans of about equal seconds; return the span number of each op."""
+    """Return each op's span number. Spans have about equal seconds in a long step, and one op each in a short step."""
     if len(seconds) <= 3 * _SPANS:
         return list(range(len(seconds)))
     longest, max_ops = sum(seconds) / _SPANS, -(-len(seconds) // _SPANS)

@@ -48,7 +48,6 @@ class LinearProgram:
         self._solver: highspy.Highs | None = None
 
     def add_variable(self, low: float = 0.0, high: float = INFINITY, cost: float = 0.0) -> int:
-        """Add a variable and return its number."""
         self._lower.append(low)
         self._upper.append(high)
         self._costs.append(cost)
@@ -67,7 +66,7 @@ class LinearProgram:
         return len(self._row_upper) - 1
 
     def minimise(self) -> NDArray[np.float64] | None:
-        """Solve; return the value of each variable, or None without optimum. Later variables and rows are ignored."""
+        """Solve the program as of the first call; return each variable's value, or None if there is no optimum."""
         solver = self._solver = self._solver or self._build_solver()
         solver.run()
         if self._method != "simplex" and solver.getModelStatus() == highspy.HighsModelStatus.kUnknown:
@@ -108,9 +107,9 @@ class LinearProgram:
 def add_levels(
     program: LinearProgram, moments: Sequence[int], stays: Iterable[tuple[int, float, Iterable[tuple[int, int]]]]
 ) -> list[int | None]:
-    """Add variables for the held bytes; return the one of each moment, or None for moments without held bytes.
+    """Add variables for the bytes held at each moment; return their numbers, with None before any bytes are held.
 
-    Each equals the one before plus the changes. ``stays`` are variables with factors and half-open ranges of moments.
+    ``stays``: the number of a variable, its factor, and the half-open ranges of moments over which its bytes are held.
     """
     changes: list[dict[int, float]] = [{} for _ in range(len(moments) + 1)]
     for column, factor, ranges in stays:
@@ -133,11 +132,9 @@ def add_levels(
 
 
 def binding_ops(free: Sequence[int], stays: Iterable[HeldRanges], spans: Sequence[int] | None = None) -> list[int]:
-    """Return ops, in order. The memory limits of these ops imply the limits of all other ops in their spans.
-
-    Each byte held over op p is held over op i as well, or is in a range around p and not around i. If p has at least
-    the bytes of such ranges more room than i, the row of i implies that of p.
-    """
+    """Return, in order, ops that bind: their memory limits imply the limits of all other ops in the same spans."""
+    # Each byte held over op p is held over op i as well, or is in a range around p and not around i. If p has at least
+    # the bytes of such ranges more room than i, the row of i implies that of p.
     count = len(free)
     begins: list[list[tuple[int, int]]] = [[] for _ in range(count + 1)]  # by begin: end and bytes of a range
     ends: list[list[tuple[int, int]]] = [[] for _ in range(count + 1)]  # by end: begin and bytes of a range

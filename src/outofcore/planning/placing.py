@@ -131,7 +131,7 @@ def small_region_bytes(whole: Program) -> int:
 
 
 def room_for_large(graph: StepGraph, costs: Costs, budget: int, whole: Program | None = None) -> int:
-    """Return the bytes of a budget that large blocks may take, which a plan decides about."""
+    """Return the bytes of a budget that large blocks may take, without a remainder that plans cannot use."""
     room = budget - small_region_bytes(whole or lower(graph, costs, keep_all(0))) - constant_bytes(graph)
     return room - room % _common_divisor(graph, costs)  # plans cannot use the remainder
 
@@ -176,7 +176,7 @@ def resimulate(graph: StepGraph, costs: Costs, planned: Planned) -> Planned:
 
 
 def fit_policy(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Plan]) -> Planned | None:
-    """Ask a policy for plans with less room until one can be placed within the budget; return it, or None."""
+    """Search for a room in which a policy's plan can be placed within the budget; return that plan, or None."""
     room = room_for_large(graph, costs, budget)
     too_large, too_small = room, 0  # the smallest room whose plan does not fit; the largest room without a plan
     previous_decisions, excess_bytes = None, 0
@@ -207,7 +207,7 @@ def fit_policy(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[in
 
 
 def comparison_seconds(costs: Costs, planned: Planned) -> float:
-    """Return the seconds by which plans are compared: of the step, plus a small share of the copies."""
+    """Return the seconds for comparing plans: of the step and, if they do not slow it down, a share of the copies."""
     if costs.homes and costs.homes[0].compute_slowdown:  # the simulated time contains the cost of copies
         return planned.timeline.step_seconds
     copying = 0.0

@@ -129,7 +129,7 @@ def plans_of_step(
     *,
     params: SearchParams | None = None,
 ) -> Iterator[Planned]:
-    """Yield all plans that fit, the best first, then one that offloads everything; raise like ``plan_step``."""
+    """Yield plans that fit: the in-core plan only, or the best first, ``offload-all`` last. Raise as ``plan_step``."""
     policy = policy_of(policy)
     whole = lower(graph, costs, keep_all(budget))
     if budget < _min_feasible_bytes(graph, costs, whole):

@@ -109,6 +109,7 @@ class CheckedPolicy:
 
 
 def _matches_type(value: object, hint: Any) -> bool:
+    """Return whether a value has the type of a hint; an integer is a float too, but a bool is not a number."""
     if get_origin(hint) in (Union, types.UnionType):
         return any(_matches_type(value, part) for part in get_args(hint))
     if get_origin(hint) is Literal:
@@ -119,6 +120,7 @@ def _matches_type(value: object, hint: Any) -> bool:
 
 
 def _describe_type(hint: Any) -> str:
+    """Return a type hint in words, for error messages."""
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(_describe_type(part) for part in get_args(hint))
     if get_origin(hint) is Literal:
@@ -220,9 +222,12 @@ def _fit_variant(policy: Policy, graph: StepGraph, costs: Costs, budget: int, va
     """Return the plan of a variant within the budget, or None; raise an error if the policy's plan is invalid."""
 
     def named_plan(room: int) -> Plan:
+        """Return the variant's plan under the policy's name; raise an error if it is invalid."""
         plan = variant(room)
         if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance] - it may be a user's
-            raise InputError(f"the policy {policy.name!r} returned {plan!r}, which is not an outofcore.plan.Plan")
+            raise InputError(
+                f"the policy {policy.name!r} returned {plan!r}, which is not an outofcore.plan.Plan; return a Plan"
+            )
         for decision in plan.decisions:
             data = graph.storages[decision.gap.storage]
             if decision.residency is not Residency.KEEP and not is_large(data.bytes):

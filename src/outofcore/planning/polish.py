@@ -94,7 +94,7 @@ class _Polisher:
         return comparison_seconds(self.costs, planned) * (1 + _OVER * over)
 
     def improve(self, start: Plan, tries: int, seed: int) -> Planned | None:
-        """Try ``tries`` changes; return the best plan, even above the budget. None: ``start`` exceeds a home."""
+        """Try up to ``tries`` changes; return the best plan, even above the budget. None: ``start`` exceeds a home."""
         draw, staying = random.Random(seed), start.staying
         best = self._place({d.gap: d for d in start.decisions}, staying, inf)
         if best is None:
@@ -144,7 +144,7 @@ class _Polisher:
         return decisions
 
     def _swap_gaps(self, decisions: _Decisions, decision: Decision, draw: random.Random) -> None:
-        """Make the gap of a decision resident, and offload or recompute an overlapping gap, if there is one."""
+        """Keep the gap of a decision and evict an overlapping gap; change no decision about inputs or lone gaps."""
         gap = decision.gap
         partners = [o for o in self.gaps if o not in decisions and o.start < gap.end and gap.start < o.end]
         if partners and gap.start >= 0:

@@ -103,7 +103,7 @@ class Problem:
 
     @cached_property
     def movable(self) -> tuple[int, ...]:
-        """The indices of all gaps but those before an input's first use."""
+        """The indices of all gaps, except gaps before an input's first use."""
         return tuple(g for g, info in enumerate(self.gaps) if not info.arriving)
 
     def all_resident(self) -> Ints:
@@ -134,7 +134,6 @@ class Problem:
             room[first:last] -= count
 
     def has_room(self, room: Ints, g: int) -> bool:
-        """Return whether ``room``, of shape (ops,), has space for a gap."""
         info = self.gaps[g]
         return all(bool(np.all(room[first:last] >= info.bytes)) for first, last in self.ops_inside(info))
 
@@ -167,8 +166,8 @@ class Problem:
     def fit_homes(self, choice: Ints, shares: NDArray[np.float64] | None = None) -> Ints | None:
         """Move storages to other homes until no home overflows; return the new choice. None: the homes are too small.
 
-        Storages with the largest ``shares`` (by gap and home) keep their home first, then storages with the most copies
-        per op of residence.
+        Storages with the largest mean ``shares`` (by gap and home) choose first, then storages with the most gaps per
+        op at home.
         """
         if all(home.bytes is None for home in self.homes):
             return choice
@@ -230,7 +229,7 @@ class Problem:
 
     @cached_property
     def _ranges(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """By gap: start, end, end of its range at the start of the next step (0: none), and bytes."""
+        """By gap: first op, end op, end op of its part at the start of the step (or 0), and bytes."""
         n = len(self.graph.ops)
         inside = [self.ops_inside(info) for info in self.gaps]
         ranges = np.array([ranges[0] for ranges in inside], dtype=np.int64).reshape(-1, 2)

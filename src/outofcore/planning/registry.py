@@ -62,6 +62,7 @@ def policy_of(given: PolicyLike) -> Policy:
 
 
 def _parse_policy(text: str) -> Policy:
+    """Return the policy of a text such as ``window:reach=2``; raise ``InputError`` if it is invalid."""
     name, _, arguments = text.partition(":")
     name = name.strip()
     if "(" in name:
@@ -82,7 +83,7 @@ def _unreadable_policy_error(text: str) -> InputError:
 
 
 def _parse_arguments(text: str, arguments: str) -> dict[str, Any]:
-    """Parse the text after the colon as the keyword arguments of a call, without running it."""
+    """Parse the text after the colon as keyword arguments, without running it; raise ``InputError`` if that fails."""
     try:
         call = ast.parse(f"f({arguments})", mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -52,7 +52,7 @@ class Attempts:
         self._lowest, self._stale = float("inf"), 0
 
     def place(self, plan: Plan) -> Planned | None:
-        """Place a plan; None if a home is too small, or if blocks exceed the budget, which adds to ``spared_bytes``."""
+        """Place a plan; None if a home is too small, or if the budget is exceeded, which increases ``spared_bytes``."""
         graph, costs, n = self.graph, self.costs, len(self.graph.ops)
         self.is_repeat = self._last is not None and self._last[0] == plan
         if self._last is not None and self.is_repeat:
@@ -92,7 +92,7 @@ class Attempts:
 
 
 def _find_excesses(program: Program, budget: int, op_count: int) -> _Excesses:
-    """Return (first op, end op, excess bytes, storage or -1) of each block that ends above the budget."""
+    """Return first op, end op, excess bytes and storage (-1: not mostly above) of each block above the budget."""
     op_at: list[int] = []  # for each instruction, the op that runs first at it or after it
     upcoming = op_count
     for instruction in reversed(program.instructions):

@@ -19,7 +19,7 @@ _TRIES = 6
 
 
 def undecided_gradients(graph: StepGraph, plan: Plan) -> list[int]:
-    """Return the gradients without a decision, those used last (which hold room the shortest) first."""
+    """Return the gradients without a decision, in the order of their last uses, the latest first."""
     decided = {decision.gap.storage for decision in plan.decisions}.union(plan.staying)
     return sorted(graph.gradients_left - decided, key=lambda storage: (-graph.uses[storage][-1], storage))
 

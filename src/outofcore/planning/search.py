@@ -89,7 +89,7 @@ class _CandidateSearch:
         self.home_choice = self.problem.all_resident()
 
     def search_plans(self) -> None:
-        """Collect candidates that mix offloading and recomputation, then tune and place the best."""
+        """Collect, tune and place candidates that offload and recompute; try to offload everything if that fails."""
         choices = self.resident_choices
         for turn in range(max(self.params.relaxations, 1)):
             self._solve_relaxation(choices)
@@ -114,7 +114,7 @@ class _CandidateSearch:
             self._offload_everything()
 
     def _tune_further(self, seed: int) -> list[Candidate]:
-        """Tune the best candidates of each slack further and return them; return [] if a candidate is good already."""
+        """Return the best candidates of each slack after further tuning; [] if a candidate is good already."""
         if not self.params.further or self._is_good(_GOOD):
             return []
         best = [
@@ -155,7 +155,7 @@ class _CandidateSearch:
         self.home_choice = self.problem.all_resident() if homes is None else homes
 
     def _try_shares(self) -> None:
-        """Try candidates that offload a share of the bytes above the limit and recompute the others."""
+        """Try candidates that offload a share of the bytes above the limit and recompute the rest."""
         excess = max(
             int((self.resident_choices.held + self.resident_choices.need).max(initial=0)) - self.problem.limit, 0
         )

@@ -182,6 +182,7 @@ class Tuner:
         return TunerState(self._ints(view.kind), self._ints(view.fetch), self._ints(view.home))
 
     def _decisions(self, view: _View) -> tuple[Decision, ...]:
+        """Return the decisions of the native search's state, in order of gap."""
         n, decisions = len(self._problem.graph.ops), list[Decision]()
         kind, fetch, home = (self._ints(address) for address in (view.kind, view.fetch, view.home))
         is_open, release, arrival = (self._ints(address) for address in (view.open, view.release, view.arrival))

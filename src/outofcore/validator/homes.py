@@ -13,7 +13,7 @@ _HomeCopy = tuple[int, int, CopyOut | CopyIn]  # index of the instruction, stora
 
 
 def check_homes(step: ValidatedStep, costs: Costs | None) -> dict[int, int]:
-    """Check homes, lodgings and clean storages; return ``program.lodgings`` as a map from storage to home."""
+    """Check homes and clean storages; return ``program.lodgings``: storages to their homes between steps."""
     graph, program = step.graph, step.program
     count = None if costs is None else max(len(costs.homes), 1)
 
@@ -51,7 +51,9 @@ def check_homes(step: ValidatedStep, costs: Costs | None) -> dict[int, int]:
             raise ValidationError(f"storage {storage} is marked clean, but only persistent storages may be")
         name = step.storage(storage)
         if storage not in wrapping:
-            raise ValidationError(f"{name} is marked clean, but no block holds it between two steps; one must wrap")
+            raise ValidationError(
+                f"{name} is marked clean, but no block holds it between two steps; one of its blocks must wrap"
+            )
         if storage in written:
             raise ValidationError(
                 f"{name} is marked clean, but an op writes it, which makes its copy at home out of date"
@@ -98,7 +100,7 @@ def check_capacity(step: ValidatedStep, order: ExecutionOrder, costs: Costs, lod
             if total > place.bytes:
                 raise ValidationError(
                     f"{step.instruction(index)} may start while home {home} ({place.name}) of "
-                    f"{place.bytes} bytes has to hold {total}; it must wait, or use another home"
+                    f"{place.bytes} bytes has to hold {total}; it must wait for earlier copies, or use another home"
                 )
 
 

@@ -33,7 +33,8 @@ def check_packing(placed: Iterable[Placed], capacity: int | None = None) -> int:
     for rectangle in placed:
         if rectangle.offset < 0 or rectangle.offset % rectangle.alignment:
             raise ValidationError(
-                f"{rectangle.name}: the offset must be a multiple of {rectangle.alignment} and not negative"
+                f"{rectangle.name}: the offset {rectangle.offset} must be a multiple of {rectangle.alignment} and not "
+                "negative"
             )
         if capacity is not None and rectangle.offset + rectangle.size > capacity:
             raise ValidationError(f"{rectangle.name} ends above the capacity of {capacity} bytes")

@@ -60,7 +60,6 @@ def validate(graph: StepGraph, program: Program, budget: int, costs: Costs | Non
 
 
 def _is_held(block: Block, index: int) -> bool:
-    """Return whether a block is held when an instruction runs."""
     if block.wraps:
         return block.born == block.dies == 0 or index >= block.born or index < block.dies
     return block.born <= index < block.dies
@@ -72,7 +71,7 @@ def _stay_of(block: Block, index: int) -> int:
 
 
 def _check_blocks(step: ValidatedStep) -> None:
-    """Check ids, sizes, offsets and lifetimes of blocks. Persistent storages and constants may wrap, in one block."""
+    """Check ids, sizes, offsets and lifetimes. Of a persistent storage or a constant, one block may wrap."""
     graph, end = step.graph, len(step.program.instructions)
     lasting = graph.persistent | {s.id for s in graph.storages if s.kind is StorageKind.CONSTANT}
     wrapping: dict[int | None, int] = {}
@@ -185,10 +184,12 @@ def _check_coverage(step: ValidatedStep) -> None:
             )
         elif not instruction.again:
             raise ValidationError(
-                f"{step.instruction(index)} is not the op's first run, but is not marked as a recomputation"
+                f"{step.instruction(index)} is not the op's first run, but is not marked as a recomputation (``again``)"
             )
         elif not step.graph.ops[instruction.op].rerunnable:
-            raise ValidationError(f"{step.instruction(index)} runs again, but the op is not rerunnable")
+            raise ValidationError(
+                f"{step.instruction(index)} runs again, but the op is not rerunnable: a second run may give other bytes"
+            )
     if upcoming < len(step.graph.ops):
         raise ValidationError(f"{step.op(upcoming)} never runs")
 
@@ -255,7 +256,7 @@ def _add_live_block(step: ValidatedStep, live: list[tuple[int, int, int]], block
 
 
 def _staying_blocks(step: ValidatedStep) -> dict[int, Block]:
-    """Return the block in which each gradient of ``program.staying`` ends the step; check that there is just one."""
+    """Check the gradients in ``program.staying``; return for each the one block that holds it when the step ends."""
     graph, program = step.graph, step.program
     blocks: dict[int, Block] = {}
     for storage in program.staying:
@@ -363,6 +364,7 @@ class _Replay:
         return f"{self._name(location)} holds {content}"
 
     def _run(self, run: Run) -> None:
+        """Check the versions that a run reads, and record the versions that it writes (None: garbage)."""
         op = self.graph.ops[run.op]
         locations = {s: self._block_location(b) for s, b in zip(self.step.touched[run.op], run.blocks, strict=True)}
         garbage = op.discards if run.again else ()
@@ -375,7 +377,7 @@ class _Replay:
             self._write(self._block_location(run.workspace), None)
 
     def _block_location(self, number: int) -> _Location:
-        """Return the location of a block at the current instruction; its first use takes over the block's bytes."""
+        """Return the location of a block now; on the first use, make it the holder of the block's bytes."""
         location, block = self.stays[number], self.program.blocks[number]
         later = block.wraps and _stay_of(block, self.index) == 1
         if later:

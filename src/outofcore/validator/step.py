@@ -62,7 +62,7 @@ class ExecutionOrder:
                 if not 1 <= wait.count <= len(waited_line):
                     raise ValidationError(
                         f"instruction {index} waits for {wait.count} instructions of {wait.queue.value}, of which "
-                        f"{len(waited_line)} come before it; it can wait for 1 or more of these, but for no others"
+                        f"{len(waited_line)} come before it; the count must be at least 1, and at most that number"
                     )
                 # If it is already known to have ended, its clock has been merged, too.
                 if ended[of] < wait.count:

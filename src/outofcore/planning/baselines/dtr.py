@@ -58,10 +58,12 @@ class DTR(CheckedPolicy):
     name = "dtr"
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
+        """Return one function: it simulates eviction under ever lower limits until the plan fits its room."""
         contents = StepContents.of(graph, costs)
         whole = Choices(Problem.of(graph, costs, room_for_large(graph, costs, budget)), contents)
 
         def plan(room: int) -> Plan:
+            """Plan large blocks within ``room`` bytes; raise ``BudgetError`` if no simulation gives such a plan."""
             limit = room
             for _ in range(_LOWER):
                 evicted = evict_online(whole, limit)
@@ -73,7 +75,10 @@ class DTR(CheckedPolicy):
                     decisions = (*arrival_decisions(choices), *recompute_decisions(choices))
                     return Plan(self.name, room, tuple(sorted(decisions, key=lambda decision: decision.gap)))
                 limit -= max(over, room // _LOWER)
-            raise BudgetError(f"greedy eviction finds no plan in which large blocks take {room} bytes")
+            raise BudgetError(
+                f"greedy eviction finds no plan in which large blocks take at most {room} bytes; raise the budget, or "
+                "choose another policy than dtr"
+            )
 
         return (plan,)
 
@@ -81,8 +86,8 @@ class DTR(CheckedPolicy):
 def evict_online(choices: Choices, limit: int) -> Snapshot | None:
     """Simulate greedy eviction, and return the gaps to recompute; None if an op does not fit.
 
-    A plan drops a storage right after the use before its eviction, and keeps only the last fetch before the next use.
-    So it may take more bytes and seconds than the simulation. ``choices`` must have every gap resident.
+    ``choices`` must have every gap resident. A plan drops a storage right after the use before its eviction, and keeps
+    only the last fetch before the next use, so it may take more bytes and seconds than the simulation.
     """
     # Gaps that could not be recomputed for lack of room, and similar gaps: the next simulation keeps them resident.
     pinned: frozenset[int] = frozenset()
@@ -148,7 +153,7 @@ class _GreedyEviction:
             self.dying.setdefault(op, []).append(content)
 
     def run(self) -> Snapshot | None:
-        """Simulate the step; return the recomputed gaps. None if an op does not fit: see ``unrecomputable``."""
+        """Simulate the step; return the recomputed gaps. If an op does not fit, set ``unrecomputable``; return None."""
         state, contents = self.state, self.template.contents
         self.held = state.held.copy()  # without evicted gaps
         for op, seconds in enumerate(contents.seconds):
@@ -210,7 +215,7 @@ class _GreedyEviction:
         return True
 
     def _evict_cheapest(self, op: int, allowed: NDArray[np.bool_]) -> bool:
-        """Evict the gap with the lowest score and remove it from ``allowed``; return False if there is no such gap."""
+        """Evict the allowed gap with the lowest finite score, and disallow it; return False if no gap has one."""
         min_age = _MIN_AGE * (self.clock + 1e-12)
         open_now = np.flatnonzero(allowed)
         if not len(open_now):
@@ -245,7 +250,7 @@ class _GreedyEviction:
         self.cost[g] = chain.seconds + self.dependent_seconds[content]
 
     def _evict(self, op: int, g: int) -> None:
-        """Evict gap ``g`` at an op, and add its seconds to the cost of each content that its chain needs."""
+        """Evict gap ``g`` at an op; add its maker's seconds to the costs of the contents that its chain needs."""
         state, contents = self.state, self.template.contents
         content = state.content[g]
         state.kind[g], state.fetch[g] = RECOMPUTED, state.end[g]
@@ -287,6 +292,6 @@ class _GreedyEviction:
                     self._forget_dependencies(g)
 
     def _mark_stale(self, content: int) -> None:
-        """Mark the chains out of date that depend on a content that was evicted or made."""
+        """Mark each chain that depends on a content as out of date."""
         for g in self.dependents.get(content, ()):
             self.stale[g] = True

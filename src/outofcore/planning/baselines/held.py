@@ -16,18 +16,14 @@ from outofcore.planning.problem import Ints
 
 @dataclass(frozen=True)
 class Held:
-    """Computes the bytes that a step holds at each op under given decisions.
-
-    Attributes:
-        graph: the step.
-        kept: bytes of large blocks at each op without eviction: tensors it touches, its workspace, and open gaps.
-    """
+    """Computes the bytes that a step holds at each op under given decisions."""
 
     graph: StepGraph
-    kept: Ints
+    kept: Ints  # bytes of large blocks at each op without eviction: tensors it touches, its workspace, and open gaps
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs) -> Held:
+        """Return the calculator for a step; only large storages and workspaces count."""
         n = len(graph.ops)
         change = np.zeros(n + 1, dtype=np.int64)
         for storage in graph.storages:
@@ -49,7 +45,6 @@ class Held:
         return self.kept + np.cumsum(change)[:-1]
 
     def peak(self, decisions: Iterable[Decision]) -> int:
-        """Return the most bytes that an op holds under decisions."""
         return int(self.under(decisions).max(initial=0))
 
 

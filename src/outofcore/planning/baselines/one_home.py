@@ -12,7 +12,7 @@ from outofcore.planning.policy import Asked
 
 
 def use_farthest_home(graph: StepGraph, costs: Costs, plan: Callable[[Costs, int], Plan]) -> Asked:
-    """Adapt a function that plans with one home to several: inputs and outputs use the first, others the last."""
+    """Adapt a planner for one home to several: inputs and outputs use the first home, other storages the last."""
     far_costs, last = replace(costs, homes=costs.homes[-1:]), len(costs.homes) - 1
 
     def at_home(decision: Decision) -> Decision:

@@ -64,14 +64,17 @@ class PoocH(CheckedPolicy):
 
 
 def pooch(graph: StepGraph, costs: Costs, budget: int, *, effort: int = 500_000) -> Plan:
-    """Plan a step (see ``PoocH``); raise ``BudgetError`` if it does not fit even with every feature map swapped."""
+    """Plan a step (see ``PoocH``); raise ``BudgetError`` if even swapping every feature map does not make it fit."""
     trials = StepSimulator.of(graph, costs, budget)
     in_core = trials.run([MapClass.KEEP] * len(trials.maps))
     if in_core is not None:
         return Plan("pooch", budget, in_core.decisions)
     classes = [MapClass.SWAP] * len(trials.maps)
     if not costs.homes or trials.run(classes) is None:
-        raise BudgetError(f"the step needs more than {budget} bytes even with every feature map swapped")
+        raise BudgetError(
+            f"the step needs more than {budget} bytes even with every feature map swapped; raise the budget, or "
+            "choose another policy than pooch"
+        )
     search = _Classifier(trials, effort)
     _, classes = search.keep(classes, frozenset())
     return Plan("pooch", budget, search.recompute(classes).decisions)
@@ -79,12 +82,14 @@ def pooch(graph: StepGraph, costs: Costs, budget: int, *, effort: int = 500_000)
 
 @dataclass
 class _Classifier:
+    """Chooses for each feature map by simulation whether to keep, swap or recompute it."""
+
     trials: StepSimulator
     effort: int
     visited: int = field(default=0)  # nodes of the tree search
 
     def keep(self, classes: list[MapClass], tried: frozenset[int]) -> tuple[float, list[MapClass]]:
-        """Search for more maps to keep, except ``tried``, from a node of the tree; return the best seconds, classes."""
+        """Search a tree of maps to keep, except ``tried``; return the best seconds (inf: too large) and classes."""
         self.visited += 1
         trial = self.trials.run(classes)
         if trial is None:
@@ -99,7 +104,7 @@ class _Classifier:
         return best
 
     def _keep_fitting(self, classes: list[MapClass], stalling: frozenset[int]) -> tuple[float, list[MapClass]]:
-        """Keep ``stalling`` maps up to the first that does not fit, then all that fit; return seconds and classes."""
+        """Keep the latest ``stalling`` maps until one does not fit, then all that fit; return seconds and classes."""
         filled, room = list(classes), self.trials.room_with_kept_maps(classes)
         order = sorted(range(len(filled)), key=lambda m: (-self.trials.maps[m].start, m))
         for maps, stops in (([m for m in order if m in stalling], True), (order, False)):
@@ -137,17 +142,19 @@ class _Classifier:
     def _run(self, classes: list[MapClass]) -> SimulatedStep:
         trial = self.trials.run(classes)
         if trial is None:
-            raise BudgetError("the recomputed feature maps do not fit")
+            raise BudgetError(
+                "the recomputed feature maps do not fit; raise the budget, or choose another policy than pooch"
+            )
         return trial
 
-    def _added_seconds_ratio(self, classes: list[MapClass], group: tuple[int, ...], now: SimulatedStep) -> float:
-        """Return the ratio of the seconds that recomputing a group adds to the seconds that swapping it adds."""
+    def _added_seconds_ratio(self, classes: list[MapClass], group: tuple[int, ...], step: SimulatedStep) -> float:
+        """Return seconds of recomputing a group per second of swapping it; inf if it cannot fit or swapping is free."""
 
         def with_class(new_class: MapClass) -> list[MapClass]:
             return [new_class if m in group else map_class for m, map_class in enumerate(classes)]
 
         without_copies, recomputed = self.trials.without_copies(group).run(classes), with_class(MapClass.RECOMPUTE)
-        if without_copies is None or now.seconds <= without_copies.seconds or self.trials.run(recomputed) is None:
+        if without_copies is None or step.seconds <= without_copies.seconds or self.trials.run(recomputed) is None:
             return inf
         added = self.trials.compute_seconds(recomputed) - self.trials.compute_seconds(with_class(MapClass.KEEP))
-        return added / (now.seconds - without_copies.seconds)
+        return added / (step.seconds - without_copies.seconds)

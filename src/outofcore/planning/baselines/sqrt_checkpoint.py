@@ -71,7 +71,7 @@ def sqrt_checkpoint(graph: StepGraph, budget: int, *, segments: int | None = Non
 
 
 def segment_counts(graph: StepGraph) -> tuple[int, ...]:
-    """Return the numbers of segments to try, the published one first."""
+    """Return the numbers of segments to try, the number of the paper first."""
     root = max(isqrt(len(waiting_gaps(graph))), 1)
     tries = [root, *(round(root * 2**step) for step in (-0.5, 0.5, -1, 1, -2, 2))]
     return tuple(dict.fromkeys(max(count, 1) for count in tries))
@@ -79,6 +79,8 @@ def segment_counts(graph: StepGraph) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Checkpoints:
+    """The borders that cut the forward pass into segments, and the gaps to recompute by segment."""
+
     graph: StepGraph
     history: History
     waiting: tuple[Gap, ...]  # in order of their storages
@@ -157,7 +159,7 @@ class _Checkpoints:
 
 
 def _crossing_bytes(graph: StepGraph, waiting: set[int], turn: int) -> Sequence[tuple[int, int]]:
-    """Return two counts of bytes that cross a border before each op: not waiting over the turn, and all."""
+    """Return the bytes held across the border before each op: without unchanged ``waiting`` storages, and with them."""
     writes = History.of(graph).writes
     lost = [0] * (turn + 2)
     whole = [0] * (turn + 2)

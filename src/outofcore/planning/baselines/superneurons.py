@@ -97,6 +97,7 @@ class _Segments:
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs) -> _Segments:
+        """Choose the checkpoints, and group the other waiting gaps into segments between them."""
         waiting = waiting_gaps(graph)
         history = History.of(graph)
         branching = _checkpoint_storages(graph, costs, waiting)
@@ -117,7 +118,7 @@ class _Segments:
         )
 
     def decisions(self, count: int, recompute: bool, ahead: bool) -> tuple[Decision, ...]:
-        """Offload ``count`` checkpoints and, if ``recompute``, recompute all segments. ``ahead``: fetch one ahead."""
+        """Offload ``count`` checkpoints, fetched one ahead if ``ahead``; recompute all segments if ``recompute``."""
         decisions: list[Decision] = []
         due: dict[Gap, int] = {gap: gap.end for gap in self.checkpoints[:count]}
         checkpoints_of: dict[int, list[Gap]] = {}  # by the op that makes them
@@ -147,7 +148,7 @@ class _Segments:
 
 
 def _checkpoint_storages(graph: StepGraph, costs: Costs, waiting: tuple[Gap, ...]) -> set[int]:
-    """Return the checkpoints: storages made by heavy ops or joins, and forks (see ``SuperNeurons``)."""
+    """Return the checkpoints: results of heavy ops or of ops with several large inputs, and inputs of several ops."""
     turn = min((gap.end for gap in waiting), default=0)
     random_storages = {s for op in graph.ops if op.random for s in op.mutates + op.creates}
     forward = [op for op in graph.ops[:turn] if any(_is_large_result(graph, s) for s in op.creates)]

@@ -104,7 +104,10 @@ def tflms(graph: StepGraph, costs: Costs, budget: int, options: TFLMS | None = N
         if mode < 2 and options.group is None:
             group = _largest(0, n, lambda value, t=threshold, a=ahead, mode=mode: fits(t, a, value, mode))
         return Plan("tflms", budget, rewriting.decisions(threshold, ahead, group, mode))
-    raise BudgetError(f"the step needs more than {budget} bytes even with every result swapped")
+    raise BudgetError(
+        f"the step needs more than {budget} bytes even with every result swapped; raise the budget, or choose another "
+        "policy than tflms"
+    )
 
 
 def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
@@ -124,6 +127,7 @@ class Rewriting:
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs) -> Rewriting:
+        """Collect the gaps of large storages that the step creates, each with the op that last wrote the storage."""
         writes = History.of(graph).writes
         gaps = [
             (gap, writes[storage][bisect_left(writes[storage], gap.start + 1) - 1])

@@ -77,7 +77,6 @@ class StepSimulator:
 
     @property
     def ops(self) -> int:
-        """The number of ops."""
         return len(self.graph.ops)
 
     def can_recompute(self, m: int) -> bool:
@@ -87,7 +86,6 @@ class StepSimulator:
         return self.out_seconds[m] + self.in_seconds[m]
 
     def chain_seconds(self, m: int, classes: list[MapClass]) -> float:
-        """Return the seconds of the chain that recomputes a map."""
         trial = list(classes)
         trial[m] = MapClass.RECOMPUTE
         return next((chain.seconds for chain in self._chains(trial).values() if m in chain.maps), 0.0)
@@ -161,6 +159,7 @@ class StepSimulator:
             always = history.always_available(op)
 
             def is_held(content: Content, op: int = op, always: Callable[[Content], bool] = always) -> bool:
+                """Return whether a content is surely on the device or at home right before ``op``."""
                 storage, version = content
                 if version != history.version_at(storage, op):
                     return False
@@ -190,7 +189,7 @@ class StepSimulator:
         return chains
 
     def _chain(self, op: int, maps: tuple[int, ...], runs: tuple[int, ...]) -> _Chain:
-        """Return the chain of ``runs`` before an op, with its seconds and the bytes that it needs in addition."""
+        """Return the chain of ``runs`` that makes ``maps`` before an op, with its seconds and additional bytes."""
         graph = self.graph
         returned = {self.maps[m].storage for m in maps}
         alive = {s for s in returned if s in graph.ops[op].touched}
@@ -210,7 +209,7 @@ class StepSimulator:
         return placed_bytes(count) if is_large(count) else 0
 
     def _releases(self, swapped: list[int], room: Ints, times: tuple[float, ...]) -> dict[int, int]:
-        """Return for each map the op at which its bytes are freed: after its copy out, or when they are needed."""
+        """Return for each map the op at which its bytes are freed: after its copy out, or earlier if room is short."""
         releases: dict[int, int] = {}
         link_free = 0.0
         for m in sorted(swapped, key=lambda m: self.maps[m].start):
@@ -245,7 +244,7 @@ class StepSimulator:
     def _timeline(
         self, swapped: list[int], times: tuple[float, ...], releases: dict[int, int], fetches: dict[int, int]
     ) -> tuple[float, frozenset[int], frozenset[int]]:
-        """Return the seconds of the step, the maps that it waited for to be copied out, and to be copied in."""
+        """Return the step's seconds, the maps that delayed it by copies out, and the maps that did by copies in."""
         events: list[tuple[int, int, int]] = []  # the op before which it happens, the kind, the map
         for m in swapped:
             gap = self.maps[m]

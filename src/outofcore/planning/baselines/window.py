@@ -175,7 +175,7 @@ class _WindowReplay:
         return tuple(map(self._final_decision, sorted(self.state.decided)))
 
     def _final_decision(self, gap: Gap) -> Decision:
-        """Return the decision about a gap. After a single step, its release is when the copy out was waited for."""
+        """Return the decision about a gap; in a single step, its release is corrected to the wait for the copy out."""
         decision, n = self.state.decided[gap], len(self.graph.ops)
         if gap.end < n or self.steps > 1:
             return decision
@@ -183,7 +183,7 @@ class _WindowReplay:
         return replace(decision, release_by=min(max(released, gap.start + 1), n))
 
     def _run_op(self, now: int) -> int | None:
-        """Replay one op. If its results do not fit, cancel fetches and return the op from which to replay."""
+        """Replay one op. If its results do not fit, cancel fetches, and return the op to replay from; else None."""
         state = self.state
         self._extend(now)
         op = self.graph.ops[now % len(self.graph.ops)]
@@ -200,7 +200,7 @@ class _WindowReplay:
         return None
 
     def _extend(self, now: int) -> None:
-        """Extend the window over the next uses as far as the bytes allow, and fetch their storages."""
+        """Take uses into the window while they fit, and fetch them; raise ``BudgetError`` if op ``now`` cannot fit."""
         state, uses = self.state, self.order.uses
         while state.head < len(uses):
             when, s = uses[state.head]
@@ -246,7 +246,7 @@ class _WindowReplay:
         self.state.released_at[s] = when
 
     def _cancel(self, now: int, missing: int) -> int:
-        """Keep the latest uses out of the window until after op ``now``; return the op at which the first entered."""
+        """Delay the latest fetches past op ``now`` to save ``missing`` bytes; return the op from which to replay."""
         state, counts = self.state, dict(self.state.counts)
         first, at = now, state.head
         while missing > 0:
@@ -266,7 +266,7 @@ class _WindowReplay:
         return BudgetError(f"op {op.id} ({op.name}) needs more than the {self.limit} bytes that the window may use")
 
     def _evict_unused(self, now: int) -> None:
-        """Record decisions about the gaps that end at op ``now``, and evict its storages that the window lacks."""
+        """Record decisions about gaps that end at op ``now``; evict its storages without further uses in the window."""
         state = self.state
         op = self.graph.ops[now % len(self.graph.ops)]
         for s in self.order.at[now]:
@@ -286,7 +286,7 @@ class _WindowReplay:
                 self._free(s, now + 1)
 
     def _decide(self, s: int, now: int) -> None:
-        """In the last step, record the decision about the gap of name ``s`` that ends at op ``now``."""
+        """In the last step, record an offload of ``s`` (numbered as in ``order``) if fetched since its last use."""
         n, state = len(self.graph.ops), self.state
         storage, before, taken_at = self.order.storage[s], state.last.get(s), state.allocated_at[s]
         base = (self.steps - 1) * n

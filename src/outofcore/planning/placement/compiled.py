@@ -56,8 +56,8 @@ def load_library() -> ctypes.CDLL:
 def best_fit(rectangles: Rectangles, worth: NDArray[np.float64], snug: float = 0.0) -> Ints:
     """Return offsets by best fit over the skyline (see ``packing.best_fit``), on a circle of time.
 
-    Of the rectangles that fit, the one with the most ``worth`` is placed; ``snug`` is added for each end that it shares
-    with the segment. A gap that is not at the ends of time counts as held.
+    Of the rectangles that fit, the one with the most ``worth`` is placed, counting ``snug`` more for each end of the
+    segment that it shares. A gap that is not at the ends of time counts as held.
     """
     offsets = np.zeros(len(rectangles), np.int64)
     worth = np.ascontiguousarray(worth, np.float64)

@@ -119,11 +119,14 @@ def _check(rectangles: Sequence[Rectangle]) -> None:
         ids.add(rectangle.id)
         total += rectangle.size + rectangle.alignment
     if total >= FAR:
-        raise InputError(f"the rectangles have {total} bytes with their alignments, more than there are addresses")
+        raise InputError(
+            f"the rectangles have {total} bytes with their alignments, more than there are addresses; the sum must be "
+            "below 2**60"
+        )
 
 
 def _place(layout: Rectangles, bound: int, capacity: int | None, params: PlacementParams) -> tuple[Ints, int]:
-    """Return the offsets of the lowest placement found, and a lower bound of its height."""
+    """Return the offsets of the lowest placement found, and a lower bound of the height of any placement."""
     watch = Deadline(params.seconds)
     goal = bound if capacity is None else max(bound, capacity)
     # If even the bound exceeds the capacity, the height matters little.

@@ -41,16 +41,20 @@ class Rectangle:
     def check(self) -> None:
         """Raise ``InputError`` if its lifetime, size, alignment or gap is invalid."""
         if max(abs(self.lower), abs(self.upper), self.size, self.alignment) >= FAR:
-            raise InputError(f"rectangle {self.id} has a time, size or alignment of 2**60 or more")
+            raise InputError(f"rectangle {self.id} has a time, size or alignment of 2**60 or more; use smaller values")
         if self.lower > self.upper:
-            raise InputError(f"rectangle {self.id} ends at {self.upper}, before it begins at {self.lower}")
+            raise InputError(
+                f"rectangle {self.id} ends at {self.upper}, before it begins at {self.lower}; ``upper`` must not be "
+                "less than ``lower``"
+            )
         if self.size < 0 or self.alignment < 1:
             raise InputError(
                 f"rectangle {self.id} has size {self.size} and alignment {self.alignment}; use at least 0 and 1"
             )
         if self.gap is not None and not self.lower <= self.gap[0] <= self.gap[1] <= self.upper:
             raise InputError(
-                f"the gap {self.gap} of rectangle {self.id} is outside [{self.lower}, {self.upper}), or reversed"
+                f"the gap {self.gap} of rectangle {self.id} is outside [{self.lower}, {self.upper}), or reversed; give "
+                "its begin and its end, in this order, within these bounds"
             )
 
     @property
@@ -81,7 +85,7 @@ class Rectangles:
     def of(
         rectangles: Sequence[Rectangle], base: int, segments: Sequence[tuple[tuple[int, int], ...]] | None = None
     ) -> Rectangles:
-        """Convert rectangles with bytes and a lifetime to arrays. ``segments``: each one's, if computed already."""
+        """Convert rectangles with bytes and a lifetime to arrays. ``segments``: their segments, if computed before."""
         parts = [r.segments for r in rectangles] if segments is None else segments
         bounds = np.array([(p[0], p[-1]) for p in parts], dtype=np.int64).reshape(-1, 2, 2)
         moments, places = np.unique(bounds, return_inverse=True)

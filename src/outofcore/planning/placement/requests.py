@@ -74,7 +74,7 @@ class Requests:
 def workspace_layout(
     events: Sequence[AllocatorEvent], result_pointers: Mapping[int, int], alignment: int = SMALL_ALIGNMENT
 ) -> Requests:
-    """Return the memory requests of one op, each a result, scratch or unplanned; place the scratch by ``pack``.
+    """Classify the memory requests of one op as results, scratch or unplanned; place the scratch by ``pack``.
 
     ``events`` are the allocator calls of the op's thread while the op ran. ``result_pointers`` has the key of each
     result by the address of its storage. ``alignment`` is for requests below 64 KiB; larger ones begin on pages.
@@ -88,7 +88,7 @@ def workspace_layout(
             if event.pointer in live:
                 raise GraphError(
                     f"event {time} of an allocation log hands out address {event.pointer:#x}, which is in use: "
-                    "the log is not that of one thread from start to end"
+                    "record all calls of one thread, from the start of the op to its end"
                 )
             live[event.pointer] = (len(sizes), time)
             sizes.append(event.bytes)

@@ -100,7 +100,7 @@ class CompiledChains:
     def find_chain(
         self, at: int, targets: Sequence[int], max_seconds: float, kind: array[int], fetch: array[int]
     ) -> tuple[float, int, int, ChainLists] | None:
-        """Return the seconds, most bytes, bytes left after it and lists of a chain that makes ``targets``, or None."""
+        """Find a chain that makes ``targets``; return seconds, most bytes, bytes left after it, and lists; or None."""
         target_array = (_COUNT * len(targets))(*targets)
         if not self._chain(
             self._handle,
@@ -129,7 +129,6 @@ class ChainLists:
 
     @property
     def ops(self) -> int:
-        """The number of ops."""
         return self._counts[0]
 
     def unpack(self) -> tuple[list[int], list[int], list[int], list[int]]:

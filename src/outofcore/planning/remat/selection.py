@@ -34,7 +34,7 @@ class Selection:
         return None if best is None else choices_from_pairs(self.choices, best.pairs, limit)
 
     def settle(self, gaps: Iterable[int]) -> Choices:
-        """Return choices that recompute ``gaps``, but each earlier or not at all if that saves seconds and fits."""
+        """Recompute ``gaps``, but earlier or not at all where that saves seconds and fits; return the choices."""
         limit = self.choices.problem.limit
         pairs = array("q")
         for g in gaps:
@@ -54,5 +54,8 @@ def choices_from_pairs(base: Choices, pairs: array[int], limit: int) -> Choices:
     choices = Choices(base.problem, base.contents, limit, like=base)
     snapshot = tuple((g, RECOMPUTED, fetch) for g, fetch in zip(pairs[::2], pairs[1::2], strict=True))
     if not choices.apply_snapshot(snapshot):
-        raise GraphError(f"a search recomputed gaps that cannot be recomputed (a bug in outofcore): {snapshot}")
+        raise GraphError(
+            f"a search recomputed gaps that cannot be recomputed: {snapshot}; this is a bug in outofcore: please "
+            "report it"
+        )
     return choices
