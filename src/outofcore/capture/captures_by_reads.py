@@ -27,7 +27,7 @@ class CapturesByReads:
         self._count = 0
 
     def find(self, signature: Signature) -> tuple[Signature, str]:
-        """Return the signature of a capture that fits, or a new signature and the change that requires it."""
+        """Return (signature, "") of a fitting or first capture, or a new signature and the change that requires it."""
         snapshots = self._snapshots.get(signature)
         if not snapshots:
             return signature, ""
