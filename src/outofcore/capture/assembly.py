@@ -85,7 +85,7 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
 
 
 def drop_unused(captured: Captured, replacements: Mapping[int, int] | None = None) -> Captured:
-    """Remove unused storages and values, and renumber the rest. Replace each storage in ``replacements`` by its value."""
+    """Remove unused storages and values, and renumber the rest. Storages of ``replacements`` become their values."""
     graph, replacements = captured.graph, replacements or {}  # replacements of dropped storages
     named = {binding.value for binding in (*captured.inputs, *captured.states, *captured.gradients_left)}
     named |= {leaf.index for leaf in captured.outputs if leaf.kind is LeafKind.VALUE}
@@ -227,7 +227,7 @@ def _check_requires_grad(mirror: Mirror) -> None:
 
 
 def _restore_storages(mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) -> None:
-    """Record ops that copy replaced parameters and buffers to their old storages; raise ``CaptureError`` if they differ."""
+    """Record ops that copy replaced parameters and buffers to their old storages. Refuse other shapes and dtypes."""
     moved: list[tuple[MirroredState, torch.Tensor]] = []
     for path, old, bound in guard.rebound_buffers():
         state, new = mirror.by_real.get(id(old)), mirror.fakes.get(id(bound), bound)
@@ -258,7 +258,7 @@ def _restore_storages(mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) 
 
 
 def _read_gradients(ending: StepEnding, mirror: Mirror, tables: Tables, run: RunOp) -> None:
-    """Add new gradients and parameters without one to ``ending``. Copy gradients that do not fill a new storage alone."""
+    """Add new gradients and parameters without one to ``ending``. Copy a gradient that does not fill a new storage."""
     claimed: set[int] = set()
     for index, state in enumerate(mirror.states):
         if state.kind is not StorageKind.PARAMETER or not state.fake.is_leaf:

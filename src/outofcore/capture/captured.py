@@ -154,7 +154,7 @@ class Captured:
     effects: tuple[Effect, ...] = ()  # changes of Python objects, to repeat after each run
 
     def can_share_plan(self, other: Captured) -> bool:
-        """Return whether one plan can run both captures: equal ops, storages and bindings, whatever the ops' constants."""
+        """Return whether one plan can run both captures: equal ops, storages and bindings; constants may differ."""
 
         def facts(captured: Captured) -> tuple[object, ...]:
             ops = [replace(op, source="", family="") for op in captured.graph.ops]
