@@ -37,7 +37,7 @@ def step_functions(step: Any) -> Iterator[FunctionType]:
 
 
 def check_modules(models: Sequence[nn.Module], *, is_captured: bool = True) -> None:
-    """Refuse uninitialised modules; if ``is_captured``, also lazy modules, TorchScript and modules of unusual storage."""
+    """Refuse uninitialised modules. If ``is_captured``, also refuse lazy, TorchScript and otherwise unusual modules."""
     for index, model in enumerate(models):
         for path, module in _modules_of(model, prefix(index, len(models)), set()):
             if all(isinstance(vars(module).get(name), dict) for name in _MODULE_TABLES):

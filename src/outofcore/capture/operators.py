@@ -155,7 +155,7 @@ Repair = Callable[[Arguments, list[Any]], list[Any]]
 
 
 def _repair_result(func: OpOverload, arguments: Arguments, result: Any) -> Any:
-    """Correct fake results that have other metadata than the kernel's; set results outside of the output mask to None."""
+    """Correct fake results that have other metadata than the kernel's; set those outside of the output mask to None."""
     tensors = [item for item in arguments.values() if isinstance(item, torch.Tensor)]
     if not tensors:
         return result
@@ -250,7 +250,7 @@ def _grouped_mm_result(arguments: Arguments) -> torch.Tensor:
 
 
 def wrap_exact(func: OpOverload, autocast: tuple[str, torch.dtype] | None) -> Callable[..., Any]:
-    """Return an operator, or a wrapper if a plain call would differ. ``autocast`` is an active device type and dtype."""
+    """Return an operator, or a wrapper if a plain call would differ. ``autocast``: the device type and dtype, if on."""
     # Some kernels check whether gradients are enabled, others call operators that autocast changes. No tensor of a
     # replay requires a gradient, so enabling them creates no autograd graph.
     if func._schema.name == "aten::mkldnn_rnn_layer" and torch.is_grad_enabled():

@@ -331,7 +331,7 @@ class StepRecorder:
         return state.real.numel() * state.real.element_size() if traced is None else traced.shard.chunk_bytes
 
     def _gradient(self, state: MirroredState) -> int | None:
-        """Return the value index of a parameter's gradient, and name its storage; None without one. Refuse sparse ones."""
+        """Return the value index of a parameter's gradient, or None without one. Refuse a sparse gradient."""
         with DisableTorchFunction():
             grad = state.fake.grad
         if grad is None:
@@ -481,7 +481,7 @@ def family_of_update(name: str, update: OptimizerUpdate, args: UpdateArguments, 
 
 
 def _settings_text(update: OptimizerUpdate) -> str:
-    """Format the group settings that kernels depend on. Numbers appear only as zero or nonzero."""
+    """Format the group settings that kernels depend on, except rates. Numbers appear only as zero or nonzero."""
     groups = dict.fromkeys(member.group for member in update.members)
     parts: list[str] = []
     for index in groups:
@@ -492,7 +492,7 @@ def _settings_text(update: OptimizerUpdate) -> str:
 
 
 def _setting_text(value: object) -> str | None:
-    """Format one setting, with a number as zero or nonzero; None for types that affect no kernel."""
+    """Format one setting, a number only as zero or nonzero; return None for types that no kernel depends on."""
     match value:
         case None | bool() | str():
             return str(value)

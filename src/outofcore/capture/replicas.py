@@ -167,7 +167,7 @@ class _Replica:
         return ReplicaEnd(self._model, self._sync_forward, self._is_reduced, order)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Broadcast buffers, run the wrapped module, and prepare buckets for its gradients."""
+        """Broadcast buffers if needed, run the wrapped module, and prepare buckets if its gradients will be reduced."""
         model = self._model
         if self._sync_forward and model.broadcast_buffers:
             self._broadcast_buffers()
@@ -190,7 +190,7 @@ class _Replica:
                     tensor.copy_(part.view(tensor.shape))
 
     def _prepare_buckets(self) -> None:
-        """Assign the parameters to buckets for the next backward pass, by the known order of gradients."""
+        """Assign the parameters to buckets for the next backward pass, in the gradients' recorded order if known."""
         first, later = bucket_limits(self._model)
         parameters = self._parameters
         if phase(self._model)[2]:
@@ -205,7 +205,7 @@ class _Replica:
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.missing}
 
     def _add_gradient(self, index: int, fake: torch.Tensor) -> None:
-        """Copy the final gradient of parameter ``index`` into its bucket, and reduce full buckets in order."""
+        """If armed, copy the gradient of parameter ``index`` into its bucket, and reduce full buckets in order."""
         if not self._is_armed:
             return
         if not self._arrived:
