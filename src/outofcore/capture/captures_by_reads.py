@@ -1,7 +1,6 @@
 """Find the capture of a step that fits the current Python values.
 
-A capture is valid while the Python values that it has read are unchanged (``capture.snapshot``). Otherwise the step is
-captured again, so one input signature may have several captures.
+A capture is valid while the Python values that it has read are unchanged (``capture.snapshot``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Changes that a step makes to Python objects, recorded at capture and repeated after each run.
 
-A captured step runs no Python. Repeating its changes is right while the code reads the same values
-(``capture.snapshot``).
+A captured step runs no Python, so this is right only while the code reads the same values (``capture.snapshot``).
 """
 
 from __future__ import annotations
@@ -303,7 +302,6 @@ class ReachableState:
 
 
 def slots_of(kind: type) -> Iterator[str]:
-    """Yield the names in ``__slots__`` of a class and its bases."""
     for base in kind.__mro__:
         slots = vars(base).get("__slots__", ())
         yield from (slots,) if isinstance(slots, str) else slots

@@ -1,7 +1,4 @@
-"""Record each ``optimizer.step()`` of the step as update ops on the optimizer's state.
-
-The optimizer steps on fakes to find the state tensors that it creates, without memory.
-"""
+"""Record each ``optimizer.step()`` as update ops, and find the state that it creates by steps on fakes."""
 
 from __future__ import annotations
 

@@ -342,7 +342,7 @@ class OptimizerUpdate:
         return entries
 
     def _require_recapture(self, member: Member, name: str) -> None:
-        """Set ``needs_recapture``, as state ``name`` differs from the plan; raise ``StateError`` in a range's update."""
+        """Set ``needs_recapture``, as state ``name`` has changed; raise ``StateError`` if this updates a range."""
         if member.start or not member.is_last:
             raise StateError(
                 f"{type(self.optimizer).__name__} has created state {name!r}, or changed its shape or dtype, since the "

@@ -293,7 +293,7 @@ class OpRecorder(TorchDispatchMode):
                 )
 
     def _record_foreach(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a ``_foreach_`` operator as one op per tensor, so that not all must be resident; return the results."""
+        """Record a ``_foreach_`` operator as one op per tensor, so that fewer must be resident; return the results."""
         split = operators.split_arguments(func, operators.arguments_by_name(func, args, kwargs))
         if func._schema.name.endswith("_") and "Tensor scalars" in str(func._schema):
             raise refusal(f"the step calls {func}", "its scalars are a tensor", "pass the scalars as a list of numbers")

@@ -45,7 +45,6 @@ _NO_ORDER: tuple[int, ...] = ()
 
 
 def parallel_models(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
-    """Return the ``DistributedDataParallel`` wrappers among models and their submodules."""
     if not torch.distributed.is_available():
         return []
     kind = torch.nn.parallel.DistributedDataParallel
@@ -268,7 +267,7 @@ class _Bucket:
         return ((index, self._slice(index)) for index in self._members)
 
     def _slice(self, index: int) -> torch.Tensor:
-        """Return the part of the bucket for a gradient, with the parameter's strides if these are dense."""
+        """Return the bucket's view for the gradient of parameter ``index``, with the parameter's strides if dense."""
         if self._flat is None:
             raise RuntimeError("a bucket was read before a gradient arrived; please report it")
         before = 0

@@ -70,18 +70,16 @@ class TracedShard:
         self.synced_at = len(tables.ops)
 
     def own_gradient_value(self, gradient: torch.Tensor) -> int:
-        """Return the value index of this process's range of a gradient."""
         shard = self.shard
         if self.gradient is not None and self._is_reduced(gradient):
             return self._gradient_value(self.gradient)
         return self._gradient_value(self._as_row(gradient), shard.start)
 
     def end_gradient(self, gradient: torch.Tensor, run: RunOp) -> int | None:
-        """Return the value index of a new gradient's range; None if it was copied into an existing gradient."""
         return run(self._end_gradient, gradient)  # type: ignore[return-value]
 
     def _end_gradient(self, gradient: torch.Tensor) -> int | None:
-        """Copy a gradient's range into the gradient from before the step. Without one, return its value index."""
+        """Return the value index of a gradient's range; None if it was copied into a gradient from before the step."""
         if self.gradient is not None and self._is_reduced(gradient):
             chunk = self.gradient
         else:
