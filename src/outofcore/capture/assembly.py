@@ -53,8 +53,9 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
         # The old and the new gradient would have the same name.
         if f"{key}.grad" in keys:
             raise CaptureError(
-                f"the step uses the gradient that {key} had before it, and leaves another one in its place: clear "
-                "gradients at the end of the step (optimizer.zero_grad()), or pass the old ones as an argument"
+                f"the step uses the gradient that {key} had before the step, and leaves another one: a captured step "
+                "has one gradient per parameter; clear gradients at the end of the step (optimizer.zero_grad()), or "
+                "pass the old ones as an argument"
             )
     watched = PERSISTENT_KINDS if traits_of(tables.device).watches_state else frozenset()
     storages = tuple(
@@ -211,8 +212,8 @@ def check_inputs(mirror: Mirror, tables: Tables) -> None:
     for entry in mirror.inputs:
         if entry.fake.grad is not None:
             raise CaptureError(
-                f"the step leaves a gradient in argument {entry.name}: later steps could not put one there; use "
-                "torch.autograd.grad and return the gradient"
+                f"the step leaves a gradient in argument {entry.name}: a captured step cannot set .grad of its "
+                "arguments; use torch.autograd.grad and return the gradient"
             )
 
 

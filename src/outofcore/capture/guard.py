@@ -225,13 +225,14 @@ class Guard:
             name = next((name for live, before, name in both if live.get(name) is not before.get(name)), "")
             raise self._refusal(
                 f"the step replaces a parameter or a submodule of {container.label}: the graph would go on using the "
-                "old one; change the parameter in place, under torch.no_grad()",
+                "old one; replace it before the step, or change a parameter in place, under torch.no_grad()",
                 name,
                 module,
             )
         if buffers.live.keys() != buffers.before.keys():
             raise self._refusal(
-                f"the step adds or removes a buffer of {container.label}: register it before the step",
+                f"the step adds or removes a buffer of {container.label}: the next call would start with other ones; "
+                "register or delete it before the step",
                 "register_buffer",
                 module,
             )

@@ -122,8 +122,8 @@ class Mirror:
             return fake
         if real.untyped_storage().nbytes() > real.numel() * real.element_size():
             raise CaptureError(
-                f"{name} is a view of a larger tensor on {real.device}, and the step runs on {device}: after the "
-                f"copy it would share no memory; move the model first: model.to({str(device)!r})"
+                f"{name} is a view of a larger tensor on {real.device}, and the step runs on {device}: its "
+                f"copy there would not share that tensor's memory; move the model first: model.to({str(device)!r})"
             )
         moved = self._empty_like(real)
         if isinstance(real, nn.Parameter):
@@ -313,7 +313,7 @@ def _check_kind(name: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor subclass, and a sparse, quantised, conjugate or negated tensor."""
     if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
         raise CaptureError(
-            f"{name} is a {type(tensor).__name__}: tensor subclasses may hold more than bytes of one storage; "
+            f"{name} is a {type(tensor).__name__}: tensor subclasses may hold more than the bytes of one storage; "
             "use plain tensors and parameters"
         )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():

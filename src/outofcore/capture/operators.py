@@ -229,14 +229,14 @@ def _grouped_mm_result(arguments: Arguments) -> torch.Tensor:
     if left.dtype != right.dtype or left.shape[-1] != right.shape[-2]:
         raise RuntimeError(
             f"_grouped_mm cannot multiply {left.dtype} of shape {tuple(left.shape)} with {right.dtype} of shape "
-            f"{tuple(right.shape)}"
+            f"{tuple(right.shape)}; pass factors of one dtype, with equal inner dimensions"
         )
     if (offsets is None) != (left.ndim == right.ndim == 3):
-        raise RuntimeError("_grouped_mm takes offsets, unless both factors have three dimensions")
+        raise RuntimeError("_grouped_mm takes offsets, unless both factors have three dimensions; pass or omit offs")
     groups = [*([] if offsets is None else offsets.shape), *left.shape[:-2], *right.shape[:-2]]
     if len(set(groups)) > 1:
         raise RuntimeError(
-            f"_grouped_mm was given {' and '.join(map(str, groups))} groups; offsets and factors must have equally many"
+            f"_grouped_mm was given {' and '.join(map(str, groups))} groups; pass offsets and factors for equally many"
         )
     shape = [left.shape[-2], right.shape[-1]]
     if left.ndim == right.ndim:

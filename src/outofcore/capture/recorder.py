@@ -296,7 +296,11 @@ class OpRecorder(TorchDispatchMode):
         """Record a ``_foreach_`` operator as one op per tensor, so that fewer must be resident; return the results."""
         split = operators.split_arguments(func, operators.arguments_by_name(func, args, kwargs))
         if func._schema.name.endswith("_") and "Tensor scalars" in str(func._schema):
-            raise refusal(f"the step calls {func}", "its scalars are a tensor", "pass the scalars as a list of numbers")
+            raise refusal(
+                f"the step calls {func}",
+                "its scalars are a tensor, which cannot be divided into one op per tensor",
+                "pass the scalars as a list of numbers",
+            )
         names = operators.traits(func).names
         gathered: list[Any] = []
         for index in range(len(args[0])):
@@ -372,7 +376,7 @@ class OpRecorder(TorchDispatchMode):
         if real.numel() > MAX_BAKED_ELEMENTS:
             raise refusal(
                 f"the step makes a tensor of {real.numel()} elements from Python data",
-                f"the data would be frozen into the step; only {MAX_BAKED_ELEMENTS} elements are taken as a constant",
+                f"the data would be frozen into the step; at most {MAX_BAKED_ELEMENTS} elements may be constant",
                 "create it before the step and pass it as an argument, or register it as a buffer",
             )
         tables = self._tables
@@ -500,7 +504,9 @@ def record_generators(recorder: OpRecorder) -> Iterator[None]:
         return record_seed
 
     def fresh_seed() -> int:
-        raise refusal("the step calls torch.seed()", "the seed is unknown during the capture", "seed before it")
+        raise refusal(
+            "the step calls torch.seed()", "the seed is unknown during the capture", "call torch.seed() before the step"
+        )
 
     seed_all, seed_cuda, seed_all_cuda = map(
         recording_seeder, (torch.manual_seed, torch.cuda.manual_seed, torch.cuda.manual_seed_all)

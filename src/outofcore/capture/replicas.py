@@ -269,7 +269,9 @@ class _Bucket:
     def _slice(self, index: int) -> torch.Tensor:
         """Return the bucket's view for the gradient of parameter ``index``, with the parameter's strides if dense."""
         if self._flat is None:
-            raise RuntimeError("a bucket was read before a gradient arrived; please report it")
+            raise RuntimeError(
+                "a bucket was read before a gradient arrived: this is a bug in outofcore; please report it"
+            )
         before = 0
         for member, parameter in self._members.items():
             if member == index:

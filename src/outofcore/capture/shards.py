@@ -315,7 +315,10 @@ class Shards:
         """Broadcast a parameter and its state from process 0; keep this process's ranges, and that of its gradient."""
         original = shard.original
         if original is None:
-            raise StateError(f"{shard.name} was spread before its contents were detached: please report it")
+            raise StateError(
+                f"{shard.name} was spread over the processes before its contents were detached: this is a bug in "
+                "outofcore; please report it"
+            )
         whole = original.detach()
         row = whole.as_strided((whole.numel(),), (1,), whole.storage_offset())
         self._broadcast(row)
