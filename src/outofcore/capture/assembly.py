@@ -86,7 +86,7 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
 
 
 def drop_unused(captured: Captured, replacements: Mapping[int, int] | None = None) -> Captured:
-    """Remove unused storages and values, and renumber the rest. Storages of ``replacements`` become their values."""
+    """Remove unused storages and values, and renumber the rest. ``replacements`` maps storages to substitutes."""
     graph, replacements = captured.graph, replacements or {}  # replacements of dropped storages
     named = {binding.value for binding in (*captured.inputs, *captured.states, *captured.gradients_left)}
     named |= {leaf.index for leaf in captured.outputs if leaf.kind is LeafKind.VALUE}
@@ -259,7 +259,7 @@ def _restore_storages(mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) 
 
 
 def _read_gradients(ending: StepEnding, mirror: Mirror, tables: Tables, run: RunOp) -> None:
-    """Add new gradients and parameters without one to ``ending``. Copy a gradient that does not fill a new storage."""
+    """Add new gradients and gradientless parameters to ``ending``. Copy gradients without own new storages."""
     claimed: set[int] = set()
     for index, state in enumerate(mirror.states):
         if state.kind is not StorageKind.PARAMETER or not state.fake.is_leaf:
@@ -289,7 +289,7 @@ def _read_gradients(ending: StepEnding, mirror: Mirror, tables: Tables, run: Run
 
 
 def _output_leaf(leaf: Any, mirror: Mirror, tables: Tables, run: RunOp) -> OutputLeaf:
-    """Describe one result of the step; record a copy of a view of an older storage. Refuse unsupported results."""
+    """Describe one result of the step; copy it if it is a new view of an older storage. Refuse unsupported results."""
     if not isinstance(leaf, torch.Tensor):
         if any(isinstance(item, FakeTensor) for item in getattr(leaf, "__dict__", {}).values()):
             raise CaptureError(

@@ -152,7 +152,7 @@ def _assign_items(live: Any, items: Any) -> None:
 
 
 def contains_fake(value: Any, depth: int = 4) -> bool:
-    """Search ``depth`` levels of a value for fake tensors, but no modules and no container of over 4096 items."""
+    """Return whether a value holds a fake tensor, ``depth`` levels deep, outside of modules and large containers."""
     if isinstance(value, FakeTensor):
         return True
     if depth == 0 or isinstance(value, (*_LEAVES, nn.Module, type, types.ModuleType)):

@@ -218,7 +218,7 @@ class Guard:
     def _check_module(
         self, module: nn.Module, container: SavedContainer, tables: list[SavedContainer]
     ) -> tuple[Effect, ...]:
-        """Return attribute changes as functions; refuse changed parameters or submodules, and new or lost buffers."""
+        """Return functions that repeat attribute changes. Refuse changes of parameters, submodules or buffer names."""
         parameters, buffers, children = tables
         if parameters.has_changed() or children.has_changed():
             both = [(t.live, t.before, name) for t in (parameters, children) for name in (*t.before, *t.live)]

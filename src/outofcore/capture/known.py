@@ -193,7 +193,7 @@ class KnownValues:
         return entry if (storage_key(tensor), _layout(tensor)) == (entry.key, entry.layout) else None
 
     def _add(self, tensor: torch.Tensor) -> int:
-        """Return the key of a tensor's value; register the tensor first if it has none."""
+        """Return the key of a tensor's value; register a new tensor first."""
         entry = self._find(tensor)
         if entry is None:
             entry = _KnownTensor(tensor, storage_key(tensor), _layout(tensor), self._places)

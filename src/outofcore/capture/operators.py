@@ -250,7 +250,7 @@ def _grouped_mm_result(arguments: Arguments) -> torch.Tensor:
 
 
 def wrap_exact(func: OpOverload, autocast: tuple[str, torch.dtype] | None) -> Callable[..., Any]:
-    """Return an operator, or a wrapper if a plain call would differ. ``autocast``: the device type and dtype, if on."""
+    """Return an operator, or a wrapper where a replay would differ, for example without the capture's ``autocast``."""
     # Some kernels check whether gradients are enabled, others call operators that autocast changes. No tensor of a
     # replay requires a gradient, so enabling them creates no autograd graph.
     if func._schema.name == "aten::mkldnn_rnn_layer" and torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""Record each ``optimizer.step()`` as update ops, and find the state that it creates by steps on fakes."""
+"""Record each ``optimizer.step()`` as update ops, and run it on fakes to find the state tensors that it creates."""
 
 from __future__ import annotations
 
@@ -348,7 +348,7 @@ class StepRecorder:
         return self._tables.value_of(grad)
 
     def _append_update(self, index: int, members: Sequence[_PendingMember]) -> None:
-        """Record an update op of optimizer ``index`` for ``chunk``; ``finish`` adds its state and arguments later."""
+        """Record an update op of optimizer ``index`` for ``members``; ``finish`` adds its state and arguments later."""
         _, source = self._provenance.locate_op()
         place = self._tables.append(
             f"optimizer.{type(self._optimizers[index]).__name__}",
@@ -376,7 +376,7 @@ class StepRecorder:
     def _bind_states(
         self, pending: _PendingUpdate, layouts: StateLayouts, values_by_state: dict[tuple[int, int, str], int]
     ) -> tuple[list[Member], list[list[int]]]:
-        """Register the state tensors of an update. Return its members, and the value indices of each one's state."""
+        """Register the state tensors of an update. Return its members, and per member its state's value indices."""
         optimizer = self._optimizers[pending.optimizer]
         reals = [(group, state.real) for group, state, _ in pending.members]
         grads = [None if g is None else shape_of(self._tables.values[g]) for _, _, g in pending.members]

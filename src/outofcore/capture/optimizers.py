@@ -494,7 +494,7 @@ class BoundUpdate:
             self._make_shadow()
 
     def _can_reuse_shadow(self) -> bool:
-        """Return whether calls can share a shadow: not with custom classes, cut parameters, or a range but the last."""
+        """Return whether calls can share a shadow: not with custom classes, cut parameters, or ranges but the last."""
         update, groups = self._update, self._update.optimizer.param_groups
         rows = zip(update.members, self._params, self._grads, self._states, strict=True)
         if not all(member.is_last for member in update.members):

@@ -272,7 +272,7 @@ class Provenance:
         return self._origin.get(node_sequence_number(node)) or ("", caller_line())
 
     def add_location(self, error: CaptureError) -> CaptureError:
-        """Add the module and line of the forward op to an error if it was raised in the backward pass; return it."""
+        """Return an error, with module and line of the forward op added if it was raised in the backward pass."""
         node = current_autograd_node()
         if node is None or len(self._running) != self._outside_backward[-1]:
             return error

@@ -204,7 +204,7 @@ class _Replica:
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.missing}
 
     def _add_gradient(self, index: int, fake: torch.Tensor) -> None:
-        """If armed, copy the gradient of parameter ``index`` into its bucket, and reduce full buckets in order."""
+        """If this pass reduces, copy parameter ``index``'s gradient into its bucket; reduce full buckets in order."""
         if not self._is_armed:
             return
         if not self._arrived:

@@ -383,14 +383,14 @@ def _can_shard(tensor: torch.Tensor) -> bool:
     )
 
 
-def _difference(other: list[tuple[str, str]], reference: list[tuple[str, str]]) -> str:
+def _difference(described: list[tuple[str, str]], reference: list[tuple[str, str]]) -> str:
     """Describe the first difference between the tensors of another process and the tensors of rank 0."""
-    for (key, value), (name, expected) in zip(other, reference, strict=False):
+    for (key, value), (name, expected) in zip(described, reference, strict=False):
         if key != name:
             return f"{key} there is {name} on rank 0"
         if value != expected:
             return f"{key} is {value} there, and {expected} on rank 0"
-    return f"{len(other)} parameters and buffers there, and {len(reference)} on rank 0"
+    return f"{len(described)} parameters and buffers there, and {len(reference)} on rank 0"
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ class Signature(NamedTuple):
 
 
 def differs_only_in_sizes(new: Signature, known: Iterable[Signature]) -> bool:
-    """Return whether tensor arguments have new sizes, and otherwise match a known signature, whatever the constants."""
+    """Return whether tensor arguments have new sizes, and all but constants otherwise match a known signature."""
 
     def parts(signature: Signature) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         tensors = [leaf for leaf in signature.leaves if isinstance(leaf, tuple) and isinstance(leaf[0], torch.Size)]

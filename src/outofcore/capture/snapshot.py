@@ -112,7 +112,7 @@ class Snapshot:
         return len(self._entries)
 
     def change(self) -> str | None:
-        """Describe the first value that has changed, or that there are too many to compare; None if none changed."""
+        """Describe the first value that has changed, or that there are too many to compare; None if all are equal."""
         if not self._is_whole:
             return f"the step can read more than {_MOST.entries} values, so that not all of them are compared"
         library, start, count = load_compare_library(), self._first_without_word, len(self._entries)
@@ -160,7 +160,7 @@ _Entry = tuple[EntryKind, Any, Any, Any, int, str]
 
 
 def _current_value(kind: EntryKind, owner: Any, key: Any) -> Any:
-    """Read the current value of an entry; return ``_ABSENT`` if there is none."""
+    """Read the current value of an entry; return ``_ABSENT`` without one."""
     if kind is EntryKind.ITEM:
         return dict.get(owner, key, _ABSENT)
     if kind is EntryKind.CELL:

@@ -98,7 +98,7 @@ def capture_step(
 
 
 def steady_state_gradients(captured: Captured) -> dict[int, Value | None]:
-    """Return gradients, by parameter id, that differ before the steady-state step; ``capture_step`` takes them."""
+    """Return the changed gradients, by parameter id, with which ``capture_step`` captures the steady-state step."""
     states = captured.states
     leftover = {
         states[leftover.parameter].tensor: captured.values[leftover.value] for leftover in captured.gradients_left
