@@ -259,7 +259,7 @@ def _restore_storages(mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) 
 
 
 def _read_gradients(ending: StepEnding, mirror: Mirror, tables: Tables, run: RunOp) -> None:
-    """Add new gradients and gradientless parameters to ``ending``. Copy gradients without own new storages."""
+    """Add new gradients and gradientless parameters to ``ending``. Copy gradients in shared or older storages."""
     claimed: set[int] = set()
     for index, state in enumerate(mirror.states):
         if state.kind is not StorageKind.PARAMETER or not state.fake.is_leaf:
