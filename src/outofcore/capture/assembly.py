@@ -42,7 +42,7 @@ class StepEnding:
 
 
 def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBinding], ending: StepEnding) -> Captured:
-    """Build a ``Captured`` from a trace, without unused ops and values. Raise ``CaptureError`` on name clashes."""
+    """Build a ``Captured`` from a trace, without unused ops. Raise ``CaptureError`` if two gradients get one name."""
     outputs = [tables.values[leaf.index].storage for leaf in ending.leaves if leaf.kind is LeafKind.VALUE]
     outputs += [tables.values[value].storage for value in ending.gradients.values()]
     traced = _drop_idle_ops(tables.ops, outputs, tables.optional_ops)
@@ -53,8 +53,9 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
         # The old and the new gradient would have the same name.
         if f"{key}.grad" in keys:
             raise CaptureError(
-                f"the step uses the gradient that {key} had before it, and leaves another one in its place: clear "
-                "gradients at the end of the step (optimizer.zero_grad()), or pass the old ones as an argument"
+                f"the step uses the gradient that {key} had before the step, and leaves another one: a captured step "
+                "has one gradient per parameter; clear gradients at the end of the step (optimizer.zero_grad()), or "
+                "pass the old ones as an argument"
             )
     watched = PERSISTENT_KINDS if traits_of(tables.device).watches_state else frozenset()
     storages = tuple(
@@ -85,7 +86,7 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
 
 
 def drop_unused(captured: Captured, replacements: Mapping[int, int] | None = None) -> Captured:
-    """Drop unused storages and values, and renumber the rest. ``replacements`` maps dropped storages to others."""
+    """Remove unused storages and values, and renumber the rest. ``replacements`` maps storages to substitutes."""
     graph, replacements = captured.graph, replacements or {}  # replacements of dropped storages
     named = {binding.value for binding in (*captured.inputs, *captured.states, *captured.gradients_left)}
     named |= {leaf.index for leaf in captured.outputs if leaf.kind is LeafKind.VALUE}
@@ -164,9 +165,9 @@ def _bind_states(
     ending: StepEnding,
     touched: set[int],
 ) -> tuple[list[StateBinding], dict[int, int]]:
-    """Return bindings of the states and gradients that the step uses, followed by ``optimizer_states``.
+    """Return bindings of the mirror's states and gradients that the step uses, then all ``optimizer_states``.
 
-    Also return a dict from an entry's number in the mirror (states, then gradients) to its index in that list.
+    Also return a dict from a mirror entry's number (states first, then gradients) to its index in that list.
     """
     returned = {leaf.index for leaf in ending.leaves if leaf.kind is LeafKind.STATE}
     # A parameter that no op touches is needed if the step sets or clears its gradient.
@@ -187,7 +188,7 @@ RunOp = Callable[..., torch.Tensor]
 
 
 def read_ending(result: Any, mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) -> StepEnding:
-    """Return a step's results and gradients, and record copies where needed. May raise ``CaptureError``."""
+    """Return a step's results and gradients, and record the copies needed at its end; may raise ``CaptureError``."""
     _check_requires_grad(mirror)
     _restore_storages(mirror, tables, guard, run)
     if mirror.sharding is not None:
@@ -211,8 +212,8 @@ def check_inputs(mirror: Mirror, tables: Tables) -> None:
     for entry in mirror.inputs:
         if entry.fake.grad is not None:
             raise CaptureError(
-                f"the step leaves a gradient in argument {entry.name}: later steps could not put one there; use "
-                "torch.autograd.grad and return the gradient"
+                f"the step leaves a gradient in argument {entry.name}: a captured step cannot set .grad of its "
+                "arguments; use torch.autograd.grad and return the gradient"
             )
 
 
@@ -227,7 +228,7 @@ def _check_requires_grad(mirror: Mirror) -> None:
 
 
 def _restore_storages(mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) -> None:
-    """Record ops that copy parameters and buffers back to their original storages if the step has moved them."""
+    """Record ops that copy replaced parameters and buffers to their old storages. Refuse other shapes and dtypes."""
     moved: list[tuple[MirroredState, torch.Tensor]] = []
     for path, old, bound in guard.rebound_buffers():
         state, new = mirror.by_real.get(id(old)), mirror.fakes.get(id(bound), bound)
@@ -258,7 +259,7 @@ def _restore_storages(mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) 
 
 
 def _read_gradients(ending: StepEnding, mirror: Mirror, tables: Tables, run: RunOp) -> None:
-    """Add final gradients to ``ending``. Record a copy of each gradient that has no new storage of its own."""
+    """Add new gradients and gradientless parameters to ``ending``. Copy gradients in shared or older storages."""
     claimed: set[int] = set()
     for index, state in enumerate(mirror.states):
         if state.kind is not StorageKind.PARAMETER or not state.fake.is_leaf:
@@ -288,7 +289,7 @@ def _read_gradients(ending: StepEnding, mirror: Mirror, tables: Tables, run: Run
 
 
 def _output_leaf(leaf: Any, mirror: Mirror, tables: Tables, run: RunOp) -> OutputLeaf:
-    """Describe one result of the step. Record a copy if its storage is from before the step."""
+    """Describe one result of the step; copy it if it is a new view of an older storage. Refuse unsupported results."""
     if not isinstance(leaf, torch.Tensor):
         if any(isinstance(item, FakeTensor) for item in getattr(leaf, "__dict__", {}).values()):
             raise CaptureError(

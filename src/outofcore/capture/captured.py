@@ -154,7 +154,7 @@ class Captured:
     effects: tuple[Effect, ...] = ()  # changes of Python objects, to repeat after each run
 
     def can_share_plan(self, other: Captured) -> bool:
-        """Return whether one plan can run both captures. They may differ only in constants passed to ops."""
+        """Return whether one plan can run both captures: equal ops, storages and bindings; constants may differ."""
 
         def facts(captured: Captured) -> tuple[object, ...]:
             ops = [replace(op, source="", family="") for op in captured.graph.ops]
@@ -179,7 +179,7 @@ class Captured:
 
 
 def with_ops(captured: Captured, pairs: Iterable[tuple[Op, Call]]) -> Captured:
-    """Replace a capture's ops and calls by ``pairs``, and number the ops in this order."""
+    """Return a copy of a capture with the ops and calls of ``pairs``, and number the ops in this order."""
     op_calls = list(pairs)
     graph = captured.graph
     ops = tuple(op if op.id == index else replace(op, id=index) for index, (op, _) in enumerate(op_calls))

@@ -1,7 +1,6 @@
 """Find the capture of a step that fits the current Python values.
 
-A capture is valid while the Python values that it has read are unchanged (``capture.snapshot``). Otherwise the step is
-captured again, so one input signature may have several captures.
+A capture is valid while the Python values that it has read are unchanged (``capture.snapshot``).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class CapturesByReads:
         self._count = 0
 
     def find(self, signature: Signature) -> tuple[Signature, str]:
-        """Return the signature of a capture that fits, or a new signature and the change that requires it."""
+        """Return (signature, "") of a fitting or first capture, or a new signature and the change that requires it."""
         snapshots = self._snapshots.get(signature)
         if not snapshots:
             return signature, ""

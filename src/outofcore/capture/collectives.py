@@ -127,13 +127,13 @@ def read_request(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Co
             )
 
 
-def _reduction_name(func: Any, boxed: Any) -> str:
-    """Return the name of a reduction, such as "sum". Refuse reductions with parameters."""
-    name = convert_reduction(boxed)
+def _reduction_name(func: Any, boxed_reduction: Any) -> str:
+    """Return the name, such as "sum", of the reduction in a call of ``func``. Refuse reductions with parameters."""
+    name = convert_reduction(boxed_reduction)
     if isinstance(name, str):
         return name
     raise refusal(
-        f"the step uses the collective {func} with {boxed}",
+        f"the step uses the collective {func} with {boxed_reduction}",
         "only plain reductions such as sum, max and min are supported",
         "use sum, and multiply the result",
     )

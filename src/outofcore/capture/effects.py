@@ -1,7 +1,6 @@
 """Changes that a step makes to Python objects, recorded at capture and repeated after each run.
 
-A captured step runs no Python. Repeating its changes is right while the code reads the same values
-(``capture.snapshot``).
+A captured step runs no Python, so this is right only while the code reads the same values (``capture.snapshot``).
 """
 
 from __future__ import annotations
@@ -141,6 +140,7 @@ def _copy(live: Any) -> Any:
 
 
 def _assign_items(live: Any, items: Any) -> None:
+    """Replace all items of a list, deque, dict or set by ``items``."""
     if isinstance(live, list):
         live[:] = items
     elif isinstance(live, deque):
@@ -152,7 +152,7 @@ def _assign_items(live: Any, items: Any) -> None:
 
 
 def contains_fake(value: Any, depth: int = 4) -> bool:
-    """Return whether a value is a fake tensor, or contains one within ``depth`` levels of containers."""
+    """Return whether a value holds a fake tensor, ``depth`` levels deep, outside of modules and large containers."""
     if isinstance(value, FakeTensor):
         return True
     if depth == 0 or isinstance(value, (*_LEAVES, nn.Module, type, types.ModuleType)):
@@ -162,6 +162,7 @@ def contains_fake(value: Any, depth: int = 4) -> bool:
 
 
 def _children_of(value: Any) -> list[Any]:
+    """Return the items of a container (the values of a dict) and the values of an object's attributes."""
     children: list[Any] = []
     if isinstance(value, dict):
         children += dict.values(value)
@@ -187,7 +188,7 @@ class ReachableState:
         self._seen.update((id(obj), obj) for obj in objects)
 
     def reach(self, values: Iterable[tuple[str, Any]]) -> None:
-        """Record all containers, variables and iterators that can be reached from (label, value) pairs."""
+        """Record up to 100,000 containers, and the variables and iterators, that (label, value) pairs lead to."""
         self._stack += values
         while self._stack and len(self.containers) < _MAX_CONTAINERS:
             label, value = self._stack.pop()
@@ -235,7 +236,7 @@ class ReachableState:
             yield from self._visit_object(label, value)
 
     def _visit_object(self, label: str, value: Any) -> Iterator[tuple[str, Any]]:
-        """Record an object's attributes and slots. Yield (label, value) of each, and of its classes."""
+        """Record an object's attributes and slots. Yield (label, value) of each, and of its class and base classes."""
         kind = type(value)
         if origin_of(str(kind.__module__)) is Origin.OTHER:
             return
@@ -266,7 +267,7 @@ class ReachableState:
                 yield from self._visit_variable(f"{kind.__qualname__}.{name}", read, write)
 
     def _visit_function(self, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-        """Record a function's closure, attributes and globals. Yield (label, value) of each, and of its defaults."""
+        """Record a function's closure, attributes and globals; yield them, its defaults and the function it wraps."""
         wrapped = getattr(function, "__wrapped__", None)
         if wrapped is not None:
             yield wrapped.__qualname__ if hasattr(wrapped, "__qualname__") else "", wrapped
@@ -301,7 +302,6 @@ class ReachableState:
 
 
 def slots_of(kind: type) -> Iterator[str]:
-    """Yield the names in ``__slots__`` of a class and its bases."""
     for base in kind.__mro__:
         slots = vars(base).get("__slots__", ())
         yield from (slots,) if isinstance(slots, str) else slots

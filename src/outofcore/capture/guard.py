@@ -22,7 +22,7 @@ from outofcore.errors import CaptureError, InputError
 
 
 def step_functions(step: Any) -> Iterator[FunctionType]:
-    """Yield the Python function of a step, and then each function that it wraps."""
+    """Yield a step's Python function (of an object, ``__call__``), and then each function that it wraps."""
     while step is not None:
         if isinstance(step, partial | functools.partialmethod):
             step = step.func
@@ -37,7 +37,7 @@ def step_functions(step: Any) -> Iterator[FunctionType]:
 
 
 def check_modules(models: Sequence[nn.Module], *, is_captured: bool = True) -> None:
-    """Refuse uninitialised modules. With ``is_captured``, also refuse lazy modules, TorchScript and unusual classes."""
+    """Refuse uninitialised modules. If ``is_captured``, also refuse lazy, TorchScript and otherwise unusual modules."""
     for index, model in enumerate(models):
         for path, module in _modules_of(model, prefix(index, len(models)), set()):
             if all(isinstance(vars(module).get(name), dict) for name in _MODULE_TABLES):
@@ -75,7 +75,7 @@ def check_shapes(path: str, module: nn.Module) -> None:
 
 
 def _modules_of(module: nn.Module, path: str, visited: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (path, module) of a module and its submodules, each once. Accept uninitialised modules."""
+    """Yield (path, module) of a module and its submodules, each once, even if they are uninitialised."""
     if id(module) in visited:
         return
     visited.add(id(module))
@@ -164,9 +164,9 @@ class Guard:
                     rebound.append((join(self._paths[id(module)], name), old, new))
         return rebound
 
-    def check(self, source_of: Callable[[torch.Tensor], str]) -> tuple[Effect, ...]:
+    def check(self, source_line_of: Callable[[torch.Tensor], str]) -> tuple[Effect, ...]:
         """Return functions that repeat the step's changes; raise ``CaptureError`` if a change cannot be repeated."""
-        self._source = source_of
+        self._source = source_line_of
         effects = [
             effect
             for module, container, tables in zip(self._modules, self._attributes, self._tables, strict=True)
@@ -218,20 +218,21 @@ class Guard:
     def _check_module(
         self, module: nn.Module, container: SavedContainer, tables: list[SavedContainer]
     ) -> tuple[Effect, ...]:
-        """Return functions that repeat a module's attribute changes. Refuse new parameters, children and buffers."""
+        """Return functions that repeat attribute changes. Refuse changes of parameters, submodules or buffer names."""
         parameters, buffers, children = tables
         if parameters.has_changed() or children.has_changed():
             both = [(t.live, t.before, name) for t in (parameters, children) for name in (*t.before, *t.live)]
             name = next((name for live, before, name in both if live.get(name) is not before.get(name)), "")
             raise self._refusal(
                 f"the step replaces a parameter or a submodule of {container.label}: the graph would go on using the "
-                "old one; change the parameter in place, under torch.no_grad()",
+                "old one; replace it before the step, or change a parameter in place, under torch.no_grad()",
                 name,
                 module,
             )
         if buffers.live.keys() != buffers.before.keys():
             raise self._refusal(
-                f"the step adds or removes a buffer of {container.label}: register it before the step",
+                f"the step adds or removes a buffer of {container.label}: the next call would start with other ones; "
+                "register or delete it before the step",
                 "register_buffer",
                 module,
             )

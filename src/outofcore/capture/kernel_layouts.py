@@ -77,7 +77,7 @@ class KernelLayouts:
         kwargs: dict[str, Any],
         result: Any,
     ) -> Any:
-        """Return ``result`` with the layouts of the real kernel ``call``, found on zeros and cached by ``family()``."""
+        """Return ``result`` with the layouts that ``call`` gives on zeros, if it can run; cached by ``family()``."""
         arguments = leaves_in((args, kwargs))
         results = [result] if isinstance(result, torch.Tensor) else result
         if not isinstance(results, list | tuple) or not _may_differ(func, arguments, results):
@@ -122,7 +122,7 @@ def has_default_strides(tensor: torch.Tensor) -> bool:
 def _run_on_zeros(
     call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[TensorLayout | None, ...] | None:
-    """Run a kernel on zeros. Return the layout of each result, None for shared memory; None on an error."""
+    """Run a kernel on zeros. Return the layout of each result, None if it shares memory; None if the kernel fails."""
     if leaves_in((args, kwargs), torch.Generator):
         return None
     fakes = {id(tensor): tensor for tensor in leaves_in((args, kwargs))}

@@ -108,7 +108,10 @@ class KnownValues:
         written: Sequence[torch.Tensor] = (),
         overwritten: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Record an operator on known values; for others, mark ``written`` as unknown. Refuse writes to lent arrays."""
+        """Record an operator on known values, to be run later; mark the ``written`` tensors of others as unknown.
+
+        The operator does not read ``overwritten`` tensors. Raise ``CaptureError`` if it writes into a lent array.
+        """
         keys = frozenset(map(storage_key, written))
         for lent in self._lent:
             if lent.key in keys:
@@ -190,7 +193,7 @@ class KnownValues:
         return entry if (storage_key(tensor), _layout(tensor)) == (entry.key, entry.layout) else None
 
     def _add(self, tensor: torch.Tensor) -> int:
-        """Register a known tensor, and return the key of its value."""
+        """Return the key of a tensor's value; register a new tensor first."""
         entry = self._find(tensor)
         if entry is None:
             entry = _KnownTensor(tensor, storage_key(tensor), _layout(tensor), self._places)

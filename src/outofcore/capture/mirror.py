@@ -94,7 +94,7 @@ class Mirror:
         self.by_real: dict[int, MirroredState] = {}  # states, by the id of the user's tensors
 
     def add_states(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """Make fakes of the models' parameters and buffers, and of parameters that only an optimizer has."""
+        """Make and register fakes of the models' parameters and buffers, and of other parameters of optimizers."""
         entries: dict[int, tuple[str, str, StorageKind, torch.Tensor]] = {}
         for entry in states_of(models, optimizers):
             entries.setdefault(id(entry[3]), entry)
@@ -113,7 +113,7 @@ class Mirror:
             self._add_state(key, name, kind, real)
 
     def _make_fake(self, name: str, real: torch.Tensor) -> torch.Tensor:
-        """Return a fake of a parameter or buffer on the step's device, with a gradient if the real one has one."""
+        """Return a fake of a tensor and its gradient on the step's device. Refuse a view on another device."""
         device = self._tables.device
         if real.is_meta:
             return self._fake_of_meta(real)
@@ -122,8 +122,8 @@ class Mirror:
             return fake
         if real.untyped_storage().nbytes() > real.numel() * real.element_size():
             raise CaptureError(
-                f"{name} is a view of a larger tensor on {real.device}, and the step runs on {device}: after the "
-                f"copy it would share no memory; move the model first: model.to({str(device)!r})"
+                f"{name} is a view of a larger tensor on {real.device}, and the step runs on {device}: its "
+                f"copy there would not share that tensor's memory; move the model first: model.to({str(device)!r})"
             )
         moved = self._empty_like(real)
         if isinstance(real, nn.Parameter):
@@ -227,7 +227,7 @@ class Mirror:
         return tree_unflatten([self._mirror_argument(i, names[i], leaf) for i, leaf in enumerate(leaves)], spec)
 
     def _mirror_argument(self, index: int, name: str, leaf: Any) -> Any:
-        """Return the fake of a tensor argument. Return a plain constant unchanged, and refuse other objects."""
+        """Return a tensor argument's fake, registered as an input; return plain constants, and refuse other objects."""
         if not isinstance(leaf, torch.Tensor):
             if not is_plain_leaf(leaf):
                 raise CaptureError(
@@ -265,7 +265,7 @@ class Mirror:
 def states_of(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> Iterator[tuple[str, str, StorageKind, torch.Tensor]]:
-    """Yield (key, name, kind, tensor) of all parameters and buffers, also of optimizers. Tensors may repeat."""
+    """Yield (key, name, kind, tensor) of models' parameters, their buffers and optimizers' parameters; some repeat."""
     starts = [prefix(index, len(models)) for index in range(len(models))]
     for start, model in zip(starts, models, strict=True):
         for path, parameter in model.named_parameters():
@@ -313,7 +313,7 @@ def _check_kind(name: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor subclass, and a sparse, quantised, conjugate or negated tensor."""
     if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
         raise CaptureError(
-            f"{name} is a {type(tensor).__name__}: tensor subclasses may hold more than bytes of one storage; "
+            f"{name} is a {type(tensor).__name__}: tensor subclasses may hold more than the bytes of one storage; "
             "use plain tensors and parameters"
         )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():

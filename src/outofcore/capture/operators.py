@@ -128,6 +128,7 @@ def family_text(name: str, args: Any, kwargs: dict[str, Any], values: list[Value
 
 
 def _argument_text(item: Any, values: list[Value]) -> str:
+    """Format an argument for a family; describe tensors by their metadata."""
     if isinstance(item, Ref):
         return value_text(values[item.value])
     if isinstance(item, list | tuple):
@@ -154,7 +155,7 @@ Repair = Callable[[Arguments, list[Any]], list[Any]]
 
 
 def _repair_result(func: OpOverload, arguments: Arguments, result: Any) -> Any:
-    """Correct metadata of fake results that differs from the kernel's, and set masked-out results to None."""
+    """Correct fake results that have other metadata than the kernel's; set those outside of the output mask to None."""
     tensors = [item for item in arguments.values() if isinstance(item, torch.Tensor)]
     if not tensors:
         return result
@@ -184,7 +185,7 @@ def _mask_argument(func: OpOverload) -> str:
 
 
 def _build_result(func: OpOverload, arguments: Arguments) -> torch.Tensor | tuple[torch.Tensor | None, ...] | None:
-    """Build the results of an operator that has a slow or failing fake kernel; None for other operators."""
+    """Build the results of an operator with a slow or failing fake kernel; None for other operators or arguments."""
     if func._schema.name == "aten::_conj" and not isinstance(arguments["self"], torch.Tensor):
         # The kernel turns a number into a tensor and returns its lazy conjugate. The fake omits the conjugate.
         return torch.empty((), dtype=torch.complex128).conj()
@@ -200,7 +201,7 @@ def _build_result(func: OpOverload, arguments: Arguments) -> torch.Tensor | tupl
 
 
 def _batch_norm_result(arguments: Arguments) -> tuple[torch.Tensor | None, ...] | None:
-    """Build the results of batch normalization or its backward in training; None for unusual arguments."""
+    """Build the results of batch normalization or its backward; None outside of training or for unusual tensors."""
     # The fakes are decomposed into dozens of ops, which takes fifty times as long.
     data, tensors = arguments["input"], [item for item in arguments.values() if isinstance(item, torch.Tensor)]
     channels = data.shape[1:2]
@@ -222,20 +223,20 @@ def _longest_target(targets: torch.Tensor, lengths: Sequence[int] | torch.Tensor
 
 
 def _grouped_mm_result(arguments: Arguments) -> torch.Tensor:
-    """Build the result of ``_grouped_mm``, the grouped matrix product of mixtures of experts."""
+    """Build the result of ``_grouped_mm``, a matrix product per group; raise ``RuntimeError`` for misfit arguments."""
     # See ``create_grouped_gemm_output_tensor`` of ATen/native/GroupedMMUtils.h; the fake accepts bfloat16 only.
     left, right, offsets = arguments["self"], arguments["mat2"], arguments.get("offs")
     if left.dtype != right.dtype or left.shape[-1] != right.shape[-2]:
         raise RuntimeError(
             f"_grouped_mm cannot multiply {left.dtype} of shape {tuple(left.shape)} with {right.dtype} of shape "
-            f"{tuple(right.shape)}"
+            f"{tuple(right.shape)}; pass factors of one dtype, with equal inner dimensions"
         )
     if (offsets is None) != (left.ndim == right.ndim == 3):
-        raise RuntimeError("_grouped_mm takes offsets, unless both factors have three dimensions")
+        raise RuntimeError("_grouped_mm takes offsets, unless both factors have three dimensions; pass or omit offs")
     groups = [*([] if offsets is None else offsets.shape), *left.shape[:-2], *right.shape[:-2]]
     if len(set(groups)) > 1:
         raise RuntimeError(
-            f"_grouped_mm was given {' and '.join(map(str, groups))} groups; offsets and factors must have equally many"
+            f"_grouped_mm was given {' and '.join(map(str, groups))} groups; pass offsets and factors for equally many"
         )
     shape = [left.shape[-2], right.shape[-1]]
     if left.ndim == right.ndim:
@@ -249,7 +250,7 @@ def _grouped_mm_result(arguments: Arguments) -> torch.Tensor:
 
 
 def wrap_exact(func: OpOverload, autocast: tuple[str, torch.dtype] | None) -> Callable[..., Any]:
-    """Return an operator, or a wrapper of it if a plain call in a replay would give other results."""
+    """Return an operator, or a wrapper where a replay would differ, for example without the capture's ``autocast``."""
     # Some kernels check whether gradients are enabled, others call operators that autocast changes. No tensor of a
     # replay requires a gradient, so enabling them creates no autograd graph.
     if func._schema.name == "aten::mkldnn_rnn_layer" and torch.is_grad_enabled():
@@ -312,7 +313,7 @@ def _empty_with_layout(tensor: torch.Tensor, dtype: torch.dtype, stride: tuple[i
 
 
 def _full_precision_statistics(arguments: Arguments, results: list[Any]) -> list[Any]:
-    """Make the saved statistics float32 if inputs have half precision and parameters are float32."""
+    """Make batch normalization's saved statistics float32 if the input has half precision and a parameter float32."""
     parameters = (arguments.get(name) for name in ("weight", "bias", "running_mean", "running_var"))
     if arguments["input"].dtype in (torch.bfloat16, torch.float16) and any(
         parameter is not None and parameter.dtype == torch.float32 for parameter in parameters
@@ -357,7 +358,7 @@ def _lstm_workspace(arguments: Arguments, results: list[Any]) -> list[Any]:
 
 
 def _cudnn_reserve(arguments: Arguments, results: list[Any]) -> list[Any]:
-    """Correct the sizes of cuDNN's reserve and weight buffers by running the kernel once on zeros."""
+    """Correct the sizes of cuDNN's reserve and weight buffers by running the kernel on zeros, if there is a GPU."""
     if not torch.cuda.is_available():
         return results
     device = arguments["input"].device
@@ -384,7 +385,7 @@ def _generator_state(arguments: Arguments, results: list[Any]) -> list[Any]:
 
 @functools.lru_cache(maxsize=16)
 def _device_without_dropout(device: torch.device) -> torch.device:
-    """Return the device of efficient attention's generator state without dropout, found by running it."""
+    """Run efficient attention without dropout, and return the device of its random state; the CPU without CUDA."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     with real_tensors(), DisableTorchFunction(), torch.no_grad():

@@ -1,7 +1,4 @@
-"""Record each ``optimizer.step()`` of the step as update ops on the optimizer's state.
-
-The optimizer steps on fakes to find the state tensors that it creates, without memory.
-"""
+"""Record each ``optimizer.step()`` as update ops, and run it on fakes to find the state tensors that it creates."""
 
 from __future__ import annotations
 
@@ -112,8 +109,8 @@ class StateLayouts:
     ) -> list[StateLayout]:
         """Return the layouts of the state that each member (group index, parameter) has after two steps.
 
-        Existing state is reused; state on another device than the parameter is left out. ``ranges`` are the updated
-        shapes, by default the parameters'. Raises ``CaptureError`` for hidden state, or if the step fails on fakes.
+        Existing state is reused; state on another device than the step's is left out. ``ranges`` are the updated
+        shapes, by default the parameters'. Raises ``CaptureError`` for hidden tensors, or if the step fails on fakes.
         """
         entries = [self._optimizer.state.get(parameter, {}) for _, parameter in members]
         shapes = ranges or [shape_of(parameter) for _, parameter in members]
@@ -178,7 +175,7 @@ class StateLayouts:
         return copy.deepcopy(value)
 
     def _planned_tensors(self, entries: dict[str, Any]) -> dict[str, TensorShape]:
-        """Return the layouts of state tensors on the step's device. Refuse tensors nested in other values."""
+        """Return the layouts of state tensors on the step's device. Refuse nested tensors, and keys other than text."""
         tensors: dict[str, TensorShape] = {}
         for name, value in entries.items():
             if isinstance(value, torch.Tensor):
@@ -190,9 +187,9 @@ class StateLayouts:
                 raise self._hidden_state_error(f"inside a {type(value).__name__} in its state {name!r}")
         return tensors
 
-    def _refuse_hidden_tensors(self, shadow: Optimizer, leaves: Sequence[torch.Tensor]) -> None:
+    def _refuse_hidden_tensors(self, shadow: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
         """Refuse an optimizer that has stored a tensor outside of the state of its parameters."""
-        allowed = {"state", "param_groups", *map(id, leaves)}
+        allowed = {"state", "param_groups", *map(id, parameters)}
         candidates = [
             (f"in its attribute {name!r}", value) for name, value in vars(shadow).items() if name not in allowed
         ]
@@ -247,12 +244,12 @@ class StepRecorder:
         return bool(self._pending)
 
     @contextlib.contextmanager
-    def replace_steps(self, written: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
+    def replace_steps(self, report_written: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
         """Replace each ``optimizer.step`` by a recorder, which calls ``written`` with all fakes that it may write."""
         known_ids, is_capturing = {id(optimizer) for optimizer in self._optimizers}, capturing_thread()
 
         def refuse(optimizer: Optimizer, *_: Any) -> None:
-            """Refuse a step of an unknown optimizer, or a step through a saved reference to the method."""
+            """In the capturing thread, refuse an optimizer that was not given, or a saved reference to ``step``."""
             if not is_capturing():
                 return
             name = type(optimizer).__name__
@@ -272,11 +269,11 @@ class StepRecorder:
             handle = register_optimizer_step_pre_hook(refuse)
             stack.callback(handle.remove)
             for index, optimizer in enumerate(self._optimizers):
-                stack.enter_context(patch_attribute(optimizer, "step", self._recording_step(index, written)))
+                stack.enter_context(patch_attribute(optimizer, "step", self._recording_step(index, report_written)))
             yield
 
-    def _recording_step(self, index: int, written: Callable[[list[torch.Tensor]], None]) -> Callable[..., None]:
-        """Return a ``step`` that records the update of the optimizer with this index."""
+    def _recording_step(self, index: int, report_written: Callable[[list[torch.Tensor]], None]) -> Callable[..., None]:
+        """Return a ``step`` that records the update of the optimizer with this index, and refuses closures."""
 
         def step(closure: Any = None) -> None:
             if closure is not None:
@@ -285,7 +282,7 @@ class StepRecorder:
                     "the number of its calls depends on values",
                     "call loss.backward() and then optimizer.step() without arguments",
                 )
-            written(self._record(index))
+            report_written(self._record(index))
 
         # A scheduler created inside of the step checks this before it wraps the method.
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -331,7 +328,7 @@ class StepRecorder:
         return state.real.numel() * state.real.element_size() if traced is None else traced.shard.chunk_bytes
 
     def _gradient(self, state: MirroredState) -> int | None:
-        """Return the value index of a parameter's gradient, or None without a gradient. Refuse a sparse one."""
+        """Return the value index of a parameter's gradient, or None without one. Refuse a sparse gradient."""
         with DisableTorchFunction():
             grad = state.fake.grad
         if grad is None:
@@ -350,19 +347,19 @@ class StepRecorder:
             storage.kind, storage.name = StorageKind.GRADIENT, f"{state.name}.grad"
         return self._tables.value_of(grad)
 
-    def _append_update(self, index: int, chunk: Sequence[_PendingMember]) -> None:
-        """Record an update op for the parameters in ``chunk``; ``finish`` adds its state and arguments later."""
+    def _append_update(self, index: int, members: Sequence[_PendingMember]) -> None:
+        """Record an update op of optimizer ``index`` for ``members``; ``finish`` adds its state and arguments later."""
         _, source = self._provenance.locate_op()
         place = self._tables.append(
             f"optimizer.{type(self._optimizers[index]).__name__}",
             Call(_placeholder_update, (), {}, ()),
             rerunnable=False,
             random=not is_torch_optimizer(self._optimizers[index]),
-            module=chunk[0][1].name.rpartition(".")[0],
+            module=members[0][1].name.rpartition(".")[0],
             source=source,
         )
-        self._pending.append(_PendingUpdate(place, index, self._calls, chunk))
-        for _, state, _ in chunk:
+        self._pending.append(_PendingUpdate(place, index, self._calls, members))
+        for _, state, _ in members:
             if state.traced is not None:
                 state.traced.gather_updated()
 
@@ -379,7 +376,7 @@ class StepRecorder:
     def _bind_states(
         self, pending: _PendingUpdate, layouts: StateLayouts, values_by_state: dict[tuple[int, int, str], int]
     ) -> tuple[list[Member], list[list[int]]]:
-        """Return the members of an update, and for each member the value indices of its state tensors."""
+        """Register the state tensors of an update. Return its members, and per member its state's value indices."""
         optimizer = self._optimizers[pending.optimizer]
         reals = [(group, state.real) for group, state, _ in pending.members]
         grads = [None if g is None else shape_of(self._tables.values[g]) for _, _, g in pending.members]
@@ -413,7 +410,7 @@ class StepRecorder:
         return members, values
 
     def _bind_state(self, index: int, state: MirroredState, name: str, shape: TensorShape) -> int:
-        """Register a storage and a binding for a state tensor, and return its value index."""
+        """Register a storage and a binding for a state tensor of optimizer ``index``; return its value index."""
         optimizer = self._optimizers[index]
         count, traced = shape.bytes, state.traced
         if traced is not None and shape.shape == (traced.shard.count,):
@@ -433,7 +430,7 @@ class StepRecorder:
         return value
 
     def _complete_op(self, pending: _PendingUpdate, update: OptimizerUpdate, states: list[list[int]]) -> None:
-        """Give a recorded update op its call, and the storages that it reads and mutates."""
+        """Give a recorded update op its call, its family, and the storages that it reads and mutates."""
         values = self._tables.values
         params = [state.persistent[1] for _, state, _ in pending.members]
         grads = [None if grad is None else Ref(grad) for _, _, grad in pending.members]
@@ -481,7 +478,7 @@ def family_of_update(name: str, update: OptimizerUpdate, args: UpdateArguments, 
 
 
 def _settings_text(update: OptimizerUpdate) -> str:
-    """Format the group settings that kernels depend on. Numbers appear only as zero or nonzero."""
+    """Format the group settings that kernels depend on, except rates. Numbers appear only as zero or nonzero."""
     groups = dict.fromkeys(member.group for member in update.members)
     parts: list[str] = []
     for index in groups:
@@ -492,7 +489,7 @@ def _settings_text(update: OptimizerUpdate) -> str:
 
 
 def _setting_text(value: object) -> str | None:
-    """Format one setting, with a number as zero or nonzero; None for types that affect no kernel."""
+    """Format one setting, a number only as zero or nonzero; return None for types that no kernel depends on."""
     match value:
         case None | bool() | str():
             return str(value)

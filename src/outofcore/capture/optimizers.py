@@ -228,7 +228,7 @@ class OptimizerUpdate:
         return ((parameter, name) for parameter, name, _ in self._created)
 
     def optimizer_tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors in the parameters' state; for custom classes also in settings and attributes."""
+        """Yield the tensors in the members' state; for custom classes also in shared state, settings and attributes."""
         optimizer = self.optimizer
         for member in self.members:
             yield from leaves_in(optimizer.state.get(member.parameter, {}))
@@ -275,12 +275,12 @@ class OptimizerUpdate:
         params: Tensors,
         grads: Sequence[torch.Tensor | None],
         states: States,
-        present: list[list[bool]],
+        state_exists: list[list[bool]],
         unplaced_entries: list[dict[str, Any]],
     ) -> tuple[Optimizer, list[dict[str, Any]]]:
-        """Update all members, in pieces if possible; return the last shadow and any state outside of ``states``."""
+        """Update all members, in pieces if possible. Return the last shadow, and state without a planned tensor."""
         pieces: list[UpdatePiece] = []
-        rows = zip(self.members, params, grads, states, present, unplaced_entries, strict=True)
+        rows = zip(self.members, params, grads, states, state_exists, unplaced_entries, strict=True)
         for index, (member, param, grad, tensors, has_state, entries) in enumerate(rows):
             # Counts must change with the last range only.
             given_states = [tensor if tensor.ndim or member.is_last else tensor.clone() for tensor in tensors]
@@ -288,21 +288,21 @@ class OptimizerUpdate:
             is_uniform = all(has_state) or not any(has_state)  # else the missing state may be created differently
             pieces += pieces_of(self.optimizer, member.group, whole) if is_uniform else [whole]
         # New state is copied to its tensor. Piece by piece, only a small part exists twice.
-        one_by_one = len(pieces) > len(self.members) and not all(map(all, present))
+        one_by_one = len(pieces) > len(self.members) and not all(map(all, state_exists))
         unplaced: list[dict[str, Any]] = [{} for _ in self.members]
         shadow = self.optimizer
         for batch in [[piece] for piece in pieces] if one_by_one else [pieces]:
-            shadow = self._step(batch, present, unplaced)
+            shadow = self._step(batch, state_exists, unplaced)
         return shadow, unplaced
 
     def _step(
-        self, pieces: Sequence[UpdatePiece], present: list[list[bool]], unplaced: list[dict[str, Any]]
+        self, pieces: Sequence[UpdatePiece], state_exists: list[list[bool]], unplaced: list[dict[str, Any]]
     ) -> Optimizer:
-        """Run one optimizer step on ``pieces``, and put state without a planned tensor into ``unplaced``."""
+        """Step a shadow on ``pieces``, and return it; put state without a planned tensor into ``unplaced``."""
         leaves = [as_leaf(piece.parameter, piece.gradient) for piece in pieces]
         entries: list[dict[str, Any]] = []
         for piece in pieces:
-            states = zip(self.members[piece.member].names, piece.states, present[piece.member], strict=True)
+            states = zip(self.members[piece.member].names, piece.states, state_exists[piece.member], strict=True)
             entries.append(piece.unplaced | {name: tensor for name, tensor, has_state in states if has_state})
         groups = [self.members[piece.member].group for piece in pieces]
         shadow = run_shadow(self.optimizer, list(zip(groups, leaves, strict=True)), entries)
@@ -325,7 +325,7 @@ class OptimizerUpdate:
         device: torch.device,
         user_state: dict[str, Any],
     ) -> dict[str, Any]:
-        """Copy state that a step has created from ``entries`` into ``tensors``, and return the remaining entries."""
+        """Copy new state from ``entries`` into ``tensors``; return the rest. Require recapture if layouts differ."""
         for name, tensor in zip(member.names, tensors, strict=True):
             created = entries.setdefault(name, _MISSING)
             if created is None or created is _MISSING:
@@ -342,7 +342,7 @@ class OptimizerUpdate:
         return entries
 
     def _require_recapture(self, member: Member, name: str) -> None:
-        """Set ``needs_recapture`` because state ``name`` differs; raise ``StateError`` if this updates a range."""
+        """Set ``needs_recapture``, as state ``name`` has changed; raise ``StateError`` if this updates a range."""
         if member.start or not member.is_last:
             raise StateError(
                 f"{type(self.optimizer).__name__} has created state {name!r}, or changed its shape or dtype, since the "
@@ -494,7 +494,7 @@ class BoundUpdate:
             self._make_shadow()
 
     def _can_reuse_shadow(self) -> bool:
-        """Return whether calls can share a shadow. Custom classes, cut parameters and early ranges cannot."""
+        """Return whether calls can share a shadow: not with custom classes, cut parameters, or ranges but the last."""
         update, groups = self._update, self._update.optimizer.param_groups
         rows = zip(update.members, self._params, self._grads, self._states, strict=True)
         if not all(member.is_last for member in update.members):
@@ -548,30 +548,32 @@ class BoundUpdate:
             and _are_identical([entries.get(name) for entries, name in self._unplaced], self._unplaced_values)
         )
 
-    def _store_entries(self, current: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
-        """Store the user's state for ``_is_unchanged``; combine it with the bound tensors to the shadow's state."""
-        for leaf, entries, placed in zip(self._leaves, current, self._placed, strict=True):
+    def _store_entries(self, user_entries: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
+        """Combine the user's state and the bound tensors into the shadow's state; store both for ``_is_unchanged``."""
+        for leaf, entries, placed in zip(self._leaves, user_entries, self._placed, strict=True):
             state[leaf] = {**entries, **placed}
-        self._lengths = list(map(len, current))
-        pairs = list(zip(current, self._placed, strict=True))
+        self._lengths = list(map(len, user_entries))
+        pairs = list(zip(user_entries, self._placed, strict=True))
         self._unplaced = [(entries, name) for entries, placed in pairs for name in entries if name not in placed]
         self._unplaced_values = [entries[name] for entries, name in self._unplaced]
         self._values = list(_values_of(state))
 
-    def _copy_back(self, pointers: list[int], current: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
-        """Copy parameters and state into the bound tensors if the step has replaced these by new tensors."""
+    def _copy_back(
+        self, new_addresses: list[int], user_entries: list[dict[str, Any]], state: dict[Any, dict[str, Any]]
+    ) -> None:
+        """Copy parameters and state that the step has replaced by new tensors into the bound tensors."""
         for index, leaf in enumerate(self._leaves):
-            if pointers[index] != self._addresses[index]:
+            if new_addresses[index] != self._addresses[index]:
                 self._params[index].copy_(leaf)
                 self._shadow = None  # the leaf no longer uses the bound memory
-            created, placed, entries = state[leaf], self._placed[index], current[index]
+            created, placed, entries = state[leaf], self._placed[index], user_entries[index]
             for name, value in created.items():
                 if value is not placed.get(name) and value is not entries.get(name):
                     self._copy_replaced_state(index, created)
                     break
 
     def _copy_replaced_state(self, place: int, created: dict[str, Any]) -> None:
-        """Copy the state of member ``place`` into its bound tensors, and other entries to the user's optimizer."""
+        """Copy state ``created`` for member ``place`` into its bound tensors, the rest into the user's optimizer."""
         update, member, param = self._update, self._update.members[place], self._params[place]
         remaining = _without_missing(
             update._store_state(member, dict(created), self._states[place], param.device, _NO_STATE)

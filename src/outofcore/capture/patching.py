@@ -46,7 +46,7 @@ def patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _restrict_to_thread(value: Any, original: Any) -> Any:
-    """Return a function that calls ``value`` in this thread and autograd's, and ``original`` in others."""
+    """Return a function that calls ``value`` in this thread and its backward pass, ``original`` elsewhere."""
     if not callable(value):
         return value
     is_capturing = capturing_thread()

@@ -36,7 +36,7 @@ _STANDARD = tuple(
 
 @functools.lru_cache(maxsize=4096)
 def is_user_file(name: str) -> bool:
-    """Return whether a file is outside of PyTorch, this package and the standard library."""
+    """Return whether a file belongs to the user or an installed package, not to PyTorch, outofcore or Python itself."""
     if name.startswith(("<frozen", "<string>", "<__array_function__", _GENERATED)):
         return False
     if name.startswith(_EXAMPLES):
@@ -115,7 +115,7 @@ def called_from(*file_suffixes: str) -> bool:
 
 
 def innermost_code_in(package: str) -> CodeType | None:
-    """Return the code of the innermost frame in ``package``; None if a user's function is called inside it."""
+    """Return the code of the innermost frame in ``package``; None without one, or if a user's function is inside it."""
     for frame in _frames():
         code = frame.f_code
         if package in code.co_filename:
@@ -272,7 +272,7 @@ class Provenance:
         return self._origin.get(node_sequence_number(node)) or ("", caller_line())
 
     def add_location(self, error: CaptureError) -> CaptureError:
-        """Add module and line of the differentiated op to an error, if it was raised in the backward pass."""
+        """Return an error, with module and line of the forward op added if it was raised in the backward pass."""
         node = current_autograd_node()
         if node is None or len(self._running) != self._outside_backward[-1]:
             return error

@@ -76,7 +76,7 @@ class Names:
 
 @functools.lru_cache(maxsize=65536)
 def names_of(code: CodeType) -> Names:
-    """Return the names that a code object loads, without its nested functions."""
+    """Return the names that a code object loads or may look up, without its nested functions."""
     attributes, globals_, text, imports, matches = set[str](), set[str](), set[str](), set[str](), False
     for instruction in dis.get_instructions(code):
         name = instruction.argval
@@ -106,6 +106,7 @@ def names_of(code: CodeType) -> Names:
 
 
 def _collect_text(values: tuple[Any, ...] | frozenset[Any], text: set[str]) -> None:
+    """Add all strings and bytes in ``values``, also in nested tuples and sets, to ``text``."""
     for value in values:
         if isinstance(value, str):
             text.add(value)
@@ -116,7 +117,7 @@ def _collect_text(values: tuple[Any, ...] | frozenset[Any], text: set[str]) -> N
 
 
 def _reads_computed_names(code: CodeType, globals_: set[str]) -> bool:
-    """Return whether code calls ``getattr`` or ``hasattr`` with a name that is no constant."""
+    """Return whether code uses ``getattr`` or ``hasattr`` with a name that is not a constant."""
     if _READS_BY_NAME.isdisjoint(globals_):
         return False
     instructions = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "PRECALL", "PUSH_NULL", "NOP")]
@@ -212,6 +213,7 @@ class Reads:
 
 @functools.cache
 def load_compare_library() -> ctypes.PyDLL:
+    """Load the compiled functions of ``reads.cpp``, which compare snapshots and report code that runs."""
     functions = {
         "first_change": ((ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64), ctypes.c_int64),
         "first_change_by_words": ((ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64), ctypes.c_int64),

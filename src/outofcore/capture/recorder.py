@@ -103,7 +103,7 @@ class OpRecorder(TorchDispatchMode):
             self._reads.resume()
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record an operator, return its known value, or refuse it, depending on its kind."""
+        """Handle an operator by its kind: record it, run it, return its known value, or refuse it."""
         if isinstance(func, HigherOrderOperator):
             raise higher_order_refusal(func.name(), self._provenance.locate_op()[0])
         if func.namespace in _NO_TENSOR_EFFECT:
@@ -131,7 +131,7 @@ class OpRecorder(TorchDispatchMode):
         return self.record(func, args, kwargs)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator on fakes, and turn errors of the fakes into refusals."""
+        """Run an operator on fakes, and raise ``CaptureError`` for errors that only fakes cause."""
         try:
             return func(*args, **kwargs)
         except Exception as error:
@@ -141,7 +141,7 @@ class OpRecorder(TorchDispatchMode):
             raise translation from error
 
     def record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator on fake tensors and return its result. Operators that only make views are not recorded."""
+        """Run an operator on fakes and return its result. Record it as an op, unless it only makes views."""
         node = current_autograd_node()
         tables = self._tables
         named = operators.arguments_by_name(func, args, kwargs)
@@ -205,7 +205,7 @@ class OpRecorder(TorchDispatchMode):
     def _register_results(
         self, func: OpOverload, leaves: list[Any], module: str
     ) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
-        """Register new storages; return them, and per result its value index, or None if its storage is older."""
+        """Register new storages; return them, and per result its value index, or None if its storage existed before."""
         tables = self._tables
         creates: list[int] = []
         results: list[int | None] = []
@@ -220,16 +220,18 @@ class OpRecorder(TorchDispatchMode):
             results.append(value)
         return tuple(creates), tuple(results)
 
-    def _ignored_targets(self, func: OpOverload, before: list[tuple[str, int]], creates: tuple[int, ...]) -> int | None:
-        """Return the mask of ignored targets (a value index) if this op sums ``cross_entropy`` weights, else None."""
+    def _ignored_targets(
+        self, func: OpOverload, arguments: list[tuple[str, int]], creates: tuple[int, ...]
+    ) -> int | None:
+        """If this op sums ``cross_entropy`` weights, return the value index of the ignored targets' mask, else None."""
         if "cross_entropy" not in self._user.current_function():
             return None
-        storages = [self._tables.values[index].storage for _, index in before]
+        storages = [self._tables.values[index].storage for _, index in arguments]
         match func._schema.name:
             case "aten::gather":
                 self._weights |= dict.fromkeys(creates)
             case "aten::masked_fill_" if storages[0] in self._weights:
-                self._weights[storages[0]] = before[1][1]
+                self._weights[storages[0]] = arguments[1][1]
             case "aten::sum":
                 return self._weights.pop(storages[0], None)
             case _:
@@ -237,12 +239,12 @@ class OpRecorder(TorchDispatchMode):
         return None
 
     def _accesses(
-        self, func: OpOverload, before: list[tuple[str, int]], written: frozenset[str]
+        self, func: OpOverload, arguments: list[tuple[str, int]], written: frozenset[str]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the storages that an op reads, and the subset that it reads only to update statistics."""
         tables, traits = self._tables, operators.traits(func)
         overwritten, statistics = traits.overwritten & written, traits.statistics & written
-        accesses = [(argument, tables.values[index]) for argument, index in before]
+        accesses = [(argument, tables.values[index]) for argument, index in arguments]
         reads = _without_duplicates(
             value.storage
             for argument, value in accesses
@@ -253,7 +255,7 @@ class OpRecorder(TorchDispatchMode):
         return reads, _without_duplicates(storage for storage in of_statistics if storage not in looked_at)
 
     def _create(self, func: OpOverload, tensor: torch.Tensor, module: str) -> int:
-        """Register the storage of a new tensor and return its number. Refuse a large one off the step's device."""
+        """Register a new tensor's storage and return its number. Refuse a large one on another device."""
         short = func._schema.name.partition("::")[2]
         storage = self._tables.add(tensor, StorageKind.ACTIVATION, " ".join(filter(None, (module, short))))
         count = self._tables.storages[storage].bytes
@@ -267,7 +269,7 @@ class OpRecorder(TorchDispatchMode):
         return storage
 
     def _check_tensor(self, tensor: torch.Tensor) -> None:
-        """Refuse a tensor that is undeclared, sparse or quantised."""
+        """Refuse a tensor that is not fake, or that is sparse or quantised."""
         if not isinstance(tensor, FakeTensor):
             raise undeclared_tensor_refusal(tensor)
         if tensor.layout is not torch.strided or tensor.is_quantized:
@@ -291,10 +293,14 @@ class OpRecorder(TorchDispatchMode):
                 )
 
     def _record_foreach(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a ``_foreach_`` operator as one op per tensor, so that not all tensors must be resident."""
+        """Record a ``_foreach_`` operator as one op per tensor, so that fewer must be resident; return the results."""
         split = operators.split_arguments(func, operators.arguments_by_name(func, args, kwargs))
         if func._schema.name.endswith("_") and "Tensor scalars" in str(func._schema):
-            raise refusal(f"the step calls {func}", "its scalars are a tensor", "pass the scalars as a list of numbers")
+            raise refusal(
+                f"the step calls {func}",
+                "its scalars are a tensor, which cannot be divided into one op per tensor",
+                "pass the scalars as a list of numbers",
+            )
         names = operators.traits(func).names
         gathered: list[Any] = []
         for index in range(len(args[0])):
@@ -370,7 +376,7 @@ class OpRecorder(TorchDispatchMode):
         if real.numel() > MAX_BAKED_ELEMENTS:
             raise refusal(
                 f"the step makes a tensor of {real.numel()} elements from Python data",
-                f"the data would be frozen into the step; only {MAX_BAKED_ELEMENTS} elements are taken as a constant",
+                f"the data would be frozen into the step; at most {MAX_BAKED_ELEMENTS} elements may be constant",
                 "create it before the step and pass it as an argument, or register it as a buffer",
             )
         tables = self._tables
@@ -393,7 +399,7 @@ class OpRecorder(TorchDispatchMode):
         return fake
 
     def _record_check(self, tensor: torch.Tensor, check: ValueCheck) -> bool:
-        """Record an op that runs ``check`` in each call of the step, and return the truth value that passes it."""
+        """Record an op that runs ``check`` on ``tensor`` in each call of the step; return the value that passes."""
         module, source = self._provenance.locate_op()
         value = self._tables.value_of(tensor)
         call = Call(check, (Ref(value),), {}, ())
@@ -465,7 +471,7 @@ def _cuda_device(device: int | str | torch.device) -> torch.device:
 
 @contextlib.contextmanager
 def record_generators(recorder: OpRecorder) -> Iterator[None]:
-    """Record every save, restore and seed of PyTorch's default generators as an op."""
+    """Record each save, restore and seeding of PyTorch's default random generators as an op; refuse ``torch.seed``."""
 
     def record(action: str, device: torch.device, apply: Callable[[], None]) -> None:
         recorder.record_effect(f"generator.{action}.{device.type}", apply, _do_nothing)
@@ -476,6 +482,7 @@ def record_generators(recorder: OpRecorder) -> Iterator[None]:
         return slot
 
     def restore_state(state: Any, device: torch.device) -> None:
+        """Record the restore of a state that the step has saved; refuse any other state."""
         if not isinstance(state, GeneratorState):
             raise refusal(
                 "the step sets a random generator to a state from outside",
@@ -497,7 +504,9 @@ def record_generators(recorder: OpRecorder) -> Iterator[None]:
         return record_seed
 
     def fresh_seed() -> int:
-        raise refusal("the step calls torch.seed()", "the seed is unknown during the capture", "seed before it")
+        raise refusal(
+            "the step calls torch.seed()", "the seed is unknown during the capture", "call torch.seed() before the step"
+        )
 
     seed_all, seed_cuda, seed_all_cuda = map(
         recording_seeder, (torch.manual_seed, torch.cuda.manual_seed, torch.cuda.manual_seed_all)

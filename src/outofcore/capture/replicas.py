@@ -45,7 +45,6 @@ _NO_ORDER: tuple[int, ...] = ()
 
 
 def parallel_models(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
-    """Return the ``DistributedDataParallel`` wrappers among models and their submodules."""
     if not torch.distributed.is_available():
         return []
     kind = torch.nn.parallel.DistributedDataParallel
@@ -167,7 +166,7 @@ class _Replica:
         return ReplicaEnd(self._model, self._sync_forward, self._is_reduced, order)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Broadcast buffers, run the wrapped module, and prepare buckets for its gradients."""
+        """Broadcast buffers if needed, run the wrapped module, and prepare buckets if its gradients will be reduced."""
         model = self._model
         if self._sync_forward and model.broadcast_buffers:
             self._broadcast_buffers()
@@ -190,7 +189,7 @@ class _Replica:
                     tensor.copy_(part.view(tensor.shape))
 
     def _prepare_buckets(self) -> None:
-        """Assign the parameters to buckets for the next backward pass, by the known order of gradients."""
+        """Assign the parameters to buckets for the next backward pass, in the gradients' recorded order if known."""
         first, later = bucket_limits(self._model)
         parameters = self._parameters
         if phase(self._model)[2]:
@@ -205,7 +204,7 @@ class _Replica:
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.missing}
 
     def _add_gradient(self, index: int, fake: torch.Tensor) -> None:
-        """Copy the final gradient of parameter ``index`` into its bucket, and reduce full buckets in order."""
+        """If this pass reduces, copy parameter ``index``'s gradient into its bucket; reduce full buckets in order."""
         if not self._is_armed:
             return
         if not self._arrived:
@@ -268,9 +267,11 @@ class _Bucket:
         return ((index, self._slice(index)) for index in self._members)
 
     def _slice(self, index: int) -> torch.Tensor:
-        """Return the part of the bucket for a gradient, with the parameter's strides if these are dense."""
+        """Return the bucket's view for the gradient of parameter ``index``, with the parameter's strides if dense."""
         if self._flat is None:
-            raise RuntimeError("a bucket was read before a gradient arrived; please report it")
+            raise RuntimeError(
+                "a bucket was read before a gradient arrived: this is a bug in outofcore; please report it"
+            )
         before = 0
         for member, parameter in self._members.items():
             if member == index:

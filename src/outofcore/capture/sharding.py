@@ -70,18 +70,16 @@ class TracedShard:
         self.synced_at = len(tables.ops)
 
     def own_gradient_value(self, gradient: torch.Tensor) -> int:
-        """Return the value index of this process's range of a gradient."""
         shard = self.shard
         if self.gradient is not None and self._is_reduced(gradient):
             return self._gradient_value(self.gradient)
         return self._gradient_value(self._as_row(gradient), shard.start)
 
     def end_gradient(self, gradient: torch.Tensor, run: RunOp) -> int | None:
-        """Return the value index of a new gradient's range; None if it was copied into an existing gradient."""
         return run(self._end_gradient, gradient)  # type: ignore[return-value]
 
     def _end_gradient(self, gradient: torch.Tensor) -> int | None:
-        """Copy a gradient's range into the gradient from before the step. Without one, return its value index."""
+        """Return the value index of a gradient's range; None if it was copied into a gradient from before the step."""
         if self.gradient is not None and self._is_reduced(gradient):
             chunk = self.gradient
         else:
@@ -163,7 +161,7 @@ class Sharding:
         return traced
 
     def begin_gradient(self, shard: Shard, fake: torch.Tensor) -> int:
-        """Gather a gradient from before the step into ``fake.grad``; return the value index of the own range."""
+        """Gather a gradient from before the step into ``fake.grad``; return the value index of this process's range."""
         row = self._new_row(shard.chunks.padded_elements, shard.dtype)
         chunk, value = self._add_persistent_chunk(shard, StorageKind.GRADIENT, f"{shard.name}.grad")
         self._gather_first(shard, row, chunk, f"{shard.name}.grad")
@@ -194,11 +192,12 @@ class Sharding:
         self.append_collective(CollectiveKind.ALL_GATHER, row, chunk, shard.name.rpartition(".")[0], creates=(storage,))
 
     def listen(self, fake: torch.Tensor, shard: Shard | None, *, reduce_at_once: bool) -> None:
-        """Add a hook that reduces a final gradient. Small gradients are queued, except with ``reduce_at_once``."""
+        """Reduce the final gradient of ``fake`` by a hook. Queue it first if not sharded and not ``reduce_at_once``."""
         if not fake.requires_grad or not fake.is_leaf:
             return
 
         def final(parameter: torch.Tensor) -> None:
+            """Reduce the final gradient of a parameter, or queue it."""
             with torch.no_grad():
                 if shard is not None:
                     self._reduce(shard, parameter)
@@ -246,7 +245,7 @@ class Sharding:
         return total
 
     def _queue(self, fake: torch.Tensor) -> None:
-        """Queue a small gradient. The queue is reduced when it is long, or when the backward pass ends."""
+        """Queue a small gradient by dtype; reduce the queue when it is large, or when the backward pass ends."""
         if not self._armed:
             self._armed = True
             call_after_backward(self._reduce_queued)
@@ -265,7 +264,7 @@ class Sharding:
                 self._reduce_together(row)
 
     def _reduce_together(self, fakes: Sequence[torch.Tensor]) -> None:
-        """Reduce several gradients as one tensor, and copy the sums back into the gradients."""
+        """Average several gradients over all processes, as one tensor, and copy the results back into them."""
         gradients = [_gradient_of(fake, "a parameter") for fake in fakes]
         chunks = Chunks(sum(gradient.numel() for gradient in gradients), self._count)
         first = gradients[0]

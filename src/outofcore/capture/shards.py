@@ -173,8 +173,7 @@ class Shards:
     def shard(self) -> None:
         """Replace each parameter by this process's range of process 0's values. All processes call this together.
 
-        Raises ``InputError`` if models differ, and ``StateError`` if a parameter cannot release its contents in some
-        process.
+        Raises ``InputError`` if models differ, and ``StateError`` if a process cannot release a parameter's contents.
         """
         error = ""
         try:
@@ -265,7 +264,7 @@ class Shards:
         return _SharedOutcome(self, action)
 
     def exchange_error(self, error: BaseException | None, action: str) -> None:
-        """Send ``error`` to all processes. If it is None, raise ``StateError`` for an error of another process."""
+        """Send ``error`` to all processes. Without one here, raise ``StateError`` if another could not ``action``."""
         texts: list[Any] = [None] * self.group.size()
         with translate_group_errors():
             torch.distributed.all_gather_object(texts, "" if error is None else str(error), group=self.group)
@@ -313,10 +312,13 @@ class Shards:
         return facts
 
     def _keep_own_range(self, shard: Shard) -> None:
-        """Broadcast a parameter and its state from process 0, and keep only this process's range."""
+        """Broadcast a parameter and its state from process 0; keep this process's ranges, and that of its gradient."""
         original = shard.original
         if original is None:
-            raise StateError(f"{shard.name} was spread before its contents were detached: please report it")
+            raise StateError(
+                f"{shard.name} was spread over the processes before its contents were detached: this is a bug in "
+                "outofcore; please report it"
+            )
         whole = original.detach()
         row = whole.as_strided((whole.numel(),), (1,), whole.storage_offset())
         self._broadcast(row)
@@ -381,14 +383,14 @@ def _can_shard(tensor: torch.Tensor) -> bool:
     )
 
 
-def _difference(here: list[tuple[str, str]], reference: list[tuple[str, str]]) -> str:
+def _difference(described: list[tuple[str, str]], reference: list[tuple[str, str]]) -> str:
     """Describe the first difference between the tensors of another process and the tensors of rank 0."""
-    for (key, value), (name, expected) in zip(here, reference, strict=False):
+    for (key, value), (name, expected) in zip(described, reference, strict=False):
         if key != name:
             return f"{key} there is {name} on rank 0"
         if value != expected:
             return f"{key} is {value} there, and {expected} on rank 0"
-    return f"{len(here)} parameters and buffers there, and {len(reference)} on rank 0"
+    return f"{len(described)} parameters and buffers there, and {len(reference)} on rank 0"
 
 
 @contextlib.contextmanager

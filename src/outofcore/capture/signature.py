@@ -41,7 +41,7 @@ class Signature(NamedTuple):
 
 
 def differs_only_in_sizes(new: Signature, known: Iterable[Signature]) -> bool:
-    """Return whether tensor arguments have new sizes, but otherwise match the arguments of a known signature."""
+    """Return whether tensor arguments have new sizes, and all but constants otherwise match a known signature."""
 
     def parts(signature: Signature) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         tensors = [leaf for leaf in signature.leaves if isinstance(leaf, tuple) and isinstance(leaf[0], torch.Size)]
@@ -281,6 +281,7 @@ def _stride_changes(names: list[str], old: Sequence[Any], new: Sequence[Any]) ->
 
 
 def _phase_changes(old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
+    """Describe each difference of two sequences of (name, value) pairs."""
     before, after = dict(old), dict(new)
     none = type(None)
     return [

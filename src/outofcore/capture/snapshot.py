@@ -112,7 +112,7 @@ class Snapshot:
         return len(self._entries)
 
     def change(self) -> str | None:
-        """Describe the first value that differs from the recorded one; None if no value does."""
+        """Describe the first value that has changed, or that there are too many to compare; None if all are equal."""
         if not self._is_whole:
             return f"the step can read more than {_MOST.entries} values, so that not all of them are compared"
         library, start, count = load_compare_library(), self._first_without_word, len(self._entries)
@@ -128,9 +128,9 @@ class Snapshot:
             start += 1
         return None
 
-    def _compare_by_value(self, place: int) -> str | None:
-        """Describe how an entry's value has changed. If it is equal, store the new object and return None."""
-        kind, owner, key, before, count, label = self._entries[place]
+    def _compare_by_value(self, index: int) -> str | None:
+        """Describe how entry ``index`` has changed. If it is equal, store the new object and return None."""
+        kind, owner, key, before, count, label = self._entries[index]
         match kind:
             case EntryKind.SIZE:
                 names, keys = before
@@ -151,8 +151,8 @@ class Snapshot:
                 return f"{label} has become a {type(owner).__name__}"
             case EntryKind.CALL:
                 return f"the contents of {label} changed"
-        self._entries[place] = kind, owner, key, before, count, label
-        self._table[place, 3:] = 0 if before is _ABSENT else id(before), count
+        self._entries[index] = kind, owner, key, before, count, label
+        self._table[index, 3:] = 0 if before is _ABSENT else id(before), count
         return None
 
 
@@ -160,6 +160,7 @@ _Entry = tuple[EntryKind, Any, Any, Any, int, str]
 
 
 def _current_value(kind: EntryKind, owner: Any, key: Any) -> Any:
+    """Read the current value of an entry; return ``_ABSENT`` without one."""
     if kind is EntryKind.ITEM:
         return dict.get(owner, key, _ABSENT)
     if kind is EntryKind.CELL:
@@ -288,7 +289,7 @@ class _ValueWalk:
             self._visit_parts(value, label, named=named)
 
     def add_globals(self) -> None:
-        """Record the module globals that the code loads, and queue their values."""
+        """Record the module globals that the code loads, and queue their values and the imported modules."""
         names: dict[int, tuple[dict[str, Any], set[str], Origin]] = {}
         for code, module_globals, origin in self._codes.values():
             names.setdefault(id(module_globals), (module_globals, set(), origin))[1].update(names_of(code).globals)
@@ -310,7 +311,7 @@ class _ValueWalk:
                     self._add_entry(EntryKind.ITEM, module_globals, name, _ABSENT, label)
 
     def _visit_parts(self, value: Any, label: str, *, named: bool) -> None:
-        """Record and queue the contents of a value, depending on its type."""
+        """Record and queue a value's contents by its type. ``named`` restricts dicts to keys that the code names."""
         if isinstance(value, types.FunctionType):
             self._visit_function(value, label)
         elif isinstance(value, types.MethodType):
@@ -344,6 +345,7 @@ class _ValueWalk:
                 self._visit_instance(value, label)
 
     def _visit_function(self, function: types.FunctionType, label: str) -> None:
+        """Record the closure and defaults of a function that has run, and the attributes of any function."""
         if id(function.__code__) in self._codes:
             self._functions.add(id(function.__code__))
             for name in _FUNCTION_PARTS:
@@ -355,7 +357,7 @@ class _ValueWalk:
             self._visit_dict(function.__dict__, label, self._user_names)
 
     def _visit_module(self, module: types.ModuleType, label: str) -> None:
-        """Record the attributes of a module that the code loads. Skip modules of the standard library."""
+        """Record a module's attributes under names that the code loads. Skip modules of the standard library."""
         origin = origin_of(module.__name__)
         if origin is Origin.OTHER and module.__name__.partition(".")[0] in sys.stdlib_module_names:
             return
@@ -366,7 +368,7 @@ class _ValueWalk:
                 self.enqueue(value, f"{label}.{name}")
 
     def _visit_class(self, kind: type) -> None:
-        """Record the attributes of a user's class that the code can read."""
+        """Record a class's attributes under names that the code loads. Skip classes that hold no user values."""
         if kind in self._classes or origin_of(str(kind.__module__)) is Origin.OTHER:
             return
         self._classes.add(kind)
@@ -378,7 +380,7 @@ class _ValueWalk:
             )
 
     def _visit_instance(self, value: Any, label: str) -> None:
-        """Record the attributes of an object and of its classes that the code can read."""
+        """Record attributes of an object and its classes under names that the code loads; queue submodules."""
         kind = type(value)
         origin = origin_of(str(kind.__module__))
         is_module = isinstance(value, nn.Module)
@@ -407,14 +409,14 @@ class _ValueWalk:
     def _visit_dict(
         self, attributes: dict[str, Any], label: str, names: frozenset[str] | None, *, named: bool = False
     ) -> None:
-        """Record the entries of a ``__dict__`` under ``names`` (all if None). ``named``: see ``_add_value``."""
+        """Record the entries of a ``__dict__`` under ``names`` (all if None). ``named`` restricts dicts inside them."""
         self._add_size(attributes, names, label)
         for name, value in list(attributes.items()):
             if (names is None or name in names) and name not in _MODULE_TABLES and not _is_dunder(name):
                 self._add_value(EntryKind.ITEM, attributes, name, value, f"{label}.{name}", named=named)
 
     def _visit_contents(self, value: Any, label: str, *, named: bool) -> None:
-        """Record the items of a container or array, depending on its type."""
+        """Record the items of a container or array, unless it is too large. ``named`` applies to dicts."""
         if isinstance(value, dict):
             self._visit_items(value, label, named=named)
         elif isinstance(value, list):
@@ -449,7 +451,7 @@ class _ValueWalk:
             ]
 
     def _visit_items(self, table: dict[Any, Any], label: str, *, named: bool) -> None:
-        """Record a dict's items. If it is large or ``named``, record only items under keys that the code names."""
+        """Record a dict's items. If it is large or ``named``, leave out text keys that the code does not name."""
         is_complete = not named and (len(table) <= _MOST.small_dict or id(table) in self._reads.fully_read)
         keys = self._keys if named else self._user_keys
         names = None if is_complete else keys

@@ -64,22 +64,19 @@ def capture_step(
 ) -> Captured:
     """Capture a call of a step, including backward pass and optimizer update, as one graph of ATen ops.
 
-    The step runs once, on tensors without contents. The user's models, optimizers, gradients, arguments and random
+    The step runs on tensors without contents. The user's models, optimizers, gradients, arguments and random
     generators are unchanged afterwards, even on errors. Captures in several threads take turns.
 
     Args:
-        step: may use the models, the optimizers and plain Python values from outside; every other tensor must be an
-            argument.
+        step: may use models, optimizers and plain Python values from outside; any other tensor must be an argument.
         models: all modules whose parameters or buffers the step uses.
         optimizers: all optimizers that the step uses.
         device: where the step will run with its parameters, buffers and arguments, by default the device of the model.
-        gradients: assumed gradients before the step by parameter id, or None for no gradient. Such a capture cannot be
-            run.
+        gradients: assumed gradients before the step, by parameter id (None for no gradient), to plan but not to run.
 
     Raises:
-        InputError: a module is lazy and has no shapes yet, or is not initialised.
-        CaptureError: the step reads a tensor's value, uses an undeclared tensor, or does something else that one graph
-            cannot express.
+        InputError: a module has no shapes yet or is not initialised, or an argument or wrapper is unsuitable.
+        CaptureError: the step reads a tensor's value, uses an undeclared tensor, or does not fit into one graph.
         VersionError: this PyTorch lacks a private name on which captures rely.
     """
     require(Feature.COMPILE)
@@ -101,7 +98,7 @@ def capture_step(
 
 
 def steady_state_gradients(captured: Captured) -> dict[int, Value | None]:
-    """Return the ``gradients`` that ``capture_step`` needs in order to capture the steady-state step."""
+    """Return the changed gradients, by parameter id, with which ``capture_step`` captures the steady-state step."""
     states = captured.states
     leftover = {
         states[leftover.parameter].tensor: captured.values[leftover.value] for leftover in captured.gradients_left
@@ -132,7 +129,7 @@ class _StepCall:
 def _capture_once(
     call: _StepCall, device: torch.device | None, gradients: Mapping[int, Value | None], options: CaptureOptions
 ) -> tuple[Captured, bool]:
-    """Capture a step. Also return whether gradients were grouped before their order was known."""
+    """Capture a step. Also return whether a second capture is needed, since the order of gradients was unknown."""
     models, optimizers, shards = call.models, call.optimizers, options.shards
     guard = Guard(call.step, models, optimizers)
     counts = average_counts(models)

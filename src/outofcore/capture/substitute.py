@@ -104,7 +104,7 @@ class Substitute(TorchFunctionMode):
         return self._functions[-1][1] if self._functions else None
 
     def swap(self, tree: Any) -> Any:
-        """Replace real tensors in nested containers by fakes; raise ``CaptureError`` for undeclared tensors."""
+        """Return ``tree`` with fakes in place of real tensors; raise ``CaptureError`` for undeclared tensors."""
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             # Wrappers contain fakes, see ``cover_entry_points``.
@@ -168,7 +168,7 @@ class Substitute(TorchFunctionMode):
         return result if isinstance(result, str) else self.known.lend(args[0], result)
 
     def _answer_count(self, name: str, args: tuple[Any, ...]) -> bool | None:
-        """Answer a comparison of a count with zero; None for other functions. Also track additions to the count."""
+        """Track changes of an ``n_averaged`` count. Return the result of a comparison with zero, else None."""
         key, number = id(args[0]), args[1] if len(args) > 1 else None
         if name in _ADDITIONS and type(number) is int:
             self._counts[key] += number
@@ -233,6 +233,7 @@ class Substitute(TorchFunctionMode):
                 return as_list(value)
 
         def checked_storage_method(name: str) -> Callable[..., Any]:
+            """Return the storage method ``name``, with a check that refuses tensors without contents."""
             original = getattr(torch.UntypedStorage, name)
 
             def call(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
@@ -274,7 +275,7 @@ def average_counts(models: Sequence[nn.Module]) -> dict[int, int]:
 
 
 def _with_lengths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Convert lists of lengths in arguments of ``ctc_loss`` to tensors. PyTorch would do it where no mode sees it."""
+    """Convert lists of lengths in arguments of ``ctc_loss`` to tensors, which PyTorch would do outside of all modes."""
 
     def tensor(value: Any) -> Any:
         return torch.tensor(value, dtype=torch.int64) if isinstance(value, list | tuple) else value

@@ -65,7 +65,6 @@ class Tables:
         return len(self.storages) - 1
 
     def add_storage(self, count: int, kind: StorageKind, name: str) -> int:
-        """Register a storage of ``count`` bytes without a fake tensor, and return its number."""
         self.storages.append(TracedStorage(count, kind, name, None))
         return len(self.storages) - 1
 
