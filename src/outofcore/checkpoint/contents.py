@@ -143,7 +143,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]
 def unchanged_parameter_ids(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], written: Collection[torch.Tensor]
 ) -> set[int]:
-    """Return the ids of parameters that have no gradient and no optimizer state, and share no changing memory."""
+    """Return the ids of frozen parameters that share no storage with trained parameters, buffers or ``written``."""
     frozen: dict[int, int] = {}
     stateful = {id(parameter) for optimizer in optimizers for parameter, state in optimizer.state.items() if state}
     changing = {storage_key(tensor) for tensor in (*written, *(b for model in models for b in model.buffers()))}
@@ -178,7 +178,10 @@ def plain_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def plain_state(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """Return the optimizer state without tensors, by parameter number; raises ``StateError`` if it cannot be saved."""
+    """Return the optimizer state except tensors, by parameter number.
+
+    Raises ``StateError`` if JSON cannot hold a value, or if some state is of a tensor that is not a parameter.
+    """
     parameters = parameters_of(optimizer)
     parameter_ids = {id(parameter) for parameter in parameters}
     for key in optimizer.state:
@@ -199,7 +202,7 @@ def plain_state(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
 
 
 def check_plain(value: Any, description: str) -> None:
-    """Raise ``StateError`` for a value that JSON does not restore exactly; accept tuples, which become lists."""
+    """Raise ``StateError`` if JSON cannot hold a value exactly; accept tuples, although they become lists."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
@@ -251,7 +254,7 @@ def plain_generators() -> dict[str, Any]:
 
 
 def restore_plain_generators(saved: SavedGenerators, file: Path) -> None:
-    """Restore the saved states of ``random`` and ``numpy.random``; raises ``InputError`` if one is refused."""
+    """Restore the states of ``random`` and ``numpy.random``; raises ``InputError`` if Python or NumPy refuses one."""
     python, numpy = saved.python, saved.numpy
     key = np.array(numpy.key, dtype=np.uint32)
     try:

@@ -111,10 +111,10 @@ def _collect_state(
     shards: Shards | None,
     omitted: Collection[int],
 ) -> tuple[dict[str, NamedTensors], dict[str, Any]]:
-    """Return the tensors to save by file stem, and the index without file names; skip tensors with ``omitted`` ids."""
+    """Return the tensors to save by file stem, and the index without file names; leave out ``omitted`` ids."""
 
     def part_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor | ShardRange:
-        """Wrap ``value`` in a ``ShardRange`` if ``parameter`` is sharded and ``value`` is not a scalar."""
+        """Return ``value`` as a ``ShardRange`` if ``parameter`` is sharded; return a scalar unchanged."""
         shard = None if shards is None else shards.shard_of(parameter)
         if shard is None:
             return value
@@ -317,7 +317,7 @@ def _check_devices(number: int, tensors: NamedTensors) -> None:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[str]:
-    """Create and lock a folder, and yield the suffix of new data files, such as "-000001.safetensors"."""
+    """Create and lock a folder, and yield the suffix of new data files; raises ``StateError`` if it is locked."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -341,7 +341,7 @@ def lock_folder(folder: Path) -> Iterator[str]:
 
 
 def commit_index(folder: Path, index: Mapping[str, Any], files: set[str]) -> None:
-    """Replace a checkpoint's index, then delete all data files except ``files``; raises ``TransferError``."""
+    """Replace a checkpoint's index, then delete all data files except ``files``; may raise ``TransferError``."""
     new = folder / _NEW_INDEX
     data = (json.dumps({"format": FORMAT, **index}, separators=(",", ":"), ensure_ascii=False) + "\n").encode()
     try:

@@ -50,7 +50,7 @@ def point_of(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> P
 
 
 def budgets_between(smallest: int, in_core: int, count: int = CURVE_POINTS) -> tuple[int, ...]:
-    """Return up to ``count`` budgets from ``smallest`` to ``in_core`` at equal ratios; for one, return ``in_core``."""
+    """Return up to ``count`` budgets from ``smallest`` to ``in_core`` at equal ratios; if 1, only ``in_core``."""
     smallest, in_core = max(smallest, 1), max(in_core, smallest, 1)
     if count < 2 or smallest == in_core:
         return (in_core,)
@@ -86,7 +86,7 @@ def _best_point(new: Point, before: Sequence[Point]) -> Point:
 def find_lossless_budget(
     graph: StepGraph, costs: Costs, points: Sequence[Point], policy: PolicyLike = "auto"
 ) -> tuple[int, tuple[Point, ...]]:
-    """Find a small budget that makes the step at most 1 % slower than in core; also return all points tried."""
+    """Find a small budget with a step at most 1 % slower than in core; also return ``points`` and new ones."""
     ordered = sorted(points, key=lambda p: p.budget)
     limit = (ordered[-1].seconds or 0.0) * LOSSLESS_RATIO
     index = next(i for i, p in enumerate(ordered) if p.seconds is not None and p.seconds <= limit)
@@ -138,7 +138,7 @@ def build_insight(
 
 
 def _savings_of_faster_machines(graph: StepGraph, costs: Costs, planned: Planned) -> list[Help]:
-    """Return the seconds that the same program would save if ops, or links, were twice as fast."""
+    """Return the seconds that the same program would save with ops, and with links, twice as fast."""
     now = planned.timeline.step_seconds
     faster = replace(costs, ops=tuple(OpCost(cost.seconds / 2, cost.workspace_bytes) for cost in costs.ops))
     cases = [("ops twice as fast", faster)]
@@ -159,6 +159,7 @@ def _describe_error(predicted: float, measured: float) -> str:
 
 
 def _describe_bottleneck(spent: TimeSpent, copies: bool) -> str:
+    """Return a sentence that names the bottleneck of a step; ``copies``: whether it copies any tensor."""
     total = spent.seconds or 1.0
     shares = {
         "the link": spent.for_copies + spent.end,
@@ -226,7 +227,7 @@ class Estimate:
         return parse_bytes(budget) >= self.smallest_budget
 
     def at(self, budget: int | str) -> Point:
-        """Return the prediction for a budget, and plan for it if needed; raises ``UnitError`` for an invalid size."""
+        """Return the prediction for a budget, planning for it if needed; raises ``UnitError`` for an invalid size."""
         budget_bytes = parse_bytes(budget)
         existing = next((point for point in self.points if point.budget == budget_bytes), None)
         graph, costs = self.graph, self.costs
@@ -235,6 +236,7 @@ class Estimate:
         return existing or predict_point(graph, costs, budget_bytes, self.policy)
 
     def _facts(self) -> list[tuple[str, str]]:
+        """Return the budgets and the compute time as pairs of title and text."""
         whole = [] if self.whole_budget is None else [("without splitting", format_bytes(self.whole_budget))]
         return [
             ("smallest budget", format_bytes(self.smallest_budget)),
@@ -263,6 +265,7 @@ def format_points(points: Sequence[Point]) -> str:
 
 
 def _rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
+    """Return a table of points as rows of text, starting with the header."""
     rows = [("budget", "step", "evicted", "fetched", "recompute", "policy")]
     rows += [
         (
@@ -288,7 +291,10 @@ def estimate_graph(
     parts: tuple[StepGraph, Costs] | None = None,
     tell: ProgressCallback,
 ) -> Estimate:
-    """Estimate a step for ``budgets`` and for some between smallest and in core; raises ``GraphError`` without ops."""
+    """Estimate a step for ``budgets`` and for a curve of budgets up to in core.
+
+    Smaller budgets are estimated with ``parts``, the split step. Raises ``GraphError`` if the step has no ops.
+    """
     if not graph.ops:
         raise GraphError("the step has no ops, so it has no costs to estimate; compute with tensors in it")
     smallest, in_core = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)

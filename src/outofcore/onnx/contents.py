@@ -130,7 +130,7 @@ class _Reader:
 
 
 def read_model(path: Path, onnx: Any, is_supported: Callable[[str, str, int], bool]) -> Model:
-    """Read and check an ONNX file, except the bytes of tensors; ``is_supported`` takes domain, operator, opset."""
+    """Read an ONNX file except large tensors; raises ``InputError``. ``is_supported`` takes domain, operator and opset."""
     from google.protobuf.message import DecodeError  # noqa: PLC0415 - it comes with the package onnx
 
     try:
@@ -158,6 +158,7 @@ def read_model(path: Path, onnx: Any, is_supported: Callable[[str, str, int], bo
 
 
 def _read_model(reading: _Reader, proto: Any) -> Model:
+    """Read and check the opsets, the functions and the graph of a parsed ONNX file."""
     opsets: dict[str, int] = {}
     for item in proto.opset_import:
         domain = _normalize_domain(item.domain)
@@ -207,7 +208,7 @@ def _normalize_domain(name: str) -> str:
 
 
 def _read_graph(reading: _Reader, proto: Any, outer_values: frozenset[str], depth: int) -> Graph:
-    """Read and check a graph; ``outer_values`` are the names that it may use from outer graphs."""
+    """Read and check a graph; ``outer_values`` are the values of outer graphs that it may use."""
     if depth > MAX_DEPTH:
         raise InputError(f"graphs are nested more than {MAX_DEPTH} deep; simplify the model")
     tensors: dict[str, StoredTensor] = {}
@@ -265,7 +266,7 @@ def _first_duplicate(names: Sequence[str]) -> str | None:
 def _read_nodes(
     reading: _Reader, raw: Sequence[Any], inputs_and_weights: frozenset[str], outer_values: frozenset[str], depth: int
 ) -> tuple[Node, ...]:
-    """Read and sort the nodes of a graph; ``outer_values`` are the names that they may use from outer graphs."""
+    """Read and sort the nodes of a graph; ``outer_values`` are the values of outer graphs that they may use."""
     producers: dict[str, int] = {}
     for place, proto in enumerate(raw):
         _check_text(proto.name, proto.op_type, proto.domain, proto.overload, *proto.input, *proto.output)
@@ -321,7 +322,7 @@ def _outer_names(proto: Any, reading: _Reader, depth: int) -> set[str]:
 
 
 def _topological_order(raw: Sequence[Any], needed: Sequence[set[int]]) -> list[int]:
-    """Sort node indices topologically, in file order if possible; raises ``InputError`` for a cycle."""
+    """Sort node indices so that ``needed`` nodes come first, in file order if possible; raises ``InputError`` for a cycle."""
     if all(predecessor < place for place, predecessors in enumerate(needed) for predecessor in predecessors):
         return list(range(len(raw)))
     remaining = [set(predecessors) for predecessors in needed]
@@ -440,6 +441,7 @@ def _inline_function(reading: _Reader, proto: Any, function: Any, attributes: Ma
 
 
 def _read_declared(item: Any) -> DeclaredValue:
+    """Read the name, type and shape of a graph's input or output; type and shape are None if not declared."""
     _check_text(item.name)
     kind = item.type.WhichOneof("value") if item.HasField("type") else None
     if kind != "tensor_type":
@@ -496,7 +498,7 @@ def _read_attributes(reading: _Reader, proto: Any, visible: frozenset[str], dept
 
 
 def _read_attribute(reading: _Reader, title: str, item: Any, visible: frozenset[str], depth: int) -> Any:
-    """Return an attribute's value: a number, text, a ``StoredTensor`` or a ``Graph``, or a tuple of one of these."""
+    """Return the value of an attribute: a number, text, ``StoredTensor`` or ``Graph``, or a tuple of such values."""
     if item.type not in _VALUE_FIELDS:
         raise InputError(
             f"{title}: the attribute {item.name!r} is of the unknown type {item.type}; export the model again"
@@ -532,7 +534,7 @@ def _find_schema(package: Any, domain: str, name: str, version: int) -> Any:
 
 
 def _check_schema(reading: _Reader, node: Node, schema: Any) -> None:
-    """Raise ``InputError`` unless a node has the attributes, inputs and outputs of its operator's schema."""
+    """Raise ``InputError`` if a node breaks its operator's schema, or if the operator is deprecated."""
     if schema.deprecated:
         raise InputError(
             f"{node}: ONNX has removed this operator; convert the model to a newer opset with onnx.version_converter"
@@ -566,6 +568,7 @@ def _check_schema(reading: _Reader, node: Node, schema: Any) -> None:
 
 
 def _has_type(type_name: str, value: Any) -> bool:
+    """Return whether a value has a schema's attribute type; True for a type that is not checked."""
     kinds: dict[str, Callable[[Any], bool]] = {
         "FLOAT": lambda v: isinstance(v, float),
         "INT": lambda v: isinstance(v, int),
@@ -584,7 +587,7 @@ def _has_type(type_name: str, value: Any) -> bool:
 
 
 def _read_tensor(reading: _Reader, proto: Any) -> StoredTensor:
-    """Read a tensor's name, dtype, shape and bytes; for a large or external tensor, the position of its bytes."""
+    """Read a tensor's name, type, shape and bytes; if large or external, only the position of its bytes."""
     _check_text(proto.name)
     shape, code = tuple(proto.dims), proto.data_type
     title = f"the tensor {proto.name!r}" if proto.name else "a tensor of an attribute"
@@ -633,7 +636,7 @@ def _check_shape(title: str, array: np.ndarray[Any, Any], shape: tuple[int, ...]
 
 
 def _read_typed_field(reading: _Reader, title: str, proto: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Return the bytes of a tensor that has its numbers in a typed field such as ``float_data``, not as bytes."""
+    """Return the bytes of a tensor with numbers in a typed field, such as ``float_data``, instead of ``raw_data``."""
     code = proto.data_type
     name, kind = _TYPED_FIELDS.get(code, ("int32_data", np.int32))
     values = np.array(list(getattr(proto, name)), dtype=kind)
@@ -662,7 +665,7 @@ _TYPED_FIELDS: dict[int, tuple[str, Any]] = {
 
 
 def _find_external(model: Path, title: str, entries: Mapping[str, str], byte_count: int) -> FileRange:
-    """Find a tensor's bytes in an external file; raises ``InputError`` for a file outside of the model's folder."""
+    """Return where an external tensor's bytes are; raises ``InputError`` if not in a file inside the model's folder."""
     # A downloaded model could otherwise read any file of the user.
     location = entries.get("location", "")
     folder = model.resolve().parent
