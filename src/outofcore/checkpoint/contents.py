@@ -116,7 +116,7 @@ def collect_contents(model: nn.Module) -> ModelContents:
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise StateError(
                 f"the module {path or 'itself'} has extra state (get_extra_state), which a checkpoint cannot store; "
-                "save that state in a file of its own, or with extra="
+                "save that state in another file, or pass it as the argument extra if JSON can hold it"
             )
     for name, tensor, persistent in _named_tensors(model):
         window = (storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -178,17 +178,14 @@ def plain_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def plain_state(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """Return the optimizer state except tensors, by parameter number.
-
-    Raises ``StateError`` if JSON cannot hold a value, or if some state is of a tensor that is not a parameter.
-    """
+    """Return the optimizer state without tensors, by parameter number; raises ``StateError`` for unsupported state."""
     parameters = parameters_of(optimizer)
     parameter_ids = {id(parameter) for parameter in parameters}
     for key in optimizer.state:
         if id(key) not in parameter_ids:
             raise StateError(
                 f"{type(optimizer).__name__} keeps state for a tensor that is not one of its parameters, which a "
-                "checkpoint cannot store; save it by yourself, or with extra="
+                "checkpoint cannot store; save that state in another file, or pass it as the argument extra"
             )
     plain_by_number: dict[str, dict[str, Any]] = {}
     for number, parameter in enumerate(parameters):
@@ -215,8 +212,8 @@ def check_plain(value: Any, description: str) -> None:
             check_plain(item, description)
     elif type(value) not in _PLAIN_TYPES:
         raise StateError(
-            f"{description} is a {type(value).__name__}, which a checkpoint cannot hold: numbers, text, True, False "
-            "and None, and lists and dicts of these, can be saved"
+            f"{description} is a {type(value).__name__}, which a checkpoint cannot hold; convert it to numbers, text, "
+            "True, False or None, or to lists or dicts of these"
         )
 
 

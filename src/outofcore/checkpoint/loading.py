@@ -150,7 +150,7 @@ class Checkpoint:
         return tensor
 
     def _accepts_entry(self, parameter: torch.Tensor, tensor: Any, entry: Entry) -> bool:
-        """Return whether an entry can fill ``tensor``, a state of ``parameter``; if it can fill a shard, record it."""
+        """Return whether an entry can fill ``tensor``, a state of ``parameter``; record a shard that it can fill."""
         shard = self._shard_of(parameter)
         if not isinstance(tensor, torch.Tensor):
             return False
@@ -208,7 +208,7 @@ class Checkpoint:
         return {name: self._target(tensor) for name, tensor in targets.items() if name not in model.omitted}
 
     def _check_omitted(self, description: str, parameter: torch.Tensor, saved: OmittedParameter) -> None:
-        """Raise ``InputError`` unless an unsaved parameter has its recorded shape and dtype, is frozen, and has data."""
+        """Raise ``InputError`` unless an unsaved parameter has its recorded shape and dtype, is frozen and has data."""
         current = OmittedParameter.of(parameter)
         if current != saved:
             raise InputError(
@@ -275,7 +275,7 @@ class Checkpoint:
     def _allocate_missing(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], faces: Faces | None
     ) -> Targets:
-        """Allocate optimizer state that is missing or does not fit, and return it with existing or new gradients."""
+        """Allocate optimizer state that is missing or does not fit; return it with old or new gradient tensors."""
         entries = self._files["training"].entries
         allocated: Targets = {}
         for number, optimizer in enumerate(optimizers):

@@ -81,12 +81,11 @@ def save_checkpoint(
     frozen: bool = True,
     written: Collection[torch.Tensor] = (),
 ) -> None:
-    """Write a checkpoint into a folder; when it is complete, it replaces the previous checkpoint.
+    """Write a checkpoint into a folder; only a complete checkpoint replaces the previous one.
 
     ``faces`` read tensors from their home; ``extra`` is plain data for JSON. All processes of ``shards`` call this
     together: the first writes whole tensors, and the others send it their ranges in small pieces. ``frozen=False``
     leaves out frozen parameters that training does not change; ``written`` are the tensors that steps write.
-    If a write or a read fails, the previous checkpoint is still complete.
     """
     omitted = set[int]() if frozen else unchanged_parameter_ids(models, optimizers, written)
     if shards is None:
@@ -331,7 +330,8 @@ def lock_folder(folder: Path) -> Iterator[str]:
         except OSError as error:
             if error.errno == errno.EWOULDBLOCK:
                 raise StateError(
-                    f"another process is saving a checkpoint into {folder}; save into a folder of your own"
+                    f"another process is saving a checkpoint into {folder}; wait until it has finished, or save into "
+                    "another folder"
                 ) from error
             # The file system has no locks: two processes must not save into one folder.
         numbers = [int(match[1]) for path in folder.iterdir() if (match := _DATA.fullmatch(path.name))]

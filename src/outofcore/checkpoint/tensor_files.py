@@ -194,7 +194,6 @@ class OutFile:
             os.close(self._descriptor)
 
     def write(self, source: memoryview | bytes) -> None:
-        """Append bytes to the buffer, write it to the file when it is full, and update ``bytes`` and ``crc32``."""
         source = memoryview(source)
         self.crc32 = zlib.crc32(source, self.crc32)
         self.bytes += len(source)
@@ -401,7 +400,9 @@ class Weights:
         if path.is_dir():
             path = next((path / name for name in (_INDEX_FILE, _SINGLE_FILE) if (path / name).is_file()), path)
             if path.is_dir():
-                raise InputError(f"{path} has neither {_SINGLE_FILE} nor {_INDEX_FILE}; name the file itself")
+                raise InputError(
+                    f"{path} has neither {_SINGLE_FILE} nor {_INDEX_FILE}; pass the path of a weights file"
+                )
         if path.name.endswith(".json"):
             self._read_index(path)
         else:
@@ -409,7 +410,6 @@ class Weights:
             self._entries = {name: (file, entry) for name, entry in file.entries.items()}
 
     def _read_index(self, path: Path) -> None:
-        """Record the tensors that an index file lists, and read the headers of their files."""
         files: dict[str, TensorFile] = {}
         for name, file_name in decode_json(path, None, _WeightMap).weight_map.items():
             if file_name not in files:

@@ -129,8 +129,7 @@ def cost_step(
 ) -> StepCosts:
     """Capture a step without training, and measure or estimate its costs; raises ``CaptureError``.
 
-    If the first call and later calls differ, the result is for the call that needs more memory; with ``sharing``,
-    it is for rank 0. ``kernels`` replaces ops by fused ones. On another device all splits count as exact.
+    The result is for the call of rank 0 that needs most memory. On another device all splits count as exact.
     """
     tell("capture the step", 0, 1)
     if sharing is not None:

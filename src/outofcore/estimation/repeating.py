@@ -124,7 +124,7 @@ def _is_joint_update(graph: StepGraph, op: Op) -> bool:
 
 
 def _reads_by_parameter(graph: StepGraph, op: Op) -> list[list[int]]:
-    """List each parameter's ids that an update reads: parameter, state and gradient; may raise ``_MismatchError``."""
+    """Group the ids that an update reads by parameter, the parameter's id first; may raise ``_MismatchError``."""
     members = {graph.storages[s].name: [s] for s in op.reads if graph.storages[s].kind is StorageKind.PARAMETER}
     for s in op.reads:
         if graph.storages[s].kind is StorageKind.PARAMETER:
@@ -398,7 +398,7 @@ class _BlockRepeater:
         return _build_step(tuple(storages), parts, outputs, self._step.costs)
 
     def _scale_cost(self, op: Op, cost: OpCost, used: tuple[int, ...], storages: Sequence[Storage]) -> OpCost:
-        """Scale the time of an uncopied op to the bytes ``used``; raises ``_MismatchError`` if large results grow."""
+        """Scale an uncopied op's time to the bytes of ``used``; raises ``_MismatchError`` if large results grow."""
         before = dict.fromkeys(op.reads + op.mutates)
         after = dict.fromkeys(used)
         if len(before) == len(after):
@@ -420,9 +420,8 @@ def _repeated_order(
 ) -> list[tuple[int, int | None]] | None:
     """Return the order of items when ``count`` copies replace the two middle blocks; None if the blocks differ.
 
-    Each result is an index into ``blocks``, and the number of the copy from 1 (None: not copied). Items with equal
-    ``roles`` match. Unless ``strict``, unmatched items of block one are copied, and unmatched items of block two are
-    left out.
+    Each result is an index into ``blocks``, and the number of the copy from 1 (None: not copied). Unless ``strict``,
+    items of block one without a match are copied, and items of block two without a match are left out.
     """
     result: list[tuple[int, int | None]] = []
     at, total = 0, len(blocks)

@@ -67,7 +67,6 @@ def trace_step(path: Path, step: ReportedStep, *, began_ns: int = 0, beside: Pat
 
 
 def _standard_notes(step: ReportedStep) -> list[tuple[str, str]]:
-    """Return notes about the machine, its links, the step and the plan, as pairs of title and text."""
     machine, graph, planned = this_machine(), step.graph, step.planned
     description = (
         f"{machine.cpu}, {machine.cores} cores, {format_bytes(machine.memory_bytes)} of memory, {machine.kernel}"

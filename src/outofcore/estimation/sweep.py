@@ -50,7 +50,7 @@ def point_of(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> P
 
 
 def budgets_between(smallest: int, in_core: int, count: int = CURVE_POINTS) -> tuple[int, ...]:
-    """Return up to ``count`` budgets from ``smallest`` to ``in_core`` at equal ratios; if 1, only ``in_core``."""
+    """Return up to ``count`` budgets from ``smallest`` to ``in_core`` at equal ratios; only ``in_core`` for 1."""
     smallest, in_core = max(smallest, 1), max(in_core, smallest, 1)
     if count < 2 or smallest == in_core:
         return (in_core,)
@@ -86,7 +86,7 @@ def _best_point(new: Point, before: Sequence[Point]) -> Point:
 def find_lossless_budget(
     graph: StepGraph, costs: Costs, points: Sequence[Point], policy: PolicyLike = "auto"
 ) -> tuple[int, tuple[Point, ...]]:
-    """Find a small budget with a step at most 1 % slower than in core; also return ``points`` and new ones."""
+    """Find a small budget with a step at most 1 % slower than in core; also return ``points`` and the points tried."""
     ordered = sorted(points, key=lambda p: p.budget)
     limit = (ordered[-1].seconds or 0.0) * LOSSLESS_RATIO
     index = next(i for i, p in enumerate(ordered) if p.seconds is not None and p.seconds <= limit)
@@ -107,15 +107,12 @@ def build_insight(
     budget: int,
     planned: Planned,
     *,
-    measured: Timeline | None = None,
-    count: int = CURVE_POINTS,
+    measured: Timeline | None = None,  # replaces the prediction in the search for the bottleneck
+    count: int = CURVE_POINTS,  # of other budgets; 0: only faster machines
     policy: PolicyLike = "auto",
     tell: PlanProgress | None = None,
 ) -> Insight:
-    """Compare a planned step with other budgets and faster machines, and find its bottleneck.
-
-    The bottleneck is that of ``measured``, if given. ``count`` is the number of other budgets; 0: only faster machines.
-    """
+    """Compare a planned step with other budgets and faster machines, and find its bottleneck."""
     smallest, in_core = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)
     current = point_of(graph, costs, budget, planned)
     # Compare with 100 MiB more, or a quarter of a small budget.
@@ -159,7 +156,6 @@ def _describe_error(predicted: float, measured: float) -> str:
 
 
 def _describe_bottleneck(spent: TimeSpent, copies: bool) -> str:
-    """Return a sentence that names the bottleneck of a step; ``copies``: whether it copies any tensor."""
     total = spent.seconds or 1.0
     shares = {
         "the link": spent.for_copies + spent.end,
@@ -236,7 +232,6 @@ class Estimate:
         return existing or predict_point(graph, costs, budget_bytes, self.policy)
 
     def _facts(self) -> list[tuple[str, str]]:
-        """Return the budgets and the compute time as pairs of title and text."""
         whole = [] if self.whole_budget is None else [("without splitting", format_bytes(self.whole_budget))]
         return [
             ("smallest budget", format_bytes(self.smallest_budget)),
@@ -265,7 +260,6 @@ def format_points(points: Sequence[Point]) -> str:
 
 
 def _rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
-    """Return a table of points as rows of text, starting with the header."""
     rows = [("budget", "step", "evicted", "fetched", "recompute", "policy")]
     rows += [
         (
@@ -288,13 +282,10 @@ def estimate_graph(
     budgets: Sequence[int] = (),
     policy: PolicyLike = "auto",
     machine: str = "",
-    parts: tuple[StepGraph, Costs] | None = None,
+    parts: tuple[StepGraph, Costs] | None = None,  # the split step, for smaller budgets
     tell: ProgressCallback,
 ) -> Estimate:
-    """Estimate a step for ``budgets`` and for a curve of budgets up to in core.
-
-    Smaller budgets are estimated with ``parts``, the split step. Raises ``GraphError`` if the step has no ops.
-    """
+    """Estimate a step for ``budgets``, and for a curve up to in core; raises ``GraphError`` if it has no ops."""
     if not graph.ops:
         raise GraphError("the step has no ops, so it has no costs to estimate; compute with tensors in it")
     smallest, in_core = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)

@@ -102,7 +102,7 @@ class Builder:
             self._values[declared.name] = _Value(node)
 
     def build(self, graph: Graph, prefix: str, hosts: int = 0) -> list[fx.Node]:
-        """Build the fx graph, and return the outer nodes that it takes as inputs; its first ``hosts`` inputs are on the CPU."""
+        """Build the fx graph, and return the outer nodes that it uses; the first ``hosts`` inputs are on the CPU."""
         for declared in graph.inputs[:hosts]:
             value = self._values[declared.name]
             self._values[declared.name] = None if value is None else replace(value, is_host=True)
@@ -264,7 +264,8 @@ class Builder:
             elif name in _DTYPE_ATTRIBUTES and name in node.attributes:
                 if value and (value not in DTYPES or value in (21, 22)):
                     raise InputError(
-                        f"{node}: PyTorch does not compute with its data type {value} here; use another type"
+                        f"{node}: PyTorch does not compute with the ONNX data type {value} here; export the model "
+                        "with another type"
                     )
                 value = DTYPES.get(value, inspect.Parameter.empty)
             if value is not inspect.Parameter.empty:

@@ -130,7 +130,7 @@ class _Reader:
 
 
 def read_model(path: Path, onnx: Any, is_supported: Callable[[str, str, int], bool]) -> Model:
-    """Read an ONNX file except large tensors; raises ``InputError``. ``is_supported`` takes domain, operator and opset."""
+    """Read an ONNX file except large tensors; raises ``InputError``. ``is_supported`` takes domain, op and opset."""
     from google.protobuf.message import DecodeError  # noqa: PLC0415 - it comes with the package onnx
 
     try:
@@ -158,7 +158,6 @@ def read_model(path: Path, onnx: Any, is_supported: Callable[[str, str, int], bo
 
 
 def _read_model(reading: _Reader, proto: Any) -> Model:
-    """Read and check the opsets, the functions and the graph of a parsed ONNX file."""
     opsets: dict[str, int] = {}
     for item in proto.opset_import:
         domain = _normalize_domain(item.domain)
@@ -322,7 +321,7 @@ def _outer_names(proto: Any, reading: _Reader, depth: int) -> set[str]:
 
 
 def _topological_order(raw: Sequence[Any], needed: Sequence[set[int]]) -> list[int]:
-    """Sort node indices so that ``needed`` nodes come first, in file order if possible; raises ``InputError`` for a cycle."""
+    """Sort node indices behind their ``needed`` nodes, in file order if possible; raises ``InputError`` for a cycle."""
     if all(predecessor < place for place, predecessors in enumerate(needed) for predecessor in predecessors):
         return list(range(len(raw)))
     remaining = [set(predecessors) for predecessors in needed]
@@ -441,7 +440,6 @@ def _inline_function(reading: _Reader, proto: Any, function: Any, attributes: Ma
 
 
 def _read_declared(item: Any) -> DeclaredValue:
-    """Read the name, type and shape of a graph's input or output; type and shape are None if not declared."""
     _check_text(item.name)
     kind = item.type.WhichOneof("value") if item.HasField("type") else None
     if kind != "tensor_type":
@@ -568,7 +566,6 @@ def _check_schema(reading: _Reader, node: Node, schema: Any) -> None:
 
 
 def _has_type(type_name: str, value: Any) -> bool:
-    """Return whether a value has a schema's attribute type; True for a type that is not checked."""
     kinds: dict[str, Callable[[Any], bool]] = {
         "FLOAT": lambda v: isinstance(v, float),
         "INT": lambda v: isinstance(v, int),
@@ -623,7 +620,7 @@ def _check_length(title: str, shape: tuple[int, ...], code: int, length: int, by
     if length != byte_count:
         raise InputError(
             f"{title} has {length} bytes, and its shape {shape} with {BITS[code]} bits per element needs {byte_count}; "
-            "the file was cut off or changed"
+            "the file was cut off or changed: use another copy of it"
         )
 
 
@@ -674,7 +671,7 @@ def _find_external(model: Path, title: str, entries: Mapping[str, str], byte_cou
         "data next to the model, not as a link, and save the model with that name"
     )
     if not location:
-        raise InputError(f"{title} is in another file, and the model has no name for it; export the model again")
+        raise InputError(f"{title} is in another file that the model does not name; export the model again")
     if "\0" in location or Path(location).is_absolute() or ".." in Path(location.replace("\\", "/")).parts:
         raise InputError(outside)
     path = model.parent / location
@@ -697,7 +694,7 @@ def _find_external(model: Path, title: str, entries: Mapping[str, str], byte_cou
     if offset < 0 or length < 0 or offset + length > size:
         raise InputError(
             f"{title} is at bytes {offset} to {offset + length} of {path}, which has {size}; the file was cut off or "
-            "replaced"
+            "replaced: use another copy of it"
         )
     return FileRange(real, offset, length)
 

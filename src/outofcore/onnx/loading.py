@@ -49,7 +49,6 @@ def load(path: str | os.PathLike[str], *, contents: bool = True) -> OnnxModel:
 
 
 def _package() -> Any:
-    """Return the package ``onnx``; raises ``InputError`` if it is not installed."""
     try:
         import onnx  # noqa: PLC0415 - few users have it
     except ModuleNotFoundError as error:
