@@ -275,7 +275,7 @@ class Checkpoint:
     def _allocate_missing(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], faces: Faces | None
     ) -> Targets:
-        """Allocate optimizer state that is missing or does not fit; return it with old or new gradient tensors."""
+        """Allocate optimizer state that is missing or does not fit; return it, and tensors for all saved gradients."""
         entries = self._files["training"].entries
         allocated: Targets = {}
         for number, optimizer in enumerate(optimizers):

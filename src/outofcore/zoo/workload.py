@@ -130,7 +130,6 @@ def parse_count(text: str | int) -> int:
 
 
 def _enum_parser(option: str, kind: type[StrEnum]) -> Callable[[Any], Any]:
-    """Return a function that converts text into a ``kind``, and raises ``InputError`` for unknown text."""
 
     def read(text: Any) -> Any:
         try:
@@ -270,6 +269,7 @@ class Workload:
             return sum(parameter.numel() for parameter in self.network().parameters())
 
     def describe(self) -> str:
+        """Describe the workload in one line."""
         options = self.options
         parts = [
             f"{self.name}: {self.shape}",
@@ -291,7 +291,7 @@ def names() -> tuple[str, ...]:
 
 
 def workload(name: str, **options: Any) -> Workload:
-    """Return a workload by name; raises ``InputError`` for an unknown name or invalid ``ZooOptions``."""
+    """Return the workload ``name`` with these ``ZooOptions``; raises ``InputError`` for an unknown name or value."""
     parsed = ZooOptions(**options)
     match name:
         case "resnet":
