@@ -321,7 +321,7 @@ def _outer_names(proto: Any, reading: _Reader, depth: int) -> set[str]:
 
 
 def _topological_order(raw: Sequence[Any], needed: Sequence[set[int]]) -> list[int]:
-    """Sort node indices so that ``needed`` nodes come first, in file order if possible; refuse a cycle (``InputError``)."""
+    """Sort nodes so that ``needed`` nodes come first, in file order if possible; raise ``InputError`` for a cycle."""
     if all(predecessor < place for place, predecessors in enumerate(needed) for predecessor in predecessors):
         return list(range(len(raw)))
     remaining = [set(predecessors) for predecessors in needed]
