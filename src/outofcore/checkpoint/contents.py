@@ -116,7 +116,7 @@ def collect_contents(model: nn.Module) -> ModelContents:
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise StateError(
                 f"the module {path or 'itself'} has extra state (get_extra_state), which a checkpoint cannot store; "
-                "save that state in a file of its own, or with extra="
+                "save that state in another file, or pass it as the argument extra if JSON can hold it"
             )
     for name, tensor, persistent in _named_tensors(model):
         window = (storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -143,7 +143,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]
 def unchanged_parameter_ids(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], written: Collection[torch.Tensor]
 ) -> set[int]:
-    """Return the ids of parameters that have no gradient and no optimizer state, and share no changing memory."""
+    """Return the ids of frozen parameters that share no storage with trained parameters, buffers or ``written``."""
     frozen: dict[int, int] = {}
     stateful = {id(parameter) for optimizer in optimizers for parameter, state in optimizer.state.items() if state}
     changing = {storage_key(tensor) for tensor in (*written, *(b for model in models for b in model.buffers()))}
@@ -178,14 +178,14 @@ def plain_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def plain_state(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """Return the optimizer state without tensors, by parameter number; raises ``StateError`` if it cannot be saved."""
+    """Return the optimizer state without tensors, by parameter number; raises ``StateError`` for unsupported state."""
     parameters = parameters_of(optimizer)
     parameter_ids = {id(parameter) for parameter in parameters}
     for key in optimizer.state:
         if id(key) not in parameter_ids:
             raise StateError(
                 f"{type(optimizer).__name__} keeps state for a tensor that is not one of its parameters, which a "
-                "checkpoint cannot store; save it by yourself, or with extra="
+                "checkpoint cannot store; save that state in another file, or pass it as the argument extra"
             )
     plain_by_number: dict[str, dict[str, Any]] = {}
     for number, parameter in enumerate(parameters):
@@ -199,7 +199,7 @@ def plain_state(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
 
 
 def check_plain(value: Any, description: str) -> None:
-    """Raise ``StateError`` for a value that JSON does not restore exactly; accept tuples, which become lists."""
+    """Raise ``StateError`` if JSON cannot hold a value exactly; accept tuples, although they become lists."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
@@ -212,8 +212,8 @@ def check_plain(value: Any, description: str) -> None:
             check_plain(item, description)
     elif type(value) not in _PLAIN_TYPES:
         raise StateError(
-            f"{description} is a {type(value).__name__}, which a checkpoint cannot hold: numbers, text, True, False "
-            "and None, and lists and dicts of these, can be saved"
+            f"{description} is a {type(value).__name__}, which a checkpoint cannot hold; convert it to numbers, text, "
+            "True, False or None, or to lists or dicts of these"
         )
 
 
@@ -251,7 +251,7 @@ def plain_generators() -> dict[str, Any]:
 
 
 def restore_plain_generators(saved: SavedGenerators, file: Path) -> None:
-    """Restore the saved states of ``random`` and ``numpy.random``; raises ``InputError`` if one is refused."""
+    """Restore the states of ``random`` and ``numpy.random``; raises ``InputError`` if Python or NumPy refuses one."""
     python, numpy = saved.python, saved.numpy
     key = np.array(numpy.key, dtype=np.uint32)
     try:

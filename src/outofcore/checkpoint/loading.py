@@ -128,7 +128,7 @@ class Checkpoint:
         _log.info("loaded %s from %s", format_bytes(sum(file.bytes for file in self._files.values())), self.folder)
 
     def targets_by_file(self, models: Sequence[nn.Module]) -> list[tuple[str, Targets]]:
-        """Return for each model its file stem, and the tensors to fill by name; raises ``InputError`` on mismatches."""
+        """Return each model's file stem and tensors to fill, by saved name; raises ``InputError`` if models differ."""
         saved = self._index.models
         self._check_counts(len(models), len(saved), "models")
         return [
@@ -150,7 +150,7 @@ class Checkpoint:
         return tensor
 
     def _accepts_entry(self, parameter: torch.Tensor, tensor: Any, entry: Entry) -> bool:
-        """Return whether an entry can fill ``tensor``, a parameter's state; if it is sharded, record its range."""
+        """Return whether an entry can fill ``tensor``, a state of ``parameter``; record a shard that it can fill."""
         shard = self._shard_of(parameter)
         if not isinstance(tensor, torch.Tensor):
             return False
@@ -162,7 +162,7 @@ class Checkpoint:
         return False
 
     def _allocate(self, parameter: torch.Tensor, entry: Entry, faces: Faces | None) -> torch.Tensor:
-        """Allocate a tensor for an entry, at home if it is large; of a sharded tensor, only this process's range."""
+        """Allocate a tensor for an entry, at home if it is large; if it is sharded, only this process's range."""
         shard = self._shard_of(parameter)
         if shard is None or entry.shape != shard.shape:
             return _allocate_tensor(parameter, entry, faces)
@@ -181,7 +181,7 @@ class Checkpoint:
             )
 
     def _model_targets(self, number: int, model: SavedModel, tensors: Targets) -> Targets:
-        """Return a model's tensors to fill, by name in the file; raises ``InputError`` if saved names differ."""
+        """Return a model's tensors to fill, by saved name; raises ``InputError`` unless it is like the saved model."""
         saved_names = self._files[model.stem].entries.keys() | model.omitted.keys()
         targets: Targets = {}
         for name, tensor in tensors.items():
@@ -208,7 +208,7 @@ class Checkpoint:
         return {name: self._target(tensor) for name, tensor in targets.items() if name not in model.omitted}
 
     def _check_omitted(self, description: str, parameter: torch.Tensor, saved: OmittedParameter) -> None:
-        """Raise ``InputError`` unless an unsaved parameter has the recorded shape and dtype, is frozen and has data."""
+        """Raise ``InputError`` unless an unsaved parameter has its recorded shape and dtype, is frozen and has data."""
         current = OmittedParameter.of(parameter)
         if current != saved:
             raise InputError(
@@ -237,7 +237,7 @@ class Checkpoint:
             )
 
     def _optimizer_targets(self, number: int, optimizer: Optimizer, model_ids: set[int]) -> Targets:
-        """Return an optimizer's tensors that the file can fill: settings, state, and parameters outside the models."""
+        """Return an optimizer's tensors to fill, by saved name: settings, state, and parameters outside the models."""
         entries = self._files["training"].entries
         targets: Targets = {}
         for index_in_optimizer, parameter in enumerate(parameters_of(optimizer)):
@@ -260,6 +260,7 @@ class Checkpoint:
         return targets
 
     def _check_targets(self, stem: str, targets: Targets) -> None:
+        """Raise ``InputError`` unless each target is on the CPU and fits its entry in shape and dtype."""
         for name, tensor in targets.items():
             entry = self._files[stem].entries[name]
             shard = self._ranges.get(id(tensor))
@@ -274,7 +275,7 @@ class Checkpoint:
     def _allocate_missing(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], faces: Faces | None
     ) -> Targets:
-        """Return tensors for all saved gradients, and new ones for optimizer state that is missing or does not fit."""
+        """Allocate optimizer state that is missing or does not fit; return it, and tensors for all saved gradients."""
         entries = self._files["training"].entries
         allocated: Targets = {}
         for number, optimizer in enumerate(optimizers):
@@ -325,7 +326,7 @@ class Checkpoint:
             )
 
     def _restore_state(self, number: int, optimizer: Optimizer, saved: SavedOptimizer, allocated: Targets) -> None:
-        """Replace the state of an optimizer's parameters with the saved state, and delete other state."""
+        """Add the allocated tensors and the saved plain values to an optimizer's state, and delete unsaved state."""
         plain = saved.state
         for place, parameter in enumerate(parameters_of(optimizer)):
             if str(place) not in plain:
@@ -346,7 +347,7 @@ def _is_like(tensor: torch.Tensor, entry: Entry) -> bool:
 
 
 def _allocate_tensor(parameter: torch.Tensor, entry: Entry, faces: Faces | None) -> torch.Tensor:
-    """Allocate a tensor for an entry, at home if it is large; copy the parameter's strides if shapes are equal."""
+    """Allocate a tensor for an entry, at home if it is large, with the parameter's strides if shapes are equal."""
     shape = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
     if tuple(parameter.shape) == entry.shape:
         shape = torch.empty_like(parameter, dtype=entry.dtype, device="meta")

@@ -20,7 +20,7 @@ _WRAPPER_PARTS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wr
 
 
 def check_weights(model: nn.Module, weights: Weights) -> None:
-    """Raise ``InputError`` unless weight files fit the meta tensors of a model; warn of names that do not match."""
+    """Raise ``InputError`` if no weight is for a meta tensor or one does not fit; warn of names without a match."""
     named = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
     meta_tensors = {name: tensor for name, tensor in named.items() if tensor.is_meta}
     path = weights.path
@@ -55,7 +55,7 @@ def check_weights(model: nn.Module, weights: Weights) -> None:
 
 
 def check_fits(name: str, tensor: torch.Tensor, shape: tuple[int, ...], entry: Entry, path: Path) -> None:
-    """Raise ``InputError`` unless an entry of a file has this shape, and a dtype that can fill the tensor."""
+    """Raise ``InputError`` unless a file's entry has ``shape``, and a dtype that converts to that of ``tensor``."""
     if shape != entry.shape:
         raise InputError(
             f"{name} has the shape {shape}, and {entry.shape} in {path}; use the model that was saved, or a "
@@ -83,7 +83,7 @@ def format_names(names: Collection[str]) -> str:
 
 
 def _advice(file_names: Collection[str], model_names: Collection[str]) -> str:
-    """Return advice for names that differ by a prefix, or by a part that a wrapper adds; "" for other names."""
+    """Return advice if names differ by a prefix, or by a part that a wrapper adds; otherwise return ""."""
     prefix = _common_prefix(file_names, set(model_names))
     if prefix:
         return (

@@ -81,12 +81,11 @@ def save_checkpoint(
     frozen: bool = True,
     written: Collection[torch.Tensor] = (),
 ) -> None:
-    """Write a checkpoint into a folder; when it is complete, it replaces the previous checkpoint.
+    """Write a checkpoint into a folder; only a complete checkpoint replaces the previous one.
 
     ``faces`` read tensors from their home; ``extra`` is plain data for JSON. All processes of ``shards`` call this
     together: the first writes whole tensors, and the others send it their ranges in small pieces. ``frozen=False``
     leaves out frozen parameters that training does not change; ``written`` are the tensors that steps write.
-    If a write or a read fails, the previous checkpoint is still complete.
     """
     omitted = set[int]() if frozen else unchanged_parameter_ids(models, optimizers, written)
     if shards is None:
@@ -111,10 +110,10 @@ def _collect_state(
     shards: Shards | None,
     omitted: Collection[int],
 ) -> tuple[dict[str, NamedTensors], dict[str, Any]]:
-    """Return the tensors to save by file stem, and the index without file names; skip tensors with ``omitted`` ids."""
+    """Return the tensors to save by file stem, and the index without file names; leave out ``omitted`` ids."""
 
     def part_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor | ShardRange:
-        """Wrap ``value`` in a ``ShardRange`` if ``parameter`` is sharded and ``value`` is not a scalar."""
+        """Return ``value`` as a ``ShardRange`` if ``parameter`` is sharded; return a scalar unchanged."""
         shard = None if shards is None else shards.shard_of(parameter)
         if shard is None:
             return value
@@ -317,7 +316,7 @@ def _check_devices(number: int, tensors: NamedTensors) -> None:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[str]:
-    """Create and lock a folder, and yield the suffix of new data files, such as "-000001.safetensors"."""
+    """Create and lock a folder, and yield the suffix of new data files; raises ``StateError`` if it is locked."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -331,7 +330,8 @@ def lock_folder(folder: Path) -> Iterator[str]:
         except OSError as error:
             if error.errno == errno.EWOULDBLOCK:
                 raise StateError(
-                    f"another process is saving a checkpoint into {folder}; save into a folder of your own"
+                    f"another process is saving a checkpoint into {folder}; wait until it has finished, or save into "
+                    "another folder"
                 ) from error
             # The file system has no locks: two processes must not save into one folder.
         numbers = [int(match[1]) for path in folder.iterdir() if (match := _DATA.fullmatch(path.name))]
@@ -341,7 +341,7 @@ def lock_folder(folder: Path) -> Iterator[str]:
 
 
 def commit_index(folder: Path, index: Mapping[str, Any], files: set[str]) -> None:
-    """Replace a checkpoint's index, then delete all data files except ``files``; raises ``TransferError``."""
+    """Replace a checkpoint's index, then delete all data files except ``files``; may raise ``TransferError``."""
     new = folder / _NEW_INDEX
     data = (json.dumps({"format": FORMAT, **index}, separators=(",", ":"), ensure_ascii=False) + "\n").encode()
     try:

@@ -99,7 +99,7 @@ def header_for(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
 
 
 def read_header(path: Path) -> TensorFile:
-    """Read only the header of a safetensors file; raises ``InputError`` if the file is damaged or incomplete."""
+    """Read only the header of a safetensors file; raises ``InputError`` for an unreadable or damaged file."""
     try:
         with path.open("rb") as file:
             stamp = Stamp.of(file.fileno())
@@ -232,6 +232,7 @@ class OutFile:
         self._filled = 0
 
     def _error(self, error: OSError) -> TransferError:
+        """Return a ``TransferError`` with advice for an ``OSError``; return a ``TransferError`` unchanged."""
         if isinstance(error, TransferError):
             return error
         advice = {
@@ -331,7 +332,7 @@ def fill_range(
     buffer: memoryview,
     crc32: int = 0,
 ) -> int:
-    """Read a whole entry like ``fill``, but fill a flat tensor with its elements from ``start`` on."""
+    """Read a whole entry like ``fill``, but fill a flat tensor only with the entry's elements from ``start`` on."""
     itemsize = entry.dtype.itemsize
     step = len(buffer) // itemsize
     count = (entry.end - entry.begin) // itemsize
@@ -349,7 +350,7 @@ def fill_range(
 
 
 def _row_major_slot(tensor: torch.Tensor, faces: Faces | None, *, to_write: bool) -> tuple[HomeStore, int] | None:
-    """Return home and offset of a tensor that fills its storage in row-major order, or None for other tensors."""
+    """Return a tensor's home and offset; None if it is not at home or not the whole storage in row-major order."""
     whole = (
         tensor.is_contiguous()
         and tensor.storage_offset() == 0
@@ -399,7 +400,9 @@ class Weights:
         if path.is_dir():
             path = next((path / name for name in (_INDEX_FILE, _SINGLE_FILE) if (path / name).is_file()), path)
             if path.is_dir():
-                raise InputError(f"{path} has neither {_SINGLE_FILE} nor {_INDEX_FILE}; name the file itself")
+                raise InputError(
+                    f"{path} has neither {_SINGLE_FILE} nor {_INDEX_FILE}; pass the path of a weights file"
+                )
         if path.name.endswith(".json"):
             self._read_index(path)
         else:
@@ -423,7 +426,7 @@ class Weights:
         return self._entries[name]
 
     def load(self, targets: Mapping[str, torch.Tensor], faces: Faces | None) -> None:
-        """Read the weights that ``targets`` names into its CPU tensors of equal shapes, and convert their dtypes."""
+        """Fill each CPU tensor with the weight of its name, converted to its dtype; their shapes must be equal."""
         by_path: defaultdict[Path, list[tuple[Entry, torch.Tensor]]] = defaultdict(list)
         for name, tensor in targets.items():
             file, entry = self._entries[name]

@@ -129,8 +129,7 @@ def cost_step(
 ) -> StepCosts:
     """Capture a step without training, and measure or estimate its costs; raises ``CaptureError``.
 
-    If the first call and later calls differ, the result is for the call that needs more memory. With ``sharing`` it is
-    the step of rank 0. ``kernels`` replaces ops by fused ones. On another device all splits count as exact.
+    The result is for the call of rank 0 that needs most memory. On another device all splits count as exact.
     """
     tell("capture the step", 0, 1)
     if sharing is not None:
@@ -169,7 +168,7 @@ def cost_step(
 def estimate_step(
     user: UserStep[..., Any], args: tuple[Any, ...], device: Device, tell: ProgressCallback = ignore_progress
 ) -> CostedStep:
-    """Capture a step, and estimate its costs on another device; raises ``CaptureError``."""
+    """Capture a step, and estimate the costs of its lowest-memory variant on a device; raises ``CaptureError``."""
     tell("capture the step", 0, 1)
     first = capture_variants(user, args, {}, device, None, Split.OFF, tell)
     captured = _largest_step(_distinct_calls(first)).get_variant(LOWEST_MEMORY)
@@ -186,7 +185,7 @@ def _largest_step(steps: list[StepVariants]) -> StepVariants:
 
 
 def _replace_collective_costs(captured: Captured, costs: Costs, sharing: AssumedSharding | None) -> Costs:
-    """Give collective ops the costs of the assumed group; if ``sharing`` is None, return ``costs`` unchanged."""
+    """Return ``costs`` with the assumed group's costs for collective ops; unchanged if ``sharing`` is None."""
     if sharing is None:
         return costs
     ops = [

@@ -73,9 +73,9 @@ class _MismatchError(Exception):
 
 
 def deepen_step(step: CostedStep, stacks: Iterable[Stack], blocks: int | None = None) -> CostedStep | None:
-    """Derive the step of a deep model by repeating the middle blocks of a shallow one; None if these differ.
+    """Derive the step of a deep model by repeating the middle blocks of a shallow one; None if the blocks differ.
 
-    Each stack has ``KEPT_BLOCKS`` blocks in ``step``. In the result it has ``blocks`` (at least 3) or ``stack.blocks``.
+    Each stack has ``KEPT_BLOCKS`` blocks in ``step``, and ``blocks`` (at least 3) or ``stack.blocks`` in the result.
     """
     try:
         step = _join_updates_at_end(step)
@@ -124,7 +124,7 @@ def _is_joint_update(graph: StepGraph, op: Op) -> bool:
 
 
 def _reads_by_parameter(graph: StepGraph, op: Op) -> list[list[int]]:
-    """Return a list for each parameter of an optimizer update: the ids of the parameter, its state and its gradient."""
+    """Group the ids that an update reads by parameter, the parameter's id first; may raise ``_MismatchError``."""
     members = {graph.storages[s].name: [s] for s in op.reads if graph.storages[s].kind is StorageKind.PARAMETER}
     for s in op.reads:
         if graph.storages[s].kind is StorageKind.PARAMETER:
@@ -178,7 +178,7 @@ def _chunk_and_hoist_updates(step: CostedStep) -> CostedStep:
 
 
 def _split_joint_update(graph: StepGraph, op: Op, cost: OpCost) -> list[tuple[float, _CostedOp]]:
-    """Split a joint update into ops of limited size; return each with the key that sorts it among all updates."""
+    """Split a joint update into ops of limited size, and pair each with its sort key among all updates."""
     max_bytes = traits_of(CPU).update_bytes.chunk
     kinds = (StorageKind.PARAMETER, StorageKind.OPTIMIZER_STATE)
     chunks: list[tuple[float, list[list[int]]]] = []
@@ -242,7 +242,7 @@ class _CostedOp:
 def _build_step(
     storages: tuple[Storage, ...], parts: Sequence[_CostedOp], outputs: tuple[int, ...], costs: Costs
 ) -> CostedStep:
-    """Build a step from ``parts`` and number its ops in this order; ``costs`` supplies the costs of links."""
+    """Build a step from ``parts``, and number its ops in this order; take the costs of homes from ``costs``."""
     ops = tuple(part.op if part.op.id == at else replace(part.op, id=at) for at, part in enumerate(parts))
     return CostedStep(
         StepGraph(storages, ops, outputs),
@@ -300,7 +300,7 @@ class _BlockRepeater:
         return labels
 
     def _check_storages_match(self) -> None:
-        """Raise ``_MismatchError`` if storages of the middle blocks differ or are outputs."""
+        """Raise ``_MismatchError`` if storages of the middle blocks differ in size or kind, or are outputs."""
         roles: list[dict[object, tuple[int, StorageKind]]] = [{}, {}]
         for s, block in self._block.items():
             if block in (_ONE, _TWO):
@@ -310,7 +310,7 @@ class _BlockRepeater:
             raise _MismatchError
 
     def _match_ops(self, first: Op, second: Op) -> dict[str, list[tuple[int, int]]]:
-        """Return the pairs of storages that two matching ops use, by field of ``Op``; raises ``_MismatchError``."""
+        """Pair the storages of two matching ops, by field of ``Op``; raises ``_MismatchError`` if the ops differ."""
         costs = self._step.costs.ops
         alike = (first.name, first.rerunnable, first.random, first.family) == (
             second.name,
@@ -329,7 +329,7 @@ class _BlockRepeater:
         return pairs
 
     def _differ_in_role(self, first_storage: int, second_storage: int) -> bool:
-        """Return whether ``second_storage`` cannot be the counterpart of ``first_storage`` one block later."""
+        """Return whether ``second_storage`` cannot take the place of ``first_storage`` one block later."""
         blocks = self._block[first_storage], self._block[second_storage]
         if first_storage == second_storage:
             return blocks[0] in (_ONE, _TWO)
@@ -350,7 +350,7 @@ class _BlockRepeater:
             storages.append(replace(old, id=len(storages), name=stack.shift_name(old.name, by)))
 
         def inner(pair: tuple[int, int], copy_number: int) -> int:
-            """Return the id of the storage that a copy uses where blocks one and two use the storages of ``pair``."""
+            """Return the id of the storage that a copy uses; the originals in blocks one and two use ``pair``."""
             s, t = pair
             match self._block[s], self._block[t]:
                 case (1, 2):
@@ -398,7 +398,7 @@ class _BlockRepeater:
         return _build_step(tuple(storages), parts, outputs, self._step.costs)
 
     def _scale_cost(self, op: Op, cost: OpCost, used: tuple[int, ...], storages: Sequence[Storage]) -> OpCost:
-        """Scale an unrepeated op's time in proportion to the bytes that it uses now; raises ``_MismatchError``."""
+        """Scale an uncopied op's time to the bytes of ``used``; raises ``_MismatchError`` if large results grow."""
         before = dict.fromkeys(op.reads + op.mutates)
         after = dict.fromkeys(used)
         if len(before) == len(after):
@@ -418,10 +418,10 @@ class _BlockRepeater:
 def _repeated_order(
     blocks: Sequence[int | None], roles: Sequence[object], count: int, *, strict: bool = True
 ) -> list[tuple[int, int | None]] | None:
-    """Return the order of items when ``count`` copies replace the two middle blocks; None if these differ.
+    """Return the order of items when ``count`` copies replace the two middle blocks; None if the blocks differ.
 
-    Each result is an index into ``blocks``, and the number of the copy from 1 (None: not repeated). Unless ``strict``,
-    unmatched items of block one are copied, and unmatched items of block two are left out.
+    Each result is an index into ``blocks``, and the number of the copy from 1 (None: not copied). Unless ``strict``,
+    items of block one without a match are copied, and items of block two without a match are left out.
     """
     result: list[tuple[int, int | None]] = []
     at, total = 0, len(blocks)

@@ -50,7 +50,7 @@ def point_of(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> P
 
 
 def budgets_between(smallest: int, in_core: int, count: int = CURVE_POINTS) -> tuple[int, ...]:
-    """Return up to ``count`` budgets from ``smallest`` to ``in_core`` at equal ratios; for one, return ``in_core``."""
+    """Return up to ``count`` budgets from ``smallest`` to ``in_core`` at equal ratios; only ``in_core`` for 1."""
     smallest, in_core = max(smallest, 1), max(in_core, smallest, 1)
     if count < 2 or smallest == in_core:
         return (in_core,)
@@ -86,7 +86,7 @@ def _best_point(new: Point, before: Sequence[Point]) -> Point:
 def find_lossless_budget(
     graph: StepGraph, costs: Costs, points: Sequence[Point], policy: PolicyLike = "auto"
 ) -> tuple[int, tuple[Point, ...]]:
-    """Find a small budget that makes the step at most 1 % slower than in core; also return all points tried."""
+    """Find a small budget with a step at most 1 % slower than in core; also return ``points`` and the points tried."""
     ordered = sorted(points, key=lambda p: p.budget)
     limit = (ordered[-1].seconds or 0.0) * LOSSLESS_RATIO
     index = next(i for i, p in enumerate(ordered) if p.seconds is not None and p.seconds <= limit)
@@ -107,15 +107,12 @@ def build_insight(
     budget: int,
     planned: Planned,
     *,
-    measured: Timeline | None = None,
-    count: int = CURVE_POINTS,
+    measured: Timeline | None = None,  # replaces the prediction in the search for the bottleneck
+    count: int = CURVE_POINTS,  # of other budgets; 0: only faster machines
     policy: PolicyLike = "auto",
     tell: PlanProgress | None = None,
 ) -> Insight:
-    """Compare a planned step with other budgets and faster machines, and find its bottleneck.
-
-    The bottleneck is that of ``measured``, if given. ``count`` is the number of other budgets; 0: only faster machines.
-    """
+    """Compare a planned step with other budgets and faster machines, and find its bottleneck."""
     smallest, in_core = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)
     current = point_of(graph, costs, budget, planned)
     # Compare with 100 MiB more, or a quarter of a small budget.
@@ -138,7 +135,7 @@ def build_insight(
 
 
 def _savings_of_faster_machines(graph: StepGraph, costs: Costs, planned: Planned) -> list[Help]:
-    """Return the seconds that the same program would save if ops, or links, were twice as fast."""
+    """Return the seconds that the same program would save with ops, and with links, twice as fast."""
     now = planned.timeline.step_seconds
     faster = replace(costs, ops=tuple(OpCost(cost.seconds / 2, cost.workspace_bytes) for cost in costs.ops))
     cases = [("ops twice as fast", faster)]
@@ -226,7 +223,7 @@ class Estimate:
         return parse_bytes(budget) >= self.smallest_budget
 
     def at(self, budget: int | str) -> Point:
-        """Return the prediction for a budget, and plan for it if needed; raises ``UnitError`` for an invalid size."""
+        """Return the prediction for a budget, planning for it if needed; raises ``UnitError`` for an invalid size."""
         budget_bytes = parse_bytes(budget)
         existing = next((point for point in self.points if point.budget == budget_bytes), None)
         graph, costs = self.graph, self.costs
@@ -285,10 +282,10 @@ def estimate_graph(
     budgets: Sequence[int] = (),
     policy: PolicyLike = "auto",
     machine: str = "",
-    parts: tuple[StepGraph, Costs] | None = None,
+    parts: tuple[StepGraph, Costs] | None = None,  # the split step, for smaller budgets
     tell: ProgressCallback,
 ) -> Estimate:
-    """Estimate a step for ``budgets`` and for some between smallest and in core; raises ``GraphError`` without ops."""
+    """Estimate a step for ``budgets``, and for a curve up to in core; raises ``GraphError`` if it has no ops."""
     if not graph.ops:
         raise GraphError("the step has no ops, so it has no costs to estimate; compute with tensors in it")
     smallest, in_core = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)

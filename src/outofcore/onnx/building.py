@@ -139,7 +139,7 @@ class Builder:
             self._values = before
 
     def _build_node(self, node: Node, prefix: str) -> Sequence[_Value | None]:
-        """Add a node to the fx graph, and return its outputs; inline functions, and ``If`` with a known condition."""
+        """Fold, inline or add a node, and return its outputs; raises ``InputError`` for an unsupported operator."""
         inputs = [self._find(name) if name else None for name in node.inputs]
         inner = f"{prefix}{node.name}/"
         if node.body is not None:
@@ -193,7 +193,7 @@ class Builder:
         return node
 
     def _constant_or_weight(self, name: str, stored: StoredTensor, use: _Use) -> _Value | None:
-        """Turn a stored tensor into a constant (scalars, few integers, tensors only read as numbers) or a weight."""
+        """Return a constant for a scalar, for a few integers, and for numbers that are only read; else a weight."""
         looked_at = _Use.READ in use and _Use.COMPUTED not in use
         if is_mapped(stored) and not (self._has_contents or looked_at):
             tensor = torch.empty(stored.shape, dtype=DTYPES[stored.code], device="meta")
@@ -205,7 +205,7 @@ class Builder:
         return self._register_weight(name, tensor, stored, use)
 
     def _register_weight(self, name: str, tensor: Tensor, stored: StoredTensor, use: _Use) -> _Value | None:
-        """Register a tensor as a parameter or buffer of the outermost module; return its value in this graph."""
+        """Register a parameter, or a buffer if untrained, in the outermost module; return its value in this graph."""
         if self._outer is not None:
             return self._import(self._outer._register_weight(name, tensor, stored, use))
         holder, leaf, target = _find_or_add_module(self._module, name)
@@ -229,7 +229,7 @@ class Builder:
         return self._call(outofcore.aligned, value.node) if value.is_unaligned and aligned else value.node
 
     def _materialize_once(self, value: _Value, device_kind: str) -> fx.Node:
-        """Return the node that copies a value to the model's device ("device") or the CPU ("cpu"); add it only once."""
+        """Return the node of a value on the model's device ("device") or on the CPU ("cpu"); add it only once."""
         node = self._materialized.get((value, device_kind))
         if node is None:
             keywords = {"device": self._device} if device_kind == "device" else {}
@@ -248,7 +248,7 @@ class Builder:
     # ---- operators --------------------------------------------------------------------------------------------------
 
     def _call_keywords(self, node: Node, operator: Operator) -> dict[str, Any]:
-        """Return the keyword arguments for a node's operator: attributes, defaults, and values such as the opset."""
+        """Return the keyword arguments for a node's operator; raises ``InputError`` for an unusable attribute."""
         count = max((place + 1 for place, name in enumerate(node.outputs) if name), default=1)
         builder_values = {"version": node.version, "op": node.op, "outputs": len(node.outputs), "count": count}
         keywords: dict[str, Any] = {}
@@ -264,7 +264,8 @@ class Builder:
             elif name in _DTYPE_ATTRIBUTES and name in node.attributes:
                 if value and (value not in DTYPES or value in (21, 22)):
                     raise InputError(
-                        f"{node}: PyTorch does not compute with its data type {value} here; use another type"
+                        f"{node}: PyTorch does not compute with the ONNX data type {value} here; export the model "
+                        "with another type"
                     )
                 value = DTYPES.get(value, inspect.Parameter.empty)
             if value is not inspect.Parameter.empty:
@@ -278,7 +279,7 @@ class Builder:
     def _fold_constants(
         self, node: Node, operator: Operator, inputs: Sequence[_Value | None], keywords: Mapping[str, Any]
     ) -> list[_Value] | None:
-        """Compute a node's outputs now, and return them as constants; None if inputs are unknown or outputs large."""
+        """Compute a node's outputs now, and return them as constants; None if that is impossible or they are large."""
         tensors = [None if value is None else value.tensor if operator.by_shape else value.constant for value in inputs]
         if not operator.pure or any(value is not None and x is None for value, x in zip(inputs, tensors, strict=True)):
             return None
@@ -300,7 +301,7 @@ class Builder:
     def _call_operator(
         self, node: Node, operator: Operator, inputs: Sequence[_Value | None], keywords: Mapping[str, Any]
     ) -> list[_Value | None]:
-        """Add a call of an operator to the fx graph, copy inputs to its device, and return the node's outputs."""
+        """Add an operator call to the fx graph, with inputs on the right device, and return the node's outputs."""
         values = [value for value in inputs if value is not None and value.node is not None]
         on_host = operator.pure and operator.size is None and bool(values) and all(value.is_host for value in values)
         arguments: list[Any] = []
@@ -380,7 +381,7 @@ class _Use(Flag):
 
 
 def _record_uses(graph: Graph, uses: dict[str, _Use]) -> None:
-    """Add to ``uses`` how nodes use each value of a graph: as Python numbers, as a tensor or as a weight."""
+    """Record in ``uses`` how the nodes use each value of a graph: as Python numbers, as a tensor or as a weight."""
     for node in graph.nodes:
         operator = None if node.body is not None else find(node.domain, node.op, node.version)
         for place, name in enumerate(node.inputs):
@@ -395,7 +396,7 @@ def _record_uses(graph: Graph, uses: dict[str, _Use]) -> None:
 
 
 def _constant_of(node: Node) -> StoredTensor | None:
-    """Return the tensor of a ``Constant`` node, or None for another node; raises ``InputError`` for text."""
+    """Return the tensor of a ``Constant`` node, or None for another node; raises ``InputError`` if it has no number."""
     if (node.domain, node.op) != ("", "Constant"):
         return None
     attributes = node.attributes
@@ -411,7 +412,7 @@ def _constant_of(node: Node) -> StoredTensor | None:
 
 
 def _find_or_add_module(root: nn.Module, name: str) -> tuple[nn.Module, str, str]:
-    """Find or add the submodule for a tensor's dotted name; return it, the name in it, and the full name."""
+    """Find or add the module for a dotted tensor name; return it, and the tensor's name in it and in ``root``."""
     *parts, leaf = name.split(".")
     holder = root
     for part in parts:

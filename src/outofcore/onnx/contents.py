@@ -130,7 +130,7 @@ class _Reader:
 
 
 def read_model(path: Path, onnx: Any, is_supported: Callable[[str, str, int], bool]) -> Model:
-    """Read and check an ONNX file, except the bytes of tensors; ``is_supported`` takes domain, operator, opset."""
+    """Read an ONNX file except large tensors; raises ``InputError``. ``is_supported`` takes domain, op and opset."""
     from google.protobuf.message import DecodeError  # noqa: PLC0415 - it comes with the package onnx
 
     try:
@@ -207,7 +207,7 @@ def _normalize_domain(name: str) -> str:
 
 
 def _read_graph(reading: _Reader, proto: Any, outer_values: frozenset[str], depth: int) -> Graph:
-    """Read and check a graph; ``outer_values`` are the names that it may use from outer graphs."""
+    """Read and check a graph; ``outer_values`` are the values of outer graphs that it may use."""
     if depth > MAX_DEPTH:
         raise InputError(f"graphs are nested more than {MAX_DEPTH} deep; simplify the model")
     tensors: dict[str, StoredTensor] = {}
@@ -265,7 +265,7 @@ def _first_duplicate(names: Sequence[str]) -> str | None:
 def _read_nodes(
     reading: _Reader, raw: Sequence[Any], inputs_and_weights: frozenset[str], outer_values: frozenset[str], depth: int
 ) -> tuple[Node, ...]:
-    """Read and sort the nodes of a graph; ``outer_values`` are the names that they may use from outer graphs."""
+    """Read and sort the nodes of a graph; ``outer_values`` are the values of outer graphs that they may use."""
     producers: dict[str, int] = {}
     for place, proto in enumerate(raw):
         _check_text(proto.name, proto.op_type, proto.domain, proto.overload, *proto.input, *proto.output)
@@ -321,7 +321,7 @@ def _outer_names(proto: Any, reading: _Reader, depth: int) -> set[str]:
 
 
 def _topological_order(raw: Sequence[Any], needed: Sequence[set[int]]) -> list[int]:
-    """Sort node indices topologically, in file order if possible; raises ``InputError`` for a cycle."""
+    """Sort nodes so that ``needed`` nodes come first, in file order if possible; raise ``InputError`` for a cycle."""
     if all(predecessor < place for place, predecessors in enumerate(needed) for predecessor in predecessors):
         return list(range(len(raw)))
     remaining = [set(predecessors) for predecessors in needed]
@@ -496,7 +496,7 @@ def _read_attributes(reading: _Reader, proto: Any, visible: frozenset[str], dept
 
 
 def _read_attribute(reading: _Reader, title: str, item: Any, visible: frozenset[str], depth: int) -> Any:
-    """Return an attribute's value: a number, text, a ``StoredTensor`` or a ``Graph``, or a tuple of one of these."""
+    """Return the value of an attribute: a number, text, ``StoredTensor`` or ``Graph``, or a tuple of such values."""
     if item.type not in _VALUE_FIELDS:
         raise InputError(
             f"{title}: the attribute {item.name!r} is of the unknown type {item.type}; export the model again"
@@ -532,7 +532,7 @@ def _find_schema(package: Any, domain: str, name: str, version: int) -> Any:
 
 
 def _check_schema(reading: _Reader, node: Node, schema: Any) -> None:
-    """Raise ``InputError`` unless a node has the attributes, inputs and outputs of its operator's schema."""
+    """Raise ``InputError`` if a node breaks its operator's schema, or if the operator is deprecated."""
     if schema.deprecated:
         raise InputError(
             f"{node}: ONNX has removed this operator; convert the model to a newer opset with onnx.version_converter"
@@ -584,7 +584,7 @@ def _has_type(type_name: str, value: Any) -> bool:
 
 
 def _read_tensor(reading: _Reader, proto: Any) -> StoredTensor:
-    """Read a tensor's name, dtype, shape and bytes; for a large or external tensor, the position of its bytes."""
+    """Read a tensor's name, type, shape and bytes; if large or external, only the position of its bytes."""
     _check_text(proto.name)
     shape, code = tuple(proto.dims), proto.data_type
     title = f"the tensor {proto.name!r}" if proto.name else "a tensor of an attribute"
@@ -620,7 +620,7 @@ def _check_length(title: str, shape: tuple[int, ...], code: int, length: int, by
     if length != byte_count:
         raise InputError(
             f"{title} has {length} bytes, and its shape {shape} with {BITS[code]} bits per element needs {byte_count}; "
-            "the file was cut off or changed"
+            "the file was cut off or changed: use another copy of it"
         )
 
 
@@ -633,7 +633,7 @@ def _check_shape(title: str, array: np.ndarray[Any, Any], shape: tuple[int, ...]
 
 
 def _read_typed_field(reading: _Reader, title: str, proto: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Return the bytes of a tensor that has its numbers in a typed field such as ``float_data``, not as bytes."""
+    """Return the bytes of a tensor with numbers in a typed field, such as ``float_data``, instead of ``raw_data``."""
     code = proto.data_type
     name, kind = _TYPED_FIELDS.get(code, ("int32_data", np.int32))
     values = np.array(list(getattr(proto, name)), dtype=kind)
@@ -662,7 +662,7 @@ _TYPED_FIELDS: dict[int, tuple[str, Any]] = {
 
 
 def _find_external(model: Path, title: str, entries: Mapping[str, str], byte_count: int) -> FileRange:
-    """Find a tensor's bytes in an external file; raises ``InputError`` for a file outside of the model's folder."""
+    """Return where an external tensor's bytes are; raises ``InputError`` if not in a file inside the model's folder."""
     # A downloaded model could otherwise read any file of the user.
     location = entries.get("location", "")
     folder = model.resolve().parent
@@ -671,7 +671,7 @@ def _find_external(model: Path, title: str, entries: Mapping[str, str], byte_cou
         "data next to the model, not as a link, and save the model with that name"
     )
     if not location:
-        raise InputError(f"{title} is in another file, and the model has no name for it; export the model again")
+        raise InputError(f"{title} is in another file that the model does not name; export the model again")
     if "\0" in location or Path(location).is_absolute() or ".." in Path(location.replace("\\", "/")).parts:
         raise InputError(outside)
     path = model.parent / location
@@ -694,7 +694,7 @@ def _find_external(model: Path, title: str, entries: Mapping[str, str], byte_cou
     if offset < 0 or length < 0 or offset + length > size:
         raise InputError(
             f"{title} is at bytes {offset} to {offset + length} of {path}, which has {size}; the file was cut off or "
-            "replaced"
+            "replaced: use another copy of it"
         )
     return FileRange(real, offset, length)
 

@@ -143,7 +143,7 @@ def _describe_failure(error: BaseException) -> str | None:
         return None
     node, values = failed
     if isinstance(error, Unsupported):
-        return f"{node.meta['onnx']}: {error}"
+        return f"{node.meta['onnx']}: {error}; pass other inputs, or change this node and export the model again"
     shapes = ", ".join(_describe_value(values.get(candidate.name)) for candidate in node.all_input_nodes)
     line = (str(error).splitlines() or [""])[0]
     return (

@@ -111,6 +111,7 @@ def _copy_message(state: _SlimState, kind: str, begin: int, end: int, depth: int
 
 
 def _read_varint(source: memoryview, at: int, end: int) -> tuple[int, int]:
+    """Return a varint and the position after it; raises ``InputError`` if it is cut off."""
     value = shift = 0
     while at < end and shift < 70:
         byte = source[at]

@@ -28,7 +28,7 @@ class ImageSource(StrEnum):
 
 
 def library_text(limit: int = 8 * MIB) -> Tensor:
-    """Return up to ``limit`` bytes of the source text of Python's standard library, as a uint8 tensor (n,)."""
+    """Return up to ``limit`` bytes of source text of Python's standard library, as a uint8 tensor (n,)."""
     root = sysconfig.get_paths()["stdlib"]
     paths: list[Path] = []
     for folder, inner, names in os.walk(root):
@@ -48,7 +48,7 @@ def library_text(limit: int = 8 * MIB) -> Tensor:
 
 
 def text_batches(batch: int, context: int, seed: int) -> Batches:
-    """Yield random passages of `library_text`, and the same one byte later: each (batch, context) int64."""
+    """Yield pairs of random passages of `library_text`, the second a byte later: each (batch, context) int64."""
     text = library_text()
     starts = len(text) - context
     if starts < 1:
@@ -64,7 +64,7 @@ def text_batches(batch: int, context: int, seed: int) -> Batches:
 
 
 def image_source(size: int, requested: ImageSource | None = None) -> ImageSource:
-    """Return ``requested``, or the best installed source for images of ``size`` pixels; raises ``InputError``."""
+    """Return ``requested``, or the best installed source for ``size`` pixels; raises ``InputError`` if missing."""
     needs = {ImageSource.PHOTOS: ("sklearn", "PIL"), ImageSource.DIGITS: ("sklearn",), ImageSource.GENERATED: ()}
     if requested is not None:
         missing = [package for package in needs[requested] if find_spec(package) is None]
@@ -82,7 +82,7 @@ def image_source(size: int, requested: ImageSource | None = None) -> ImageSource
 def image_batches(batch: int, size: int, classes: int, seed: int, source: ImageSource) -> Batches:
     """Yield images (batch, 3, size, size) float32 of about zero mean, with labels (batch,) int64 below ``classes``.
 
-    A label is a crop's photograph and quarter, a digit, or a grating's direction and colour (10), modulo ``classes``.
+    Labels, modulo ``classes``, are the quarter of a photograph, a digit, or the direction and colour of a grating.
     """
     draw = _image_sampler(source, batch, size, torch.Generator().manual_seed(seed))
     while True:

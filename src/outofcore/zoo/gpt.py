@@ -38,7 +38,6 @@ class GPTShape:
 
     @property
     def parameters(self) -> int:
-        """The number of parameters, counting the shared embedding once."""
         block = 12 * self.width**2 + 13 * self.width
         return (self.vocab + self.context) * self.width + self.layers * block + 2 * self.width
 

@@ -19,7 +19,7 @@ class ResNetShape:
 
 
 def choose_resnet_shape(depth: int) -> ResNetShape:
-    """Distribute ``depth`` layers over four stages; raises ``InputError`` with the nearest valid depths.
+    """Distribute ``depth`` layers over four stages; raises ``InputError`` for an invalid depth.
 
     Depths 18, 34, 50, 101 and 152 follow table 1 of ResNet's paper. Others have ``3 (n1 + n2 + n3 + n4) + 2`` layers,
     as in SuperNeurons (Wang et al., PPoPP 2018, section 4), with (3, 4, n, 3) blocks, or (6, 32, n, 6) above 152.

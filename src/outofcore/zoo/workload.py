@@ -130,6 +130,7 @@ def parse_count(text: str | int) -> int:
 
 
 def _enum_parser(option: str, kind: type[StrEnum]) -> Callable[[Any], Any]:
+
     def read(text: Any) -> Any:
         try:
             return kind(text)
@@ -242,7 +243,7 @@ class Workload:
         return turn
 
     def make_update(self, model: nn.Module, optimizer: optim.Optimizer) -> Callable[[], None]:
-        """Make a function that clips gradients, if the options ask for it, and runs the optimizer."""
+        """Make a function that clips gradients, if the options ask for it, and takes an optimizer step."""
         clip = self.options.clip
 
         def update() -> None:
@@ -290,7 +291,7 @@ def names() -> tuple[str, ...]:
 
 
 def workload(name: str, **options: Any) -> Workload:
-    """Return a workload by name, with options of ``ZooOptions``; raises ``InputError``."""
+    """Return the workload ``name`` with these ``ZooOptions``; raises ``InputError`` for an unknown name or value."""
     parsed = ZooOptions(**options)
     match name:
         case "resnet":
@@ -382,7 +383,7 @@ def _gpt(options: ZooOptions) -> Workload:
 
 
 def _gpt_shape(options: ZooOptions) -> GPTShape:
-    """Return the shape from ``params``, or from layers, width and heads; raises ``InputError`` if both are given."""
+    """Return the shape from ``params``, or from layers, width and heads; raises ``InputError`` for invalid options."""
     context, vocab = options.context or 1024, options.vocab or _MIN_VOCAB
     dropout = 0.1 if options.dropout is None else options.dropout
     if vocab < _MIN_VOCAB:

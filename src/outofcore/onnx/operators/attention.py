@@ -45,7 +45,7 @@ def attention(
     *,
     asked: AttentionAttributes,
 ) -> Any:
-    """Compute attention in the steps of the standard, which define its outputs and their precision."""
+    """Compute attention in the standard's order of steps; return the result, keys, values and requested scores."""
     flat = q.dim() == 3
     if flat:
         if not asked.q_num_heads or not asked.kv_num_heads:
@@ -91,12 +91,12 @@ def _mask_bias(mask: Tensor, scores: Tensor) -> Tensor:
     return torch.nn.functional.pad(mask, (0, missing), value=-math.inf) if missing > 0 else mask
 
 
-def _visible_keys(scores: Tensor, first: Any, before: int, after: int) -> Tensor | None:
-    """Mask the keys from ``before`` to ``after`` positions around each query (negative: no limit); None: all keys."""
+def _visible_keys(scores: Tensor, first_query: Any, before: int, after: int) -> Tensor | None:
+    """Return a mask of the keys ``before`` to ``after`` positions around each query (negative: no limit), or None."""
     if before < 0 and after < 0:
         return None
     row = torch.arange(scores.shape[-2], device=scores.device)[:, None]
-    ahead = torch.arange(scores.shape[-1], device=scores.device)[None, :] - (row + first)
+    ahead = torch.arange(scores.shape[-1], device=scores.device)[None, :] - (row + first_query)
     visible = torch.ones_like(ahead, dtype=torch.bool)
     for limit, distance in ((before, -ahead), (after, ahead)):
         if limit >= 0:

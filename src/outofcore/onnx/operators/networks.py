@@ -216,7 +216,7 @@ def max_pool(
 
 
 def _flat_places(places: Tensor, x: Tensor, padded: list[int], offset: list[int], *, by_column: bool) -> Tensor:
-    """Convert PyTorch's indices within a padded channel to ONNX's indices into the whole tensor."""
+    """Convert PyTorch's indices within a channel of ``padded`` sizes to ONNX's indices into the whole tensor."""
     sizes = list(x.shape[2:])
     parts: list[Tensor] = []
     for size, before in zip(reversed(padded), reversed(offset), strict=True):
@@ -287,7 +287,7 @@ def old_batch_normalization(
 ) -> tuple[Tensor, ...]:
     """Normalize with the given mean and variance, as batch normalization before opset 14 does."""
     if not spatial:
-        raise Unsupported("it normalizes each position separately (spatial=0), which is not supported")
+        raise Unsupported("it normalizes each position separately (spatial=0), and only spatial=1 is supported")
     return batch_normalization(x, scale, b, mean, var, epsilon=epsilon)
 
 

@@ -43,7 +43,7 @@ class _Direction:
     def run(
         self, cell: _LayerType, x: Tensor, now: _States, lengths: Tensor | None, *, backwards: bool
     ) -> tuple[Tensor, _States]:
-        """Return the output of each time step, and the final states."""
+        """Return the output of each time step (0 after ``lengths``), and the final states."""
         outputs: dict[int, Tensor] = {}
         times = range(x.shape[0])
         for time in reversed(times) if backwards else times:
@@ -62,6 +62,7 @@ def _rnn(direction: _Direction, x: Tensor, now: _States) -> _States:
 
 
 def _gru(direction: _Direction, x: Tensor, now: _States) -> _States:
+    """Return the states after one time step; ``x`` is the input times its weights."""
     (h,) = now
     size = h.shape[-1]
     lead, inner = (None, None) if direction.bias is None else (direction.bias[: 2 * size], direction.bias[2 * size :])
@@ -127,7 +128,7 @@ class RecurrentAttributes:
             functions.append(lambda x, f=function, a=a, b=b: f(x, a, b))
         per_direction = len(defaults)
         if len(functions) != per_direction * count:
-            raise Unsupported(f"it has {len(functions)} activations, and {per_direction * count} are needed")
+            raise Unsupported(f"it has {len(functions)} activations, and its directions need {per_direction * count}")
         return [functions[place * per_direction : (place + 1) * per_direction] for place in range(count)]
 
 
@@ -141,12 +142,14 @@ def recurrent(
     *states: Tensor | None,
     asked: RecurrentAttributes,
 ) -> tuple[Tensor, ...]:
-    """Run a recurrent layer; ``states`` are the initial hidden state and, for LSTM, cell state and peepholes."""
+    """Return a layer's outputs and final states; ``states`` are the initial hidden and cell state, and peepholes."""
     cell, count, hidden = _CELLS[asked.op], w.shape[0], r.shape[-1]
     if count != (2 if asked.direction == "bidirectional" else 1):
         raise Unsupported(f"it runs {asked.direction} and has weights for {count} directions")
     if w.shape[1] != cell.gates * hidden:
-        raise Unsupported(f"its weights have {w.shape[1]} rows, and a state of {hidden} needs {cell.gates * hidden}")
+        raise Unsupported(
+            f"its weights have {w.shape[1]} rows, and a hidden size of {hidden} needs {cell.gates * hidden}"
+        )
     functions = asked.activations_by_direction(count)
     first, second, peepholes = (*states, None, None, None)[:3]
     start_states = [first, second] if asked.op == "LSTM" else [first]

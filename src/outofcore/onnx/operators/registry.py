@@ -50,9 +50,10 @@ def operator(
     attributes: type[Any] | None = None,
     **flags: Any,
 ) -> Callable[[Function], Function]:
-    """Register a function as the operators ``names`` from opset ``since`` on; ``also`` names further attributes.
+    """Register a function as the operators ``names`` from opset ``since`` on, with its keywords as attributes.
 
-    Its keywords are the other attributes. If ``attributes`` is a dataclass, it gets an instance as ``asked`` instead.
+    A dataclass ``attributes`` replaces the keywords by ``asked``; ``also`` are further attributes. See also
+    ``Operator``.
     """
 
     def register(function: Function) -> Function:

@@ -115,7 +115,7 @@ def _coordinates(
     window: tuple[float, float],
     device: torch.device,
 ) -> Tensor:
-    """Return the input coordinate of each output element along one axis."""
+    """Return the coordinate in the input, of ``length`` elements, for each of ``size`` output elements."""
     # A rounding error in a coordinate could change the nearest neighbour.
     at = torch.arange(size, dtype=torch.float64, device=device)
     named, exact = attributes.coordinate_transformation_mode, scale * length  # the length before it is rounded
@@ -209,7 +209,7 @@ class RoiAlignAttributes:
 def roi_align(x: Tensor, rois: Tensor, images: Tensor, *, asked: RoiAlignAttributes) -> Tensor:
     ratio = asked.sampling_ratio
     if not ratio:
-        raise Unsupported("the number of samples depends on the regions (sampling_ratio=0), which is not supported")
+        raise Unsupported("the number of samples depends on the regions (sampling_ratio=0), and must be fixed")
     halves = asked.coordinate_transformation_mode or ("half_pixel" if asked.version >= 16 else "output_half_pixel")
     corners = rois * asked.spatial_scale - (0.5 if halves == "half_pixel" else 0.0)
     extent = corners[:, 2:] - corners[:, :2]
@@ -217,6 +217,7 @@ def roi_align(x: Tensor, rois: Tensor, images: Tensor, *, asked: RoiAlignAttribu
         extent = extent.clamp(min=1.0)
 
     def neighbours(place: int, cells: int) -> tuple[Tensor, ...]:
+        """Return the two nearest indices of each sample, the weight of the second, and whether it is inside."""
         count, size = cells * ratio, x.shape[3 - place]
         steps = (torch.arange(count, device=x.device, dtype=x.dtype) + 0.5) / count
         at = corners[:, place, None] + steps[None, :] * extent[:, place, None]
