@@ -205,7 +205,7 @@ class Loop:
     def stop(self) -> None:
         """End the loop. Its tensors stay valid; evicted ones are fetched as far as the budget holds them.
 
-        May be called again.
+        May be called again. After ``measure=True``, prints the measured needs to stderr.
 
         Raises:
             StateError: another thread started the loop; ``outofcore.stop()`` ends it from any thread.
