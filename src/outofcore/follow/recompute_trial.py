@@ -1,8 +1,7 @@
 """Try once whether recomputing some saved tensors makes a loop's steps faster.
 
 If copies delay a planned step, the trial records how the storages of one step were computed, and chooses cheap ones
-(``remaking.py``). Recomputation stays on if the plan of a step with it is predicted to be faster. Steps may differ in
-length, so predictions are relative to the time of the step's own ops.
+(``remaking.py``). Recomputation stays on if the plan of a step with it is predicted to be faster.
 """
 
 from __future__ import annotations
