@@ -68,7 +68,7 @@ class LoopPlanner:
         self.recent_plans: deque[PlanSummary] = deque(maxlen=_LISTED_PLANS)
 
     def on_step_end(self, steps: int, *, is_proposed: bool) -> None:
-        """Use a finished plan. Unless busy, start to plan the ended step if ``is_proposed``, or improve a quick plan."""
+        """Use a finished plan. Unless busy, start to plan the ended step (``is_proposed``) or improve a quick plan."""
         stats = self._space.read_stats(steps=steps, plans=self.plan_count)
         rerun_seconds = (stats.rerun_microseconds - self._rerun_microseconds) / 1e6
         reran = stats.reruns > self._reruns
