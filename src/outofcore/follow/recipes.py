@@ -95,7 +95,7 @@ def _unpack(packed: _PackedTensor) -> torch.Tensor:
 
 
 def _replace_saved(result: torch.Tensor, library: ctypes.CDLL) -> None:
-    """Replace saved tensors of the autograd node of ``result`` with recipes, if they can be recomputed."""
+    """Give recipes to the saved tensors of ``result``'s autograd node that can be recomputed and are unchanged."""
     for saved in saved_tensors_of(result.grad_fn):
         # Unpacking makes a new tensor object, so keep a tensor if its identity may matter.
         tensor = saved.tensor

@@ -52,7 +52,7 @@ class Space:
         return call(self.library, function, self, *arguments)
 
     def read_numbers(self, function: str) -> list[int]:
-        """Return all numbers that a native function writes to a buffer; it must return their count."""
+        """Return all numbers that a native function writes to a buffer; the function must return their count."""
         capacity = 0
         while True:  # other threads may add numbers between two calls
             numbers = (ctypes.c_int64 * capacity)()
@@ -80,7 +80,7 @@ class Space:
         return shares.room
 
     def adopt(self, tensors: Iterable[torch.Tensor], tell: ProgressCallback = ignore_progress, count: int = 0) -> None:
-        """Move tensors to the home, except shared mappings; ``tell`` receives progress out of ``count`` tensors."""
+        """Move tensors to the home, except memory shared with files or NumPy; ``tell`` receives the progress."""
         mapped = self.device.mapped_files()
         files: dict[FileMapping, int] = {}
         unmoved_bytes = 0
@@ -129,7 +129,7 @@ class Space:
         return untracked
 
     def largest_need(self) -> tuple[int, str] | None:
-        """Return the largest need of an op, in bytes, and a text about the op; None if no need was recorded."""
+        """Return the most bytes that an op needed at once, and a text about the op; None if none was recorded."""
         numbers = Refusal()
         text: bytes | None = self.library.follow_need(self, ctypes.byref(numbers))
         if text is None:

@@ -39,7 +39,7 @@ class StepEnds:
         return self._backward_passes > 1
 
     def record_end(self, sign: StepSign) -> None:
-        """Count a step that ``sign`` ended. A sign stronger than all before replaces the sign that ends steps."""
+        """Count a step that ``sign`` ended. If it is the strongest sign so far, only this sign ends later steps."""
         if sign > self.sign:
             if self.sign is StepSign.BACKWARD:  # the earlier passes belong to this step
                 self.count -= self._backward_passes
@@ -48,7 +48,7 @@ class StepEnds:
         self.count += 1
 
     def ends_step(self, source: Hashable) -> bool:
-        """Record a sign from ``source``, and return whether it ends a step. Only one source ends steps."""
+        """Return whether a sign of ``source`` ends a step. The first source leads; a source that signs twice replaces it."""
         leader = self._leader
         gone = leader is None or (isinstance(leader, weakref.ref) and leader() is None)
         if gone or source in self._other_sources:
