@@ -48,7 +48,7 @@ class StepEnds:
         self.count += 1
 
     def ends_step(self, source: Hashable) -> bool:
-        """Return whether a sign of ``source`` ends a step. The first source leads; a source that signs twice replaces it."""
+        """Return whether a sign ends a step. The first source leads, until another signs twice in between."""
         leader = self._leader
         gone = leader is None or (isinstance(leader, weakref.ref) and leader() is None)
         if gone or source in self._other_sources:

@@ -39,7 +39,7 @@ class FileMapping:
     path: str
 
     def read_file(self) -> ReadFile | None:
-        """Open the file past the page cache; None if it is unreadable or another file now has its path."""
+        """Return the file, open past the page cache; None if it is unreadable or another file now has its path."""
         file = self.open()
         if file is None:
             return None
