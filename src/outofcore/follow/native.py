@@ -98,7 +98,7 @@ def _take_key(library: ctypes.CDLL) -> None:
     """Register a library's kernels under the dispatch key; raises ``StateError`` if PyTorch itself uses it."""
     if call(library, "follow_load", _is_python) != 0:
         raise StateError(
-            f"torch {torch.__version__} uses the dispatch key for itself that outofcore.budget() needs; "
+            f"torch {torch.__version__} itself uses the dispatch key that outofcore.budget() needs; "
             "use outofcore.compile, or another release of torch"
         )
     _key.owner = library

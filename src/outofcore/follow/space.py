@@ -144,5 +144,8 @@ class Space:
         counts = (ctypes.c_int64 * expected)()
         actual = self.library.follow_counters(self, counts, expected)
         if actual != expected:
-            raise StateError(f"the native code has {actual} counters, and {expected} are expected: please report it")
+            raise StateError(
+                f"the native code has {actual} counters instead of {expected}; this is a bug in outofcore: please "
+                "report it"
+            )
         return LoopStats(*counts, steps=steps, plans=plans)

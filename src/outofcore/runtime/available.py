@@ -30,7 +30,7 @@ def available_bytes(device: torch.device, models: Iterable[nn.Module] = ()) -> i
     if device.type == "cpu":
         available = available_memory_bytes()
         if available is None:
-            raise InputError("this system does not say how much memory is available; name a budget in bytes")
+            raise InputError("this system does not report how much memory is available; name a budget in bytes")
         return available
     # The models leave the device before a loop reserves its memory.
     free, _ = torch.cuda.mem_get_info(device)

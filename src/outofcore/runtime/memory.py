@@ -65,7 +65,7 @@ def trim_heap() -> None:
 
 @contextlib.contextmanager
 def collect_new_garbage() -> Iterator[None]:
-    """Collect the garbage of this context at its end; a full collection could take half a second."""
+    """At the end of this context, collect the garbage created in it, without a slow search of older objects."""
     is_outermost = not gc.get_freeze_count()  # do not unfreeze the user's frozen objects
     if is_outermost:
         gc.freeze()
@@ -118,7 +118,10 @@ class Region:
     def memory(self, offset: int, count: int) -> memoryview:
         """Return a writable view of bytes [offset, offset + count); raises ``ValueError`` if they are out of range."""
         if offset < 0 or count < 0 or offset + count > self.bytes:
-            raise ValueError(f"bytes [{offset}, {offset + count}) are not in a region of {self.bytes} bytes")
+            raise ValueError(
+                f"bytes [{offset}, {offset + count}) are not in a region of {self.bytes} bytes; this is a bug in "
+                "outofcore: please report it"
+            )
         return memoryview(self._buffer).cast("B")[offset : offset + count]
 
     def weak_reference(self) -> WeakRegion:
