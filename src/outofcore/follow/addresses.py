@@ -195,7 +195,7 @@ def _storage_of(value: object) -> torch.UntypedStorage | None:
 
 
 def _calling_module(frame: FrameType | None) -> str:
-    """Return the module of a frame, or of the caller if ``torch.TypedStorage`` runs in it; empty without one."""
+    """Return the name of a frame's module, or of its caller's if that is ``torch.storage``; empty without a frame."""
     name = ""
     while frame is not None:
         name = frame.f_globals.get("__name__") or ""

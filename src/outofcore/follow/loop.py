@@ -519,7 +519,7 @@ class Loop:
                 self._undo.callback(_remove_hook, hook)
 
     def end_step(self) -> None:
-        """End the current step; use a finished plan, and plan the ended step if it needs one (or measure the step)."""
+        """End the current step. Then use a finished plan and plan the ended step if needed, or measure the step."""
         with self._lock:
             if self._space is None:
                 return

@@ -82,7 +82,7 @@ def _load_once(flavor: Flavor) -> ctypes.CDLL:
 
 
 def open_space(library: ctypes.CDLL, space: object, for_compiled_step: bool) -> None:
-    """Start or resume a loop's native code, with the kernels of its library; raises ``StateError`` if one is open."""
+    """Start or resume a loop's native code, with its library's kernels; raises ``StateError`` if a loop is open."""
     with _key.lock:
         if _key.owner is not library:
             if is_any_loop_running():

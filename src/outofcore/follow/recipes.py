@@ -1,7 +1,6 @@
 """Replace tensors that autograd saves by recipes to recompute them: the Python part of ``recipes.h``.
 
-After an op that uses or creates a storage to recompute, its autograd node is inspected once. Saved tensors with a
-recipe are replaced by it through PyTorch's saved-tensor hooks, unless they have hooks already.
+PyTorch's saved-tensor hooks replace a saved tensor by its recipe after the op, unless it has hooks already.
 """
 
 from __future__ import annotations

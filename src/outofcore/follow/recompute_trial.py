@@ -1,7 +1,6 @@
 """Try once whether recomputing some saved tensors makes a loop's steps faster.
 
-If copies delay a planned step, the trial records how the storages of one step were computed, and chooses cheap ones
-(``remaking.py``). Recomputation stays on if the plan of a step with it is predicted to be faster.
+If copies delay planned steps, cheap storages are recomputed (``remaking.py``), and stay so if that plan is faster.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class RecomputeTrial:
             self.phase = TrialPhase.DECIDED
 
     def on_step_end(self) -> None:
-        """If the trial recorded the ended step, choose storages to recompute; end the trial if none is worth it."""
+        """If the trial recorded the ended step, choose storages to recompute; without any, end the trial."""
         if self.phase is not TrialPhase.NOTING:
             return
         chosen = choose_recomputed(self._recipes.read_notes(), self._bytes_per_second, target_bytes=self._target_bytes)

@@ -1,7 +1,6 @@
 """Convert a recorded step of a loop to a graph for the planner, and its plan to a schedule for the native code.
 
-Unlike in the graph of a compiled step, a storage's role is unknown, and it exists until autograd or the loop frees it.
-A pseudo-op that reads the storage models the end: it takes no time, never runs, and causes no fetch.
+A storage exists until autograd or the loop frees it. A pseudo-op that reads the storage models that; it never runs.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class Space:
         return untracked
 
     def largest_need(self) -> tuple[int, str] | None:
-        """Return the most bytes that an op needed at once, and a text about the op; None if none was recorded."""
+        """Return the most bytes that an op needed at once, and a text about the op; None without such a record."""
         numbers = Refusal()
         text: bytes | None = self.library.follow_need(self, ctypes.byref(numbers))
         if text is None:
@@ -138,6 +138,7 @@ class Space:
         return numbers.asked + numbers.used + numbers.kept + numbers.small, op + forward_place(place)
 
     def read_stats(self, *, steps: int, plans: int) -> LoopStats:
+        """Return the native counters, completed by ``steps`` and ``plans``; the budget and memory are still 0."""
         expected = (
             len(fields(LoopStats)) - 6
         )  # Python counts steps and plans, and has the budget and the memory of the process

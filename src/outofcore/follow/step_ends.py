@@ -10,8 +10,7 @@ from collections.abc import Hashable
 class StepSign(enum.IntEnum):
     """An event that ends a step, the strongest last. A loop uses the strongest sign so far.
 
-    Of several sources, such as the two optimizers of a GAN, the first ends all steps, until another one gives the sign
-    twice in between.
+    Of several sources, such as a GAN's two optimizers, the first ends all steps, until another signs twice in between.
     """
 
     CALL = 1  # a call of a model without gradients has ended
@@ -48,7 +47,7 @@ class StepEnds:
         self.count += 1
 
     def ends_step(self, source: Hashable) -> bool:
-        """Return whether a sign ends a step. The first source leads, until another signs twice in between."""
+        """Return whether a sign ends a step. The first ``source`` leads, until another one signs twice in between."""
         leader = self._leader
         gone = leader is None or (isinstance(leader, weakref.ref) and leader() is None)
         if gone or source in self._other_sources:

@@ -39,7 +39,7 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield a model's initialised parameters and buffers, and gradients except of another thread's training."""
+    """Yield a model's initialised parameters and buffers, and gradients that no other thread may change."""
     ids_trained_elsewhere = _find_trained_elsewhere()
     for parameter in model.parameters():
         if not isinstance(parameter, _UNINITIALIZED):
@@ -77,7 +77,7 @@ def names_of_storages(
     parameter_names: dict[int, str] = {}  # by id() of the parameter
 
     def record_name(tensor: object, name: str, kind: StorageKind) -> None:
-        """Record name and kind for a tensor's storages in the loop, and for a parameter also for its gradient's."""
+        """Record the name and kind of a tensor's storages in the loop, and of the storages of its gradient."""
         if not isinstance(tensor, torch.Tensor) or isinstance(tensor, _UNINITIALIZED):
             return
         for part in inner_tensors_of(tensor):

@@ -26,7 +26,7 @@ def default_budget(available: int, *, on_host: bool) -> int:
 
 
 def available_bytes(device: torch.device, models: Iterable[nn.Module] = ()) -> int:
-    """Return a device's available bytes, on a GPU with the bytes of ``models``; raises ``InputError`` if unknown."""
+    """Return a device's available bytes, on a GPU plus the bytes of ``models``; raises ``InputError`` if unknown."""
     if device.type == "cpu":
         available = available_memory_bytes()
         if available is None:

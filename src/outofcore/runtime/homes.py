@@ -498,7 +498,7 @@ class DiskHome(HomeStore):
             ) from error
 
     def drop_cache(self, face: torch.Tensor) -> None:
-        """Drop a face's pages from memory unless only memory has them; their next use reads the file again."""
+        """Drop a face's pages from memory, except a changed range's; later uses read the file again."""
         storage = face.untyped_storage()
         if self._ranges.drop_cache(face):
             return

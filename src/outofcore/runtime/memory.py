@@ -1,7 +1,6 @@
 """Mapped pages that live as long as an object refers to them.
 
-The ``mmap`` module keeps a file descriptor for each mapping, and a thousand slots would exceed the usual limit. It also
-cannot align to huge pages, or reserve addresses without memory.
+The ``mmap`` module would keep a file descriptor for each, and can neither align to huge pages nor reserve addresses.
 """
 
 from __future__ import annotations
@@ -179,8 +178,7 @@ def populate(address: int, count: int) -> None:
 def map_anonymous(count: int, *, accessible: bool = True, shared: bool = False) -> int:
     """Map ``count`` bytes (whole pages) of zeroed memory, and return the address.
 
-    From 2 MiB on, it uses huge pages, for a hundredth of the page faults. ``accessible`` False only reserves addresses,
-    for ``Region.make_accessible``. ``shared`` memory is shared with forked children.
+    ``accessible=False`` only reserves addresses, for ``Region.make_accessible``; forked children see ``shared`` memory.
     """
     slack = _HUGE_PAGE if count >= _HUGE_PAGE else 0
     protection = mmap.PROT_READ | mmap.PROT_WRITE if accessible else 0

@@ -67,7 +67,7 @@ class SpillFile(ByteStore):
         return Location(self._direct_descriptor, offset, count, self, Cache.PAST)
 
     def duplicate(self) -> tuple[int, int]:
-        """Return new descriptors for buffered and, if possible, direct I/O, for the caller to close; raises ``SpillError``."""
+        """Return new descriptors, buffered and if possible direct; the caller closes them. Raises ``SpillError``."""
         descriptors: list[int] = []
         try:
             descriptors += [os.dup(self._descriptor)]
@@ -130,6 +130,7 @@ class SpillFile(ByteStore):
             os.posix_fadvise(self._descriptor, offset, round_up(count, PAGE_BYTES), os.POSIX_FADV_DONTNEED)
 
     def transfer_error(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
+        """Return the error of a failed transfer, with advice; ``failure`` is an errno, negative at the file's end."""
         at_end = "the system wrote nothing" if writes else "the file ends there"
         reason = os.strerror(failure) if failure > 0 else at_end
         advice = {
