@@ -39,7 +39,7 @@ def explain_error(error: BaseException, names: KnownStorages | None = None) -> E
 
 
 def _describe_op(op: str, parameter: str | None, trace: TracebackType | None) -> str:
-    """Describe an op by the user's line and by its module, or by the parameter that gets its gradient."""
+    """Describe an op by the user's line and its module, or its parameter if the op accumulates a gradient."""
     if IN_BACKWARD in op:
         return op
     module, line = sources.find(places_of(trace))
