@@ -1,6 +1,3 @@
-"""Run an eager loop within a byte budget: ``outofcore.budget``.
-
-``loop.py`` is the entry; docs/internals/eager-loop.md follows one op through Python and the native code.
-"""
+"""Run an eager loop within a byte budget: ``outofcore.budget``. See docs/internals/eager-loop.md, then ``loop.py``."""
 
 from __future__ import annotations

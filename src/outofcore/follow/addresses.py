@@ -1,9 +1,7 @@
 """Detect code that takes the address of a tensor to use it without PyTorch; such a storage must stay in place.
 
-Python methods that return an address, or make a second storage on the same memory, are wrapped. C functions that
-modules import by name are redirected in CPython's own structure. NumPy arrays are always detected: ``Tensor.numpy``
-marks the storage (``has_array`` in blocks.h). Not detected are other addresses taken while no loop has memory, pointers
-that compiled extensions keep, and the C functions in ``Tensor.__dlpack_c_exchange_api__``.
+NumPy arrays are always detected: ``Tensor.numpy`` marks the storage (``has_array`` in blocks.h). Not detected are other
+addresses taken while no loop has memory, pointers in compiled extensions, and ``Tensor.__dlpack_c_exchange_api__``.
 """
 
 from __future__ import annotations
@@ -93,7 +91,7 @@ class AddressWatch:
             self._unwrap_if_unused()
 
     def _unwrap_if_unused(self) -> None:
-        """Restore the wrapped methods, unless a loop needs them or other code has wrapped them since."""
+        """Unwrap the methods, unless the watch is open, loop tensors exist or other code has wrapped one again."""
         with self._lock:
             # Watching continues as long as a tensor is in memory of a loop, open or not.
             if self._open or self._undo is None or has_loop_tensors():
@@ -112,9 +110,11 @@ class AddressWatch:
             self._fix(storage, until_next_op)
 
     def _wrap(self) -> contextlib.ExitStack:
-        """Wrap the methods that expose or read memory; closing the returned stack restores them."""
+        """Wrap the methods and functions that expose or read memory; closing the returned stack restores them."""
 
         def wrap_exporter(method: Callable[..., Any]) -> Callable[..., Any]:
+            """Return a wrapper that reports the storage, unless this library or a comparing module calls it."""
+
             def report_and_call(self_: Any, *args: Any, **kwargs: Any) -> Any:
                 caller = _calling_module(sys._getframe(1))
                 if caller not in _COMPARING_MODULES and not caller.startswith(_OWN_PACKAGE):
@@ -124,6 +124,8 @@ class AddressWatch:
             return _copy_name(report_and_call, method)
 
         def wrap_reader(method: Callable[..., Any]) -> Callable[..., Any]:
+            """Return a wrapper that opens ``hold`` for the storages of its arguments during each call."""
+
             def hold_and_call(self_: Any, *args: Any, **kwargs: Any) -> Any:
                 with contextlib.ExitStack() as contexts:
                     for value in (self_, *args):
@@ -165,6 +167,7 @@ class AddressWatch:
     def _replace(
         self, undo: contextlib.ExitStack, kind: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
     ) -> None:
+        """Wrap a method or property of the class ``kind``; ``undo`` restores it."""
         plain: Any = getattr(kind, name)
         getter: Any = getattr(plain, "fget", None)  # of a property
         wrapper = wrap(plain) if getter is None else property(wrap(getter))
@@ -192,7 +195,7 @@ def _storage_of(value: object) -> torch.UntypedStorage | None:
 
 
 def _calling_module(frame: FrameType | None) -> str:
-    """Return the name of a frame's module; a frame of ``torch.TypedStorage`` counts as its caller."""
+    """Return the name of a frame's module, or of its caller's if that is ``torch.storage``; empty without a frame."""
     name = ""
     while frame is not None:
         name = frame.f_globals.get("__name__") or ""
@@ -223,7 +226,7 @@ _VARARGS_AND_KEYWORDS = 3
 
 
 def _redirect(undo: contextlib.ExitStack, function: Any, trampoline: Callable[[int], int]) -> None:
-    """Let a built-in function call the C code ``trampoline(old address)`` until ``undo``. Only in CPython."""
+    """Redirect a built-in function to the C code at ``trampoline(its address)`` until ``undo``; only in CPython."""
     if sys.implementation.name != "cpython" or type(function) is not type(len):
         return
     definition_address = ctypes.c_void_p.from_address(id(function) + object.__basicsize__).value

@@ -15,8 +15,8 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 
     CPU kernels may round differently if memory begins at another alignment, as on the pages of a file. A loop under
     ``budget`` and a compiled step compute with memory of their own. So a model that maps its weights from a file has
-    the same bits in both and in plain PyTorch if it computes with ``aligned(weight)``. The tensor is not copied if a
-    loop moves it, if the step is captured, or on another device.
+    the same bits in both and in plain PyTorch if it computes with ``aligned(weight)``. The tensor is not copied in a
+    loop's memory, while a step is captured, or on another device.
 
     >>> import torch
     >>> import outofcore

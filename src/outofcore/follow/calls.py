@@ -115,7 +115,7 @@ class BudgetedCalls:
             yield from state_of(optimizer)
 
     def _adopt_untracked(self) -> None:
-        """Adopt tensors of the models and optimizers that the user, a checkpoint or another step has replaced."""
+        """Adopt new tensors of models and optimizers; move them to copies if another step may own their memory."""
         untracked = self._loop.find_untracked([tensor for tensor in self._state_tensors() if CPU.can_move(tensor)])
         if not untracked:
             return
@@ -141,6 +141,7 @@ class BudgetedCalls:
         library, persistent = CPU.library, {storage_key(tensor) for tensor in self._state_tensors()}
 
         def convert(value: Any) -> Any:
+            """Detach a tensor; move it out of the loop unless it is state. Return other values unchanged."""
             if not isinstance(value, torch.Tensor):
                 return value
             if value.grad_fn is not None:

@@ -142,6 +142,7 @@ def loop_device(device: torch.device) -> LoopDevice:
 
 
 def _create_memory_file() -> int:
+    """Return the descriptor of a new file in host memory; raises ``SpillError`` if the system refuses it."""
     try:
         return os.memfd_create("outofcore")
     except OSError as error:

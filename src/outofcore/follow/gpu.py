@@ -48,7 +48,7 @@ class BudgetShares:
 
 
 def shares_of(budget: int, device: torch.device) -> BudgetShares:
-    """Divide a budget, given the measured bytes of libraries; raises ``BudgetError`` if it is too small."""
+    """Measure the bytes of libraries and divide the budget; raises ``BudgetError`` if the arena is too small."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     libraries = _measure_library_bytes(device)
@@ -81,7 +81,7 @@ def budget_for(room: int, library_bytes: int) -> int:
 
 
 def _measure_library_bytes(device: torch.device) -> int:
-    """Return the bytes that PyTorch has taken from the device, except for tensors of 64 KiB and more."""
+    """Return the bytes that PyTorch has reserved, cuBLAS workspaces included, without tensors of 64 KiB and more."""
     used = Counter(
         block["size"]
         for segment in torch.cuda.memory_snapshot()
@@ -111,6 +111,8 @@ def refuse_graphs() -> Iterator[None]:
     """Refuse CUDA graphs in this context by ``StateError``, because they keep the addresses of tensors."""
 
     def refusing(action: str) -> Callable[..., Any]:
+        """Return a function that raises ``StateError``: a CUDA graph cannot be ``action``."""
+
         def refuse(*_: object, **__: object) -> None:
             raise StateError(
                 f"a CUDA graph cannot be {action} while a loop is running, because tensors move; stop() the loop "

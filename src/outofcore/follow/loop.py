@@ -205,7 +205,7 @@ class Loop:
     def stop(self) -> None:
         """End the loop. Its tensors stay valid; evicted ones are fetched as far as the budget holds them.
 
-        May be called again.
+        May be called again. After ``measure=True``, prints the measured needs to stderr.
 
         Raises:
             StateError: another thread started the loop; ``outofcore.stop()`` ends it from any thread.
@@ -378,7 +378,7 @@ class Loop:
         return self.is_running() and threading.get_ident() == self._thread
 
     def measurement(self) -> Measurement:
-        """Return the needs of the loop so far: the peak in core, and the smallest budget.
+        """Return the loop's needs so far: its peak without evictions, its smallest budget, and predicted step times.
 
         Times are predicted for steps that came at least twice, which takes seconds.
 
@@ -473,7 +473,7 @@ class Loop:
                 self._space.adopt(tensors, tell, count)
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Adopt an optimizer's tensors before its first step; in threads outside of the loop, list it as untracked."""
+        """Adopt a new optimizer's state and parameters. In a thread without the loop, list it as untracked instead."""
         if not self._device.library.follow_tracked():
             untracked_optimizers[id(optimizer)] = optimizer
             return
@@ -519,7 +519,7 @@ class Loop:
                 self._undo.callback(_remove_hook, hook)
 
     def end_step(self) -> None:
-        """End the current step, start to use a finished plan, and plan the ended step if it needs a plan."""
+        """End the current step. Then use a finished plan and plan the ended step if needed, or measure the step."""
         with self._lock:
             if self._space is None:
                 return

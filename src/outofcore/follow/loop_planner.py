@@ -68,7 +68,7 @@ class LoopPlanner:
         self.recent_plans: deque[PlanSummary] = deque(maxlen=_LISTED_PLANS)
 
     def on_step_end(self, steps: int, *, is_proposed: bool) -> None:
-        """Use a finished plan. If ``is_proposed``, start to plan step number ``steps``, which has just ended."""
+        """Use a finished plan. Unless busy, start to plan the ended step (``is_proposed``) or improve a quick plan."""
         stats = self._space.read_stats(steps=steps, plans=self.plan_count)
         rerun_seconds = (stats.rerun_microseconds - self._rerun_microseconds) / 1e6
         reran = stats.reruns > self._reruns
@@ -123,7 +123,7 @@ class LoopPlanner:
         return max(_FREE_SECONDS, _FREE_STEPS * (time.monotonic() - self._started) / max(self._ended_steps, 1))
 
     def _plan_step(self, steps: int) -> None:
-        """Use the stored plan of the proposed step; plan the step if its plan is missing or from a busy machine."""
+        """Use the stored plan of the proposed step. Start to plan if it is missing or was made on a busy machine."""
         numbers = self._space.read_numbers("follow_proposal")
         if not numbers:
             return

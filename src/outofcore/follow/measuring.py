@@ -115,7 +115,7 @@ class LoopMeasurer:
         self._max_created_bytes = -1
 
     def on_step_end(self) -> None:
-        """Keep the step that has ended, if it creates more bytes than all before."""
+        """Keep the step that has ended, if it creates more bytes than any step before it."""
         numbers = self._space.read_numbers("follow_proposal")
         if not numbers:
             return
@@ -125,7 +125,7 @@ class LoopMeasurer:
             self._largest, self._max_created_bytes = record, created_bytes
 
     def collect_needs(self, steps: int) -> LoopNeeds:
-        """Return the loop's needs so far: in core, of the largest op, and the budgets for which to predict times."""
+        """Return the loop's needs so far: its peak in core, its smallest budget, and budgets to predict times for."""
         stats = self._space.read_stats(steps=steps, plans=0)
         device, library_bytes = self._space.device, self._space.library_bytes
         need, op = self._space.largest_need() or (0, "")

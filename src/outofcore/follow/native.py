@@ -71,6 +71,7 @@ def load_paging(flavor: Flavor = Flavor.CPU) -> ctypes.CDLL:
 
 @functools.cache
 def _load_once(flavor: Flavor) -> ctypes.CDLL:
+    """Load the native code for a device; register its kernels if no other library has done so."""
     library = load_unlocked(flavor)
     with _key.lock:
         if _key.owner is None:
@@ -81,7 +82,7 @@ def _load_once(flavor: Flavor) -> ctypes.CDLL:
 
 
 def open_space(library: ctypes.CDLL, space: object, for_compiled_step: bool) -> None:
-    """Start or resume the native part of a loop, with the dispatch key for its library; raises ``StateError``."""
+    """Start or resume a loop's native code, with its library's kernels; raises ``StateError`` if a loop is open."""
     with _key.lock:
         if _key.owner is not library:
             if is_any_loop_running():
@@ -94,10 +95,10 @@ def open_space(library: ctypes.CDLL, space: object, for_compiled_step: bool) -> 
 
 
 def _take_key(library: ctypes.CDLL) -> None:
-    """Register a library's kernels under the dispatch key; raises ``StateError`` if PyTorch uses the key."""
+    """Register a library's kernels under the dispatch key; raises ``StateError`` if PyTorch itself uses it."""
     if call(library, "follow_load", _is_python) != 0:
         raise StateError(
-            f"torch {torch.__version__} uses the dispatch key for itself that outofcore.budget() needs; "
+            f"torch {torch.__version__} itself uses the dispatch key that outofcore.budget() needs; "
             "use outofcore.compile, or another release of torch"
         )
     _key.owner = library

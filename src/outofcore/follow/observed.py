@@ -77,7 +77,7 @@ class Departure:
 
     @property
     def text(self) -> str:
-        """One sentence for people.
+        """A sentence that describes the departure.
 
         >>> Departure(3, 17, 0.0, Cause.OP, "aten::mm", "aten::mul", 0, 2, 20).text
         'aten::mul ran where aten::mm was planned; 2 ops ran on demand, then the plan resumed at op 20'
@@ -228,7 +228,7 @@ class _LogReader:
         self._numbers = {block: i for i, block in enumerate(b for b in self._bytes if self._is_storage(b))}
 
     def _read_rows(self, log: Sequence[_LogRow], names: Sequence[str]) -> None:
-        """Collect the ops, copies, evictions and times in memory from the rows."""
+        """Collect the ops, copies, evictions and frees from the rows, and the times that blocks were in memory."""
         current_stays: dict[int, int] = {}
         awaited: list[int] = []
         for row in log:
@@ -334,6 +334,7 @@ class _LogReader:
         return owners.pop() if len(owners) == 1 else ""
 
     def _storage_name(self, block: int, ops: Sequence[Op]) -> str:
+        """Return a storage's known name, or the module and operator that created it; empty if neither is known."""
         if block in self._known:
             return self._known[block][0]
         creator = self._creator.get(block)
@@ -343,7 +344,7 @@ class _LogReader:
         return f"{ops[creator].module} {short}".strip()
 
     def program(self, seconds: float) -> tuple[Program, Timeline]:
-        """Return the ops and copies in the order of their beginnings, and their times; the step took ``seconds``."""
+        """Return a program of the ops and copies by start time, and a timeline; the step took ``seconds``."""
         order = sorted(range(len(self._executions)), key=lambda i: self._executions[i][0])
         lanes: dict[tuple[Queue, int], int] = defaultdict(int)
         places: dict[int, Wait] = {}  # by index of the execution: how to wait for its end

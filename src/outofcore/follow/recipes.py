@@ -1,7 +1,6 @@
 """Replace tensors that autograd saves by recipes to recompute them: the Python part of ``recipes.h``.
 
-After an op that uses or creates a storage to recompute, its autograd node is inspected once. Saved tensors with a
-recipe are replaced by it through PyTorch's saved-tensor hooks, unless they have hooks already.
+PyTorch's saved-tensor hooks replace a saved tensor by its recipe after the op, unless it has hooks already.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def _unpack(packed: _PackedTensor) -> torch.Tensor:
 
 
 def _replace_saved(result: torch.Tensor, library: ctypes.CDLL) -> None:
-    """Replace saved tensors of the autograd node of ``result`` with recipes, if they can be recomputed."""
+    """Give recipes to the saved tensors of ``result``'s autograd node that can be recomputed and are unchanged."""
     for saved in saved_tensors_of(result.grad_fn):
         # Unpacking makes a new tensor object, so keep a tensor if its identity may matter.
         tensor = saved.tensor

@@ -1,8 +1,6 @@
 """Try once whether recomputing some saved tensors makes a loop's steps faster.
 
-If copies delay a planned step, the trial records how the storages of one step were computed, and chooses cheap ones
-(``remaking.py``). Recomputation stays on if the plan of a step with it is predicted to be faster. Steps may differ in
-length, so predictions are relative to the time of the step's own ops.
+If copies delay planned steps, cheap storages are recomputed (``remaking.py``), and stay so if that plan is faster.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ class RecomputeTrial:
         bytes_per_second: float,  # of the home, in one direction
         rerun_seconds: float | None,  # of recomputed ops; None if the step recomputes no storage
     ) -> None:
-        """Begin or decide the trial, given the predicted times of a new plan."""
+        """Begin the trial if copies delay a new plan; decide it when a step with recomputation has a plan."""
         slowdown = seconds / max(compute_seconds - (rerun_seconds or 0.0), 1e-9)
         if self.phase is TrialPhase.UNTRIED and rerun_seconds is None:
             delay = seconds - compute_seconds
@@ -86,7 +84,7 @@ class RecomputeTrial:
             self.phase = TrialPhase.DECIDED
 
     def on_step_end(self) -> None:
-        """Choose the storages to recompute, if the trial has recorded the step that has ended."""
+        """If the trial recorded the ended step, choose storages to recompute; without any, end the trial."""
         if self.phase is not TrialPhase.NOTING:
             return
         chosen = choose_recomputed(self._recipes.read_notes(), self._bytes_per_second, target_bytes=self._target_bytes)

@@ -1,7 +1,6 @@
 """Convert a recorded step of a loop to a graph for the planner, and its plan to a schedule for the native code.
 
-Unlike in the graph of a compiled step, a storage's role is unknown, and it exists until autograd or the loop frees it.
-A pseudo-op that reads the storage models the end: it takes no time, never runs, and causes no fetch.
+A storage exists until autograd or the loop frees it. A pseudo-op that reads the storage models that; it never runs.
 """
 
 from __future__ import annotations
@@ -108,12 +107,14 @@ def read_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
         for touch in touches:
             uses[touch.storage].append(index)
     # A storage that ends in the next step is modelled as persistent state that each step overwrites.
-    carried = {
+    freed_in_next_step = {
         s: freed
         for s, freed in leftovers.items()
         if storages[s].created and storages[s].freed < 0 and 0 < freed < uses[s][0]
     }
-    graph, costs, places = _build_graph(storages, ops, _list_ends(storages, uses, carried, header.ops), carried, names)
+    graph, costs, places = _build_graph(
+        storages, ops, _list_ends(storages, uses, freed_in_next_step, header.ops), freed_in_next_step, names
+    )
     home = replace(
         _USUAL_HOME,
         bytes_per_s_out=_measured_rate(header.out_bytes, header.out_nanos, _USUAL_HOME.bytes_per_s_out),
@@ -124,13 +125,16 @@ def read_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
 
 
 def _list_ends(
-    storages: Sequence[_RecordedStorage], uses: Sequence[Sequence[int]], carried: Mapping[int, int], op_count: int
+    storages: Sequence[_RecordedStorage],
+    uses: Sequence[Sequence[int]],
+    freed_in_next_step: Mapping[int, int],
+    op_count: int,
 ) -> list[list[int]]:
-    """Return the storages that end before each op; the last list is for the end of the step."""
+    """List the storages freed before each op and at the step's end, except any freed right after their last use."""
     ends: list[list[int]] = [[] for _ in range(op_count + 1)]
     for number, storage in enumerate(storages):
-        if number in carried:
-            ends[carried[number]].append(number)
+        if number in freed_in_next_step:
+            ends[freed_in_next_step[number]].append(number)
         elif not storage.persistent:
             end = storage.freed if storage.freed >= 0 else op_count
             if end > uses[number][-1] + 1:
@@ -142,10 +146,10 @@ def _build_graph(
     storages: Sequence[_RecordedStorage],
     recorded_ops: Sequence[tuple[_RecordedOp, Sequence[_Touch]]],
     ends: Sequence[Sequence[int]],
-    carried: Mapping[int, int],
+    freed_in_next_step: Mapping[int, int],
     names: Sequence[str],
 ) -> tuple[StepGraph, list[OpCost], list[int]]:
-    """Return the graph, with a pseudo-op at each storage's end, and each op's cost and index in the record."""
+    """Return the graph, with a pseudo-op for each entry of ``ends``, and each op's cost and recorded index."""
     ops: list[Op] = []
     costs: list[OpCost] = []
     places: list[int] = []
@@ -168,10 +172,10 @@ def _build_graph(
             OpCost(op.nanos / 1e9, op.workspace),
             names[op.name],
             (t.storage for t in touches if t.storage not in new),
-            (t.storage for t in touches if (t.storage in carried if t.storage in new else t.writes)),
-            (s for s in sorted(new) if s not in carried),
+            (t.storage for t in touches if (t.storage in freed_in_next_step if t.storage in new else t.writes)),
+            (s for s in sorted(new) if s not in freed_in_next_step),
         )
-    kinds = (_storage_kind(storage, is_carried=number in carried) for number, storage in enumerate(storages))
+    kinds = (_storage_kind(storage, is_carried=number in freed_in_next_step) for number, storage in enumerate(storages))
     graph_storages = tuple(Storage(number, storages[number].bytes, kind) for number, kind in enumerate(kinds))
     return StepGraph(graph_storages, tuple(ops)), costs, places
 
@@ -207,7 +211,7 @@ def schedule_of(record: StepRecord, plan: Plan, program: Program) -> Schedule:
 def _collect_offsets(
     record: StepRecord, program: Program
 ) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...]]:
-    """Return the schedule's arena offsets: of storages, where they change, and of ops' scratch memory."""
+    """Return (op, storage, offset) for each change of a storage's offset, and (op, offset) of scratch memory."""
     last_offsets: dict[int, int] = {}
     offsets: list[tuple[int, int, int]] = []
     scratch: list[tuple[int, int]] = []

@@ -23,9 +23,8 @@ def choose_recomputed(
     """Choose storages to recompute; return their ids in order, each followed by its intermediates.
 
     A storage qualifies if recomputing it is faster than copying it home and back, each way at ``bytes_per_second``, and
-    if its inputs stay: they are saved and not chosen themselves, or persistent. Unsaved intermediates are recomputed
-    too, at most three in a row. The lowest time per byte comes first, until ``target_bytes`` are chosen (None: no
-    limit). A recipe thus never extends the life of another storage.
+    if each of its inputs is persistent, or is saved and not recomputed. Up to three unsaved intermediates in a row are
+    recomputed too. The lowest time per byte comes first, until ``target_bytes`` are chosen (None: no limit).
     """
     if not bytes_per_second > 0:
         raise ValueError(f"bytes_per_second must be positive, and is {bytes_per_second}")

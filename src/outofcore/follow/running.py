@@ -56,9 +56,10 @@ sources = Sources(_running_models)
 
 @contextlib.contextmanager
 def _report_backward_passes() -> Iterator[None]:
-    """Report the ends of outermost backward passes. A pass is complete if it succeeds and frees its graph."""
+    """In this context, report each outermost backward pass when it ends, and whether it freed its graph."""
 
     def run_engine(engine: Any, outputs: Any, gradients: Any, keep_graph: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run autograd's engine and return its result; report the pass if it is outermost."""
         outermost, complete = current_autograd_node() is None, False
         try:
             result = engine(outputs, gradients, keep_graph, *args, **kwargs)

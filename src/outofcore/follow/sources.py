@@ -34,7 +34,7 @@ def current_places() -> Iterator[FramePlace]:
 
 
 def places_of(trace: TracebackType | None) -> Iterator[FramePlace]:
-    """Yield the frames of a traceback, innermost first, and then their callers."""
+    """Yield the frames of a traceback, innermost first, and then the callers of its outermost frame."""
     raised: list[FramePlace] = []
     callers = None if trace is None else trace.tb_frame.f_back
     while trace is not None:
@@ -68,8 +68,8 @@ class Sources:
         """Return an op's module (path and class) and the nearest ``file:line`` of the user; empty strings if unknown.
 
         The path starts at a loop's model, or else at the outermost running module. In a ``torch.fx.GraphModule`` it
-        ends with the node. Lines of installed packages count only if no other line is found. ``beyond_backward`` also
-        looks at frames beyond the autograd engine's calls.
+        ends with the node. Lines of installed packages count only if no other line is found. The search ends at a call
+        of the autograd engine, unless ``beyond_backward``.
         """
         innermost = outermost = None
         user_line = package_line = node = ""

@@ -52,7 +52,7 @@ class Space:
         return call(self.library, function, self, *arguments)
 
     def read_numbers(self, function: str) -> list[int]:
-        """Return all numbers that a native function writes to a buffer; it must return their count."""
+        """Return all numbers that a native function writes to a buffer; the function must return their count."""
         capacity = 0
         while True:  # other threads may add numbers between two calls
             numbers = (ctypes.c_int64 * capacity)()
@@ -80,7 +80,7 @@ class Space:
         return shares.room
 
     def adopt(self, tensors: Iterable[torch.Tensor], tell: ProgressCallback = ignore_progress, count: int = 0) -> None:
-        """Move tensors to the home, except shared mappings; ``tell`` receives progress out of ``count`` tensors."""
+        """Move tensors to the home, except memory shared with files or NumPy; ``tell`` receives the progress."""
         mapped = self.device.mapped_files()
         files: dict[FileMapping, int] = {}
         unmoved_bytes = 0
@@ -129,7 +129,7 @@ class Space:
         return untracked
 
     def largest_need(self) -> tuple[int, str] | None:
-        """Return the largest need of an op, in bytes, and a text about the op; None if no need was recorded."""
+        """Return the most bytes that an op needed at once, and a text about the op; None without such a record."""
         numbers = Refusal()
         text: bytes | None = self.library.follow_need(self, ctypes.byref(numbers))
         if text is None:
@@ -138,11 +138,15 @@ class Space:
         return numbers.asked + numbers.used + numbers.kept + numbers.small, op + forward_place(place)
 
     def read_stats(self, *, steps: int, plans: int) -> LoopStats:
+        """Return the native counters, completed by ``steps`` and ``plans``; the budget and memory are still 0."""
         expected = (
             len(fields(LoopStats)) - 6
         )  # Python counts steps and plans, and has the budget and the memory of the process
         counts = (ctypes.c_int64 * expected)()
         actual = self.library.follow_counters(self, counts, expected)
         if actual != expected:
-            raise StateError(f"the native code has {actual} counters, and {expected} are expected: please report it")
+            raise StateError(
+                f"the native code has {actual} counters instead of {expected}; this is a bug in outofcore: please "
+                "report it"
+            )
         return LoopStats(*counts, steps=steps, plans=plans)

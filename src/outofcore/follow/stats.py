@@ -121,7 +121,7 @@ class LoopStats:
 
     @property
     def summary(self) -> str:
-        """One line for people.
+        """One line of text with the main counters.
 
         >>> LoopStats(ops=200, expected_ops=176, planned_ops=26, steps=13, peak_bytes=6 << 20, budget_bytes=8 << 20)
         <13 steps, peak 6.00 MiB of 8.00 MiB, evicted 0 B, fetched 0 B; 88 % of ops predicted, 13 % planned>

@@ -10,8 +10,7 @@ from collections.abc import Hashable
 class StepSign(enum.IntEnum):
     """An event that ends a step, the strongest last. A loop uses the strongest sign so far.
 
-    Of several sources, such as the two optimizers of a GAN, the first ends all steps, until another one gives the sign
-    twice in between.
+    Of several sources, such as a GAN's two optimizers, the first ends all steps, until another signs twice in between.
     """
 
     CALL = 1  # a call of a model without gradients has ended
@@ -39,7 +38,7 @@ class StepEnds:
         return self._backward_passes > 1
 
     def record_end(self, sign: StepSign) -> None:
-        """Count a step that ``sign`` ended. A sign stronger than all before replaces the sign that ends steps."""
+        """Count a step that ``sign`` ended. If it is the strongest sign so far, only this sign ends later steps."""
         if sign > self.sign:
             if self.sign is StepSign.BACKWARD:  # the earlier passes belong to this step
                 self.count -= self._backward_passes
@@ -48,7 +47,7 @@ class StepEnds:
         self.count += 1
 
     def ends_step(self, source: Hashable) -> bool:
-        """Record a sign from ``source``, and return whether it ends a step. Only one source ends steps."""
+        """Return whether a sign ends a step. The first ``source`` leads, until another one signs twice in between."""
         leader = self._leader
         gone = leader is None or (isinstance(leader, weakref.ref) and leader() is None)
         if gone or source in self._other_sources:

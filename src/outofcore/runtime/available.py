@@ -26,11 +26,11 @@ def default_budget(available: int, *, on_host: bool) -> int:
 
 
 def available_bytes(device: torch.device, models: Iterable[nn.Module] = ()) -> int:
-    """Return the bytes that a device has for tensors, ``models`` included; raises ``InputError`` if unknown."""
+    """Return a device's available bytes, on a GPU plus the bytes of ``models``; raises ``InputError`` if unknown."""
     if device.type == "cpu":
         available = available_memory_bytes()
         if available is None:
-            raise InputError("this system does not say how much memory is available; name a budget in bytes")
+            raise InputError("this system does not report how much memory is available; name a budget in bytes")
         return available
     # The models leave the device before a loop reserves its memory.
     free, _ = torch.cuda.mem_get_info(device)
@@ -44,7 +44,7 @@ def resolve_budget(limit: int | str | None, device: torch.device, models: Iterab
     """Return a budget in bytes, and a text about its share of memory; empty text if ``limit`` is in bytes.
 
     ``limit`` is bytes, text such as "6GiB", a share of the available memory such as "70%", or None for the default.
-    Raises ``UnitError`` for any other ``limit``, ``InputError`` if the available memory is unknown.
+    Raises ``UnitError`` for any other ``limit``, ``InputError`` if the available memory is unknown or too small.
     """
     share = share_of(limit)
     if limit is not None and share is None:

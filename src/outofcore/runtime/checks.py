@@ -1,7 +1,6 @@
 """Compare bytes that are read from a home with the bytes written there, by checksums.
 
-They are valid within a step, since between steps the user may change a home. Native copies use the same checksums
-(``copying.cpp``); eager loops have their own (``follow/blocks.h``).
+They are valid within a step, since between steps the user may change a home. Eager loops have their own (``blocks.h``).
 """
 
 from __future__ import annotations

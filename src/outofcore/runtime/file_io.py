@@ -1,7 +1,4 @@
-"""Copy bytes between memory and a store in native code (``file_io.h``), past the page cache or through it.
-
-Direct I/O requires an address, a file offset and a length in whole pages. Other transfers go through a buffer.
-"""
+"""Copy bytes between memory and a store in native code (``file_io.h``), past the page cache or through it."""
 
 from __future__ import annotations
 
@@ -88,7 +85,7 @@ class ByteStore(ABC):
 
 
 def transfer(location: Location, memory: memoryview, *, writes: bool) -> tuple[int, int]:
-    """Copy ``memory`` to a location if ``writes``, else from it; return the copied bytes, and an error code or 0."""
+    """Write ``memory`` to a location (``writes``) or read it from there; return the bytes and an error code or 0."""
     count, address = memory.nbytes, address_of(memory)
     needs_no_buffer = location.cache is not Cache.PAST or (address | location.start | count) % PAGE_BYTES == 0
     bounce = None if needs_no_buffer else address_of(_thread_buffer())
@@ -122,7 +119,7 @@ def _thread_buffer() -> memoryview:
 
 
 def open_direct(descriptor: int, *, writes: bool = False) -> int | None:
-    """Reopen a file and test direct I/O; None if refused. With ``writes``, the test overwrites the first page."""
+    """Return a new descriptor for direct I/O; None if refused. With ``writes``, a test overwrites the first page."""
     try:
         # /proc can reopen a file without a name.
         flags = (os.O_RDWR if writes else os.O_RDONLY) | os.O_DIRECT | os.O_CLOEXEC

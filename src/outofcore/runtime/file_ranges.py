@@ -209,7 +209,7 @@ class FileRanges:
         file_range.begin, file_range.file, file_range.pages = pages[0] + file_range.page_offset, spill, pages
 
     def drop_cache(self, face: torch.Tensor) -> bool:
-        """Drop the cached pages of a face that has no user's writes; return False if the face shows no range."""
+        """Drop a face's cached pages if the user has not written to it; return False if the face shows no range."""
         offset = self._by_address.get(face.untyped_storage().data_ptr())
         file_range = None if offset is None else self._ranges.get(offset)
         view = None if file_range is None else file_range.live_view
@@ -231,7 +231,7 @@ def has_written_page(address: int, count: int) -> bool:
 
 @functools.cache
 def can_detect_writes() -> bool:
-    """Test with a temporary file whether the kernel reports written pages of private mappings."""
+    """Return whether the kernel reports written pages of private mappings; the test writes a temporary file."""
     try:
         with tempfile.TemporaryFile() as file:
             file.write(b"\1" * 2 * PAGE_BYTES)

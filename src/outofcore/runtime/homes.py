@@ -215,6 +215,7 @@ class HostHome(HomeStore):
         return min(self._limit, self._bytes + self._available())
 
     def check(self, count: int) -> None:
+        """Raise ``SpillError`` if ``count`` bytes in total exceed the limit or the available host memory."""
         if count > self._limit:
             raise SpillError(
                 f"the step needs {format_bytes(count)} of host memory, and its limit is {format_bytes(self._limit)} "
@@ -232,6 +233,7 @@ class HostHome(HomeStore):
         return _physical_bytes() if available is None else available
 
     def ensure(self, count: int) -> None:
+        """Grow the home to at least ``count`` bytes; raises ``SpillError`` if memory is lacking."""
         region = self._require_region()
         total = round_up(count, PAGE_BYTES)
         if total <= self._bytes:
@@ -333,7 +335,7 @@ class PinnedHome(HostHome):
         return self._limit - self.bytes if self._trusts_limit else super()._available()
 
     def ensure(self, count: int) -> None:
-        """Grow the home by one stretch; it is pageable if the system refuses to pin more. Raises ``SpillError``."""
+        """Grow the home to ``count`` bytes by one stretch, pageable if pinning is refused; raises ``SpillError``."""
         start = self.bytes
         super().ensure(count)
         added = self.bytes - start
@@ -363,7 +365,7 @@ class PinnedHome(HostHome):
         )
 
     def grow(self, count: int) -> None:
-        """Grow to at least ``count`` bytes, and if memory permits by at least a fourth of the present size."""
+        """Grow to at least ``count`` bytes, and if memory permits by about a fourth of the present size."""
         total = round_up(count, PAGE_BYTES)
         if total <= self.bytes:
             return
@@ -435,6 +437,7 @@ class DiskHome(HomeStore):
         self._ranges.move(offset, pages, self._require_file())
 
     def check(self, count: int) -> None:
+        """Raise ``SpillError`` if ``count`` bytes in total exceed the limit or the free space on disk."""
         count = max(count - self._ranges.bytes, 0)
         if self._limit is not None and count > self._limit:
             raise SpillError(
@@ -444,6 +447,7 @@ class DiskHome(HomeStore):
         check_directory(self.directory, max(count - self.bytes, 0))
 
     def ensure(self, count: int) -> None:
+        """Grow the file to at least ``count`` bytes; raises ``SpillError`` if the disk lacks space."""
         if self._closed:
             raise StateError("the disk home is closed; compile the step again to go on")
         if count <= self.bytes:
@@ -466,7 +470,7 @@ class DiskHome(HomeStore):
         return self._require_file().transfer_error(offset, count, failure, writes=writes)
 
     def face(self, offset: int, count: int) -> torch.Tensor:
-        """Map a slot of a file as a uint8 tensor, coherent with direct I/O on Linux; raises ``TransferError``."""
+        """Map a slot as a uint8 tensor, coherent with direct I/O on Linux; raises ``TransferError`` on failure."""
         if offset >= FIRST_RANGE:
             return self._face_in_file(offset)
         file = self._require_file()
@@ -484,6 +488,7 @@ class DiskHome(HomeStore):
         return face
 
     def _face_in_file(self, offset: int) -> torch.Tensor:
+        """Return the face of a range of another file; raises ``TransferError`` if it cannot be mapped."""
         try:
             return self._ranges.face(offset)
         except OSError as error:
@@ -493,7 +498,7 @@ class DiskHome(HomeStore):
             ) from error
 
     def drop_cache(self, face: torch.Tensor) -> None:
-        """Drop a face's pages from memory; their next use reads them from the file again."""
+        """Drop a face's pages from memory, except a changed range's; later uses read the file again."""
         storage = face.untyped_storage()
         if self._ranges.drop_cache(face):
             return

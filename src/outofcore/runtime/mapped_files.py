@@ -39,7 +39,7 @@ class FileMapping:
     path: str
 
     def read_file(self) -> ReadFile | None:
-        """Open the file past the page cache; None if it is unreadable or another file now has its path."""
+        """Return the file, open past the page cache; None if it is unreadable or another file now has its path."""
         file = self.open()
         if file is None:
             return None
@@ -127,7 +127,7 @@ class MappedFiles:
         return not is_in_region(address) and not any(owns(storage) for owns in OWNERSHIP_TESTS)
 
     def find_unwritten(self, address: int, count: int) -> tuple[ReadFile, int] | None:
-        """Return the file mapped at an address, and the offset in it; None if bytes are unmapped or were written."""
+        """Return the file mapped at an address, and the offset in it; None if not mapped, unreadable or written to."""
         mapping = self.find(address, count)
         if mapping is None:
             return None

@@ -1,7 +1,6 @@
 """Mapped pages that live as long as an object refers to them.
 
-The ``mmap`` module keeps a file descriptor for each mapping, and a thousand slots would exceed the usual limit. It also
-cannot align to huge pages, or reserve addresses without memory.
+The ``mmap`` module would keep a file descriptor for each, and can neither align to huge pages nor reserve addresses.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def trim_heap() -> None:
 
 @contextlib.contextmanager
 def collect_new_garbage() -> Iterator[None]:
-    """Collect the garbage of this context at its end; a full collection could take half a second."""
+    """At the end of this context, collect the garbage created in it, without a slow search of older objects."""
     is_outermost = not gc.get_freeze_count()  # do not unfreeze the user's frozen objects
     if is_outermost:
         gc.freeze()
@@ -118,7 +117,10 @@ class Region:
     def memory(self, offset: int, count: int) -> memoryview:
         """Return a writable view of bytes [offset, offset + count); raises ``ValueError`` if they are out of range."""
         if offset < 0 or count < 0 or offset + count > self.bytes:
-            raise ValueError(f"bytes [{offset}, {offset + count}) are not in a region of {self.bytes} bytes")
+            raise ValueError(
+                f"bytes [{offset}, {offset + count}) are not in a region of {self.bytes} bytes; this is a bug in "
+                "outofcore: please report it"
+            )
         return memoryview(self._buffer).cast("B")[offset : offset + count]
 
     def weak_reference(self) -> WeakRegion:
@@ -176,8 +178,7 @@ def populate(address: int, count: int) -> None:
 def map_anonymous(count: int, *, accessible: bool = True, shared: bool = False) -> int:
     """Map ``count`` bytes (whole pages) of zeroed memory, and return the address.
 
-    From 2 MiB on, it uses huge pages, for a hundredth of the page faults. ``accessible`` False only reserves addresses,
-    for ``Region.make_accessible``. ``shared`` memory is shared with forked children.
+    ``accessible=False`` only reserves addresses, for ``Region.make_accessible``; forked children see ``shared`` memory.
     """
     slack = _HUGE_PAGE if count >= _HUGE_PAGE else 0
     protection = mmap.PROT_READ | mmap.PROT_WRITE if accessible else 0

@@ -169,7 +169,7 @@ def load_native(flavor: Flavor = Flavor.CPU) -> ctypes.PyDLL:
 
 @functools.cache
 def _load_once(flavor: Flavor) -> ctypes.PyDLL:
-    """Load or build the native library; an error names the versions that the installed wheel was built for."""
+    """Load or build the native library; a ``StateError`` names the versions that an installed wheel was built for."""
     if sys.platform != "linux":
         raise StateError(f"native code is missing: it is written for Linux, and this is {sys.platform}; use Linux")
     library, name = library_file(flavor), f"outofcore-{flavor.value}"
@@ -183,7 +183,7 @@ def _load_once(flavor: Flavor) -> ctypes.PyDLL:
             raise
         raise StateError(
             f"{error}. The installed wheel was built for {', '.join(versions)}, and this is {_versions_of(library)}: "
-            "the wheel needs no compiler with the versions of PyTorch and Python that it was built for"
+            "install versions that the wheel was built for, or a C++ compiler"
         ) from None
 
 
@@ -199,7 +199,7 @@ def load_unlocked(flavor: Flavor) -> ctypes.CDLL:
 
 
 def library_file(flavor: Flavor = Flavor.CPU) -> Path:
-    """Return the path of the library in a wheel; its name has the versions, the machine and a hash of the sources."""
+    """Return the path of a wheel's library, present or not; it names versions, machine and a hash of the sources."""
     hashed = hashlib.sha256()
     for path in sorted((*CSRC.rglob("*.cpp"), *CSRC.rglob("*.h"))):
         hashed.update(path.read_bytes())
@@ -210,7 +210,7 @@ def library_file(flavor: Flavor = Flavor.CPU) -> Path:
 
 
 def build(target: Path, compilers: Sequence[str] = COMPILERS, flavor: Flavor = Flavor.CPU) -> Path:
-    """Compile the native library to ``target``; raises ``BuildError``, or ``OSError`` for the folder."""
+    """Compile the native library to ``target``; raises ``BuildError``, or ``OSError`` if the folder is read-only."""
     if flavor is Flavor.CUDA and cuda_headers() is None:
         raise BuildError(
             "the headers of the CUDA runtime (cuda_runtime_api.h) are missing; install a CUDA toolkit, and set "
@@ -233,7 +233,7 @@ def load_library(path: Path, flavor: Flavor = Flavor.CPU) -> ctypes.PyDLL:
 
 
 def _declare_functions(library: _Library, flavor: Flavor) -> _Library:
-    """Set the C types of the library's functions, and return it; raises ``OSError`` if a function is missing."""
+    """Set the C types of a library's functions, and return the library; raises ``OSError`` if one is missing."""
     for name, (result, arguments) in {**_PROTOTYPES, **(_CUDA_PROTOTYPES if flavor is Flavor.CUDA else {})}.items():
         try:
             function = getattr(library, name)

@@ -62,7 +62,7 @@ class Slots:
         return self._extend(count)
 
     def take_pieces(self, count: int) -> tuple[SlotPiece, ...]:
-        """Allocate ``count`` bytes in one piece, or in several if the home cannot grow. Raises ``SpillError``."""
+        """Allocate ``count`` bytes, rounded up to pages, in several pieces if need be. Raises ``SpillError``."""
         count = round_up(count, PAGE_BYTES)
         if any(end - start >= count for start, end in self._free):
             return (SlotPiece(self.take(count), count),)
@@ -97,7 +97,7 @@ class Slots:
                 self.home.ensure(max(self._end, count))
 
     def _extend(self, count: int) -> int:
-        """Grow the home and allocate ``count`` bytes at its end, not across an edge; return their offset."""
+        """Grow the home and allocate ``count`` bytes after its used pages, not across an edge; return the offset."""
         edges = self.home.edges
         has_free_tail = bool(self._free) and self._free[-1][1] == self._end and self._end not in edges
         first = start = self._free[-1][0] if has_free_tail else self._end
@@ -147,7 +147,7 @@ class Slots:
             undo.pop_all()
 
     def free(self, offset: int, count: int) -> None:
-        """Free a slot's pages in the home. A range of another file has such pages only after a move."""
+        """Free a slot's pages in the home. A range of another file has pages in the home only after its move."""
         files = self.home.files
         if files is not None and files.is_range(offset):
             pages = files.release(offset)
@@ -178,7 +178,7 @@ class SlotLayout:
 
 
 def allocate_slots(graph: StepGraph, costs: Costs, program: Program, slots: Sequence[Slots]) -> SlotLayout:
-    """Allocate home pages for a program's temporary slots; raises ``SpillError``, or ``GraphError`` above capacity."""
+    """Allocate pages for temporary slots; raises ``SpillError``, or ``GraphError`` if the plan exceeds a home."""
     # Pages that were freed within the step; the homes still count them as allocated.
     spare: list[list[SlotPiece]] = [[] for _ in slots]
     allocated: list[list[SlotPiece]] = [[] for _ in slots]
@@ -226,7 +226,7 @@ def needed_bytes(graph: StepGraph, costs: Costs, program: Program) -> list[int]:
 
 
 def _assign_temporary_slots(graph: StepGraph, costs: Costs, program: Program) -> list[SlotReuse]:
-    """Return temporary slots in order of use, each with the slots that are freed before it; raises ``GraphError``."""
+    """Return temporary slots in order, each with the slots it reuses; raises ``GraphError`` if a home is too small."""
     order = assign_slots(graph, costs, program)
     if order is None:
         raise GraphError(

@@ -67,7 +67,7 @@ class SpillFile(ByteStore):
         return Location(self._direct_descriptor, offset, count, self, Cache.PAST)
 
     def duplicate(self) -> tuple[int, int]:
-        """Return new descriptors for buffered and, if possible, direct I/O; the caller closes them."""
+        """Return new descriptors, buffered and if possible direct; the caller closes them. Raises ``SpillError``."""
         descriptors: list[int] = []
         try:
             descriptors += [os.dup(self._descriptor)]
@@ -86,7 +86,7 @@ class SpillFile(ByteStore):
         self._release()
 
     def grow(self, count: int) -> None:
-        """Allocate disk space for ``count`` bytes in total, so that later writes have room. No effect on error."""
+        """Allocate disk space for ``count`` bytes in total; if that fails, keep the size and raise ``SpillError``."""
         self._check_open()
         total = round_up(count, PAGE_BYTES)
         if total <= self.bytes:
@@ -105,7 +105,7 @@ class SpillFile(ByteStore):
         self.bytes = total
 
     def check_length(self) -> None:
-        """Raise ``TransferError`` for a truncated file: once it grows, the missing bytes would read as zeros."""
+        """Raise ``TransferError`` if the file was truncated: if it grew again, lost bytes would read as zeros."""
         self._check_open()
         length = os.fstat(self._descriptor).st_size
         if length < self.bytes:
@@ -130,6 +130,7 @@ class SpillFile(ByteStore):
             os.posix_fadvise(self._descriptor, offset, round_up(count, PAGE_BYTES), os.POSIX_FADV_DONTNEED)
 
     def transfer_error(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
+        """Return the error of a failed transfer, with advice; ``failure`` is an errno, negative at the file's end."""
         at_end = "the system wrote nothing" if writes else "the file ends there"
         reason = os.strerror(failure) if failure > 0 else at_end
         advice = {
