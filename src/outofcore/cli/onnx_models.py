@@ -148,7 +148,7 @@ def _read_arrays(path: Path) -> np.ndarray[Any, Any] | dict[str, np.ndarray[Any,
 
 
 def _to_tensor(name: str, array: np.ndarray[Any, Any], dtype: torch.dtype | None) -> torch.Tensor:
-    """Convert an array to a tensor. A float32 array becomes ``dtype`` if NumPy has no such type."""
+    """Convert an array to a tensor. A float32 array becomes ``dtype`` if NumPy lacks that type, such as bfloat16."""
     try:
         tensor = torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
     except TypeError as error:
@@ -215,7 +215,7 @@ _RunResult = tuple[tuple[str, ...], tuple[Any, ...], object]
 def _run_compiled(
     path: str, limit: int, arrays: Sequence[str], home: str | None, host_budget: int | None, check: CheckName
 ) -> _RunResult:
-    """Compile and run the model; return names, outputs and statistics, or raise ``CaptureError``."""
+    """Compile and run the model; return the outputs' names, the outputs and statistics, or raise ``CaptureError``."""
     with open_home(home, host_budget, check=check) as opened:
         model = build(lambda: load(path), home=opened)
         inputs = read_inputs(model, arrays)
@@ -227,7 +227,6 @@ def _run_compiled(
 def _run_eagerly(
     path: str, limit: int, arrays: Sequence[str], home: str | None, host_budget: int | None, check: CheckName
 ) -> _RunResult:
-    """Run the model op by op in an eager loop; return names, outputs and statistics."""
     model = load(path)
     arrays_read = read_inputs(model, arrays)
     loop = budget(limit, model, home=home, host_budget=host_budget, policy=None, check=check)

@@ -93,7 +93,7 @@ def _short_text(field: str) -> str:
 
 
 def _rectangle(number: int, fields: Mapping[str, str], end_offset: int) -> Rectangle:
-    """Parse the fields of line ``number``; add ``end_offset`` to the ends of the lifetime and its gap."""
+    """Parse the fields of line ``number``. ``end_offset`` is 1 if the ends in the file are inclusive, else 0."""
 
     def whole(name: str) -> int:
         try:
@@ -164,7 +164,7 @@ def _read_text(file: Path) -> str:
 
 
 def run(file: Path, *, capacity: int, output: Path | None, effort: float, seconds: float | None) -> bool:
-    """Assign offsets to the rectangles of a CSV file, and write it with them; return False if they do not fit."""
+    """Assign offsets to the buffers in a CSV file, and write the file with them; return False if no placement fits."""
     try:
         table = read_table(_read_text(file))
     except (OSError, InputError) as error:

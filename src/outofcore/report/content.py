@@ -150,7 +150,7 @@ def _thin_moments(memory: MemoryOverTime) -> Object:
 
 
 def _storage_rows(graph: StepGraph, plan: Plan, program: Program) -> tuple[list[Object], dict[str, int]]:
-    """Return a row for each large or copied storage, the largest first, and the bytes of each decision in all."""
+    """Return a row for each large or copied storage, the largest first; also the total bytes by decision."""
     decisions: dict[int, list[Decision]] = defaultdict(list)
     for decision in plan.decisions:
         if decision.residency is not Residency.KEEP:
