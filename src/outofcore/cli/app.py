@@ -281,7 +281,8 @@ def run(
     budget: Annotated[
         str | None,
         typer.Option(
-            help="Memory budget for all tensors of the script, e.g. 6GiB, or a share of available memory, e.g. 70%.",
+            help="Memory budget for all tensors, e.g. 6GiB; for a script also a share of available memory, e.g. 70%. "
+            "An ONNX file needs a budget in bytes.",
             show_default="70%; on a GPU 95% of its free memory",
         ),
     ] = None,

@@ -127,13 +127,16 @@ def _check_heads(
 
     heads, groups, width = field_of("num_attention_heads"), field_of("num_key_value_heads"), field_of("hidden_size")
     if heads and groups and heads[1] % groups[1] and "num_key_value_heads" in content:
-        raise InputError(f"{path}: {heads[0]} is {heads[1]}, not a multiple of {groups[0]}, {groups[1]}; correct one")
+        raise InputError(
+            f"{path}: {heads[0]} is {heads[1]}, not a multiple of {groups[0]}, {groups[1]}; correct one of them"
+        )
     if any(content.get(name) for name in _HEAD_WIDTHS) or not _heads_divide_width(defaults):
         return
     for head_field in (heads, field_of("encoder_attention_heads"), field_of("decoder_attention_heads")):
         if width and head_field and width[1] % head_field[1]:
             raise InputError(
-                f"{path}: {width[0]} is {width[1]}, not a multiple of {head_field[0]}, {head_field[1]}; correct one"
+                f"{path}: {width[0]} is {width[1]}, not a multiple of {head_field[0]}, {head_field[1]}; correct one "
+                "of them"
             )
 
 

@@ -303,7 +303,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _model_class(path: Path, content: Mapping[str, Any], config: Any, transformers: Any) -> type[nn.Module]:
-    """Return the class that ``architectures`` names, or else one for the model type; raise ``InputError`` if none."""
+    """Return the class that ``architectures`` names, or a default for the model type; else raise ``InputError``."""
     architectures = content.get("architectures")
     if isinstance(architectures, list) and architectures:
         name = str(architectures[0])
@@ -327,7 +327,8 @@ def _model_class(path: Path, content: Mapping[str, Any], config: Any, transforme
         if isinstance(name, str):
             return getattr(transformers, name)
     raise InputError(
-        f'{path} names no class: add "architectures", such as ["{type(config).__name__.replace("Config", "Model")}"]'
+        f'{path} does not name the class of the model: add "architectures", such as '
+        f'["{type(config).__name__.replace("Config", "Model")}"]'
     )
 
 
@@ -370,7 +371,7 @@ def parameter_dtype(model_config: ModelConfig, training: Training) -> torch.dtyp
     """Return the user's or configured dtype. If it cannot be trained: bfloat16 for a quantised model, else an error."""
     if training.dtype is not None:
         if training.dtype not in _DTYPES:
-            raise InputError(f"there is no dtype {training.dtype!r}; choose one of fp32, bf16 and fp16")
+            raise InputError(f"--dtype {training.dtype!r} is unknown; choose one of fp32, bf16 and fp16")
         return _DTYPES[training.dtype]
     configured = (
         getattr(model_config.config, "dtype", None) or getattr(model_config.text_config, "dtype", None) or torch.float32

@@ -230,8 +230,8 @@ class Captures:
             # Errors of transformers mostly come from the configuration.
             model, text = self._model_config.model_class.__name__, " ".join(str(error).split())[:400]
             raise InputError(
-                f"{self._model_config.path}: a step of {model} fails: {type(error).__name__}: {text}; its fields "
-                "contradict each other, or the model needs other inputs; for those, write a function that "
+                f"{self._model_config.path}: a step of {model} fails: {type(error).__name__}: {text}; correct "
+                "the file if its fields contradict each other; if the model needs other inputs, write a function that "
                 "builds your step, and give it as my_script.py:build"
             ) from error
 
@@ -323,7 +323,7 @@ def _plan_figures(
     card: Device | None,
     known_bounds: dict[int, float],
 ) -> PlanFigures:
-    """Return the figures of a plan, or the reason why none fits; ``known_bounds`` maps budgets to lower bounds in s."""
+    """Return the figures of a plan, or why no plan fits; ``known_bounds`` maps budgets to minimum seconds per step."""
     try:
         planned = planning.plan_step(graph, costs, budget, policy, params=QUICK_SEARCH)
         if card is None:

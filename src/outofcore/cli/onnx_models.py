@@ -97,7 +97,9 @@ def _meta_inputs(model: OnnxModel, path: str, sizes: Mapping[str, int]) -> tuple
         dim_names = sorted(
             {dim.name for declared_input in model.inputs for dim in declared_input.shape or () if dim.name}
         )
-        raise InputError(f"{path} has no dynamic dimension {unknown[0]!r}; it has {', '.join(dim_names) or 'none'}")
+        raise InputError(
+            f"{path} has no dynamic dimension {unknown[0]!r}; it has {', '.join(dim_names) or 'none'}: correct --dim"
+        )
     return tuple(inputs)
 
 
@@ -131,7 +133,8 @@ def read_inputs(model: OnnxModel, arrays: Sequence[str]) -> tuple[torch.Tensor, 
         inputs.append(_to_tensor(declared.name, arrays_by_name.pop(declared.name), DTYPES.get(declared.code or 0)))
     if arrays_by_name:
         raise InputError(
-            f"the model has no input {next(iter(arrays_by_name))!r}; it has {', '.join(model.input_names) or 'none'}"
+            f"the model has no input {next(iter(arrays_by_name))!r}; it has {', '.join(model.input_names) or 'none'}: "
+            "remove or rename the array"
         )
     return tuple(inputs)
 
@@ -153,7 +156,7 @@ def _to_tensor(name: str, array: np.ndarray[Any, Any], dtype: torch.dtype | None
         tensor = torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
     except TypeError as error:
         raise InputError(
-            f"the input {name!r} has the dtype {array.dtype}, which PyTorch lacks; store it in another"
+            f"the input {name!r} has the dtype {array.dtype}, which PyTorch lacks; store it in another, such as float32"
         ) from error
     if dtype in _DTYPES_WITHOUT_NUMPY and tensor.dtype is torch.float32:
         return tensor.to(dtype)

@@ -106,7 +106,8 @@ def _rectangle(number: int, fields: Mapping[str, str], end_offset: int) -> Recta
     gaps = fields.get("gaps", "").split()
     if len(gaps) > 1 or "@" in fields.get("gaps", ""):
         raise InputError(
-            f"line {number}: a lifetime may have only one gap, without a window, not {_short_text(fields['gaps'])}"
+            f"line {number}: a lifetime may have only one gap, such as 3-7, and no window (@), not "
+            f"{_short_text(fields['gaps'])}"
         )
     if gaps:
         try:
@@ -160,7 +161,7 @@ def _read_text(file: Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise InputError(f"line {line} is not UTF-8 text (byte {data[error.start]:#04x})") from error
+        raise InputError(f"line {line} is not UTF-8 text (byte {data[error.start]:#04x}); save it as UTF-8") from error
 
 
 def run(file: Path, *, capacity: int, output: Path | None, effort: float, seconds: float | None) -> bool:

@@ -150,7 +150,9 @@ def _prepare_main(launch: Launch) -> tuple[CodeType, ModuleType]:
     elif loader is not None and hasattr(loader, "get_code"):  # loaders of zip files have it, too
         code = loader.get_code(module_spec.name)  # type: ignore[attr-defined]
     if code is None:
-        raise ImportError(f"{launch.target} cannot be run: it contains no Python code", name=launch.target)
+        raise ImportError(
+            f"{launch.target} cannot be run: it contains no Python code; name a script or a module", name=launch.target
+        )
     spec = module_spec if launch.is_module or is_container else None
     main = ModuleType("__main__")
     vars(main).update(
@@ -286,7 +288,7 @@ class _TorchFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """For torch, remove this hook, and return a spec whose loader calls the function; else return None."""
+        """For torch, remove this hook, and return a spec that calls the function after the import; else return None."""
         if fullname != "torch":
             return None
         self.uninstall()

@@ -28,7 +28,7 @@ class TargetKind(Enum):
 
 
 def classify_target(target: str) -> TargetKind:
-    """Return the kind of a target; raise ``InputError`` with advice if it has none. Any plain name is a zoo model."""
+    """Return the kind of a target; raise ``InputError`` with advice if it is invalid. Any plain name is a zoo model."""
     path = Path(target)
     if not target.strip():
         raise InputError(f"the name is empty; give {_KINDS}")
@@ -94,7 +94,7 @@ def functions_in(path: Path, *, include_all: bool = False) -> list[str]:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        raise InputError(f"{path}{line} is not valid Python: {getattr(error, 'msg', error)}") from error
+        raise InputError(f"{path}{line} is not valid Python: {getattr(error, 'msg', error)}; correct it") from error
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     named = [
         node.name

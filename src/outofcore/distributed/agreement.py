@@ -203,7 +203,7 @@ def _check_facts_match(everyone: Sequence[StepFacts], *, follow_one_plan: bool) 
         for name, advice in _EQUAL_FACTS.items():
             mine, theirs = getattr(facts, name), getattr(first, name)
             if mine != theirs:
-                raise InputError(f"{ranks} differ in {name}: {mine} there, and {theirs} on rank 0; {advice}")
+                raise InputError(f"{ranks} differ in {name}: {mine} on rank {rank}, and {theirs} on rank 0; {advice}")
         _check_states(ranks, dict(facts.states), dict(first.states))
         for number in range(max(len(first.collectives), len(facts.collectives))):
             mine = facts.collectives[number] if number < len(facts.collectives) else "none"
