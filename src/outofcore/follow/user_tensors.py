@@ -77,6 +77,7 @@ def names_of_storages(
     parameter_names: dict[int, str] = {}  # by id() of the parameter
 
     def record_name(tensor: object, name: str, kind: StorageKind) -> None:
+        """Name the tracked storages of a tensor and of a parameter's gradient; a storage keeps its first name."""
         if not isinstance(tensor, torch.Tensor) or isinstance(tensor, _UNINITIALIZED):
             return
         for part in inner_tensors_of(tensor):

@@ -27,8 +27,6 @@ _MANDATORY_LANES = tuple((queue, 0) for queue in Queue if queue is not Queue.COM
 
 @dataclass(frozen=True)
 class Page:
-    """A report's title, budget, notes, and predictions for other budgets."""
-
     title: str
     budget: int  # bytes that the user named
     insight: Insight | None = None  # predictions for other budgets
