@@ -197,7 +197,9 @@ def print_plan(subject: Subject, budget: int | None, policy: str, options: Answe
     return result is None or result.planned is not None
 
 
-def _answer_content(subject: Subject, result: PolicyResult | None, lower_bound: float | None) -> dict[str, object]:
+def _answer_content(
+    subject: Subject, result: PolicyResult | None, lower_bound_seconds: float | None
+) -> dict[str, object]:
     report = None if result is None else result.report
     content = _step_content(subject) | {
         "policy": None if result is None else result.policy,
@@ -205,7 +207,7 @@ def _answer_content(subject: Subject, result: PolicyResult | None, lower_bound: 
         "feasible": None if result is None else report is not None,
         "fits": None if result is None else report is not None,
         **_figures_content(subject, result),
-        "lower_bound_seconds": lower_bound,
+        "lower_bound_seconds": lower_bound_seconds,
         "plan_seconds": None if result is None else result.plan_seconds,
     }
     if result is not None and result.refusal is not None:
@@ -243,7 +245,7 @@ def _figures_content(subject: Subject, result: PolicyResult | None) -> dict[str,
 def _answer_text(
     subject: Subject,
     result: PolicyResult | None,
-    lower_bound: float | None,
+    lower_bound_seconds: float | None,
     forecast: Estimate | None,
 ) -> str:
     """Return the text that ``plan`` prints; ``forecast`` contains the step times for other budgets."""
@@ -270,10 +272,13 @@ def _answer_text(
             )
         rows.append(("budget", f"{_bytes_text(result.budget)}: {verdict}"))
     rows.append(("compute time", compute))
-    if report is not None and lower_bound is not None:
-        over = report.seconds / lower_bound - 1 if lower_bound else 0.0
+    if report is not None and lower_bound_seconds is not None:
+        over = report.seconds / lower_bound_seconds - 1 if lower_bound_seconds else 0.0
         rows.append(
-            ("lower bound", f"{format_seconds(lower_bound)} per step; the plan takes {max(over, 0.0):.1%} longer")
+            (
+                "lower bound",
+                f"{format_seconds(lower_bound_seconds)} per step; the plan takes {max(over, 0.0):.1%} longer",
+            )
         )
     lines = _title_lines(subject)
     lines.append("\n".join(f"  {name:<18} {value}" for name, value in rows))

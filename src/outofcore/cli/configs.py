@@ -260,7 +260,7 @@ def _model_type(path: Path, content: Mapping[str, Any], known_types: Any, versio
 
 
 def _config_notes(config: Any, content: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return notes for the user: the file's own code is not run, or shapes are defaults."""
+    """Return notes for the user, if code that the file names is not run, or if sizes are defaults."""
     notes: list[str] = []
     if content.get("auto_map"):
         notes.append("the configuration names its own code, which is not run; this is the model of transformers")

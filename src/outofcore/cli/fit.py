@@ -191,7 +191,7 @@ class Captures:
         self._placed[training, memory] = True
 
     def _derive_step(self, training: Training) -> CostedStep | None:
-        """Derive the step from a capture with few of the equal layers; return None if this is off or not exact."""
+        """Derive the step from a capture with few of the equal layers; return None if this is off or fails."""
         if self._repeats is False:
             return None
         try:
@@ -323,7 +323,7 @@ def _plan_figures(
     card: Device | None,
     known_bounds: dict[int, float],
 ) -> PlanFigures:
-    """Return the figures of a plan, or why no plan fits; ``known_bounds`` maps budgets to minimum seconds per step."""
+    """Return a plan's figures (without ``card``: only whether one fits); ``known_bounds`` maps budgets to seconds."""
     try:
         planned = planning.plan_step(graph, costs, budget, policy, params=QUICK_SEARCH)
         if card is None:
@@ -416,7 +416,7 @@ def _search_count(need: Callable[[int], int], known_points: dict[float, int], me
 
 
 def _crossing(points: dict[float, int], memory: int) -> float | None:
-    """Estimate the count that needs ``memory`` bytes, by a line through the nearest two points; None if it falls."""
+    """Estimate the count that needs ``memory`` bytes, by a line through the nearest two points; None if not rising."""
     points = points if len(points) > 1 else {0.0: 0, **points}
     if len(points) < 2:
         return None

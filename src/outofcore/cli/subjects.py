@@ -122,7 +122,7 @@ def _load_script(path: Path) -> ModuleType:
 
 
 def _call_user_code(target: str, function: Callable[[], Any]) -> Any:
-    """Call a function of the user; turn its exceptions and ``sys.exit`` into ``InputError``."""
+    """Call user code; turn ``sys.exit`` and errors (except ours and out of memory) into ``InputError``."""
     try:
         return function()
     except OutOfCoreError:

@@ -297,7 +297,7 @@ def _built_step(
 
 
 def report(model: str, zoo: Mapping[str, Any], budget: int, options: ReportOptions, places: PlaceOptions) -> None:
-    """Train some steps, at least one, and write a report of the last."""
+    """Train ``options.steps`` steps, and write a report of the last one; also a trace if requested."""
     with ExitStack() as stack:
         processes = CommandProcesses(device=places.device)
         kind = check_kind(

@@ -75,7 +75,7 @@ class _LogValues(TrainerCallback):
         self._handler: CallbackHandler | None = None
 
     def begin(self, step: int) -> None:
-        """Put this callback before the trainer's others, so that the logs they report have its values."""
+        """Begin to measure after ``step``; put this callback first, so that the others report its values."""
         self.end()
         self._step = step
         self._meter.reset(self._owner.stats)

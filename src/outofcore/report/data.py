@@ -72,6 +72,7 @@ def step_report(graph: StepGraph, plan: Plan, program: Program, timeline: Timeli
 
 
 def _count_copies(graph: StepGraph, program: Program) -> tuple[KindCopies, ...]:
+    """Count copies by kind of storage, except copies of the caller's inputs and outputs."""
     copies: dict[tuple[StorageKind, bool], list[int]] = {}  # storages by (kind, is copy-out)
     for instruction in program.instructions:
         if isinstance(instruction, Run):
