@@ -75,7 +75,6 @@ class LoopDevice:
                 add(*spill.duplicate(), False, _DISK_CAPACITY)
 
     def divide_budget(self, budget: int) -> BudgetShares:
-        """Return the parts of a budget; on the CPU, the arena gets the whole budget."""
         return BudgetShares(budget, 0, 0)
 
     def room_of(self, budget: int, library_bytes: int) -> int:
