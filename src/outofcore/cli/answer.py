@@ -47,7 +47,7 @@ Printer = Callable[[str], None]
 
 @contextmanager
 def answer_printer(*, alone: bool) -> Generator[Printer]:
-    """Yield a print function. With ``alone``, send other output to stderr, and print the answers after the block."""
+    """Yield ``print``; with ``alone``, keep the texts until the block ends, and send other output to stderr."""
     if not alone:
         yield print
         return
@@ -60,7 +60,7 @@ def answer_printer(*, alone: bool) -> Generator[Printer]:
 
 @contextmanager
 def _redirect_descriptor() -> Generator[None]:
-    """Redirect file descriptor 1 to stderr in the block, so that native code writes there, too."""
+    """Redirect file descriptor 1 to stderr in the block, so that native code prints to stderr, too."""
     try:
         saved = os.dup(1)
     except OSError:  # the process has no standard output
@@ -127,15 +127,12 @@ class Subject:
 
 
 def read_subject(path: Path) -> Subject:
-    """Read the step in a graph file; raise ``InputError`` or ``GraphError``."""
     file = read_graph(path)
     return Subject(f"{path}: {len(file.graph.ops)} ops on {len(file.graph.storages)} storages", file)
 
 
 @dataclass(frozen=True)
 class PolicyResult:
-    """The result of one policy at one budget."""
-
     policy: str
     budget: int
     planned: Planned | None  # None if the policy finds no plan
@@ -145,7 +142,7 @@ class PolicyResult:
 
 
 def plan_subject(subject: Subject, budget: int, policy: str) -> PolicyResult:
-    """Return a policy's plan, or why no plan fits. Raise ``InputError`` for an unknown policy or too small homes."""
+    """Plan a step within a budget. The result contains the plan, or the ``BudgetError`` if no plan fits."""
     start = perf_counter()
     subject = subject.for_budget(budget)
     try:
@@ -158,7 +155,7 @@ def plan_subject(subject: Subject, budget: int, policy: str) -> PolicyResult:
 
 
 def print_plan(subject: Subject, budget: int | None, policy: str, options: AnswerOptions, printer: Printer) -> bool:
-    """Print a step's needs, and its plan if there is a budget; write requested files. Return False if no plan fits."""
+    """Print a step's memory needs and, with a budget, its plan; write requested files. Return False if no plan fits."""
     whole_subject, subject = subject, subject.for_budget(budget)
     if options.save_graph is not None:
         write_graph(options.save_graph, subject.file)
@@ -200,7 +197,9 @@ def print_plan(subject: Subject, budget: int | None, policy: str, options: Answe
     return result is None or result.planned is not None
 
 
-def _answer_content(subject: Subject, result: PolicyResult | None, bound: float | None) -> dict[str, object]:
+def _answer_content(
+    subject: Subject, result: PolicyResult | None, lower_bound_seconds: float | None
+) -> dict[str, object]:
     report = None if result is None else result.report
     content = _step_content(subject) | {
         "policy": None if result is None else result.policy,
@@ -208,7 +207,7 @@ def _answer_content(subject: Subject, result: PolicyResult | None, bound: float 
         "feasible": None if result is None else report is not None,
         "fits": None if result is None else report is not None,
         **_figures_content(subject, result),
-        "lower_bound_seconds": bound,
+        "lower_bound_seconds": lower_bound_seconds,
         "plan_seconds": None if result is None else result.plan_seconds,
     }
     if result is not None and result.refusal is not None:
@@ -246,10 +245,10 @@ def _figures_content(subject: Subject, result: PolicyResult | None) -> dict[str,
 def _answer_text(
     subject: Subject,
     result: PolicyResult | None,
-    bound: float | None,
+    lower_bound_seconds: float | None,
     forecast: Estimate | None,
 ) -> str:
-    """Return the answer of ``plan``; ``bound`` is a lower bound in seconds, ``forecast`` has other budgets."""
+    """Return the text that ``plan`` prints; ``forecast`` contains the step times for other budgets."""
     report = None if result is None else result.report
     is_split = subject.smallest_budget < subject.whole_budget
     splitting = ", with large ops split" if is_split else ""
@@ -273,9 +272,14 @@ def _answer_text(
             )
         rows.append(("budget", f"{_bytes_text(result.budget)}: {verdict}"))
     rows.append(("compute time", compute))
-    if report is not None and bound is not None:
-        over = report.seconds / bound - 1 if bound else 0.0
-        rows.append(("lower bound", f"{format_seconds(bound)} per step; the plan takes {max(over, 0.0):.1%} longer"))
+    if report is not None and lower_bound_seconds is not None:
+        over = report.seconds / lower_bound_seconds - 1 if lower_bound_seconds else 0.0
+        rows.append(
+            (
+                "lower bound",
+                f"{format_seconds(lower_bound_seconds)} per step; the plan takes {max(over, 0.0):.1%} longer",
+            )
+        )
     lines = _title_lines(subject)
     lines.append("\n".join(f"  {name:<18} {value}" for name, value in rows))
     if result is not None and result.refusal is not None:
@@ -308,7 +312,7 @@ def _sweep_budgets(subject: Subject) -> list[tuple[str, int]]:
 
 
 def print_comparison(subject: Subject, budgets: Sequence[int], options: AnswerOptions, printer: Printer) -> bool:
-    """Plan with every policy at every budget, and print a table; return whether any plan fits."""
+    """Print a table of all policies at all budgets (without any, at default ones); return whether any plan fits."""
     named = [(format_bytes(budget), budget) for budget in dict.fromkeys(budgets)]
     named = named or (_sweep_budgets(subject) if options.sweep else _comparison_budgets(subject))
     cells = [(label, plan_subject(subject, budget, policy)) for label, budget in named for policy in POLICIES]
@@ -323,12 +327,14 @@ def print_comparison(subject: Subject, budgets: Sequence[int], options: AnswerOp
 
 
 def _compare_text(subject: Subject, budgets: Sequence[tuple[str, int]], cells: Sequence[Cell]) -> str:
-    compute = subject.costs.compute_seconds
+    compute_seconds = subject.costs.compute_seconds
     lines = _heading_lines(subject)
     head = ("policy", "fits", "step", "slowdown", "evicted", "fetched", "recompute", "peak", "planning")
     for label, budget in budgets:
         rows = [
-            (result.policy, *_figure_texts(subject, result, compute)) for _, result in cells if result.budget == budget
+            (result.policy, *_figure_texts(subject, result, compute_seconds))
+            for _, result in cells
+            if result.budget == budget
         ]
         name = "" if label == format_bytes(budget) else f", {label}"
         lines.append(f"budget {_bytes_text(budget)}{name}")
@@ -336,7 +342,8 @@ def _compare_text(subject: Subject, budgets: Sequence[tuple[str, int]], cells: S
     return "\n".join(lines)
 
 
-def _figure_texts(subject: Subject, result: PolicyResult, compute: float) -> tuple[str, ...]:
+def _figure_texts(subject: Subject, result: PolicyResult, compute_seconds: float) -> tuple[str, ...]:
+    """Return the cells of a table row: the figures of a plan, or "no" and dashes without a plan."""
     report = result.report
     plan_time = format_seconds(result.plan_seconds)
     if report is None:
@@ -344,7 +351,7 @@ def _figure_texts(subject: Subject, result: PolicyResult, compute: float) -> tup
     return (
         "yes",
         format_seconds(report.seconds),
-        f"{report.seconds / compute:.3f}" if compute else "-",
+        f"{report.seconds / compute_seconds:.3f}" if compute_seconds else "-",
         format_bytes(report.bytes_out),
         format_bytes(report.bytes_in),
         format_seconds(report.again_seconds(subject.costs)),
@@ -401,6 +408,7 @@ def _write_sweep_page(subject: Subject, cells: Sequence[Cell], path: Path) -> No
 
 
 def write_plan_report(subject: Subject, budget: int, policy: str, options: ReportOptions) -> None:
+    """Plan a step, and write an HTML report of it; also a trace file if ``options`` names one."""
     subject = subject.for_budget(budget)
     planned = planning.plan_step(subject.graph, subject.costs, budget, policy)
     step = ReportedStep(subject.graph, subject.costs, planned, budget, policy, simulated=subject.simulated)

@@ -150,6 +150,7 @@ def _answer_config(
     as_json: bool,
     printer: answer.Printer,
 ) -> bool:
+    """Print the plans of a ``config.json``; return whether all fit. Refuse a real device other than the CPU."""
     preset = simulated(places.device)
     reason = (
         "a config.json is planned for a simulated device; name one, such as --device h100 (--device list prints all)"
@@ -184,6 +185,7 @@ def _check_zoo(kind: TargetKind | None, zoo: ZooOptions, batch: int) -> None:
 
 
 def _check_source(model: str | None, graph: Path | None, places: PlaceOptions) -> None:
+    """Refuse options that give neither or both of ``model`` and ``graph``, or a device for a graph."""
     is_file = graph is not None
     refuse(
         (
@@ -279,7 +281,8 @@ def run(
     budget: Annotated[
         str | None,
         typer.Option(
-            help="Memory budget for all tensors of the script, e.g. 6GiB, or a share of available memory, e.g. 70%.",
+            help="Memory budget for all tensors, e.g. 6GiB; for a script also a share of available memory, e.g. 70%. "
+            "An ONNX file needs a budget in bytes.",
             show_default="70%; on a GPU 95% of its free memory",
         ),
     ] = None,
@@ -433,6 +436,7 @@ def doctor(
 
 
 def main() -> None:
+    """Run the command line. A script of ``run`` starts once typer has ended, with the original ``sys.excepthook``."""
     hook, launch = sys.excepthook, None
     try:
         app(prog_name="outofcore")

@@ -62,6 +62,7 @@ class Group(TyperGroup):
 
 
 def _set_metavars(params: list[Any]) -> list[Any]:
+    """Set the placeholder that help prints for each option's value, such as FILE; return the same list."""
     for param in params:
         if isinstance(param, TyperArgument):
             # Some releases of typer print the type of an argument even if it has a metavar.

@@ -43,20 +43,22 @@ def check_sizes(path: Path, content: Mapping[str, Any], config_class: Any, class
 
 
 def _check_fields(
-    path: Path, content: Mapping[str, Any], prefix: str, config_class: Any, class_of: Callable[[object], Any]
+    path: Path, content: Mapping[str, Any], prefix: str, config_class: Any, find_class: Callable[[object], Any]
 ) -> None:
-    """Check the sizes in a configuration and its nested ones; ``prefix`` is its path, such as "text_config."."""
+    """Raise ``InputError`` for invalid sizes in a configuration or a nested one at ``prefix``, e.g. "text_config."."""
     defaults = _default_config(config_class)
-    renamed: Mapping[str, str] = getattr(config_class, "attribute_map", {})
-    core = _CORE | {renamed.get(name, name) for name in _CORE}
+    aliases: Mapping[str, str] = getattr(config_class, "attribute_map", {})
+    core = _CORE | {aliases.get(name, name) for name in _CORE}
     for name, value in content.items():
         default = _default_value(defaults, name)
         if isinstance(value, dict) and name.endswith("_config"):
             inner = cast("dict[str, Any]", value)
-            _check_fields(path, inner, f"{prefix}{name}.", class_of(inner.get("model_type")) or type(default), class_of)
+            _check_fields(
+                path, inner, f"{prefix}{name}.", find_class(inner.get("model_type")) or type(default), find_class
+            )
         elif value != default and (name in core or _is_size(name, value, default)):
             _check_size(path, prefix + name, name, value, default, is_core=name in core)
-    _check_heads(path, content, prefix, defaults, renamed)
+    _check_heads(path, content, prefix, defaults, aliases)
 
 
 def _default_config(config_class: Any) -> Any:
@@ -87,8 +89,8 @@ def _is_size(name: str, value: object, default: object) -> bool:
     return _is_whole(default) or (default is None and isinstance(value, int | float) and not isinstance(value, bool))
 
 
-def _check_size(path: Path, label: str, name: str, value: Any, default: Any, *, is_core: bool) -> None:
-    """Raise ``InputError`` if a size, or one in a list, is not a whole number in its range; ``label`` names it."""
+def _check_size(path: Path, shown_name: str, name: str, value: Any, default: Any, *, is_core: bool) -> None:
+    """Raise ``InputError`` if a size, or an element of a list, is not a whole number in its range; most may be None."""
     if isinstance(value, dict) or (value is None and not (is_core and _is_whole(default))):
         return
     max_size = _MAX_LAYERS if _STACKED.fullmatch(name) else _MAX_SIZE
@@ -96,10 +98,10 @@ def _check_size(path: Path, label: str, name: str, value: Any, default: Any, *, 
     min_size = min([min_size, *filter(_is_whole, _leaves(default))])
     for leaf in _leaves(value):
         if not _is_whole(leaf):
-            raise InputError(f"{path}: {label} must be a whole number, not {_short_text(leaf)}")
+            raise InputError(f"{path}: {shown_name} must be a whole number, not {_short_text(leaf)}")
         if not min_size <= leaf <= max_size:
             bound = f"at least {min_size}" if leaf < min_size else f"at most {max_size}"
-            raise InputError(f"{path}: {label} must be {bound}, not {_short_text(leaf)}")
+            raise InputError(f"{path}: {shown_name} must be {bound}, not {_short_text(leaf)}")
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -114,29 +116,31 @@ def _short_text(value: object) -> str:
 
 
 def _check_heads(
-    path: Path, content: Mapping[str, Any], prefix: str, defaults: Any, renamed: Mapping[str, str]
+    path: Path, content: Mapping[str, Any], prefix: str, defaults: Any, aliases: Mapping[str, str]
 ) -> None:
-    """Raise ``InputError`` unless the width is a multiple of the attention heads, and these of their groups."""
+    """Check that key-value heads divide attention heads, and that these divide the hidden size if they must."""
 
     def field_of(name: str) -> tuple[str, int] | None:
-        key_name = next((key for key in (name, renamed.get(name, name)) if key in content), renamed.get(name, name))
+        key_name = next((key for key in (name, aliases.get(name, name)) if key in content), aliases.get(name, name))
         value = content.get(key_name, _default_value(defaults, key_name))
         return (prefix + key_name, value) if _is_whole(value) and value > 0 else None
 
     heads, groups, width = field_of("num_attention_heads"), field_of("num_key_value_heads"), field_of("hidden_size")
     if heads and groups and heads[1] % groups[1] and "num_key_value_heads" in content:
-        raise InputError(f"{path}: {heads[0]} is {heads[1]}, not a multiple of {groups[0]}, {groups[1]}; correct one")
+        raise InputError(
+            f"{path}: {heads[0]} is {heads[1]}, not a multiple of {groups[0]}, {groups[1]}; correct one of them"
+        )
     if any(content.get(name) for name in _HEAD_WIDTHS) or not _heads_divide_width(defaults):
         return
     for head_field in (heads, field_of("encoder_attention_heads"), field_of("decoder_attention_heads")):
         if width and head_field and width[1] % head_field[1]:
             raise InputError(
-                f"{path}: {width[0]} is {width[1]}, not a multiple of {head_field[0]}, {head_field[1]}; correct one"
+                f"{path}: {width[0]} is {width[1]}, not a multiple of {head_field[0]}, {head_field[1]}; correct one "
+                "of them"
             )
 
 
 def _heads_divide_width(defaults: Any) -> bool:
-    """Return whether the width must be a multiple of the heads, judging by the defaults of its model."""
     width, heads = _default_value(defaults, "hidden_size"), _default_value(defaults, "num_attention_heads")
     if not (_is_whole(width) and _is_whole(heads) and heads) or cast("int", width) % cast("int", heads):
         return False

@@ -143,7 +143,6 @@ class ModelConfig:
 
     @property
     def sequence_limit(self) -> int | None:
-        """The maximum number of tokens in a sequence; None if the configuration sets no limit."""
         limits = (getattr(self.text_config, name, None) for name in _POSITION_FIELDS)
         return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
 
@@ -239,6 +238,7 @@ def _config_path(target: str) -> Path:
 
 
 def _model_type(path: Path, content: Mapping[str, Any], known_types: Any, version: str) -> str:
+    """Return the type of the model; raise ``InputError`` with advice if it is missing or unknown to transformers."""
     name = content.get("model_type")
     if not isinstance(name, str):
         advice = next((said for key, said in _OTHER_FILES.items() if key in content), "")
@@ -260,6 +260,7 @@ def _model_type(path: Path, content: Mapping[str, Any], known_types: Any, versio
 
 
 def _config_notes(config: Any, content: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return notes for the user, if code that the file names is not run, or if sizes are defaults."""
     notes: list[str] = []
     if content.get("auto_map"):
         notes.append("the configuration names its own code, which is not run; this is the model of transformers")
@@ -302,7 +303,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _model_class(path: Path, content: Mapping[str, Any], config: Any, transformers: Any) -> type[nn.Module]:
-    """Return the class that ``architectures`` names; without it, a class for the type of the configuration."""
+    """Return the class that ``architectures`` names, or a default for the model type; else raise ``InputError``."""
     architectures = content.get("architectures")
     if isinstance(architectures, list) and architectures:
         name = str(architectures[0])
@@ -326,12 +327,13 @@ def _model_class(path: Path, content: Mapping[str, Any], config: Any, transforme
         if isinstance(name, str):
             return getattr(transformers, name)
     raise InputError(
-        f'{path} names no class: add "architectures", such as ["{type(config).__name__.replace("Config", "Model")}"]'
+        f'{path} does not name the class of the model: add "architectures", such as '
+        f'["{type(config).__name__.replace("Config", "Model")}"]'
     )
 
 
 def _model_labels(model_class: type[nn.Module]) -> Labels:
-    """Return the labels that a model takes, by transformers' tables of tasks or else by its name."""
+    """Return the kind of labels that a model takes, by transformers' tables of tasks, or else by its signature."""
     from transformers.models.auto import modeling_auto  # noqa: PLC0415
 
     for task, labels in _TASKS.items():
@@ -366,10 +368,10 @@ def size_text(step: ConfiguredStep, training: Training) -> str:
 
 
 def parameter_dtype(model_config: ModelConfig, training: Training) -> torch.dtype:
-    """Return the dtype of parameters: the user's or the configured one, or bfloat16 in place of a quantised type."""
+    """Return the user's or configured dtype. If it cannot be trained: bfloat16 for a quantised model, else an error."""
     if training.dtype is not None:
         if training.dtype not in _DTYPES:
-            raise InputError(f"there is no dtype {training.dtype!r}; choose one of fp32, bf16 and fp16")
+            raise InputError(f"--dtype {training.dtype!r} is unknown; choose one of fp32, bf16 and fp16")
         return _DTYPES[training.dtype]
     configured = (
         getattr(model_config.config, "dtype", None) or getattr(model_config.text_config, "dtype", None) or torch.float32
@@ -526,7 +528,7 @@ def find_stacks(model: nn.Module, config: Any) -> list[Stack]:
 
 
 def _best_stack(path: str, kinds: Sequence[int]) -> Stack | None:
-    """Find the repetition that lets a list of layers be built from the fewest; return None if all must be built."""
+    """Return the repetition for which the fewest layers must be built; None if all must be built."""
     count, best = len(kinds), None
     fewest = count
     for first in range(count):
@@ -581,7 +583,7 @@ def _layer_facts(layer: nn.Module) -> dict[tuple[str, str], object]:
 
 
 def _add_adapters(model: nn.Module, rank: int) -> nn.Module:
-    """Put LoRA adapters of a rank on all linear layers except the output head."""
+    """Return the model with LoRA adapters of a rank on all linear layers except the output head."""
     try:
         with _quiet():
             from peft import LoraConfig, get_peft_model  # noqa: PLC0415
@@ -677,7 +679,7 @@ def _required_field(model_config: ModelConfig, config: Any, name: str) -> Any:
 
 
 def _make_call(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], Any]:
-    """Return a function that calls the model on a batch. It disables the cache, and requests a loss in training."""
+    """Return a function that calls the model on a batch, without a key-value cache and, in training, with a loss."""
     inner = cast("Any", model).get_base_model() if hasattr(model, "peft_config") else model
     accepted = signature(inner.forward).parameters
     extra: dict[str, Any] = {}

@@ -69,8 +69,6 @@ def sequence_axis(model_config: ModelConfig) -> Axis:
 
 @dataclass(frozen=True)
 class Need:
-    """Memory and time that a step needs."""
-
     smallest_budget: int  # bytes
     in_core_budget: int  # the smallest budget in bytes at which all tensors stay resident
     compute_seconds: float | None  # of all ops, each run once; None without a device
@@ -79,8 +77,6 @@ class Need:
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest size of a step that fits a device."""
-
     size: int  # tokens of a sequence, or samples of a batch; 0: not even the smallest size fits
     step: int  # sizes are multiples of this
     limit: bool  # whether the model's own limit or the search limit was reached
@@ -102,8 +98,6 @@ class Change:
 
 @dataclass(frozen=True)
 class PlanFigures:
-    """The time and copies of a step with the plan for one budget, or why there is no plan."""
-
     budget: int  # bytes
     fits: bool
     seconds: float | None = None  # None without a plan or a device
@@ -178,7 +172,7 @@ class Captures:
         return self._smallest[training]
 
     def is_placed(self, training: Training, memory: int) -> bool:
-        """Return whether an offload-all plan fits ``memory`` bytes. Of equal layers, plan only the captured ones."""
+        """Return whether an "offload-all" plan fits ``memory`` bytes, judging a derived step by its captured layers."""
         if (training, memory) not in self._placed:
             graph, costs = self.capture(training)
             memory_left = memory
@@ -197,7 +191,7 @@ class Captures:
         self._placed[training, memory] = True
 
     def _derive_step(self, training: Training) -> CostedStep | None:
-        """Capture a few of the equal layers, and derive the whole step from them; return None if that fails."""
+        """Derive the step from a capture with few of the equal layers; return None if this is off or fails."""
         if self._repeats is False:
             return None
         try:
@@ -236,8 +230,8 @@ class Captures:
             # Errors of transformers mostly come from the configuration.
             model, text = self._model_config.model_class.__name__, " ".join(str(error).split())[:400]
             raise InputError(
-                f"{self._model_config.path}: a step of {model} fails: {type(error).__name__}: {text}; its fields "
-                "contradict each other, or the model needs other inputs; for those, write a function that "
+                f"{self._model_config.path}: a step of {model} fails: {type(error).__name__}: {text}; correct "
+                "the file if its fields contradict each other; if the model needs other inputs, write a function that "
                 "builds your step, and give it as my_script.py:build"
             ) from error
 
@@ -251,7 +245,7 @@ def fit(
     tell: ProgressCallback,
     say: Printer | None = None,
 ) -> Fit:
-    """Compute the answer, and print sizes early with ``say``; raise ``InputError`` or ``CaptureError`` on failure."""
+    """Compute needs, plans, largest sizes and helpful changes; print sizes early with ``say``. Raise if it fails."""
     start = perf_counter()
     captures = Captures(model_config, card or device("a100-80gb"), tell)
     # With the length set, equal steps have equal keys and are captured once.
@@ -307,7 +301,7 @@ def fit(
 
 
 def _step_need(graph: StepGraph, costs: Costs, memory: int | None) -> Need:
-    """Compute the needs of a step; without a size of device memory, times are None."""
+    """Return the budgets that a step needs and its times; times are None if ``memory``, the device's bytes, is None."""
     smallest = planning.smallest_budget(graph, costs)
     whole = planning.in_core_budget(graph, costs)
     bound = None
@@ -329,7 +323,7 @@ def _plan_figures(
     card: Device | None,
     known_bounds: dict[int, float],
 ) -> PlanFigures:
-    """Plan the step for a budget and summarise the plan; ``known_bounds`` has lower bounds in seconds by budget."""
+    """Return a plan's figures (without ``card``: only whether one fits); ``known_bounds`` maps budgets to seconds."""
     try:
         planned = planning.plan_step(graph, costs, budget, policy, params=QUICK_SEARCH)
         if card is None:
@@ -379,7 +373,7 @@ class _SizeSearch:
         )
 
     def _in_core(self, current_count: float, current_need: Need, size: int) -> int | None:
-        """Estimate the largest size, in strides, at which all tensors stay resident; None if unknown."""
+        """Estimate for how many strides (up to ``size``) all tensors stay resident; return None if it is unknown."""
         if current_need.in_core_budget > self._memory and current_count <= 1:
             return 0
         largest_need = planning.in_core_budget(*self._captures.capture(self._axis.training_at(self._training, size)))
@@ -391,7 +385,7 @@ class _SizeSearch:
 
 
 def _search_count(need: Callable[[int], int], known_points: dict[float, int], memory: int, max_count: int) -> int:
-    """Return the largest count for which ``need`` returns at most ``memory`` bytes; 0 if even 1 needs more."""
+    """Return the largest count that needs at most ``memory`` bytes, or 0; ``known_points`` maps counts to bytes."""
     points = dict(known_points)
 
     def fits(count: int) -> bool:
@@ -422,7 +416,7 @@ def _search_count(need: Callable[[int], int], known_points: dict[float, int], me
 
 
 def _crossing(points: dict[float, int], memory: int) -> float | None:
-    """Estimate the count that needs ``memory`` bytes, by a line through the nearest points; None on a falling line."""
+    """Estimate the count that needs ``memory`` bytes, by a line through the nearest two points; None if not rising."""
     points = points if len(points) > 1 else {0.0: 0, **points}
     if len(points) < 2:
         return None
@@ -437,7 +431,7 @@ def _crossing(points: dict[float, int], memory: int) -> float | None:
 def _predict_changes(
     captures: Captures, model_config: ModelConfig, training: Training, memory: int | None, tell: ProgressCallback
 ) -> list[Change]:
-    """Try each change that may save memory by itself, and return the needs of the changed steps."""
+    """Return how much memory and time the step needs after each single change that may save memory."""
     graph, costs = captures.capture(training)
     changes: list[Change] = []
     pieces = _with_split_loss(model_config, training, graph)

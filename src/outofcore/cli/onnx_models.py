@@ -97,7 +97,9 @@ def _meta_inputs(model: OnnxModel, path: str, sizes: Mapping[str, int]) -> tuple
         dim_names = sorted(
             {dim.name for declared_input in model.inputs for dim in declared_input.shape or () if dim.name}
         )
-        raise InputError(f"{path} has no dynamic dimension {unknown[0]!r}; it has {', '.join(dim_names) or 'none'}")
+        raise InputError(
+            f"{path} has no dynamic dimension {unknown[0]!r}; it has {', '.join(dim_names) or 'none'}: correct --dim"
+        )
     return tuple(inputs)
 
 
@@ -131,7 +133,8 @@ def read_inputs(model: OnnxModel, arrays: Sequence[str]) -> tuple[torch.Tensor, 
         inputs.append(_to_tensor(declared.name, arrays_by_name.pop(declared.name), DTYPES.get(declared.code or 0)))
     if arrays_by_name:
         raise InputError(
-            f"the model has no input {next(iter(arrays_by_name))!r}; it has {', '.join(model.input_names) or 'none'}"
+            f"the model has no input {next(iter(arrays_by_name))!r}; it has {', '.join(model.input_names) or 'none'}: "
+            "remove or rename the array"
         )
     return tuple(inputs)
 
@@ -148,12 +151,12 @@ def _read_arrays(path: Path) -> np.ndarray[Any, Any] | dict[str, np.ndarray[Any,
 
 
 def _to_tensor(name: str, array: np.ndarray[Any, Any], dtype: torch.dtype | None) -> torch.Tensor:
-    """Convert an array to a tensor. A float32 array becomes ``dtype`` if NumPy has no such type."""
+    """Convert an array to a tensor. A float32 array becomes ``dtype`` if NumPy lacks that type, such as bfloat16."""
     try:
         tensor = torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
     except TypeError as error:
         raise InputError(
-            f"the input {name!r} has the dtype {array.dtype}, which PyTorch lacks; store it in another"
+            f"the input {name!r} has the dtype {array.dtype}, which PyTorch lacks; store it in another, such as float32"
         ) from error
     if dtype in _DTYPES_WITHOUT_NUMPY and tensor.dtype is torch.float32:
         return tensor.to(dtype)
@@ -215,7 +218,7 @@ _RunResult = tuple[tuple[str, ...], tuple[Any, ...], object]
 def _run_compiled(
     path: str, limit: int, arrays: Sequence[str], home: str | None, host_budget: int | None, check: CheckName
 ) -> _RunResult:
-    """Compile and run the model; return names, outputs and statistics, or raise ``CaptureError``."""
+    """Compile and run the model; return the outputs' names, the outputs and statistics, or raise ``CaptureError``."""
     with open_home(home, host_budget, check=check) as opened:
         model = build(lambda: load(path), home=opened)
         inputs = read_inputs(model, arrays)
@@ -227,7 +230,6 @@ def _run_compiled(
 def _run_eagerly(
     path: str, limit: int, arrays: Sequence[str], home: str | None, host_budget: int | None, check: CheckName
 ) -> _RunResult:
-    """Run the model op by op in an eager loop; return names, outputs and statistics."""
     model = load(path)
     arrays_read = read_inputs(model, arrays)
     loop = budget(limit, model, home=home, host_budget=host_budget, policy=None, check=check)

@@ -93,7 +93,7 @@ def _short_text(field: str) -> str:
 
 
 def _rectangle(number: int, fields: Mapping[str, str], end_offset: int) -> Rectangle:
-    """Parse the fields of line ``number``; add ``end_offset`` to the ends of the lifetime and its gap."""
+    """Parse the fields of line ``number``. ``end_offset`` is 1 if the ends in the file are inclusive, else 0."""
 
     def whole(name: str) -> int:
         try:
@@ -106,7 +106,8 @@ def _rectangle(number: int, fields: Mapping[str, str], end_offset: int) -> Recta
     gaps = fields.get("gaps", "").split()
     if len(gaps) > 1 or "@" in fields.get("gaps", ""):
         raise InputError(
-            f"line {number}: a lifetime may have only one gap, without a window, not {_short_text(fields['gaps'])}"
+            f"line {number}: a lifetime may have only one gap, such as 3-7, and no window (@), not "
+            f"{_short_text(fields['gaps'])}"
         )
     if gaps:
         try:
@@ -160,11 +161,11 @@ def _read_text(file: Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise InputError(f"line {line} is not UTF-8 text (byte {data[error.start]:#04x})") from error
+        raise InputError(f"line {line} is not UTF-8 text (byte {data[error.start]:#04x}); save it as UTF-8") from error
 
 
 def run(file: Path, *, capacity: int, output: Path | None, effort: float, seconds: float | None) -> bool:
-    """Assign offsets to the rectangles of a CSV file, and write it with them; return False if they do not fit."""
+    """Assign offsets to the buffers in a CSV file, and write the file with them; return False if no placement fits."""
     try:
         table = read_table(_read_text(file))
     except (OSError, InputError) as error:

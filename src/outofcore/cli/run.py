@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Launch:
-    """A script to run, and its budget."""
-
     target: str  # path of a script, of a folder or zip file with a __main__.py, or name of a module
     arguments: tuple[str, ...]
     is_module: bool
@@ -73,24 +71,24 @@ def check_launch(launch: Launch) -> Launch:
 def run(launch: Launch) -> NoReturn:
     """Run the script and exit as it does: with its exit status, or by its exception."""
     process, loop_starter = os.getpid(), _LoopStarter(launch)
-    own_error: OutOfCoreError | None = None
+    outofcore_error: OutOfCoreError | None = None
     try:
         with loop_starter:
             code, module = _prepare_main(launch)
             exec(code, vars(module))
     except BaseException as error:  # Ctrl-C and sys.exit() too end a script as they would in Python
         if error is not loop_starter.raised and isinstance(error, OutOfCoreError):
-            own_error = error  # it replaces an error of PyTorch, or comes from the end of the loop
+            outofcore_error = error  # it replaces an error of PyTorch, or comes from the end of the loop
         elif loop_starter.raised is None:
             raise
     raised = loop_starter.raised
     _print_traceback(raised)
     if process == os.getpid():  # a child of the script may return here, too
-        if own_error is not None:
-            _print_line(str(own_error))
+        if outofcore_error is not None:
+            _print_line(str(outofcore_error))
         if not launch.quiet and (loop_starter.has_begun or raised is None):
             _print_line(loop_starter.summary())
-    _exit(raised, failed=own_error is not None)
+    _exit(raised, failed=outofcore_error is not None)
 
 
 def _print_traceback(raised: BaseException | None) -> None:
@@ -103,7 +101,7 @@ def _print_traceback(raised: BaseException | None) -> None:
 
 
 def _exit(raised: BaseException | None, *, failed: bool) -> NoReturn:
-    """Exit as Python does after the error ``raised``, if any. If outofcore ``failed``, exit with 1 instead of 0."""
+    """Exit as Python does after ``raised`` (None: success). If outofcore ``failed``, exit with 1 instead of 0."""
     if isinstance(raised, SystemExit):
         code = raised.code
         raise SystemExit(1 if failed and code in (None, 0) else code)
@@ -136,7 +134,7 @@ def _flush() -> None:
 
 
 def _prepare_main(launch: Launch) -> tuple[CodeType, ModuleType]:
-    """Return the code to run and its new ``__main__`` module; set ``sys.argv`` and ``sys.path`` as Python does."""
+    """Return the code to run and its new ``__main__`` module. Set ``sys.argv`` and ``sys.path`` as Python does."""
     is_container = not launch.is_module and (Path(launch.target).is_dir() or zipfile.is_zipfile(launch.target))
     if launch.is_module:
         module_spec = _module_spec(launch)
@@ -152,7 +150,9 @@ def _prepare_main(launch: Launch) -> tuple[CodeType, ModuleType]:
     elif loader is not None and hasattr(loader, "get_code"):  # loaders of zip files have it, too
         code = loader.get_code(module_spec.name)  # type: ignore[attr-defined]
     if code is None:
-        raise ImportError(f"{launch.target} cannot be run: it contains no Python code", name=launch.target)
+        raise ImportError(
+            f"{launch.target} cannot be run: it contains no Python code; name a script or a module", name=launch.target
+        )
     spec = module_spec if launch.is_module or is_container else None
     main = ModuleType("__main__")
     vars(main).update(
@@ -185,6 +185,7 @@ def _container_spec(target: str) -> importlib.machinery.ModuleSpec:
 
 
 def _module_spec(launch: Launch) -> importlib.machinery.ModuleSpec:
+    """Find the module, or a package's ``__main__``, as ``python -m`` does; set ``sys.argv`` and ``sys.path``."""
     _set_first_search_folder(str(Path.cwd()))
     sys.argv = ["-m", *launch.arguments]  # the value that Python has while it imports a package
     name = launch.target
@@ -243,6 +244,7 @@ class _LoopStarter:
         return self._loop.stats.summary
 
     def _start_loop(self) -> None:
+        """Start ``budget()`` if this is the main thread; exit with status 2 if it fails."""
         if threading.current_thread() is not threading.main_thread():
             return
         from outofcore.api import budget  # noqa: PLC0415 - it imports torch
@@ -286,6 +288,7 @@ class _TorchFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """For torch, remove this hook, and return a spec that calls the function after the import; else return None."""
         if fullname != "torch":
             return None
         self.uninstall()

@@ -49,7 +49,7 @@ def _group_cost(place: LocalMachine | Device, between: int | None) -> GroupCost:
 
 
 def find_workload(model: str, options: Mapping[str, Any]) -> zoo.Workload:
-    """Return the zoo's model of this name, such as "resnet50"; raise ``InputError`` for invalid names and options."""
+    """Return a model of the zoo by its name, such as "resnet50"; raise ``InputError`` for invalid names and options."""
     match = re.fullmatch(r"resnet(\d+)", model)
     normalized = re.sub(r"[-_ ]", "", model.lower())
     if match is None and re.fullmatch(r"resnet\d+", normalized):
@@ -107,6 +107,7 @@ def build_user_step(target: str) -> PlainStep:
 
 
 def _load_script(path: Path) -> ModuleType:
+    """Import a script as a module, with its folder on ``sys.path``; raise ``InputError`` if it is missing or fails."""
     if not path.is_file():
         classify_target(str(path))  # raises an error with a suggestion
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -121,6 +122,7 @@ def _load_script(path: Path) -> ModuleType:
 
 
 def _call_user_code(target: str, function: Callable[[], Any]) -> Any:
+    """Call user code; turn ``sys.exit`` and errors (except ours and out of memory) into ``InputError``."""
     try:
         return function()
     except OutOfCoreError:
@@ -140,6 +142,7 @@ def _call_user_code(target: str, function: Callable[[], Any]) -> Any:
 
 
 def _step_from_result(target: str, built: object) -> PlainStep:
+    """Check the tuple (step, model, optimizer, inputs) that the user's function returned; return it as a step."""
     if not isinstance(built, tuple | list) or len(built) != 4:
         actual = f"{len(built)} values" if isinstance(built, tuple | list) else f"a {type(built).__name__}"
         raise InputError(f"{target} returned {actual}; it must return four values: step, model, optimizer, inputs")
@@ -200,7 +203,7 @@ def subject_of(
 ) -> Subject:
     """Return a step with its costs: measured, or estimated if ``device`` names a preset.
 
-    ``ranks`` processes share the model, and each sends ``between`` bytes per second.
+    ``ranks``: plan for one of that many processes, which shard the model and each send ``between`` bytes per second.
     """
     title, simulation = plain.title, ""
     with (

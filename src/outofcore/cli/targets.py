@@ -28,7 +28,7 @@ class TargetKind(Enum):
 
 
 def classify_target(target: str) -> TargetKind:
-    """Return the kind of a target; raise ``InputError`` with a suggestion. Names of zoo models are checked later."""
+    """Return the kind of a target; raise ``InputError`` with advice if it is invalid. Any plain name is a zoo model."""
     path = Path(target)
     if not target.strip():
         raise InputError(f"the name is empty; give {_KINDS}")
@@ -72,6 +72,7 @@ def check_kind(target: str, takes: Iterable[TargetKind], command: str, instead: 
 
 
 def _script_message(target: str) -> str:
+    """Return an error message for a target that names a script, but no function of it, such as "train.py"."""
     text, _, name = target.rpartition(":")
     path = Path(text if text.endswith(".py") else target)
     if not path.is_file():
@@ -86,14 +87,14 @@ def _script_message(target: str) -> str:
 
 
 def functions_in(path: Path, *, include_all: bool = False) -> list[str]:
-    """Return the public functions of a script, ``build`` first; ``include_all`` adds functions that need arguments."""
+    """Return the public functions of a script that require no arguments (``include_all``: any), ``build`` first."""
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        raise InputError(f"{path}{line} is not valid Python: {getattr(error, 'msg', error)}") from error
+        raise InputError(f"{path}{line} is not valid Python: {getattr(error, 'msg', error)}; correct it") from error
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     named = [
         node.name

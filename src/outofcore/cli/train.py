@@ -163,7 +163,6 @@ class _TrainCommand:
         return results
 
     def train_elastically(self, workers: int, budget: int) -> None:
-        """Train with logical workers; each process takes the batches of its workers, and process 0 prints."""
         work, options, places = self.work, self.options, self.places
         with ExitStack() as stack:
             home = _open_home(places, stack)
@@ -252,8 +251,6 @@ def _open_home(places: PlaceOptions, stack: ExitStack) -> outofcore.OpenHome | N
 
 @dataclass(frozen=True)
 class _BuiltStep:
-    """A step ready to be compiled."""
-
     user: UserStep[..., Any]
     steps_done: int = 0  # steps that the model has been trained for
     home: outofcore.OpenHome | None = None  # where the model was built; None: in ordinary memory
@@ -300,7 +297,7 @@ def _built_step(
 
 
 def report(model: str, zoo: Mapping[str, Any], budget: int, options: ReportOptions, places: PlaceOptions) -> None:
-    """Train some steps, at least one, and write a report of the last."""
+    """Train ``options.steps`` steps, and write a report of the last one; also a trace if requested."""
     with ExitStack() as stack:
         processes = CommandProcesses(device=places.device)
         kind = check_kind(

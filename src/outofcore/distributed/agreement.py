@@ -67,10 +67,7 @@ class Agreement:
             self._set_group([collective.group for collective in collectives])
 
     def rendezvous(self, facts: StepFacts | None, device: torch.device) -> bool:
-        """Return whether all processes have a plan for the next call; ``facts`` is None if this process lacks a plan.
-
-        Raises ``StateError`` for different collectives, ``InputError`` for different steps of a shared model.
-        """
+        """Return whether all processes have a plan for their next call; raise an error if these calls do not match."""
         group = self._group
         if group is None:
             return facts is not None
@@ -199,14 +196,14 @@ def _collectives_number(collectives: Sequence[str]) -> int:
 
 
 def _check_facts_match(everyone: Sequence[StepFacts], *, follow_one_plan: bool) -> None:
-    """Raise an error if processes differ in settings, models or collectives; with ``follow_one_plan``, in graphs."""
+    """Raise an error if processes differ in settings, states or collectives (``follow_one_plan``: or in graphs)."""
     first = everyone[0]
     for rank, facts in enumerate(everyone[1:], 1):
         ranks = f"rank {rank} and rank 0"
         for name, advice in _EQUAL_FACTS.items():
             mine, theirs = getattr(facts, name), getattr(first, name)
             if mine != theirs:
-                raise InputError(f"{ranks} differ in {name}: {mine} there, and {theirs} on rank 0; {advice}")
+                raise InputError(f"{ranks} differ in {name}: {mine} on rank {rank}, and {theirs} on rank 0; {advice}")
         _check_states(ranks, dict(facts.states), dict(first.states))
         for number in range(max(len(first.collectives), len(facts.collectives))):
             mine = facts.collectives[number] if number < len(facts.collectives) else "none"

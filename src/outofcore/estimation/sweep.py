@@ -135,7 +135,7 @@ def build_insight(
 
 
 def _savings_of_faster_machines(graph: StepGraph, costs: Costs, planned: Planned) -> list[Help]:
-    """Return the seconds that the same program would save with ops, and with links, twice as fast."""
+    """Return the seconds that the program would save with all ops twice as fast, and with all links twice as fast."""
     now = planned.timeline.step_seconds
     faster = replace(costs, ops=tuple(OpCost(cost.seconds / 2, cost.workspace_bytes) for cost in costs.ops))
     cases = [("ops twice as fast", faster)]

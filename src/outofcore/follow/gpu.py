@@ -65,7 +65,7 @@ def shares_of(budget: int, device: torch.device) -> BudgetShares:
 
 
 def divide_budget(budget: int, library_bytes: int) -> BudgetShares:
-    """Divide a budget into the bytes of libraries, segments for small tensors, and the arena."""
+    """Divide a budget, after the bytes of libraries, into segments for small tensors and an arena (perhaps below 0)."""
     segments = max(round_up(budget // _SMALL_SHARE, ALLOCATOR.segment), _MIN_SMALL)
     arena = (budget - library_bytes - segments) // ALLOCATOR.segment * ALLOCATOR.segment
     return BudgetShares(arena, arena // _SPARE_SHARE, segments, library_bytes)

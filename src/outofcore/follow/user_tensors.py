@@ -77,7 +77,7 @@ def names_of_storages(
     parameter_names: dict[int, str] = {}  # by id() of the parameter
 
     def record_name(tensor: object, name: str, kind: StorageKind) -> None:
-        """Record the name and kind of a tensor's storages in the loop, and of the storages of its gradient."""
+        """Record name and kind of the tracked storages of a tensor and of its gradient; the first name is kept."""
         if not isinstance(tensor, torch.Tensor) or isinstance(tensor, _UNINITIALIZED):
             return
         for part in inner_tensors_of(tensor):

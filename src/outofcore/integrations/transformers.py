@@ -75,7 +75,7 @@ class _LogValues(TrainerCallback):
         self._handler: CallbackHandler | None = None
 
     def begin(self, step: int) -> None:
-        """Become the trainer's first callback, so that the logs have the values before other callbacks report them."""
+        """Begin to measure after ``step``; put this callback first, so that the others report its values."""
         self.end()
         self._step = step
         self._meter.reset(self._owner.stats)
@@ -95,6 +95,7 @@ class _LogValues(TrainerCallback):
         self._handler = None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Add the statistics since the last log to the logs of a training; leave logs of evaluations unchanged."""
         if not logs or "loss" not in logs or state.global_step <= self._step:  # logs of an evaluation or of the end
             return
         steps, self._step = state.global_step - self._step, state.global_step

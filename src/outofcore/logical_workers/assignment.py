@@ -12,7 +12,7 @@ from outofcore.errors import InputError
 def shares(workers: int, seconds: Sequence[float]) -> tuple[int, ...]:
     """Return the number of workers for each process, at least one, so that the slowest process ends soonest.
 
-    ``seconds`` has the time of a turn by process.
+    ``seconds`` are the times of one worker's turn, by process. Each must be above 0, or ``InputError`` is raised.
 
     >>> shares(4, [1.0, 1.0])
     (2, 2)
@@ -25,7 +25,10 @@ def shares(workers: int, seconds: Sequence[float]) -> tuple[int, ...]:
             "(torchrun --nproc-per-node, --nnodes), or start the training with more workers"
         )
     if not all(math.isfinite(duration) and duration > 0 for duration in seconds):
-        raise InputError(f"the time of a turn must be a positive number of seconds for each process, not {seconds}")
+        raise InputError(
+            f"workers cannot be shared by the times of a turn: each must be a positive number of seconds, but they are "
+            f"{seconds} by process; make another step, then call balance() again"
+        )
     # Greedy is optimal: any other assignment gives some process a worker that greedy refused, so that this process ends
     # no sooner than the slowest does here.
     counts = [1] * len(seconds)

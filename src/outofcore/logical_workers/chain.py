@@ -53,8 +53,6 @@ def cut_pieces(extents: Sequence[Extent], max_bytes: int) -> list[tuple[Span, ..
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The work of one process in one round."""
-
     forward: int | None  # the piece to add gradients to; process p - 1 sent it in the round before
     back: int | None  # the summed piece that process p + 1 sent
 

@@ -104,7 +104,6 @@ class Context:
 
 @contextlib.contextmanager
 def preserve_generators(gpu: torch.device | None) -> Iterator[None]:
-    """Restore the states of the global random generators at the end of the block."""
     before = Context.capture(gpu)
     try:
         yield

@@ -49,7 +49,7 @@ def _matmul_precision(backend: Any) -> str:
 
 
 def model_facts(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], home: OpenHome) -> dict[str, str]:
-    """Return digests of the models and the optimizers' settings, by name; they must be equal in all processes."""
+    """Return digests of the models, and the optimizers' settings as text, by name; processes must agree on them."""
     names: list[str] = []
     contents, buffers = 0, PieceBuffers(1)
     for number, model in enumerate(models):

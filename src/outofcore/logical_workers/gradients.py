@@ -54,7 +54,6 @@ class GradientLayout:
         return self._shapes == [(tuple(g.shape), g.stride(), g.dtype) for g in gradients]
 
     def allocate(self, home: OpenHome) -> TensorRows:
-        """Allocate rows for such gradients, large ones at home."""
         return TensorRows([home.empty(torch.Size(shape).numel(), dtype) for shape, _, dtype in self._shapes], home)
 
 

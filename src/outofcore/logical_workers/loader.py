@@ -128,7 +128,6 @@ class Loader:
         return self._progress.place.epoch
 
     def __len__(self) -> int:
-        """Return the steps of a whole epoch."""
         return self.order.steps
 
     def __iter__(self) -> Iterator[dict[int, Any]]:

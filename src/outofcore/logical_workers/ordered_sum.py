@@ -38,7 +38,7 @@ class OrderedSum:
     def _sum_in_chain(
         self, gradients: Sequence[TensorRows], target: TensorRows, layout: GradientLayout, divisor: int
     ) -> None:
-        """Sum over several processes: pass pieces along the chain, and the sums back; see ``chain``."""
+        """Write the sum over all processes, divided by ``divisor``, to ``target``: pass pieces along the chain."""
         processes, pieces = self._processes, layout.spans
         rank, last = processes.rank, processes.count - 1
         sent: dict[int, Callable[[], None]] = {}  # by the buffer that is being sent

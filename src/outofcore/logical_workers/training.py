@@ -204,6 +204,7 @@ class Elastic:
         return losses
 
     def _check_batches(self, batches: Mapping[int, Any]) -> None:
+        """Raise ``InputError`` unless each worker has a batch, no other batches are given, and ``.grad`` is clear."""
         given_workers, own_workers = set(batches), set(self.workers)
         if given_workers != own_workers:
             missing, foreign = sorted(own_workers - given_workers), sorted(given_workers - own_workers, key=str)
@@ -248,7 +249,7 @@ class Elastic:
         return losses, contexts
 
     def _can_accumulate(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether the next turn may add to ``.grad``, within the budget and with the same bits."""
+        """Return whether the next turn may add to ``.grad``: on process 0, within the budget, and with equal bits."""
         # Only on process 0, and if one op adds to each gradient: otherwise sums depend on the number of processes.
         if self.rank > 0 or not self._accumulates:
             return False

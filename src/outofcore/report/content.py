@@ -27,8 +27,6 @@ _MANDATORY_LANES = tuple((queue, 0) for queue in Queue if queue is not Queue.COM
 
 @dataclass(frozen=True)
 class Page:
-    """A report's title, budget, notes, and predictions for other budgets."""
-
     title: str
     budget: int  # bytes that the user named
     insight: Insight | None = None  # predictions for other budgets
@@ -150,7 +148,7 @@ def _thin_moments(memory: MemoryOverTime) -> Object:
 
 
 def _storage_rows(graph: StepGraph, plan: Plan, program: Program) -> tuple[list[Object], dict[str, int]]:
-    """Return a row for each large or copied storage, the largest first, and the bytes of each decision in all."""
+    """Return a row for each large or copied storage, the largest first; also the total bytes by decision."""
     decisions: dict[int, list[Decision]] = defaultdict(list)
     for decision in plan.decisions:
         if decision.residency is not Residency.KEEP:

@@ -19,8 +19,6 @@ WORKSPACE = "workspace"
 
 @dataclass(frozen=True, slots=True)
 class KindCopies:
-    """The number and bytes of a step's copies for one kind of storage."""
-
     kind: StorageKind
     storages: int  # number of different storages that are copied
     copies_out: int
@@ -31,8 +29,6 @@ class KindCopies:
 
 @dataclass(frozen=True)
 class StepReport:
-    """The memory, time and copies of one step."""
-
     policy: str
     budget: int  # bytes that were allowed
     arena_bytes: int  # the end of the highest block, the part of the budget in use
@@ -56,7 +52,7 @@ class StepReport:
 
 
 def step_report(graph: StepGraph, plan: Plan, program: Program, timeline: Timeline, budget: int) -> StepReport:
-    """Summarise memory, time and copies of a step. Blocks of ``program`` have offsets; ``budget`` is the user's."""
+    """Summarise memory, time and copies of a step; ``program`` must have offsets."""
     compute = 0.0
     recomputed = 0
     for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):
@@ -76,6 +72,7 @@ def step_report(graph: StepGraph, plan: Plan, program: Program, timeline: Timeli
 
 
 def _count_copies(graph: StepGraph, program: Program) -> tuple[KindCopies, ...]:
+    """Count copies by kind of storage, except copies of the caller's inputs and outputs."""
     copies: dict[tuple[StorageKind, bool], list[int]] = {}  # storages by (kind, is copy-out)
     for instruction in program.instructions:
         if isinstance(instruction, Run):

@@ -16,6 +16,7 @@ def page_text(content: Mapping[str, object]) -> str:
 
 
 def _page(template: str, scripts: Sequence[str], content: Mapping[str, object]) -> str:
+    """Fill a template with the title, styles, scripts, and the content as JSON."""
     assets = files("outofcore.report") / "assets"
     parts = {
         "TITLE": html.escape(str(content["title"])),

@@ -50,7 +50,6 @@ def copies_text(report: StepReport) -> str:
 
 
 def step_text(report: StepReport) -> str:
-    """Describe a step's memory and time in two lines of text."""
     waiting = report.seconds - report.compute_seconds
     recomputed_text = f"; ops recomputed: {report.recomputed}" if report.recomputed else ""
     return (

@@ -46,7 +46,7 @@ def trace_events(
     origin_us: float = 0.0,
     measured: LoopMeasurements | None = None,
 ) -> list[Event]:
-    """Return trace events. Each named timeline becomes a process with its memory, and threads for queues and waits."""
+    """Return trace events: a process for each named timeline, with its memory, and threads for queues and waits."""
     events: list[Event] = []
     for number, (name, timeline) in enumerate(timelines):
         process = _FIRST_PROCESS + number
