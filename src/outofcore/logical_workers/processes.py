@@ -85,8 +85,8 @@ class WorkerProcesses:
         failed = [rank for rank, (succeeded, _, _) in enumerate(numbers) if not succeeded]
         if failed:
             raise StateError(
-                f"process {failed[0]} failed in {activity}, and its own error names the cause; this process has "
-                "made no changes. Remove the cause, then start all processes again from the last checkpoint"
+                f"process {failed[0]} failed in {activity}, and its own error names the cause. "
+                "Remove the cause, then start all processes again from the last checkpoint"
             )
         comparison.by_rank = [(steps, digest) for _, steps, digest in numbers]
 
