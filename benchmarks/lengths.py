@@ -66,7 +66,7 @@ def _run(task: str, options: Mapping[str, Any], contenders: Sequence[str], round
         "lengths": [step["length"] for step in steps["eager"]],
         "same_losses": {name: steps_of_runs == losses["eager"] for name, steps_of_runs in losses.items()},
         "arena_peak": last["budget"]["peak_bytes"],
-        "followed_calls": last["compile"]["followed_calls"] if "compile" in last else None,
+        "eager_calls": last["compile"]["eager_calls"] if "compile" in last else None,
         "peak_rss": peaks,
         "repeats": repeats,
         "total_over_eager": {

@@ -42,7 +42,7 @@ def build() -> None:
     """Build the library, which only a process with libtsan can load."""
     instrument()
     file = native.library_file()
-    folder = compiling.private_folder(compiling.user_cache_folder() / file.stem)
+    folder = compiling.ensure_private_folder(compiling.user_cache_folder() / file.stem)
     if not (folder / file.name).exists():
         native.build(folder / file.name)
 

@@ -653,7 +653,7 @@ _dispatch_key: Any = _private("torch._C._parse_dispatch_key", Feature.HIGHER_ORD
 
 
 @contextlib.contextmanager
-def without_python_dispatch(name: str) -> Iterator[None]:
+def without_dispatch_key(name: str) -> Iterator[None]:
     """Remove dispatch key ``name``, such as "Fake", from the keys of higher-order operators such as ``torch.cond``.
 
     Kernels registered for all operators do not reach them. Only logs a warning if this PyTorch is too different.

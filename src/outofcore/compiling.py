@@ -42,7 +42,7 @@ def user_cache_folder() -> Path:
     return (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "outofcore"
 
 
-def private_folder(path: Path) -> Path:
+def ensure_private_folder(path: Path) -> Path:
     """Create a folder if needed and return it; ``OSError`` unless this user owns it and alone can write to it."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat()
@@ -65,7 +65,7 @@ def load_or_build(
         return load(wheel_path)
     folder = user_cache_folder() / wheel_path.stem
     try:
-        path = private_folder(folder) / wheel_path.name
+        path = ensure_private_folder(folder) / wheel_path.name
         with contextlib.suppress(OSError):  # not built yet, or damaged, perhaps by a full disk
             return load(path)
         with _build_lock(folder):

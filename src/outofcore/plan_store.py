@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 from msgspec import Struct
 
-from outofcore.compiling import private_folder
+from outofcore.compiling import ensure_private_folder
 from outofcore.errors import OutOfCoreError
 from outofcore.jsonfile import decode_own_json, refuse, replace_json
 
@@ -71,7 +71,7 @@ class PlanStore(Generic[_Document]):
         if self.folder is None:
             return
         try:
-            folder = private_folder(self.folder)
+            folder = ensure_private_folder(self.folder)
             replace_json(self._path(folder, key), document)
             paths = sorted(folder.glob(f"{self.name}-*.json"), key=lambda path: path.stat().st_mtime)
             for path in paths[:-_MAX_FILES]:

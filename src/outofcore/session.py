@@ -107,7 +107,7 @@ class Session:
         self._repeats = planning.repeats
         self.eager_calls: BudgetedCalls | None = None
         # Why calls run as an eager loop; empty: they do not.
-        self.why_followed = "it was asked for" if running.dynamic else ""
+        self.eager_reason = "it was asked for" if running.dynamic else ""
         self._planning_seconds: list[float] = []  # by input signature
         self.torn = ""  # why the model is part old and part new; empty: it is not
         self.outcome = CallOutcome.UNCHANGED
@@ -122,7 +122,7 @@ class Session:
         self.outcome = CallOutcome.UNCHANGED
         if self._peers is not None:
             self._peers.check()
-        if self.why_followed:
+        if self.eager_reason:
             return self._call_eagerly(args, kwargs)
         self.spread()
         signature, change = self._captures.find(self._signer(args, kwargs))
@@ -285,12 +285,12 @@ class Session:
 
     def _call_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
         """Run this call and all later ones as an eager loop, for ``reason``; ``_NoEagerLoopError`` if impossible."""
-        self.why_followed = reason or self.why_followed
+        self.eager_reason = reason or self.eager_reason
         try:
             eager_calls = self._switch_to_eager()
         except _NoEagerLoopError as error:
             _log.warning("each input signature is captured and planned: %s", error.__cause__)
-            self.why_followed, self._loop = "", None
+            self.eager_reason, self._loop = "", None
             raise
         self.home.occupy(self, self._on_release)
         self.outcome = CallOutcome.STOPPED
@@ -311,7 +311,7 @@ class Session:
                     raise
                 raise _NoEagerLoopError from error
             self.home.faces.drop_loop_cache = self.eager_calls.drop_cache
-            _log.info("running as an eager loop from now on: %s", self.why_followed)
+            _log.info("running as an eager loop from now on: %s", self.eager_reason)
         if self.steps.by_signature:
             with DeferredSignals("the move of the model to the loop"):
                 self.engine.synchronize()

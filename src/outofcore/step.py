@@ -92,7 +92,7 @@ class Step(Generic[P, R]):
             state = ", failed half way"
         elif session.eager_calls is not None and session.eager_calls.last is not None:
             seconds = format_seconds(session.eager_calls.last.seconds)
-            state = f", {session.eager_calls.count} calls followed, last step {seconds}"
+            state = f", {session.eager_calls.count} eager calls, last step {seconds}"
         elif session.timeline is not None:
             state = f", last step {format_seconds(session.timeline.step_seconds)}"
         plans = f"{session.signature_count} {'plan' if session.signature_count == 1 else 'plans'}"
@@ -140,7 +140,7 @@ class Step(Generic[P, R]):
         Raises the errors of a call, or ``StateError`` if calls run as an eager loop. No state has changed then.
         """
         self._access.check(self._session.torn)
-        if self._session.why_followed:
+        if self._session.eager_reason:
             raise StateError(
                 "the calls of this step run as an eager loop, without a plan; compile it with dynamic=False to "
                 "plan them"
@@ -223,15 +223,15 @@ class Step(Generic[P, R]):
                 session.steps.off_plan,
                 0.0,
                 session.eager_calls.count,
-                session.why_followed,
+                session.eager_reason,
                 session.eager_calls.stats.peak_bytes,
             )
         return measure_step(self.captured, self.planned, self.timeline, session.steps.off_plan)
 
     def _no_plan_message(self, otherwise: str) -> str:
         """Return the error message for a step without a plan; ``otherwise`` ends it if the step was never called."""
-        followed = self._session.eager_calls
-        if followed is None or followed.last is None:
+        eager = self._session.eager_calls
+        if eager is None or eager.last is None:
             return f"the step was not called yet: {otherwise}"
         return (
             "all calls of this step ran as an eager loop, which has no plan: see step.stats; compile the step with "
@@ -257,26 +257,24 @@ class Step(Generic[P, R]):
         """
         notes = [("versions", versions())]
         if self._session.eager_calls is not None:
-            notes.append(
-                ("calls as an eager loop", f"{self._session.eager_calls.count}, because {self._session.why_followed}")
-            )
+            notes.append(("eager calls", f"{self._session.eager_calls.count}, because {self._session.eager_reason}"))
         report_step(Path(path), self._reported_step(), title or self.__name__, count=budgets, notes=notes)
         return ReportPath(path)
 
-    def trace(self, path: str | os.PathLike[str], *, beside: str | os.PathLike[str] | None = None) -> None:
+    def trace(self, path: str | os.PathLike[str], *, profiler_trace: str | os.PathLike[str] | None = None) -> None:
         """Write the last planned call, measured and predicted, as a trace for Perfetto and chrome://tracing.
 
         Args:
             path: the file, compressed if its name ends in ``.gz``; its folder is created.
-            beside: a ``torch.profiler`` trace of the last call to merge in, on the same time axis (to about a
+            profiler_trace: a ``torch.profiler`` trace of the last call to merge in, on the same time axis (to about a
                 millisecond).
 
         Raises:
             StateError: no call has been planned.
             InputError: a file cannot be read or written.
         """
-        profile = None if beside is None else Path(beside)
-        trace_step(Path(path), self._reported_step(), began_ns=self._session.began_ns, beside=profile)
+        profile = None if profiler_trace is None else Path(profiler_trace)
+        trace_step(Path(path), self._reported_step(), began_ns=self._session.began_ns, profiler_trace=profile)
 
     def _reported_step(self) -> ReportedStep:
         return ReportedStep(self.captured.graph, self.costs, self.planned, self.budget, self.policy, self.timeline)

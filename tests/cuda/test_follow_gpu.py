@@ -22,7 +22,7 @@ import outofcore
 from outofcore._torch_internals import storage_address
 from outofcore.errors import BudgetError, InputError, SpillError, StateError
 from outofcore.follow import devices, loop_planner, records
-from outofcore.follow.gpu import BudgetShares, make_workspaces, shares_of
+from outofcore.follow.gpu import BudgetShares, make_workspaces, measure_shares
 from outofcore.follow.native import call, is_any_loop_running, load_paging
 from outofcore.follow.recipes import Recipes
 from outofcore.planning import QUICK
@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available()
 def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(loop_planner, "BackgroundPlanner", ForegroundPlanner)
     # Budgets here are for tensors only; the other memory of these loops would exceed them.
-    monkeypatch.setattr(devices, "shares_of", lambda budget, device: BudgetShares(budget, 0, 8 * MIB))
+    monkeypatch.setattr(devices, "measure_shares", lambda budget, device: BudgetShares(budget, 0, 8 * MIB))
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -136,7 +136,7 @@ def test_recomputation_keeps_every_bit(name: str) -> None:
         assert ours.differs_from(run_plain(name)) == "", (share, stress)
         assert stats.peak_bytes <= budget
         assert stats.reruns > 0
-        assert stats.unkept_bytes > 0
+        assert stats.dropped_bytes > 0
 
 
 def test_matrix_products_are_not_recomputed() -> None:
@@ -195,7 +195,7 @@ DEVICE = torch.device("cuda", 0)
 @pytest.mark.parametrize("policy", [None, WITHOUT_RECOMPUTATION], ids=["on_demand", "planned"])
 @pytest.mark.parametrize("name", ["tall", "language", "lengths", "rich"])
 def test_all_device_memory_is_within_the_budget(name: str, policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "shares_of", shares_of)
+    monkeypatch.setattr(devices, "measure_shares", measure_shares)
     plain = run_plain(name)
     budget = budget_for(int(0.5 * peak(name)), DEVICE)
     with limit_allocator(budget):
@@ -206,7 +206,7 @@ def test_all_device_memory_is_within_the_budget(name: str, policy: Any, monkeypa
 
 
 def test_many_small_tensors_are_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "shares_of", shares_of)
+    monkeypatch.setattr(devices, "measure_shares", measure_shares)
     budget = budget_for(48 * MIB, DEVICE)
     with limit_allocator(budget), outofcore.budget(budget, device="cuda", policy=None, cache=False) as run:
         small = [torch.full((8 * KIB,), float(i), device="cuda") for i in range(1000)]  # 32 KiB each
@@ -217,17 +217,17 @@ def test_many_small_tensors_are_within_the_budget(monkeypatch: pytest.MonkeyPatc
 
 
 def test_existing_device_memory_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "shares_of", shares_of)
+    monkeypatch.setattr(devices, "measure_shares", measure_shares)
     make_workspaces(DEVICE)
-    before = shares_of(128 * MIB, DEVICE)
+    before = measure_shares(128 * MIB, DEVICE)
     data = torch.ones(16 * MIB, device="cuda")
-    assert shares_of(128 * MIB, DEVICE) == before
+    assert measure_shares(128 * MIB, DEVICE) == before
     with outofcore.budget(128 * MIB, device="cuda", policy=None, cache=False):
         assert data[:3].sum().item() == 3
 
 
 def test_budget_without_room_for_an_arena_names_the_smallest_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "shares_of", shares_of)
+    monkeypatch.setattr(devices, "measure_shares", measure_shares)
     with pytest.raises(BudgetError, match="leaves no room for a loop") as caught:
         outofcore.budget(8 * MIB, model_of("dense"), policy=None).start()
     assert not is_any_loop_running()
@@ -240,7 +240,7 @@ def test_budget_without_room_for_an_arena_names_the_smallest_one(monkeypatch: py
 
 
 def test_budget_in_a_refusal_suffices_for_its_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "shares_of", shares_of)
+    monkeypatch.setattr(devices, "measure_shares", measure_shares)
     budget, refusals = budget_for(8 * MIB, DEVICE), 0
     while refusals < 3:
         try:
@@ -355,7 +355,7 @@ def test_tensors_stay_valid_after_the_loop() -> None:
     model = model_of("dense")
     before = {name: t.detach().cpu() for name, t in model.state_dict().items()}
     with outofcore.budget(MIB, model, policy=None) as run:
-        assert run.stats.away_bytes > MIB
+        assert run.stats.bytes_evicted > MIB
         tensors = [torch.full((65536,), float(i), device="cuda") for i in range(9)]
     assert [t.mean().item() for t in tensors] == [float(i) for i in range(9)]
     for name, tensor in model.state_dict().items():

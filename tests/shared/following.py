@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import outofcore
 from outofcore.errors import BudgetError
-from outofcore.follow.gpu import make_workspaces, shares_of
+from outofcore.follow.gpu import make_workspaces, measure_shares
 from outofcore.follow.native import load_paging
 from outofcore.follow.user_tensors import inner_tensors_of
 from outofcore.runtime.native import Flavor
@@ -93,7 +93,7 @@ def budget_for(tensor_bytes: int, device: torch.device) -> int:
     budget = tensor_bytes
     while True:
         try:
-            missing = tensor_bytes - shares_of(budget, device).room
+            missing = tensor_bytes - measure_shares(budget, device).room
         except BudgetError as error:
             assert error.smallest_budget is not None
             budget = error.smallest_budget

@@ -390,6 +390,6 @@ def compare(name: str, budget: int, steps: int, *, cache: Any = False, **setting
             (sum(entry[1] for entry in arenas.values()), sum(entry[2] for entry in arenas.values())),
             sum(lender.evicted_bytes for lender in lenders.values()),
             sum(lender.overflow_bytes for lender in lenders.values()),
-            session.why_followed,
+            session.eager_reason,
             seconds,
         )

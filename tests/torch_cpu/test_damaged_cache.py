@@ -57,7 +57,9 @@ def check(cache: Cache) -> None:
     step = STEP()
     profiles = ProfileCache(cache)
     for op, call in zip(step.graph.ops, step.calls, strict=True):
-        profile = profiles.find(op, timed=True, first=call.rehearse_first is not None, results=len(call.results))
+        profile = profiles.find(
+            op, timed=True, first_differs=call.rehearse_first is not None, result_count=len(call.results)
+        )
         if profile is None:
             continue
         assert 0 <= profile.cost.seconds <= 1e6
@@ -150,4 +152,4 @@ def test_requests_for_missing_results_or_scratch_are_ignored(tmp_path: Path) -> 
     path.write_text(json.dumps(content))
     profiles = ProfileCache(cache)
     for op, call in zip(step.graph.ops, step.calls, strict=True):
-        assert profiles.find(op, timed=True, first=False, results=len(call.results)) is None
+        assert profiles.find(op, timed=True, first_differs=False, result_count=len(call.results)) is None

@@ -149,7 +149,7 @@ def test_compiled_step_is_reported_and_traced(tmp_path: Path) -> None:
                 compiled(*inputs)
         profiler.export_chrome_trace(str(tmp_path / "profiler.json"))
         compiled.report(tmp_path / "report.html", budgets=0)
-        compiled.trace(tmp_path / "trace.json", beside=tmp_path / "profiler.json")
+        compiled.trace(tmp_path / "trace.json", profiler_trace=tmp_path / "profiler.json")
         seconds = compiled.timeline.step_seconds
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     match = re.search(r'type="application/json">(.*?)</script>', page)

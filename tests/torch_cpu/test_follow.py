@@ -139,12 +139,12 @@ def test_memory_is_freed_with_the_last_reference(run: outofcore.Loop) -> None:
     before = run.stats
     tensors = [torch.randn(128, 256) for _ in range(20)]
     evict_all(run)
-    assert run.stats.away_bytes >= before.away_bytes + 20 * 128 * 256 * 4
+    assert run.stats.bytes_evicted >= before.bytes_evicted + 20 * 128 * 256 * 4
     del tensors
     tensors = [torch.randn(128, 256) for _ in range(20)]
     del tensors
     gc.collect()
-    assert run.stats.away_bytes == before.away_bytes
+    assert run.stats.bytes_evicted == before.bytes_evicted
     assert run.stats.bytes_in_use == before.bytes_in_use
 
 
@@ -194,7 +194,7 @@ def test_memory_of_other_owners_is_not_moved(run: outofcore.Loop) -> None:
     x.add_(1)
     assert (array == 1).all()
     assert location_of(x) == "outside"
-    assert run.stats.foreign > 0
+    assert run.stats.untracked_uses > 0
     shared = torch.zeros(40000).add_(5).share_memory_()
     shared.add_(1)
     assert shared.is_shared()
@@ -575,7 +575,7 @@ def test_memory_is_bounded_over_steps_of_many_lengths() -> None:
             if step in (100, 399):
                 gc.collect()
                 evict_all(run)
-                usage.append((run.stats.bytes_in_use, run.stats.away_bytes, run.stats.peak_home_bytes))
+                usage.append((run.stats.bytes_in_use, run.stats.bytes_evicted, run.stats.peak_home_bytes))
     assert usage[0][:2] == usage[1][:2]
     assert usage[1][2] <= usage[0][2] * 1.5  # the last step has another length
     assert run.stats.evictions > 100

@@ -154,7 +154,7 @@ def test_trace_shares_the_time_axis_of_the_profiler(tmp_path: Path) -> None:
             optimizer.step()
         profiler.stop()
     profiler.export_chrome_trace(str(theirs))
-    run.trace(ours, beside=theirs)
+    run.trace(ours, profiler_trace=theirs)
     events = json.loads(ours.read_text())["traceEvents"]
     first = min(e["ts"] for e in events if e.get("cat") == "on demand")
     profiled = [e["ts"] for e in events if e.get("name") in ("aten::addmm", "aten::linear")]

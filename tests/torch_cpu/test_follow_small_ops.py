@@ -69,7 +69,7 @@ def test_large_results_of_small_ops_are_tracked() -> None:
         assert 4 * MIB <= stats.peak_bytes <= 5 * MIB
         del ours, theirs
         run.evict_all()  # waits for the copies
-        assert run.stats.bytes_in_use + run.stats.away_bytes == 0
+        assert run.stats.bytes_in_use + run.stats.bytes_evicted == 0
 
 
 def test_small_backward_op_beyond_the_budget_is_refused() -> None:

@@ -231,10 +231,10 @@ def test_measured_steps_replace_times_of_single_ops(tmp_path: Path) -> None:
     profiles = [OpProfile(OpCost(s, w), Requests((), w)) for s, w in ((1.0, 0), (5.0, 4096), (2.0, 64))]
     cache = Cache(tmp_path)
     update_cached_profiles(cache, graph, profiles)
-    profile = ProfileCache(cache).find(graph.ops[0], timed=True, first=False)
+    profile = ProfileCache(cache).find(graph.ops[0], timed=True, first_differs=False)
     assert profile == OpProfile(OpCost(2.0, 4096), Requests((), 4096))
     update_cached_profiles(cache, graph, [OpProfile(OpCost(9.0), Requests((), 0))] * 3, only=[])
-    assert ProfileCache(cache).find(graph.ops[0], timed=True, first=False) == profile
+    assert ProfileCache(cache).find(graph.ops[0], timed=True, first_differs=False) == profile
 
 
 def test_same_step_in_another_process_uses_the_cache(tmp_path: Path) -> None:

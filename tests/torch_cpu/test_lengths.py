@@ -96,8 +96,8 @@ def test_later_sizes_run_in_an_eager_loop(captures: list[int]) -> None:
         assert are_equal(ours.state_tensors(), expected[1])
         # The first capture and those of the steady-state step, if any.
         assert len(captures) <= 3
-        assert step.stats.followed_calls == 5
-        assert "shape (96, 256) -> (128, 256)" in step.stats.why_followed
+        assert step.stats.eager_calls == 5
+        assert "shape (96, 256) -> (128, 256)" in step.stats.eager_reason
         assert step.stats.bytes_out > 0
         loop = step._session.eager_calls
         assert loop is not None
@@ -122,7 +122,7 @@ def test_dynamic_step_runs_all_calls_in_an_eager_loop(captures: list[int]) -> No
         assert are_equal(ours.run(step), theirs.run(theirs.train))
         assert step.stats.bytes_out > 0
         assert are_equal(ours.state_tensors(), theirs.state_tensors())
-        assert step.stats.followed_calls == len(LENGTHS)
+        assert step.stats.eager_calls == len(LENGTHS)
         for query in (lambda: step.planned, lambda: step.timeline, step.report):
             with pytest.raises(outofcore.StateError, match="ran as an eager loop, which has no plan"):
                 query()
@@ -133,7 +133,7 @@ def test_static_step_plans_each_size(captures: list[int]) -> None:
     ours, theirs = Side(), Side()
     with outofcore.compile(ours.train, ours.model, ours.optimizer, budget="8MiB", dynamic=False) as step:
         assert are_equal(ours.run(step, LENGTHS[:4]), theirs.run(theirs.train, LENGTHS[:4]))
-        assert step.stats.followed_calls == 0
+        assert step.stats.eager_calls == 0
         assert step._session.signature_count >= 3
     assert captures
 
@@ -150,9 +150,9 @@ def test_changes_other_than_sizes_are_captured() -> None:
         step(ours.batch(0, 96), 2.0)
         ours.model.eval()
         step(ours.batch(0, 96))
-        assert step.stats.followed_calls == 0
+        assert step.stats.eager_calls == 0
         step(ours.batch(0, 32))
-        assert step.stats.followed_calls == 1
+        assert step.stats.eager_calls == 1
 
 
 def test_language_and_image_models_with_many_sizes_are_exact() -> None:
@@ -199,7 +199,7 @@ def test_language_and_image_models_with_many_sizes_are_exact() -> None:
             losses = [step(*batch) for batch in batches(kind)]
             results.append([*losses, *model.state_dict().values(), torch.get_rng_state()])
             if isinstance(step, outofcore.Step):
-                assert step.stats.followed_calls >= 3
+                assert step.stats.eager_calls >= 3
                 step.close()
         assert are_equal(*results), kind
 
@@ -238,11 +238,11 @@ def test_save_load_and_report_work_after_eager_calls(tmp_path: Path) -> None:
         step.load_state_dict(step.state_dict())
         assert are_equal(ours.run(step), theirs.run(theirs.train))
         page = step.report(tmp_path / "report.html", budgets=0).read_text(encoding="utf-8")
-        assert "calls as an eager loop" in page
+        assert "eager calls" in page
         step.trace(tmp_path / "trace.json")
         step.synchronize()
-        assert "calls followed" in repr(step)
-        assert "followed" in repr(step.stats)
+        assert "eager calls" in repr(step)
+        assert "eager call" in repr(step.stats)
         assert step.planned.program.arena_bytes <= step.budget
     # As in another process: a fresh model, whose optimizer state is created by the load.
     fresh = Side()
@@ -263,7 +263,7 @@ def test_steps_with_a_shared_home_are_planned() -> None:
             ours.run(ours_step, LENGTHS[number : number + 1]), theirs.run(theirs_step, LENGTHS[number:][:1])
         )
     assert are_equal(ours.state_tensors(), theirs.state_tensors())
-    assert gather.stats.followed_calls == update.stats.followed_calls == 0
+    assert gather.stats.eager_calls == update.stats.eager_calls == 0
     update.close()
     gather.close()
 
@@ -365,7 +365,7 @@ def test_dynamic_step_runs_in_threads_and_can_be_collected() -> None:
         thread.start()
         thread.join()
     assert are_equal(results, [theirs.run(theirs.train, (rows,)) for rows in LENGTHS[1:4]])
-    assert steps[0].stats.followed_calls == 2
+    assert steps[0].stats.eager_calls == 2
     loop = outofcore.budget("8MiB")
     with loop, pytest.raises(outofcore.StateError, match=r"outofcore\.budget"):
         steps[0](ours.batch(0, 8))
@@ -397,8 +397,8 @@ def test_sizes_are_planned_without_native_code(monkeypatch: pytest.MonkeyPatch, 
         outofcore.compile(ours.train, ours.model, ours.optimizer, budget="4MiB", dynamic=True)
     with outofcore.compile(ours.train, ours.model, ours.optimizer, budget="8MiB") as step:
         assert are_equal(ours.run(step, (48, 48, 40)), theirs.run(theirs.train, (48, 48, 40)))
-        assert step.stats.followed_calls == 0
-        assert step.stats.why_followed == ""
+        assert step.stats.eager_calls == 0
+        assert step.stats.eager_reason == ""
     assert captures
 
 

@@ -15,7 +15,7 @@ import torch
 from scripts import TRAINING
 
 from outofcore import compiling
-from outofcore.compiling import BuildError, private_folder
+from outofcore.compiling import BuildError, ensure_private_folder
 from outofcore.errors import StateError
 from outofcore.execution import arena, copying, replay
 from outofcore.execution.arena import Arena, ArenaCounters, ScopeTable
@@ -77,7 +77,7 @@ def test_build_is_cached_and_replaced_when_damaged(
     library_bytes: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = native.library_file().name
-    folder = private_folder(tmp_path / "outofcore" / native.library_file().stem)
+    folder = ensure_private_folder(tmp_path / "outofcore" / native.library_file().stem)
     (folder / name).write_bytes(b"half a fi")
     monkeypatch.setattr(native, "build", lambda path, **_: path.write_bytes(library_bytes))
     assert load_with(monkeypatch, tmp_path).outofcore_end

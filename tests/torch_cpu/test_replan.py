@@ -202,7 +202,7 @@ def test_corrected_profile_of_a_pytorch_op_is_cached(tmp_path: Path) -> None:
             for parameter in model.parameters():
                 parameter.grad = None
         assert compiled.costs.ops[op_ids[0]].workspace_bytes == profile.cost.workspace_bytes
-    corrected = ProfileCache(cache).find(op, timed=True, first=False)
+    corrected = ProfileCache(cache).find(op, timed=True, first_differs=False)
     assert corrected is not None
     assert corrected.cost.workspace_bytes == profile.cost.workspace_bytes
     assert [r.bytes for r in corrected.requests.requests] == [r.bytes for r in profile.requests.requests]

@@ -827,8 +827,8 @@ def test_step_with_ever_changing_values_runs_as_an_eager_loop(cache: Path, caplo
         for k in range(6):
             args.beta, args.steps = 1.0 + k, k
             compiled(world.x)
-        assert "args.beta changed from" in compiled.stats.why_followed
-        assert "steps" not in compiled.stats.why_followed
+        assert "args.beta changed from" in compiled.stats.eager_reason
+        assert "steps" not in compiled.stats.eager_reason
         assert [r.message for r in caplog.records if "running as an eager loop from now on: args.beta" in r.message]
 
 
@@ -848,7 +848,7 @@ def test_plan_is_reused_when_only_a_number_changes(cache: Path) -> None:
         args.beta = 1.0
         compiled(world.x)
         assert compiled.captured is captured  # the first capture, again
-        assert not compiled.stats.why_followed
+        assert not compiled.stats.eager_reason
 
 
 def test_step_with_an_uncapturable_hook_is_exact(cache: Path) -> None:
@@ -889,7 +889,7 @@ def test_step_with_too_many_readable_values_runs_as_an_eager_loop(cache: Path, m
     with outofcore.compile(world.plain, world.model, world.optimizer, budget="8MiB", home="host", cache=cache) as step:
         for _ in range(4):
             step(world.x)
-        assert "can read more than" in step.stats.why_followed
+        assert "can read more than" in step.stats.eager_reason
 
 
 def test_draws_outside_the_step_do_not_capture_again(cache: Path) -> None:

@@ -218,7 +218,7 @@ def test_unservable_surge_runs_as_an_eager_loop(caplog: pytest.LogCaptureFixture
         for _ in range(2):
             with pytest.raises(BudgetError):
                 compiled(inputs(2))
-            assert compiled._session.why_followed
+            assert compiled._session.eager_reason
             assert not compiled._session.torn
         assert all(map(torch.equal, surging.contents(model, optimizer), before))
         assert sum("runs as an eager loop from now on" in r.getMessage() for r in caplog.records) == 1

@@ -111,7 +111,7 @@ def test_greedy_search_fits_and_settle_never_worsens_it(
     gaps = [g for g in choices.recomputable if draw.random() < 0.5]
     plain = Choices(choices.problem, choices.contents, like=choices)
     assert plain.apply_snapshot(tuple((g, RECOMPUTED, choices.end[g]) for g in gaps))
-    result = selection.settle(gaps)
+    result = selection.recompute_gaps(gaps)
     assert {g for g, _, _ in result.snapshot()} == set(gaps)
     assert result.seconds <= plain.seconds * (1 + 1e-9)
     assert result.overload().sum() <= plain.overload().sum()

@@ -246,7 +246,7 @@ def test_blocks_of_two_versions_are_held_at_once() -> None:
         (recompute(W, 0, LAST, LAST), r"storage 1 \(w\) cannot be recomputed: it exists before the step"),
         (recompute(MEAN, 5, 17, 17), r"storage 6 \(running_mean\) cannot be recomputed"),
         (recompute(X, -1, 0, 0), r"storage 0 \(x\) cannot be recomputed"),
-        (Decision(Gap(A, 4, 10), Residency.RECOMPUTE, 6, 10), "dropped right after its last use"),
+        (Decision(Gap(A, 4, 10), Residency.RECOMPUTE, 6, 10), "released right after the use before its gap"),
         (recompute(A, 4, 10, 4), "out of order"),
         (recompute(A, 4, 10, 11), "out of order"),
         (recompute(A, 4, 9, 9), "a gap that the graph does not have"),

@@ -130,7 +130,7 @@ class Axes:
             joined.append((start, start + length))
         return tuple(joined)
 
-    def grain(self, place: PlacedWindow, dims: Interval) -> int | None:
+    def cut_divisor(self, place: PlacedWindow, dims: Interval) -> int | None:
         """Return the divisor of allowed cuts along a window's merged ``dims``; None if no axis begins at ``dims``."""
         run = self.lines_of_dims(place, dims)
         if run is None:

@@ -171,7 +171,7 @@ class Mirror:
         self.names[id(fake)], self.by_real[id(real)] = name, state
         if self.sharding is not None and kind is StorageKind.PARAMETER:
             listened = bool(getattr(real, "_post_accumulate_grad_hooks", None))
-            self.sharding.listen(fake, None, reduce_at_once=listened)
+            self.sharding.add_gradient_hook(fake, None, reduce_at_once=listened)
         _copy_hooks(real, fake)
         assumed = id(real) in self._assumed_gradients
         grad = fake.grad if assumed else real.grad
@@ -192,7 +192,7 @@ class Mirror:
         state.own_shard, state.traced = (shard.own_range, traced.own_value), traced
         self.states.append(state)
         self.names[id(fake)], self.by_real[id(real)] = name, state
-        sharding.listen(fake, shard, reduce_at_once=True)
+        sharding.add_gradient_hook(fake, shard, reduce_at_once=True)
         _copy_hooks(real, fake)
         before = shard.own_range.grad
         if id(shard.own_range) in self._assumed_gradients:

@@ -312,7 +312,7 @@ def _empty_with_layout(tensor: torch.Tensor, dtype: torch.dtype, stride: tuple[i
     return torch.empty_strided(tensor.shape, stride, dtype=dtype, device=tensor.device)
 
 
-def _full_precision_statistics(arguments: Arguments, results: list[Any]) -> list[Any]:
+def _make_statistics_float32(arguments: Arguments, results: list[Any]) -> list[Any]:
     """Make batch normalization's saved statistics float32 if the input has half precision and a parameter float32."""
     parameters = (arguments.get(name) for name in ("weight", "bias", "running_mean", "running_var"))
     if arguments["input"].dtype in (torch.bfloat16, torch.float16) and any(
@@ -322,7 +322,7 @@ def _full_precision_statistics(arguments: Arguments, results: list[Any]) -> list
     return results
 
 
-def _in_larger_memory(count: Callable[[Arguments], int], *indices: int) -> Repair:
+def _enlarge_results(count: Callable[[Arguments], int], *indices: int) -> Repair:
     """Return a repair that enlarges the storages of results at ``indices`` to ``count(arguments)`` elements."""
 
     def repair(arguments: Arguments, results: list[Any]) -> list[Any]:
@@ -343,7 +343,7 @@ def _loss_elements(arguments: Arguments) -> int:
     return int(torch.broadcast_shapes(arguments["self"].shape, target.shape).numel())
 
 
-def _lstm_workspace(arguments: Arguments, results: list[Any]) -> list[Any]:
+def _correct_lstm_workspace(arguments: Arguments, results: list[Any]) -> list[Any]:
     """Correct the size of the workspace of mkldnn's LSTM, its last result, by running the kernel once on zeros."""
 
     def zeros(tensor: torch.Tensor) -> torch.Tensor:
@@ -357,7 +357,7 @@ def _lstm_workspace(arguments: Arguments, results: list[Any]) -> list[Any]:
     return results
 
 
-def _cudnn_reserve(arguments: Arguments, results: list[Any]) -> list[Any]:
+def _correct_cudnn_buffers(arguments: Arguments, results: list[Any]) -> list[Any]:
     """Correct the sizes of cuDNN's reserve and weight buffers by running the kernel on zeros, if there is a GPU."""
     if not torch.cuda.is_available():
         return results
@@ -374,7 +374,7 @@ def _cudnn_reserve(arguments: Arguments, results: list[Any]) -> list[Any]:
     return results
 
 
-def _generator_state(arguments: Arguments, results: list[Any]) -> list[Any]:
+def _correct_generator_device(arguments: Arguments, results: list[Any]) -> list[Any]:
     """Correct the device of the generator state that efficient attention returns for its backward pass."""
     # Outside of CUDA graphs it is the CPU if there is dropout, else it depends on PyTorch's version. See
     # ``_efficient_attention_forward`` of ATen/native/transformers/cuda/attention.cu.
@@ -395,16 +395,16 @@ def _device_without_dropout(device: torch.device) -> torch.device:
 
 
 _REPAIRS: dict[str, Repair] = {
-    "aten::native_batch_norm": _full_precision_statistics,
-    "aten::mse_loss": _in_larger_memory(_loss_elements, 0),
-    "aten::smooth_l1_loss": _in_larger_memory(_loss_elements, 0),
-    "aten::soft_margin_loss": _in_larger_memory(_loss_elements, 0),
-    "aten::binary_cross_entropy": _in_larger_memory(_loss_elements, 0),
-    "aten::col2im": _in_larger_memory(lambda arguments: arguments["self"].numel(), 0),
-    "aten::mkldnn_rnn_layer": _lstm_workspace,
+    "aten::native_batch_norm": _make_statistics_float32,
+    "aten::mse_loss": _enlarge_results(_loss_elements, 0),
+    "aten::smooth_l1_loss": _enlarge_results(_loss_elements, 0),
+    "aten::soft_margin_loss": _enlarge_results(_loss_elements, 0),
+    "aten::binary_cross_entropy": _enlarge_results(_loss_elements, 0),
+    "aten::col2im": _enlarge_results(lambda arguments: arguments["self"].numel(), 0),
+    "aten::mkldnn_rnn_layer": _correct_lstm_workspace,
 }
 
 _CUDA_REPAIRS: dict[str, Repair] = {
-    "aten::_scaled_dot_product_efficient_attention": _generator_state,
-    "aten::_cudnn_rnn": _cudnn_reserve,
+    "aten::_scaled_dot_product_efficient_attention": _correct_generator_device,
+    "aten::_cudnn_rnn": _correct_cudnn_buffers,
 }

@@ -120,7 +120,7 @@ class Replicas:
             return self._replicas[id(model)].forward(*inputs, **kwargs)
 
         for replica in self._replicas.values():
-            replica.listen()
+            replica.add_gradient_hooks()
         with patch_attribute(torch.nn.parallel.DistributedDataParallel, "forward", forward):
             yield
 
@@ -156,7 +156,7 @@ class _Replica:
         self._bucket_of: dict[int, _Bucket] = {}
         self._launched = 0
 
-    def listen(self) -> None:
+    def add_gradient_hooks(self) -> None:
         for index, parameter in enumerate(self._parameters):
             fake = self._fakes[id(parameter)]
             fake.register_post_accumulate_grad_hook(partial(self._add_gradient, index))

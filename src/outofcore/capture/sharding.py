@@ -191,12 +191,12 @@ class Sharding:
         storage = self.tables.add(row, StorageKind.ACTIVATION, f"{name}, gathered")
         self.append_collective(CollectiveKind.ALL_GATHER, row, chunk, shard.name.rpartition(".")[0], creates=(storage,))
 
-    def listen(self, fake: torch.Tensor, shard: Shard | None, *, reduce_at_once: bool) -> None:
+    def add_gradient_hook(self, fake: torch.Tensor, shard: Shard | None, *, reduce_at_once: bool) -> None:
         """Reduce the final gradient of ``fake`` by a hook. Queue it first if not sharded and not ``reduce_at_once``."""
         if not fake.requires_grad or not fake.is_leaf:
             return
 
-        def final(parameter: torch.Tensor) -> None:
+        def reduce_gradient(parameter: torch.Tensor) -> None:
             """Reduce the final gradient of a parameter, or queue it."""
             with torch.no_grad():
                 if shard is not None:
@@ -206,7 +206,7 @@ class Sharding:
                 else:
                     self._queue(parameter)
 
-        fake.register_post_accumulate_grad_hook(final)
+        fake.register_post_accumulate_grad_hook(reduce_gradient)
 
     # In the step
 

@@ -233,13 +233,15 @@ class _ValueWalk:
     def _add_entry(self, kind: EntryKind, owner: Any, key: Any, value: Any, label: str, count: int = 0) -> None:
         self.entries.append((kind, owner, key, value, count, label))
 
-    def _add_value(self, kind: EntryKind, owner: Any, key: Any, value: Any, label: str, *, named: bool = False) -> None:
-        """Record a value and queue its contents. ``named`` restricts dict items to keys that the code names."""
+    def _add_value(
+        self, kind: EntryKind, owner: Any, key: Any, value: Any, label: str, *, only_named_keys: bool = False
+    ) -> None:
+        """Record a value and queue its contents; with ``only_named_keys``, of dicts only the keys in the code."""
         if isinstance(value, torch.Tensor) and not (kind is EntryKind.CELL or isinstance(value, nn.Parameter)):
             return  # the entry would keep it alive, and a tensor must be an argument
         self._add_entry(kind, owner, key, value, label)
         if not isinstance(value, _PLAIN):
-            self._stack.append((value, label, named))
+            self._stack.append((value, label, only_named_keys))
 
     def add_attribute(self, owner: Any, name: str, label: str) -> None:
         """Record an attribute that is not in the ``__dict__`` of its object."""
@@ -286,7 +288,7 @@ class _ValueWalk:
             if isinstance(value, (*_PLAIN, torch.Tensor, *_NOT_SEARCHED)) or id(value) in self._seen:
                 continue
             self._seen[id(value)] = value
-            self._visit_parts(value, label, named=named)
+            self._visit_parts(value, label, only_named_keys=named)
 
     def add_globals(self) -> None:
         """Record the module globals that the code loads, and queue their values and the imported modules."""
@@ -310,8 +312,8 @@ class _ValueWalk:
                 elif hasattr(builtins, name):
                     self._add_entry(EntryKind.ITEM, module_globals, name, _ABSENT, label)
 
-    def _visit_parts(self, value: Any, label: str, *, named: bool) -> None:
-        """Record and queue a value's contents by its type. ``named`` restricts dicts to keys that the code names."""
+    def _visit_parts(self, value: Any, label: str, *, only_named_keys: bool) -> None:
+        """Record and queue a value's contents by type; with ``only_named_keys``, of dicts only keys in the code."""
         if isinstance(value, types.FunctionType):
             self._visit_function(value, label)
         elif isinstance(value, types.MethodType):
@@ -338,9 +340,9 @@ class _ValueWalk:
         elif isinstance(value, weakref.ref):
             self.enqueue(value(), label)
         elif isinstance(value, types.MappingProxyType):
-            self._stack += [(mapping, label, named) for mapping in gc.get_referents(value)]
+            self._stack += [(mapping, label, only_named_keys) for mapping in gc.get_referents(value)]
         else:
-            self._visit_contents(value, label, named=named)
+            self._visit_contents(value, label, only_named_keys=only_named_keys)
             if type(value) not in (dict, list, tuple, set, frozenset, collections.OrderedDict, collections.defaultdict):
                 self._visit_instance(value, label)
 
@@ -397,7 +399,7 @@ class _ValueWalk:
                 self._add_entry(EntryKind.TYPE, value, None, kind, label)
             if value.__dict__ is attributes:  # some classes return a new dict each time
                 self._add_entry(EntryKind.ATTRIBUTE, value, "__dict__", attributes, label)
-            self._visit_dict(attributes, label, names, named=isinstance(value, Optimizer))
+            self._visit_dict(attributes, label, names, only_named_keys=isinstance(value, Optimizer))
         if is_module:
             for name, child in value._modules.items():
                 if child is not None:
@@ -407,30 +409,32 @@ class _ValueWalk:
                 self.add_attribute(value, name, f"{label}.{name}")
 
     def _visit_dict(
-        self, attributes: dict[str, Any], label: str, names: frozenset[str] | None, *, named: bool = False
+        self, attributes: dict[str, Any], label: str, names: frozenset[str] | None, *, only_named_keys: bool = False
     ) -> None:
-        """Record the entries of a ``__dict__`` under ``names`` (all if None). ``named`` restricts dicts inside them."""
+        """Record a ``__dict__``'s entries under ``names`` (all if None); ``only_named_keys`` is for dicts in them."""
         self._add_size(attributes, names, label)
         for name, value in list(attributes.items()):
             if (names is None or name in names) and name not in _MODULE_TABLES and not _is_dunder(name):
-                self._add_value(EntryKind.ITEM, attributes, name, value, f"{label}.{name}", named=named)
+                self._add_value(
+                    EntryKind.ITEM, attributes, name, value, f"{label}.{name}", only_named_keys=only_named_keys
+                )
 
-    def _visit_contents(self, value: Any, label: str, *, named: bool) -> None:
-        """Record the items of a container or array, unless it is too large. ``named`` applies to dicts."""
+    def _visit_contents(self, value: Any, label: str, *, only_named_keys: bool) -> None:
+        """Record the items of a container or array, unless it is too large. ``only_named_keys`` applies to dicts."""
         if isinstance(value, dict):
-            self._visit_items(value, label, named=named)
+            self._visit_items(value, label, only_named_keys=only_named_keys)
         elif isinstance(value, list):
             if len(value) <= _MOST.items:
                 self._add_entry(EntryKind.LIST, value, None, tuple(value), label, len(value))
-            self._enqueue_items(value, label, named=named)
+            self._enqueue_items(value, label, only_named_keys=only_named_keys)
         elif isinstance(value, tuple | frozenset):
-            self._enqueue_items(value, label, named=named)
+            self._enqueue_items(value, label, only_named_keys=only_named_keys)
         elif isinstance(value, set | collections.deque | bytearray | array):
             if len(value) <= _MOST.items:
                 before = list(value)
                 self._add_check(lambda: _are_equal(before, list(value)), value, label)
             if not isinstance(value, bytearray | array):
-                self._enqueue_items(value, label, named=named)
+                self._enqueue_items(value, label, only_named_keys=only_named_keys)
         elif isinstance(value, np.ndarray):
             if value.nbytes <= _MOST.array_bytes and not value.dtype.hasobject:
                 self._add_call(lambda: (value.shape, value.tobytes()), value, label)
@@ -444,16 +448,18 @@ class _ValueWalk:
     def _add_check(self, is_same: Callable[[], bool], value: Any, label: str) -> None:
         self._add_entry(EntryKind.CALL, value, None, is_same, label)
 
-    def _enqueue_items(self, values: Iterable[Any], label: str, *, named: bool) -> None:
+    def _enqueue_items(self, values: Iterable[Any], label: str, *, only_named_keys: bool) -> None:
         if len(values) <= MAX_SEARCHED_ITEMS:  # type: ignore[arg-type]
             self._stack += [
-                (v, f"{label}[{k}]", named) for k, v in enumerate(values) if not isinstance(v, (*_PLAIN, torch.Tensor))
+                (v, f"{label}[{k}]", only_named_keys)
+                for k, v in enumerate(values)
+                if not isinstance(v, (*_PLAIN, torch.Tensor))
             ]
 
-    def _visit_items(self, table: dict[Any, Any], label: str, *, named: bool) -> None:
-        """Record a dict's items. If it is large or ``named``, leave out text keys that the code does not name."""
-        is_complete = not named and (len(table) <= _MOST.small_dict or id(table) in self._reads.fully_read)
-        keys = self._keys if named else self._user_keys
+    def _visit_items(self, table: dict[Any, Any], label: str, *, only_named_keys: bool) -> None:
+        """Record a dict's items; if large or with ``only_named_keys``, leave out text keys that are not in the code."""
+        is_complete = not only_named_keys and (len(table) <= _MOST.small_dict or id(table) in self._reads.fully_read)
+        keys = self._keys if only_named_keys else self._user_keys
         names = None if is_complete else keys
         self._add_size(table, names, label)
         if len(table) > MAX_SEARCHED_ITEMS:
@@ -463,7 +469,7 @@ class _ValueWalk:
         for key, value in pairs:
             text = key.decode(errors="replace") if isinstance(key, bytes) else key
             if is_complete or not isinstance(text, str) or text in keys:
-                self._add_value(EntryKind.ITEM, table, key, value, f"{label}[{key!r}]", named=named)
+                self._add_value(EntryKind.ITEM, table, key, value, f"{label}[{key!r}]", only_named_keys=only_named_keys)
 
 
 def _is_dunder(name: str) -> bool:

@@ -61,9 +61,9 @@ def report_step(
     write_report(path, page_content(graph, planned.plan, planned.program, timelines, page))
 
 
-def trace_step(path: Path, step: ReportedStep, *, began_ns: int = 0, beside: Path | None = None) -> None:
+def trace_step(path: Path, step: ReportedStep, *, began_ns: int = 0, profiler_trace: Path | None = None) -> None:
     timelines = step.timelines("predicted")
-    write_trace(path, step.graph, step.planned.program, timelines, began_ns=began_ns, profiler_trace=beside)
+    write_trace(path, step.graph, step.planned.program, timelines, began_ns=began_ns, profiler_trace=profiler_trace)
 
 
 def _standard_notes(step: ReportedStep) -> list[tuple[str, str]]:

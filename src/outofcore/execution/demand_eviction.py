@@ -142,7 +142,7 @@ class DemandEviction:
         if self.may_refuse and self.undo.is_possible(StepProgress.from_times(self._starts, self._ends)):
             self.refused_request = op, count
             return Answer.REFUSE
-        overflow = self._overflow(count)
+        overflow = self._allocate_at_home(count)
         if op.id not in self._overflowed_ops:
             self._overflowed_ops.add(op.id)
             location = "is beyond the budget" if overflow is None else f"is in the home ({overflow[1]})"
@@ -156,7 +156,7 @@ class DemandEviction:
             )
         return Answer.EXCEED if overflow is None else overflow[0]
 
-    def _overflow(self, count: int) -> tuple[int, str] | None:
+    def _allocate_at_home(self, count: int) -> tuple[int, str] | None:
         """Return the address of new memory in a home, and the home's name; None if no home has room."""
         for face, slots, _ in self._faces.values():  # lets the system write out earlier requests
             slots.home.drop_cache(face)

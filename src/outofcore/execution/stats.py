@@ -21,10 +21,10 @@ class StepStats:
         bytes_out: bytes copied from the arena to the home.
         bytes_in: bytes copied from the home to the arena.
         off_plan: unplanned requests of 64 KiB and more since compilation.
-        predicted_seconds: simulated duration; 0 for a followed call, which has no plan.
-        followed_calls: calls so far that ran without a plan (see ``dynamic`` of ``outofcore.compile``).
-        why_followed: why calls run without a plan, such as an argument of another shape; empty if they do not.
-        peak_bytes: peak of the arena, over all followed calls if there are any.
+        predicted_seconds: simulated duration; 0 for an eager call, which has no plan.
+        eager_calls: calls so far that ran without a plan (see ``dynamic`` of ``outofcore.compile``).
+        eager_reason: why calls run without a plan, such as an argument of another shape; empty if they do not.
+        peak_bytes: peak of the arena, over all eager calls if there are any.
 
     >>> import torch
     >>> import outofcore
@@ -45,17 +45,17 @@ class StepStats:
     bytes_in: int
     off_plan: int
     predicted_seconds: float
-    followed_calls: int = 0
-    why_followed: str = ""
+    eager_calls: int = 0
+    eager_reason: str = ""
     peak_bytes: int = 0
 
     def _repr_html_(self) -> str:
         return facts_html("last step", step_facts(self))
 
     def __repr__(self) -> str:
-        if self.followed_calls:
+        if self.eager_calls:
             return (
-                f"<step of {format_seconds(self.seconds)}, followed call {self.followed_calls}: ops "
+                f"<step of {format_seconds(self.seconds)}, eager call {self.eager_calls}: ops "
                 f"{format_seconds(self.compute_seconds)}, {format_bytes(self.bytes_out)} out, "
                 f"{format_bytes(self.bytes_in)} in>"
             )
@@ -74,8 +74,8 @@ def step_facts(stats: StepStats) -> list[tuple[str, str]]:
         ("ops", format_seconds(stats.compute_seconds)),
         ("moved", f"{format_bytes(stats.bytes_out)} out, {format_bytes(stats.bytes_in)} in"),
     ]
-    if stats.followed_calls:
-        facts.append(("calls followed", f"{stats.followed_calls}, because {stats.why_followed}"))
+    if stats.eager_calls:
+        facts.append(("eager calls", f"{stats.eager_calls}, because {stats.eager_reason}"))
     if stats.off_plan:
         facts.append(("off-plan requests", str(stats.off_plan)))
     return facts

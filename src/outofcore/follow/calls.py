@@ -140,7 +140,7 @@ class BudgetedCalls:
         """Return a result with detached tensors; move them out of the loop, except model and optimizer state."""
         library, persistent = CPU.library, {storage_key(tensor) for tensor in self._state_tensors()}
 
-        def convert(value: Any) -> Any:
+        def detach_and_release(value: Any) -> Any:
             """Detach a tensor; move it out of the loop unless it is state. Return other values unchanged."""
             if not isinstance(value, torch.Tensor):
                 return value
@@ -151,4 +151,4 @@ class BudgetedCalls:
             return value
 
         leaves, spec = tree_flatten(result)
-        return tree_unflatten([convert(leaf) for leaf in leaves], spec)
+        return tree_unflatten([detach_and_release(leaf) for leaf in leaves], spec)

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from outofcore.errors import SpillError
-from outofcore.follow.gpu import BudgetShares, budget_for, divide_budget, make_workspaces, refuse_graphs, shares_of
+from outofcore.follow.gpu import BudgetShares, budget_for, divide_budget, make_workspaces, measure_shares, refuse_graphs
 from outofcore.follow.native import flavor_of, load_paging
 from outofcore.runtime.folders import default_spill_directory
 from outofcore.runtime.mapped_files import MappedFiles
@@ -119,7 +119,7 @@ class LoopGpu(LoopDevice):
         add(-1, -1, True, options.host_capacity)
 
     def divide_budget(self, budget: int) -> BudgetShares:
-        return shares_of(budget, self.device)
+        return measure_shares(budget, self.device)
 
     def room_of(self, budget: int, library_bytes: int) -> int:
         return divide_budget(budget, library_bytes).room

@@ -47,7 +47,7 @@ class BudgetShares:
         return self.arena - self.spare
 
 
-def shares_of(budget: int, device: torch.device) -> BudgetShares:
+def measure_shares(budget: int, device: torch.device) -> BudgetShares:
     """Measure the bytes of libraries and divide the budget; raises ``BudgetError`` if the arena is too small."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -110,7 +110,7 @@ def make_workspaces(device: torch.device) -> None:
 def refuse_graphs() -> Iterator[None]:
     """Refuse CUDA graphs in this context by ``StateError``, because they keep the addresses of tensors."""
 
-    def refusing(action: str) -> Callable[..., Any]:
+    def make_refusal(action: str) -> Callable[..., Any]:
         """Return a function that raises ``StateError``: a CUDA graph cannot be ``action``."""
 
         def refuse(*_: object, **__: object) -> None:
@@ -123,5 +123,5 @@ def refuse_graphs() -> Iterator[None]:
 
     with contextlib.ExitStack() as undo:
         for name, action in _REFUSED_METHODS.items():
-            replace_attribute(undo, torch.cuda.CUDAGraph, name, refusing(action))
+            replace_attribute(undo, torch.cuda.CUDAGraph, name, make_refusal(action))
         yield

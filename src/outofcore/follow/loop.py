@@ -316,15 +316,15 @@ class Loop:
         write_report(Path(path), content)
         return ReportPath(path)
 
-    def trace(self, path: str | os.PathLike[str], *, beside: str | os.PathLike[str] | None = None) -> None:
+    def trace(self, path: str | os.PathLike[str], *, profiler_trace: str | os.PathLike[str] | None = None) -> None:
         """Write the last complete step, as for ``report``, as a trace that Perfetto and chrome://tracing open.
 
         Ops have the category "planned" or "on demand"; a mark shows where the loop left its plan.
 
         Args:
             path: the file, compressed if its name ends in ``.gz``; its folder is created.
-            beside: a trace of that step that ``torch.profiler`` exported: both are then in the file, on one axis of
-                time (to about a millisecond).
+            profiler_trace: a ``torch.profiler`` trace of that step to merge in, on the same time axis (to about a
+                millisecond).
 
         Raises:
             StateError: no op was recorded yet.
@@ -337,7 +337,7 @@ class Loop:
             observed.program,
             [("measured", observed.timeline)],
             began_ns=observed.began_ns,
-            profiler_trace=None if beside is None else Path(beside),
+            profiler_trace=None if profiler_trace is None else Path(profiler_trace),
             measured=LoopMeasurements(LINKS, observed.memory, observed.on_demand, departure_marks(observed)),
         )
 

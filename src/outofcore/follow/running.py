@@ -19,7 +19,7 @@ from outofcore._torch_internals import (
     OWN_OPTIMIZER_HOOKS,
     current_autograd_node,
     storage_address,
-    without_python_dispatch,
+    without_dispatch_key,
 )
 from outofcore.capture.engine_calls import wrap_engine_calls
 from outofcore.follow.addresses import AddressWatch
@@ -163,7 +163,7 @@ _optimizer_hooks = _OptimizerHooks()
 
 @contextlib.contextmanager
 def _patch_pytorch() -> Iterator[None]:
-    with _addresses.watching(), without_python_dispatch(DISPATCH_KEY), _report_backward_passes(), _optimizer_hooks:
+    with _addresses.watching(), without_dispatch_key(DISPATCH_KEY), _report_backward_passes(), _optimizer_hooks:
         yield
 
 

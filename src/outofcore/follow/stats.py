@@ -28,13 +28,13 @@ class LoopStats:
         adopted_bytes: their bytes.
         bytes_in_use: bytes of the arena in use now.
         peak_bytes: the peak of these; above the budget only if there were ``exceedances``.
-        away_bytes: bytes of storages that are evicted now.
+        bytes_evicted: bytes of storages that are evicted now.
         fixed: storages that stay in place because code outside PyTorch has their address, such as by ``numpy()``.
         outside_bytes: bytes that other threads have allocated now, in requests of 64 KiB and more.
         peak_outside_bytes: the peak of these.
-        foreign: times an op used memory in place, outside of the budget: memory that is not PyTorch's own or whose
-            address other code has, and data from before the loop that it uses in part, such as by index, or that is
-            too large to move (see ``is_worth_adopting`` in storages.h).
+        untracked_uses: times an op used memory in place, outside of the budget: memory that is not PyTorch's own or
+            whose address other code has, and data from before the loop that the op uses in part, such as by index, or
+            that is too large to move (see ``is_worth_adopting`` in storages.h).
         at_home_bytes: bytes of operands that ops used at home, because no hole in the arena was large enough or
             another thread used them too. A GPU reads and writes them over its link.
         transfer_microseconds: time spent waiting for fetches and evictions.
@@ -44,7 +44,7 @@ class LoopStats:
         departures: times the loop left its plan.
         recipes: storages that autograd does not keep, because they can be recomputed.
         reruns: times such a storage was recomputed.
-        unkept_bytes: bytes of storages that were freed because of that.
+        dropped_bytes: bytes of storages that were freed because of that.
         rerun_microseconds: time spent on recomputing them.
         file_bytes: bytes of storages that have the file as home from which they were mapped, such as a checkpoint.
         small_bytes: bytes of storages below 64 KiB now, on a CPU: of the models, and requested by the loop's ops.
@@ -85,11 +85,11 @@ class LoopStats:
     adopted_bytes: int = 0
     bytes_in_use: int = 0
     peak_bytes: int = 0
-    away_bytes: int = 0
+    bytes_evicted: int = 0
     fixed: int = 0
     outside_bytes: int = 0
     peak_outside_bytes: int = 0
-    foreign: int = 0
+    untracked_uses: int = 0
     at_home_bytes: int = 0
     transfer_microseconds: int = 0
     peak_home_bytes: int = 0
@@ -98,7 +98,7 @@ class LoopStats:
     departures: int = 0
     recipes: int = 0
     reruns: int = 0
-    unkept_bytes: int = 0
+    dropped_bytes: int = 0
     rerun_microseconds: int = 0
     file_bytes: int = 0
     small_bytes: int = 0
@@ -146,7 +146,7 @@ def loop_facts(stats: LoopStats) -> list[tuple[str, str]]:
     facts = [
         ("steps", str(stats.steps)),
         ("resident", f"{format_bytes(stats.bytes_in_use)}, peak {format_bytes(stats.peak_bytes)}"),
-        ("evicted now", format_bytes(stats.away_bytes)),
+        ("evicted now", format_bytes(stats.bytes_evicted)),
         ("moved", moved),
         ("waited for copies", format_seconds(waited)),
         (

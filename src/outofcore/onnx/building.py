@@ -101,9 +101,9 @@ class Builder:
         for declared, node in zip(graph.inputs, placeholders, strict=True):
             self._values[declared.name] = _Value(node)
 
-    def build(self, graph: Graph, prefix: str, hosts: int = 0) -> list[fx.Node]:
+    def build(self, graph: Graph, prefix: str, host_inputs: int = 0) -> list[fx.Node]:
         """Build the fx graph, and return the outer nodes that it uses; the first ``hosts`` inputs are on the CPU."""
-        for declared in graph.inputs[:hosts]:
+        for declared in graph.inputs[:host_inputs]:
             value = self._values[declared.name]
             self._values[declared.name] = None if value is None else replace(value, is_host=True)
         nodes = [self._device_node(result) for result in self._build_nodes(graph, prefix)]
@@ -340,7 +340,7 @@ class Builder:
         outer: dict[str, Any] = {}
         for name, graph in graphs.items():
             builder = Builder(modules[name], self._files, graph, has_contents=self._has_contents, outer=self)
-            outer[name] = builder.build(graph, prefix, hosts=2 if node.op == "Loop" else 0)
+            outer[name] = builder.build(graph, prefix, host_inputs=2 if node.op == "Loop" else 0)
         self._current_node = node
         attributes = {name: x for name, x in node.attributes.items() if name not in graphs}
         results = max(len(graph.outputs) for graph in graphs.values()) - (node.op == "Loop")

@@ -97,7 +97,7 @@ class _CandidateSearch:
                 self._add_candidates("nothing recomputed", self.resident_choices)
             if self.shares is None or self._is_good_enough or turn >= self.params.relaxations:
                 break
-            choices = self.selection.settle(
+            choices = self.selection.recompute_gaps(
                 g for g in self.resident_choices.recomputable if self.shares.recomputed[g] >= 0.5
             )
             self._add_candidates(f"relaxation {turn + 1}", choices)

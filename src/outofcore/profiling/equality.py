@@ -464,7 +464,8 @@ class ExactnessTrial:
         }
         # Indices are spread over the whole table; parts then count them from their own beginning.
         set_runnable_integers(
-            self.func, self._named_arguments(self.arguments, self.low, self.high, settle=not self.split.rebased_indices)
+            self.func,
+            self._named_arguments(self.arguments, self.low, self.high, adapt_constants=not self.split.rebased_indices),
         )
 
     def _make_argument(self, name: ArgumentName, value: Value) -> torch.Tensor:
@@ -492,13 +493,17 @@ class ExactnessTrial:
         low: int,
         high: int,
         *,
-        settle: bool = True,
+        adapt_constants: bool = True,
         call: Call | None = None,
     ) -> dict[str, Any]:
         """Return the arguments by name; ``settle`` adapts constants, such as sizes, to a part ``low:high``."""
         call = call or self.check.call
         named = with_tensors(arguments_by_name(self.func, call.args, call.kwargs), tensors)
-        if settle and self.split.adjust is not None and not (self.is_whole and (low, high) == (self.low, self.high)):
+        if (
+            adapt_constants
+            and self.split.adjust is not None
+            and not (self.is_whole and (low, high) == (self.low, self.high))
+        ):
             self.split.adjust(named, low, high)
         return named
 

@@ -175,7 +175,7 @@ class _OpBench:
         if not op.touched or op.communicates or (not op.rerunnable and call.rehearse is None):
             return OpProfile(OpCost(0.0), Requests((), 0))
         first_differs = call.rehearse_first is not None
-        cached = profile_cache.find(op, timed=measure_time, first=first_differs, results=len(call.results))
+        cached = profile_cache.find(op, timed=measure_time, first_differs=first_differs, result_count=len(call.results))
         if cached is not None:
             return cached
         return profile_cache.add(op, self._measure(op, call, measure_time), timed=measure_time)
@@ -395,7 +395,7 @@ class ProfileCache:
         self._new: dict[str, object] = {}
         self._stale_costs: dict[str, OpCost] = {}  # costs to be measured again
 
-    def find(self, op: Op, *, timed: bool, first: bool, results: int | None = None) -> OpProfile | None:
+    def find(self, op: Op, *, timed: bool, first_differs: bool, result_count: int | None = None) -> OpProfile | None:
         """Return an op's cached profile; None if missing, stale or without seconds (``timed``) or a ``first`` run."""
         value = self._cached.get(_key(op)) if is_cacheable(op) else None
         if value is None or self._shelf is None:
@@ -409,12 +409,12 @@ class ProfileCache:
                 *(profile.first_requests.requests if profile.first_requests else ()),
             ]
             leaves = [r.placement.key for r in requests if isinstance(r.placement, ResultStorage)]
-            if results is not None and max(leaves, default=-1) >= results:
-                refuse(file, entry_path, f"names a result beyond the {results} results of the op")
+            if result_count is not None and max(leaves, default=-1) >= result_count:
+                refuse(file, entry_path, f"names a result beyond the {result_count} results of the op")
         except GraphError as error:
             _log.warning("measuring %s again, because its cached measurement cannot be used: %s", op.name, error)
             return None
-        if (timed and cached.seconds is None) or first != (profile.first_requests is not None):
+        if (timed and cached.seconds is None) or first_differs != (profile.first_requests is not None):
             return None
         if timed and is_due(cached.busy, time() - cached.measured_at):
             self._stale_costs[_key(op)] = profile.cost

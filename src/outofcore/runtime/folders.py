@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 
 from outofcore.capture.provenance import user_stacklevel
-from outofcore.compiling import private_folder, user_cache_folder
+from outofcore.compiling import ensure_private_folder, user_cache_folder
 
 # File systems in memory: spilling there frees no memory.
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
@@ -40,7 +40,7 @@ def default_spill_directory() -> Path:
     if not in_memory(temporary):
         return temporary
     try:
-        cache = private_folder(user_cache_folder())
+        cache = ensure_private_folder(user_cache_folder())
         if not in_memory(cache):
             return cache
     except OSError:

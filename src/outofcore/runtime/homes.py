@@ -472,7 +472,7 @@ class DiskHome(HomeStore):
     def face(self, offset: int, count: int) -> torch.Tensor:
         """Map a slot as a uint8 tensor, coherent with direct I/O on Linux; raises ``TransferError`` on failure."""
         if offset >= FIRST_RANGE:
-            return self._face_in_file(offset)
+            return self._face_of_range(offset)
         file = self._require_file()
         check_slot(offset, count, file.bytes)
         if not count:
@@ -487,7 +487,7 @@ class DiskHome(HomeStore):
         self._faces[face.data_ptr()] = offset
         return face
 
-    def _face_in_file(self, offset: int) -> torch.Tensor:
+    def _face_of_range(self, offset: int) -> torch.Tensor:
         """Return the face of a range of another file; raises ``TransferError`` if it cannot be mapped."""
         try:
             return self._ranges.face(offset)

@@ -134,7 +134,7 @@ def bits(
 
 def arena_of_the_whole_budget() -> contextlib.AbstractContextManager[object]:
     """Make the arena as large as the budget; small tensors and workspaces are outside of it."""
-    return mock.patch.object(devices, "shares_of", lambda budget, device: BudgetShares(budget, 0, 8 * MIB))
+    return mock.patch.object(devices, "measure_shares", lambda budget, device: BudgetShares(budget, 0, 8 * MIB))
 
 
 @contextlib.contextmanager

@@ -232,7 +232,7 @@ class CudaEngine:
         elif issue.arena_bytes is not None:
             self._copy_user_memory(issue, ports, caller_marks)
         else:
-            self._copy_home(issue, driver)
+            self._copy_arena_and_home(issue, driver)
         driver.record(last_stream(stream), stamps[2 * issue.index + 1])
         self._issue_marks(issue, driver)
 
@@ -360,7 +360,7 @@ class CudaEngine:
                 close(issue.index)
                 batches.append(Batch(issue.index + 1, None, issue))
             else:
-                self._copy_home(issue, between)
+                self._copy_arena_and_home(issue, between)
             self._issue_marks(issue, between)
         close(len(prepared.issues))
         return batches
@@ -380,7 +380,7 @@ class CudaEngine:
         if issue.stored_mark is not None:
             issuer.record(Stream.WRITE, issue.stored_mark)
 
-    def _copy_home(self, issue: PreparedInstruction, issuer: Issuer) -> None:
+    def _copy_arena_and_home(self, issue: PreparedInstruction, issuer: Issuer) -> None:
         """Issue a copy between the arena and a home, through staging buffers if the home is on a disk."""
         stream, index = issue.stream, issue.index
         if issue.chunks and self._staging is not None:

@@ -193,7 +193,7 @@ class _WindowReplay:
         need = scratch + sum(self.sizes[s] for s in allocated)
         while state.used + need > self.limit:
             if not self._wait_for_oldest(now):
-                return self._cancel(now, state.used + need - self.limit)
+                return self._delay_fetches(now, state.used + need - self.limit)
         for s in allocated:
             self._allocate(s, now)
         self._evict_unused(now)
@@ -245,7 +245,7 @@ class _WindowReplay:
         self.state.dirty.discard(s)
         self.state.released_at[s] = when
 
-    def _cancel(self, now: int, missing: int) -> int:
+    def _delay_fetches(self, now: int, missing: int) -> int:
         """Delay the latest fetches past op ``now`` to save ``missing`` bytes; return the op from which to replay."""
         state, counts = self.state, dict(self.state.counts)
         first, at = now, state.head
@@ -271,7 +271,7 @@ class _WindowReplay:
         op = self.graph.ops[now % len(self.graph.ops)]
         for s in self.order.at[now]:
             storage = self.order.storage[s]
-            self._decide(s, now)
+            self._record_offload(s, now)
             if storage in op.mutates or storage in op.creates:
                 state.dirty.add(s)
             state.last[s] = now
@@ -285,7 +285,7 @@ class _WindowReplay:
             else:
                 self._free(s, now + 1)
 
-    def _decide(self, s: int, now: int) -> None:
+    def _record_offload(self, s: int, now: int) -> None:
         """In the last step, record an offload of ``s`` (numbered as in ``order``) if fetched since its last use."""
         n, state = len(self.graph.ops), self.state
         storage, before, taken_at = self.order.storage[s], state.last.get(s), state.allocated_at[s]

@@ -33,7 +33,7 @@ class Selection:
         best = self._search.drop(limit, min(limit, self.choices.problem.limit), self._max_runs)
         return None if best is None else choices_from_pairs(self.choices, best.pairs, limit)
 
-    def settle(self, gaps: Iterable[int]) -> Choices:
+    def recompute_gaps(self, gaps: Iterable[int]) -> Choices:
         """Recompute ``gaps``, but earlier or not at all where that saves seconds and fits; return the choices."""
         limit = self.choices.problem.limit
         pairs = array("q")

@@ -13,7 +13,7 @@ from outofcore.capture.tables import covers
 from outofcore.graph import StorageKind
 from outofcore.transforms.passes import may_be_overwritten
 from outofcore.transforms.split.rules import splits_of
-from outofcore.transforms.split.state_ranges import is_update, splits_of_update
+from outofcore.transforms.split.state_ranges import can_update_by_ranges, splits_of_update
 from outofcore.transforms.split.tensors import named_refs, ref_at, values_of
 from outofcore.transforms.split.ways import Cut, OpSplit
 
@@ -72,7 +72,7 @@ class SplitNeeds:
         if op not in self._splits:
             graph_op, call = self.graph.ops[op], self.captured.calls[op]
             splits = [] if graph_op.communicates or graph_op.random else splits_of(call, self.values)
-            if is_update(self.captured, op, self._home):
+            if can_update_by_ranges(self.captured, op, self._home):
                 splits = splits_of_update(self.captured, op)
             self._splits[op] = [
                 split

@@ -173,7 +173,7 @@ class SplitSearch:
             for index, cut in self.needs.cut_values(op, split):
                 axes = self.axes.get(self.values[index].storage)
                 if axes is not None:
-                    grain = axes.grain(self.needs.places[index], cut.dims)
+                    grain = axes.cut_divisor(self.needs.places[index], cut.dims)
                     if grain is None or (grain > 1 and not cut.is_adjacent):
                         unfit.add(op)
                     unit = lcm(unit, grain or 1)

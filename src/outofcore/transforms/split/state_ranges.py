@@ -44,7 +44,7 @@ def find_ranged_storages(captured: Captured, max_bytes: int, parts: int | None, 
             or any(graph.ops[op].communicates for op in uses)
         ):
             continue
-        is_updated_once = len(uses) == 1 and is_update(captured, uses[0], home)
+        is_updated_once = len(uses) == 1 and can_update_by_ranges(captured, uses[0], home)
         is_too_large = parts is not None or count + count // WORTH_FRACTION > max_bytes
         kind = bindings[0].kind
         if (kind is StorageKind.OPTIMIZER_STATE and is_updated_once) or (
@@ -55,7 +55,7 @@ def find_ranged_storages(captured: Captured, max_bytes: int, parts: int | None, 
     return frozenset(ranged)
 
 
-def is_update(captured: Captured, op: int, home: int | None) -> bool:
+def can_update_by_ranges(captured: Captured, op: int, home: int | None) -> bool:
     """Return whether an op is an optimizer update that can run range by range; False if ``home`` is 0."""
     call = captured.calls[op]
     return (

@@ -261,7 +261,7 @@ bool show_fetched(Space& space, Block& block) {
   ++space.counters[kFetches];
   ++space.counters[kFetchesAhead];
   space.counters[kFetchedBytes] += block.bytes;
-  space.counters[kAwayBytes] -= block.bytes;
+  space.counters[kBytesEvicted] -= block.bytes;
   observe_copy(space, block, follow::Event::kIn);
   return true;
 }
@@ -444,7 +444,7 @@ void evict(Space& space, Block& block, StorageImpl& storage, follow::Cause cause
   space.observer.add(follow::Event::kLeft, block.id, block.bytes, block.released);
   observe_unplanned_eviction(space, block, cause);
   block.released = false;
-  space.counters[kAwayBytes] += block.bytes;
+  space.counters[kBytesEvicted] += block.bytes;
   if (block.fixed) {
     count_use(space, -block.bytes);
     space.observer.add(follow::Event::kGiven, block.id, block.bytes);

@@ -223,9 +223,9 @@ int64_t copy_out(const std::vector<int64_t>& values, int64_t* numbers, int64_t c
 const borders::Border kBorders[] = {
     ENUM("LoopCounter", Counter, kOps, kExpectedOps, kFetches, kFetchedBytes, kFetchesAhead, kEvictions, kWrites,
                                  kWrittenBytes, kUnseenWrites, kAdoptions, kAdoptedBytes, kBytesInUse, kPeakBytes,
-                                 kAwayBytes, kFixed, kOutsideBytes, kPeakOutsideBytes, kForeign, kAtHomeBytes,
+                                 kBytesEvicted, kFixed, kOutsideBytes, kPeakOutsideBytes, kUntrackedUses, kAtHomeBytes,
                                  kTransferMicroseconds, kPeakHomeBytes, kPlannedOps, kUnplannedEvictions, kDepartures,
-                                 kRecipes, kReruns, kUnkeptBytes, kRerunMicroseconds, kFileBytes, kSmallBytes,
+                                 kRecipes, kReruns, kDroppedBytes, kRerunMicroseconds, kFileBytes, kSmallBytes,
                                  kPeakSmallBytes, kPeakTotalBytes, kExceedances, kArenaBytes),
     ENUM("Adopted", Adopted, kNo, kYes, kHasArray),
     ENUM("Excess", Excess, kRefused, kAllowed, kMeasured),
@@ -738,7 +738,7 @@ EXPORT int64_t follow_counters(const Space* space, int64_t* counters, int64_t ca
   set(kPeakSmallBytes, space->small_managed + space->small_peak);
   set(kRecipes, space->recipes->recipe_count);
   set(kReruns, space->recipes->reruns);
-  set(kUnkeptBytes, space->recipes->unkept_bytes);
+  set(kDroppedBytes, space->recipes->dropped_bytes);
   set(kRerunMicroseconds, space->recipes->nanoseconds / 1000);
   return kCounters;
 }

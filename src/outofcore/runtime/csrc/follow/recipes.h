@@ -117,7 +117,7 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
   Recipes(Pager& pager, int64_t large) : pager_(pager), large_(large), live_recipes_(new LiveRecipes) {}
 
   Recompute mode = Recompute::kOff;
-  int64_t recipe_count = 0, reruns = 0, unkept_bytes = 0, nanoseconds = 0;  // counters
+  int64_t recipe_count = 0, reruns = 0, dropped_bytes = 0, nanoseconds = 0;  // counters
 
   bool any() const {
     const Guard guard;
@@ -238,7 +238,7 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
   void count_freed(const Origin& origin, int64_t bytes) {
     for (const auto& weak : origin.recipes)
       if (const auto recipe = weak.lock(); recipe && !recipe->kept_storage && recipe->version == origin.version) {
-        unkept_bytes += bytes;
+        dropped_bytes += bytes;
         return;
       }
   }

@@ -469,7 +469,7 @@ void fetch(Space& space, Block& block) {
   block.dirty = block.slot.original && block.slot.original->was_written();  // the file has other bytes
   ++space.counters[kFetches];
   space.counters[kFetchedBytes] += block.bytes;
-  space.counters[kAwayBytes] -= block.bytes;
+  space.counters[kBytesEvicted] -= block.bytes;
   space.observer.add(follow::Event::kIn, start, follow::nanos_now(), block.id, block.bytes,
                      static_cast<int32_t>(follow::Copied::kOnDemand));
 }
@@ -541,7 +541,7 @@ void destroy(Block* block) {
   if (block->origin) space.recipes->count_freed(*block->origin, block->storage_bytes);
   clear_twin(space, *block, block->id);
   clear_twin(space, *block, block->twin);
-  if (!block->is_resident() && block->slot) space.counters[kAwayBytes] -= block->bytes;
+  if (!block->is_resident() && block->slot) space.counters[kBytesEvicted] -= block->bytes;
   unplace(space, *block);
   space.observer.add(follow::Event::kFreed, block->id, block->bytes);
   give_slot(space, *block);

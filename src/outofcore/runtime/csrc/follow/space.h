@@ -80,11 +80,11 @@ enum Counter {
   kAdoptedBytes,
   kBytesInUse,    // of the arena, current
   kPeakBytes,     // of the arena
-  kAwayBytes,     // of evicted storages, current
+  kBytesEvicted,     // of evicted storages, current
   kFixed,         // storages with a fixed address
   kOutsideBytes,  // storages of 64 KiB and more of threads outside the loop
   kPeakOutsideBytes,
-  kForeign,      // operands used in place: see `block_of`
+  kUntrackedUses,      // operands used in place: see `block_of`
   kAtHomeBytes,  // operands of the loop's ops used at their home
   kTransferMicroseconds,
   kPeakHomeBytes,       // of the homes
@@ -93,7 +93,7 @@ enum Counter {
   kDepartures,          // deviations from a plan
   kRecipes,             // storages to be recomputed instead of saved by autograd
   kReruns,              // recomputations
-  kUnkeptBytes,         // storages freed because they can be recomputed
+  kDroppedBytes,         // storages freed because they can be recomputed
   kRerunMicroseconds,   // time of recomputations
   kFileBytes,           // storages with the file they were mapped from as home
   kSmallBytes,          // smaller storages of the models and of the loop's ops

@@ -74,7 +74,7 @@ Block* adopt(Space& space, StorageImpl& storage, bool evicted, at::DataPtr& old_
       take_slot(space, *block);
       to = space.homes.window(block->slot);
       space.device.save_foreign(space.homes, block->slot, block->order, from, bytes);
-      space.counters[kAwayBytes] += block->bytes;
+      space.counters[kBytesEvicted] += block->bytes;
     } else {
       place(space, *block, BlockState::kResident);
       to = space.address(*block);
@@ -106,7 +106,7 @@ Block* adopt_in_file(Space& space, StorageImpl& storage, std::shared_ptr<const f
   block->slot.bytes = block->bytes;
   block->slot.original = std::make_shared<follow::Original>(std::move(file), offset, bytes,
                                                             storage.set_data_ptr(pointer_to(*block, at)));
-  space.counters[kAwayBytes] += block->bytes;
+  space.counters[kBytesEvicted] += block->bytes;
   space.counters[kFileBytes] += block->bytes;
   ++space.counters[kAdoptions];
   space.counters[kAdoptedBytes] += bytes;
@@ -157,7 +157,7 @@ Block* block_of(Space& space, StorageImpl& storage, const Use& use, at::DataPtr&
         space.bytes_in_use + whole_pages(bytes) <= space.room())
       return adopt(space, storage, false, old_memory);
   }
-  ++space.counters[kForeign];
+  ++space.counters[kUntrackedUses];
   return nullptr;
 }
 Block* block_of(Space& space, StorageImpl& storage, const Use& use = {}) {
