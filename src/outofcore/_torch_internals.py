@@ -504,7 +504,7 @@ for _name in ("data", "register_hooks", "unpack_hook"):
 
 
 def saved_tensors_of(node: Any | None) -> Iterator[SavedTensor]:
-    """Yield the saved tensors of an autograd node, except freed tensors and tensors with hooks."""
+    """Yield the saved tensors of an autograd node, except freed ones, and lists with a saved-tensor hook."""
     for saved, unpacked in _names_of_saved(type(node)):
         value = getattr(node, saved)
         raws = value if isinstance(value, tuple | list) else (value,)

@@ -108,7 +108,7 @@ class Peers:
             self._shards.show_gradients()
 
     def gather(self) -> None:
-        """Collect the whole model in each process from its shards; after a failure, only log a warning."""
+        """Collect the whole model in each process from its shards. Only warn if a process has failed before."""
         shards = self._shards
         if shards is None or not shards.is_sharded:
             return

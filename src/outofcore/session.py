@@ -212,7 +212,7 @@ class Session:
         return entry
 
     def _record_reads(self, signature: Signature, entry: KnownStep) -> None:
-        """Record the Python values that a capture has read, to detect changes later. Forget the oldest captures."""
+        """Remember the Python values that a capture has read, to detect changes; forget the oldest captures."""
         reads = entry.step.captured.reads
         user = self._user
         roots = [("step", user.function)]

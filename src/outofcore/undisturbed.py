@@ -25,7 +25,7 @@ Lane = tuple[type, int]  # the type of a copy, and its home
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """The times of a measured step, by instruction."""
+    """The measured and estimated seconds of each instruction of a step."""
 
     took: tuple[float, ...]  # seconds
     alone: tuple[float, ...]  # estimated seconds without contention
@@ -33,7 +33,7 @@ class StepTimes:
 
 
 def step_times(program: Program, timeline: Timeline, homes: Sequence[Home]) -> StepTimes:
-    """Estimate the times of a measured step without the contention that ``homes`` describe."""
+    """Return each instruction's measured seconds, and its estimated seconds without the contention of ``homes``."""
     spans = list(zip(timeline.starts, timeline.ends, strict=True))
     lanes: dict[Lane, list[tuple[float, float]]] = {}
     for instruction, span in zip(program.instructions, spans, strict=True):

@@ -168,7 +168,7 @@ class Captured:
         return self.exact.get(storage, self.graph.storages[storage].bytes)
 
     def align_to(self, alignment: int) -> Captured:
-        """Return a copy with all storages below 64 KiB rounded up to multiples of ``alignment`` bytes."""
+        """Return a copy in which storages that stay below 64 KiB are rounded up to multiples of ``alignment`` bytes."""
         # Kernels may depend on pointer alignment, and another kernel may give other bits.
         exact = {s.id: s.bytes for s in self.graph.storages if not is_large(round_up(s.bytes, alignment))}
         storages = tuple(

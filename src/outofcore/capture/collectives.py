@@ -134,6 +134,6 @@ def _reduction_name(func: Any, boxed_reduction: Any) -> str:
         return name
     raise refusal(
         f"the step uses the collective {func} with {boxed_reduction}",
-        "only plain reductions such as sum, max and min are supported",
-        "use sum, and multiply the result",
+        "only the reductions sum, avg, product, min and max are supported",
+        "use one of these; in place of a sum with a factor, use sum and multiply its result",
     )

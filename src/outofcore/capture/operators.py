@@ -72,6 +72,7 @@ class OperatorTraits:
 
 @functools.lru_cache(maxsize=4096)
 def traits(func: OpOverload) -> OperatorTraits:
+    """Return the properties of an operator, from its schema and the tables of this module."""
     arguments, name = func._schema.arguments, func._schema.name
     names = tuple(a.name for a in arguments)
     hidden, flag = _HIDDEN_WRITES.get(name, ((), ""))
@@ -232,7 +233,11 @@ def _grouped_mm_result(arguments: Arguments) -> torch.Tensor:
             f"{tuple(right.shape)}; pass factors of one dtype, with equal inner dimensions"
         )
     if (offsets is None) != (left.ndim == right.ndim == 3):
-        raise RuntimeError("_grouped_mm takes offsets, unless both factors have three dimensions; pass or omit offs")
+        verb = "needs" if offsets is None else "takes no"
+        raise RuntimeError(
+            f"_grouped_mm {verb} offs for factors of {left.ndim} and {right.ndim} dimensions: pass offs, unless both "
+            "have three dimensions"
+        )
     groups = [*([] if offsets is None else offsets.shape), *left.shape[:-2], *right.shape[:-2]]
     if len(set(groups)) > 1:
         raise RuntimeError(

@@ -225,7 +225,7 @@ class _PendingUpdate:
 
 
 class StepRecorder:
-    """Records update ops in place of every ``optimizer.step()`` during a capture."""
+    """Records update ops in place of ``optimizer.step()`` of the given optimizers during a capture."""
 
     def __init__(self, optimizers: Sequence[Optimizer], mirror: Mirror, tables: Tables, provenance: Provenance) -> None:
         for optimizer in optimizers:
@@ -245,7 +245,7 @@ class StepRecorder:
 
     @contextlib.contextmanager
     def replace_steps(self, report_written: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
-        """Replace each ``optimizer.step`` by a recorder, which calls ``written`` with all fakes that it may write."""
+        """In this context, record each ``optimizer.step()`` and pass fakes that it may write to ``report_written``."""
         known_ids, is_capturing = {id(optimizer) for optimizer in self._optimizers}, capturing_thread()
 
         def refuse(optimizer: Optimizer, *_: Any) -> None:

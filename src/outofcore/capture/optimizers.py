@@ -573,7 +573,7 @@ class BoundUpdate:
                     break
 
     def _copy_replaced_state(self, place: int, created: dict[str, Any]) -> None:
-        """Copy state ``created`` for member ``place`` into its bound tensors, the rest into the user's optimizer."""
+        """Copy a member's new state into its bound tensors; put other entries into the user's optimizer."""
         update, member, param = self._update, self._update.members[place], self._params[place]
         remaining = _without_missing(
             update._store_state(member, dict(created), self._states[place], param.device, _NO_STATE)

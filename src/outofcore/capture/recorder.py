@@ -338,8 +338,8 @@ class OpRecorder(TorchDispatchMode):
             if not tensor.is_contiguous():
                 raise refusal(
                     f"the collective {request.kind.value} is given a tensor that is not contiguous",
-                    "it sends the bytes in memory order",
-                    "pass tensor.contiguous()",
+                    "a collective sends bytes in memory order",
+                    "make the tensor contiguous before, by tensor = tensor.contiguous()",
                 )
         self._record_collective(request, tensors)
         return returned

@@ -79,7 +79,7 @@ class TracedShard:
         return run(self._end_gradient, gradient)  # type: ignore[return-value]
 
     def _end_gradient(self, gradient: torch.Tensor) -> int | None:
-        """Return the value index of a gradient's range; None if it was copied into a gradient from before the step."""
+        """Return the value index of this process's part of a gradient; None if it was added to an earlier gradient."""
         if self.gradient is not None and self._is_reduced(gradient):
             chunk = self.gradient
         else:

@@ -303,7 +303,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _model_class(path: Path, content: Mapping[str, Any], config: Any, transformers: Any) -> type[nn.Module]:
-    """Return the class that ``architectures`` names, or a default for the model type; else raise ``InputError``."""
+    """Return the class that ``architectures`` names, or without it the model type's; else raise ``InputError``."""
     architectures = content.get("architectures")
     if isinstance(architectures, list) and architectures:
         name = str(architectures[0])

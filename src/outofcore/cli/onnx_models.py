@@ -114,9 +114,10 @@ def read_inputs(model: OnnxModel, arrays: Sequence[str]) -> tuple[torch.Tensor, 
         content = _read_arrays(Path(path))
         if not isinstance(content, dict):
             if not name and len(model.input_names) != 1:
+                advice = f"name each array, such as --input {model.input_names[0]}={path}, or give one .npz file"
                 raise InputError(
-                    f"{path} is one array, but the model has {len(model.input_names)} inputs; write "
-                    f"--input {(model.input_names or ('x',))[0]}={path}, or give an .npz file"
+                    f"{path} is one array, but the model's inputs are {', '.join(model.input_names) or 'none'}: "
+                    f"{advice if model.input_names else 'omit --input'}"
                 )
             content = {name or model.input_names[0]: content}
         for key, array in content.items():

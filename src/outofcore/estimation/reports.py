@@ -41,7 +41,7 @@ class ReportedStep:
 def report_step(
     path: Path, step: ReportedStep, title: str, *, count: int | None = None, notes: Sequence[tuple[str, str]] = ()
 ) -> None:
-    """Write an HTML report of a step; ``count`` is the number of other budgets on its curve of step times."""
+    """Plan a step for ``count`` other budgets (or ``CURVE_POINTS``), and write an HTML report with the curve."""
     graph, costs, planned = step.graph, step.costs, step.planned
     with show_progress() as tell:
         budget_insight = build_insight(

@@ -285,7 +285,7 @@ def estimate_graph(
     parts: tuple[StepGraph, Costs] | None = None,  # the split step, for smaller budgets
     tell: ProgressCallback,
 ) -> Estimate:
-    """Estimate a step for ``budgets``, and for a curve up to in core; raises ``GraphError`` if it has no ops."""
+    """Estimate a step at ``budgets`` and at a curve of budgets; raises ``GraphError`` if it has no ops."""
     if not graph.ops:
         raise GraphError("the step has no ops, so it has no costs to estimate; compute with tensors in it")
     smallest, in_core = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)

@@ -484,7 +484,7 @@ class Faces:
         return self.slots[-1].home.files is not None and can_detect_writes()
 
     def slot_of(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
-        """Return the home and offset of a face that can be read there (``to_write``: also written), else None."""
+        """Return home and offset of a tensor's slot, to read it (or with ``to_write`` write it); None if impossible."""
         face = self.find(tensor)
         if face is None:
             return None

@@ -198,7 +198,7 @@ def bind(captured: Captured, program: Program, arena: DeviceArena, homes: int = 
 def requests_by_scope(
     captured: Captured, program: Program, requests: Sequence[Requests] | Mapping[int, Requests]
 ) -> list[list[tuple[int, int | None]]]:
-    """Return each op's planned requests, except collectives': (bytes, offset in the arena, or None outside of it)."""
+    """Return the memory that each run of an op will request, without collectives: (bytes, arena offset or None)."""
     scope_requests: list[list[tuple[int, int | None]]] = []
     for run in program.instructions:
         if not isinstance(run, Run) or run.communicates:  # collectives have no scope

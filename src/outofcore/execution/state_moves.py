@@ -291,7 +291,7 @@ class StateMoves:
         state.show(face, StatePlace.HOME)
 
     def _move_to_arena(self, state: PersistentState, block: Block, arena: DeviceArena, *, keep: bool) -> None:
-        """Copy a state to its block, or zeros for an absent state; with ``keep`` its slot stays as a copy at home."""
+        """Copy a state into its block (zeros if it has no bytes), and release its slot unless ``keep``."""
         target = arena.view(block.offset, state.bytes)
         if state.place is StatePlace.ABSENT:
             target.zero_()

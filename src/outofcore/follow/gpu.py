@@ -81,7 +81,7 @@ def budget_for(room: int, library_bytes: int) -> int:
 
 
 def _measure_library_bytes(device: torch.device) -> int:
-    """Return the bytes that PyTorch has reserved, cuBLAS workspaces included, without tensors of 64 KiB and more."""
+    """Return the bytes that PyTorch has reserved, less its used blocks of 64 KiB and more; cuBLAS workspaces count."""
     used = Counter(
         block["size"]
         for segment in torch.cuda.memory_snapshot()

@@ -123,7 +123,7 @@ class LoopPlanner:
         return max(_FREE_SECONDS, _FREE_STEPS * (time.monotonic() - self._started) / max(self._ended_steps, 1))
 
     def _plan_step(self, steps: int) -> None:
-        """Use the stored plan of the proposed step. Start to plan if it is missing or was made on a busy machine."""
+        """Use the stored plan of the proposed step; plan the step if it has none, or one made on a busy machine."""
         numbers = self._space.read_numbers("follow_proposal")
         if not numbers:
             return

@@ -56,7 +56,7 @@ sources = Sources(_running_models)
 
 @contextlib.contextmanager
 def _report_backward_passes() -> Iterator[None]:
-    """In this context, report each outermost backward pass when it ends, and whether it freed its graph."""
+    """In this context, tell the running loops when an outermost backward pass ends after which its graph is freed."""
 
     def run_engine(engine: Any, outputs: Any, gradients: Any, keep_graph: Any, *args: Any, **kwargs: Any) -> Any:
         """Run autograd's engine and return its result; report the pass if it is outermost."""

@@ -80,7 +80,7 @@ class Space:
         return shares.room
 
     def adopt(self, tensors: Iterable[torch.Tensor], tell: ProgressCallback = ignore_progress, count: int = 0) -> None:
-        """Move tensors to the home, except memory shared with files or NumPy; ``tell`` receives the progress."""
+        """Move tensors to the home, except shared file mappings and NumPy's memory; ``count`` is for progress."""
         mapped = self.device.mapped_files()
         files: dict[FileMapping, int] = {}
         unmoved_bytes = 0

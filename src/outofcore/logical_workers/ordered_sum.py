@@ -94,7 +94,7 @@ class OrderedSum:
         *,
         first: bool,
     ) -> None:
-        """Add this process's gradients in ``spans`` to ``total``; with ``first``, overwrite ``total``."""
+        """Add the gradients of this process's workers to ``total`` span by span; with ``first``, start from zero."""
         start = 0
         for span in spans:
             part = total[start : start + span.count]

@@ -268,7 +268,7 @@ class _Lowering:
             )
 
     def _fetch(self, decision: Decision, last_stay_starts: dict[int, int]) -> None:
-        """Append a copy from a decision's home to a new block; raise ``GraphError`` if that home has no copy."""
+        """Append a copy of a storage from a home into a new block; raise ``GraphError`` if the home lacks it."""
         storage = decision.gap.storage
         self._begin_stay(storage, is_last=decision.gap.end == last_stay_starts.get(storage))
         version = self.homes[storage].get(decision.home)

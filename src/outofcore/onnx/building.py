@@ -102,7 +102,7 @@ class Builder:
             self._values[declared.name] = _Value(node)
 
     def build(self, graph: Graph, prefix: str, host_inputs: int = 0) -> list[fx.Node]:
-        """Build the fx graph, and return the outer nodes that it uses; the first ``hosts`` inputs are on the CPU."""
+        """Build the fx graph, and return the outer nodes that it uses; ``host_inputs`` first inputs are on the CPU."""
         for declared in graph.inputs[:host_inputs]:
             value = self._values[declared.name]
             self._values[declared.name] = None if value is None else replace(value, is_host=True)

@@ -328,7 +328,7 @@ def _make_ops(
 
 
 def _host_bench(home: HomeStore, slots: tuple[int, int], size: int, compute: Callable[[], object] | None) -> _LinkBench:
-    """Return the actions to time for a link between process memory and two slots of a home."""
+    """Return actions that use the host: computation (by default large copies), a write and a read, of two sizes."""
     region = Region(map_anonymous(2 * size), 2 * size)
     outgoing, incoming = region.memory(0, size), region.memory(size, size)
     random = torch.Generator().manual_seed(0)  # separate, to keep the user's random numbers

@@ -396,7 +396,7 @@ class ProfileCache:
         self._stale_costs: dict[str, OpCost] = {}  # costs to be measured again
 
     def find(self, op: Op, *, timed: bool, first_differs: bool, result_count: int | None = None) -> OpProfile | None:
-        """Return an op's cached profile; None if missing, stale or without seconds (``timed``) or a ``first`` run."""
+        """Return an op's cached profile; None if it is missing, stale, or not as requested (times, first run)."""
         value = self._cached.get(_key(op)) if is_cacheable(op) else None
         if value is None or self._shelf is None:
             return None

@@ -122,7 +122,7 @@ class Kernels:
         return {text: kernel for text, kernel in kernels.items() if kernel is not None}
 
     def _compile(self, recipe: Recipe, threads: int) -> Kernel | None:
-        """Compile a recipe, unless ``compiles`` is False; if that fails, log a warning and return None."""
+        """Return the compiled kernel; None, with a warning, if that fails. If not ``compiles``, it refuses to run."""
         if not self.compiles:
             return Kernel(recipe, threads, _refuse_to_run)
         try:

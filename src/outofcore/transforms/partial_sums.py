@@ -193,7 +193,7 @@ def _split_product(view: CallView) -> SumSplit | None:
 
 
 def _split_sum(view: CallView) -> SumSplit | None:
-    """Return a split of a sum by its first dimension; None if it keeps this dimension or converts its summands."""
+    """Return a split of a sum along its first dimension; None if ``dim`` omits it, or if ``dtype`` is given."""
     summand, dims = view.value("self"), view.named.get("dim")
     if summand is None or not summand.shape or not dims or view.named.get("dtype") is not None:
         return None

@@ -286,7 +286,7 @@ def _matching_overloads(func: OpOverload, packet: OpOverloadPacket) -> Iterator[
 
 
 def hoist_order(captured: Captured) -> tuple[int, ...]:
-    """Return the op ids in an order that frees memory sooner; all results keep their bits.
+    """Return the order of ops in which ops that free memory run earlier, without moving random ops.
 
     Optimizer updates without random numbers, and ops that turn large storages into small ones, run earlier. They do not
     pass ops that may raise: when a step raises, it has run only updates that plain PyTorch would have run.

@@ -14,6 +14,7 @@ from outofcore.plan import Plan
 from outofcore.planning.baselines.one_home import use_farthest_home
 from outofcore.planning.baselines.trial import MapClass, SimulatedStep, StepSimulator
 from outofcore.planning.policy import Asked, CheckedPolicy
+from outofcore.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,9 @@ def pooch(graph: StepGraph, costs: Costs, budget: int, *, effort: int = 500_000)
         return Plan("pooch", budget, in_core.decisions)
     classes = [MapClass.SWAP] * len(trials.maps)
     if not costs.homes or trials.run(classes) is None:
+        reason = "even with every feature map swapped" if costs.homes else "and pooch has no home to swap to"
         raise BudgetError(
-            f"the step needs more than {budget} bytes even with every feature map swapped; raise the budget, or "
-            "choose another policy than pooch"
+            f"the step needs more than {format_bytes(budget)} {reason}: raise the budget, or choose another policy"
         )
     search = _Classifier(trials, effort)
     _, classes = search.keep(classes, frozenset())

@@ -79,7 +79,7 @@ def components(rectangles: Rectangles) -> list[Ints]:
 
 
 def _runs(rectangles: Rectangles, restarts: bool) -> Iterator[tuple[Ints, int]]:
-    """Yield endlessly an order in which to try the rectangles, and the number of nodes to search with it."""
+    """Yield search runs without end: an order of the rectangles, and the largest number of nodes to search."""
     width = rectangles.lifetimes.astype(np.float64)
     total = _peak_during(rectangles).astype(np.float64)
     run = 0

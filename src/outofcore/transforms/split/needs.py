@@ -30,7 +30,7 @@ class SplitNeeds:
         workspaces: Mapping[str, int],
         home: int | None,
     ) -> None:
-        """``refused`` are keys of checks with a mismatch; for the other parameters see ``split_step``."""
+        """``refused`` has the keys of failed exactness checks; for the other parameters see ``step.split_step``."""
         self.captured, self.graph, self.values = captured, captured.graph, captured.values
         self.ranged, self._min_bytes, self._workspaces, self._home = ranged, min_bytes, workspaces, home
         self._refused_splits = {key.rpartition(" at [")[0] for key in refused}
@@ -43,7 +43,7 @@ class SplitNeeds:
         }
 
     def _lines_of_cuttable(self) -> dict[int, Lines]:
-        """Return the storages that may be cut, each as a dense array in which all its values are boxes."""
+        """Return the storages that may be cut, each as an array in which each of its tensors is a rectangular range."""
         graph = self.graph
         values_by_storage: dict[int, list[Value]] = {}
         for index in dict.fromkeys(index for call in self.captured.calls for index in values_of(call)):

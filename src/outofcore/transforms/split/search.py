@@ -44,7 +44,7 @@ class SplitSearch:
         self._ends: dict[int, tuple[int, ...]] = {}
 
     def choose(self) -> dict[int, ChosenSplit]:
-        """Return the chosen splits by op, and set ``axes`` and ``cuts`` of the storages that get cells."""
+        """Return the chosen splits by op. Set ``axes`` and ``cuts`` of the storages that these splits divide."""
         dropped: set[int] = set()
         whole: set[int] = set()
         while True:
